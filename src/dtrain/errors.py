@@ -1,0 +1,60 @@
+"""The error tree: every error that dtrain raises on purpose.
+
+::
+
+    DtrainError
+    ├── ConfigError (ValueError)            an argument, option or batch that cannot be right
+    ├── StaleStateError (RuntimeError)      a TrainState that was already stepped is used again
+    ├── StepError (RuntimeError)            a training step that cannot be made sense of (no weight, no gradient)
+    ├── DistError (RuntimeError)            ranks that did not meet, or that disagree
+    │   └── PeerError                       this rank is fine; another one failed, and all of them stop
+    ├── CheckpointError (RuntimeError)
+    │   ├── DamagedCheckpointError          a committed checkpoint that fails verification
+    │   └── CheckpointMismatchError         a sound checkpoint that does not fit what it is loaded into
+    └── RankError (RuntimeError)            a rank started by dtrain.testing failed or hung
+
+A message is one line: where, what came with its value, what to do. ``ValueError`` subclasses mean bad input,
+``RuntimeError`` subclasses mean that the state of the world is at fault.
+"""
+
+from __future__ import annotations
+
+
+class DtrainError(Exception):
+    """Base of every error that dtrain raises on purpose."""
+
+
+class ConfigError(DtrainError, ValueError):
+    """An argument, an option, or a batch cannot be right."""
+
+
+class StaleStateError(DtrainError, RuntimeError):
+    """A ``TrainState`` that has been stepped is used again."""
+
+
+class StepError(DtrainError, RuntimeError):
+    """A training step that cannot be made sense of: no weight anywhere, or no gradient."""
+
+
+class DistError(DtrainError, RuntimeError):
+    """Ranks that did not meet in time, or that disagree about what to do."""
+
+
+class PeerError(DistError):
+    """This rank is fine; another one failed, and all of them stop together."""
+
+
+class CheckpointError(DtrainError, RuntimeError):
+    """A checkpoint could not be written, found, or read."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A committed checkpoint fails verification: a file is missing, truncated, altered, or foreign."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A sound checkpoint does not fit what it is loaded into."""
+
+
+class RankError(DtrainError, RuntimeError):
+    """A rank that ``dtrain.testing`` started has failed, or did not finish in time."""

@@ -1,0 +1,1 @@
+"""The process supervisor behind ``dtrain launch``. Nothing in here imports torch."""
