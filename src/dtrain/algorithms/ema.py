@@ -1,0 +1,51 @@
+"""An exponential moving average of the parameters."""
+
+from __future__ import annotations
+
+import torch
+
+from dtrain.errors import ConfigError
+from dtrain.state import TrainState
+from dtrain.tensors import lerp_
+from dtrain.transform import Transform, UpdateFn
+from dtrain.types import Metrics, Params, Slice
+
+
+def update_ema_(averages: Params, params: Params, decay: float) -> None:
+    """``average = decay * average + (1 - decay) * param`` for every name in ``averages``, on the local shards.
+
+    Mutates: ``averages``. Collective: none.
+    """
+    names = list(averages)
+    with torch.no_grad():
+        lerp_([averages[n] for n in names], [params[n] for n in names], 1.0 - decay)
+
+
+def ema(decay: float) -> Transform:
+    """Keep ``decay * average + (1 - decay) * param`` of every parameter, updated after each step.
+
+    The slice is ``{"params": {name: average}}``; averages are laid out like the parameters, in their dtype.
+
+    Args:
+        decay: in ``[0, 1)``; an average with this decay has a half life of ``log(0.5) / log(decay)`` steps.
+
+    Raises:
+        ConfigError: ``decay`` outside of ``[0, 1)``.
+
+    Source: Polyak and Juditsky 1992; as an exponential average, Tarvainen and Valpola 2017, arXiv:1703.01780.
+    """
+    if not 0.0 <= decay < 1.0:
+        raise ConfigError(f"ema: needs 0 <= decay < 1, got {decay=}")
+
+    def init(state: TrainState) -> Slice:
+        return {"params": {name: param.detach().clone() for name, param in state.params.items()}}
+
+    def update(inner: UpdateFn) -> UpdateFn:
+        def averaged(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+            state, metrics = inner(state, metrics)
+            update_ema_(state.slices["ema"]["params"], state.params, decay)
+            return state, metrics
+
+        return averaged
+
+    return Transform(name="ema", init=init, update=update)

@@ -1,0 +1,193 @@
+"""What a batch is: how to count it, cut it into microbatches, and move it to a device.
+
+A batch is a tensor, or mappings, sequences, dataclass-free nests and TensorDicts of them. By default the batch axis is the
+first one of every tensor; ``batch_spec`` describes batches where it is not, and lets tokens be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.errors import ConfigError
+from dtrain.types import Batch
+
+_PER_SAMPLE = (list, tuple)  # a sequence without tensors holds one entry per sample (ids, file names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSpec:
+    """An einops-like description of the tensors of a batch: key -> axis names. Made by ``batch_spec``.
+
+    The axis called ``batch`` counts samples. A sample's tokens are counted where there is an axis called ``seq``.
+    """
+
+    axes: Mapping[str, tuple[str, ...]]
+
+    def check(self, batch: Batch) -> dict[str, int]:
+        """The size of every named axis.
+
+        Raises:
+            ConfigError: a missing key, a wrong number of axes, or two sizes of one axis; naming key and axis.
+        """
+        sizes: dict[str, tuple[int, str]] = {}
+        for key, axes in self.axes.items():
+            if not _has(batch, key):
+                raise ConfigError(f"batch_spec: the batch has no {key!r}; it has {sorted(str(k) for k in _keys(batch))}")
+            shape = tuple(batch[key].shape)
+            if len(shape) != len(axes):
+                raise ConfigError(f"batch_spec: {key!r} should be [{', '.join(axes)}], got shape {shape}")
+            for axis, size in zip(axes, shape, strict=True):
+                known, where = sizes.setdefault(axis, (size, key))
+                if known != size:
+                    raise ConfigError(
+                        f"batch_spec: axis {axis!r} is {known} in {where!r} but {size} in {key!r} (shape {shape})"
+                    )
+        return {axis: size for axis, (size, _) in sizes.items()}
+
+    def count(self, batch: Batch) -> tuple[int, int]:
+        """Samples and tokens of ``batch``; tokens are 0 without an axis called ``seq``."""
+        sizes = self.check(batch)
+        return sizes["batch"], sizes["batch"] * sizes.get("seq", 0)
+
+    def narrow(self, batch: Batch, start: int, length: int) -> Batch:
+        """``length`` samples of ``batch`` from ``start`` on, as views; what the spec does not name is kept whole."""
+        return {
+            key: value.narrow(self.axes[key].index("batch"), start, length)
+            if key in self.axes and "batch" in self.axes[key]
+            else value
+            for key, value in batch.items()
+        }
+
+
+def batch_spec(axes: Mapping[str, str]) -> BatchSpec:
+    """Describe a batch by the axes of its tensors.
+
+    >>> spec = batch_spec({"input_ids": "batch seq", "label": "batch"})
+    >>> spec.count({"input_ids": torch.zeros(4, 16), "label": torch.zeros(4)})
+    (4, 64)
+
+    Raises:
+        ConfigError: no axis called ``batch``, or an axis twice in one tensor.
+    """
+    parsed = {key: tuple(pattern.split()) for key, pattern in axes.items()}
+    for key, names in parsed.items():
+        if len(set(names)) != len(names) or not all(name.isidentifier() for name in names):
+            raise ConfigError(f"batch_spec: {key!r}: axes must be different names separated by spaces, got {axes[key]!r}")
+    if not any("batch" in names for names in parsed.values()):
+        raise ConfigError(f"batch_spec: no tensor has an axis called 'batch', got {dict(axes)}")
+    return BatchSpec(axes=parsed)
+
+
+def count_samples(batch: Batch) -> int:
+    """How many samples ``batch`` holds: the common size of the first axis of its tensors.
+
+    Raises:
+        ConfigError: no tensor, or tensors that disagree; with the shapes.
+    """
+    shapes = {path: tuple(leaf.shape) for path, leaf in _tensors(batch, "batch") if leaf.ndim > 0}
+    if not shapes:
+        raise ConfigError(
+            f"batch: found no tensor to cut in a {type(batch).__name__}; give tensors, mappings or sequences "
+            "of them, or describe the batch with batch_spec"
+        )
+    if len({shape[0] for shape in shapes.values()}) > 1:
+        shown = ", ".join(f"{path}{list(shape)}" for path, shape in shapes.items())
+        raise ConfigError(
+            f"batch: the first axis must be the batch axis in every tensor, got {shown}; describe it with batch_spec"
+        )
+    return next(iter(shapes.values()))[0]
+
+
+def count_batch(batch: Batch, spec: BatchSpec | None = None) -> tuple[int, int]:
+    """Samples and tokens of a batch; without a spec tokens are not counted (0)."""
+    return spec.count(batch) if spec is not None else (count_samples(batch), 0)
+
+
+def narrow_batch(batch: Batch, start: int, length: int, spec: BatchSpec | None = None) -> Batch:
+    """``length`` samples of ``batch`` from ``start`` on; tensors are views."""
+    if spec is not None:
+        return spec.narrow(batch, start, length)
+    total = count_samples(batch)
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.narrow(0, start, length) if leaf.ndim > 0 else leaf
+        if isinstance(leaf, _PER_SAMPLE) and len(leaf) == total:
+            return leaf[start : start + length]
+        return leaf
+
+    return _map(batch, cut)
+
+
+def split_batch(batch: Batch, microbatch_size: int, *, spec: BatchSpec | None = None) -> list[Batch]:
+    """Microbatches of at most ``microbatch_size`` samples, in order, as views; none for an empty batch.
+
+    Tensors are cut along the batch axis, sequences without tensors per sample; everything else goes into each microbatch.
+
+    >>> [part["x"].tolist() for part in split_batch({"x": torch.arange(5)}, 2)]
+    [[0, 1], [2, 3], [4]]
+
+    Raises:
+        ConfigError: ``microbatch_size`` below 1, or a batch whose samples cannot be counted.
+    """
+    if isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1:
+        raise ConfigError(f"split_batch: needs a whole number of at least 1, got {microbatch_size=}")
+    samples, _ = count_batch(batch, spec)
+    starts = range(0, samples, microbatch_size)
+    return [narrow_batch(batch, start, min(microbatch_size, samples - start), spec) for start in starts]
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """``batch`` with every tensor on ``device``; those that are there already are the same objects."""
+    return _map(batch, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf)
+
+
+def zeros_like_sample(batch: Batch) -> Batch:
+    """A batch of one sample of zeros shaped like those of the (empty) ``batch``."""
+    return _map(batch, lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf)
+
+
+def _is_tensordict(value: Any) -> bool:
+    """Whether ``value`` is a TensorDict, without importing tensordict (1-2 s) where no batch is one."""
+    return type(value).__module__.startswith("tensordict")
+
+
+def _map(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """``value`` with ``fn`` applied to tensors and to everything that holds none."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if _is_tensordict(value):
+        return value.apply(fn, batch_size=[]).auto_batch_size_(batch_dims=value.batch_dims)
+    if isinstance(value, Mapping):
+        return {key: _map(item, fn) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(item, fn) for item in value))
+    if isinstance(value, _PER_SAMPLE) and any(True for _ in _tensors(value, "")):
+        return type(value)(_map(item, fn) for item in value)
+    return fn(value)
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping) or _is_tensordict(value):
+        for key, item in value.items():
+            yield from _tensors(item, f"{path}[{key!r}]")
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for index, item in enumerate(value):
+            yield from _tensors(item, f"{path}[{index}]")
+
+
+def _has(batch: Batch, key: str) -> bool:
+    return key in _keys(batch)
+
+
+def _keys(batch: Batch) -> list[Any]:
+    if not (isinstance(batch, Mapping) or _is_tensordict(batch)):
+        raise ConfigError(f"batch_spec: needs a mapping of tensors, got a {type(batch).__name__}")
+    return list(batch.keys())

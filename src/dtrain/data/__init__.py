@@ -1,0 +1,1 @@
+"""Data whose position is a value: it resumes exactly, on any number of ranks."""

@@ -1,0 +1,59 @@
+"""Device meshes: how the ranks are laid out for data parallelism."""
+
+from __future__ import annotations
+
+import math
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtrain.dist.init import current
+from dtrain.errors import ConfigError, DistError
+
+AXES = ("dp_replicate", "dp_shard")
+"""Names of the axes of a mesh, outermost first. Both carry different data on different ranks."""
+
+
+def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1) -> DeviceMesh:
+    """A mesh of all ranks with the axes ``dp_replicate`` and ``dp_shard``; a degree of -1 is filled from the world size.
+
+    Collective: makes process groups, so every rank must call it with the same degrees.
+
+    Raises:
+        ConfigError: degrees that do not multiply to the world size.
+        DistError: ``init_dist`` was not called.
+    """
+    if not dist.is_initialized():
+        raise DistError("build_mesh: there are no process groups yet; call dt.init_dist() first (one process works too)")
+    info = current()
+    degrees = _fill({"dp_replicate": dp_replicate, "dp_shard": dp_shard}, info.world_size)
+    return init_device_mesh(info.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+
+
+def _fill(degrees: dict[str, int], world_size: int) -> dict[str, int]:
+    """``degrees`` with the one that is -1 filled in, a pure function."""
+    shown = " * ".join(f"{name}={value}" for name, value in degrees.items())
+    free = [name for name, value in degrees.items() if value == -1]
+    if len(free) > 1 or any(value < 1 and value != -1 for value in degrees.values()):
+        raise ConfigError(f"build_mesh: degrees must be at least 1, and at most one of them -1, got {shown}")
+    known = math.prod(value for value in degrees.values() if value != -1)
+    if free:
+        if world_size % known:
+            raise ConfigError(f"build_mesh: {world_size=} is not a multiple of {known} ({shown}); change the given degree")
+        return {**degrees, free[0]: world_size // known}
+    if known != world_size:
+        raise ConfigError(
+            f"build_mesh: needs {' * '.join(degrees)} = world_size, got {shown} = {known}, {world_size=}; set one to -1"
+        )
+    return degrees
+
+
+def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
+    """This rank's place among the ranks that see different data, and how many of those there are."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ConfigError("mesh: this rank is not part of it; build the mesh over all ranks with dt.build_mesh")
+    index, count = 0, 1
+    for places, at in zip(mesh.shape, coordinate, strict=True):
+        index, count = index * places + at, count * places
+    return index, count

@@ -1,0 +1,74 @@
+"""Random numbers: seeds derived from names, generators of their own, and all RNG state out and in as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed that depends on every part and on their order; the same on every machine and Python version.
+
+    >>> derive_seed(0, "ema", 1) == derive_seed(0, "ema", 1), derive_seed(0, "ema", 1) == derive_seed(0, "ema", 2)
+    (True, False)
+
+    Source: the first 8 bytes of BLAKE2b over the length-prefixed parts.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        text = f"{type(part).__name__}:{part}".encode()
+        digest.update(len(text).to_bytes(4, "little") + text)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def generator(device: torch.device | str, *parts: int | str) -> torch.Generator:
+    """A fresh generator on ``device``, seeded by ``parts``: no generator state has to be saved."""
+    return torch.Generator(device=device).manual_seed(derive_seed(*parts))
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of the global generators of Python, NumPy, torch and the current CUDA device, as plain data and tensors."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": {"version": version, "internal": list(internal), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what ``rng_state`` returned.
+
+    Mutates: the global generators of Python, NumPy, torch and the current CUDA device.
+    """
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def seed_everything(*parts: int | str) -> None:
+    """Seed the global generators of Python, NumPy, torch and CUDA from ``parts``, each with a stream of its own.
+
+    Mutates: those generators.
+    """
+    random.seed(derive_seed("python", *parts))
+    np.random.seed(derive_seed("numpy", *parts) % 2**32)
+    torch.manual_seed(derive_seed("torch", *parts))

@@ -1,0 +1,1 @@
+"""What a run reports: global numbers from local metrics, and where they go."""

@@ -1,0 +1,1 @@
+"""How a model is laid out over ranks: sharding, precision, storage for models made on the meta device."""

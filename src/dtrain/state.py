@@ -1,0 +1,202 @@
+"""``TrainState``: everything a training step reads and replaces, and ``ShardSpec``: how its model is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtrain.clock import Clock, Duration
+from dtrain.dist.control import Tally
+from dtrain.errors import ConfigError, StaleStateError
+from dtrain.types import Batch, Slice
+
+Strategy = Literal["full_shard", "replicate", "none"]
+_SPEC = "_dtrain_spec"  # the attribute of a module that shard_model leaves its ShardSpec in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardSpec:
+    """How a model is laid out. ``shard_model`` sets it; a plain model in one process has ``strategy="none"``.
+
+    Args:
+        strategy: the name that ``shard_model`` was given.
+        mesh: the whole mesh, None for a plain model.
+        data_rank: this rank's place among those that see different data.
+        data_ranks: how many of those there are.
+    """
+
+    strategy: Strategy = "none"
+    mesh: DeviceMesh | None = field(default=None, repr=False)
+    data_rank: int = 0
+    data_ranks: int = 1
+
+
+def attach_spec(model: nn.Module, spec: ShardSpec) -> None:
+    """Remember ``spec`` on ``model``. Mutates: ``model`` (one attribute, in no state dict)."""
+    setattr(model, _SPEC, spec)
+
+
+def spec_of(model: nn.Module) -> ShardSpec:
+    """The ``ShardSpec`` of a model, that of a plain one when ``shard_model`` never saw it."""
+    spec = getattr(model, _SPEC, None)
+    return spec if isinstance(spec, ShardSpec) else ShardSpec()
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """The one mutable part of a state, shared by all states of a run: what must not be copied to be true.
+
+    ``generation`` is that of the newest state; ``filler`` is the last microbatch with real samples, which a rank without
+    any repeats at weight zero; the rest is the run's place among checkpoints.
+    """
+
+    generation: int = 0
+    filler: Batch | None = None
+    weight: HostScalar | None = None
+    run_id: str | None = None
+    parent_step: int | None = None
+    committed: dict[str, set[int]] = field(default_factory=dict)
+
+
+class HostScalar:
+    """A device scalar on its way to the host, read without waiting for the device.
+
+    ``post`` starts a copy into a host buffer that was made once; ``peek`` returns the value if it has arrived. On a CPU
+    it always has.
+    """
+
+    __slots__ = ("_buffer", "_event", "_posted", "_view")
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._buffer = torch.zeros(1, dtype=torch.float64, pin_memory=cuda)
+        self._view = self._buffer.numpy()
+        self._event = torch.cuda.Event() if cuda else None
+        self._posted = False
+
+    def post(self, value: Tensor) -> None:
+        """Start copying the scalar ``value`` ``[]``."""
+        self._buffer.copy_(value.reshape(1), non_blocking=True)
+        self._posted = True
+        if self._event is not None:
+            self._event.record()
+
+    def peek(self) -> float | None:
+        """The last posted value, or None when nothing was posted or it is still on its way."""
+        if not self._posted or (self._event is not None and not self._event.query()):
+            return None
+        return float(self._view[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class TrainState:
+    """A training run between two steps. ``Step.init`` makes the first one, a step replaces it.
+
+    Args:
+        model: mutated in place by training.
+        optimizer: mutated in place by training.
+        spec: how the model is laid out.
+        params: clean name -> parameter (sharded ones are DTensors), captured once; a tied parameter appears once.
+        aliases: further names of tied parameters -> the name in ``params``.
+        clock: how far training has come.
+        slices: each transform's own state, by the transform's name.
+        seed: what all derived random streams start from.
+        tally: what the ranks agreed for the step in progress; None between steps.
+
+    A state that has been stepped is spent: using it again raises ``StaleStateError``, since its parameters are gone.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    spec: ShardSpec
+    params: Mapping[str, Tensor]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+    seed: int = 0
+    tally: Tally | None = None
+    generation: int = 0
+    shared: Shared = field(default_factory=Shared)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.clock.step
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self.params.values())).device
+
+    def crossed(self, interval: Duration | int | str) -> bool:
+        """Whether the last step crossed a boundary of ``interval`` (``"100ba"``, ``"1ep"``, ``"5_000sp"``, ``100``)."""
+        return self.clock.crossed(interval)
+
+    def check_fresh(self, where: str) -> None:
+        """Raise ``StaleStateError`` if a later state of this run exists."""
+        if self.generation != self.shared.generation:
+            raise StaleStateError(
+                f"{where}: this state was stepped already (step {self.step}), and its parameters have changed since; "
+                "keep the returned one: `state, metrics = step(state, batch)`"
+            )
+
+    def successor(self, **changes: Any) -> TrainState:
+        """The state after an update, with ``changes``; from now on this one is spent."""
+        self.shared.generation += 1
+        return replace(self, generation=self.shared.generation, **changes)
+
+    def with_slice(self, name: str, content: Slice) -> TrainState:
+        """This state with the slice of one transform replaced."""
+        return replace(self, slices={**self.slices, name: content})
+
+    def __repr__(self) -> str:
+        return (
+            f"TrainState(step={self.step}, params={len(self.params)}, strategy={self.spec.strategy!r}, "
+            f"optimizer={type(self.optimizer).__name__}, slices={sorted(self.slices)}, seed={self.seed})"
+        )
+
+
+def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0) -> TrainState:
+    """The state at step 0, without slices. Parameters are captured here, so shard and materialize before.
+
+    Raises:
+        ConfigError: no parameters, parameters still on the meta device, or an optimizer that holds others than the model's.
+    """
+    params, aliases = capture_params(model)
+    if not params:
+        raise ConfigError("init: the model has no parameters")
+    meta = [name for name, p in params.items() if p.is_meta]
+    if meta:
+        raise ConfigError(
+            f"init: {len(meta)} of {len(params)} parameters are on the meta device (first: {meta[0]}); "
+            "call dt.materialize first"
+        )
+    known = {id(p) for p in params.values()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    stray = [p for p in held if id(p) not in known]
+    if stray:
+        raise ConfigError(
+            f"init: {len(stray)} of {len(held)} optimizer parameters are not in the model (first: shape "
+            f"{tuple(stray[0].shape)}); shard_model and materialize replace the Parameter objects, so build the optimizer "
+            "after them"
+        )
+    return TrainState(model=model, optimizer=optimizer, spec=spec_of(model), params=params, aliases=aliases, seed=seed)
+
+
+def capture_params(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parameters by clean name, each once, and the further names of tied ones."""
+    first: dict[int, str] = {}
+    params: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(param) in first:
+            aliases[name] = first[id(param)]
+        else:
+            first[id(param)] = name
+            params[name] = param
+    return params, aliases

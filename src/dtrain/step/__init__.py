@@ -1,0 +1,1 @@
+"""One training step: gradients, their application, the composition of both, and evaluation."""

@@ -1,0 +1,86 @@
+"""Applying gradients: clipping, the optimizer's step, the tick of the clock, the learning rate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtrain.errors import ConfigError, StepError
+from dtrain.state import TrainState
+from dtrain.tensors import global_norm, scale_
+from dtrain.types import Metrics, Params
+
+
+def clip_grad_norm_(params: Params, max_norm: float, *, eps: float = 1e-6) -> Tensor:
+    """Scale gradients in place so that their global L2 norm is at most ``max_norm``.
+
+    Args:
+        params: parameters by name, plain or DTensor, any shape; those with ``grad is None`` are left out.
+        max_norm: largest norm kept, > 0.
+        eps: added to the norm in the quotient.
+
+    Returns:
+        Norm before clipping: scalar ``[]``, at least float32, on the gradients' device, the same on every rank.
+
+    Mutates: ``.grad``.
+    Collective: one all-reduce of a scalar per mesh axis that gradients are sharded on; every rank must call it.
+    Host sync: none.
+
+    Raises:
+        ConfigError: ``max_norm`` is not positive.
+
+    Source: Pascanu et al. 2013, arXiv:1211.5063, section 3.2.
+    """
+    if not max_norm > 0:
+        raise ConfigError(f"clip_grad_norm_: needs a positive max_norm, got {max_norm=}")
+    grads = [param.grad for param in params.values() if param.grad is not None]
+    norm = global_norm(grads)
+    scale_(grads, (max_norm / (norm + eps)).clamp(max=1.0))
+    return norm
+
+
+def apply_gradients(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+    """Run the optimizer on the gradients in ``.grad`` and drop them. The clock does not move; see ``optimizer_step``.
+
+    Mutates: parameters, optimizer state, ``.grad`` (set to None); spends ``state``.
+
+    Raises:
+        StaleStateError: ``state`` was stepped already.
+        StepError: no parameter has a gradient.
+    """
+    state.check_fresh("apply_gradients")
+    if all(param.grad is None for param in state.params.values()):
+        raise StepError("apply_gradients: no parameter has a gradient; call microbatch_step (or backward) before")
+    state.optimizer.step()
+    for param in state.params.values():
+        param.grad = None
+    return state.successor(), metrics
+
+
+def tick(state: TrainState) -> TrainState:
+    """The state with its clock moved by one step, by what the ranks agreed in ``microbatch_step``. Spends ``state``.
+
+    Raises:
+        StepError: no step is in progress: ``microbatch_step`` did not run on this state.
+    """
+    state.check_fresh("tick")
+    if state.tally is None:
+        raise StepError("tick: no step is in progress; the state must come from microbatch_step, which counts the batch")
+    tally = state.tally
+    clock = state.clock.tick(samples=tally.samples, tokens=tally.tokens, seconds=tally.seconds, end_of_epoch=tally.end_of_epoch)
+    return state.successor(clock=clock, tally=None)
+
+
+def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+    """``apply_gradients``, then the tick: the second half of a step written by hand.
+
+    Mutates: parameters, optimizer state, ``.grad`` (set to None); spends ``state``.
+    """
+    state, metrics = apply_gradients(state, metrics)
+    return tick(state), metrics
+
+
+def set_lr_(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every parameter group the absolute learning rate ``lr``. Mutates: ``optimizer.param_groups``."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

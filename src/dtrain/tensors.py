@@ -1,0 +1,135 @@
+"""The only place that looks inside a DTensor: local shards, where they lie, norms over meshes, in-place arithmetic.
+
+Everything takes plain tensors and DTensors alike, so the code above needs no case distinction.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dtrain.errors import ConfigError
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The shard that this rank holds (sharing storage), or the tensor itself when it is not distributed."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """The box of a global tensor that one rank holds. ``copy`` of ``copies`` ranks hold this very box."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    copy: int = 0
+    copies: int = 1
+
+
+def extent(tensor: Tensor) -> Extent:
+    """Where this rank's shard of ``tensor`` lies in the global tensor. A plain tensor is its own only copy."""
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        return Extent(shape=shape, offset=(0,) * len(shape), size=shape)
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ConfigError(f"tensor of shape {tuple(tensor.shape)} lives on a mesh that this rank is not part of")
+    return shard_extent(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements)
+
+
+def shard_extent(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: Sequence[Any]
+) -> Extent:
+    """The box at ``coordinate`` of a tensor placed on a mesh, a pure function.
+
+    ``Shard(d)`` cuts as ``torch.chunk`` does: pieces of ``ceil(n / k)`` rows, the last ones shorter or empty.
+
+    Raises:
+        ConfigError: a placement other than ``Replicate`` and ``Shard``.
+    """
+    offset, size = [0] * len(shape), list(shape)
+    copy, copies = 0, 1
+    for places, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if isinstance(placement, Replicate):
+            copy, copies = copy * places + index, copies * places
+        elif type(placement) is Shard:
+            rows = -(-size[placement.dim] // places)
+            start = min(index * rows, size[placement.dim])
+            offset[placement.dim] += start
+            size[placement.dim] = min(rows, size[placement.dim] - start)
+        else:
+            raise ConfigError(f"tensor of shape {shape} has placement {placement}; dtrain knows Replicate and Shard")
+    return Extent(shape=shape, offset=tuple(offset), size=tuple(size), copy=copy, copies=copies)
+
+
+def empty_like_at(tensor: Tensor, device: torch.device) -> Tensor:
+    """Uninitialised storage on ``device`` of the kind of ``tensor``: a DTensor keeps mesh and placements."""
+    return torch.empty_like(tensor, device=device)
+
+
+def lerp_(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
+    """``target += weight * (source - target)`` for each pair, on the local shards.
+
+    Mutates: ``targets``.
+    """
+    if targets:
+        torch._foreach_lerp_([local(t) for t in targets], [local(s) for s in sources], weight)
+
+
+def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply every tensor by the scalar ``factor`` ``[]``, in each tensor's own dtype, without a host sync.
+
+    Mutates: ``tensors``.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(local(tensor))
+    for dtype, group in by_dtype.items():
+        torch._foreach_mul_(group, factor.to(dtype))
+
+
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The L2 norm over all elements of all tensors, each global element counted once.
+
+    Args:
+        tensors: plain tensors (equal on all ranks) and DTensors, on any number of meshes.
+
+    Returns:
+        Scalar ``[]``, at least float32, on the tensors' device, the same on every rank of the meshes; 0 for no tensors.
+
+    Collective: one all-reduce of a scalar per mesh axis that tensors are sharded on.
+    Host sync: none.
+    """
+    groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[_sharded_on(tensor)].append(local(tensor))
+    squares = [_reduced_square(shards, where) for where, shards in groups.items()]
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def _sharded_on(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+    """The mesh and those of its axes that ``tensor`` is cut along, or None when each rank holds all of it."""
+    if not isinstance(tensor, DTensor):
+        return None
+    axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
+    return (tensor.device_mesh, tuple(axes)) if axes else None
+
+
+def _reduced_square(shards: list[Tensor], where: tuple[DeviceMesh, tuple[int, ...]] | None) -> Tensor:
+    wide = torch.float64 if any(s.dtype == torch.float64 for s in shards) else torch.float32
+    square = torch.stack(torch._foreach_norm(shards, 2.0, dtype=wide)).square().sum()
+    if where is not None:
+        mesh, axes = where
+        for axis in axes:
+            if mesh.size(axis) > 1:
+                dist.all_reduce(square, group=mesh.get_group(axis))
+    return square

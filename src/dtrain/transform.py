@@ -1,0 +1,85 @@
+"""``Transform``: an algorithm as a pair of wrappers around the two halves of a step.
+
+A step is a ``GradFn`` (leaves the gradient in ``.grad``) followed by an ``UpdateFn`` (applies it). A transform wraps either,
+or the loss, and owns one slice of the state. Skipping, repeating and retrying are calling ``inner`` zero, one or k times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+from dtrain.dist.rng import generator
+from dtrain.errors import ConfigError
+from dtrain.state import TrainState
+from dtrain.types import Batch, LossFn, Metrics, Slice
+
+
+class GradStep(Protocol):
+    """Computes gradients from a loss: ``microbatch_step`` and whatever takes its place."""
+
+    def __call__(
+        self, state: TrainState, batch: Batch, *, loss_fn: LossFn, microbatch_size: int | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """Clear gradients, then leave that of the global weighted mean loss in ``.grad``; never step the optimizer."""
+        ...
+
+
+class GradFn(Protocol):
+    """A ``GradStep`` with its loss bound. Idempotent: it may be called again for the same state and batch."""
+
+    def __call__(self, state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+        """Leave the unscaled gradient in ``.grad``."""
+        ...
+
+
+UpdateFn: TypeAlias = Callable[[TrainState, Metrics], tuple[TrainState, Metrics]]
+"""Applies the gradient, or decides not to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepContext:
+    """What a loss wrapper may know: the state about to be stepped, and a generator of its own.
+
+    The generator is on the model's device and seeded by the run's seed, the transform's name, the step, and the
+    data-parallel rank, so there is no generator state to save.
+    """
+
+    state: TrainState
+    generator: torch.Generator
+
+
+def no_slice(state: TrainState) -> Slice:
+    """The slice of a transform that keeps nothing."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transform:
+    """An algorithm: what it keeps, and what it wraps.
+
+    Args:
+        name: the key of its slice in the state and in checkpoints.
+        init: the slice at the start of a run, plain nested dicts of tensors and numbers.
+        loss: wraps the loss function; called once a step.
+        grad: wraps the computation of gradients.
+        update: wraps their application.
+    """
+
+    name: str
+    init: Callable[[TrainState], Slice] = no_slice
+    loss: Callable[[LossFn, StepContext], LossFn] | None = None
+    grad: Callable[[GradFn], GradFn] | None = None
+    update: Callable[[UpdateFn], UpdateFn] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.replace("_", "").isalnum():
+            raise ConfigError(f"Transform: name must be letters, digits and underscores, got {self.name!r}")
+
+
+def context_for(state: TrainState, name: str) -> StepContext:
+    """The ``StepContext`` of the transform ``name`` for the step that ``state`` is about to make."""
+    return StepContext(state=state, generator=generator(state.device, state.seed, name, state.step, state.spec.data_rank))

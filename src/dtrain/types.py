@@ -1,0 +1,80 @@
+"""Names for the values that cross module borders: batches, losses, metrics, plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Batch: TypeAlias = Any
+"""Whatever the loss function takes: a tensor, a mapping or sequence of them, a TensorDict."""
+
+Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
+"""Data that JSON can hold: the only kind, besides tensors, that goes into a checkpoint or between ranks."""
+
+Slice: TypeAlias = dict[str, Any]
+"""A transform's own state: nested dicts of tensors, int, float and str, keyed by parameter name where that applies."""
+
+Params: TypeAlias = Mapping[str, Tensor]
+"""Parameters by clean name, plain or DTensor."""
+
+Schedule: TypeAlias = Callable[[float], float]
+"""A pure function of a number (by convention the step about to run)."""
+
+
+class Metric(NamedTuple):
+    """A weighted sum: ``total`` and ``weight`` are scalars ``[]`` on the device, local to the rank; metrics add."""
+
+    total: Tensor
+    weight: Tensor
+
+
+Metrics: TypeAlias = dict[str, Metric]
+"""Metrics of a step by name. Microbatches, steps and ranks simply add; ``reduce_metrics`` makes means of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class LossSum:
+    """What a loss function returns for one microbatch: a sum and the weight it is to be divided by.
+
+    Args:
+        total: the *summed* loss, scalar ``[]``, attached to the graph.
+        weight: what the sum counts (tokens, samples), scalar ``[]`` or a number; no gradient flows through it.
+        aux: further sums by name, each ``(total, weight)``, for metrics only.
+
+    The step divides by the weight of the whole global batch, so a mean taken here would be wrong for ragged batches.
+    """
+
+    total: Tensor
+    weight: Tensor | float
+    aux: Mapping[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"LossSum(total={float(self.total):.6g}, weight={float(self.weight):.6g}, aux={sorted(self.aux)})"
+
+
+LossFn: TypeAlias = Callable[[nn.Module, Batch], LossSum]
+"""The loss of one microbatch: ``(model, batch) -> LossSum``."""
+
+
+def as_metric(total: Tensor | float, weight: Tensor | float, device: torch.device) -> Metric:
+    """A ``Metric`` in float64 on ``device``: sums of many tokens stay exact, and no host sync is made."""
+
+    def scalar(x: Tensor | float) -> Tensor:
+        # torch.full fills on the device, where torch.tensor would copy from the host.
+        return (
+            x.detach().to(device, torch.float64)
+            if isinstance(x, Tensor)
+            else torch.full((), x, dtype=torch.float64, device=device)
+        )
+
+    return Metric(scalar(total), scalar(weight))
+
+
+def add_metrics(a: Metrics, b: Metrics) -> Metrics:
+    """The union of two metrics, totals and weights of a shared name added."""
+    both = {name: Metric(a[name].total + b[name].total, a[name].weight + b[name].weight) for name in a if name in b}
+    return {**a, **b, **both}
