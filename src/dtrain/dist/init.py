@@ -60,6 +60,7 @@ class _Process:
 
     info: DistInfo | None = None
     store: dist.Store | None = None
+    store_of: tuple[int, int, str | None] | None = None
     opened: int = 0
 
 
@@ -191,8 +192,10 @@ def _open_default_group(
     init_timeout_s: float,
 ) -> None:
     rank, world = place["rank"], place["world_size"]
-    if _PROCESS.store is None:
+    # Opening again after closing meets at the same store: rank 0 cannot listen on its port a second time.
+    if _PROCESS.store is None or _PROCESS.store_of != (rank, world, init_method):
         _PROCESS.store = _rendezvous(rank, world, init_method, init_timeout_s)
+        _PROCESS.store_of = (rank, world, init_method)
     _PROCESS.opened += 1
     # A fresh prefix for each opening: keys of a closed group must not be read by the next one.
     store = dist.PrefixStore(f"dtrain/{_PROCESS.opened}", _PROCESS.store)

@@ -151,15 +151,19 @@ def _written(tensor: Tensor, version: int) -> bool:
 
 @contextmanager
 def _holding(module: nn.Module, full: dict[str, Tensor]) -> Iterator[None]:
-    """The module with plain full-size tensors in place of its own, so that any initialiser works on it."""
+    """The module with plain full-size tensors in place of its own, so that any initialiser works on it.
+
+    Tensors that were never on meta are replaced by copies, which take what an initialiser writes to the whole module.
+    """
     params, buffers = dict(module._parameters), dict(module._buffers)
     try:
-        for key, tensor in full.items():
-            if key in module._parameters:
-                module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
-                full[key] = module._parameters[key]  # type: ignore[assignment]
-            else:
-                module._buffers[key] = tensor
+        for key, param in params.items():
+            if param is not None:
+                held = full.get(key, param.detach().clone())
+                module._parameters[key] = full[key] = nn.Parameter(held, requires_grad=False)
+        for key, buffer in buffers.items():
+            if buffer is not None:
+                module._buffers[key] = full.get(key, buffer.clone())
         yield
     finally:
         module._parameters.update(params)

@@ -1,0 +1,87 @@
+"""Train a byte-level GPT on text that is already on this machine, stop it in any way, and go on exactly where it was.
+
+    dtrain launch -n 2 examples/pretrain_gpt.py                   # two processes; a GPU each where there are enough
+    python examples/pretrain_gpt.py                               # one process, no launcher
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py          # another launcher
+
+The same command resumes, also with another number of processes or another --strategy. Metrics and checkpoints go to --out.
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import torch
+from gpt import GPT, Block, GPTConfig, generate
+from text import read_text, train_and_held_out, unigram_entropy
+from torch import nn
+
+import dtrain as dt
+
+SEQ = 128
+GLOBAL_BATCH_SIZE = 16  # windows of SEQ bytes per step, over all ranks
+BATCH = dt.batch_spec({"input_ids": "batch seq", "labels": "batch seq"})
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", metavar="GLOB", help="files to train on (default: the standard library's source code)")
+    parser.add_argument("--out", type=Path, default=Path("ckpt/pretrain_gpt"), help="metrics and checkpoints (%(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="length of the run (%(default)s)")
+    parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="steps per checkpoint (%(default)s)")
+    parser.add_argument("--strategy", default="full_shard", help="full_shard or replicate (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data order (%(default)s)")
+    return parser.parse_args()
+
+
+def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+    return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
+
+
+def main() -> None:
+    args = parse_args()
+    train, held_out = train_and_held_out(read_text(args.text), SEQ, held_out_windows=512)
+    with dt.init_dist() as dist:
+        say = print if dist.rank == 0 else lambda *_: None
+        mesh = dt.build_mesh()
+        with torch.device("meta"):
+            model = GPT(GPTConfig(n_layer=4, n_head=3, dim=96, max_seq=SEQ))
+        model = dt.shard_model(model, mesh, strategy=args.strategy, blocks=(Block,))
+        model = dt.materialize(model, seed=args.seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        loader = dt.build_loader(train, mesh=mesh, global_batch_size=GLOBAL_BATCH_SIZE, seed=args.seed)
+
+        lr = dt.with_warmup(dt.cosine(1.0, 0.1, args.steps), 40)
+        grad = partial(dt.microbatch_step, microbatch_size=8, batch_spec=BATCH)
+        step = dt.compose_step(loss_fn, [dt.scale_lr(lr), dt.clip_by_norm(1.0)], grad=grad)
+        state = step.init(model, optimizer, seed=args.seed)
+        checkpoints = args.out / "checkpoints"
+        restored = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True)
+        state = restored.state
+
+        if state.step >= args.steps:
+            say(f"finished: {checkpoints} has all {state.step} steps; a larger --steps goes on, another --out starts anew")
+        elif restored.step is not None:
+            say(f"resuming after step {state.step}, from {restored.path}")
+        log = dt.jsonl(args.out / "metrics.jsonl")
+        shown = state.clock
+        for batch in loader.until(args.steps):
+            state, metrics = step(state, batch)
+            numbers = dt.reduce_metrics(metrics)
+            log(state.step, numbers)
+            if state.crossed(20):
+                say(dt.progress_line(state, numbers, total_steps=args.steps, since=shown))
+                shown = state.clock
+            if state.crossed(args.save_every) or state.step == args.steps:
+                dt.save_sharded(checkpoints, state, extra={"loader": loader}, keep_last=3)
+
+        loss = dt.reduce_metrics(dt.evaluate(model, dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0), loss_fn))
+        entropy = unigram_entropy(held_out)
+        say(f"held-out loss {loss['loss']:.4f} nats/byte, {loss['loss'] / entropy:.2f} of the unigram entropy {entropy:.4f}")
+        with dt.evaluating(model):
+            text = generate(model, b"def ", max_new=160, temperature=0.7, seed=args.seed, device=dist.device)
+        say("sample:\ndef " + text.decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()

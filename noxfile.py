@@ -1,0 +1,34 @@
+"""Sessions: ``nox -s tests``, ``nox -s lint``, ``nox -s types``. Each installs what it needs into an environment of its own."""
+
+import nox
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.default_venv_backend = "virtualenv"
+
+
+def install(session: nox.Session, *packages: str) -> None:
+    """The project and ``packages``, at the tested versions."""
+    session.install("-c", "constraints.txt", *packages)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that runs in minutes on two cores."""
+    install(session, "-e", ".[test]")
+    session.run("pytest", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style: ruff's rules and its formatting."""
+    install(session, "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict, on the package."""
+    install(session, "-e", ".", "mypy")
+    session.run("mypy")

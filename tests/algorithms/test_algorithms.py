@@ -1,0 +1,93 @@
+"""Each algorithm against its formula, by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.errors import ConfigError
+
+LOSS = dt.mean_loss(lambda model, batch: model(batch).sum() / len(batch), weight=len)
+BATCH = torch.ones(2, 1)
+
+
+def begin(step: dt.Step, lr: float = 0.5) -> dt.TrainState:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 4.0)
+    return step.init(model, torch.optim.SGD(model.parameters(), lr=lr))
+
+
+def weight(state: dt.TrainState) -> float:
+    return state.model.weight.item()
+
+
+def test_ema_of_a_line_by_hand():
+    step = dt.compose_step(LOSS, [dt.ema(0.75)])  # the gradient is 1, so the weight goes 4, 3.5, 3
+    state = begin(step)
+    state, _ = step(state, BATCH)
+    assert state.slices["ema"]["params"]["weight"].item() == 0.75 * 4 + 0.25 * 3.5
+    state, _ = step(state, BATCH)
+    assert state.slices["ema"]["params"]["weight"].item() == 0.75 * (0.75 * 4 + 0.25 * 3.5) + 0.25 * 3.0
+
+
+def test_ema_half_life():
+    decay = 2 ** (-1 / 10)
+    averages, params = {"w": torch.zeros(1, dtype=torch.float64)}, {"w": torch.ones(1, dtype=torch.float64)}
+    for _ in range(10):
+        dt.update_ema_(averages, params, decay)
+    assert averages["w"].item() == pytest.approx(0.5)
+    assert math.log(0.5) / math.log(decay) == pytest.approx(10)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
+def test_ema_refuses_a_decay(decay):
+    with pytest.raises(ConfigError, match="needs 0 <= decay < 1"):
+        dt.ema(decay)
+
+
+def test_clipping_limits_the_step_and_reports_the_norm_before():
+    step = dt.compose_step(LOSS, [dt.clip_by_norm(0.25, eps=0.0)])
+    state, metrics = step(begin(step), BATCH)
+    assert weight(state) == 4.0 - 0.5 * 0.25
+    assert dt.reduce_metrics(metrics)["grad_norm"] == 1.0
+
+
+def test_clipping_refuses_a_norm():
+    with pytest.raises(ConfigError, match="clip_by_norm: needs a positive max_norm, got max_norm=0"):
+        dt.clip_by_norm(0)
+
+
+def test_scale_lr_uses_the_value_of_the_step_about_to_run():
+    step = dt.compose_step(LOSS, [dt.scale_lr(dt.linear(1.0, 0.0, 10))])
+    state, rates = begin(step, lr=0.5), []
+    for _ in range(10):
+        before = weight(state)
+        state, metrics = step(state, BATCH)
+        rates.append(dt.reduce_metrics(metrics)["lr"])
+        assert before - weight(state) == pytest.approx(rates[-1], rel=1e-6)
+    assert rates == pytest.approx([0.5 * (1 - t / 10) for t in range(10)])
+
+
+def test_scale_lr_scales_each_group_from_its_own_rate():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 1.0}, {"params": [model.bias], "lr": 0.1}])
+    step = dt.compose_step(LOSS, [dt.scale_lr(lambda t: 0.5)])
+    state = step.init(model, optimizer)
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.05]
+
+
+def test_scale_lr_agrees_with_lambda_lr():
+    peer_optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    factor = dt.with_warmup(dt.cosine(1.0, 0.1, 12), 4)
+    peer = torch.optim.lr_scheduler.LambdaLR(peer_optimizer, factor)
+    step = dt.compose_step(LOSS, [dt.scale_lr(factor)])
+    state = begin(step, lr=0.5)
+    for _ in range(12):
+        state, _ = step(state, BATCH)
+        assert state.optimizer.param_groups[0]["lr"] == peer.get_last_lr()[0]
+        peer_optimizer.step()
+        peer.step()

@@ -1,0 +1,22 @@
+"""Fixtures for all tests: real ranks, started once per world size and kept for the session."""
+
+import os
+from collections.abc import Callable, Iterator
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share two cores, and the fork server needs one thread
+
+import pytest
+import torch
+
+from dtrain.testing import Ranks
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """``ranks(n)``: ``n`` processes with an open process group; ``ranks(n).run(fn, *args)`` runs a test's part on each."""
+    pools: dict[int, Ranks] = {}
+    yield lambda world_size: pools.setdefault(world_size, Ranks(world_size))
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,85 @@
+import json
+
+import pytest
+import torch
+
+from dtrain.clock import Clock
+from dtrain.dist.init import current
+from dtrain.errors import ConfigError, StepError
+from dtrain.observe.metrics import reduce_metrics, tokens_per_second
+from dtrain.observe.progress import progress_line
+from dtrain.observe.sinks import jsonl, read_jsonl
+from dtrain.types import Metric, add_metrics
+
+
+def metric(total: float, weight: float) -> Metric:
+    return Metric(torch.tensor(total, dtype=torch.float64), torch.tensor(weight, dtype=torch.float64))
+
+
+def reduced() -> dict:
+    rank = current().rank
+    return reduce_metrics({"loss": metric(10.0 * rank, rank), "count": metric(1.0, 1.0)})
+
+
+def test_means_are_weighted_over_ranks(ranks):
+    assert ranks(3).run(reduced) == [{"loss": 10.0, "count": 1.0}] * 3
+
+
+def test_metrics_of_steps_add():
+    both = add_metrics({"loss": metric(4, 2)}, {"loss": metric(2, 4), "lr": metric(1, 1)})
+    assert reduce_metrics(both) == {"loss": 1.0, "lr": 1.0}
+
+
+def test_nothing_to_reduce_is_refused():
+    with pytest.raises(ConfigError, match="there is no metric to reduce"):
+        reduce_metrics({})
+    with pytest.raises(StepError, match="'loss' has weight 0 on all ranks together"):
+        reduce_metrics({"loss": metric(0, 0)})
+
+
+def test_progress_line_says_where_the_run_is():
+    class State:
+        clock = Clock(step=120, tokens=120_000, seconds=30.0)
+
+    since = Clock(step=100, tokens=100_000, seconds=20.0)
+    line = progress_line(State, {"loss": 2.10341, "lr": 3e-3}, total_steps=600, since=since)
+    assert line == "step 120/600  loss 2.1034  lr 3.00e-03  2,000 tok/s  4:00 left"
+    assert progress_line(State, {}, total_steps=600, since=State.clock) == "step 120/600"
+
+
+def test_tokens_per_second_of_no_time_is_zero():
+    assert tokens_per_second(Clock(), Clock()) == 0.0
+
+
+def test_jsonl_keeps_the_last_record_of_a_step(tmp_path):
+    path = tmp_path / "deep" / "run.jsonl"
+    log = jsonl(path)
+    log(1, {"loss": 2.5})
+    log(2, {"loss": 0.1 + 0.2})
+    jsonl(path)(2, {"loss": 0.25})
+    assert read_jsonl(path) == {1: {"step": 1, "loss": 2.5}, 2: {"step": 2, "loss": 0.25}}
+    assert json.loads(path.read_text().splitlines()[1])["loss"] == 0.1 + 0.2, "floats survive exactly"
+
+
+def test_jsonl_goes_on_after_half_a_line(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    jsonl(path)(2, {"loss": 1.0})
+    assert read_jsonl(path) == {1: {"step": 1, "loss": 2.0}, 2: {"step": 2, "loss": 1.0}}
+
+
+def test_a_log_that_cannot_be_written_warns_once_and_never_raises(tmp_path):
+    (tmp_path / "run.jsonl").mkdir()
+    log = jsonl(tmp_path / "run.jsonl")
+    with pytest.warns(UserWarning, match="metrics are no longer logged"):
+        log(1, {"loss": 1.0})
+    log(2, {"loss": 1.0})
+
+
+def log_everywhere(path: str) -> None:
+    jsonl(path)(current().rank, {"loss": 1.0})
+
+
+def test_only_rank_0_writes(ranks, tmp_path):
+    ranks(2).run(log_everywhere, str(tmp_path / "run.jsonl"))
+    assert list(read_jsonl(tmp_path / "run.jsonl")) == [0]

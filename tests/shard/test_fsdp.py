@@ -1,0 +1,127 @@
+"""shard_model: one path for both strategies; replicas start equal; what cannot be right is refused on all ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.dist.init import current
+from dtrain.dist.mesh import build_mesh
+from dtrain.shard.fsdp import evaluating, fsdp_modules, shard_model
+from dtrain.shard.precision import Precision
+from dtrain.state import spec_of
+from dtrain.tensors import local
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, dim)
+        self.norm = nn.BatchNorm1d(dim)
+
+    def forward(self, x):
+        return self.norm(self.inner(x))
+
+
+def model(dim: int = 6) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, dim), Block(dim), Block(dim), nn.Linear(dim, 3))
+
+
+def full(tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def layout(strategy: str) -> dict:
+    torch.manual_seed(current().rank)  # replicas that start different
+    sharded = shard_model(model(), build_mesh(), strategy=strategy, blocks=(Block,))
+    spec = spec_of(sharded)
+    return {
+        "units": [type(unit).__name__ for unit in fsdp_modules(sharded)],
+        "names": [name for name, _ in sharded.named_parameters()],
+        "local": local(next(sharded.parameters())).numel(),
+        "sum": [full(p).double().sum().item() for p in sharded.parameters()],
+        "spec": [spec.strategy, spec.data_rank, spec.data_ranks],
+    }
+
+
+@pytest.mark.parametrize(("strategy", "rows"), [("full_shard", [2, 2, 2]), ("replicate", [6, 6, 6]), ("no_shard", [6, 6, 6])])
+def test_layout(ranks, strategy, rows):
+    results = ranks(3).run(layout, strategy)
+    assert [r["local"] for r in results] == [5 * n for n in rows]
+    assert results[0]["units"] == ["FSDPSequential", "FSDPBlock", "FSDPBlock"]
+    assert results[0]["names"] == [name for name, _ in model().named_parameters()]
+    assert results[0]["sum"] == results[1]["sum"] == results[2]["sum"], "rank 0's weights are everybody's"
+    name = "replicate" if strategy == "no_shard" else strategy
+    assert [r["spec"] for r in results] == [[name, rank, 3] for rank in range(3)]
+
+
+def buffers_after_sharding() -> list:
+    net = model()
+    net[1].norm.running_mean.fill_(float(current().rank) + 5)
+    return shard_model(net, build_mesh())[1].norm.running_mean.tolist()
+
+
+def test_buffers_start_equal(ranks):
+    assert ranks(2).run(buffers_after_sharding) == [[5.0] * 6] * 2
+
+
+def refused(case: str) -> str:
+    net, mesh = model(), build_mesh()
+    options: dict = {}
+    if case == "strategy":
+        options = {"strategy": "zero3"}
+    elif case == "twice":
+        net = shard_model(net, mesh)
+    elif case == "block":
+        options = {"blocks": (nn.Conv2d,)}
+    elif case == "other model":
+        net = model(6 + current().rank)
+    try:
+        shard_model(net, mesh, **options)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("strategy", "ConfigError: shard_model: unknown strategy='zero3'; use one of full_shard, replicate, no_shard"),
+        ("twice", "is sharded already (full_shard); call it once"),
+        ("block", "blocks names Conv2d, but the model has no module of that class"),
+        ("other model", "rank 1 has another model than rank 0"),
+    ],
+)
+def test_refusals_are_the_same_line_on_all_ranks(ranks, case, message):
+    first, second = ranks(2).run(refused, case)
+    assert message in first
+    assert first == second
+
+
+def mixed_precision() -> list[str]:
+    net = shard_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), build_mesh(), precision=Precision(param="bf16", reduce="fp32"))
+    seen = []
+    net[0].register_forward_hook(lambda module, args, out: seen.append(str(out.dtype)))
+    net(torch.ones(2, 4)).float().sum().backward()
+    return [*seen, *{str(p.dtype) for p in net.parameters()}, *{str(p.grad.dtype) for p in net.parameters()}]
+
+
+def test_precision_is_of_compute_and_not_of_storage(ranks):
+    assert ranks(2).run(mixed_precision)[0] == ["torch.bfloat16", "torch.float32", "torch.float32"]
+
+
+def test_precision_refuses_an_unknown_dtype():
+    with pytest.raises(ValueError, match="Precision: param must be one of fp32, bf16 or None, got 'fp8'"):
+        Precision(param="fp8")
+
+
+def evaluate_then_look() -> list:
+    net = shard_model(model(), build_mesh(), blocks=(Block,))
+    net[1].eval()
+    with evaluating(net):
+        inside = [module.training for module in net.modules()]
+        net(torch.ones(2, 5))
+    return [any(inside), net.training, net[1].training, all(hasattr(p, "full_tensor") for p in net.parameters())]
+
+
+def test_evaluating_restores_each_mode_and_reshards(ranks):
+    assert ranks(2).run(evaluate_then_look) == [[False, True, False, True]] * 2

@@ -1,0 +1,174 @@
+"""materialize: the same initial weights on every mesh, buffers rebuilt, and nothing left uninitialised."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import ConfigError
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.materialize import materialize
+
+
+class Rotary(nn.Module):
+    """A table computed in ``__init__``, never written again."""
+
+    def __init__(self, dim: int, base: float = 100.0) -> None:
+        super().__init__()
+        self.dim, self.base = dim, base
+        self.register_buffer("table", base ** -(torch.arange(0, dim, 2) / dim), persistent=False)
+
+
+class Scale(nn.Module):
+    """A parameter without reset_parameters, and a mask beside children that hold weights."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.scale = nn.Parameter(torch.full((dim,), 0.5))
+        self.register_buffer("mask", torch.tril(torch.ones(dim, dim, dtype=torch.bool)))
+        self.child = nn.Linear(dim, dim)
+
+
+class Own(nn.Module):
+    """An initialiser of its own that writes a parameter and a buffer."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.count.fill_(3)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary(8)
+        self.scale = Scale(7)
+        self.own = Own((5, 3))
+        self.norm = nn.BatchNorm1d(4)
+        self.mixer = nn.MultiheadAttention(4, 2)
+        self.embedding = nn.Embedding(10, 4)
+
+
+def on_meta(make) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def values(model: nn.Module) -> dict:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).tolist() for name, t in named}
+
+
+def initial_weights(strategy: str) -> dict:
+    model = on_meta(Net)
+    if strategy:
+        model = shard_model(model, build_mesh(), strategy=strategy, blocks=(nn.Linear, Own))
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    model = materialize(model, seed=5)
+    assert torch.get_rng_state().equal(before), "the global stream goes on as if nothing had been drawn"
+    return values(model)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    return initial_weights("")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
+def test_initial_weights_do_not_depend_on_the_mesh(ranks, alone, world_size, strategy):
+    for result in ranks(world_size).run(initial_weights, strategy):
+        assert result == alone
+
+
+def test_everything_is_what_construction_would_have_made(alone):
+    built = values(Net())
+    assert alone.keys() == built.keys()
+    for name in ("rotary.table", "scale.scale", "scale.mask", "norm.running_var", "mixer.out_proj.bias", "mixer.in_proj_bias"):
+        assert alone[name] == built[name], name
+    assert alone["own.count"] == 3
+    assert len({x for row in alone["own.weight"] for x in row}) == 15, "each element is drawn on its own"
+
+
+def test_seed_and_name_decide(alone):
+    assert values(materialize(on_meta(Net), seed=6))["embedding.weight"] != alone["embedding.weight"]
+
+    twins = materialize(on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))), seed=5)
+    assert not twins[0].weight.equal(twins[1].weight)
+
+
+class Nobody(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+class Half(Nobody):
+    def reset_parameters(self) -> None:
+        self.weight[:2].fill_(1.0)
+
+
+class Forgetful(nn.Module):
+    """A buffer from an argument that is not kept: running __init__ again would have to guess it."""
+
+    def __init__(self, dim: int, base: float = 10.0) -> None:
+        super().__init__()
+        self.dim = dim
+        self.register_buffer("table", base ** torch.arange(dim))
+
+
+class Misleading(nn.Module):
+    """An attribute of the argument's name that holds something else."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim // 2
+        self.register_buffer("table", torch.arange(2 * (dim // 2)) / dim)
+
+
+@pytest.mark.parametrize("kind", [Nobody, Half, lambda: Forgetful(4, base=2.0), lambda: Misleading(8)])
+def test_what_nothing_initialises_is_an_error_by_name(kind):
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), kind()))
+    name = "1.weight" if isinstance(model[1], Nobody) else "1.table"
+    with pytest.raises(ConfigError, match=f"nothing initialises {name} \\(1 tensors\\); give the owning module"):
+        materialize(model, seed=0)
+
+
+def test_init_covers_what_the_module_does_not():
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Nobody):
+            module.weight.fill_(2.0)
+        if isinstance(module, nn.Linear):
+            module.weight.zero_()
+
+    model = materialize(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Nobody())), seed=0, init=init)
+    assert model[1].weight.tolist() == [2.0] * 3
+    assert model[0].weight.eq(0).all()
+
+
+def test_tensors_that_are_not_on_meta_are_left_alone():
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    real = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    model[0].weight = real
+    materialize(model, seed=0)
+    assert model[0].weight is real
+    assert model[0].weight.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert not model[0].bias.is_meta
+
+
+def test_tied_weights_stay_tied():
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    model = materialize(on_meta(make), seed=0)
+    assert model[0].weight is model[1].weight
+    assert isinstance(model[0].weight, Tensor)
+    assert not model[0].weight.isnan().any()

@@ -1,0 +1,156 @@
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.errors import ConfigError, StaleStateError
+from dtrain.transform import Transform
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+BATCH = {"x": torch.arange(12.0).reshape(4, 3)}
+LOSS = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
+
+
+def begin(step: dt.Step) -> dt.TrainState:
+    model = net()
+    return step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def recorder(name: str, events: list[str], times: int = 1) -> Transform:
+    def loss(inner, context):
+        events.append(f"{name}.loss {context.state.step}")
+        return inner
+
+    def grad(inner):
+        def wrapped(state, batch, **options):
+            events.append(f"{name}.grad in")
+            for _ in range(times):
+                result = inner(state, batch, **options)
+            events.append(f"{name}.grad out")
+            return result
+
+        return wrapped
+
+    def update(inner):
+        def wrapped(state, metrics):
+            events.append(f"{name}.update in")
+            result = inner(state, metrics)
+            events.append(f"{name}.update out")
+            return result
+
+        return wrapped
+
+    return Transform(name=name, loss=loss, grad=grad, update=update)
+
+
+def test_the_first_transform_listed_is_outermost():
+    events: list[str] = []
+    step = dt.compose_step(LOSS, [recorder("a", events), recorder("b", events)])
+    step(begin(step), BATCH)
+    assert events == [
+        "a.grad in", "b.grad in", "b.loss 0", "a.loss 0", "b.grad out", "a.grad out",
+        "a.update in", "b.update in", "b.update out", "a.update out",
+    ]  # fmt: skip
+
+
+def test_the_clock_ticks_once_however_often_the_gradient_is_computed():
+    step = dt.compose_step(LOSS, [recorder("sam", [], times=3)])
+    state, _ = step(begin(step), BATCH)
+    assert (state.step, state.clock.samples) == (1, 4)
+
+
+def test_an_update_that_is_skipped_changes_nothing_but_the_clock():
+    skip = Transform(name="skip", update=lambda inner: lambda state, metrics: (state, metrics))
+    step = dt.compose_step(LOSS, [skip])
+    state = begin(step)
+    before = state.model.weight.detach().clone()
+    after, _ = step(state, BATCH)
+    assert after.step == 1
+    assert torch.equal(after.model.weight, before)
+    with pytest.raises(StaleStateError):
+        step(state, BATCH)
+
+
+def test_composed_equals_by_hand_bit_for_bit():
+    step = dt.compose_step(LOSS, [dt.clip_by_norm(0.5)], grad=partial(dt.microbatch_step, microbatch_size=2))
+    composed = begin(step)
+    by_hand = begin(dt.compose_step(LOSS))
+    for _ in range(3):
+        composed, _ = step(composed, BATCH)
+        by_hand, metrics = dt.microbatch_step(by_hand, BATCH, loss_fn=LOSS, microbatch_size=2)
+        dt.clip_grad_norm_(by_hand.params, 0.5)
+        by_hand, metrics = dt.optimizer_step(by_hand, metrics)
+    assert torch.equal(composed.model.weight, by_hand.model.weight)
+    assert composed.clock.samples == by_hand.clock.samples == 12
+
+
+def test_loss_wrappers_get_a_generator_that_depends_on_seed_name_and_step():
+    drawn = []
+
+    def loss(inner, context):
+        drawn.append(torch.rand((), generator=context.generator).item())
+        return inner
+
+    step = dt.compose_step(LOSS, [Transform(name="a", loss=loss), Transform(name="b", loss=loss)])
+    for _ in range(2):
+        state = begin(step)
+        for _ in range(2):
+            state, _ = step(state, BATCH)
+    assert drawn[:4] == drawn[4:]
+    assert len(set(drawn)) == 4
+
+
+def test_names_must_differ():
+    with pytest.raises(ConfigError, match="transform names must differ .* got 'ema' twice"):
+        dt.compose_step(LOSS, [dt.ema(0.9), dt.ema(0.99)])
+
+
+def test_a_name_must_be_fit_for_a_key():
+    with pytest.raises(ConfigError, match="name must be letters, digits and underscores, got 'a/b'"):
+        Transform(name="a/b")
+
+
+def test_a_state_of_another_step_is_refused():
+    state = begin(dt.compose_step(LOSS))
+    with pytest.raises(ConfigError, match=r"the state has no slice for \['ema'\]"):
+        dt.compose_step(LOSS, [dt.ema(0.9)])(state, BATCH)
+
+
+def test_init_refuses_an_optimizer_of_other_parameters():
+    model = net()
+    with pytest.raises(ConfigError, match=r"2 of 2 optimizer parameters are not in the model \(first: shape \(2, 3\)\)"):
+        dt.compose_step(LOSS).init(model, torch.optim.SGD(net().parameters(), lr=0.1))
+
+
+def test_init_refuses_a_model_without_storage():
+    with torch.device("meta"):
+        model = net()
+    with pytest.raises(ConfigError, match=r"2 of 2 parameters are on the meta device \(first: weight\)"):
+        dt.compose_step(LOSS).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_init_refuses_a_model_without_parameters():
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="the model has no parameters"):
+        dt.compose_step(LOSS).init(nn.Identity(), optimizer)
+
+
+def test_a_state_prints_short_and_a_step_its_transforms():
+    step = dt.compose_step(LOSS, [dt.ema(0.9)])
+    assert repr(step) == "Step(ema)"
+    assert repr(begin(step)) == "TrainState(step=0, params=2, strategy='none', optimizer=SGD, slices=['ema'], seed=0)"
+
+
+def test_tied_parameters_are_captured_once():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    state = dt.compose_step(LOSS).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert list(state.params) == ["0.weight"]
+    assert state.aliases == {"1.weight": "0.weight"}

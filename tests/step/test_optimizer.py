@@ -1,0 +1,83 @@
+import pytest
+import torch
+from torch import nn
+
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import ConfigError, StaleStateError, StepError
+from dtrain.shard.fsdp import shard_model
+from dtrain.state import new_state
+from dtrain.step.optimizer import apply_gradients, clip_grad_norm_, optimizer_step, set_lr_, tick
+
+
+def state_with_gradient():
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2)
+    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    net(torch.ones(1, 3)).sum().backward()
+    return state
+
+
+def test_apply_steps_the_optimizer_once_and_spends_the_state():
+    state = state_with_gradient()
+    expected = {name: p.detach() - 0.5 * p.grad for name, p in state.params.items()}
+    after, _ = apply_gradients(state, {})
+    for name, param in after.params.items():
+        torch.testing.assert_close(param.detach(), expected[name])
+        assert param.grad is None
+    assert after.step == 0, "the clock ticks in tick"
+    with pytest.raises(StaleStateError, match="apply_gradients: this state was stepped already"):
+        apply_gradients(state, {})
+
+
+def test_apply_without_gradients_is_refused():
+    state, _ = apply_gradients(state_with_gradient(), {})
+    with pytest.raises(StepError, match="no parameter has a gradient"):
+        apply_gradients(state, {})
+
+
+def test_tick_needs_a_step_in_progress():
+    with pytest.raises(StepError, match="the state must come from microbatch_step"):
+        tick(state_with_gradient())
+    with pytest.raises(StepError, match="the state must come from microbatch_step"):
+        optimizer_step(state_with_gradient(), {})
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1.0, 100.0])
+def test_clipping_agrees_with_torch(max_norm):
+    ours, theirs = state_with_gradient(), state_with_gradient()
+    norm = clip_grad_norm_(ours.params, max_norm)
+    expected = nn.utils.clip_grad_norm_(theirs.params.values(), max_norm)
+    torch.testing.assert_close(norm, expected)
+    for a, b in zip(ours.params.values(), theirs.params.values(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_clipping_refuses_a_norm(max_norm):
+    with pytest.raises(ConfigError, match="needs a positive max_norm"):
+        clip_grad_norm_(state_with_gradient().params, max_norm)
+
+
+def clipped_norm(strategy: str) -> list[float]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double()
+    net = shard_model(net, build_mesh(), strategy=strategy)
+    net(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    before = clip_grad_norm_(state.params, 1.0)
+    return [before.item(), clip_grad_norm_(state.params, 100.0).item()]
+
+
+def test_clipping_uses_the_global_norm_on_every_layout(ranks):
+    one = ranks(1).run(clipped_norm, "full_shard")[0]
+    for strategy in ("full_shard", "replicate"):
+        for before, after in ranks(3).run(clipped_norm, strategy):
+            assert before == pytest.approx(3 * one[0], rel=1e-12)  # three ranks add three equal gradients
+            assert after == pytest.approx(1.0, rel=1e-5)
+
+
+def test_set_lr_is_absolute_and_for_all_groups():
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": [net.weight], "lr": 1.0}, {"params": [net.bias], "lr": 2.0}])
+    set_lr_(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]

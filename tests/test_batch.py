@@ -1,0 +1,141 @@
+from collections import namedtuple
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from dtrain.batch import batch_spec, count_samples, split_batch, to_device, zeros_like_sample
+from dtrain.errors import ConfigError
+
+Pair = namedtuple("Pair", "x y")
+
+
+def rows(n: int) -> torch.Tensor:
+    return torch.arange(n * 3).reshape(n, 3)
+
+
+KINDS = {
+    "tensor": rows(5),
+    "dict": {"x": rows(5), "y": torch.arange(5)},
+    "nested": {"x": {"a": rows(5)}, "ids": ["a", "b", "c", "d", "e"], "scale": 2.0},
+    "tuple": (rows(5), torch.arange(5)),
+    "list": [rows(5), torch.arange(5)],
+    "namedtuple": Pair(rows(5), torch.arange(5)),
+    "tensordict": TensorDict({"x": rows(5), "y": torch.arange(5)}, batch_size=[5]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_split_then_cat_is_the_identity(kind):
+    batch = KINDS[kind]
+    parts = split_batch(batch, 2)
+    assert [count_samples(part) for part in parts] == [2, 2, 1]
+    assert all(type(part) is type(batch) for part in parts)
+
+    def leaves(value):
+        if isinstance(value, torch.Tensor):
+            return [value]
+        if isinstance(value, dict | TensorDict):
+            return [leaf for item in value.values() for leaf in leaves(item)]
+        return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list | tuple) else []
+
+    for whole, *pieces in zip(leaves(batch), *map(leaves, parts), strict=True):
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_split_cuts_sequences_per_sample_and_keeps_the_rest_whole():
+    parts = split_batch(KINDS["nested"], 2)
+    assert [part["ids"] for part in parts] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [part["scale"] for part in parts] == [2.0, 2.0, 2.0]
+
+
+def test_split_gives_views():
+    batch = {"x": rows(4)}
+    split_batch(batch, 2)[1]["x"][0, 0] = -1
+    assert batch["x"][2, 0] == -1
+
+
+def test_tensordict_parts_keep_a_batch_size():
+    assert [part.batch_size for part in split_batch(KINDS["tensordict"], 2)] == [torch.Size([2]), torch.Size([2]), torch.Size([1])]
+
+
+def test_empty_batch_has_no_parts():
+    assert split_batch({"x": rows(0)}, 2) == []
+
+
+def test_to_device_leaves_what_is_there_alone():
+    batch = {"x": rows(2), "name": "n"}
+    moved = to_device(batch, torch.device("cpu"))
+    assert moved["x"] is batch["x"]
+    assert moved["name"] == "n"
+
+
+def test_zeros_like_sample_has_one_sample_of_the_same_kind():
+    filler = zeros_like_sample({"x": rows(0).int(), "scale": torch.tensor(2.0)})
+    assert filler["x"].shape == (1, 3)
+    assert filler["x"].dtype == torch.int32
+    assert filler["scale"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": rows(4), "y": rows(5)}, r"batch\['x'\]\[4, 3\], batch\['y'\]\[5, 3\]"),
+        ("text", "found no tensor to cut in a str"),
+        ({"scale": torch.tensor(1.0)}, "found no tensor to cut in a dict"),
+    ],
+)
+def test_count_refuses(batch, message):
+    with pytest.raises(ConfigError, match=message):
+        count_samples(batch)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True])
+def test_split_refuses_a_size(size):
+    with pytest.raises(ConfigError, match="at least 1, got microbatch_size="):
+        split_batch({"x": rows(4)}, size)
+
+
+SPEC = batch_spec({"ids": "seq batch", "label": "batch"})
+
+
+def test_spec_finds_the_batch_axis_wherever_it_is():
+    batch = {"ids": torch.arange(12).reshape(3, 4), "label": torch.arange(4), "mask": torch.ones(7)}
+    assert SPEC.count(batch) == (4, 12)
+    parts = split_batch(batch, 3, spec=SPEC)
+    assert [part["label"].tolist() for part in parts] == [[0, 1, 2], [3]]
+    assert torch.equal(torch.cat([part["ids"] for part in parts], dim=1), batch["ids"])
+    assert all(part["mask"] is batch["mask"] for part in parts)
+
+
+def test_spec_works_on_a_tensordict():
+    batch = TensorDict({"ids": torch.zeros(3, 4), "label": torch.zeros(4)}, batch_size=[])
+    assert SPEC.count(batch) == (4, 12)
+    assert [part["ids"].shape for part in split_batch(batch, 3, spec=SPEC)] == [(3, 3), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"ids": torch.zeros(3, 4)}, "has no 'label'; it has .*ids"),
+        ({"ids": torch.zeros(3), "label": torch.zeros(4)}, r"'ids' should be \[seq, batch\], got shape \(3,\)"),
+        ({"ids": torch.zeros(3, 4), "label": torch.zeros(5)}, "axis 'batch' is 4 in 'ids' but 5 in 'label'"),
+        (torch.zeros(3), "needs a mapping of tensors, got a Tensor"),
+    ],
+)
+def test_spec_names_what_is_wrong(batch, message):
+    with pytest.raises(ConfigError, match=message):
+        SPEC.count(batch)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"x": "seq dim"}, "no tensor has an axis called 'batch'"),
+        ({"x": "batch batch"}, "axes must be different names"),
+        ({"x": "batch 3d"}, "axes must be different names"),
+    ],
+)
+def test_spec_refuses_a_description(axes, message):
+    with pytest.raises(ConfigError, match=message):
+        batch_spec(axes)

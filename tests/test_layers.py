@@ -1,0 +1,104 @@
+"""The architecture as a check: a module imports only from layers above it, from its left neighbours, and from its own room."""
+
+import ast
+from pathlib import Path
+
+import dtrain
+
+SOURCE = Path(dtrain.__file__).parent
+
+# One row per line of the table in docs/architecture.md, top to bottom; a later row may import from an earlier one.
+LAYERS = [
+    ["errors", "types"],
+    ["wire"],
+    ["storage"],
+    ["clock", "schedules"],
+    ["dist", "tensors"],
+    ["batch", "losses", "state", "transform"],
+    ["shard"],
+    ["data"],
+    ["step"],
+    ["checkpoint"],
+    ["observe"],
+    ["algorithms"],
+    ["testing"],
+    ["launch"],
+    ["cli"],
+]
+ORDER = {room: index for index, room in enumerate(room for row in LAYERS for room in row)}
+TORCH_FREE = {"errors", "wire", "storage", "launch", "cli"}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of everything that ``path`` imports, inside functions and TYPE_CHECKING blocks too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the layer"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room_of(name: str) -> str:
+    return name.split(".")[0]
+
+
+def violations(found: dict[str, set[str]]) -> list[str]:
+    rows = []
+    for name, imported in found.items():
+        for target in sorted(imported):
+            if not target.startswith("dtrain."):
+                continue
+            mine, theirs = room_of(name), room_of(target.removeprefix("dtrain."))
+            if theirs in ORDER and mine != theirs and ORDER[theirs] > ORDER[mine]:
+                rows.append(f"{name} imports {target}, which is below it")
+    return rows
+
+
+def test_modules_import_only_from_layers_above():
+    found = {name: imports(path) for name, path in modules().items() if room_of(name) not in ("", "__main__")}
+    assert {room_of(name) for name in found} <= set(ORDER), "a new room needs a row in LAYERS and in docs/architecture.md"
+    assert violations(found) == []
+
+
+def test_the_check_can_fail():
+    assert violations({"tensors": {"dtrain.shard.fsdp.shard_model"}}) == [
+        "tensors imports dtrain.shard.fsdp.shard_model, which is below it"
+    ]
+
+
+def test_torch_free_rooms_import_no_torch():
+    heavy = ("torch", "tensordict", "numpy", "einops")
+    rows = [
+        f"{name} imports {target}"
+        for name, path in modules().items()
+        if room_of(name) in TORCH_FREE
+        for target in imports(path)
+        if target.split(".")[0] in heavy
+    ]
+    assert rows == []
+
+
+def test_only_one_module_looks_inside_dtensors():
+    rows = [name for name, path in modules().items() if "torch.distributed.tensor" in "\n".join(imports(path))]
+    assert rows == ["tensors"]
+
+
+def test_architecture_page_names_every_room():
+    page = (SOURCE.parent.parent / "docs" / "architecture.md").read_text()
+    assert [room for room in ORDER if f"`{room}" not in page] == []
+
+
+def test_modules_stay_readable():
+    long = {name: text.count("\n") for name, path in modules().items() if (text := path.read_text()).count("\n") > 400}
+    assert long == {}, "split by what it knows"
