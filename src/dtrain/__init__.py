@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from dtrain.algorithms.ema import ema, update_ema_
     from dtrain.algorithms.scale_lr import scale_lr
     from dtrain.batch import BatchSpec, batch_spec, split_batch
-    from dtrain.checkpoint.find import Committed, latest_checkpoint, list_checkpoints, verify_checkpoint
+    from dtrain.checkpoint.find import Committed, latest_checkpoint, list_checkpoints
     from dtrain.checkpoint.load import Restored, load_sharded
     from dtrain.checkpoint.save import SaveHandle, save_sharded
+    from dtrain.checkpoint.verify import verify_checkpoint
     from dtrain.clock import Clock, Duration
     from dtrain.data.loader import Loader, build_loader
     from dtrain.data.sampler import ElasticSampler
@@ -58,9 +59,10 @@ _HOME = {
     "algorithms.ema": "ema update_ema_",
     "algorithms.scale_lr": "scale_lr",
     "batch": "BatchSpec batch_spec split_batch",
-    "checkpoint.find": "Committed latest_checkpoint list_checkpoints verify_checkpoint",
+    "checkpoint.find": "Committed latest_checkpoint list_checkpoints",
     "checkpoint.load": "Restored load_sharded",
     "checkpoint.save": "SaveHandle save_sharded",
+    "checkpoint.verify": "verify_checkpoint",
     "clock": "Clock Duration",
     "data.loader": "Loader build_loader",
     "data.sampler": "ElasticSampler",

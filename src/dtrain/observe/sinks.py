@@ -30,26 +30,15 @@ class _Appender:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._broken = False
-        self._checked = False
 
     def __call__(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._broken:
             return
-        line = json.dumps({"step": step, **numbers}) + "\n"
         try:
-            if not self._checked:
-                self._begin()
-            storage.append_text(self._path, line)
+            storage.append_line(self._path, json.dumps({"step": step, **numbers}))
         except OSError as error:
             self._broken = True
             warnings.warn(f"jsonl: cannot write {self._path} ({error}); metrics are no longer logged", stacklevel=2)
-
-    def _begin(self) -> None:
-        """A run that was killed may have left half a line: end it, so that the next one is whole."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if storage.last_byte(self._path) not in (b"", b"\n"):
-            storage.append_text(self._path, "\n")
-        self._checked = True
 
 
 def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:

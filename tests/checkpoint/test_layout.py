@@ -1,0 +1,166 @@
+"""Names, manifest and index: what is written is read, and nothing else is."""
+
+import hashlib
+import json
+from dataclasses import replace
+
+import pytest
+
+from dtrain.checkpoint import closed, layout
+from dtrain.errors import CheckpointError, DamagedCheckpointError
+
+RUN = "0123456789abcdef" * 2
+FILES = layout.RankFiles(
+    index="rank-00000.json", index_bytes=5, index_sha256="a" * 64, data="rank-00000.safetensors", data_bytes=64
+)
+MANIFEST = layout.Manifest(
+    run_id=RUN,
+    step=100,
+    parent_step=None,
+    serial=1,
+    layout=layout.Layout(strategy="full_shard", axes=("dp_replicate", "dp_shard"), shape=(1, 1)),
+    ranks=(FILES,),
+)
+ENTRY = layout.Entry(key="params/w", dtype="F32", shape=(4, 3), offset=(2, 0), size=(2, 3), begin=16, end=40)
+INDEX = layout.RankIndex(rank=0, boxes=(ENTRY,), own=(), chunks=("b" * 64,), values={"x": 1}, shared={"seed": 0})
+
+
+def signed(body: dict) -> bytes:
+    body = {key: value for key, value in body.items() if key != "sha256"}
+    return json.dumps({**body, "sha256": hashlib.sha256(closed.canonical(body)).hexdigest()}, indent=1).encode() + b"\n"
+
+
+def changed(**changes) -> dict:
+    return {**json.loads(layout.encode_manifest(MANIFEST)), **changes}
+
+
+def rank_files(**changes) -> list:
+    return [{**changed()["ranks"][0], **changes}]
+
+
+@pytest.mark.parametrize("manifest", [MANIFEST, replace(MANIFEST, parent_step=3, step=10**9)])
+def test_manifest_comes_back(manifest):
+    assert layout.parse_manifest(layout.encode_manifest(manifest)) == manifest
+
+
+def test_index_comes_back():
+    assert layout.parse_index(layout.encode_index(INDEX), 0, 64) == INDEX
+
+
+def test_every_changed_byte_of_a_manifest_is_seen():
+    data = layout.encode_manifest(MANIFEST)
+    for at in range(len(data)):
+        for bit in range(8):
+            altered = bytearray(data)
+            altered[at] ^= 1 << bit
+            with pytest.raises(DamagedCheckpointError, match=r"manifest\.json"):
+                layout.parse_manifest(bytes(altered))
+    for cut in range(len(data)):
+        with pytest.raises(DamagedCheckpointError, match=r"manifest\.json"):
+            layout.parse_manifest(data[:cut])
+
+
+BAD_MANIFESTS = {
+    "unknown field": changed(more=1),
+    "missing field": {k: v for k, v in changed().items() if k != "serial"},
+    "foreign format": changed(format="other"),
+    "version of no number": changed(version="1"),
+    "version that is true": changed(version=True),
+    "run id": changed(run_id="../../etc"),
+    "step": changed(step=-1),
+    "step of no number": changed(step=1.0),
+    "step that is true": changed(step=True),
+    "parent": changed(parent_step="3"),
+    "layout": changed(layout={"strategy": "full_shard"}),
+    "axes": changed(layout={"strategy": "x", "axes": [1], "shape": []}),
+    "no ranks": changed(ranks=[]),
+    "ranks of no list": changed(ranks={}),
+    "path upwards": changed(ranks=rank_files(data="../rank-00000.safetensors")),
+    "absolute path": changed(ranks=rank_files(index="/etc/passwd")),
+    "file of another rank": changed(ranks=rank_files(data="rank-00001.safetensors")),
+    "digest": changed(ranks=rank_files(index_sha256="A" * 64)),
+    "size": changed(ranks=rank_files(data_bytes=-1)),
+    "file field": changed(ranks=rank_files(more=1)),
+}
+
+
+@pytest.mark.parametrize("body", BAD_MANIFESTS.values(), ids=BAD_MANIFESTS)
+def test_manifest_schema_is_closed(body):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json: "):
+        layout.parse_manifest(signed(body))
+
+
+def test_a_later_version_is_refused_but_not_called_damaged():
+    with pytest.raises(CheckpointError, match="format version 2, this dtrain reads version 1") as caught:
+        layout.parse_manifest(signed(changed(version=2, unheard_of=[])))
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def index_with(**changes) -> bytes:
+    return json.dumps({**json.loads(layout.encode_index(INDEX)), **changes}).encode()
+
+
+def entry_with(**changes) -> bytes:
+    entry = json.loads(layout.encode_index(INDEX))["boxes"][0]
+    return index_with(boxes=[{**entry, **changes}])
+
+
+BAD_INDEXES = {
+    "unknown field": index_with(more=1),
+    "rank": index_with(rank=1),
+    "chunk size": index_with(chunk_bytes=1),
+    "number of chunks": index_with(chunks=[]),
+    "chunk digest": index_with(chunks=["b" * 63]),
+    "no shared": index_with(shared=None),
+    "shared of no dict": index_with(shared=[]),
+    "format": index_with(format=layout.FORMAT),
+    "entry field": entry_with(more=1),
+    "dtype": entry_with(dtype="C64"),
+    "box outside": entry_with(offset=[3, 0]),
+    "dims": entry_with(offset=[0]),
+    "negative": entry_with(offset=[-1, 0]),
+    "bytes of another size": entry_with(end=41),
+    "bytes backwards": entry_with(begin=64, end=40),
+    "bytes outside": entry_with(begin=48, end=72),
+    "key": entry_with(key=3),
+}
+
+
+@pytest.mark.parametrize("data", BAD_INDEXES.values(), ids=BAD_INDEXES)
+def test_index_schema_is_closed(data):
+    with pytest.raises(DamagedCheckpointError, match=r"rank-00000.json: "):
+        layout.parse_index(data, 0, 64)
+
+
+def test_a_later_version_of_an_index_is_refused():
+    with pytest.raises(CheckpointError, match="format version 7"):
+        layout.parse_index(index_with(version=7), 0, 64)
+
+
+def test_an_index_too_large_to_be_read_is_not_written(monkeypatch):
+    monkeypatch.setattr(closed, "MAX_JSON_BYTES", 10)
+    with pytest.raises(CheckpointError, match="at most 10 are taken; put large plain data into tensors"):
+        layout.encode_index(INDEX)
+
+
+@pytest.mark.parametrize("step", [0, 1, 99_999_999, 100_000_000, 10**12])
+def test_step_names_come_back_and_sort(step):
+    assert layout.step_of(layout.step_name(step)) == step
+    assert layout.step_name(7) < layout.step_name(10) < layout.step_name(99_999_999)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step-1", "step-000000001", "step-00000001.tmp-0123abcd-0123abcd", "step-0000000x", "latest", "step-" + "\u0660" * 8],
+)
+def test_other_names_are_no_steps(name):
+    assert layout.step_of(name) is None
+
+
+def test_side_folders_are_known_by_their_run():
+    for purpose in ("tmp", "old"):
+        name = layout.side_name(100, purpose, RUN, "0123abcd")
+        assert layout.step_of(name) is None
+        assert layout.is_leftover(name, RUN)
+        assert not layout.is_leftover(name, "f" * 32)
+    assert not layout.is_leftover(layout.step_name(100), RUN)

@@ -1,0 +1,414 @@
+"""Real ranks: any world size and strategy into any other, and failures that one rank has and all raise."""
+
+import hashlib
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from checkpoint.states import Net, digest, names, plain_state, train, watching
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.plain import is_distributed
+from dtrain.checkpoint.save import save_sharded
+from dtrain.checkpoint.verify import verify_checkpoint
+from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.init import current
+from dtrain.dist.mesh import build_mesh
+from dtrain.dist.rng import seed_everything
+from dtrain.errors import CheckpointError, DamagedCheckpointError, DtrainError
+from dtrain.shard.fsdp import reshard, shard_model
+from dtrain.state import TrainState, new_state
+from dtrain.tensors import local
+
+WORLDS = (1, 2, 3)
+STRATEGIES = ("full_shard", "replicate")
+
+
+def value_of(name: str, shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What the tensor of this name holds in every checkpoint of these tests."""
+    start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:2], "little")
+    return (torch.arange(torch.Size(shape).numel()) + start).reshape(shape).to(dtype)
+
+
+def like(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    return distribute_tensor(full, param.device_mesh, param.placements) if isinstance(param, DTensor) else full
+
+
+def sharded_state(strategy: str, *, filled: bool) -> TrainState:
+    """A state on all ranks; ``filled`` with values derived from names, or with zeros and an empty optimizer."""
+    torch.manual_seed(0)
+    model = Net() if strategy == "none" else shard_model(Net(), build_mesh(), strategy=strategy, blocks=(nn.Linear,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 if filled else 0.1, betas=(0.5, 0.25) if filled else (0.9, 0.99))
+    state = new_state(model, optimizer, seed=11 if filled else 0)
+    shadow = {}
+    with torch.no_grad():
+        for name, p in state.params.items():
+            value = like(p, value_of(name, p.shape) if filled else torch.zeros(p.shape))
+            local(p).copy_(local(value))
+            shadow[name] = like(p, value_of(f"ema {name}", p.shape, torch.float64) * filled)
+            if filled:
+                optimizer.state[p] = {
+                    "step": torch.tensor(3.0),
+                    "exp_avg": like(p, value_of(f"avg {name}", p.shape)),
+                    "exp_avg_sq": like(p, value_of(f"sq {name}", p.shape, torch.bfloat16)),
+                    "row": like_replicated(p, value_of(f"row {name}", (*p.shape[:1], 1))),
+                }
+        model.seen.fill_(5 if filled else 0)
+    clock = replace(state.clock, step=4, samples=44, seconds=1.5) if filled else state.clock
+    slices = {"ema": {"shadow": shadow, "whole": value_of("whole", (2, 2)) * filled, "updates": 4 * filled}}
+    return replace(state, slices=slices, clock=clock)
+
+
+def like_replicated(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return full
+    made = param.new_empty(full.shape, dtype=full.dtype)
+    local(made).copy_(full)
+    return made
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_filled(state: TrainState) -> None:
+    """Every tensor as ``value_of`` says, put together by torch's own ``full_tensor``."""
+    for name, p in state.params.items():
+        assert torch.equal(full(p.detach()), value_of(name, p.shape)), name
+        content = state.optimizer.state[p]
+        assert list(content) == ["step", "exp_avg", "exp_avg_sq", "row"]
+        for key, prefix, dtype in (("exp_avg", "avg", torch.float32), ("exp_avg_sq", "sq", torch.bfloat16)):
+            tensor = content[key]
+            assert is_distributed(tensor) == is_distributed(p)
+            if isinstance(p, DTensor):
+                assert (tensor.placements, tensor.device_mesh) == (p.placements, p.device_mesh)
+            assert torch.equal(full(tensor), value_of(f"{prefix} {name}", p.shape, dtype)), f"{key} {name}"
+        assert is_distributed(content["row"]) == is_distributed(p)
+        assert torch.equal(full(content["row"]), value_of(f"row {name}", (*p.shape[:1], 1)))
+        assert not is_distributed(content["step"])
+        assert float(content["step"]) == 3.0
+        shadow = state.slices["ema"]["shadow"][name]
+        assert is_distributed(shadow) == is_distributed(p)
+        assert torch.equal(full(shadow), value_of(f"ema {name}", p.shape, torch.float64)), f"ema {name}"
+    assert torch.equal(state.slices["ema"]["whole"], value_of("whole", (2, 2)))
+    assert state.slices["ema"]["updates"] == 4
+    assert int(state.model.seen) == 5
+    assert (state.step, state.clock.samples, state.clock.seconds, state.seed) == (4, 44, 1.5, 11)
+    group = state.optimizer.param_groups[0]
+    assert (group["lr"], group["betas"]) == (0.5, (0.5, 0.25))
+
+
+def save_filled(root: str, strategy: str) -> list:
+    state = sharded_state(strategy, filled=True)
+    seed_everything("stream", current().rank)
+    handle = save_sharded(root, state, extra={"history": [1, 2]})
+    return [str(handle.path), handle.bytes, rng_digest()]
+
+
+def rng_digest() -> str:
+    return hashlib.sha256(repr([random.random(), float(np.random.rand()), float(torch.rand(()))]).encode()).hexdigest()
+
+
+def load_filled(path: str, strategy: str) -> list:
+    restored = load_sharded(path, sharded_state(strategy, filled=False), extra={"history": None})
+    drawn = rng_digest()
+    check_filled(restored.state)
+    seed_everything(11, "resume", 4, current().rank)
+    return [restored.step, restored.extra["history"], drawn, rng_digest()]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, ranks) -> dict[tuple[int, str], tuple[Path, list[str]]]:
+    """A checkpoint by each world size and strategy, and what each rank's generators draw after it."""
+    root = tmp_path_factory.mktemp("saved")
+    found = {}
+    for world in WORLDS:
+        for strategy in STRATEGIES:
+            results = ranks(world).run(save_filled, str(root / f"{world}-{strategy}"), strategy)
+            assert len({(path, nbytes) for path, nbytes, _ in results}) == 1
+            found[world, strategy] = Path(results[0][0]), [drawn for _, _, drawn in results]
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_layout_loads_into_every_other(saved, ranks, world, strategy):
+    for (saved_world, saved_strategy), (path, draws) in saved.items():
+        results = ranks(world).run(load_filled, str(path), strategy)
+        for rank, (step, history, drawn, derived) in enumerate(results):
+            assert (step, history) == (4, [1, 2])
+            expected = draws[rank] if world == saved_world else derived
+            assert drawn == expected, f"generators of rank {rank}: {saved_world} {saved_strategy} into {world}"
+        assert len({drawn for _, _, drawn, _ in results}) == world, "ranks have streams of their own"
+
+
+def test_a_plain_process_reads_them_all(saved):
+    for path, _ in saved.values():
+        verify_checkpoint(path)
+        check_filled(load_sharded(path, sharded_state("none", filled=False)).state)
+
+
+def test_a_plain_checkpoint_loads_on_ranks(tmp_path, ranks):
+    save_sharded(tmp_path, sharded_state("none", filled=True), extra={"history": [1, 2]})
+    for strategy in STRATEGIES:
+        ranks(2).run(load_filled, str(tmp_path), strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_element_is_stored_once_and_the_ranks_share_the_work(saved, strategy):
+    path, _ = saved[3, strategy]
+    stored: dict[str, int] = {}
+    sizes = []
+    for rank in range(3):
+        with safe_open(path / f"rank-{rank:05d}.safetensors", framework="pt") as file:
+            mine = {key: file.get_tensor(key) for key in file.keys() if not key.startswith("rng/")}  # noqa: SIM118
+        sizes.append(sum(t.nbytes for t in mine.values()))
+        for key, tensor in mine.items():
+            stored[key] = stored.get(key, 0) + tensor.numel()
+    assert stored["params/first.weight"] == 35
+    assert stored["params/last.bias"] == 2
+    assert stored["optimizer/state/first.weight/exp_avg"] == 35
+    assert stored["optimizer/state/first.weight/step"] == stored["buffers/seen"] == 1
+    assert min(sizes) > 0
+    if strategy == "replicate":
+        assert max(sizes) < 0.5 * sum(sizes), "replicas share the writing"
+
+
+def trainable(strategy: str, *stream: Any) -> TrainState:
+    """Small equal weights on all ranks, and generators that differ; dropout and data draw from them."""
+    state = sharded_state(strategy, filled=False)
+    with torch.no_grad():
+        for name, p in state.params.items():
+            local(p).copy_(local(like(p, value_of(name, p.shape).sin())))
+    seed_everything(*stream, current().rank)
+    return state
+
+
+def resume_on_ranks(root: str, strategy: str) -> list:
+    expected = digest(train(trainable(strategy, "data"), 5))
+    save_sharded(root, train(trainable(strategy, "data"), 3))
+    state = trainable(strategy, "other")
+    with torch.no_grad():
+        state.model(torch.ones(4, 5))  # leaves units gathered: what is loaded must not be hidden by that
+    state = load_sharded(root, state).state
+    return [digest(train(state, 2)), expected]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_three_steps_and_two_more_equal_five_on_ranks(tmp_path, ranks, strategy):
+    for resumed, straight in ranks(2).run(resume_on_ranks, str(tmp_path), strategy):
+        assert resumed == straight
+
+
+def scalar_on_ranks(root: str) -> list:
+    """A scalar parameter has the shape of its own ``step``, which is no DTensor all the same."""
+    states = []
+    for value in (3.0, 0.0):
+        model = nn.Module()
+        model.scale = nn.Parameter(distribute_tensor(torch.tensor(value), build_mesh(), [Replicate(), Replicate()]))
+        optimizer = torch.optim.AdamW(model.parameters())
+        states.append(new_state(model, optimizer))
+    content = {"step": torch.tensor(2.0), "exp_avg": like(states[0].params["scale"].detach(), torch.tensor(5.0))}
+    states[0].optimizer.state[states[0].params["scale"]] = content
+    save_sharded(root, states[0])
+    state = load_sharded(root, states[1]).state
+    param = state.params["scale"]
+    back = state.optimizer.state[param]
+    return [float(full(param.detach())), {key: [is_distributed(t), float(full(t))] for key, t in back.items()}]
+
+
+def test_the_step_of_a_scalar_parameter_stays_plain(tmp_path, ranks):
+    for result in ranks(2).run(scalar_on_ranks, str(tmp_path)):
+        assert result == [3.0, {"step": [False, 2.0], "exp_avg": [True, 5.0]}]
+
+
+def attempt_save(root: str, failing_rank: int, at: int, kind: str) -> list:
+    state = sharded_state("full_shard", filled=True)
+    save_sharded(root, state)
+    state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0, end_of_epoch=False))
+    before = digest(state)
+    failed = "nothing"
+    fired = current().rank != failing_rank
+    options = {"at": at, "kind": kind} if current().rank == failing_rank else {}
+    with watching(**options) as watched:
+        try:
+            save_sharded(root, state)
+        except DtrainError as error:
+            failed = f"{type(error).__name__}: {error}"
+        fired = fired or watched.fired
+    unchanged = digest(state) == before
+    all_gather_json(None)  # rank 0 removes the side folder, and only then comes here
+    found = names(Path(root))
+    return [failed, fired, unchanged, found, save_sharded(root, state).written]
+
+
+@pytest.mark.parametrize(("kind", "at"), [("write", 0), ("write", 1), ("fsync", 0), ("fsync", 1), ("open", 0)])
+def test_a_failing_write_on_one_rank_fails_the_save_on_all(tmp_path, ranks, kind, at):
+    results = ranks(3).run(attempt_save, str(tmp_path), 1, at, kind)
+    for rank, (failed, fired, unchanged, found, written) in enumerate(results):
+        start = (
+            "CheckpointError: save_sharded: step 5" if rank == 1 else r"PeerError: save_sharded: step 5: rank 1 failed (1 of 3"
+        )
+        assert failed.startswith(start)
+        assert "No space left on device" in failed
+        assert fired
+        assert unchanged
+        assert found == ["step-00000004"], "nothing published, nothing left behind"
+        assert written
+
+
+def attempt_load(path: str, strategy: str, flipped_rank: int | None, on_damaged: str) -> list:
+    """``flipped_rank`` is served altered bytes by its own disk; the files are as they were."""
+    state = sharded_state(strategy, filled=False)
+    before = digest(state)
+    failed = "nothing"
+    options = {"at": 4, "kind": "preadv", "action": "flip"} if current().rank == flipped_rank else {}
+    with watching(**options):
+        try:
+            load_sharded(path, state, on_damaged=on_damaged)
+        except DtrainError as error:
+            failed = f"{type(error).__name__}: {error}"
+    return [failed, digest(state) == before, state.generation == state.shared.generation]
+
+
+def test_damage_that_only_one_rank_sees_is_refused_by_all(saved, ranks, tmp_path):
+    path, _ = saved[3, "full_shard"]
+    results = ranks(2).run(attempt_load, str(path), "full_shard", 1, "raise")
+    for failed, unchanged, fresh in results:
+        assert failed.startswith(f"DamagedCheckpointError: load_sharded: {path} is damaged: rank 1: rank-0000")
+        assert unchanged
+        assert fresh
+
+
+def test_damage_in_the_file_of_one_rank_is_refused_by_all(saved, ranks, tmp_path):
+    path = tmp_path / "step-00000004"
+    shutil.copytree(saved[2, "full_shard"][0], path)
+    data = bytearray((path / "rank-00001.safetensors").read_bytes())
+    data[-5] ^= 1
+    (path / "rank-00001.safetensors").write_bytes(data)
+    for failed, unchanged, fresh in ranks(2).run(attempt_load, str(tmp_path), "full_shard", None, "previous"):
+        assert failed.startswith(f"DamagedCheckpointError: load_sharded: {path} is damaged: rank ")
+        assert "rank-00001.safetensors: bytes from 0 on do not match" in failed
+        assert "no older sound step" in failed
+        assert unchanged
+        assert fresh
+
+
+@pytest.mark.parametrize("name", ["rank-00000.json", "rank-00001.json"])
+def test_files_of_two_ranks_swapped_are_refused(saved, ranks, tmp_path, name):
+    path = tmp_path / "step-00000004"
+    shutil.copytree(saved[2, "full_shard"][0], path)
+    kind = Path(name).suffix
+    (path / f"rank-00000{kind}").rename(path / "x")
+    (path / f"rank-00001{kind}").rename(path / f"rank-00000{kind}")
+    (path / "x").rename(path / f"rank-00001{kind}")
+    with pytest.raises(DamagedCheckpointError, match=r"rank-00000.json"):
+        load_sharded(tmp_path, sharded_state("none", filled=False))
+
+
+def unequal(what: str, root: str) -> str:
+    state = sharded_state("full_shard", filled=True)
+    rank = current().rank
+    if what == "slice":
+        state = replace(state, slices={**state.slices, "local": {"count": rank}})
+    if what == "seed":
+        state = replace(state, seed=rank)
+    if what == "shape":
+        state = replace(state, slices={**state.slices, "local": {"t": torch.zeros(rank + 1)}})
+    extra = {"loader": {"position": rank}} if what == "extra" else {}
+    if what == "unplain":
+        extra = {"loader": object() if rank == 1 else {}}
+    if what == "sharded extra":
+        extra = {"teacher": {"w": state.params["first.weight"]}}
+    try:
+        save_sharded(root, state, extra=extra)
+    except DtrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+UNEQUAL = {
+    "slice": "ConfigError: save_sharded: slices/local differs between rank 0 and rank 1",
+    "shape": "ConfigError: save_sharded: slices/local differs between rank 0 and rank 1",
+    "seed": "ConfigError: save_sharded: seed differs between rank 0 and rank 1",
+    "extra": "ConfigError: save_sharded: extra/loader differs between rank 0 and rank 1",
+    "sharded extra": "ConfigError: extra/teacher/w: extra holds plain tensors, got a sharded one",
+}
+
+
+@pytest.mark.parametrize("what", UNEQUAL)
+def test_what_is_not_the_same_on_all_ranks_is_refused(tmp_path, ranks, what):
+    for failed in ranks(2).run(unequal, what, str(tmp_path / "root")):
+        assert failed.startswith(UNEQUAL[what])
+    assert not (tmp_path / "root").exists()
+
+
+def test_what_is_not_plain_on_one_rank_is_refused_by_all(tmp_path, ranks):
+    first, second = ranks(2).run(unequal, "unplain", str(tmp_path / "root"))
+    assert first.startswith(
+        "PeerError: save_sharded: rank 1 failed (1 of 2 ranks did): ConfigError: extra/loader: a checkpoint"
+    )
+    assert second.startswith("ConfigError: extra/loader: a checkpoint holds tensors and plain data")
+    assert not (tmp_path / "root").exists()
+
+
+def other_folder(path: str, elsewhere: str) -> str:
+    """Rank 1 sees other content under the same name, as without a shared file system."""
+    import dtrain.checkpoint.load as module
+
+    if current().rank == 1:
+        original = module._verify
+        module._verify = lambda folder, *rest: original(Path(elsewhere), *rest)
+        seen = module.read_manifest_bytes
+        module.read_manifest_bytes = lambda folder: seen(Path(elsewhere))
+    state = sharded_state("full_shard", filled=False)
+    before = digest(state)
+    try:
+        load_sharded(path, state)
+    except CheckpointError as error:
+        assert digest(state) == before
+        return str(error)
+    finally:
+        if current().rank == 1:
+            module._verify, module.read_manifest_bytes = original, seen
+    return "nothing"
+
+
+def test_ranks_that_see_different_files_are_told_so(saved, ranks):
+    for failed in ranks(2).run(other_folder, str(saved[1, "replicate"][0]), str(saved[2, "replicate"][0])):
+        assert "ranks see different files in" in failed
+
+
+def retention_on_ranks(root: str) -> list:
+    state = sharded_state("full_shard", filled=True)
+    handles = []
+    for _ in range(3):
+        handles.append(save_sharded(root, state, keep_last=1).written)
+        handles.append(save_sharded(root, state, keep_last=1).written)
+        state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0, end_of_epoch=False))
+    reshard(state.model)
+    return [handles, state.shared.run_id, state.shared.parent_step, sorted(state.shared.committed[root])]
+
+
+def test_retention_and_the_place_in_the_run_on_ranks(tmp_path, ranks):
+    first, second = ranks(2).run(retention_on_ranks, str(tmp_path))
+    assert first == second
+    assert first[0] == [True, False] * 3
+    assert first[2:] == [6, [4, 5, 6]]
+    assert names(tmp_path) == ["step-00000006"]
+    assert json.loads((tmp_path / "step-00000006" / "manifest.json").read_text())["layout"] == {
+        "strategy": "full_shard", "axes": ["dp_replicate", "dp_shard"], "shape": [1, 2]
+    }  # fmt: skip
+
+
+def test_plain_state_helper_is_deterministic():
+    assert digest(plain_state(), rng=False) == digest(plain_state(), rng=False)

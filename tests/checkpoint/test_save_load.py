@@ -1,0 +1,502 @@
+"""Saving and loading in one process: what comes back, what is refused, which folders there are."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from checkpoint.states import Counter, Net, digest, names, plain_state, train
+from dtrain.checkpoint.find import latest_checkpoint, list_checkpoints
+from dtrain.checkpoint.layout import DTYPES, parse_index
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.save import save_sharded
+from dtrain.checkpoint.verify import verify_checkpoint
+from dtrain.dist.rng import seed_everything
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, StaleStateError
+from dtrain.state import TrainState, new_state
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_seven_steps_and_thirteen_more_equal_twenty(tmp_path, optimizer):
+    seed_everything(1)
+    straight = digest(train(plain_state(optimizer=optimizer), 20))
+    seed_everything(1)
+    save_sharded(tmp_path, train(plain_state(optimizer=optimizer), 7))
+    seed_everything(2)
+    random.random()
+    restored = load_sharded(tmp_path, plain_state(5, optimizer=optimizer))
+    assert restored.step == 7
+    assert restored.state.seed == 0
+    assert digest(train(restored.state, 13)) == straight
+
+
+@pytest.mark.parametrize("left_out", ["python", "numpy", "torch"])
+def test_each_generator_matters(tmp_path, left_out):
+    seed_everything(1)
+    straight = digest(train(plain_state(), 20))
+    seed_everything(1)
+    save_sharded(tmp_path, train(plain_state(), 7))
+    state = load_sharded(tmp_path, plain_state(5)).state
+    {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(())}[left_out]()
+    assert digest(train(state, 13)) != straight
+
+
+def test_saving_changes_nothing(tmp_path):
+    state = train(plain_state(), 3)
+    before = digest(state)
+    save_sharded(tmp_path, state, extra={"counter": Counter()})
+    assert digest(state) == before
+
+
+def test_the_loaded_state_equals_the_saved_one_bit_for_bit(tmp_path):
+    state = train(plain_state(), 3)
+    state.optimizer.param_groups[0]["initial_lr"] = 0.5  # a schedule adds it on first use
+    state.optimizer.param_groups[0]["lr"] = float("nan")
+    save_sharded(tmp_path, state)
+    given = train(plain_state(9), 1)
+    given.optimizer.param_groups[0]["foreach"] = False
+    restored = load_sharded(tmp_path, given)
+    group = restored.state.optimizer.param_groups[0]
+    assert group.pop("foreach") is False, "how the step is computed stays as it was built"
+    state.optimizer.param_groups[0].pop("foreach")
+    assert digest(restored.state) == digest(state)
+    assert group["betas"] == (0.8, 0.9)
+    assert isinstance(group["betas"], tuple)
+    assert restored.state.slices["spikes"] == {"worst": float("inf"), "window": (1, 2)}
+    step = restored.state.optimizer.state[next(iter(restored.state.params.values()))]["step"]
+    assert (step.dtype, step.device.type, float(step)) == (torch.float32, "cpu", 3.0)
+    with pytest.raises(StaleStateError, match="stepped already"):
+        load_sharded(tmp_path, given)
+
+
+def test_loading_writes_into_the_tensors_that_are_there(tmp_path):
+    save_sharded(tmp_path, train(plain_state(), 1))
+    given = plain_state(1)
+    where = [p.data_ptr() for p in given.params.values()], given.slices["ema"]["shadow"]["last.bias"].data_ptr()
+    state = load_sharded(tmp_path, given).state
+    assert ([p.data_ptr() for p in state.params.values()], state.slices["ema"]["shadow"]["last.bias"].data_ptr()) == where
+    assert all(p.requires_grad and p.is_leaf for p in state.params.values())
+
+
+def test_state_of_an_optimizer_that_has_not_stepped_is_empty_again(tmp_path):
+    save_sharded(tmp_path, plain_state())
+    state = load_sharded(tmp_path, train(plain_state(), 2)).state
+    assert not state.optimizer.state
+
+
+def everything_in_one_slice() -> dict:
+    values = torch.arange(6).reshape(2, 3)
+    tensors = {name: values.to(dtype) for name, dtype in DTYPES.items()}
+    return {
+        **tensors,
+        "scalar": torch.tensor(3, dtype=torch.int8),
+        "empty": torch.zeros(0, 4),
+        "transposed": torch.arange(6.0).reshape(2, 3).t(),
+        "large": torch.arange(300_000, dtype=torch.float64),
+        "none": None,
+        1: -0.0,
+        "deep": [({"x": float("-inf")},)],
+    }
+
+
+def with_tensors_cleared(tree):
+    if isinstance(tree, torch.Tensor):
+        return torch.zeros_like(tree)
+    return {k: with_tensors_cleared(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+
+
+def test_every_dtype_and_shape_survives(tmp_path):
+    content = everything_in_one_slice()
+    path = save_sharded(tmp_path, replace(plain_state(), slices={"t": content})).path
+    data_bytes = (path / "rank-00000.safetensors").stat().st_size
+    for entry in parse_index((path / "rank-00000.json").read_bytes(), 0, data_bytes).boxes:
+        assert entry.begin % DTYPES[entry.dtype].itemsize == 0, "every box is aligned"
+    state = load_sharded(tmp_path, replace(plain_state(1), slices={"t": with_tensors_cleared(content)})).state
+    back = state.slices["t"]
+    assert list(back) == list(content)
+    for name, value in content.items():
+        if isinstance(value, torch.Tensor):
+            assert back[name].dtype == value.dtype
+            assert back[name].shape == value.shape
+            assert torch.equal(back[name].double(), value.double()), name
+        else:
+            assert repr(back[name]) == repr(value)
+
+
+def test_extra_comes_back_by_name(tmp_path):
+    counter = Counter()
+    counter.state = {"position": 17, "weights": torch.tensor([1.5, 2.5])}
+    extra = {"loader": counter, "history": [0.1, float("nan")], "table": {"a": torch.arange(3)}, "unused": 1, "$": 3}
+    save_sharded(tmp_path, plain_state(), extra=extra)
+    target = Counter()
+    restored = load_sharded(tmp_path, plain_state(), extra={"loader": target, "history": None, "table": None})
+    assert target.state["position"] == 17
+    assert torch.equal(target.state["weights"], counter.state["weights"])
+    assert set(restored.extra) == {"history", "table"}
+    assert repr(restored.extra["history"]) == "[0.1, nan]"
+    assert torch.equal(restored.extra["table"]["a"], torch.arange(3))
+
+
+def test_a_missing_extra_is_named(tmp_path):
+    save_sharded(tmp_path, plain_state())
+    with pytest.raises(CheckpointMismatchError, match="extra/loader: checkpoint nothing, here given"):
+        load_sharded(tmp_path, plain_state(), extra={"loader": Counter()})
+
+
+def test_an_extra_that_refuses_its_state_stops_the_load_before_the_model_changes(tmp_path):
+    save_sharded(tmp_path, train(plain_state(), 1), extra={"loader": {"something": "else"}})
+    state = plain_state(3)
+    before = digest(state)
+    with pytest.raises(ValueError, match="what is"):
+        load_sharded(tmp_path, state, extra={"loader": Counter()})
+    assert digest(state) == before
+    state.check_fresh("here")
+
+
+def test_nothing_there(tmp_path):
+    state = plain_state()
+    for root in (tmp_path, tmp_path / "none"):
+        with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*; pass missing_ok=True"):
+            load_sharded(root, state)
+        restored = load_sharded(root, state, extra={"loader": Counter(), "history": []}, missing_ok=True)
+        assert (restored.state is state, restored.step, restored.path, restored.extra) == (True, None, None, {"history": []})
+        assert latest_checkpoint(root) is None
+        assert list_checkpoints(root) == []
+
+
+def test_folders_without_a_manifest_and_foreign_names_are_skipped(tmp_path):
+    handle = save_sharded(tmp_path, train(plain_state(), 1))
+    for name in ("step-00000009", "step-00000008.tmp-01234567-01234567", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00000.json").write_text("{}")
+    (tmp_path / "latest").write_text("step-00000009")
+    assert latest_checkpoint(tmp_path) == handle.path
+    assert load_sharded(tmp_path, plain_state()).step == 1
+    with pytest.raises(CheckpointError, match=r"step-00000009 has no manifest.json: the save was not completed"):
+        load_sharded(tmp_path / "step-00000009", plain_state())
+
+
+def test_a_step_can_be_named(tmp_path):
+    state = train(plain_state(), 1)
+    save_sharded(tmp_path, state)
+    save_sharded(tmp_path, train(state, 1))
+    assert load_sharded(tmp_path / "step-00000001", plain_state()).step == 1
+    assert load_sharded(str(tmp_path), plain_state()).step == 2
+
+
+def test_the_description_of_a_step(tmp_path):
+    state = train(plain_state(), 1)
+    first = save_sharded(tmp_path, state)
+    second = save_sharded(tmp_path, train(state, 4))
+    one, two = list_checkpoints(tmp_path)
+    assert (one.step, one.parent_step, one.path, one.world_size, one.serial) == (1, None, first.path, 1, 1)
+    assert (two.step, two.parent_step, two.path, two.bytes, two.serial) == (5, 1, second.path, second.bytes, 2)
+    assert one.run_id == two.run_id == state.shared.run_id
+    assert names(tmp_path) == ["step-00000001", "step-00000005"]
+    assert sum(p.stat().st_size for p in second.path.iterdir() if p.name != "manifest.json") == second.bytes
+    assert verify_checkpoint(tmp_path) == two
+    assert verify_checkpoint(first.path) == one
+
+
+def test_a_step_that_this_process_committed_or_loaded_is_not_written_again(tmp_path):
+    state = train(plain_state(), 1)
+    assert save_sharded(tmp_path, state).written
+    manifest = tmp_path / "step-00000001" / "manifest.json"
+    before = manifest.stat()
+    again = save_sharded(tmp_path, state)
+    assert (again.written, again.bytes, again.path) == (False, 0, manifest.parent)
+    loaded = load_sharded(tmp_path, plain_state()).state
+    assert not save_sharded(tmp_path, loaded).written
+    assert (manifest.stat().st_mtime_ns, manifest.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    assert save_sharded(tmp_path / "elsewhere", loaded).written, "another root does not have it"
+
+
+def test_a_committed_step_that_has_gone_is_written_again(tmp_path):
+    state = train(plain_state(), 1)
+    (save_sharded(tmp_path, state).path / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match=r"step-00000001 is not a valid checkpoint; it is now step-00000001.aside-"):
+        assert save_sharded(tmp_path, state).written
+    verify_checkpoint(tmp_path)
+    assert len(names(tmp_path)) == 2, "what was there is kept aside"
+
+
+def test_another_runs_step_is_refused(tmp_path):
+    save_sharded(tmp_path, train(plain_state(), 1))
+    other = train(plain_state(1), 1)
+    other.shared.run_id = "f" * 32
+    content = {p: p.read_bytes() for p in (tmp_path / "step-00000001").iterdir()}
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001 belongs to run [0-9a-f]{32}, this run is f{32}; save into another"
+    ):
+        save_sharded(tmp_path, other)
+    assert names(tmp_path) == ["step-00000001"]
+    assert {p: p.read_bytes() for p in (tmp_path / "step-00000001").iterdir()} == content
+
+
+def test_going_back_supersedes_the_later_steps(tmp_path):
+    state = plain_state()
+    for _ in range(3):
+        state = train(state, 10)
+        save_sharded(tmp_path, state)
+    old = (tmp_path / "step-00000020" / "rank-00000.safetensors").read_bytes()
+    back = load_sharded(tmp_path / "step-00000010", plain_state()).state
+    torch.manual_seed(99)
+    back = train(back, 10)
+    assert save_sharded(tmp_path, back).written
+    assert names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
+    assert (tmp_path / "step-00000020" / "rank-00000.safetensors").read_bytes() != old
+    assert [(c.step, c.parent_step) for c in list_checkpoints(tmp_path)] == [(10, None), (30, 20), (20, 10)]
+    restored = load_sharded(tmp_path, plain_state())
+    assert restored.step == 20, "the lineage that was left does not come back at the next restart"
+    assert digest(restored.state) == digest(back)
+    save_sharded(tmp_path, train(restored.state, 1), keep_last=2)
+    assert names(tmp_path) == ["step-00000020", "step-00000021"]
+
+
+def test_going_back_in_one_process_supersedes_its_own_steps(tmp_path):
+    state = train(plain_state(), 1)
+    save_sharded(tmp_path, state)
+    state = train(state, 1)
+    save_sharded(tmp_path, state)
+    state = load_sharded(tmp_path / "step-00000001", state).state
+    torch.manual_seed(99)
+    state = train(state, 1)
+    assert save_sharded(tmp_path, state).written, "step 2 of the lineage that was left is another step 2"
+    assert digest(load_sharded(tmp_path, plain_state()).state) == digest(state)
+
+
+def test_keep_last_keeps_the_last_and_the_one_resumed_from(tmp_path):
+    state = plain_state()
+    for _ in range(4):
+        state = train(state, 1)
+        save_sharded(tmp_path, state, keep_last=2)
+    assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4]
+    state = load_sharded(tmp_path / "step-00000003", plain_state()).state
+    for _ in range(3):
+        state = train(state, 5)
+        save_sharded(tmp_path, state, keep_last=1)
+    assert names(tmp_path) == ["step-00000003", "step-00000018"]
+    for path in tmp_path.iterdir():
+        verify_checkpoint(path)
+
+
+def test_keep_last_leaves_other_runs_alone(tmp_path):
+    save_sharded(tmp_path, train(plain_state(), 1))
+    state = train(plain_state(1), 2)
+    save_sharded(tmp_path, state, keep_last=1)
+    save_sharded(tmp_path, train(state, 1), keep_last=1)
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_leftovers_of_this_run_are_removed_and_those_of_others_are_not(tmp_path):
+    state = train(plain_state(), 1)
+    save_sharded(tmp_path, state)
+    run = state.shared.run_id[:8]
+    for name in (
+        f"step-00000002.tmp-{run}-01234567",
+        f"step-00000001.old-{run}-01234567",
+        "step-00000002.tmp-ffffffff-01234567",
+    ):
+        (tmp_path / name / "below").mkdir(parents=True)
+        (tmp_path / name / "rank-00000.json").touch()
+    save_sharded(tmp_path, train(state, 1))
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000002.tmp-ffffffff-01234567"]
+
+
+def test_other_tools_read_the_tensors(tmp_path):
+    state = train(plain_state(), 2)
+    path = save_sharded(tmp_path, state).path
+    with safe_open(path / "rank-00000.safetensors", framework="pt") as file:
+        assert torch.equal(file.get_tensor("params/first.weight"), state.params["first.weight"])
+        assert torch.equal(file.get_tensor("buffers/seen"), state.model.seen)
+        assert file.get_tensor("optimizer/state/last.bias/step").shape == ()
+        assert file.metadata() == {"format": "pt"}
+        assert "buffers/scratch" not in file.keys()  # noqa: SIM118  # it is no dict
+
+
+UNPLAIN = {
+    "extra": (
+        lambda s: (s, {"loader": {"cursor": object()}}),
+        r"extra/loader/cursor: a checkpoint holds .* got builtins.object",
+    ),
+    "slice": (lambda s: (replace(s, slices={"ema": {"f": len}}), {}), r"slices/ema/f: .* got builtins.builtin_function"),
+    "optimizer": (
+        lambda s: (s.optimizer.state[s.params["first.bias"]].update(h=object()), (s, {}))[1],
+        r"optimizer/state/first.bias/h: .* got builtins.object",
+    ),
+    "group": (
+        lambda s: (s.optimizer.param_groups[0].update(hook=print), (s, {}))[1],
+        r"optimizer/groups/0/hook: .* got builtins",
+    ),
+    "stray": (
+        lambda s: (s.optimizer.state.update({torch.zeros(3): {}}), (s, {}))[1],
+        r"optimizer/state: holds state for something that is no parameter of the model \(shape \(3,\)\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), UNPLAIN.values(), ids=UNPLAIN)
+def test_what_is_not_plain_is_refused_before_a_file_is_touched(tmp_path, spoil, message):
+    state, extra = spoil(train(plain_state(), 1))
+    with pytest.raises(ConfigError, match=message):
+        save_sharded(tmp_path / "root", state, extra=extra)
+    assert not (tmp_path / "root").exists()
+
+
+def test_bad_arguments_and_spent_states_are_refused(tmp_path):
+    state = train(plain_state(), 1)
+    with pytest.raises(ConfigError, match="keep_last must be"):
+        save_sharded(tmp_path, state, keep_last=0)
+    with pytest.raises(ConfigError, match="on_damaged must be 'raise' or 'previous', got 'ignore'"):
+        load_sharded(tmp_path, state, on_damaged="ignore")
+    train(state, 1)
+    with pytest.raises(StaleStateError, match="save_sharded: this state was stepped already"):
+        save_sharded(tmp_path, state)
+    assert names(tmp_path) == []
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(7, 3)
+        self.more = nn.ModuleList(nn.Linear(1, 1) for _ in range(6))
+
+
+def misfit(change) -> TrainState:
+    model = change(Net())
+    return new_state(model, torch.optim.AdamW(model.parameters(), amsgrad=True))
+
+
+def no_buffer(model: Net) -> Net:
+    del model.seen
+    return model
+
+
+def two_groups(state: TrainState) -> TrainState:
+    params = list(state.params.values())
+    return replace(state, optimizer=torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}], amsgrad=True))
+
+
+def other_order(state: TrainState) -> TrainState:
+    return replace(state, optimizer=torch.optim.AdamW(list(state.params.values())[::-1], amsgrad=True))
+
+
+MISFITS = {
+    "shape": (lambda: misfit(lambda _: Wider()), r"params/last.weight: checkpoint F32 \[2, 7\], here F32 \[3, 7\]"),
+    "more parameters": (lambda: misfit(lambda _: Wider()), r"and \d+ more"),
+    "dtype": (lambda: misfit(lambda m: m.double()), r"params/first.weight: checkpoint F32 \[7, 5\], here F64 \[7, 5\]"),
+    "buffer": (lambda: misfit(no_buffer), r"buffers/seen: checkpoint I64 \[\], here nothing"),
+    "no slices": (lambda: replace(plain_state(), slices={}), r"slices/ema: checkpoint a transform, here nothing"),
+    "more slices": (
+        lambda: replace(plain_state(), slices={**plain_state().slices, "sam": {}}),
+        r"slices/sam: checkpoint nothing, here a transform",
+    ),
+    "tensor in a slice": (
+        lambda: plain_state().with_slice("ema", {"shadow": {}, "updates": 0}),
+        r"slices/ema/shadow/first.bias: checkpoint F32 \[7\], here nothing",
+    ),
+    "optimizer": (lambda: plain_state(optimizer="sgd"), r"optimizer/groups/0/betas: checkpoint a hyperparameter, here nothing"),
+    "groups": (lambda: two_groups(plain_state()), r"optimizer/groups: checkpoint 1 groups, here 2 groups"),
+    "order": (
+        lambda: other_order(plain_state()),
+        r"optimizer/groups/0/params: checkpoint 4 \(first difference: first.weight\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), MISFITS.values(), ids=MISFITS)
+def test_what_does_not_fit_is_refused_with_a_table(tmp_path, make, message):
+    save_sharded(tmp_path, train(plain_state(), 1))
+    state = make()
+    before = digest(state)
+    with pytest.raises(CheckpointMismatchError, match=message) as caught:
+        load_sharded(tmp_path, state)
+    assert digest(state) == before
+    assert str(caught.value).count("\n") <= 11
+    state.check_fresh("here")
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "root").write_text("")
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        save_sharded(tmp_path / "root", plain_state())
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        load_sharded(tmp_path / "root", plain_state(), missing_ok=True)
+
+
+def test_relative_paths_and_links_are_the_same_root(tmp_path, monkeypatch):
+    state = train(plain_state(), 1)
+    save_sharded(tmp_path / "root", state)
+    (tmp_path / "link").symlink_to(tmp_path / "root")
+    monkeypatch.chdir(tmp_path)
+    for root in ("root", Path("link"), tmp_path / "x" / ".." / "root"):
+        assert not save_sharded(root, state).written
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_run_on_a_gpu_resumes_bit_for_bit_and_loads_on_the_cpu(tmp_path, fused):
+    def made(device: str) -> TrainState:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.5), nn.Linear(64, 1))
+        model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+        model.to(device)
+        return new_state(model, torch.optim.AdamW(model.parameters(), fused=fused and device == "cuda"))
+
+    def run(state: TrainState, steps: int) -> TrainState:
+        for _ in range(steps):
+            state.optimizer.zero_grad()
+            (state.model(torch.ones(8, 5, device=state.device)) * state.model.scale).square().sum().backward()
+            state.optimizer.step()
+            state = state.successor(clock=state.clock.tick(samples=8, tokens=0, seconds=0.0, end_of_epoch=False))
+        return state
+
+    straight = digest(run(made("cuda"), 5))
+    save_sharded(tmp_path, run(made("cuda"), 3))
+    on_cpu = load_sharded(tmp_path, made("cpu")).state
+    assert all(t.device.type == "cpu" for content in on_cpu.optimizer.state.values() for t in content.values())
+    state = load_sharded(tmp_path, made("cuda")).state
+    for param, content in state.optimizer.state.items():
+        assert {name: t.device.type for name, t in content.items()} == {
+            "step": "cuda" if fused else "cpu",
+            "exp_avg": "cuda",
+            "exp_avg_sq": "cuda",
+        }, tuple(param.shape)
+    assert digest(run(state, 2)) == straight
+
+
+class Factored(torch.optim.Optimizer):
+    """State of other shapes than the parameter's, and values that are no tensors."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": torch.tensor(0.1)})
+
+    def step(self, closure=None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {
+                "row": p.detach().sum(-1),
+                "step": torch.tensor(2.0),
+                "notes": ["a", (1, None)],
+                "low": p.detach().half(),
+            }
+
+
+def test_unusual_optimizer_state_comes_back(tmp_path):
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 4)
+        made.append(new_state(model, Factored(model.parameters())))
+    made[0].optimizer.step()
+    save_sharded(tmp_path, made[0])
+    state = load_sharded(tmp_path, made[1]).state
+    assert digest(state) == digest(made[0])
+    content = state.optimizer.state[state.params["weight"]]
+    assert content["low"].dtype == torch.float16, "nothing is cast to the parameter's dtype"
+    assert content["notes"] == ["a", (1, None)]

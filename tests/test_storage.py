@@ -1,0 +1,97 @@
+"""File operations: complete, by path in errors, never through links when removing."""
+
+import os
+
+import pytest
+
+from dtrain import storage
+
+
+def test_a_file_comes_back_by_ranges(tmp_path):
+    path = tmp_path / "file"
+    storage.write_file(path, b"0123456789")
+    assert storage.file_size(path) == 10
+    with storage.FileReader(path) as file:
+        out = bytearray(4)
+        assert (file.size, file.read_into(3, memoryview(out)), bytes(out)) == (10, 4, b"3456")
+        assert file.read_into(8, memoryview(out)) == 2, "the end of the file"
+    assert storage.read_file(path, limit=10) == b"0123456789"
+    with pytest.raises(OSError, match="has 10 bytes, at most 9 are read"):
+        storage.read_file(path, limit=9)
+
+
+def test_existing_files_are_never_overwritten(tmp_path):
+    storage.write_file(tmp_path / "file", b"old")
+    with pytest.raises(FileExistsError):
+        storage.write_file(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_renaming_does_not_replace_a_folder_with_content(tmp_path):
+    for name in "ab":
+        storage.make_folder(tmp_path / name)
+        storage.write_file(tmp_path / name / "file", b"")
+    with pytest.raises(OSError, match="not empty"):
+        storage.rename(tmp_path / "a", tmp_path / "b")
+
+
+def test_removing_a_folder_takes_the_first_name_first_and_follows_no_link(tmp_path, monkeypatch):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    folder = tmp_path / "folder"
+    (folder / "below").mkdir(parents=True)
+    for name in ("a", "manifest.json", "below/x"):
+        (folder / name).touch()
+    (folder / "link").symlink_to(outside)
+    order = []
+    real = os.unlink
+
+    class Watched:
+        def __getattr__(self, name):
+            return (lambda path: (order.append(path.name), real(path))) if name == "unlink" else getattr(os, name)
+
+    monkeypatch.setattr(storage, "os", Watched())
+    storage.remove_folder(folder, first="manifest.json")
+    assert order == ["manifest.json", "a", "x", "link"]
+    assert not folder.exists()
+    assert (outside / "kept").exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path, kind):
+    path = tmp_path / kind
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    assert storage.file_size(path) is None
+    with pytest.raises(OSError, match="not a regular file"):
+        storage.FileReader(path)
+    assert len(os.listdir("/proc/self/fd")) < 500
+
+
+def test_errors_of_a_handle_carry_the_path(tmp_path, monkeypatch):
+    class Failing:
+        def __getattr__(self, name):
+            if name != "fsync":
+                return getattr(os, name)
+
+            def fail(handle):
+                raise OSError(5, "Input/output error")
+
+            return fail
+
+    monkeypatch.setattr(storage, "os", Failing())
+    with pytest.raises(OSError, match=r"Input/output error: '.*/file'"):
+        storage.write_file(tmp_path / "file", b"x")
+    with pytest.raises(OSError, match="Input/output error: '"):
+        storage.sync_folder(tmp_path)
+
+
+def test_questions_about_names_that_are_not_there(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    assert not storage.is_folder(tmp_path / "file" / "below")
+    assert not storage.exists(tmp_path / "file" / "below")
+    assert storage.exists(tmp_path / "dangling")
+    assert storage.file_size(tmp_path / "dangling") is None
+    with pytest.raises(FileNotFoundError):
+        storage.list_names(tmp_path / "none")
