@@ -164,9 +164,7 @@ def residual_gain(config: GPTConfig) -> float:
 
 
 @torch.no_grad()  # not inference_mode: a sharded model's parameters must stay usable for training afterwards
-def generate(
-    model: GPT, prompt: bytes, *, max_new: int, temperature: float, seed: int, device: torch.device | str
-) -> bytes:
+def generate(model: GPT, prompt: bytes, *, max_new: int, temperature: float, seed: int, device: torch.device | str) -> bytes:
     """The ``max_new`` bytes that the model writes after ``prompt`` (which is not repeated).
 
     Every byte is one forward pass over the last ``max_seq`` bytes. How many passes there are, and their shapes, depends

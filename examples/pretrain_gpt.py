@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpt import GPT, Block, GPTConfig, generate
-from text import read_text, train_and_held_out, unigram_entropy
 from torch import nn
 
 import dtrain as dt
+from gpt import GPT, Block, GPTConfig, generate
+from text import read_text, train_and_held_out, unigram_entropy
 
 SEQ = 128
 GLOBAL_BATCH_SIZE = 16  # windows of SEQ bytes per step, over all ranks
@@ -75,9 +75,9 @@ def main() -> None:
             if state.crossed(args.save_every) or state.step == args.steps:
                 dt.save_sharded(checkpoints, state, extra={"loader": loader}, keep_last=3)
 
-        loss = dt.reduce_metrics(dt.evaluate(model, dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0), loss_fn))
-        entropy = unigram_entropy(held_out)
-        say(f"held-out loss {loss['loss']:.4f} nats/byte, {loss['loss'] / entropy:.2f} of the unigram entropy {entropy:.4f}")
+        quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
+        loss, entropy = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"], unigram_entropy(held_out)
+        say(f"held-out loss {loss:.4f} nats/byte, {loss / entropy:.2f} of the unigram entropy {entropy:.4f}")
         with dt.evaluating(model):
             text = generate(model, b"def ", max_new=160, temperature=0.7, seed=args.seed, device=dist.device)
         say("sample:\ndef " + text.decode(errors="replace"))

@@ -85,8 +85,7 @@ class ByteWindows(Dataset[Sample]):
         """The samples at ``indices``: views of one gathered tensor, whatever their number."""
         gathered = self.windows[torch.as_tensor(indices, dtype=torch.int64)].long()
         return [
-            {"input_ids": inputs, "labels": labels}
-            for inputs, labels in zip(gathered[:, :-1], gathered[:, 1:], strict=True)
+            {"input_ids": inputs, "labels": labels} for inputs, labels in zip(gathered[:, :-1], gathered[:, 1:], strict=True)
         ]
 
 

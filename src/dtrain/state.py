@@ -52,7 +52,9 @@ class Shared:
     """The one mutable part of a state, shared by all states of a run: what must not be copied to be true.
 
     ``generation`` is that of the newest state; ``filler`` is the last microbatch with real samples, which a rank without
-    any repeats at weight zero; the rest is the run's place among checkpoints.
+    any repeats at weight zero; ``weight`` is the global weight of the last step on its way to the host. The rest is the run's
+    place among checkpoints: its identity, the step it committed or loaded last, the folder that this process resumed from, and
+    by root the steps that this process committed or loaded.
     """
 
     generation: int = 0
@@ -60,6 +62,7 @@ class Shared:
     weight: HostScalar | None = None
     run_id: str | None = None
     parent_step: int | None = None
+    resumed_from: str | None = None
     committed: dict[str, set[int]] = field(default_factory=dict)
 
 

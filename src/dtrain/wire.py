@@ -19,11 +19,16 @@ LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 NODE_RANK = "GROUP_RANK"
 MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": somebody else serves the store, rank 0 is a client too
+RUN_ID = "TORCHELASTIC_RUN_ID"  # names one launch; torch counts a process that has it as started by torchrun
+RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 THREADS = "OMP_NUM_THREADS"
 RUN_DIR = "DTRAIN_RUN_DIR"  # folder of this launch, for what belongs to the launch and not to the training run
 LOOPBACK = "DTRAIN_LOOPBACK"  # "1": all ranks are on this host, so nothing may listen beyond loopback
 FAILURE_FILE = "DTRAIN_FAILURE_FILE"  # where a rank records the exception that leaves its script
+
+OWNED_PREFIXES = ("DTRAIN_", "TORCHELASTIC_")
+"""Variables that describe one launch: those of an outer launch say nothing true about the ranks of an inner one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,34 +40,68 @@ class Failure:
     kind: str
     message: str
     frames: str
+    exit_code: int  # what the rank is about to exit with
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
+        """The record of ``error``, taken now."""
         return cls(
             rank=rank,
             at=time.monotonic(),
             kind=type(error).__name__,
-            message=str(error),
+            message=_message(error),
             frames="".join(traceback.format_exception(error)),
+            exit_code=_exit_code(error),
         )
 
     def write(self, path: Path) -> None:
-        """Write atomically, so that the launcher never reads half a record."""
+        """Write atomically, so that the launcher never reads half a record.
+
+        Raises:
+            OSError: the folder is gone, or the disk is full.
+        """
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
         os.replace(partial, path)
 
     @classmethod
     def read(cls, path: Path) -> Failure | None:
-        """The record at ``path``, or None when the rank left none."""
+        """The record at ``path``, or None when the rank left none that can be read."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
+        except (OSError, ValueError, TypeError):
+            # A record only improves the message about a failure that was noticed anyway; a damaged one is worth none.
+            return None
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a broken __str__ of the script's must not hide the failure itself
+        return ""
+
+
+def _exit_code(error: BaseException) -> int:
+    """What Python exits with when ``error`` leaves the main module."""
+    if not isinstance(error, SystemExit):
+        return 1
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def rank_environment(
-    *, rank: int, world_size: int, local_rank: int, local_world_size: int, node_rank: int, nodes: int, addr: str, port: int
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    node_rank: int,
+    nodes: int,
+    addr: str,
+    port: int,
 ) -> Mapping[str, str]:
     """The variables that tell a process which rank it is, as torchrun sets them."""
     return {

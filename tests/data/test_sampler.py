@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -62,7 +64,7 @@ def test_shares_are_contiguous_and_even():
         shares = [rank_share(10, 31, index, count) for index in range(count)]
         assert shares[0][0] == 10
         assert shares[-1][1] == 31
-        assert all(a[1] == b[0] for a, b in zip(shares, shares[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
         sizes = [end - first for first, end in shares]
         assert max(sizes) - min(sizes) <= 1
 

@@ -228,7 +228,7 @@ def test_mesh_degrees_that_cannot_be_right_are_refused(degrees, message):
 
 
 def test_mesh_before_init_is_refused():
-    with pytest.raises(DistError, match="call dt.init_dist\\(\\) first"):
+    with pytest.raises(DistError, match=r"call dt.init_dist\(\) first"):
         build_mesh()
 
 

@@ -115,9 +115,7 @@ def test_model_built_on_meta_has_no_storage_and_equals_a_real_one_after_initiali
         if tensor.ndim == 1:
             assert torch.equal(tensor, other), name  # norms start at one
         else:
-            assert tensor.std().item() == pytest.approx(other.std().item(), rel=0.2), (
-                name
-            )  # another draw of >= 256 numbers
+            assert tensor.std().item() == pytest.approx(other.std().item(), rel=0.2), name  # another draw of >= 256 numbers
     for (name, tensor), other in zip(model.named_buffers(), real.buffers(), strict=True):
         assert torch.equal(tensor, other), name
     assert model(random_bytes(2, 12)).isfinite().all()
@@ -178,9 +176,7 @@ def test_generate_continues_the_prompt_through_a_sliding_window(temperature: flo
 def test_generate_depends_on_its_seed_only_and_leaves_the_global_generator_alone() -> None:
     model = build().eval()
     state = torch.get_rng_state()
-    first, again, other = (
-        generate(model, b"def ", max_new=20, temperature=1.0, seed=seed, device="cpu") for seed in (1, 1, 2)
-    )
+    first, again, other = (generate(model, b"def ", max_new=20, temperature=1.0, seed=seed, device="cpu") for seed in (1, 1, 2))
     assert len(first) == 20
     assert first == again != other
     assert torch.equal(state, torch.get_rng_state())

@@ -56,13 +56,16 @@ def losses(out: Path) -> dict[int, float]:
 
 
 def shards(out: Path) -> dict[str, bytes]:
-    """Weights and optimizer state of the last checkpoint, as each rank stored them. (NumPy's generator is seeded by the system.)"""
+    """Weights and optimizer state of the last checkpoint, as each rank stored them.
+
+    Without the random state: NumPy seeds its generator from the system, and the main job draws nothing from it.
+    """
     folder = latest_checkpoint(out / "checkpoints")
     assert folder is not None
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {f"{path.name} {key}": file.get_tensor(key).numpy().tobytes() for key in file.keys() if "rng" not in key}
+            found |= {f"{path.name} {key}": file.get_tensor(key).numpy().tobytes() for key in file if "rng" not in key}
     return found
 
 

@@ -8,7 +8,9 @@ from dtrain.schedules.basic import cosine, linear, with_warmup
 
 
 def test_ten_linear_steps_from_one_use_one_down_to_a_tenth():
-    assert [linear(1.0, 0.0, 10)(t) for t in range(11)] == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+    assert [linear(1.0, 0.0, 10)(t) for t in range(11)] == pytest.approx(
+        [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    )
 
 
 def test_linear_agrees_with_torch():

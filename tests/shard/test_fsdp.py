@@ -98,7 +98,9 @@ def test_refusals_are_the_same_line_on_all_ranks(ranks, case, message):
 
 
 def mixed_precision() -> list[str]:
-    net = shard_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), build_mesh(), precision=Precision(param="bf16", reduce="fp32"))
+    net = shard_model(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), build_mesh(), precision=Precision(param="bf16", reduce="fp32")
+    )
     seen = []
     net[0].register_forward_hook(lambda module, args, out: seen.append(str(out.dtype)))
     net(torch.ones(2, 4)).float().sum().backward()

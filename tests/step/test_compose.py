@@ -108,7 +108,7 @@ def test_loss_wrappers_get_a_generator_that_depends_on_seed_name_and_step():
 
 
 def test_names_must_differ():
-    with pytest.raises(ConfigError, match="transform names must differ .* got 'ema' twice"):
+    with pytest.raises(ConfigError, match=r"transform names must differ .* got 'ema' twice"):
         dt.compose_step(LOSS, [dt.ema(0.9), dt.ema(0.99)])
 
 

@@ -247,7 +247,7 @@ def _apply(found: _Verified, state: TrainState) -> TrainState:
     shared.run_id, shared.parent_step = manifest.run_id, manifest.step
     shared.committed.clear()  # what this process committed belongs to the lineage that it leaves
     shared.committed[str(opened.folder.parent)] = {manifest.step}
-    shared.committed[str(opened.folder)] = {manifest.step}  # marks the folder as the one resumed from
+    shared.resumed_from = str(opened.folder)
     if found.rng is not None:
         set_rng_state(found.rng)
     else:

@@ -3,8 +3,7 @@
 Until the rename nothing under a step's name has changed, so whatever fails before it leaves the earlier steps as they were,
 and what a killed save leaves behind is a side folder that no one reads and the run's next save removes.
 
-What this process knows of its own commits is in ``state.shared``: ``committed`` maps a root to the steps committed there or
-loaded from there, and a loaded step's own folder to that step.
+What this process knows of its own commits is in ``state.shared``.
 """
 
 from __future__ import annotations
@@ -299,4 +298,4 @@ def _clean_up(folder: Path, state: TrainState, keep_last: int | None) -> None:
 
 def _protected(committed: list[Committed], state: TrainState) -> set[int]:
     """The step that this process resumed from, and the one just committed."""
-    return {c.step for c in committed if c.step == state.step or str(c.path) in state.shared.committed}
+    return {c.step for c in committed if c.step == state.step or str(c.path) == state.shared.resumed_from}

@@ -1,0 +1,77 @@
+"""The ``dtrain`` command: its sub-commands, and how errors reach the user. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from dtrain import __version__
+from dtrain.cli.launch import launch
+from dtrain.errors import ConfigError
+from dtrain.launch.front import occupy_standard_streams
+
+_USAGE = 2
+_INTERRUPTED = 130
+
+# The base class of the parser's errors is click's or typer's own, depending on typer's release: not importable by one name.
+_UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
+
+app = typer.Typer(
+    name="dtrain",
+    add_completion=False,
+    rich_markup_mode=None,  # plain help, without importing rich
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(
+    context_settings={"allow_interspersed_args": False},  # what follows the script belongs to the script
+)(launch)
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> int:
+    """Distributed-training primitives for people who write their own PyTorch loop."""
+    if version:
+        typer.echo(f"dtrain {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+    return 0
+
+
+def run() -> NoReturn:
+    """Run the command line of this process and exit with its code. A usage error is one line on stderr, and code 2."""
+    occupy_standard_streams()
+    sys.exit(_invoke(sys.argv[1:]))
+
+
+def _invoke(args: list[str]) -> int:
+    try:
+        return int(typer.main.get_command(app).main(args=args, prog_name="dtrain", standalone_mode=False))
+    except ConfigError as error:
+        return _complain(str(error))
+    except _UsageError as error:
+        return _complain(_usage(error, args))
+    except (typer.Abort, KeyboardInterrupt):
+        return _INTERRUPTED
+
+
+def _usage(error: Exception, args: list[str]) -> str:
+    """One line out of the parser's exception: which command, what came, where to look."""
+    context: typer.Context | None = getattr(error, "ctx", None)
+    # Without a context it is an option of a sub-command that lacks its value: the command itself has none that takes one.
+    command = " ".join(["dtrain", *args[:1]]) if context is None else context.command_path
+    what: str = getattr(error, "format_message", error.__str__)()
+    where = "".join(f"{word}: " for word in command.split()[1:])
+    return f"{where}{what[:1].lower()}{what[1:].rstrip('.')}; see `{command} --help`"
+
+
+def _complain(message: str) -> int:
+    line = " ".join(message.split())
+    print(f"dtrain: {line}", file=sys.stderr)
+    return _USAGE

@@ -1,0 +1,116 @@
+"""Finding and ending processes, however they try to get away. Linux does the work; elsewhere it is best effort.
+
+A *child subreaper* becomes the parent of every orphan below it, also of one that left its session or process group.
+So "has no children" means, for a subreaper, "nothing of the job is left": no list of pids has to be kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from functools import cache
+
+_LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_KILL_AGAIN_S = 0.02  # a process may fork while it is being killed: its child is found in the next round
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc().prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def become_subreaper() -> None:
+    """Make this process the parent of all orphans below it, from now on. Nothing outside Linux."""
+    if _LINUX:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when ``parent`` dies; exits at once when it already has. Nothing outside Linux.
+
+    Survives ``exec``, not ``fork``: it covers direct children only.
+    """
+    if _LINUX:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died between our fork and the call
+            os._exit(128 + signal.SIGKILL)
+
+
+def reap() -> tuple[list[tuple[int, int]], bool]:
+    """Collect every child that has ended, without waiting.
+
+    Returns:
+        ``(pid, code)`` of each, where a negative code is the signal that ended it; and whether any child is left.
+    """
+    ended: list[tuple[int, int]] = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended, False
+        if pid == 0:
+            return ended, True
+        ended.append((pid, os.waitstatus_to_exitcode(status)))
+
+
+def descendants() -> list[int]:
+    """The pids of all processes below this one, children before grandchildren; empty outside Linux."""
+    if not _LINUX:
+        return []
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (parent := _parent(name)) is not None:
+            children.setdefault(parent, []).append(int(name))
+    found = list(children.get(os.getpid(), ()))
+    for pid in found:  # grows while it is walked
+        found.extend(children.get(pid, ()))
+    return found
+
+
+def _parent(pid: str) -> int | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None  # it ended while the folder was read, or belongs to somebody whose processes we may not see
+    return int(stat[stat.rindex(b")") + 1 :].split()[1])  # the name in brackets may hold anything, brackets too
+
+
+def send(pid: int, number: int) -> None:
+    """Signal one process; one that is gone, or that became another user's, is left alone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def send_all(number: int, leaders: list[int]) -> None:
+    """Signal everything below this process; outside Linux the process groups of ``leaders`` stand in for it."""
+    for pid in descendants():
+        send(pid, number)
+    if not _LINUX:
+        for pid in leaders:
+            send(-pid, number)
+
+
+def end_descendants(*, within_s: float) -> list[int]:
+    """Kill everything below this process and wait for it; returns the pids of what did not die ``within_s`` seconds."""
+    deadline = time.monotonic() + within_s
+    while True:
+        _, left = reap()
+        if not left:
+            return []
+        if time.monotonic() > deadline:
+            return descendants()
+        send_all(signal.SIGKILL, [])
+        time.sleep(_KILL_AGAIN_S)

@@ -1,0 +1,123 @@
+"""The first thing a rank runs: ``python rank.py script|module TARGET ARGS...``. Behaves like ``python TARGET ARGS...``.
+
+The one difference: an exception that leaves the script is recorded for the launcher at that moment, before the
+interpreter runs exit handlers. Those may take long, and let the peers fail first.
+
+The script runs in a ``__main__`` module that stays in place until the process ends, unlike with ``runpy.run_path``:
+threads and exit handlers of the script may still pickle by that name.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # this file's folder: its modules must not shadow anybody's
+
+import builtins
+import importlib.abc
+import importlib.util
+import os
+import traceback
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from dtrain import wire
+
+_INTERRUPTED = 130
+_FRESH: dict[str, object] = {"__annotations__": {}, "__cached__": None}
+
+
+def main() -> None:
+    """Run the target named on the command line; leaves by ``SystemExit`` unless the script ends by itself."""
+    kind, target = sys.argv[1:3]
+    sys.argv = sys.argv[2:]
+    owner = os.getpid()  # a copy that the script forks is not the rank: its exceptions are not the rank's
+    rank, record = int(os.environ[wire.RANK]), Path(os.environ[wire.FAILURE_FILE])
+    try:
+        code, module = _load_script(target) if kind == "script" else _load_module(target)
+        sys.modules["__main__"] = module
+        exec(code, module.__dict__)
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None
+    except SystemExit as error:
+        _record(rank, record, error, owner)
+        raise
+    except BaseException as error:  # noqa: BLE001 - everything else ends the interpreter as well; here it is reported
+        error.with_traceback(_without_bootstrap(error.__traceback__))
+        _record(rank, record, error, owner)
+        _show(error)
+        raise SystemExit(1) from None
+
+
+def _load_script(path: str) -> tuple[CodeType, ModuleType]:
+    """The code of a script and its empty ``__main__``. Mutates: ``sys.path``, whose first entry becomes its folder."""
+    full = os.path.abspath(path)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    code = compile(Path(full).read_bytes(), full, "exec", dont_inherit=True)
+    return code, _main_module(file=full, loader=SourceFileLoader("__main__", full))
+
+
+def _load_module(name: str) -> tuple[CodeType, ModuleType]:
+    """The code of ``python -m name`` and its empty ``__main__``. Mutates: ``sys.path``, ``sys.argv[0]``."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+    sys.argv[0] = "-m"  # what the parent packages see while they are imported, as with python -m
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
+        raise ModuleNotFoundError(f"no module named {name!r} that can be run", name=name)
+    code = spec.loader.get_code(spec.name)
+    if code is None:
+        raise ImportError(f"module {name!r} has no code to run", name=name)
+    module = _main_module(file=spec.origin, loader=spec.loader)
+    module.__spec__ = spec  # multiprocessing's children import their parent's main module by this name
+    module.__package__ = spec.parent
+    module.__dict__["__cached__"] = spec.cached
+    sys.argv[0] = spec.origin or name
+    return code, module
+
+
+def _main_module(*, file: str | None, loader: importlib.abc.Loader) -> ModuleType:
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=file, __loader__=loader, __builtins__=builtins)
+    # Whether a main module begins with these depends on the version of Python: as in the one we were started in.
+    module.__dict__.update({name: value for name, value in _FRESH.items() if name in sys.modules["__main__"].__dict__})
+    return module
+
+
+def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's first frame on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _record(rank: int, path: Path, error: BaseException, owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    failure = wire.Failure.of(rank, error)
+    if failure.exit_code == 0:
+        return
+    try:
+        failure.write(path)
+    except OSError as problem:  # a full disk costs the record, not the traceback that follows
+        print(f"dtrain: launch: rank {rank} could not record its failure: {problem}", file=sys.stderr)
+
+
+def _show(error: BaseException) -> None:
+    """Print as the interpreter would, through the script's own ``sys.excepthook`` if it has one."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception:  # noqa: BLE001 - as the interpreter does: report the hook's error and print by the plain way
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exc()
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(error)
+
+
+if __name__ == "__main__":
+    main()

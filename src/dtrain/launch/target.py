@@ -1,0 +1,96 @@
+"""Is there something to run? Looks at the script or module as text, without running a line of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import warnings
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from dtrain.errors import ConfigError
+
+
+def check_script(path: str) -> None:
+    """Return when ``path`` is a file of Python source that compiles.
+
+    Raises:
+        ConfigError: missing, a folder, unreadable, or not Python.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise ConfigError(f"launch: {path!r} is a folder; name the script in it, or use -m for a package")
+    if not os.path.lexists(path):
+        raise ConfigError(f"launch: no such script: {path!r} (in {os.getcwd()!r}); check the path")
+    if not file.is_file():
+        raise ConfigError(f"launch: {path!r} is not a regular file; every rank reads the script, so save it to one")
+    try:
+        source = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"launch: cannot read {path!r}: {error.strerror}; make it readable") from None
+    _check_source(path, source)
+
+
+def check_module(name: str) -> None:
+    """Return when ``python -m name`` would find something to run from the current folder.
+
+    Finders are asked level by level, so that no parent package is imported: that could take seconds, or import torch.
+
+    Raises:
+        ConfigError: no module of that name, a package without ``__main__``, or source that does not compile.
+    """
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"launch: {name!r} is not a module name; -m takes a dotted name, a script needs no -m")
+    spec = _find(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        if _find(f"{name}.__main__") is None:
+            raise ConfigError(f"launch: {name!r} is a package without __main__.py; name a module in it")
+        return
+    if spec is None:
+        raise ConfigError(f"launch: no module named {name!r} in {os.getcwd()!r} or the environment; check the name")
+    if spec.origin is not None and spec.origin.endswith(".py") and os.path.isfile(spec.origin):
+        _check_source(spec.origin, Path(spec.origin).read_bytes())
+
+
+def _find(name: str) -> ModuleSpec | None:
+    first, *rest = name.split(".")
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())  # where the ranks will look first; the launcher's own first entry is another one
+    try:
+        spec = _find_top(first)
+        for part in rest:
+            if spec is None or spec.submodule_search_locations is None:
+                return None
+            # By its last part only: with the full name, Python looks for the parent among the imported modules.
+            spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+    finally:
+        sys.path[:] = before
+    return spec
+
+
+def _find_top(name: str) -> ModuleSpec | None:
+    for finder in sys.meta_path:  # also those of editable installs
+        spec = finder.find_spec(name, None)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _check_source(path: str, source: bytes) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks compile it again, and warn there
+            # Decoded first: compile() overlooks wrong bytes in comments, and the interpreter does not.
+            compile(importlib.util.decode_source(source), path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        where = f", line {error.lineno}" if error.lineno else ""
+        raise ConfigError(f"launch: {path!r}{where} is not valid Python: {_one_line(error.msg)}; fix it first") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"launch: {path!r} is not {error.encoding} text (byte {error.start}); save it as UTF-8") from None
+    except ValueError as error:  # null bytes, before Python 3.12
+        raise ConfigError(f"launch: {path!r} is not valid Python: {_one_line(str(error))}; fix it first") from None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

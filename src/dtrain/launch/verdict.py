@@ -1,0 +1,138 @@
+"""Which rank failed first, what the launcher exits with, and the one line it says. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from dtrain.wire import Failure
+
+PREEMPTED = 75
+"""A rank was told to stop and has saved (EX_TEMPFAIL). The launcher exits with it only when all ranks did."""
+
+SEEN_LATE_S = 0.5
+"""How long after a peer's exception the supervisor, on a busy machine, may first see the death that caused it."""
+
+_LONGEST_MESSAGE = 300  # characters of an exception's message in the summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """A rank that has ended. ``code`` is its exit code, or the negative number of the signal that ended it; ``at`` is
+    when that was seen, in seconds of the monotonic clock."""
+
+    rank: int
+    code: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """The rank that failed first, and the exception it recorded, if any. ``code`` as in ``Exit``."""
+
+    rank: int
+    code: int
+    failure: Failure | None
+
+
+def is_failure(exit_: Exit) -> bool:
+    """Whether a rank that ended like this ends the job; a preempted one does not, at once."""
+    return exit_.code not in (0, PREEMPTED)
+
+
+def first_failure(exits: Sequence[Exit], failures: Sequence[Failure]) -> Cause | None:
+    """The failure that the others follow from, or None when nothing failed.
+
+    A record tells when its exception happened, so the earliest record wins over later ones, whichever process ended
+    first. A rank that ended without one (killed, crashed, ``os._exit``) is known only from when its end was seen; peers
+    notice a lost connection within a millisecond, often before that. So it is the cause unless the earliest record is
+    older by more than ``SEEN_LATE_S``. Ranks that ended without a record and were seen in the same moment: a signal comes
+    before an exit code.
+
+    Args:
+        exits: ranks that ended, none of them because the launcher asked.
+        failures: records of all ranks, also of those still running their exit handlers.
+    """
+    exited = {exit_.rank: exit_ for exit_ in exits}
+    recorded = {}
+    for failure in failures:
+        ended = exited.get(failure.rank)
+        if is_failure(ended) if ended is not None else failure.exit_code != PREEMPTED:
+            recorded[failure.rank] = failure
+    earliest = min(recorded.values(), key=lambda failure: (failure.at, failure.rank), default=None)
+    silent = [
+        exit_
+        for exit_ in exits
+        if is_failure(exit_) and exit_.rank not in recorded and (earliest is None or exit_.at <= earliest.at + SEEN_LATE_S)
+    ]
+    if silent:
+        first = min(silent, key=lambda exit_: (exit_.at, exit_.code >= 0, exit_.rank))
+        return Cause(rank=first.rank, code=first.code, failure=None)
+    if earliest is None:
+        return None
+    ended = exited.get(earliest.rank)
+    return Cause(rank=earliest.rank, code=earliest.exit_code if ended is None else ended.code, failure=earliest)
+
+
+def exit_code(code: int) -> int:
+    """A code as in ``Exit``, as a shell would give it: 128 + signal for a killed process."""
+    return code if code >= 0 else 128 - code
+
+
+def all_preempted(exits: Collection[Exit], world_size: int) -> bool:
+    """Whether every rank has stopped and saved."""
+    return len(exits) == world_size and all(exit_.code == PREEMPTED for exit_ in exits)
+
+
+def describe_failure(cause: Cause, *, world_size: int, pid: int, others_ended: bool) -> str:
+    """The summary of a failed job."""
+    if cause.code < 0:
+        hint = "; often the kernel, out of memory" if cause.code == -signal.SIGKILL else ""
+        what = f"was killed by {signal_name(-cause.code)} (pid {pid}{hint})"
+    else:
+        what = f"failed with exit code {cause.code} (pid {pid})"
+    reason = _reason(cause.failure)
+    rest = "; the other ranks were ended" if others_ended else ""
+    return f"dtrain: launch: rank {cause.rank} of {world_size} {what}{reason and f': {reason}'}{rest}"
+
+
+def describe_partial_preemption(codes: Mapping[int, int | None]) -> str:
+    """The summary of a job in which some ranks exited as preempted and others did not; None: ended by the launcher."""
+    saved = sorted(rank for rank, code in codes.items() if code == PREEMPTED)
+    others = sorted(rank for rank, code in codes.items() if code != PREEMPTED)
+    how = "still running, and were ended" if any(codes[rank] is None for rank in others) else "ended with 0"
+    return (
+        f"dtrain: launch: ranks {_list(saved)} exited with {PREEMPTED} (preempted and saved) but ranks {_list(others)} "
+        f"{how}; {PREEMPTED} counts only from all ranks"
+    )
+
+
+def describe_interrupt(number: int) -> str:
+    """The summary of a job that was told to end."""
+    words = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+    return f"dtrain: launch: {words.get(signal.Signals(number), signal_name(number))}; ranks ended"
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 40`` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _reason(failure: Failure | None) -> str:
+    if failure is None:
+        return ""
+    message = next(iter(failure.message.strip().splitlines()), "")
+    if len(message) > _LONGEST_MESSAGE:
+        message = message[:_LONGEST_MESSAGE] + "..."
+    if failure.kind == "SystemExit":  # sys.exit(3) says no more than the exit code does
+        return "" if message.lstrip("-").isdecimal() else message
+    return f"{failure.kind}: {message}" if message else failure.kind
+
+
+def _list(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown}, ..." if len(ranks) > 8 else shown

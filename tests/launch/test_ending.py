@@ -1,0 +1,275 @@
+"""Nothing outlives the launcher, whoever is killed; and signals reach the ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import time
+
+import pytest
+
+# Every rank starts a child that has its own session and ignores all polite signals, and tells when all are up.
+WITH_HIDING_CHILD = """
+    import os, signal, subprocess, sys, time
+    rank, folder = os.environ["RANK"], os.environ["FOLDER"]
+    child = f'''
+    import os, signal, time
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if os.fork():
+        os._exit(0)
+    with open("{folder}/child-{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+    '''
+    import textwrap
+    subprocess.Popen([sys.executable, "-c", textwrap.dedent(child)], start_new_session=True).wait()
+    while not os.path.exists(f"{folder}/child-{rank}"):
+        time.sleep(0.01)
+    with open(f"{folder}/rank-{rank}", "w") as file:
+        file.write(str(os.getpid()))
+"""
+ALL_UP = ("child-0", "child-1", "rank-0", "rank-1")
+
+STUBBORN = """
+    import os, signal, time
+    signal.signal(signal.SIGINT, lambda *_: print("got SIGINT"))
+    signal.signal(signal.SIGTERM, lambda *_: print("got SIGTERM"))
+    with open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w") as file:
+        file.write("ready")
+    while True:
+        time.sleep(600)
+"""
+
+SLEEPING = """
+    import os, time
+    with open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("victim", ["front", "supervisor"])
+def test_killing_a_process_of_the_launcher_ends_ranks_and_hidden_grandchildren(start, victim):
+    job = start(WITH_HIDING_CHILD + "    time.sleep(600)")
+    pids = [int(text) for text in job.wait_for(*ALL_UP)]
+    assert set(pids) <= set(job.processes())  # or the test would pass for nothing
+    os.kill(job.pid if victim == "front" else job.supervisor(), signal.SIGKILL)
+    result = job.wait()
+    if victim == "front":
+        assert result.code == -signal.SIGKILL
+        job.wait_until_gone()
+    else:
+        assert result.code == 128 + signal.SIGKILL
+        assert "supervisor was killed by SIGKILL" in result.summary[0]
+        assert not job.processes()
+
+
+def test_ranks_die_with_the_supervisor_even_while_the_front_cannot_act(start):
+    job = start(SLEEPING)
+    ranks = {int(text) for text in job.wait_for("0", "1")}
+    supervisor = job.supervisor()
+    os.kill(job.pid, signal.SIGSTOP)
+    os.kill(supervisor, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while ranks & set(job.processes()):  # a dead process that nobody has reaped shows no environment
+        assert time.monotonic() < deadline, job.processes()
+        time.sleep(0.01)
+    os.kill(job.pid, signal.SIGCONT)
+    assert job.wait().code == 128 + signal.SIGKILL
+
+
+def test_children_left_behind_are_ended_when_all_ranks_are_done(start):
+    job = start(WITH_HIDING_CHILD, options=["--grace", "0.5"])
+    result = job.wait()
+    assert (result.code, result.err) == (0, "")
+    assert not job.processes()
+    assert all((job.folder / name).exists() for name in ALL_UP)
+
+
+def test_child_left_behind_has_the_grace_to_end_by_itself(start):
+    job = start(
+        """
+        import os, signal, sys, time
+        folder = os.environ["FOLDER"]
+        if os.fork() == 0:
+            def finish(number, frame):
+                time.sleep(0.3)
+                open(folder + "/finished", "w").write("yes")
+                os._exit(0)
+            signal.signal(signal.SIGTERM, finish)
+            open(folder + "/up", "w").close()
+            time.sleep(600)
+        while not os.path.exists(folder + "/up"):
+            time.sleep(0.01)
+        """,
+        n=1,
+        options=["--grace", "60"],
+    )
+    assert job.wait().code == 0
+    assert (job.folder / "finished").read_text() == "yes"
+
+
+def test_failure_ends_the_others_and_their_hidden_children(start):
+    job = start(
+        WITH_HIDING_CHILD
+        + """
+    if rank == "1":
+        sys.exit(5)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+    """,
+        options=["--grace", "0.5"],
+    )
+    assert job.wait().code == 5
+    assert not job.processes()
+
+
+def test_others_get_sigterm_before_they_are_killed(run):
+    result = run(
+        """
+        import os, signal, sys, time
+        up = os.environ["FOLDER"] + "/up"
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("saved my logs"))
+            open(up, "w").close()
+            time.sleep(600)
+        while not os.path.exists(up):
+            time.sleep(0.01)
+        sys.exit(6)
+        """,
+        options=["--grace", "60"],
+    )
+    assert result.code == 6
+    assert "[rank 0] saved my logs" in result.err
+    assert len(result.summary) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated"), (signal.SIGHUP, "hung up")]
+)
+def test_signal_to_the_launcher_ends_the_ranks(start, number, word):
+    job = start(SLEEPING)
+    job.wait_for("0", "1")
+    job.process.send_signal(number)
+    result = job.wait()
+    assert result.code == 128 + number
+    assert result.err == f"dtrain: launch: {word}; ranks ended\n"
+
+
+def test_first_signal_is_forwarded_and_the_grace_ends_in_a_kill(start):
+    job = start(STUBBORN, options=["--grace", "1"])
+    job.wait_for("0", "1")
+    job.process.send_signal(signal.SIGINT)
+    result = job.wait()
+    assert result.code == 130
+    assert sorted(result.out.splitlines()) == ["[rank 0] got SIGINT", "[rank 1] got SIGINT"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_kills_at_once(start, number):
+    job = start(STUBBORN, options=["--grace", "3600"])
+    job.wait_for("0", "1")
+    job.process.send_signal(number)
+    time.sleep(1)  # longer than the time in which a repetition counts as the same request
+    assert job.process.poll() is None
+    job.process.send_signal(number)
+    assert job.wait().code == 128 + number
+
+
+def test_one_request_that_is_delivered_twice_is_one_request(start):
+    """The command ``timeout`` signals its child and then the whole process group; a terminal beside it does the same."""
+    job = start(
+        """
+        import os, signal, sys, time
+        def save(number, frame):
+            signal.signal(number, signal.SIG_IGN)
+            time.sleep(1)
+            sys.exit(75)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, save)
+        open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w").write("ready")
+        time.sleep(600)
+        """,
+        options=["--grace", "60"],
+    )
+    job.wait_for("0", "1")
+    job.process.send_signal(signal.SIGTERM)
+    job.process.send_signal(signal.SIGINT)  # another signal: two of the same could melt into one
+    assert job.wait().code == 75
+
+
+def test_signal_while_a_failed_job_is_ending_kills_at_once_and_keeps_the_cause(start):
+    job = start(
+        """
+        import os, signal, sys, time
+        folder = os.environ["FOLDER"]
+        if os.environ["RANK"] == "0":
+            def stay(number, frame):
+                open(folder + "/asked", "w").write("yes")
+                time.sleep(600)
+            signal.signal(signal.SIGTERM, stay)
+            open(folder + "/up", "w").close()
+            time.sleep(600)
+        while not os.path.exists(folder + "/up"):
+            time.sleep(0.01)
+        sys.exit(8)
+        """,
+        options=["--grace", "3600"],
+    )
+    job.wait_for("asked")
+    job.process.send_signal(signal.SIGINT)
+    result = job.wait()
+    assert result.code == 8
+    assert "rank 1 of 2" in result.summary[0]
+
+
+def test_nohup_is_respected(start):
+    job = start(SLEEPING, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    job.wait_for("0", "1")
+    job.process.send_signal(signal.SIGHUP)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait().code == 143
+
+
+def test_ranks_have_default_signal_handling_whatever_the_launcher_inherited(run):
+    def ignore_all():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
+
+    result = run(
+        """
+        import os, signal
+        assert os.getsid(0) == os.getpid()
+        handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
+        assert handlers == [signal.SIG_DFL] * 3, handlers
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        """,
+        preexec_fn=ignore_all,
+    )
+    assert (result.code, result.err) == (0, "")
+
+
+def test_interrupted_rank_is_quiet_and_exits_130(start):
+    job = start(SLEEPING)
+    pid = int(job.wait_for("0", "1")[1])
+    os.kill(pid, signal.SIGINT)
+    result = job.wait()
+    assert result.code == 130
+    assert "Traceback" not in result.err
+    assert "rank 1 of 2 failed with exit code 130" in result.summary[0]
+
+
+def test_rank_that_cannot_be_started_ends_those_that_were(run):
+    def few_files():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+
+    result = run(SLEEPING, n=16, preexec_fn=few_files)
+    assert result.code == 1
+    assert re.fullmatch(
+        r"dtrain: launch: rank \d+ of 16 could not be started: Too many open files; use fewer", result.summary[0]
+    )

@@ -1,0 +1,264 @@
+"""What `dtrain launch` exits with, and which rank it names."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+
+ONE_FAILS = """
+    import os, sys, time
+    code, culprit = int(sys.argv[1]), sys.argv[2]
+    if os.environ["RANK"] == culprit:
+        sys.exit(code)
+    if code:
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("culprit", ["0", "1"])
+@pytest.mark.parametrize("code", [1, 3, 77, 255])
+def test_failing_rank_gives_its_code_and_is_named(run, code, culprit):
+    result = run(ONE_FAILS, str(code), culprit)
+    assert result.code == code
+    (line,) = result.summary
+    assert re.fullmatch(
+        rf"dtrain: launch: rank {culprit} of 2 failed with exit code {code} \(pid \d+\); the other ranks were ended", line
+    )
+
+
+def test_success_is_silent_and_exits_0(run):
+    result = run("print('done')")
+    assert (result.code, result.err) == (0, "")
+    assert sorted(result.out.splitlines()) == ["[rank 0] done", "[rank 1] done"]
+
+
+def test_code_of_os_exit_is_kept_though_no_record_is_left(run):
+    result = run("import os, time\nif os.environ['RANK'] == '1': os._exit(9)\ntime.sleep(600)")
+    assert result.code == 9
+    assert "rank 1 of 2 failed with exit code 9" in result.summary[0]
+
+
+def test_exception_is_named_and_its_traceback_is_the_scripts_own(run):
+    result = run(
+        """
+        import os, time
+
+        def train():
+            raise ValueError("loss is nan\\nsecond line")
+
+        if os.environ["RANK"] == "1":
+            train()
+        time.sleep(600)
+        """
+    )
+    assert result.code == 1
+    (line,) = result.summary
+    assert line.endswith(": ValueError: loss is nan; the other ranks were ended")
+    trace = [line.removeprefix("[rank 1] ") for line in result.err.splitlines() if line.startswith("[rank 1] ")]
+    assert trace[0] == "Traceback (most recent call last):"
+    assert [line.split('"')[1].rpartition("/")[2] for line in trace if line.startswith("  File")] == ["script.py"] * 2
+    assert trace[-2:] == ["ValueError: loss is nan", "second line"]
+
+
+def test_traceback_equals_that_of_plain_python(run, tmp_path):
+    import subprocess
+    import sys
+
+    source = """
+    class Odd(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    def inner():
+        try:
+            1 / 0
+        except ZeroDivisionError as error:
+            raise Odd("x") from error
+    inner()
+    """
+    result = run(source, n=1)
+    plain = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=60)
+    assert result.err.splitlines()[:-1] == plain.stderr.splitlines()
+    assert result.code == plain.returncode == 1
+    assert result.summary == [result.err.splitlines()[-1]]
+    assert result.summary[0].endswith(": Odd")
+
+
+def test_exit_with_a_text_prints_it_and_names_it(run):
+    result = run("import sys; sys.exit('no data in /nowhere')", n=1)
+    assert result.code == 1
+    assert result.err.splitlines()[0] == "no data in /nowhere"
+    assert result.summary[0].endswith(": no data in /nowhere")
+
+
+def test_hook_of_the_script_prints_its_exceptions(run):
+    source = """
+    import sys
+    sys.excepthook = lambda kind, error, trace: print("hook:", kind.__name__, error, file=sys.stderr)
+    raise KeyError("k")
+    """
+    result = run(source, n=1)
+    assert result.err.splitlines()[0] == "hook: KeyError 'k'"
+    assert result.code == 1
+
+
+def test_exception_in_a_fork_of_the_script_is_not_the_ranks(run):
+    source = """
+    import os
+    if os.fork() == 0:
+        raise RuntimeError("in the copy")
+    os.wait()
+    """
+    result = run(source, n=1)
+    assert result.code == 0
+    assert "RuntimeError: in the copy" in result.err
+    assert not result.summary
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_killed_rank_is_named_with_its_signal(start, culprit):
+    job = start(
+        """
+        import os, time
+        with open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w") as file:
+            file.write(str(os.getpid()))
+        time.sleep(600)
+        """
+    )
+    import os
+
+    pids = job.wait_for("0", "1")
+    os.kill(int(pids[culprit]), signal.SIGKILL)
+    result = job.wait()
+    assert result.code == 128 + signal.SIGKILL
+    (line,) = result.summary
+    assert line.startswith(f"dtrain: launch: rank {culprit} of 2 was killed by SIGKILL (pid {pids[culprit]}; ")
+    assert "memory" in line
+
+
+def test_peers_that_fail_because_of_a_killed_rank_are_not_blamed(run):
+    result = run(
+        """
+        import os, signal, socket, sys, time
+        path = os.environ["FOLDER"] + "/meet"
+        if os.environ["RANK"] == "1":
+            server = socket.socket(socket.AF_UNIX)
+            server.bind(path + ".partial")
+            server.listen()
+            os.rename(path + ".partial", path)
+            peer, _ = server.accept()
+            peer.recv(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(path)
+        client.send(b"x")
+        if not client.recv(1):
+            raise ConnectionError("lost my peer")
+        """
+    )
+    assert "ConnectionError: lost my peer" in result.err  # the fault did reach the peer
+    assert result.code == 137
+    assert "rank 1 of 2 was killed by SIGKILL" in result.summary[0]
+
+
+def test_culprit_that_dies_after_its_peer_has_ended_is_named(run):
+    result = run(
+        """
+        import os, signal, sys, time
+        pid = os.environ["FOLDER"] + "/pid"
+        if os.environ["RANK"] == "0":
+            with open(pid + ".partial", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename(pid + ".partial", pid)
+            raise ConnectionError("my peer is dying")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while not os.path.exists(pid):
+            time.sleep(0.001)
+        try:
+            while True:
+                os.kill(int(open(pid).read()), 0)
+                time.sleep(0.001)
+        except ProcessLookupError:  # the supervisor has seen the peer end
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    assert "ConnectionError: my peer is dying" in result.err
+    assert result.code == 137
+    assert "rank 1 of 2 was killed by SIGKILL" in result.summary[0]
+
+
+def test_culprit_that_is_slow_to_exit_is_named_and_not_the_peer_that_ended_first(run):
+    result = run(
+        """
+        import atexit, os, time
+        gone = os.environ["FOLDER"] + "/gone"
+        if os.environ["RANK"] == "1":
+            def slow():
+                open(gone, "w").close()
+                time.sleep(600)
+            atexit.register(slow)
+            raise ValueError("the cause")
+        while not os.path.exists(gone):
+            time.sleep(0.01)
+        raise ConnectionError("a consequence")
+        """
+    )
+    assert result.code == 1
+    assert "rank 1 of 2 failed with exit code 1" in result.summary[0]
+    assert "ValueError: the cause" in result.summary[0]
+
+
+def test_record_of_an_earlier_launch_is_not_read(run, tmp_path):
+    options = ["--run-dir", str(tmp_path / "again")]
+    first = run("raise ValueError('old')", n=1, options=options)
+    assert first.summary[0].endswith("ValueError: old")
+    second = run("import os; os._exit(4)", n=1, options=options)
+    assert second.code == 4
+    assert "old" not in second.err
+
+
+class TestPreempted:
+    def test_75_from_all_ranks_is_75_and_no_failure(self, run):
+        result = run("import os, sys, time; time.sleep(int(os.environ['RANK'])); sys.exit(75)")
+        assert (result.code, result.err) == (75, "")
+
+    def test_75_from_one_rank_is_a_failure_after_the_grace(self, run):
+        source = "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(75)\ntime.sleep(600)"
+        result = run(source, options=["--grace", "0.5"])
+        assert result.code == 1
+        assert "75" in result.summary[0]
+        assert "ranks 1 still running" in result.summary[0]
+
+    def test_75_and_0_is_a_failure(self, run):
+        result = run("import os, sys; sys.exit(75 * int(os.environ['RANK']))")
+        assert result.code == 1
+        assert "ranks 1 exited with 75" in result.summary[0]
+        assert "ranks 0 ended with 0" in result.summary[0]
+
+    def test_a_real_failure_beside_75_is_the_cause(self, run):
+        result = run("import os, sys, time; r = int(os.environ['RANK']); time.sleep(r / 2); sys.exit([75, 3][r])")
+        assert result.code == 3
+        assert "rank 1 of 2" in result.summary[0]
+
+    def test_sigterm_that_all_ranks_answer_by_saving_is_75(self, start):
+        job = start(
+            """
+            import os, signal, sys, time
+            def save(number, frame):
+                time.sleep(1)
+                sys.exit(75)
+            signal.signal(signal.SIGTERM, save)
+            with open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w") as file:
+                file.write("ready")
+            time.sleep(600)
+            """,
+            options=["--grace", "60"],
+        )
+        job.wait_for("0", "1")
+        job.process.terminate()
+        result = job.wait()
+        assert (result.code, result.err) == (75, "")

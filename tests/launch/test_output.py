@@ -1,0 +1,136 @@
+"""What ranks print arrives in whole lines, and never stops them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+
+def test_lines_of_all_ranks_stay_whole(run):
+    source = """
+    import os, sys
+    rank = os.environ["RANK"]
+    for k in range(300):
+        os.write(1, rank.encode() * 50)
+        os.write(1, rank.encode() * 50 + b"\\n")
+    sys.stdout.write(rank * 1_000_000 + "\\n")
+    """
+    result = run(source, n=3)
+    assert result.code == 0
+    lines = result.out.splitlines()
+    for rank in range(3):
+        mine = [line.removeprefix(f"[rank {rank}] ") for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert mine == [str(rank) * 100] * 300 + [str(rank) * 1_000_000]
+    assert len(lines) == 3 * 301
+
+
+def test_streams_are_kept_apart_and_a_last_partial_line_gets_its_end(run):
+    result = run("import sys; sys.stdout.write('out'); sys.stderr.write('err')")
+    assert sorted(result.out.splitlines(keepends=True)) == ["[rank 0] out\n", "[rank 1] out\n"]
+    assert sorted(result.err.splitlines(keepends=True)) == ["[rank 0] err\n", "[rank 1] err\n"]
+
+
+def test_one_rank_has_no_prefix_and_its_partial_lines_come_at_once(start):
+    job = start(
+        """
+        import os, sys, time
+        sys.stdout.write("\\r 10%")
+        while not os.path.exists(os.environ["FOLDER"] + "/seen"):
+            time.sleep(0.01)
+        sys.stdout.write("\\r100%")
+        """,
+        n=1,
+        text=False,
+    )
+    assert job.process.stdout is not None
+    assert job.process.stdout.read(5) == b"\r 10%"
+    (job.folder / "seen").touch()
+    out, _ = job.process.communicate(timeout=60)
+    assert out == b"\r100%\n"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_bytes_that_are_not_utf8_come_as_escapes(run, n):
+    result = run(r"import os; os.write(1, 'ü'.encode() + b'\xff\xfe\n')", n=n)
+    assert {line.split("] ")[-1] for line in result.out.splitlines()} == {r"ü\xff\xfe"}
+
+
+def test_one_line_is_whole_even_when_stdout_and_stderr_are_one_pipe(run):
+    source = """
+    import os
+    for k in range(20):
+        os.write(1, b"o" * 20_000 + b"\\n")
+        os.write(2, b"e" * 20_000 + b"\\n")
+    """
+    result = run(source, stderr=subprocess.STDOUT)
+    assert {line.split("] ")[1] for line in result.out.splitlines()} == {"o" * 20_000, "e" * 20_000}
+    assert len(result.out.splitlines()) == 80
+
+
+PRINT_A_LOT = """
+    import os
+    for k in range(3000):
+        print("x" * 1000)
+    open(f"{os.environ['FOLDER']}/done-{os.environ['RANK']}", "w").write("done")
+"""
+
+
+def test_closed_stdout_does_not_stop_training(start):
+    job = start(PRINT_A_LOT, preexec_fn=lambda: (os.close(1), os.close(2)))
+    assert job.process.wait(timeout=60) == 0
+    assert (job.folder / "done-0").exists()
+    assert (job.folder / "done-1").exists()
+
+
+def test_closed_descriptors_are_occupied_before_a_pipe_or_socket_takes_their_place(tmp_path):
+    code = """
+import os, sys
+from dtrain.launch.front import occupy_standard_streams
+before = os.listdir("/proc/self/fd")
+occupy_standard_streams()
+links = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
+more = len(os.listdir("/proc/self/fd")) - len(before)
+open(sys.argv[1], "w").write(f"{links} {more}")
+"""
+    closed = [sys.executable, "-c", code, str(tmp_path / "seen")]
+    subprocess.run(closed, preexec_fn=lambda: [os.close(fd) for fd in (0, 1, 2)], timeout=60, check=True)
+    assert (tmp_path / "seen").read_text() == "['/dev/null', '/dev/null', '/dev/null'] 3"
+
+
+def test_broken_stdout_does_not_stop_training(start):
+    read, write = os.pipe()
+    job = start(PRINT_A_LOT, stdout=write)
+    os.close(write)
+    os.close(read)
+    assert job.wait().code == 0
+    assert (job.folder / "done-0").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_disk_does_not_stop_training(start):
+    with open("/dev/full", "w") as full:
+        job = start(PRINT_A_LOT, stdout=full, stderr=full)
+    assert job.process.wait(timeout=60) == 0
+    assert (job.folder / "done-0").exists()
+
+
+def test_reader_that_stalls_does_not_stop_training_nor_the_launcher_from_being_ended(start):
+    job = start(PRINT_A_LOT + "    import time; time.sleep(600)")
+    job.wait_for("done-0", "done-1")  # 6 MB went into a pipe that nobody reads
+    job.process.terminate()
+    time.sleep(0.5)
+    result = job.wait()  # reads at last
+    assert result.code == 143
+    assert len(result.out.splitlines()) == 6000  # and nothing was lost
+
+
+def test_rank_among_several_reads_nothing_and_a_single_one_reads_the_launchers_input(start):
+    source = "import sys; print(repr(sys.stdin.read()))"
+    for n, seen in ((1, "'given'\n"), (2, "[rank 0] ''\n[rank 1] ''\n")):
+        job = start(source, n=n, stdin=subprocess.PIPE)
+        out, _ = job.process.communicate("given", timeout=60)
+        assert "".join(sorted(out.splitlines(keepends=True))) == seen

@@ -1,0 +1,115 @@
+"""What is refused before a start, and what a rank is given. Nothing is started here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from dtrain.errors import ConfigError
+from dtrain.launch.plan import LaunchPlan, default_nproc, parse_nproc, parse_seconds, rank_command, rank_environment
+from dtrain.launch.rundir import create_run_dir
+
+PLAN = LaunchPlan(nproc=4, target="a.py", is_module=False, args=("--lr", "1"), run_dir=Path("/runs/one"))
+
+
+@pytest.mark.parametrize("nproc", [0, -1, 257, 10**6])
+def test_number_of_ranks_has_bounds(nproc):
+    with pytest.raises(ConfigError, match="-n must be from 1 to 256"):
+        replace(PLAN, nproc=nproc)
+    with pytest.raises(ConfigError, match="-n must be from 1 to 256"):
+        parse_nproc(str(nproc))
+
+
+@pytest.mark.parametrize("text", ["", "x", "1.5", "1e3", "0x2", "²", "1_0", "9" * 30])
+def test_number_of_ranks_must_be_a_whole_number(text):
+    with pytest.raises(ConfigError, match="-n must be a whole number"):
+        parse_nproc(text)
+
+
+@pytest.mark.parametrize("text", ["x", "", "5s"])
+def test_seconds_must_be_a_number(text):
+    with pytest.raises(ConfigError, match="--grace must be a number of seconds"):
+        parse_seconds("--grace", text)
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e9"])
+def test_seconds_have_bounds(text):
+    with pytest.raises(ConfigError, match="--grace must be from 0 to 86400 seconds"):
+        parse_seconds("--grace", text)
+
+
+def test_run_folder_must_be_absolute():
+    with pytest.raises(ConfigError, match="must be absolute"):
+        replace(PLAN, run_dir=Path("runs"))
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible", "expected"),
+    [
+        ([], None, 1),
+        (["null", "nvidiactl", "nvidia-uvm", "nvidia-caps"], None, 1),
+        (["nvidia0", "nvidia1", "nvidia10", "nvidiactl"], None, 3),
+        (["nvidia0", "nvidia1"], "", 1),
+        (["nvidia0", "nvidia1"], "1", 1),
+        (["nvidia0", "nvidia1"], "1, 0", 2),
+        (["nvidia0", "nvidia1"], "1,-1,0", 1),
+        (["nvidia0", "nvidia1"], "0,5,1", 1),
+        (["nvidia0"], "MIG-a,MIG-b", 2),
+        (["nvidia0", "nvidia1"], "GPU-a", 1),
+        ([], "0,1", 1),
+    ],
+)
+def test_default_is_a_rank_per_visible_gpu(devices, visible, expected):
+    assert default_nproc(devices, visible) == expected
+
+
+def test_ranks_share_the_cores_unless_told():
+    def threads(cores, inherited):
+        return rank_environment(PLAN, 0, port=1, cores=cores, inherited=inherited)["OMP_NUM_THREADS"]
+
+    assert [threads(cores, {}) for cores in (1, 4, 9)] == ["1", "1", "2"]
+    assert threads(64, {"OMP_NUM_THREADS": "3"}) == "3"
+
+
+def test_environments_of_ranks_differ_in_who_they_are_only():
+    first, last = (rank_environment(PLAN, rank, port=1, cores=4, inherited={"A": "b"}) for rank in (0, 3))
+    assert {name for name in first if first[name] != last[name]} == {"RANK", "LOCAL_RANK", "ROLE_RANK", "DTRAIN_FAILURE_FILE"}
+    assert first["A"] == "b"
+
+
+def test_command_ends_with_the_script_and_its_arguments():
+    assert rank_command(PLAN)[2:] == ["script", "a.py", "--lr", "1"]
+    assert rank_command(replace(PLAN, is_module=True, target="a.b"))[2:4] == ["module", "a.b"]
+
+
+NOW = datetime(2031, 2, 3, 4, 5, 6)
+
+
+def test_default_run_folder_is_new_each_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = [create_run_dir(None, now=NOW) for _ in range(3)]
+    assert made == [tmp_path / "runs" / f"2031-02-03T04-05-06{end}" for end in ("", "-2", "-3")]
+
+
+def test_run_folder_that_is_used_again_loses_old_records_only(tmp_path):
+    (tmp_path / "failures").mkdir()
+    for name in ("rank-00000.json", "rank-00001.partial", "mine.json"):
+        (tmp_path / "failures" / name).write_text("{}")
+    (tmp_path / "rank-00000.json").write_text("{}")
+    assert create_run_dir(str(tmp_path), now=NOW) == tmp_path
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")) == [
+        "failures/mine.json",
+        "rank-00000.json",
+    ]
+
+
+def test_run_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for asked in ("file", "file/below"):
+        with pytest.raises(ConfigError, match="choose one with --run-dir"):
+            create_run_dir(str(tmp_path / asked), now=NOW)
+    with pytest.raises(ConfigError, match="--run-dir is empty"):
+        create_run_dir("", now=NOW)

@@ -1,0 +1,263 @@
+"""A rank is as `python script.py` would be, with the variables of its rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+ENVIRONMENT = "import os, json; print(json.dumps(dict(os.environ)))"
+
+
+def environments(result):
+    assert result.code == 0, result.err
+    return {int(line[6]): json.loads(line.partition("] ")[2]) for line in result.out.splitlines()}
+
+
+def test_ranks_see_who_they_are(run, tmp_path):
+    seen = environments(run(ENVIRONMENT, env={"OMP_NUM_THREADS": ""}))
+    for rank, env in seen.items():
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": seen[0]["MASTER_PORT"],
+            "DTRAIN_LOOPBACK": "1",
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+        }
+        assert {name: env.get(name) for name in expected} == expected
+        assert os.path.dirname(env["DTRAIN_RUN_DIR"]) == str(tmp_path / "runs")
+        assert os.path.isdir(env["DTRAIN_RUN_DIR"])
+        assert env["TORCHELASTIC_RUN_ID"]
+    assert 0 < int(seen[0]["MASTER_PORT"]) < 65536
+    assert sorted(seen) == [0, 1]
+
+
+def test_values_of_an_outer_launch_are_replaced(run):
+    stale = {
+        "RANK": "7",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "7",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/nowhere",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+        "DTRAIN_RUN_DIR": "/nowhere",
+        "DTRAIN_FAILURE_FILE": "/nowhere",
+        "DTRAIN_OF_A_LATER_RELEASE": "1",
+        "GLOO_SOCKET_IFNAME": "eth7",
+        "OMP_NUM_THREADS": "5",
+        "MINE": "kept",
+    }
+    env = environments(run(ENVIRONMENT, env=stale))[1]
+    assert {name for name, value in stale.items() if env.get(name) == value} == {"MINE", "OMP_NUM_THREADS"}
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in env
+    assert env["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_port_is_kept_for_rank_0_and_given_to_nobody_else(run):
+    result = run(
+        """
+        import os, socket, sys, time
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        met = os.environ["FOLDER"] + "/listening"
+        if os.environ["RANK"] == "0":
+            try:  # somebody else's server, which does not know that the port is kept
+                socket.socket().bind(address)
+                sys.exit("the port was free")
+            except OSError:
+                pass
+            server = socket.socket()
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(address)
+            server.listen()
+            open(met, "w").close()
+            peer, _ = server.accept()
+            peer.sendall(b"welcome")
+        else:
+            while not os.path.exists(met):
+                time.sleep(0.01)
+            print(socket.create_connection(address).recv(7).decode())
+        """
+    )
+    assert (result.code, result.out) == (0, "[rank 1] welcome\n")
+
+
+def test_rank_inherits_no_socket_and_no_pipe_but_its_output(run):
+    source = """
+    import os
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # the folder that was being listed
+            pass
+    print(sorted(name.split(":")[0] for name in names))
+    """
+    result = run(source, stdin=subprocess.DEVNULL)
+    assert set(result.out.splitlines()) == {f"[rank {r}] ['/dev/null', 'pipe', 'pipe']" for r in range(2)}
+
+
+def test_arguments_arrive_byte_for_byte(run):
+    args = ["--help", "-n", "7", "", "a b", "--", "-m", "$HOME", "*", "q\"'", "new\nline", "ü", b"\xff\xfe", "--version", "-h"]
+    source = "import os, sys; print([os.fsencode(a) for a in sys.argv[1:]])"
+    result = run(source, *args, n=1)
+    assert result.code == 0, result.err
+    assert result.out == f"{[os.fsencode(arg) for arg in args]}\n"
+
+
+@pytest.mark.parametrize("name", ["with space/my script.py", "ünï/çødé.py", "--odd.py"])
+def test_any_path_of_a_script_works(run, name):
+    result = run("print(__file__.rpartition('/')[2])", n=1, name=name, target=["--", f"./{name}"])
+    assert (result.code, result.out) == (0, name.rpartition("/")[2] + "\n"), result.err
+
+
+WHO_AM_I = """
+    import sys
+    main = sys.modules["__main__"]
+    print(__name__, __file__, __package__, __spec__, __loader__ is not None, __builtins__, __doc__)
+    print(sys.argv, sys.path, main.__dict__ is globals(), sorted(globals()))
+    print(sys.flags.safe_path, sys.stdin is not None)
+"""
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+@pytest.mark.parametrize("how", ["absolute", "relative", "link"])
+def test_script_sees_what_plain_python_shows_it(run, tmp_path, how, safe):
+    (tmp_path / "link.py").symlink_to(tmp_path / "deep" / "script.py")
+    target = {"absolute": str(tmp_path / "deep/script.py"), "relative": "deep/script.py", "link": "link.py"}[how]
+    env = {"PYTHONSAFEPATH": safe}
+    result = run(WHO_AM_I, "a", n=1, name="deep/script.py", target=[target], env=env)
+    plain = subprocess.run(
+        [sys.executable, target, "a"], cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True, timeout=60
+    )
+    assert (result.code, result.out) == (0, plain.stdout), result.err
+
+
+@pytest.mark.parametrize("module", ["pack.tool", "pack"])
+def test_module_sees_what_plain_python_shows_it(run, tmp_path, module):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/__init__.py").write_text("import sys\nprint('parent sees', sys.argv)\n")
+    source = """
+    import sys
+    from . import __name__ as parent
+    print(__name__, __file__, __package__, __spec__.name, parent, sys.argv, sys.path[0])
+    """
+    name = "pack/__main__.py" if module == "pack" else "pack/tool.py"
+    result = run(source, "--help", "-n", n=1, name=name, target=["-m", module])
+    plain = subprocess.run(
+        [sys.executable, "-m", module, "--help", "-n"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert result.code == 0, result.err
+    assert result.out.replace("['-m', '--help', '-n']", "['-m', ...]") == plain.stdout.replace(
+        "['-m', '--help', '-n']", "['-m', ...]"
+    )
+
+
+def test_neighbours_of_the_bootstrap_cannot_be_imported_by_accident(run):
+    result = run("import verdict", n=1)
+    assert result.code == 1
+    assert "ModuleNotFoundError: No module named 'verdict'" in result.summary[0]
+
+
+def test_modules_beside_the_script_are_found_and_those_of_the_current_folder_are_not(run, tmp_path):
+    (tmp_path / "in_cwd.py").write_text("")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/beside.py").write_text("")
+    result = run("import beside\nimport in_cwd", n=1, name="deep/script.py")
+    assert result.code == 1
+    assert "No module named 'in_cwd'" in result.err
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("as_module", [False, True])
+def test_multiprocessing_works_inside_a_rank(run, method, as_module):
+    source = """
+    import multiprocessing, os, sys
+
+    def square(x):
+        return x * x, os.environ["RANK"]
+
+    if __name__ == "__main__":
+        with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+            print(pool.map(square, range(3)))
+    """
+    result = run(source, method, target=["-m", "script"] if as_module else None)
+    assert result.code == 0, result.err
+    assert sorted(result.out.splitlines()) == [f"[rank {r}] {[(k * k, str(r)) for k in range(3)]}" for r in (0, 1)]
+
+
+def test_main_module_stays_in_place_for_threads_and_exit_handlers(run):
+    source = """
+    import atexit, pickle, threading, time
+
+    class Point:
+        pass
+
+    atexit.register(lambda: print("exit", pickle.loads(pickle.dumps(Point())).__class__.__name__))
+    threading.Thread(target=lambda: (time.sleep(0.2), print("thread", len(pickle.dumps(Point))))).start()
+    """
+    result = run(source, n=1)
+    assert result.code == 0, result.err
+    assert [line.split()[0] for line in result.out.splitlines()] == ["thread", "exit"]
+
+
+def test_launcher_inside_a_rank_works(run):
+    source = """
+    import os, subprocess, sys
+    if sys.argv[1:] == ["inner"]:
+        print(os.environ["RANK"], os.environ["WORLD_SIZE"])
+    else:
+        sys.exit(subprocess.call([sys.executable, "-m", "dtrain", "launch", "-n", "3", __file__, "inner"]))
+    """
+    result = run(source, n=1)
+    assert result.code == 0, result.err
+    assert sorted(result.out.splitlines()) == [f"[rank {r}] {r} 3" for r in range(3)]
+
+
+def test_failure_record_is_written_before_exit_handlers_run(run):
+    source = """
+    import atexit, json, os
+    atexit.register(lambda: print(json.load(open(os.environ["DTRAIN_FAILURE_FILE"]))["message"]))
+    raise ValueError("written already")
+    """
+    result = run(source, n=1)
+    assert (result.code, result.out) == (1, "written already\n")
+
+
+def test_record_that_cannot_be_written_costs_the_record_only(run):
+    source = """
+    import os, shutil
+    shutil.rmtree(os.environ["DTRAIN_RUN_DIR"])
+    raise ValueError("still shown")
+    """
+    result = run(source, n=1)
+    assert result.code == 1
+    assert "could not record its failure" in result.err
+    assert "ValueError: still shown" in result.err
+
+
+def test_two_ranks_reduce_with_plain_torch(run):
+    result = run(
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.tensor([dist.get_rank() + 1.0])
+        dist.all_reduce(total)
+        print(total.item())
+        dist.destroy_process_group()
+        """,
+        options=["--grace", "60"],
+    )
+    assert result.code == 0, result.err
+    assert sorted(result.out.splitlines()) == ["[rank 0] 3.0", "[rank 1] 3.0"]
