@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from dtrain.checkpoint.find import latest_checkpoint, list_checkpoints
 from dtrain.observe.sinks import read_jsonl
@@ -25,7 +25,7 @@ TEXT = str(Path(sysconfig.get_path("stdlib")) / "asyncio" / "*.py")
 STEPS, MIDDLE = 32, 12  # 20 steps after the middle
 PATIENCE_S = 300  # for anything that takes seconds: the machine may be busy
 
-# Other ranks add the same numbers in another order. Measured over 20 steps: below 2e-6; another batch differs by 1e-2 and more.
+# Other ranks add the same numbers in another order. Measured over 20 steps: at most 1e-7; another batch differs by 1e-2 and more.
 TOLERANCE = 1e-4
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the job's processes in /proc")
@@ -64,8 +64,8 @@ def shards(out: Path) -> dict[str, bytes]:
     assert folder is not None
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found |= {f"{path.name} {key}": file.get_tensor(key).numpy().tobytes() for key in file if "rng" not in key}
+        saved = load_file(path)
+        found |= {f"{path.name} {key}": tensor.numpy().tobytes() for key, tensor in saved.items() if "rng" not in key}
     return found
 
 
