@@ -163,7 +163,9 @@ def test_it_resumes_on_other_ranks_and_strategies(straight, tmp_path, n, strateg
     assert f"resuming after step {MIDDLE}" in text
     found, expected = losses(out), losses(straight)
     assert list(found) == list(expected)
-    assert list(found.values()) == pytest.approx(list(expected.values()), rel=TOLERANCE)
+    worst = max(abs(found[step] / expected[step] - 1) for step in expected)
+    print(f"{n} ranks, {strategy}: largest relative difference of a loss over {STEPS - MIDDLE} steps: {worst:.1e}")
+    assert worst <= TOLERANCE
 
 
 def test_a_finished_run_says_so(straight, tmp_path):

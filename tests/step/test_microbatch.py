@@ -5,14 +5,17 @@ import torch
 from torch import nn
 
 from dtrain.batch import batch_spec
+from dtrain.data.sampler import rank_share
 from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StaleStateError, StepError
 from dtrain.losses import mean_loss, token_cross_entropy
 from dtrain.shard.fsdp import shard_model
+from dtrain.shard.precision import Precision
 from dtrain.state import new_state
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import optimizer_step
+from dtrain.tensors import local
 from dtrain.types import LossSum
 
 TOLERANCE = 1e-12  # norm of the difference over norm of the gradient, in float64; rounding gives about 1e-15
@@ -95,6 +98,53 @@ def test_plain_model_in_one_process_has_the_same_gradient():
 
 def test_the_proof_can_fail_weighting_by_samples_is_wrong():
     assert difference(gradient("", [11], 2, loss=by_samples)) > 1e-3
+
+
+class Explode(torch.autograd.Function):
+    """The identity; its backward fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError("backward")
+
+
+def retried_after(where: str, strategy: str, reduce: str) -> bool:
+    """Whether the gradient after a failed try is bit for bit that before it; the second microbatch fails, on all ranks."""
+    precision = Precision(param="bf16", reduce="fp32") if reduce == "wider" else None
+    net = shard_model(model(), build_mesh(), strategy=strategy, blocks=(nn.Linear,), precision=precision)
+    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    first, last = rank_share(0, SAMPLES, current().rank, current().world_size)
+    batch = {key: value[first:last] for key, value in ragged_batch().items()}
+    calls = []
+
+    def broken(net: nn.Module, part: dict) -> LossSum:
+        calls.append(1)
+        if len(calls) == 2 and where == "loss":
+            raise MemoryError("loss")
+        loss = loss_fn(net, part)
+        return LossSum(total=Explode.apply(loss.total), weight=loss.weight) if len(calls) == 2 else loss
+
+    def gradient_now() -> list[torch.Tensor]:
+        microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=2)
+        return [local(p.grad).clone() for p in state.params.values()]
+
+    before = gradient_now()
+    with pytest.raises(MemoryError, match=where):
+        microbatch_step(state, batch, loss_fn=broken, microbatch_size=2)
+    assert all(p.grad is None for p in state.params.values())
+    return all(torch.equal(a, b) for a, b in zip(before, gradient_now(), strict=True))
+
+
+# FSDP2 keeps gradients that wait for their reduction in one place, or, if they are reduced in a wider dtype, in another.
+@pytest.mark.parametrize("reduce", ["same", "wider"])
+@pytest.mark.parametrize("where", ["loss", "backward"])
+@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
+def test_a_step_that_failed_in_the_middle_leaves_nothing_behind(ranks, where, strategy, reduce):
+    assert ranks(2).run(retried_after, where, strategy, reduce) == [True, True]
 
 
 def order_of_metrics(counts: list) -> list:

@@ -138,6 +138,28 @@ def reduce_in_backward(model: nn.Module, *, now: bool) -> None:
         model.set_is_last_backward(now)
 
 
+def discard_backward(model: nn.Module) -> None:
+    """Forget a forward or backward that an exception has ended: gathered parameters and half-accumulated gradients.
+
+    FSDP2 keeps the gradients of microbatches that were not reduced yet beside the parameters, where ``zero_grad`` does not
+    see them: they would be counted twice by the next step. No public call of torch clears them, hence the private names;
+    ``tests/step/test_microbatch.py`` holds them in place.
+
+    Mutates: FSDP2's units. Nothing for a plain model. Collective: none.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    if hasattr(model, "reset_iter_state"):  # torch 2.13 and newer; before, only gradients can be cleared
+        model.reset_iter_state()
+    for unit in fsdp_modules(model):
+        state = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])
+        for held in (param for group in groups for param in group.fsdp_params):
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):
+                held._unsharded_param.grad = None
+
+
 def reshard(model: nn.Module) -> None:
     """Put the model back to its shards: after a forward without backward, units are left gathered.
 

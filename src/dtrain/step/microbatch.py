@@ -12,7 +12,7 @@ from dtrain.batch import BatchSpec, count_batch, narrow_batch, split_batch, to_d
 from dtrain.dist.control import Tally, agree_before_step
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError, StepError
-from dtrain.shard.fsdp import reduce_in_backward
+from dtrain.shard.fsdp import discard_backward, reduce_in_backward
 from dtrain.state import HostScalar, TrainState
 from dtrain.tensors import scale_
 from dtrain.types import Batch, LossFn, LossSum, Metrics, add_metrics, as_metric
@@ -49,6 +49,8 @@ def microbatch_step(
 
     Raises:
         StaleStateError: ``state`` was stepped already.
+        Exception: whatever ``loss_fn`` or the model raises; no gradient of the broken step is left then, so it may be tried
+            again if all ranks do.
         StepError: no rank has a sample, no parameter got a gradient, or the global weight is zero. On a GPU the weight
             reaches the host late: the gradient of such a step is zero, and the next step raises.
     """
@@ -67,6 +69,11 @@ def microbatch_step(
             loss = loss_fn(state.model, part)
             (loss.total if real else loss.total * 0.0).backward()
             metrics = add_metrics(metrics, _metrics_of(loss, state.device, real))
+    except BaseException:
+        discard_backward(state.model)
+        for param in state.params.values():
+            param.grad = None
+        raise
     finally:
         reduce_in_backward(state.model, now=True)
     if parts:
