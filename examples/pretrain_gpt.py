@@ -43,6 +43,7 @@ def main() -> None:
     train, held_out = train_and_held_out(read_text(args.text), SEQ, held_out_windows=512)
     with dt.init_dist() as dist:
         say = print if dist.rank == 0 else lambda *_: None
+        dt.seed_all(args.seed, dist.rank)
         mesh = dt.build_mesh()
         with torch.device("meta"):
             model = GPT(GPTConfig(n_layer=4, n_head=3, dim=96, max_seq=SEQ))

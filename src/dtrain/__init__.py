@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dtrain.dist.collectives import all_gather_json
     from dtrain.dist.init import DistInfo, init_dist
     from dtrain.dist.mesh import build_mesh
+    from dtrain.dist.rng import seed_all
     from dtrain.errors import (
         CheckpointError,
         CheckpointMismatchError,
@@ -69,6 +70,7 @@ _HOME = {
     "dist.collectives": "all_gather_json",
     "dist.init": "DistInfo init_dist",
     "dist.mesh": "build_mesh",
+    "dist.rng": "seed_all",
     "errors": "CheckpointError CheckpointMismatchError ConfigError DamagedCheckpointError DistError DtrainError PeerError "
     "RankError StaleStateError StepError",
     "losses": "mean_loss token_cross_entropy",
@@ -169,6 +171,7 @@ __all__ = [
     "reduce_metrics",
     "save_sharded",
     "scale_lr",
+    "seed_all",
     "set_lr_",
     "shard_model",
     "split_batch",

@@ -56,12 +56,15 @@ class BatchSpec:
 
     def narrow(self, batch: Batch, start: int, length: int) -> Batch:
         """``length`` samples of ``batch`` from ``start`` on, as views; what the spec does not name is kept whole."""
-        return {
-            key: value.narrow(self.axes[key].index("batch"), start, length)
-            if key in self.axes and "batch" in self.axes[key]
-            else value
-            for key, value in batch.items()
-        }
+        axis = {key: axes.index("batch") for key, axes in self.axes.items() if "batch" in axes}
+        if _is_tensordict(batch) and batch.batch_dims and not any(axis.values()):
+            return batch[start : start + length]
+        cut = {key: batch[key].narrow(at, start, length) for key, at in axis.items()}
+        if not _is_tensordict(batch):
+            return {key: cut.get(key, value) for key, value in batch.items()}
+        part = batch.copy()
+        part.batch_size = []  # the axis of the batch is not the first one everywhere
+        return part.update(cut)
 
 
 def batch_spec(axes: Mapping[str, str]) -> BatchSpec:
@@ -121,7 +124,7 @@ def narrow_batch(batch: Batch, start: int, length: int, spec: BatchSpec | None =
             return leaf[start : start + length]
         return leaf
 
-    return _map(batch, cut)
+    return _map(batch, cut, lambda tensors: tensors[start : start + length])
 
 
 def split_batch(batch: Batch, microbatch_size: int, *, spec: BatchSpec | None = None) -> list[Batch]:
@@ -144,12 +147,23 @@ def split_batch(batch: Batch, microbatch_size: int, *, spec: BatchSpec | None = 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """``batch`` with every tensor on ``device``; those that are there already are the same objects."""
-    return _map(batch, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf)
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+    return _map(batch, move, lambda tensors: tensors.to(device, non_blocking=True))
 
 
 def zeros_like_sample(batch: Batch) -> Batch:
     """A batch of one sample of zeros shaped like those of the (empty) ``batch``."""
-    return _map(batch, lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf)
+
+    def fill(leaf: Any) -> Any:
+        return leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf
+
+    def fill_all(tensors: Any) -> Any:
+        return tensors.apply(fill, batch_size=[]).auto_batch_size_(batch_dims=tensors.batch_dims)
+
+    return _map(batch, fill, fill_all)
 
 
 def _is_tensordict(value: Any) -> bool:
@@ -157,18 +171,18 @@ def _is_tensordict(value: Any) -> bool:
     return type(value).__module__.startswith("tensordict")
 
 
-def _map(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """``value`` with ``fn`` applied to tensors and to everything that holds none."""
+def _map(value: Any, fn: Callable[[Any], Any], of_tensordict: Callable[[Any], Any]) -> Any:
+    """``value`` with ``fn`` applied to tensors and what holds none, and ``of_tensordict`` to whole TensorDicts."""
     if isinstance(value, Tensor):
         return fn(value)
     if _is_tensordict(value):
-        return value.apply(fn, batch_size=[]).auto_batch_size_(batch_dims=value.batch_dims)
+        return of_tensordict(value)
     if isinstance(value, Mapping):
-        return {key: _map(item, fn) for key, item in value.items()}
+        return {key: _map(item, fn, of_tensordict) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(item, fn) for item in value))
+        return type(value)(*(_map(item, fn, of_tensordict) for item in value))
     if isinstance(value, _PER_SAMPLE) and any(True for _ in _tensors(value, "")):
-        return type(value)(_map(item, fn) for item in value)
+        return type(value)(_map(item, fn, of_tensordict) for item in value)
     return fn(value)
 
 

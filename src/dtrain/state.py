@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain.clock import Clock, Duration
 from dtrain.dist.control import Tally
 from dtrain.errors import ConfigError, StaleStateError
-from dtrain.types import Batch, Slice
+from dtrain.types import Slice
 
 Strategy = Literal["full_shard", "replicate", "none"]
 _SPEC = "_dtrain_spec"  # the attribute of a module that shard_model leaves its ShardSpec in
@@ -51,14 +51,12 @@ def spec_of(model: nn.Module) -> ShardSpec:
 class Shared:
     """The one mutable part of a state, shared by all states of a run: what must not be copied to be true.
 
-    ``generation`` is that of the newest state; ``filler`` is the last microbatch with real samples, which a rank without
-    any repeats at weight zero; ``weight`` is the global weight of the last step on its way to the host. The rest is the run's
-    place among checkpoints: its identity, the step it committed or loaded last, the folder that this process resumed from, and
-    by root the steps that this process committed or loaded.
+    ``generation`` is that of the newest state; ``weight`` is the global weight of the last step on its way to the host. The
+    rest is the run's place among checkpoints: its identity, the step it committed or loaded last, the folder that this
+    process resumed from, and by root the steps that this process committed or loaded.
     """
 
     generation: int = 0
-    filler: Batch | None = None
     weight: HostScalar | None = None
     run_id: str | None = None
     parent_step: int | None = None
@@ -88,6 +86,10 @@ class HostScalar:
         self._posted = True
         if self._event is not None:
             self._event.record()
+
+    def clear(self) -> None:
+        """Forget what was posted."""
+        self._posted = False
 
     def peek(self) -> float | None:
         """The last posted value, or None when nothing was posted or it is still on its way."""

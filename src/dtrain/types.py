@@ -74,6 +74,12 @@ def as_metric(total: Tensor | float, weight: Tensor | float, device: torch.devic
     return Metric(scalar(total), scalar(weight))
 
 
+def metrics_of(loss: LossSum, device: torch.device) -> Metrics:
+    """The metrics of one microbatch: its ``loss`` and ``aux``."""
+    sums = {"loss": (loss.total, loss.weight), **loss.aux}
+    return {name: as_metric(total, weight, device) for name, (total, weight) in sums.items()}
+
+
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:
     """The union of two metrics, totals and weights of a shared name added."""
     both = {name: Metric(a[name].total + b[name].total, a[name].weight + b[name].weight) for name in a if name in b}

@@ -32,6 +32,14 @@ def test_ema_of_a_line_by_hand():
     assert state.slices["ema"]["params"]["weight"].item() == 0.75 * (0.75 * 4 + 0.25 * 3.5) + 0.25 * 3.0
 
 
+def test_ema_leaves_whole_numbers_alone():
+    model = nn.Linear(1, 1)
+    model.lookup = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+    step = dt.compose_step(LOSS, [dt.ema(0.75)])
+    state, _ = step(step.init(model, torch.optim.SGD([model.weight, model.bias], lr=0.1)), BATCH)
+    assert sorted(state.slices["ema"]["params"]) == ["bias", "weight"]
+
+
 def test_ema_half_life():
     decay = 2 ** (-1 / 10)
     averages, params = {"w": torch.zeros(1, dtype=torch.float64)}, {"w": torch.ones(1, dtype=torch.float64)}

@@ -23,7 +23,7 @@ from dtrain.checkpoint.verify import verify_checkpoint
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
-from dtrain.dist.rng import seed_everything
+from dtrain.dist.rng import seed_all
 from dtrain.errors import CheckpointError, DamagedCheckpointError, DtrainError
 from dtrain.shard.fsdp import reshard, shard_model
 from dtrain.state import TrainState, new_state
@@ -109,7 +109,7 @@ def check_filled(state: TrainState) -> None:
 
 def save_filled(root: str, strategy: str) -> list:
     state = sharded_state(strategy, filled=True)
-    seed_everything("stream", current().rank)
+    seed_all("stream", current().rank)
     handle = save_sharded(root, state, extra={"history": [1, 2]})
     return [str(handle.path), handle.bytes, rng_digest()]
 
@@ -122,7 +122,7 @@ def load_filled(path: str, strategy: str) -> list:
     restored = load_sharded(path, sharded_state(strategy, filled=False), extra={"history": None})
     drawn = rng_digest()
     check_filled(restored.state)
-    seed_everything(11, "resume", 4, current().rank)
+    seed_all(11, "resume", 4, current().rank)
     return [restored.step, restored.extra["history"], drawn, rng_digest()]
 
 
@@ -189,7 +189,7 @@ def trainable(strategy: str, *stream: Any) -> TrainState:
     with torch.no_grad():
         for name, p in state.params.items():
             local(p).copy_(local(like(p, value_of(name, p.shape).sin())))
-    seed_everything(*stream, current().rank)
+    seed_all(*stream, current().rank)
     return state
 
 

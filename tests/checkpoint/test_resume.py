@@ -10,7 +10,7 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.dist.init import current
-from dtrain.dist.rng import seed_everything
+from dtrain.dist.rng import seed_all
 
 TOTAL, FIRST = 20, 7
 
@@ -63,17 +63,17 @@ def everything(state, trace) -> list:
 
 
 def straight(strategy: str) -> list:
-    seed_everything(4, current().rank)
+    seed_all(4, current().rank)
     step, state, loader = begin(strategy)
     return everything(*train(step, state, loader, TOTAL))
 
 
 def interrupted(strategy: str, root: str) -> list:
-    seed_everything(4, current().rank)
+    seed_all(4, current().rank)
     step, state, loader = begin(strategy)
     state, first = train(step, state, loader, FIRST)
     dt.save_sharded(root, state, extra={"loader": loader})
-    seed_everything(99)  # as if in a new process
+    seed_all(99)  # as if in a new process
     step, state, loader = begin(strategy)
     restored = dt.load_sharded(root, state, extra={"loader": loader})
     assert restored.step == FIRST
@@ -89,6 +89,43 @@ def test_twenty_steps_equal_seven_and_thirteen(ranks, tmp_path, world_size, stra
     assert [result[3:] for result in expected] == [[20, 2, 112]] * world_size  # two epochs of 50 samples, and two batches
 
 
+def with_an_idle_rank(root: str | None) -> list:
+    """Two epochs of five samples in batches of four: each epoch ends with a batch in which rank 1 has nothing."""
+    seed_all(4, current().rank)
+    mesh = dt.build_mesh()
+
+    def begin():
+        seed_all(4, current().rank)
+        net = dt.shard_model(model(), mesh)
+        data = torch.linspace(0, 1, 20).reshape(5, 4)
+        loader = dt.build_loader(data, mesh=mesh, global_batch_size=4, seed=0)
+        loss = dt.mean_loss(lambda m, x: m(x).square().mean(), weight=len)
+        step = dt.compose_step(loss)
+        return step, step.init(net, torch.optim.SGD(net.parameters(), lr=0.1)), loader
+
+    step, state, loader = begin()
+    state, trace = train_losses(step, state, loader, 1 if root else 4)
+    if root:
+        dt.save_sharded(root, state, extra={"loader": loader})
+        step, state, loader = begin()
+        state = dt.load_sharded(root, state, extra={"loader": loader}).state
+        state, rest = train_losses(step, state, loader, 4)
+        trace += rest
+    return [trace, torch.rand(3).tolist(), [p.to_local().flatten().tolist() for p in state.params.values()]]
+
+
+def train_losses(step, state, loader, until: int):
+    trace = []
+    for batch in loader.until(until):
+        state, metrics = step(state, batch)
+        trace.append(dt.reduce_metrics(metrics)["loss"])
+    return state, trace
+
+
+def test_a_rank_without_samples_draws_alike_after_a_resume(ranks, tmp_path):
+    assert ranks(2).run(with_an_idle_rank, str(tmp_path)) == ranks(2).run(with_an_idle_rank, None)
+
+
 @pytest.mark.parametrize("left_out", ["python", "numpy", "torch", "loader", "momentum", "ema"])
 def test_leaving_one_part_out_breaks_it(ranks, tmp_path, left_out):
     """Each part is needed, so the comparison above would notice if it were lost."""
@@ -99,11 +136,11 @@ def test_leaving_one_part_out_breaks_it(ranks, tmp_path, left_out):
 
 
 def interrupted_without(root: str, left_out: str) -> list:
-    seed_everything(4, current().rank)
+    seed_all(4, current().rank)
     step, state, loader = begin("full_shard")
     state, first = train(step, state, loader, FIRST)
     dt.save_sharded(root, state, extra={"loader": loader})
-    seed_everything(99)
+    seed_all(99)
     step, state, loader = begin("full_shard")
     state = dt.load_sharded(root, state, extra={} if left_out == "loader" else {"loader": loader}).state
     if left_out == "loader":

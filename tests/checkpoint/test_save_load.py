@@ -16,18 +16,18 @@ from dtrain.checkpoint.layout import DTYPES, parse_index
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.checkpoint.verify import verify_checkpoint
-from dtrain.dist.rng import seed_everything
+from dtrain.dist.rng import seed_all
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, StaleStateError
 from dtrain.state import TrainState, new_state
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_seven_steps_and_thirteen_more_equal_twenty(tmp_path, optimizer):
-    seed_everything(1)
+    seed_all(1)
     straight = digest(train(plain_state(optimizer=optimizer), 20))
-    seed_everything(1)
+    seed_all(1)
     save_sharded(tmp_path, train(plain_state(optimizer=optimizer), 7))
-    seed_everything(2)
+    seed_all(2)
     random.random()
     restored = load_sharded(tmp_path, plain_state(5, optimizer=optimizer))
     assert restored.step == 7
@@ -37,9 +37,9 @@ def test_seven_steps_and_thirteen_more_equal_twenty(tmp_path, optimizer):
 
 @pytest.mark.parametrize("left_out", ["python", "numpy", "torch"])
 def test_each_generator_matters(tmp_path, left_out):
-    seed_everything(1)
+    seed_all(1)
     straight = digest(train(plain_state(), 20))
-    seed_everything(1)
+    seed_all(1)
     save_sharded(tmp_path, train(plain_state(), 7))
     state = load_sharded(tmp_path, plain_state(5)).state
     {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(())}[left_out]()

@@ -1,7 +1,7 @@
 """The loader: each sample once per epoch in one order, whatever the ranks, the workers, and the number of resumes."""
 
-import functools
-import operator
+from collections.abc import Iterable
+from itertools import chain
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dtrain.data.loader import Loader, build_loader
 from dtrain.data.sampler import ElasticSampler
+from dtrain.dist.control import agree_before_step
 from dtrain.errors import CheckpointMismatchError, ConfigError
 
 
@@ -37,6 +38,10 @@ def loader(size=23, batch=5, rank=0, ranks=1, workers=0, seed=0, tail="short", s
     )
 
 
+def flat(batches: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(batches))
+
+
 def order(length, **options) -> list[list[int]]:
     return [batch.tolist() for batch in loader(**options).until(length)]
 
@@ -44,7 +49,7 @@ def order(length, **options) -> list[list[int]]:
 def test_every_epoch_has_each_sample_once_in_another_order():
     batches = order("3ep")
     assert [len(batch) for batch in batches] == [5, 5, 5, 5, 3] * 3
-    epochs = [functools.reduce(operator.iadd, batches[start : start + 5], []) for start in (0, 5, 10)]
+    epochs = [flat(batches[start : start + 5]) for start in (0, 5, 10)]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 
@@ -56,7 +61,7 @@ def test_drop_leaves_the_short_batch_out():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_global_batches_are_the_same_for_every_number_of_ranks(ranks):
     parts = [order("2ep", rank=rank, ranks=ranks) for rank in range(ranks)]
-    assert [functools.reduce(operator.iadd, batch, []) for batch in zip(*parts, strict=True)] == order("2ep")
+    assert [flat(batch) for batch in zip(*parts, strict=True)] == order("2ep")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -86,7 +91,7 @@ def test_any_chain_of_resumes_on_any_ranks_sees_the_same_samples(size, batch, ta
                 member.load_state_dict(state)
         until = group[0].position.batches + steps
         streams = [member.until(until) for member in group]
-        seen += [functools.reduce(operator.iadd, (part.tolist() for part in parts), []) for parts in zip(*streams, strict=True)]
+        seen += [flat(part.tolist() for part in parts) for parts in zip(*streams, strict=True)]
         states = [member.state_dict() for member in group]
         assert all(s == states[0] for s in states)
         state = states[0]
@@ -98,7 +103,7 @@ def test_position_counts_what_was_handed_out_not_what_workers_fetched():
     stream = source.until("1ep")
     next(stream)
     next(stream)
-    assert source.state_dict() == {"epoch": 0, "samples": 10, "batches": 2, "size": 23, "seed": 0, "shuffle": 1}
+    assert source.state_dict() == {"epoch": 0, "samples": 10, "batches": 2, "total": 10, "size": 23, "seed": 0, "shuffle": 1}
     stream.close()
 
 
@@ -107,8 +112,54 @@ def test_the_batch_size_may_change_in_the_middle():
     head = [batch.tolist() for batch in first.until(2)]
     second.load_state_dict(first.state_dict())
     tail = [batch.tolist() for batch in second.until(6)]
-    assert functools.reduce(operator.iadd, head + tail, []) == functools.reduce(operator.iadd, order("1ep"), [])
+    assert flat(head + tail) == flat(order("1ep"))
     assert second.position.epoch == 1
+
+
+@pytest.mark.parametrize("tail", ["short", "drop"])
+@pytest.mark.parametrize(("before", "after"), [(2, 10), (10, 2), (5, 4)])
+def test_epochs_are_counted_in_samples_when_the_batch_size_changes(before, after, tail):
+    first, second = loader(size=20, batch=before, tail=tail), loader(size=20, batch=after, tail=tail)
+    seen = flat(batch.tolist() for batch in first.until("1ep"))
+    second.load_state_dict(first.state_dict())
+    rest = [batch.tolist() for batch in second.until("3ep")]
+    assert len(rest) == 2 * 20 // after
+    assert sorted(seen + flat(rest)) == sorted(list(range(20)) * 3)
+
+
+def test_a_position_behind_a_shorter_epoch_goes_on_with_the_next():
+    first, second = loader(size=11, batch=1, tail="drop"), loader(size=11, batch=2, tail="drop")
+    list(first.until(10))
+    second.load_state_dict(first.state_dict())
+    assert len(list(second.until("2ep"))) == 5
+
+
+def test_until_counts_samples():
+    source = loader()
+    assert sum(len(batch) for batch in source.until("30sp")) == 33  # the batch that crosses 30 is whole: 23 + 5 + 5
+    assert list(source.until("33sp")) == []
+
+
+def test_two_loops_over_one_loader_are_refused():
+    source = loader()
+    first = source.until("1ep")
+    next(first)
+    next(source.until("1ep"))
+    with pytest.raises(ConfigError, match="its position was moved in the middle of until"):
+        next(first)
+
+
+def test_the_end_of_an_epoch_is_known_while_its_last_batch_is_worked_on():
+    def ends() -> bool:
+        return agree_before_step(samples=1, tokens=0, microbatches=1, weightless=False).end_of_epoch
+
+    source = loader(size=10, batch=5)
+    assert [ends() for _ in source.until("2ep")] == [False, True, False, True]
+    assert not ends(), "a batch from elsewhere ends no epoch"
+    stream = source.until("3ep")
+    next(stream), next(stream)
+    stream.close()
+    assert not ends(), "a loop that was left ends none either"
 
 
 def test_until_is_counted_from_the_start_of_the_run():
@@ -134,7 +185,7 @@ def test_one_pass_leaves_the_position():
     source = loader()
     next(source.until(1))
     before = source.state_dict()
-    assert sorted(functools.reduce(operator.iadd, (batch.tolist() for batch in source.one_pass()), [])) == list(range(23))
+    assert sorted(flat(batch.tolist() for batch in source.one_pass())) == list(range(23))
     assert source.state_dict() == before
 
 
@@ -171,6 +222,18 @@ def test_a_position_in_other_data_is_refused(options):
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         build_loader(Numbers(3), **{"global_batch_size": 2, "seed": 0, **options})
+
+
+def without_a_mesh() -> str:
+    try:
+        build_loader(Numbers(8), global_batch_size=4, seed=0)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_several_ranks_need_a_mesh(ranks):
+    assert "2 ranks need mesh=" in ranks(2).run(without_a_mesh)[0]
 
 
 def test_an_empty_dataset_is_refused():

@@ -9,7 +9,7 @@ from dtrain.data.sampler import ElasticSampler, permute, rank_share
 from dtrain.errors import ConfigError
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 100, 1000, 4097])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 100, 1024, 1025, 4097])
 def test_permute_is_a_bijection(n):
     assert permute(torch.arange(n), n, key=7).sort().values.equal(torch.arange(n))
 
@@ -29,13 +29,19 @@ def test_keys_give_different_orders():
     assert len(set(orders)) == 20
 
 
-def test_the_shuffle_looks_uniform():
-    """Where sample 0 of 16 lands over 4,000 keys: chi-square with 15 degrees of freedom is below 37.7 with p = 0.999."""
+@pytest.mark.parametrize("n", [16, 1600])
+def test_the_shuffle_looks_uniform(n):
+    """In which 16th sample 0 lands over 4,000 keys: chi-square with 15 degrees of freedom is below 37.7 with p = 0.999."""
     counts = torch.zeros(16)
     for key in range(4000):
-        counts[permute(torch.tensor([0]), 16, key)] += 1
+        counts[permute(torch.tensor([0]), n, key) * 16 // n] += 1
     expected = 4000 / 16
     assert ((counts - expected) ** 2 / expected).sum() < 37.7
+
+
+def test_a_tiny_range_reaches_every_order():
+    orders = {tuple(permute(torch.arange(5), 5, key).tolist()) for key in range(2000)}
+    assert len(orders) == 120  # 2,000 uniform draws miss one of 120 orders with probability below 1e-5
 
 
 def test_neighbours_are_torn_apart():
@@ -45,7 +51,8 @@ def test_neighbours_are_torn_apart():
 
 
 def test_order_never_changes_between_releases():
-    assert ElasticSampler(size=10, seed=0).indices(0, 0, 10).tolist() == [0, 2, 5, 4, 7, 9, 8, 1, 6, 3]
+    assert ElasticSampler(size=5000, seed=0).indices(0, 0, 5).tolist() == [4200, 3704, 19, 2870, 1814]
+    assert ElasticSampler(size=10, seed=0).indices(0, 0, 10).tolist() == [6, 2, 3, 7, 5, 9, 1, 8, 4, 0]
 
 
 def test_any_stretch_equals_that_of_the_whole():

@@ -1,9 +1,9 @@
 import pytest
 
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, broadcast_json, raise_together
-from dtrain.dist.control import agree_before_step, agree_max
+from dtrain.dist.control import agree_before_step, post_batch
 from dtrain.dist.init import current
-from dtrain.errors import PeerError, StepError
+from dtrain.errors import ConfigError, PeerError, StepError
 
 
 def gather() -> list:
@@ -12,7 +12,6 @@ def gather() -> list:
         all_gather_json({"rank": rank, "pad": "é" * rank * 100}),
         all_gather_numbers([rank, 0.5]),
         broadcast_json(["from", rank], src=1, group="background"),
-        agree_max(rank * 3),
     ]
 
 
@@ -21,7 +20,6 @@ def test_every_rank_gets_every_ranks_json(ranks):
         [{"rank": rank, "pad": "é" * rank * 100} for rank in range(3)],
         [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]],
         ["from", 1],
-        6,
     ]
     assert ranks(3).run(gather) == [expected] * 3
 
@@ -30,15 +28,28 @@ def test_one_process_needs_no_groups():
     assert all_gather_json({"a": [1, None]}) == [{"a": [1, None]}]
     assert all_gather_numbers([1.5]) == [[1.5]]
     assert broadcast_json("x") == "x"
-    assert agree_max(4) == 4
     raise_together(None, where="test")
 
 
 def test_what_is_not_plain_is_refused():
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError, match="all_gather_json: takes plain data only: .*object is not JSON serializable"):
         all_gather_json({"a": object()})
-    with pytest.raises(ValueError, match="Out of range float"):
+    with pytest.raises(ConfigError, match="all_gather_json: takes plain data only: Out of range float"):
         all_gather_json(float("nan"))
+
+
+def gather_bad_data_on_rank_1() -> str:
+    try:
+        all_gather_json(object() if current().rank == 1 else 1)
+    except (ConfigError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_what_is_not_plain_on_one_rank_raises_on_all(ranks):
+    first, second = ranks(2).run(gather_bad_data_on_rank_1)
+    assert first.startswith("PeerError: all_gather_json: rank 1 failed: ConfigError: all_gather_json: takes plain data only")
+    assert second.startswith("ConfigError: all_gather_json: takes plain data only")
 
 
 def fail_on_rank_1() -> str:
@@ -67,16 +78,14 @@ def test_the_step_record_sums_counts_and_takes_the_most_microbatches(ranks):
 
 
 def agree_error(samples: int, weightless_rank: int, epoch_rank: int) -> str:
-    from dtrain.dist.control import post_epoch_end
-
     rank = current().rank
-    post_epoch_end(rank == epoch_rank)
+    post_batch(epoch_ends=rank == epoch_rank)
     try:
         agree_before_step(samples=samples, tokens=0, microbatches=1, weightless=rank == weightless_rank)
     except StepError as error:
         return str(error)
     finally:
-        post_epoch_end(False)
+        post_batch()
     return "no error"
 
 

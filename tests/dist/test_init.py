@@ -54,6 +54,34 @@ def test_a_group_of_the_users_own_is_adopted_and_left_open(alone):
         dist.destroy_process_group()
 
 
+def adopt_without_environment() -> list[int]:
+    import dtrain.dist.init as init
+
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    saved = {name: os.environ.pop(name) for name in names}
+    before, init._PROCESS.info = init._PROCESS.info, None  # as if the user had opened the default group
+    try:
+        with init_dist(device="cpu") as info:
+            return [info.rank, info.world_size]
+    finally:
+        os.environ.update(saved)
+        init._PROCESS.info = before
+
+
+def test_an_adopted_group_says_which_rank_this_is(ranks):
+    assert ranks(2).run(adopt_without_environment) == [[0, 2], [1, 2]]
+
+
+def test_an_environment_that_contradicts_the_open_group_is_refused(alone, monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ConfigError, match="WORLD_SIZE=2, but the open process group says 1"):
+            init_dist()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_exception_inside_closes_the_groups(alone):
     with pytest.raises(KeyError), init_dist():
         raise KeyError("x")

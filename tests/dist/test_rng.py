@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from dtrain.dist.rng import derive_seed, generator, rng_state, seed_everything, set_rng_state
+from dtrain.dist.rng import derive_seed, generator, rng_state, seed_all, set_rng_state
 
 
 def draws() -> list[float]:
@@ -11,7 +11,7 @@ def draws() -> list[float]:
 
 
 def test_all_generators_go_out_and_come_back():
-    seed_everything(7)
+    seed_all(7)
     draws()  # leaves half of a Gaussian pair in Python's and NumPy's generators
     state = rng_state()
     first = draws()
@@ -35,9 +35,9 @@ def test_generator_is_fresh_each_time():
     assert not torch.rand(3, generator=generator("cpu", 1, "x")).equal(torch.rand(3, generator=generator("cpu", 1, "y")))
 
 
-def test_seed_everything_gives_each_library_its_own_stream():
-    seed_everything(3, "a")
+def test_seed_all_gives_each_library_its_own_stream():
+    seed_all(3, "a")
     first = draws()
-    seed_everything(3, "a")
+    seed_all(3, "a")
     assert draws() == first
     assert len({round(x, 9) for x in first}) == 5

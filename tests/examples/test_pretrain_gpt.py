@@ -56,16 +56,13 @@ def losses(out: Path) -> dict[int, float]:
 
 
 def shards(out: Path) -> dict[str, bytes]:
-    """Weights and optimizer state of the last checkpoint, as each rank stored them.
-
-    Without the random state: NumPy seeds its generator from the system, and the main job draws nothing from it.
-    """
+    """Weights, optimizer state and random state of the last checkpoint, as each rank stored them."""
     folder = latest_checkpoint(out / "checkpoints")
     assert folder is not None
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         saved = load_file(path)
-        found |= {f"{path.name} {key}": tensor.numpy().tobytes() for key, tensor in saved.items() if "rng" not in key}
+        found |= {f"{path.name} {key}": tensor.numpy().tobytes() for key, tensor in saved.items()}
     return found
 
 

@@ -25,6 +25,26 @@ def test_means_are_weighted_over_ranks(ranks):
     assert ranks(3).run(reduced) == [{"loss": 10.0, "count": 1.0}] * 3
 
 
+def differing_names(extra: int) -> str:
+    rank = current().rank
+    names = [f"m{i}" for i in range(3 + extra * rank)] if extra else ["a" if rank == 0 else "b"]
+    try:
+        reduce_metrics({name: metric(15.0, 1.0) for name in names})
+    except StepError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("extra", [0, 1, 20])
+def test_ranks_with_other_names_all_raise(ranks, extra):
+    for message in ranks(2).run(differing_names, extra):
+        assert "ranks have metrics of different names; this one has" in message
+
+
+def test_many_metrics_reduce(ranks):
+    assert reduce_metrics({f"m{i}": metric(float(i), 1.0) for i in range(100)}) == {f"m{i}": float(i) for i in range(100)}
+
+
 def test_metrics_of_steps_add():
     both = add_metrics({"loss": metric(4, 2)}, {"loss": metric(2, 4), "lr": metric(1, 1)})
     assert reduce_metrics(both) == {"loss": 1.0, "lr": 1.0}
@@ -74,6 +94,14 @@ def test_a_log_that_cannot_be_written_warns_once_and_never_raises(tmp_path):
     with pytest.warns(UserWarning, match="metrics are no longer logged"):
         log(1, {"loss": 1.0})
     log(2, {"loss": 1.0})
+
+
+def test_a_value_that_is_no_number_is_left_out_with_a_warning(tmp_path):
+    log = jsonl(tmp_path / "run.jsonl")
+    with pytest.warns(UserWarning, match="step 1 is not logged, only plain numbers are"):
+        log(1, {"loss": torch.tensor(1.0)})
+    log(2, {"loss": 1.0})
+    assert list(read_jsonl(tmp_path / "run.jsonl")) == [2]
 
 
 def log_everywhere(path: str) -> None:

@@ -64,6 +64,24 @@ def test_buffers_start_equal(ranks):
     assert ranks(2).run(buffers_after_sharding) == [[5.0] * 6] * 2
 
 
+def odd_buffers() -> list:
+    """Buffers of unusual layout and dtype, after sharding."""
+    rank = current().rank
+    net = nn.Linear(2, 2)
+    net.register_buffer("strided", torch.arange(8.0)[::2] + rank)
+    net.register_buffer("turned", torch.arange(6.0).reshape(2, 3).T + rank)
+    net.register_buffer("expanded", torch.tensor([float(rank)]).expand(3))
+    net.register_buffer("short", torch.tensor([rank, 7], dtype=torch.int16))
+    net.register_buffer("scalar", torch.tensor(rank == 1))
+    net = shard_model(net, build_mesh())
+    return [buffer.tolist() for buffer in net.buffers()]
+
+
+def test_buffers_of_any_layout_and_dtype_are_those_of_rank_0(ranks):
+    expected = [[0, 2, 4, 6], [[0, 3], [1, 4], [2, 5]], [0, 0, 0], [0, 7], False]
+    assert ranks(2).run(odd_buffers) == [expected] * 2
+
+
 def refused(case: str) -> str:
     net, mesh = model(), build_mesh()
     options: dict = {}
@@ -75,6 +93,8 @@ def refused(case: str) -> str:
         options = {"blocks": (nn.Conv2d,)}
     elif case == "other model":
         net = model(6 + current().rank)
+    elif case == "frozen":
+        net[0].requires_grad_(current().rank == 0)
     try:
         shard_model(net, mesh, **options)
     except ValueError as error:
@@ -89,6 +109,7 @@ def refused(case: str) -> str:
         ("twice", "is sharded already (full_shard); call it once"),
         ("block", "blocks names Conv2d, but the model has no module of that class"),
         ("other model", "rank 1 has another model than rank 0"),
+        ("frozen", "rank 1 has another model than rank 0"),
     ],
 )
 def test_refusals_are_the_same_line_on_all_ranks(ranks, case, message):
@@ -109,6 +130,30 @@ def mixed_precision() -> list[str]:
 
 def test_precision_is_of_compute_and_not_of_storage(ranks):
     assert ranks(2).run(mixed_precision)[0] == ["torch.bfloat16", "torch.float32", "torch.float32"]
+
+
+def output_dtypes() -> list[str]:
+    precision = Precision(param="bf16", output="fp32")
+    net = shard_model(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), build_mesh(), precision=precision, blocks=(nn.Linear,))
+    seen = []
+    net[0].register_forward_hook(lambda module, args, out: seen.append(str(out.dtype)))
+    return [str(net(torch.ones(2, 4)).dtype), *seen]
+
+
+def test_output_dtype_is_that_of_the_root_alone(ranks):
+    assert ranks(2).run(output_dtypes)[0] == ["torch.float32", "torch.bfloat16"]
+
+
+def gathered_after_forward(strategy: str) -> list[bool]:
+    """Whether a block and the root still hold their gathered parameters after a forward."""
+    net = shard_model(model(), build_mesh(), strategy=strategy, blocks=(Block,))
+    net(torch.ones(2, 5))
+    return [not hasattr(net[at].inner.weight if at == 1 else net[at].weight, "full_tensor") for at in (1, 0)]
+
+
+@pytest.mark.parametrize(("strategy", "gathered"), [("full_shard", [False, True]), ("replicate", [True, True])])
+def test_blocks_are_freed_after_forward_where_that_saves_memory(ranks, strategy, gathered):
+    assert ranks(2).run(gathered_after_forward, strategy) == [gathered] * 2
 
 
 def test_precision_refuses_an_unknown_dtype():

@@ -107,6 +107,19 @@ def test_loss_wrappers_get_a_generator_that_depends_on_seed_name_and_step():
     assert len(set(drawn)) == 4
 
 
+def drawn_on_each_rank() -> float:
+    from dtrain.transform import context_for
+
+    model = dt.shard_model(net(), dt.build_mesh())
+    state = dt.compose_step(LOSS).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return torch.rand((), generator=context_for(state, "mixup").generator).item()
+
+
+def test_each_data_parallel_rank_has_its_own_generator(ranks):
+    first, second = ranks(2).run(drawn_on_each_rank)
+    assert first != second
+
+
 def test_names_must_differ():
     with pytest.raises(ConfigError, match=r"transform names must differ .* got 'ema' twice"):
         dt.compose_step(LOSS, [dt.ema(0.9), dt.ema(0.99)])

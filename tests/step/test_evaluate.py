@@ -1,15 +1,20 @@
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
+from dtrain.batch import batch_spec
 from dtrain.data.loader import build_loader
 from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
-from dtrain.errors import StepError
+from dtrain.errors import ConfigError, StepError
 from dtrain.losses import mean_loss
 from dtrain.observe.metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
+from dtrain.state import new_state
 from dtrain.step.evaluate import evaluate
+from dtrain.step.microbatch import microbatch_step
+from dtrain.step.optimizer import optimizer_step
 
 DATA = torch.arange(26.0, dtype=torch.float64).reshape(13, 2)
 LOSS = mean_loss(lambda model, x: model(x).mean(), weight=len)
@@ -49,6 +54,66 @@ def with_ragged_batches() -> float:
 
 def test_ranks_may_have_different_numbers_of_batches(ranks):
     assert ranks(3).run(with_ragged_batches) == pytest.approx([expected()] * 3, rel=1e-12)
+
+
+def refused_on_one_rank(case: str) -> str:
+    net = shard_model(model(), build_mesh())
+    bad = {"nothing": [], "uncountable": ["text"]}[case]
+    try:
+        evaluate(net, [DATA[:2]] if current().rank == 0 else bad, LOSS)
+    except (ConfigError, StepError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("case", "messages"),
+    [
+        ("nothing", ["StepError: evaluate: rank 1 has no batch at all to take part with"] * 2),
+        ("uncountable", ["StepError: evaluate: rank 1 cannot count", "ConfigError: batch: found no tensor to cut in a str"]),
+    ],
+)
+def test_a_rank_that_cannot_take_part_raises_on_all(ranks, case, messages):
+    for found, message in zip(ranks(2).run(refused_on_one_rank, case), messages, strict=True):
+        assert message in found
+
+
+def on_tensordicts(global_batch_size: int) -> list[float]:
+    """Training and evaluating on TensorDicts whose batch axis is the first one, through the loader."""
+    mesh = build_mesh()
+    net = shard_model(model(), mesh)
+    samples = TensorDict({"x": DATA}, batch_size=[13])
+    loader = build_loader(samples, mesh=mesh, global_batch_size=global_batch_size, seed=0, collate=torch.stack)
+    loss = mean_loss(lambda model, batch: model(batch["x"]).mean(), weight=len)
+    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    total = 0
+    for batch in loader.until("1ep"):
+        state, metrics = optimizer_step(*microbatch_step(state, batch, loss_fn=loss, microbatch_size=2))
+        total += metrics["loss"].weight.item()
+    return [total, reduce_metrics(evaluate(net, loader, loss))["loss"]]
+
+
+def test_tensordicts_go_all_the_way(ranks):
+    results = ranks(3).run(on_tensordicts, 4)
+    assert sum(total for total, _ in results) == 13
+    assert [loss for _, loss in results] == pytest.approx([expected()] * 3, rel=1e-12)
+
+
+def sequence_first(global_batch_size: int) -> float:
+    mesh = build_mesh()
+    net = shard_model(model(), mesh)
+    spec = batch_spec({"x": "axis batch"})
+
+    def collate(samples: list) -> dict:
+        return {"x": torch.stack(samples, dim=1)}
+
+    loader = build_loader(DATA, mesh=mesh, global_batch_size=global_batch_size, seed=0, collate=collate, batch_spec=spec)
+    loss = mean_loss(lambda model, batch: model(batch["x"].T).mean(), weight=lambda batch: batch["x"].shape[1])
+    return reduce_metrics(evaluate(net, loader, loss, batch_spec=spec))["loss"]
+
+
+def test_the_batch_axis_may_be_another_one(ranks):
+    assert ranks(3).run(sequence_first, 4) == pytest.approx([expected()] * 3, rel=1e-12)
 
 
 def test_a_loader_without_batches_is_refused():

@@ -1,8 +1,11 @@
 """microbatch_step: one gradient, whatever the split; ragged and empty ranks; a step without weight is an error."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.batch import batch_spec
 from dtrain.data.sampler import rank_share
@@ -206,6 +209,107 @@ def test_gradients_of_before_are_dropped_and_parameters_stay():
         microbatch_step(state, ragged_batch(), loss_fn=loss_fn, microbatch_size=4)
     assert difference(torch.cat([p.grad.flatten() for p in state.params.values()])) <= TOLERANCE
     assert all(torch.equal(a, b) for a, b in zip(before, state.params.values(), strict=True))
+
+
+def first_error(where: str) -> str:
+    """What a loss that fails at the very first call is reported as."""
+    net = shard_model(model(), build_mesh(), blocks=(nn.Linear,))
+    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def broken(net: nn.Module, part: dict) -> LossSum:
+        if where == "after forward":
+            loss_fn(net, part)
+        raise KeyError("labels")
+
+    try:
+        microbatch_step(state, ragged_batch(), loss_fn=broken, microbatch_size=2)
+    except KeyError as error:
+        microbatch_step(state, ragged_batch(), loss_fn=loss_fn, microbatch_size=2)
+        return str(error)
+
+
+@pytest.mark.parametrize("where", ["before forward", "after forward"])
+def test_an_error_in_the_very_first_call_is_reported_as_it_is(ranks, where):
+    assert ranks(2).run(first_error, where) == ["'labels'"] * 2
+
+
+def reductions(microbatch_size: int, strategy: str) -> int:
+    """Reductions of gradients in one step."""
+    net = shard_model(model(), build_mesh(), strategy=strategy, blocks=(nn.Linear,))
+    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    seen = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace in ("c10d", "_c10d_functional") and "reduce" in func.name():
+                seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        microbatch_step(state, ragged_batch(), loss_fn=loss_fn, microbatch_size=microbatch_size)
+    return len(seen)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
+def test_gradients_are_reduced_once_a_step_however_many_microbatches(ranks, strategy):
+    once = ranks(2).run(reductions, SAMPLES, strategy)
+    assert once[0] >= 4  # two linear units, the root with the embedding, and the weight
+    assert ranks(2).run(reductions, 1, strategy) == once
+
+
+def test_a_second_call_on_the_returned_state_takes_its_own_batch_and_size():
+    state = plain_state()
+    batch = ragged_batch()
+    state, _ = microbatch_step(state, {key: value[:3] for key, value in batch.items()}, loss_fn=loss_fn, microbatch_size=3)
+    state, _ = microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=1)
+    assert difference(torch.cat([p.grad.flatten() for p in state.params.values()])) <= TOLERANCE
+    state, _ = optimizer_step(state, {})
+    assert (state.step, state.clock.samples) == (1, SAMPLES)
+
+
+class Arrived:
+    """A weight that reached the host after its step, as on a GPU."""
+
+    def __init__(self, value: float) -> None:
+        self.value: float | None = value
+
+    def peek(self) -> float | None:
+        return self.value
+
+    def clear(self) -> None:
+        self.value = None
+
+    def post(self, value: torch.Tensor) -> None:
+        self.value = value.item()
+
+
+def test_a_weight_of_zero_that_arrives_late_raises_in_the_next_step_once():
+    state = plain_state()
+    state.shared.weight = Arrived(0.0)
+    with pytest.raises(StepError, match="an earlier step had weight 0"):
+        microbatch_step(state, ragged_batch(), loss_fn=loss_fn)
+    microbatch_step(state, ragged_batch(), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
+def test_a_weight_that_is_not_positive_is_refused_once(weight):
+    state = plain_state()
+
+    def odd(net: nn.Module, batch: dict) -> LossSum:
+        return LossSum(total=net(batch["inputs"]).sum(), weight=weight)
+
+    with pytest.raises(StepError, match="the weights of all ranks add up to"):
+        microbatch_step(state, ragged_batch(), loss_fn=odd)
+    microbatch_step(state, ragged_batch(), loss_fn=loss_fn)
+
+
+def test_the_clock_counts_seconds():
+    state = plain_state()
+    for _ in range(2):
+        state, _ = optimizer_step(*microbatch_step(state, ragged_batch(), loss_fn=loss_fn))
+        time.sleep(0.01)
+    state, _ = optimizer_step(*microbatch_step(state, ragged_batch(), loss_fn=loss_fn))
+    assert state.clock.seconds - state.clock.before.seconds >= 0.01
 
 
 def test_a_spent_state_is_refused():

@@ -1,5 +1,6 @@
 """The test tool itself: results, errors and stuck ranks come back, and nothing is left behind."""
 
+import functools
 import os
 import time
 
@@ -72,6 +73,29 @@ def test_a_failing_rank_is_named_and_the_pool_starts_again(fn, message):
 def test_a_stuck_rank_is_named_with_its_stack():
     with pytest.raises(RankError, match=r"(?s)sleep_on_rank_1: ranks \[1\] of 2 did not finish.*in sleep_on_rank_1"):
         run_ranks(sleep_on_rank_1, 2, timeout_s=5)
+
+
+def end_soon() -> None:
+    import threading
+
+    threading.Timer(0.2, os._exit, (9,)).start()
+
+
+def test_a_rank_that_dies_between_two_runs_is_named():
+    with Ranks(2) as ranks:
+        ranks.run(end_soon)
+        time.sleep(1)
+        with pytest.raises(RankError, match=r"describe: rank 0 of 2 died with exit code 9"):
+            ranks.run(describe, "a")
+        assert len(ranks.run(describe, "again")) == 2
+
+
+def test_functions_that_other_processes_cannot_find_are_refused():
+    def inner() -> None: ...
+
+    for fn in (lambda: None, inner, functools.partial(describe, "a")):
+        with pytest.raises(ConfigError, match="run_ranks: needs a function at the top level of a file, got"):
+            run_ranks(fn, 2)
 
 
 def test_needs_a_rank():

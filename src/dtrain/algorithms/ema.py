@@ -22,7 +22,7 @@ def update_ema_(averages: Params, params: Params, decay: float) -> None:
 
 
 def ema(decay: float) -> Transform:
-    """Keep ``decay * average + (1 - decay) * param`` of every parameter, updated after each step.
+    """Keep ``decay * average + (1 - decay) * param`` of every floating-point parameter, updated after each step.
 
     The slice is ``{"params": {name: average}}``; averages are laid out like the parameters, in their dtype.
 
@@ -38,7 +38,7 @@ def ema(decay: float) -> Transform:
         raise ConfigError(f"ema: needs 0 <= decay < 1, got {decay=}")
 
     def init(state: TrainState) -> Slice:
-        return {"params": {name: param.detach().clone() for name, param in state.params.items()}}
+        return {"params": {name: p.detach().clone() for name, p in state.params.items() if p.is_floating_point()}}
 
     def update(inner: UpdateFn) -> UpdateFn:
         def averaged(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:

@@ -30,7 +30,7 @@ from dtrain.checkpoint.targets import Fit, Target, fit
 from dtrain.checkpoint.verify import Opened, check_ranges, choose, open_checkpoint, sound_steps_before
 from dtrain.dist.collectives import all_gather_json, broadcast_json
 from dtrain.dist.init import current
-from dtrain.dist.rng import seed_everything, set_rng_state
+from dtrain.dist.rng import seed_all, set_rng_state
 from dtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from dtrain.shard.fsdp import reshard
 from dtrain.state import TrainState
@@ -251,7 +251,7 @@ def _apply(found: _Verified, state: TrainState) -> TrainState:
     if found.rng is not None:
         set_rng_state(found.rng)
     else:
-        seed_everything(fitted.seed, "resume", manifest.step, current().rank)
+        seed_all(fitted.seed, "resume", manifest.step, current().rank)
     return _with_slices(fresh, slices)
 
 

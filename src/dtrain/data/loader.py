@@ -7,16 +7,17 @@ decided here. The position counts samples that were *handed out*, so what worker
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, default_collate
 
-from dtrain.batch import narrow_batch
+from dtrain.batch import BatchSpec, narrow_batch
 from dtrain.clock import Duration
 from dtrain.data.sampler import ElasticSampler, rank_share
-from dtrain.dist.control import post_epoch_end
+from dtrain.dist.control import post_batch
+from dtrain.dist.init import current
 from dtrain.dist.mesh import data_rank
 from dtrain.dist.rng import generator
 from dtrain.errors import CheckpointMismatchError, ConfigError
@@ -35,11 +36,16 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """How far a loader has come: whole epochs, samples of the current one (over all ranks), and batches in all."""
+    """How far a loader has come: whole epochs, samples of the current one (over all ranks); batches and samples in all."""
 
     epoch: int = 0
     samples: int = 0
     batches: int = 0
+    total: int = 0
+
+
+def _reached(goal: Duration, at: Position) -> bool:
+    return {"ep": at.epoch, "ba": at.batches, "sp": at.total}[goal.unit] >= goal.value
 
 
 class Loader:
@@ -60,6 +66,7 @@ class Loader:
         workers: int,
         collate: Callable[[list[Any]], Batch],
         tail: Tail,
+        batch_spec: BatchSpec | None = None,
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
@@ -68,6 +75,7 @@ class Loader:
         self.workers = workers
         self.collate = collate
         self.tail: Tail = tail
+        self.batch_spec = batch_spec
         self.position = Position()
 
     @property
@@ -101,21 +109,32 @@ class Loader:
     def until(self, length: Duration | int | str) -> Iterator[Batch]:
         """Batches from the current position up to ``length`` of the whole run; nothing when it is reached already.
 
-        A batch counts as consumed when it is handed out: a checkpoint taken in the loop body resumes at the next one.
+        A batch counts as consumed when it is handed out: a checkpoint taken in the loop body resumes at the next one. While the
+        body runs, a step learns from here whether the batch is the last of its epoch; so the clock's epochs are those of the
+        loader that handed out a batch last, and a loop that fetches ahead of its steps sees them end early.
+
+        Raises:
+            ConfigError: a unit that a loader cannot count, or the position was moved while the loop was running.
         """
-        last = self.total_steps(length)
-        while self.position.batches < last:
-            for batch in self._fetch(self.position, last - self.position.batches):
-                start, stop = self._bounds(self.position)
-                self.position = self._after(self.position)
-                post_epoch_end(self.position.samples == 0)
-                yield self._trimmed(batch, start, stop)
+        goal = Duration.parse(length)
+        self.total_steps(goal)  # refuses the unit
+        while not _reached(goal, self.position):
+            at = self.position
+            for batch in self._fetch(at, goal):
+                if self.position is not at:
+                    raise ConfigError("loader: its position was moved in the middle of until(); run one such loop at a time")
+                bounds = self._bounds(at)
+                at = self.position = self._after(at)
+                post_batch(epoch_ends=at.samples == 0, spare=None if self._has_share(*bounds) else batch)
+                try:
+                    yield self._trimmed(batch, *bounds)
+                finally:
+                    post_batch()
 
     def one_pass(self) -> Iterator[Batch]:
         """Every sample of an epoch once, from its start, without moving the position: for evaluation."""
-        begin = Position(epoch=self.position.epoch)
-        at = begin
-        for batch in self._fetch(begin, self.steps_per_epoch()):
+        at = Position(epoch=self.position.epoch)
+        for batch in self._fetch(at, Duration(at.epoch + 1, "ep")):
             yield self._trimmed(batch, *self._bounds(at))
             at = self._after(at)
 
@@ -135,7 +154,10 @@ class Loader:
                     f"loader: the saved position was in a dataset with {key}={state.get(key)}, this one has {key}={mine}; "
                     "resume with the same data, or leave the loader out of extra to start over"
                 )
-        self.position = Position(**{name: int(state[name]) for name in ("epoch", "samples", "batches")})
+        at = Position(**{field.name: int(state[field.name]) for field in fields(Position)})
+        # With another batch size and tail="drop" an epoch may be shorter than the position in it.
+        over = at.samples >= self.epoch_samples
+        self.position = replace(at, epoch=at.epoch + 1, samples=0) if over else at
 
     def _identity(self) -> dict[str, int]:
         return {"size": self.sampler.size, "seed": self.sampler.seed, "shuffle": int(self.sampler.shuffle)}
@@ -145,15 +167,14 @@ class Loader:
         return at.samples, min(at.samples + self.global_batch_size, self.epoch_samples)
 
     def _after(self, at: Position) -> Position:
-        _, stop = self._bounds(at)
-        if stop >= self.epoch_samples:
-            return Position(epoch=at.epoch + 1, samples=0, batches=at.batches + 1)
-        return replace(at, samples=stop, batches=at.batches + 1)
+        start, stop = self._bounds(at)
+        moved = replace(at, samples=stop, batches=at.batches + 1, total=at.total + stop - start)
+        return replace(moved, epoch=at.epoch + 1, samples=0) if stop >= self.epoch_samples else moved
 
-    def _plan(self, begin: Position, limit: int) -> Iterator[list[int]]:
-        """Dataset indices of this rank's next batches, to the end of the epoch or ``limit`` batches."""
+    def _plan(self, begin: Position, goal: Duration) -> Iterator[list[int]]:
+        """Dataset indices of this rank's next batches, to the end of the epoch or to the goal."""
         at = begin
-        while at.epoch == begin.epoch and at.batches - begin.batches < limit:
+        while at.epoch == begin.epoch and not _reached(goal, at):
             start, stop = self._bounds(at)
             first, end = rank_share(start, stop, self.rank, self.ranks)
             # A rank without a sample fetches one all the same: an empty batch needs the shapes of a real one.
@@ -161,15 +182,18 @@ class Loader:
             yield self.sampler.indices(at.epoch, first, end).tolist()
             at = self._after(at)
 
-    def _trimmed(self, batch: Batch, start: int, stop: int) -> Batch:
+    def _has_share(self, start: int, stop: int) -> bool:
         first, end = rank_share(start, stop, self.rank, self.ranks)
-        return batch if end > first else narrow_batch(batch, 0, 0)
+        return end > first
 
-    def _fetch(self, begin: Position, limit: int) -> Iterator[Batch]:
+    def _trimmed(self, batch: Batch, start: int, stop: int) -> Batch:
+        return batch if self._has_share(start, stop) else narrow_batch(batch, 0, 0, self.batch_spec)
+
+    def _fetch(self, begin: Position, goal: Duration) -> Iterator[Batch]:
         seeds = generator("cpu", self.sampler.seed, "workers", begin.epoch, begin.samples, self.rank)
         source: DataLoader[Any] = DataLoader(
             self.dataset,  # type: ignore[arg-type]
-            batch_sampler=_Plan(lambda: self._plan(begin, limit)),
+            batch_sampler=_Plan(lambda: self._plan(begin, goal)),
             num_workers=self.workers,
             collate_fn=self.collate,
             generator=seeds,  # its own: torch would draw from the global one, and a resumed run would differ
@@ -202,12 +226,13 @@ def build_loader(
     workers: int = 0,
     collate: Callable[[list[Any]], Batch] | None = None,
     tail: Tail = "short",
+    batch_spec: BatchSpec | None = None,
 ) -> Loader:
     """A ``Loader`` of this rank's share of ``dataset``.
 
     Args:
         dataset: indexed, with a length; the same on every rank.
-        mesh: its data-parallel ranks share each batch; None is one rank.
+        mesh: its data-parallel ranks share each batch; needed when there are several.
         global_batch_size: samples per step over all ranks.
         seed: the order depends on it and on the epoch, and on nothing else.
         shuffle: False keeps the dataset's order.
@@ -215,9 +240,11 @@ def build_loader(
         collate: list of samples -> batch; by default torch's ``default_collate``.
         tail: what happens to a last global batch that is not full: ``"short"`` hands it out (ranks may get one sample fewer
             than others, or an empty batch, which ``microbatch_step`` weights correctly), ``"drop"`` leaves it out.
+        batch_spec: where the batch axis of what ``collate`` returns is; None takes the first one.
 
     Raises:
-        ConfigError: no sample, a batch size below 1, no whole batch with ``tail="drop"``, negative workers.
+        ConfigError: no sample, a batch size below 1, no whole batch with ``tail="drop"``, negative workers, several ranks
+            without a mesh.
     """
     size = len(dataset)
     for name, value, least in (("global_batch_size", global_batch_size, 1), ("workers", workers, 0)):
@@ -231,6 +258,8 @@ def build_loader(
         raise ConfigError(
             f"build_loader: {size} samples are less than one global batch of {global_batch_size}; use tail='short'"
         )
+    if mesh is None and current().world_size > 1:
+        raise ConfigError(f"build_loader: {current().world_size} ranks need mesh=, or each of them would get all the data")
     rank, ranks = (0, 1) if mesh is None else data_rank(mesh)
     return Loader(
         dataset,
@@ -241,4 +270,5 @@ def build_loader(
         workers=workers,
         collate=collate or default_collate,
         tail=tail,
+        batch_spec=batch_spec,
     )

@@ -15,6 +15,7 @@ from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
 
 _ROUNDS = 6
+_SMALL = 1024  # up to here a permutation is sorted out whole: halves of few bits would have few permutations
 _MIX = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio, as a signed 64-bit number
 
 
@@ -30,10 +31,13 @@ def permute(positions: Tensor, n: int, key: int) -> Tensor:
         ``[k]`` int64 in ``[0, n)``; distinct for distinct positions.
 
     Source: a Feistel network with six rounds over the next power of two (Luby and Rackoff 1988), walked until it lands
-    inside the range (cycle walking: Black and Rogaway 2002); at most two steps on average.
+    inside the range (cycle walking: Black and Rogaway 2002), at most two steps on average; up to 1024 samples, the order of
+    their hashes.
     """
-    bits = max(2, (n - 1).bit_length())
     keys = [derive_seed("permute", key, r) - 2**62 for r in range(_ROUNDS)]
+    if n <= _SMALL:
+        return _hash(_hash(torch.arange(n), keys[0]), keys[1]).argsort(stable=True)[positions]
+    bits = (n - 1).bit_length()
     values = _feistel(positions, bits, keys)
     outside = (values >= n).nonzero().squeeze(1)
     while outside.numel():

@@ -26,14 +26,38 @@ def all_gather_json(obj: Plain, *, group: GroupName = "control") -> list[Plain]:
     Collective: two all-gathers (lengths, then padded bytes).
 
     Raises:
-        ConfigError: ``obj`` is not plain data, or its JSON is larger than 64 MiB; raised on this rank only.
+        ConfigError: ``obj`` is not plain data, or its JSON is larger than 64 MiB.
+        PeerError: so on another rank.
     """
+    text, error = _encoded(obj)
+    texts = _all_gather_bytes(text, group)
+    if error is not None:
+        raise error
+    values = [json.loads(line) for line in texts]
+    for rank, value in enumerate(values):
+        if "error" in value:
+            raise PeerError(f"all_gather_json: rank {rank} failed: {value['error']}")
+    return [value["obj"] for value in values]
+
+
+def _encoded(obj: Plain) -> tuple[bytes, ConfigError | None]:
+    """What to send for ``obj``: its JSON, or the reason why there is none, so that no other rank waits in vain."""
+    error: ConfigError
+    try:
+        text = json.dumps({"obj": obj}, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as problem:
+        error = ConfigError(f"all_gather_json: takes plain data only: {problem}")
+    else:
+        if len(text) <= MAX_BYTES:
+            return text, None
+        error = ConfigError(f"all_gather_json: {len(text)} bytes of JSON, at most {MAX_BYTES} are taken; put it into a file")
+    return json.dumps({"error": _one_line(error)}).encode(), error
+
+
+def _all_gather_bytes(text: bytes, group: GroupName) -> list[bytes]:
     info = current()
-    text = json.dumps(obj, allow_nan=False).encode()
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"all_gather_json: {len(text)} bytes of JSON, at most {MAX_BYTES} are taken; put it into a file")
     if info.world_size == 1:
-        return [json.loads(text)]
+        return [text]
     process_group = _group(info, group)
     mine = torch.tensor([len(text)], dtype=torch.int64)
     lengths = [torch.empty_like(mine) for _ in range(info.world_size)]
@@ -42,7 +66,7 @@ def all_gather_json(obj: Plain, *, group: GroupName = "control") -> list[Plain]:
     padded = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
     texts = [torch.empty_like(padded) for _ in range(info.world_size)]
     dist.all_gather(texts, padded, group=process_group)
-    return [json.loads(bytes(t.numpy()[: int(n)])) for t, n in zip(texts, lengths, strict=True)]
+    return [t.numpy()[: int(n)].tobytes() for t, n in zip(texts, lengths, strict=True)]
 
 
 def all_gather_numbers(numbers: list[float], *, group: GroupName = "control") -> list[list[float]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.errors import StepError
+from dtrain.types import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,24 +29,34 @@ class Tally:
 class _Process:
     """What this process knows between two steps.
 
-    ``epoch_ends`` is posted by the loader with each batch that ``until`` hands out; ``last`` is when the last step was
-    begun. Both are facts of the process, like the process groups, and not of any one state: two states that train on one
-    batch (a GAN's) see the same end of the epoch.
+    ``epoch_ends`` and ``spare`` are posted by the loader with each batch that ``until`` hands out, and hold for as long as
+    the loop is busy with it; ``last`` is when the last step was begun. They are facts of the process, like the process
+    groups, and not of any one state: two states that train on one batch (a GAN's) see the same end of the epoch.
     """
 
     epoch_ends: bool = False
+    spare: Batch | None = None
     last: float | None = None
 
 
 _PROCESS = _Process()
 
 
-def post_epoch_end(ends: bool) -> None:
-    """Say whether the batch that was just handed out is the last of its epoch.
+def post_batch(*, epoch_ends: bool = False, spare: Batch | None = None) -> None:
+    """Say of the batch that is about to be handed out whether it is the last of its epoch.
+
+    Args:
+        epoch_ends: whether it is. Without arguments: no batch of a loader is being worked on.
+        spare: a real sample for a rank that has none in this batch.
 
     Mutates: this process's record for the next step.
     """
-    _PROCESS.epoch_ends = ends
+    _PROCESS.epoch_ends, _PROCESS.spare = epoch_ends, spare
+
+
+def spare_sample() -> Batch | None:
+    """The sample that the loader spared for this rank, None when it has none."""
+    return _PROCESS.spare
 
 
 def agree_before_step(*, samples: int, tokens: int, microbatches: int, weightless: bool) -> Tally:
@@ -85,8 +96,3 @@ def agree_before_step(*, samples: int, tokens: int, microbatches: int, weightles
         end_of_epoch=bool(ends.pop()),
         seconds=rows[0][5],
     )
-
-
-def agree_max(count: int) -> int:
-    """The largest ``count`` of any rank. Collective: one all-gather of one number on the control group."""
-    return int(max(row[0] for row in all_gather_numbers([count])))

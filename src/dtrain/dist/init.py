@@ -141,6 +141,8 @@ def _shared(info: DistInfo) -> DistInfo:
 def _place() -> dict[str, int]:
     """Rank and sizes from the launcher's environment, or a world of one."""
     env = os.environ
+    if dist.is_initialized():
+        return _adopted()
     if wire.RANK not in env and wire.WORLD_SIZE not in env:
         return {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "node_rank": 0}
     for name in (wire.RANK, wire.WORLD_SIZE):
@@ -164,6 +166,17 @@ def _place() -> dict[str, int]:
         "local_world_size": local_world,
         "node_rank": node,
     }
+
+
+def _adopted() -> dict[str, int]:
+    """The place in a default group that the user has opened: torch knows it, whatever the environment says."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name, value in ((wire.RANK, rank), (wire.WORLD_SIZE, world)):
+        if os.environ.get(name, str(value)) != str(value):
+            raise ConfigError(f"init_dist: {name}={os.environ[name]}, but the open process group says {value}; unset it")
+    local = (int(os.environ.get(name, value)) for name, value in ((wire.LOCAL_RANK, rank), (wire.LOCAL_WORLD_SIZE, world)))
+    places = dict(zip(("local_rank", "local_world_size"), local, strict=True))
+    return {"rank": rank, "world_size": world, **places, "node_rank": int(os.environ.get(wire.NODE_RANK, "0"))}
 
 
 def _choose_device(asked: str | None, place: dict[str, int]) -> torch.device:

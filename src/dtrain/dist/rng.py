@@ -64,8 +64,11 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def seed_everything(*parts: int | str) -> None:
+def seed_all(*parts: int | str) -> None:
     """Seed the global generators of Python, NumPy, torch and CUDA from ``parts``, each with a stream of its own.
+
+    ``seed_all(seed, dist.rank)`` at the start of a run lets dropout and augmentation differ between ranks. A checkpoint carries
+    the streams on.
 
     Mutates: those generators.
     """

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from dtrain.clock import Clock
 from dtrain.dist.init import current
+from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError, StepError
 from dtrain.types import Metrics
 
@@ -17,20 +18,28 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
     Args:
         metrics: local sums, with the same names on every rank; those of several steps may be added first.
 
-    Collective: one all-reduce of a float64 ``[2 * names]``.
+    Collective: one all-reduce of float64, two numbers a name and a check of the names, in whole rows of 64.
     Host sync: one, to read the numbers.
 
     Raises:
         ConfigError: no metrics.
-        StepError: a metric whose weight is zero on all ranks together.
+        StepError: a metric whose weight is zero on all ranks together, or names that differ between ranks.
     """
     if not metrics:
         raise ConfigError("reduce_metrics: there is no metric to reduce")
-    names = sorted(metrics)
-    sums = torch.stack([part.to(torch.float64) for name in names for part in metrics[name]])
-    if current().world_size > 1:
+    names, ranks = sorted(metrics), current().world_size
+    parts = [part.to(torch.float64) for name in names for part in metrics[name]]
+    label = derive_seed(*names) % 2**32  # its sum over ranks is exact in float64
+    # A whole number of rows of 64, so that ranks with a few more names meet in the collective, and then both raise.
+    sums = torch.zeros(-(-(len(parts) + 1) // 64) * 64, dtype=torch.float64, device=parts[0].device)
+    sums[: len(parts)] = torch.stack(parts)
+    sums[-1].fill_(label)
+    if ranks > 1:
         dist.all_reduce(sums)
-    values = sums.tolist()
+    *values, labels = sums.tolist()
+    if labels != ranks * label:
+        raise StepError(f"reduce_metrics: ranks have metrics of different names; this one has {names}, give all the same")
+    values = values[: len(parts)]
     totals = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
     empty = [name for name, (_, weight) in totals.items() if weight == 0]
     if empty:

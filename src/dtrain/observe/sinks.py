@@ -39,6 +39,8 @@ class _Appender:
         except OSError as error:
             self._broken = True
             warnings.warn(f"jsonl: cannot write {self._path} ({error}); metrics are no longer logged", stacklevel=2)
+        except (TypeError, ValueError) as error:
+            warnings.warn(f"jsonl: step {step} is not logged, only plain numbers are: {error}", stacklevel=2)
 
 
 def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:

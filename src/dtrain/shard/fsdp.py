@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from dtrain.dist.mesh import data_rank
 from dtrain.errors import ConfigError
 from dtrain.shard.precision import Precision
 from dtrain.state import ShardSpec, Strategy, attach_spec, spec_of
-from dtrain.types import Plain
 
 _OTHER_NAMES = {"no_shard": "replicate"}
 
@@ -56,11 +56,12 @@ def shard_model(
     spec = ShardSpec(strategy=chosen, mesh=mesh, data_rank=index, data_ranks=count)
     _broadcast_real_tensors(model, current().device)
     policy = (precision or Precision()).policy()
+    inner = dataclasses.replace(policy, output_dtype=None)  # blocks hand each other what they compute in
     # One path for both strategies: replication is sharding over an axis of one rank, with an all-reduce over the other axis.
     whole = _parallel_mesh(mesh, chosen)
     keep_gathered = chosen == "replicate"
     for block in _blocks_inside_out(model, tuple(blocks)):
-        fully_shard(block, mesh=whole, mp_policy=policy, reshard_after_forward=not keep_gathered)
+        fully_shard(block, mesh=whole, mp_policy=inner, reshard_after_forward=not keep_gathered)
     fully_shard(model, mesh=whole, mp_policy=policy, reshard_after_forward=False if keep_gathered else None)
     for unit in fsdp_modules(model):
         # Sums, not means: the step divides once by the global weight. gloo has no pre-multiplied sum, hence the second call.
@@ -88,15 +89,14 @@ def _checked(model: nn.Module, strategy: str, blocks: Sequence[type[nn.Module]])
 def _check_equal(model: nn.Module) -> None:
     """Refuse models that differ between ranks before a collective pairs wrong tensors."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    rows = [f"{name} {tuple(t.shape)} {t.dtype} {t.is_meta}" for name, t in named]
-    mine: list[Plain] = [len(rows), hashlib.sha256("\n".join(rows).encode()).hexdigest()]
-    everyone = all_gather_json(mine)
-    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
-    if other is not None:
-        raise ConfigError(
-            f"shard_model: rank {other} has another model than rank 0 (names, shapes, dtypes or device of {everyone[other][0]} "  # type: ignore[index]
-            f"and {everyone[0][0]} tensors differ); build it from the same config on all ranks"  # type: ignore[index]
-        )
+    rows = [f"{name} {tuple(t.shape)} {t.dtype} {t.is_meta} {t.requires_grad}" for name, t in named]
+    everyone = all_gather_json(hashlib.sha256("\n".join(rows).encode()).hexdigest())
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ConfigError(
+                f"shard_model: rank {rank} has another model than rank 0 (names, shapes, dtypes, devices or requires_grad of "
+                "its tensors differ); build it from the same config on all ranks"
+            )
 
 
 def _broadcast_real_tensors(model: nn.Module, device: torch.device) -> None:
@@ -105,8 +105,10 @@ def _broadcast_real_tensors(model: nn.Module, device: torch.device) -> None:
         for store in (module._parameters, module._buffers):
             for tensor in store.values():
                 if tensor is not None and not tensor.is_meta:
-                    tensor.data = tensor.data.to(device)
-                    dist.broadcast(tensor.data, src=0)
+                    # As bytes, since gloo does not know every dtype; of a dense copy, since it ignores strides.
+                    dense = tensor.data.to(device).contiguous()
+                    dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
+                    tensor.data = torch.empty_like(tensor.data, device=device).copy_(dense)
 
 
 def _parallel_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
@@ -147,8 +149,8 @@ def discard_backward(model: nn.Module) -> None:
 
     Mutates: FSDP2's units. Nothing for a plain model. Collective: none.
     """
-    if not isinstance(model, FSDPModule):
-        return
+    if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
+        return  # a plain model, or one whose first forward has not begun
     if hasattr(model, "reset_iter_state"):  # torch 2.13 and newer; before, only gradients can be cleared
         model.reset_iter_state()
     for unit in fsdp_modules(model):

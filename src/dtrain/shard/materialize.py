@@ -1,12 +1,13 @@
 """``materialize``: real storage and initial weights for a model that was made on the meta device.
 
-Weights must not depend on the mesh. So each module that owns tensors is initialised on its own, at full size, from a
-random stream seeded by its name, and every rank keeps its slice: one module's full tensors are the peak of memory, and
-1, 2 or 512 ranks get the same numbers (on one device type).
+Weights must not depend on the mesh. So each module is initialised on its own, at full size, from random streams seeded by
+its name, and every rank keeps its slice: one module's full tensors are the peak of memory, and 1, 2 or 512 ranks get the
+same numbers (on one device type).
 
-What initialises a tensor, in this order:
+What initialises a tensor, in this order, children before parents:
 
-1. ``reset_parameters()`` of the module that owns it (or ``_reset_parameters``), where there is one;
+1. ``reset_parameters()`` of the module that owns it (or ``_reset_parameters``), or of a module further up: such a module sees
+   all tensors below it at full size while its own runs;
 2. the caller's ``init(module)``, the kind of function that is given to ``nn.Module.apply``;
 3. the module's own ``__init__``, run again, for what neither has written: buffers computed there (rotary tables, masks)
    and parameters such as ``torch.ones(dim)``. Its arguments are taken from attributes of the same names, and the result
@@ -17,21 +18,21 @@ A tensor that is still unwritten then is an error, by name.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.overrides import TorchFunctionMode
 
 from dtrain.dist.init import current
-from dtrain.dist.rng import derive_seed
+from dtrain.dist.rng import rng_state, seed_all, set_rng_state
 from dtrain.errors import ConfigError
+from dtrain.shard.rebuild import rebuilt
 from dtrain.tensors import empty_like_at, extent, local
 
+_RESETS = ("reset_parameters", "_reset_parameters")  # torch's own attention and transformer have the second
 InitFn = Callable[[nn.Module], None]
 
 
@@ -42,7 +43,7 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
         model: plain, or from ``shard_model``. Tensors that are not on meta are left alone.
         seed: initial weights depend on it, on the names of modules, and on nothing else.
         init: called with each module that owns meta tensors, after its ``reset_parameters``; it writes the module's own
-            parameters in place, at full size, and must not touch those of its children.
+            parameters in place, at full size. It does not see those of its children.
 
     Mutates: ``model``; Parameter objects are replaced, so build the optimizer afterwards. The global RNG is left as it was.
     Collective: none.
@@ -51,27 +52,24 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
         ConfigError: tensors that nothing initialised, by name.
     """
     device = current().device
-    # Children first, as nn.Module.apply has it: a parent may overwrite what its children drew.
-    modules = reversed(list(model.named_modules()))
-    owners = [(name, module, own) for name, module in modules if (own := _own_meta(module))]
+    # Children first, as construction has it: a parent may overwrite what its children drew.
+    modules = list(reversed(list(model.named_modules())))
+    born_meta = {id(module): _own_meta(module) for _, module in modules}
     ties = _tied_names(model)
     model._apply(lambda t: empty_like_at(t, device) if t.is_meta else t)
     _tie_again(model, ties)
-    uncovered: list[str] = []
-    done: set[int] = set()
-    for name, module, own in owners:
-        fresh = [key for key in own if id(_get(module, key)) not in done]
-        done.update(id(_get(module, key)) for key in fresh)
-        with _own_stream(device, seed, name):
-            full, missing = _initialised(module, own, init, device)
-        with torch.no_grad():
-            for key in fresh:
-                _keep_slice(_get(module, key), full[key])
-        uncovered += [f"{name}.{key}" if name else key for key in missing if key in fresh]
-    if uncovered:
+    pending = {id(_get(module, key)): f"{name}.{key}".lstrip(".") for name, module in modules for key in born_meta[id(module)]}
+    for name, module in modules:
+        with _own_streams(seed, name), torch.no_grad():
+            written = _initialised(name, module, born_meta, init, pending, device)
+            for target, full in written:
+                _keep_slice(target, full)
+                pending.pop(id(target), None)
+    if pending:
         raise ConfigError(
-            f"materialize: nothing initialises {', '.join(uncovered[:10])} ({len(uncovered)} tensors); give the owning module "
-            "a reset_parameters() that writes them, or pass init=, or make them from constructor arguments kept as attributes"
+            f"materialize: nothing initialises {', '.join(list(pending.values())[:10])} ({len(pending)} tensors); give the "
+            "owning module a reset_parameters() that writes them, or pass init=, or make them from constructor arguments kept "
+            "as attributes"
         )
     return model
 
@@ -106,119 +104,128 @@ def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> Non
 
 
 @contextmanager
-def _own_stream(device: torch.device, seed: int, name: str) -> Iterator[None]:
-    """A random stream of the module's own; the global one continues afterwards as if nothing had been drawn."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(derive_seed(seed, "materialize", name))
+def _own_streams(seed: int, name: str) -> Iterator[None]:
+    """Random streams of the module's own; the global ones continue afterwards as if nothing had been drawn."""
+    before = rng_state()
+    seed_all(seed, "materialize", name)
+    try:
         yield
+    finally:
+        set_rng_state(before)
 
 
 def _initialised(
-    module: nn.Module, own: list[str], init: InitFn | None, device: torch.device
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Full-size initial values of the module's own tensors, and the names of those that nothing wrote."""
-    full = {key: _sentinel(_get(module, key), device) for key in own}
-    with _holding(module, full), torch.no_grad():
-        versions = {key: tensor._version for key, tensor in full.items()}
-        for name in ("reset_parameters", "_reset_parameters"):  # torch's attention has the second
-            if callable(reset := getattr(module, name, None)):
+    name: str,
+    module: nn.Module,
+    born_meta: dict[int, list[str]],
+    init: InitFn | None,
+    pending: Mapping[int, str],
+    device: torch.device,
+) -> list[tuple[Tensor, Tensor]]:
+    """Tensors that this module initialises, with their full-size values: its own, and those below that its reset writes."""
+    own = born_meta[id(module)]
+    resets = [reset for key in _RESETS if callable(reset := getattr(module, key, None))]
+    below = [(m, born_meta[id(m)]) for m in module.modules()] if resets else []
+    if not own and not any(keys for _, keys in below):
+        return []
+    written: dict[int, tuple[Tensor, Tensor]] = {}
+    if resets:
+        with _holding(module, below, device) as held:
+            for reset in resets:
                 reset()
-        if init is not None:
+        written |= _writes(name, held)
+    if init is not None and own:
+        with _holding(module, [(module, own)], device) as held:
+            for each in held:
+                if id(each.target) in written:  # as with apply, it may build on what the reset has left
+                    each.full.copy_(written[id(each.target)][1])
+                    each.version = each.full._version
             init(module)
-        # A buffer may have been assigned anew instead of written in place.
-        full = {key: _get(module, key).detach() for key in own}
-        missing = [key for key in own if not _written(full[key], versions[key])]
-    if missing:
-        rebuilt = _rebuilt(module, missing, device)
-        full |= rebuilt
-        missing = [key for key in missing if key not in rebuilt]
-    return full, missing
+        written |= _writes(name, held)
+    left = [key for key in own if id(_get(module, key)) in pending and id(_get(module, key)) not in written]
+    again = rebuilt(module, left, device) if left else {}
+    return [*written.values(), *((_get(module, key), full) for key, full in again.items())]
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A full-size stand-in for one of a module's tensors."""
+
+    module: nn.Module
+    key: str
+    target: Tensor
+    full: Tensor
+    version: int
+    below: bool
+
+
+@contextmanager
+def _holding(top: nn.Module, places: Sequence[tuple[nn.Module, list[str]]], device: torch.device) -> Iterator[list[_Held]]:
+    """Plain full-size tensors in place of the named ones of ``top`` and of modules below it, for an initialiser of ``top``.
+
+    Tensors of these modules that were never on meta are replaced by copies, which take what is written to them. Those of
+    other modules are not touched.
+    """
+    held: list[_Held] = []
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module, _ in places]
+    stand_ins: dict[int, Tensor] = {}  # a tied tensor has one
+    try:
+        for module, keys in places:
+            for key, target in {**module._parameters, **module._buffers}.items():
+                if target is None:
+                    continue
+                full = stand_ins.get(id(target))
+                if full is None:
+                    full = _sentinel(target, device) if key in keys else target.detach().clone()
+                    full = nn.Parameter(full, requires_grad=False) if key in module._parameters else full
+                    stand_ins[id(target)] = full
+                _put(module, key, full)
+                if key in keys:
+                    held.append(_Held(module, key, target, full, full._version, module is not top))
+        yield held
+        for each in held:
+            each.full = _get(each.module, each.key)  # a buffer may have been assigned anew instead of written
+    finally:
+        for module, params, buffers in before:
+            module._parameters.update(params)
+            module._buffers.update(buffers)
+
+
+def _put(module: nn.Module, key: str, tensor: Tensor) -> None:
+    store: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+    store[key] = tensor
+
+
+def _writes(name: str, held: Iterable[_Held]) -> dict[int, tuple[Tensor, Tensor]]:
+    """What an initialiser has written, by the tensor that it is for.
+
+    Raises:
+        ConfigError: it has changed only a part of a child's tensor, or scaled it: the value was not there to be changed.
+    """
+    found = {}
+    for each in held:
+        if _complete(each):
+            found[id(each.target)] = (each.target, each.full.detach())
+        elif each.full._version > each.version and each.below:
+            tensor = f"{type(each.module).__name__}.{each.key}"
+            raise ConfigError(
+                f"materialize: the initialiser of {name or 'the root'} changes {tensor} below it without "
+                "writing all of it; let it write the whole tensor, or let the child's own reset_parameters do it"
+            )
+    return found
+
+
+def _complete(held: _Held) -> bool:
+    full = held.full
+    if full.is_floating_point() or full.is_complex():
+        return not bool(full.isnan().any())
+    return full.numel() == 0 or full._version > held.version
 
 
 def _sentinel(like: Tensor, device: torch.device) -> Tensor:
     """A full-size tensor in which a place that nobody writes can be told: NaN where the dtype has it."""
     plain = torch.empty(like.shape, dtype=like.dtype, device=device)
     return plain.fill_(float("nan")) if plain.is_floating_point() or plain.is_complex() else plain
-
-
-def _written(tensor: Tensor, version: int) -> bool:
-    if tensor.numel() == 0:
-        return True
-    if tensor.is_floating_point() or tensor.is_complex():
-        return not bool(tensor.isnan().any())
-    return tensor._version > version
-
-
-@contextmanager
-def _holding(module: nn.Module, full: dict[str, Tensor]) -> Iterator[None]:
-    """The module with plain full-size tensors in place of its own, so that any initialiser works on it.
-
-    Tensors that were never on meta are replaced by copies, which take what an initialiser writes to the whole module.
-    """
-    params, buffers = dict(module._parameters), dict(module._buffers)
-    try:
-        for key, param in params.items():
-            if param is not None:
-                held = full.get(key, param.detach().clone())
-                module._parameters[key] = full[key] = nn.Parameter(held, requires_grad=False)
-        for key, buffer in buffers.items():
-            if buffer is not None:
-                module._buffers[key] = full.get(key, buffer.clone())
-        yield
-    finally:
-        module._parameters.update(params)
-        module._buffers.update(buffers)
-
-
-def _rebuilt(module: nn.Module, keys: list[str], device: torch.device) -> dict[str, Tensor]:
-    """Tensors of ``module`` computed by running its ``__init__`` again; empty where that cannot be trusted."""
-    kind = _original_class(module)
-    arguments = _constructor_arguments(kind, module)
-    if arguments is None:
-        return {}
-    with _UninitialisedStaysMeta(), device:
-        twin = kind(**arguments)
-    if _plain_attributes(twin) != _plain_attributes(module):
-        return {}
-    values = {key: twin._parameters.get(key, twin._buffers.get(key)) for key in keys}
-    return {
-        key: value.detach()
-        for key, value in values.items()
-        if value is not None and not value.is_meta and value.shape == _get(module, key).shape
-    }
-
-
-def _original_class(module: nn.Module) -> type[Any]:
-    """The class before FSDP2 put its own in front."""
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-
-
-def _constructor_arguments(kind: type[nn.Module], module: nn.Module) -> dict[str, Any] | None:
-    """The arguments that made ``module``, from attributes of the same names; None when one is not to be found."""
-    if kind.__init__ is nn.Module.__init__:
-        return {}
-    arguments = {}
-    for name, parameter in list(inspect.signature(kind.__init__).parameters.items())[1:]:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name not in module.__dict__:
-            return None
-        arguments[name] = module.__dict__[name]
-    return arguments
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a constructor stored besides tensors and modules: equal for two modules made from equal arguments."""
-    plain = (bool, int, float, str, tuple, type(None), torch.dtype)
-    return {k: v for k, v in module.__dict__.items() if isinstance(v, plain) and not k.startswith("_") and k != "training"}
-
-
-class _UninitialisedStaysMeta(TorchFunctionMode):
-    """Makes ``torch.empty`` return meta tensors: children's parameters cost nothing while a buffer beside them is rebuilt."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
 
 
 def _keep_slice(target: Tensor, full: Tensor) -> None:

@@ -7,59 +7,70 @@ from typing import Any
 
 from torch import nn
 
-from dtrain.batch import count_samples, to_device, zeros_like_sample
-from dtrain.dist.control import agree_max
-from dtrain.errors import StepError
+from dtrain.batch import BatchSpec, count_batch, to_device, zeros_like_sample
+from dtrain.dist.collectives import all_gather_numbers
+from dtrain.errors import ConfigError, StepError
 from dtrain.shard.fsdp import evaluating
-from dtrain.types import Batch, LossFn, Metrics, add_metrics, as_metric
+from dtrain.types import Batch, LossFn, Metrics, add_metrics, as_metric, metrics_of
 
 
-def evaluate(model: nn.Module, loader: Iterable[Batch], loss_fn: LossFn) -> Metrics:
+def evaluate(model: nn.Module, loader: Iterable[Batch], loss_fn: LossFn, *, batch_spec: BatchSpec | None = None) -> Metrics:
     """The loss (and ``aux``) of ``model`` over all batches of ``loader``, as local sums; ``reduce_metrics`` makes means.
 
     Args:
         model: sharded or plain; runs in evaluation mode without gradients, and gets each module's own mode back.
         loader: this rank's batches, of any number and size; of a dtrain loader, one whole pass that leaves its position.
         loss_fn: the same function that training uses.
+        batch_spec: where the batch axis is; None takes the first one.
 
     Ranks may have different numbers of batches: one that has run out repeats a batch that does not count.
 
     Collective: one small record per batch on the control group, and the model's own gathers.
 
     Raises:
-        StepError: no rank has a sample.
+        ConfigError: a batch whose samples cannot be counted (the other ranks raise a ``StepError``).
+        StepError: no rank has a batch, or one rank has none to take part with.
     """
     device = next(model.parameters()).device
     metrics: Metrics = {}
-    filler: Batch | None = None
     with evaluating(model):
-        for batch in _in_lockstep(loader):
-            real = batch is not None and count_samples(batch) > 0
+        for batch, real in _in_lockstep(loader, batch_spec):
+            loss = loss_fn(model, to_device(batch, device))
             if real:
-                filler = batch
-            elif filler is None and batch is not None:
-                filler = zeros_like_sample(batch)
-            if filler is None:
-                raise StepError(
-                    "evaluate: this rank has no batch at all, so it cannot take part in the others' forwards; use build_loader"
-                )
-            loss = loss_fn(model, to_device(filler, device))
-            if real:
-                sums = {"loss": (loss.total, loss.weight), **loss.aux}
-                metrics = add_metrics(metrics, {k: as_metric(*pair, device) for k, pair in sums.items()})
+                metrics = add_metrics(metrics, metrics_of(loss, device))
             elif not metrics:
-                sums = {"loss": (0.0, 0.0), **dict.fromkeys(loss.aux, (0.0, 0.0))}
-                metrics = {k: as_metric(*pair, device) for k, pair in sums.items()}
+                metrics = {name: as_metric(0.0, 0.0, device) for name in ("loss", *loss.aux)}
     if not metrics:
         raise StepError("evaluate: the loader gave no batch on any rank")
     return metrics
 
 
-def _in_lockstep(loader: Any) -> Iterator[Batch | None]:
-    """This rank's batches, then None for as long as another rank still has one."""
+def _in_lockstep(loader: Any, spec: BatchSpec | None) -> Iterator[tuple[Batch, bool]]:
+    """This rank's batches, then one that does not count for as long as another rank still has one.
+
+    Yields:
+        A batch, and whether it counts.
+    """
     batches = iter(loader.one_pass() if hasattr(loader, "one_pass") else loader)
+    filler: Batch | None = None
     while True:
         batch = next(batches, None)
-        if not agree_max(int(batch is not None)):
+        real, error = False, None
+        try:
+            real = batch is not None and count_batch(batch, spec)[0] > 0
+        except ConfigError as problem:  # the others must not wait for this rank: it is raised below
+            error = problem
+        if real:
+            filler = batch
+        elif filler is None and batch is not None and error is None:
+            filler = zeros_like_sample(batch)
+        rows = all_gather_numbers([batch is not None, filler is None, error is not None])
+        if error is not None:
+            raise error
+        if not any(has_batch for has_batch, _, _ in rows):
             return
-        yield batch
+        for problem_at, what in ((2, "cannot count the samples of its batch"), (1, "has no batch at all to take part with")):
+            ranks = [rank for rank, row in enumerate(rows) if row[problem_at]]
+            if ranks:
+                raise StepError(f"evaluate: rank {ranks[0]} {what} ({len(ranks)} of {len(rows)} ranks); use build_loader")
+        yield filler, real

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.batch import BatchSpec, count_batch, narrow_batch, split_batch, to_device, zeros_like_sample
-from dtrain.dist.control import Tally, agree_before_step
+from dtrain.batch import BatchSpec, count_batch, split_batch, to_device, zeros_like_sample
+from dtrain.dist.control import Tally, agree_before_step, spare_sample
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.fsdp import discard_backward, reduce_in_backward
 from dtrain.state import HostScalar, TrainState
 from dtrain.tensors import scale_
-from dtrain.types import Batch, LossFn, LossSum, Metrics, add_metrics, as_metric
+from dtrain.types import Batch, LossFn, LossSum, Metrics, add_metrics, as_metric, metrics_of
 
 
 def microbatch_step(
@@ -57,7 +57,7 @@ def microbatch_step(
     state.check_fresh("microbatch_step")
     _check_laid_out(state)
     parts = _parts(batch, microbatch_size, batch_spec)
-    tally = state.tally or _agree(state, batch, batch_spec, len(parts))
+    tally = _agree(state, batch, batch_spec, len(parts))
     for param in state.params.values():
         param.grad = None
     metrics: Metrics = {}
@@ -65,7 +65,7 @@ def microbatch_step(
         for index in range(tally.microbatches):
             reduce_in_backward(state.model, now=index == tally.microbatches - 1)
             real = index < len(parts)
-            part = to_device(parts[index] if real else _filler(state, parts, batch, batch_spec), state.device)
+            part = to_device(parts[index] if real else _filler(parts, batch), state.device)
             loss = loss_fn(state.model, part)
             (loss.total if real else loss.total * 0.0).backward()
             metrics = add_metrics(metrics, _metrics_of(loss, state.device, real))
@@ -76,8 +76,6 @@ def microbatch_step(
         raise
     finally:
         reduce_in_backward(state.model, now=True)
-    if parts:
-        state.shared.filler = parts[0]
     _divide_by_global_weight(state, metrics["loss"].weight)
     return replace(state, tally=tally), metrics
 
@@ -100,23 +98,34 @@ def _parts(batch: Batch, microbatch_size: int | None, spec: BatchSpec | None) ->
 def _agree(state: TrainState, batch: Batch, spec: BatchSpec | None, microbatches: int) -> Tally:
     samples, tokens = count_batch(batch, spec)
     weight = state.shared.weight
-    late = weight is not None and weight.peek() == 0.0
-    return agree_before_step(samples=samples, tokens=tokens, microbatches=microbatches, weightless=late)
+    value = weight.peek() if weight is not None else None
+    try:
+        tally = agree_before_step(
+            samples=samples, tokens=tokens, microbatches=microbatches, weightless=value is not None and not value > 0
+        )
+    except StepError:
+        if weight is not None:
+            weight.clear()  # said once; the next step is judged by its own weight
+        raise
+    # A second call for one step (a retry, a method that needs two gradients) adds its time to that of the first.
+    return replace(tally, seconds=tally.seconds + (state.tally.seconds if state.tally else 0.0))
 
 
-def _filler(state: TrainState, parts: list[Batch], batch: Batch, spec: BatchSpec | None) -> Batch:
-    """A microbatch of real samples to run at weight zero: this batch's, else an earlier one's, else one of zeros."""
+def _filler(parts: list[Batch], batch: Batch) -> Batch:
+    """A microbatch to run at weight zero: this batch's first, else the sample that the loader spared, else one of zeros.
+
+    It depends on the position in the data alone, not on what this process ran before: dropout draws from the global
+    generator for it too, and a resumed run must draw alike.
+    """
     if parts:
         return parts[0]
-    if state.shared.filler is not None:
-        return state.shared.filler
-    return zeros_like_sample(batch) if spec is None else zeros_like_sample(narrow_batch(batch, 0, 0, spec))
+    spare = spare_sample()
+    return zeros_like_sample(batch) if spare is None else spare
 
 
 def _metrics_of(loss: LossSum, device: torch.device, real: bool) -> Metrics:
-    sums = {"loss": (loss.total, loss.weight), **loss.aux}
-    zeroed = {name: pair if real else (pair[0] * 0.0, pair[1] * 0.0) for name, pair in sums.items()}
-    return {name: as_metric(total, weight, device) for name, (total, weight) in zeroed.items()}
+    metrics = metrics_of(loss, device)
+    return metrics if real else {name: as_metric(0.0, 0.0, device) for name in metrics}
 
 
 def _divide_by_global_weight(state: TrainState, weight: Tensor) -> None:
@@ -132,8 +141,10 @@ def _divide_by_global_weight(state: TrainState, weight: Tensor) -> None:
     scale_(grads, torch.where(weight > 0, 1.0 / weight, 0.0))
     host = state.shared.weight = state.shared.weight or HostScalar(weight.device)
     host.post(weight)
-    if weight.device.type == "cpu" and host.peek() == 0.0:
+    value = host.peek() if weight.device.type == "cpu" else None
+    if value is not None and not value > 0:
+        host.clear()
         raise StepError(
-            f"microbatch_step: step {state.step}: the weights of all ranks add up to 0, so the mean loss is undefined; "
+            f"microbatch_step: step {state.step}: the weights of all ranks add up to {value:g}, so the mean loss is undefined; "
             "look for a batch in which everything is masked"
         )

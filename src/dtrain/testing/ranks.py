@@ -71,12 +71,12 @@ class Ranks:
 
     def run(self, fn: RankFn, *args: Plain, timeout_s: float = 120.0) -> list[Any]:
         """``fn(*args)`` on every rank; see ``run_ranks``."""
+        task = json.dumps({**_address(fn), "args": args, "timeout_s": timeout_s}).encode()
         if not self._processes:
             self._start()
-        task = json.dumps({"file": fn.__code__.co_filename, "name": fn.__qualname__, "args": args, "timeout_s": timeout_s})
-        for pipe in self._pipes:
-            pipe.send_bytes(task.encode())
         try:
+            for rank, pipe in enumerate(self._pipes):
+                self._send(fn.__qualname__, rank, pipe, task)
             return self._collect(fn.__qualname__, time.monotonic() + timeout_s)
         except BaseException:
             self.close(kill=True)
@@ -116,7 +116,12 @@ class Ranks:
                 if not pipe.poll(120):
                     self.close(kill=True)
                     raise RankError(f"run_ranks: rank {rank} of {self.world_size} did not start within 120 s")
-                pipe.recv_bytes()
+                try:
+                    pipe.recv_bytes()
+                except EOFError:
+                    error = self._died("start", rank)
+                    self.close(kill=True)
+                    raise error from None
 
     def _stack_file(self, rank: int) -> Path:
         assert self._stacks is not None
@@ -137,15 +142,22 @@ class Ranks:
                 del waiting[rank]
         return [results[rank] for rank in range(self.world_size)]
 
+    def _send(self, name: str, rank: int, pipe: Connection[Any, Any], task: bytes) -> None:
+        try:
+            pipe.send_bytes(task)
+        except BrokenPipeError:
+            raise self._died(name, rank) from None
+
+    def _died(self, name: str, rank: int) -> RankError:
+        process = self._processes[rank]
+        process.join(10)
+        return RankError(f"run_ranks: {name}: rank {rank} of {self.world_size} died with exit code {process.exitcode}")
+
     def _receive(self, name: str, rank: int) -> Any:
         try:
             answer = json.loads(self._pipes[rank].recv_bytes())
         except EOFError:
-            process = self._processes[rank]
-            process.join(10)
-            raise RankError(
-                f"run_ranks: {name}: rank {rank} of {self.world_size} died with exit code {process.exitcode}"
-            ) from None
+            raise self._died(name, rank) from None
         if "error" in answer:
             raise RankError(f"run_ranks: {name}: rank {rank} of {self.world_size} raised\n{answer['error']}")
         return answer["result"]
@@ -153,6 +165,14 @@ class Ranks:
     def _read_stacks(self, rank: int) -> str:
         path = self._stack_file(rank)
         return path.read_text() if path.exists() else "(no stack)"
+
+
+def _address(fn: RankFn) -> dict[str, str]:
+    """Where the other processes find ``fn``."""
+    code, name = getattr(fn, "__code__", None), getattr(fn, "__qualname__", repr(fn))
+    if code is None or "<" in name:
+        raise ConfigError(f"run_ranks: needs a function at the top level of a file, got {name}; other processes cannot find it")
+    return {"file": code.co_filename, "name": name}
 
 
 def _fork_server() -> Any:
