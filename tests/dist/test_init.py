@@ -40,8 +40,10 @@ def test_init_again_returns_the_open_one_which_the_first_closes(alone):
 
 def test_init_after_closing_opens_new_groups(alone):
     for _ in range(3):
-        with init_dist():
+        with init_dist() as info:
+            assert dist.get_world_size(info.control) == 1
             dist.barrier()
+        assert not dist.is_initialized()
 
 
 def test_a_group_of_the_users_own_is_adopted_and_left_open(alone):
@@ -154,7 +156,8 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def test_missing_ranks_are_named():
+def error_of_init(rank: int, world_size: int, port: str) -> str:
+    """What init_dist raises in a process that is alone, though it was told of others."""
     body = """
         import dtrain as dt
         try:
@@ -162,21 +165,18 @@ def test_missing_ranks_are_named():
         except dt.DistError as error:
             print(error)
     """
-    out = run_script(body, RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-    assert "init_dist: 2 of 3 ranks did not arrive within 2 s: missing [1, 2]" in out.stdout, out.stderr
+    out = run_script(body, RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert out.returncode == 0, out.stderr
+    return out.stdout
+
+
+def test_missing_ranks_are_named():
+    assert "init_dist: 2 of 3 ranks did not arrive within 2 s: missing [1, 2]" in error_of_init(0, 3, free_port())
 
 
 def test_unreachable_rank_0_is_named():
-    body = """
-        import dtrain as dt
-        try:
-            dt.init_dist(init_timeout_s=2)
-        except dt.DistError as error:
-            print(error)
-    """
     port = free_port()
-    out = run_script(body, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    assert f"rank 1 could not reach rank 0 at 127.0.0.1:{port} within 2 s" in out.stdout, out.stderr
+    assert f"rank 1 could not reach rank 0 at 127.0.0.1:{port} within 2 s" in error_of_init(1, 2, port)
 
 
 def listening_beyond_loopback() -> list[str]:

@@ -101,8 +101,12 @@ def job(arguments: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[byte
         process.wait()
 
 
+def ranks_of(mark: str) -> list[int]:
+    return [pid for pid, rank in processes_of(mark).items() if rank is not None]
+
+
 def kill(how: str, process: subprocess.Popen[bytes], mark: str, chance: random.Random) -> None:
-    ranks = [pid for pid, rank in processes_of(mark).items() if rank is not None]
+    ranks = ranks_of(mark)
     victims = {
         "rank": [chance.choice(ranks)],
         "all ranks": ranks,
@@ -138,7 +142,9 @@ def test_a_killed_run_continues_bit_for_bit(straight, tmp_path):
     for turn, how in enumerate(hows):
         goal = chance.randint(1 + turn * STEPS // 5, (turn + 1) * STEPS // 5)
         with job(arguments, tmp_path) as (process, mark):
+            # The goal may be behind where the last leg ended: then this one is killed while it starts.
             wait_until(lambda goal=goal: last_step(out) >= goal or process.poll() is not None, f"step {goal}")
+            wait_until(lambda mark=mark: len(ranks_of(mark)) == 2 or process.poll() is not None, "both ranks run")
             time.sleep(chance.random() / 4)
             assert process.poll() is None, "the job ended before it was killed"
             kill(how, process, mark, chance)

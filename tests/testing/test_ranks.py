@@ -84,7 +84,8 @@ def end_soon() -> None:
 def test_a_rank_that_dies_between_two_runs_is_named():
     with Ranks(2) as ranks:
         ranks.run(end_soon)
-        time.sleep(1)
+        for process in ranks._processes:
+            process.join(60)
         with pytest.raises(RankError, match=r"describe: rank 0 of 2 died with exit code 9"):
             ranks.run(describe, "a")
         assert len(ranks.run(describe, "again")) == 2
