@@ -142,6 +142,11 @@ class TrainState:
         """Whether the last step crossed a boundary of ``interval`` (``"100ba"``, ``"1ep"``, ``"5_000sp"``, ``100``)."""
         return self.clock.crossed(interval)
 
+    def drop_gradients(self) -> None:
+        """Set every ``.grad`` to None. Mutates: the parameters' gradients."""
+        for param in self.params.values():
+            param.grad = None
+
     def check_fresh(self, where: str) -> None:
         """Raise ``StaleStateError`` if a later state of this run exists."""
         if self.generation != self.shared.generation:

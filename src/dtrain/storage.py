@@ -59,11 +59,6 @@ def rename(old: Path, new: Path) -> None:
     os.rename(old, new)
 
 
-def remove_file(path: Path) -> None:
-    """Remove one file."""
-    os.unlink(path)
-
-
 def remove_folder(path: Path, *, first: str | None = None) -> None:
     """Remove a folder and all below it, never following links.
 

@@ -71,11 +71,6 @@ def shard_extent(
     return Extent(shape=shape, offset=tuple(offset), size=tuple(size), copy=copy, copies=copies)
 
 
-def empty_like_at(tensor: Tensor, device: torch.device) -> Tensor:
-    """Uninitialised storage on ``device`` of the kind of ``tensor``: a DTensor keeps mesh and placements."""
-    return torch.empty_like(tensor, device=device)
-
-
 def lerp_(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
     """``target += weight * (source - target)`` for each pair, on the local shards.
 

@@ -160,7 +160,8 @@ def test_a_plain_process_reads_them_all(saved):
 def test_a_plain_checkpoint_loads_on_ranks(tmp_path, ranks):
     save_sharded(tmp_path, sharded_state("none", filled=True), extra={"history": [1, 2]})
     for strategy in STRATEGIES:
-        ranks(2).run(load_filled, str(tmp_path), strategy)
+        results = ranks(2).run(load_filled, str(tmp_path), strategy)
+        assert [result[:2] for result in results] == [[4, [1, 2]]] * 2
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

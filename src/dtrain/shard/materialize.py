@@ -30,7 +30,7 @@ from dtrain.dist.init import current
 from dtrain.dist.rng import rng_state, seed_all, set_rng_state
 from dtrain.errors import ConfigError
 from dtrain.shard.rebuild import rebuilt
-from dtrain.tensors import empty_like_at, extent, local
+from dtrain.tensors import extent, local
 
 _RESETS = ("reset_parameters", "_reset_parameters")  # torch's own attention and transformer have the second
 InitFn = Callable[[nn.Module], None]
@@ -56,10 +56,12 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
     modules = list(reversed(list(model.named_modules())))
     born_meta = {id(module): _own_meta(module) for _, module in modules}
     ties = _tied_names(model)
-    model._apply(lambda t: empty_like_at(t, device) if t.is_meta else t)
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     _tie_again(model, ties)
     pending = {id(_get(module, key)): f"{name}.{key}".lstrip(".") for name, module in modules for key in born_meta[id(module)]}
     for name, module in modules:
+        if not born_meta[id(module)] and not _resets(module):
+            continue
         with _own_streams(seed, name), torch.no_grad():
             written = _initialised(name, module, born_meta, init, pending, device)
             for target, full in written:
@@ -72,6 +74,10 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
             "as attributes"
         )
     return model
+
+
+def _resets(module: nn.Module) -> list[Callable[[], None]]:
+    return [reset for key in _RESETS if callable(reset := getattr(module, key, None))]
 
 
 def _own_meta(module: nn.Module) -> list[str]:
@@ -124,7 +130,7 @@ def _initialised(
 ) -> list[tuple[Tensor, Tensor]]:
     """Tensors that this module initialises, with their full-size values: its own, and those below that its reset writes."""
     own = born_meta[id(module)]
-    resets = [reset for key in _RESETS if callable(reset := getattr(module, key, None))]
+    resets = _resets(module)
     below = [(m, born_meta[id(m)]) for m in module.modules()] if resets else []
     if not own and not any(keys for _, keys in below):
         return []

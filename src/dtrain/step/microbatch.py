@@ -56,10 +56,10 @@ def microbatch_step(
     """
     state.check_fresh("microbatch_step")
     _check_laid_out(state)
-    parts = _parts(batch, microbatch_size, batch_spec)
-    tally = _agree(state, batch, batch_spec, len(parts))
-    for param in state.params.values():
-        param.grad = None
+    samples, tokens = count_batch(batch, batch_spec)
+    parts = _parts(batch, samples, microbatch_size, batch_spec)
+    tally = _agree(state, samples, tokens, len(parts))
+    state.drop_gradients()
     metrics: Metrics = {}
     try:
         for index in range(tally.microbatches):
@@ -71,8 +71,7 @@ def microbatch_step(
             metrics = add_metrics(metrics, _metrics_of(loss, state.device, real))
     except BaseException:
         discard_backward(state.model)
-        for param in state.params.values():
-            param.grad = None
+        state.drop_gradients()
         raise
     finally:
         reduce_in_backward(state.model, now=True)
@@ -88,15 +87,13 @@ def _check_laid_out(state: TrainState) -> None:
         )
 
 
-def _parts(batch: Batch, microbatch_size: int | None, spec: BatchSpec | None) -> list[Batch]:
-    samples, _ = count_batch(batch, spec)
+def _parts(batch: Batch, samples: int, microbatch_size: int | None, spec: BatchSpec | None) -> list[Batch]:
     if microbatch_size is None:
         return [batch] if samples else []
     return split_batch(batch, microbatch_size, spec=spec)
 
 
-def _agree(state: TrainState, batch: Batch, spec: BatchSpec | None, microbatches: int) -> Tally:
-    samples, tokens = count_batch(batch, spec)
+def _agree(state: TrainState, samples: int, tokens: int, microbatches: int) -> Tally:
     weight = state.shared.weight
     value = weight.peek() if weight is not None else None
     try:

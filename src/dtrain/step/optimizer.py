@@ -52,8 +52,7 @@ def apply_gradients(state: TrainState, metrics: Metrics) -> tuple[TrainState, Me
     if all(param.grad is None for param in state.params.values()):
         raise StepError("apply_gradients: no parameter has a gradient; call microbatch_step (or backward) before")
     state.optimizer.step()
-    for param in state.params.values():
-        param.grad = None
+    state.drop_gradients()
     return state.successor(), metrics
 
 
