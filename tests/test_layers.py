@@ -14,7 +14,7 @@ LAYERS = [
     ["storage"],
     ["clock", "schedules"],
     ["dist", "tensors"],
-    ["batch", "losses", "state", "transform"],
+    ["names", "batch", "losses", "state", "transform"],
     ["shard"],
     ["data"],
     ["step"],

@@ -13,9 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain.clock import Clock, Duration
 from dtrain.dist.control import Tally
 from dtrain.errors import ConfigError, StaleStateError
+from dtrain.names import clean_parameters
 from dtrain.types import Slice
 
-Strategy = Literal["full_shard", "replicate", "none"]
+Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate", "none"]
+Accumulate = Literal["local", "sharded"]
+Buffers = Literal["broadcast", "mean", "local"]
 _SPEC = "_dtrain_spec"  # the attribute of a module that shard_model leaves its ShardSpec in
 
 
@@ -28,12 +31,18 @@ class ShardSpec:
         mesh: the whole mesh, None for a plain model.
         data_rank: this rank's place among those that see different data.
         data_ranks: how many of those there are.
+        accumulate: whether gradients wait for a step's last microbatch at full size, or as shards.
+        buffers: what becomes of persistent buffers that a forward changed.
+        left_out: names of the parameters that are whole on every rank.
     """
 
     strategy: Strategy = "none"
     mesh: DeviceMesh | None = field(default=None, repr=False)
     data_rank: int = 0
     data_ranks: int = 1
+    accumulate: Accumulate = "local"
+    buffers: Buffers = "broadcast"
+    left_out: tuple[str, ...] = ()
 
 
 def attach_spec(model: nn.Module, spec: ShardSpec) -> None:
@@ -177,7 +186,7 @@ def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int =
     Raises:
         ConfigError: no parameters, parameters still on the meta device, or an optimizer that holds others than the model's.
     """
-    params, aliases = capture_params(model)
+    params, aliases = clean_parameters(model)
     if not params:
         raise ConfigError("init: the model has no parameters")
     meta = [name for name, p in params.items() if p.is_meta]
@@ -196,17 +205,3 @@ def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int =
             "after them"
         )
     return TrainState(model=model, optimizer=optimizer, spec=spec_of(model), params=params, aliases=aliases, seed=seed)
-
-
-def capture_params(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameters by clean name, each once, and the further names of tied ones."""
-    first: dict[int, str] = {}
-    params: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if id(param) in first:
-            aliases[name] = first[id(param)]
-        else:
-            first[id(param)] = name
-            params[name] = param
-    return params, aliases

@@ -24,6 +24,27 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a distributed tensor, as a plain one; the tensor itself when it is not distributed.
+
+    Collective: one all-gather per mesh axis that it is sharded on.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def placement(tensor: Tensor) -> str:
+    """Where a tensor lies, for people: ``"whole"``, or what each axis of its mesh does, such as ``"dp_all 2: rows"``."""
+    if not isinstance(tensor, DTensor):
+        return "whole"
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
+    how = [f"cut on dim {place.dim}" if type(place) is Shard else str(place).lower() for place in tensor.placements]
+    return (
+        ", ".join(f"{what} over {name}={size}" for what, name, size in zip(how, names, mesh.shape, strict=True) if size > 1)
+        or "whole"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
     """The box of a global tensor that one rank holds. ``copy`` of ``copies`` ranks hold this very box."""

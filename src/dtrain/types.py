@@ -44,6 +44,8 @@ class LossSum:
         total: the *summed* loss, scalar ``[]``, attached to the graph.
         weight: what the sum counts (tokens, samples), scalar ``[]`` or a number; no gradient flows through it.
         aux: further sums by name, each ``(total, weight)``, for metrics only.
+        terms: further losses by name, each a summed ``(total, weight)`` with a denominator of its own: what is trained on is
+            the sum of all means. They need ``microbatch_step(weight_fn=...)``.
 
     The step divides by the weight of the whole global batch, so a mean taken here would be wrong for ragged batches.
     """
@@ -51,6 +53,7 @@ class LossSum:
     total: Tensor
     weight: Tensor | float
     aux: Mapping[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
+    terms: Mapping[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"LossSum(total={float(self.total):.6g}, weight={float(self.weight):.6g}, aux={sorted(self.aux)})"
@@ -58,6 +61,9 @@ class LossSum:
 
 LossFn: TypeAlias = Callable[[nn.Module, Batch], LossSum]
 """The loss of one microbatch: ``(model, batch) -> LossSum``."""
+
+WeightFn: TypeAlias = "Callable[[Batch], Tensor | float | Mapping[str, Tensor | float]]"
+"""The weight of a whole local batch, or the weights of a loss's terms by name, the main one called ``"loss"``."""
 
 
 def as_metric(total: Tensor | float, weight: Tensor | float, device: torch.device) -> Metric:
@@ -75,9 +81,14 @@ def as_metric(total: Tensor | float, weight: Tensor | float, device: torch.devic
 
 
 def metrics_of(loss: LossSum, device: torch.device) -> Metrics:
-    """The metrics of one microbatch: its ``loss`` and ``aux``."""
-    sums = {"loss": (loss.total, loss.weight), **loss.aux}
+    """The metrics of one microbatch: its ``loss``, ``terms`` and ``aux``."""
+    sums = {"loss": (loss.total, loss.weight), **loss.terms, **loss.aux}
     return {name: as_metric(total, weight, device) for name, (total, weight) in sums.items()}
+
+
+def no_metrics(loss: LossSum, device: torch.device) -> Metrics:
+    """The metrics of a microbatch that does not count: the same names, nothing in them."""
+    return {name: as_metric(0.0, 0.0, device) for name in ("loss", *loss.terms, *loss.aux)}
 
 
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:

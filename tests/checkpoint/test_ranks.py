@@ -25,7 +25,8 @@ from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import seed_all
 from dtrain.errors import CheckpointError, DamagedCheckpointError, DtrainError
-from dtrain.shard.fsdp import reshard, shard_model
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.whole import reshard
 from dtrain.state import TrainState, new_state
 from dtrain.tensors import local
 

@@ -6,8 +6,10 @@ from torch import nn
 
 from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
-from dtrain.shard.fsdp import evaluating, fsdp_modules, shard_model
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.fsdp2 import units_of
 from dtrain.shard.precision import Precision
+from dtrain.shard.whole import evaluating
 from dtrain.state import spec_of
 from dtrain.tensors import local
 
@@ -35,7 +37,7 @@ def layout(strategy: str) -> dict:
     sharded = shard_model(model(), build_mesh(), strategy=strategy, blocks=(Block,))
     spec = spec_of(sharded)
     return {
-        "units": [type(unit).__name__ for unit in fsdp_modules(sharded)],
+        "units": [type(unit).__name__ for unit in units_of(sharded)],
         "names": [name for name, _ in sharded.named_parameters()],
         "local": local(next(sharded.parameters())).numel(),
         "sum": [full(p).double().sum().item() for p in sharded.parameters()],
@@ -105,9 +107,9 @@ def refused(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("strategy", "ConfigError: shard_model: unknown strategy='zero3'; use one of full_shard, replicate, no_shard"),
+        ("strategy", "ConfigError: shard_model: unknown strategy='zero3'; use one of full_shard, shard_grad_op, hybrid_shard, replicate, no_shard"),
         ("twice", "is sharded already (full_shard); call it once"),
-        ("block", "blocks names Conv2d, but the model has no module of that class"),
+        ("block", "blocks names Conv2d, but the model has no such module"),
         ("other model", "rank 1 has another model than rank 0"),
         ("frozen", "rank 1 has another model than rank 0"),
     ],

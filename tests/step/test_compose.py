@@ -120,6 +120,63 @@ def test_each_data_parallel_rank_has_its_own_generator(ranks):
     assert first != second
 
 
+def failing(name: str, where: str, *, after: bool) -> Transform:
+    """A transform that raises before or after what it wraps."""
+
+    def half(inner):
+        def broken(state, *given, **options):
+            if after:
+                inner(state, *given, **options)
+            raise KeyError(where)
+
+        return broken
+
+    return Transform(name=name, **{where: half})
+
+
+@pytest.mark.parametrize(("where", "after"), [("grad", True), ("grad", False), ("update", False), ("update", True)])
+def test_a_step_that_raises_leaves_no_gradient_behind(where, after):
+    step = dt.compose_step(LOSS, [dt.clip_by_norm(0.1), failing("broken", where, after=after)])
+    state = begin(step)
+    with pytest.raises(KeyError, match=where):
+        step(state, BATCH)
+    assert all(param.grad is None for param in state.params.values())
+
+
+def test_a_spent_state_is_refused_without_touching_the_gradient_of_the_newest_one():
+    step = dt.compose_step(LOSS)
+    spent = begin(step)
+    state, _ = step(spent, BATCH)
+    dt.microbatch_step(state, BATCH, loss_fn=LOSS)
+    with pytest.raises(StaleStateError, match=r"step: this state was stepped already \(step 0\)"):
+        step(spent, BATCH)
+    assert all(param.grad is not None for param in state.params.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((None,), r"loss_fn must be a function \(model, batch\) -> LossSum, got None; as in compose_step\(loss_fn, \["),
+        (([dt.ema(0.9)],), r"loss_fn must be a function .*, got \[Transform\(name='ema'"),
+        ((LOSS, dt.ema(0.9)), r"transforms is a list, got the Transform 'ema'; as in compose_step\(loss_fn, \[dt\.ema"),
+        ((LOSS, None), "transforms is a list, got None"),
+        ((LOSS, [dt.ema]), r"got the function ema, not what it makes; call it: compose_step\(loss_fn, \[dt\.ema\(\.\.\.\)\]\)"),
+        ((LOSS, [0.9]), r"needs a Transform, got 0\.9; as in compose_step\(loss_fn, \[dt\.ema\(0\.999\)\]\)"),
+        ((LOSS, [Transform]), "needs a Transform, got <class"),
+    ],
+)
+def test_parts_that_are_none_are_refused(given, message):
+    with pytest.raises(ConfigError, match=f"compose_step: {message}") as caught:
+        dt.compose_step(*given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["grad", "update"])
+def test_a_half_that_is_no_function_is_refused(part):
+    with pytest.raises(ConfigError, match=f"compose_step: {part} must be a function .*, got 8; as in"):
+        dt.compose_step(LOSS, **{part: 8})
+
+
 def test_names_must_differ():
     with pytest.raises(ConfigError, match=r"transform names must differ .* got 'ema' twice"):
         dt.compose_step(LOSS, [dt.ema(0.9), dt.ema(0.99)])

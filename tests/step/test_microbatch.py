@@ -186,14 +186,14 @@ def all_masked() -> str:
     try:
         microbatch_step(state, batch, loss_fn=loss_fn)
     except StepError as error:
-        return f"{error} finite={all(p.grad.full_tensor().isfinite().all() for p in net.parameters())}"
+        return f"{error} gradients left: {sum(p.grad is not None for p in net.parameters())}"
     return "no error"
 
 
 def test_a_step_without_weight_raises_on_all_ranks_and_poisons_nothing(ranks):
     first, second = ranks(2).run(all_masked)
     assert "step 0: the weights of all ranks add up to 0" in first
-    assert "finite=True" in first
+    assert "gradients left: 0" in first
     assert first == second
 
 

@@ -11,30 +11,28 @@ import hashlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor
 
 from dtrain import storage
 from dtrain.checkpoint import layout, plain
-from dtrain.checkpoint.agree import Agreed
+from dtrain.checkpoint.agree import Agreed, decided_by_rank_0
 from dtrain.checkpoint.contents import stateful
 from dtrain.checkpoint.digest import VerifiedReader
+from dtrain.checkpoint.fill import as_tensor, fill_
 from dtrain.checkpoint.find import read_manifest_bytes
 from dtrain.checkpoint.layout import Entry
 from dtrain.checkpoint.plan import Read, plan_reads
 from dtrain.checkpoint.targets import Fit, Target, fit
-from dtrain.checkpoint.verify import Opened, check_ranges, choose, open_checkpoint, sound_steps_before
-from dtrain.dist.collectives import all_gather_json, broadcast_json
+from dtrain.checkpoint.verify import Opened, check_ranges, choose, open_checkpoint, sound_steps_before, with_buffers_of
+from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
 from dtrain.dist.rng import seed_all, set_rng_state
 from dtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from dtrain.shard.fsdp import reshard
+from dtrain.shard.whole import reshard
 from dtrain.state import TrainState
-from dtrain.tensors import local
 
 OnDamaged = Literal["raise", "previous"]
 _WHERE = "load_sharded"
@@ -90,11 +88,13 @@ def load_sharded(
     Returns:
         The restored state (the one given is spent), plain extras, the step, and its folder.
 
-    Mutates: parameters, persistent buffers, the optimizer, tensors in slices, objects in ``extra``, the global random
-    generators (last; at the world size of the save each rank's own stream goes on, at another one new streams are derived
-    from seed, step and rank). When it raises before all ranks have verified and agreed, nothing has changed on any of
-    them; an object in ``extra`` that refuses its state may leave those before it loaded. Optimizer flags of the machine
-    (``foreach``, ``fused``, ``capturable``, ``differentiable``) stay as they are.
+    Mutates: parameters, persistent buffers, the optimizer, tensors in slices, objects in ``extra``, and, last, the global
+    random generators. At the world size of the save each rank's own stream goes on, at another one new streams are derived
+    from seed, step and rank. Of buffers that were saved once per rank, rank ``r`` takes those of rank ``r % saved world
+    size`` if its model is laid out with ``buffers="local"`` too, and otherwise those of rank 0. When it raises before all
+    ranks have verified and agreed, nothing has changed on any of them; an object in ``extra`` that refuses its state may
+    leave those before it loaded. Optimizer flags of the machine (``foreach``, ``fused``, ``capturable``,
+    ``differentiable``) stay as they are.
     Collective: exchanges of JSON on the control group; every rank must call it. Every rank must see the same files.
 
     Raises:
@@ -126,12 +126,12 @@ def load_sharded(
 
 def _agree_on_folder(path: Path | str) -> Path | None:
     """Rank 0's choice, on every rank."""
-    chosen: Path | None = None
-    with Agreed(_WHERE):
-        if current().rank == 0:
-            chosen = choose(storage.real_path(path), _WHERE)
-    shared = cast(str | None, broadcast_json(str(chosen) if chosen else None))
-    return Path(shared) if shared is not None else None
+    chosen = decided_by_rank_0(_WHERE, lambda: _text(choose(storage.real_path(path), _WHERE)))
+    return Path(cast(str, chosen)) if chosen is not None else None
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _verify_together(folder: Path, state: TrainState, extra: Mapping[str, Any], on_damaged: OnDamaged) -> _Verified:
@@ -156,11 +156,8 @@ def _verify_together(folder: Path, state: TrainState, extra: Mapping[str, Any], 
 
 def _previous(folder: Path, reason: str, on_damaged: OnDamaged) -> Path:
     """The step to try instead of a damaged one, found by rank 0; or the error that offers it."""
-    older: Path | None = None
-    with Agreed(_WHERE):
-        if current().rank == 0:
-            older = next((candidate.path for candidate in sound_steps_before(folder)), None)
-    shared = cast(str | None, broadcast_json(str(older) if older else None))
+    older = (candidate.path for candidate in sound_steps_before(folder))
+    shared = cast(str | None, decided_by_rank_0(_WHERE, lambda: _text(next(older, None))))
     if shared is None:
         raise DamagedCheckpointError(f"{_WHERE}: {folder} is damaged: {reason}; there is no older sound step beside it")
     if on_damaged == "raise":
@@ -176,9 +173,11 @@ def _previous(folder: Path, reason: str, on_damaged: OnDamaged) -> Path:
 def _verify(folder: Path, state: TrainState, extra: Mapping[str, Any]) -> _Verified:
     """Pass 1: everything this rank needs is there, is as it was written, and fits. Changes nothing."""
     opened = open_checkpoint(folder)
+    # Ranks that do not keep buffers of their own must have equal ones: all take those of rank 0.
+    opened = with_buffers_of(opened, current().rank % len(opened.indexes) if state.spec.buffers == "local" else 0)
     fitted = fit(opened, state, extra)
     reads = plan_reads(opened.boxes, {key: target.region for key, target in fitted.tensors.items()})
-    check_ranges(opened, ((read.rank, read.begin, read.end) for read in reads))
+    check_ranges(opened, ((read.file, read.begin, read.end) for read in reads))
     made = _fill(opened, fitted.extra, plan_reads(opened.boxes, {key: t.region for key, t in fitted.extra.items()}))
     decoded = plain.decode(opened.shared["extra"], "extra", lambda key, ref: made.get(key))  # only what was asked for is read
     decoded = {name: decoded[name] for name in extra}
@@ -191,43 +190,23 @@ def _rng(opened: Opened) -> dict[str, Any] | None:
     if len(opened.indexes) != info.world_size:
         return None
     index = opened.indexes[info.rank]
-    entries = {entry.key: entry for entry in index.own}
-    with storage.FileReader(opened.folder / layout.data_name(info.rank)) as file:
-        reader = VerifiedReader(file, layout.data_name(info.rank), index.chunks)
-        tree = plain.decode(index.values, "", lambda key, ref: _tensor_of(reader, entries[key]))
-    found = tree.get("rng") if type(tree) is dict else None
-    if type(found) is not dict:
+    encoded = index.values.get("rng") if type(index.values) is dict else None
+    if type(encoded) is not dict:
         raise DamagedCheckpointError(f"{layout.index_name(info.rank)}: values: no rng")
-    return found
+    entries = {entry.key: entry for entry in index.own}
+    with opened.data(info.rank) as file:
+        return cast(dict[str, Any], plain.decode(encoded, "rng", lambda key, ref: _tensor_of(file, entries[key])))
 
 
-def _tensor_of(reader: VerifiedReader, entry: Entry) -> Tensor:
-    return as_tensor(reader.read(entry.begin, entry.end), entry.dtype, entry.size)
-
-
-def as_tensor(data: bytearray, dtype: str, shape: Sequence[int]) -> Tensor:
-    """The tensor whose rows these bytes are, sharing their memory."""
-    if not data:
-        return torch.empty(tuple(shape), dtype=layout.DTYPES[dtype])
-    return torch.frombuffer(data, dtype=torch.uint8).view(layout.DTYPES[dtype]).reshape(tuple(shape))
+def _tensor_of(file: VerifiedReader, entry: Entry) -> Tensor:
+    return as_tensor(file.read(entry.begin, entry.end), entry.dtype, entry.size)
 
 
 def _fill(opened: Opened, targets: Mapping[str, Target], reads: Iterable[Read]) -> dict[str, Tensor]:
     """The targets' tensors, filled. Mutates: those that belong to the state."""
     made = {key: target.tensor() for key, target in targets.items()}
-    for rank, of_file in groupby(reads, key=lambda read: read.rank):
-        name = layout.data_name(rank)
-        with torch.no_grad(), storage.FileReader(opened.folder / name) as file:
-            reader = VerifiedReader(file, name, opened.indexes[rank].chunks)
-            for read in of_file:
-                block = as_tensor(reader.read(read.begin, read.end), opened.refs[read.key].dtype, read.block)
-                _copy_box(local(made[read.key]), read, block)
+    fill_(made, reads, opened.refs, opened.data)
     return made
-
-
-def _copy_box(target: Tensor, read: Read, block: Tensor) -> None:
-    into = target[tuple(slice(*span) for span in read.target)]
-    into.copy_(block[tuple(slice(*span) for span in read.source)])
 
 
 def _apply(found: _Verified, state: TrainState) -> TrainState:

@@ -1,16 +1,20 @@
-"""What the ranks agree on in a step: one small record on the control group before it.
+"""What the ranks agree on in a step: one small record on the control group before it, and one after backward.
 
 Counts come from the batch in host memory, so the clock is exact for ragged batches without a GPU sync, and all ranks
-learn how many microbatches there are before the first collective of the step.
+learn how many microbatches there are before the first collective of the step. The second record finds what would be silently
+wrong: ranks that reduced different gradients. Neither waits for a device.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from dtrain.dist.collectives import all_gather_numbers
-from dtrain.errors import StepError
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.rng import derive_seed
+from dtrain.errors import PeerError, StepError
 from dtrain.types import Batch
 
 
@@ -59,7 +63,9 @@ def spare_sample() -> Batch | None:
     return _PROCESS.spare
 
 
-def agree_before_step(*, samples: int, tokens: int, microbatches: int, weightless: bool) -> Tally:
+def agree_before_step(
+    *, samples: int, tokens: int, microbatches: int, weightless: bool, error: Exception | None = None
+) -> Tally:
     """The ranks' common record of the step about to run.
 
     Args:
@@ -67,25 +73,35 @@ def agree_before_step(*, samples: int, tokens: int, microbatches: int, weightles
         tokens: local tokens, 0 where they are not counted.
         microbatches: how many this rank needs, 0 when it has no sample.
         weightless: this rank has seen that an earlier step had no weight anywhere (it learns so late on a GPU).
+        error: what is wrong with this rank's batch; it is raised here, and the others hear of it.
 
-    Collective: one all-gather of six numbers on the control group.
+    Collective: one all-gather of seven numbers on the control group.
 
     Raises:
+        PeerError: another rank came with an ``error``.
         StepError: no rank has a sample, ranks disagree about the end of the epoch, or an earlier step had no weight; on all
             ranks.
     """
     now = time.monotonic()
     since = 0.0 if _PROCESS.last is None else now - _PROCESS.last
     _PROCESS.last = now
-    rows = all_gather_numbers([samples, tokens, microbatches, _PROCESS.epoch_ends, weightless, since])
+    rows = all_gather_numbers([samples, tokens, microbatches, _PROCESS.epoch_ends, weightless, since, error is not None])
+    if error is not None:
+        raise error
     columns = list(zip(*rows, strict=True))
+    if any(columns[6]):
+        failed = [rank for rank, row in enumerate(rows) if row[6]]
+        raise PeerError(
+            f"step: rank {failed[0]} could not use its batch ({len(failed)} of {len(rows)} ranks); see its own error"
+        )
     ends = set(columns[3])
     if len(ends) > 1:
         ranks = [rank for rank, row in enumerate(rows) if row[3]]
         raise StepError(f"step: only ranks {ranks} are at the end of their epoch; give all ranks one dataset and one seed")
     if any(columns[4]):
         raise StepError(
-            "step: an earlier step had weight 0 on all ranks together, so its mean loss is undefined; look for masked batches"
+            "step: an earlier step had weight 0 on all ranks together (or another than weight_fn said), so its mean loss is "
+            "undefined; look for masked batches"
         )
     if not any(columns[0]):
         raise StepError("step: no rank has a sample in this batch; stop the loop where the loader ends")
@@ -96,3 +112,53 @@ def agree_before_step(*, samples: int, tokens: int, microbatches: int, weightles
         end_of_epoch=bool(ends.pop()),
         seconds=rows[0][5],
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the ranks know of a step's backward: ``unused`` parameters had no gradient anywhere, ``changed`` is of any rank."""
+
+    unused: Sequence[str]
+    changed: Sequence[str]
+
+
+def agree_after_backward(*, order: Sequence[int], missing: Sequence[str], changed: Sequence[str], fault: bool) -> Outcome:
+    """The ranks' common record of the backward that has run.
+
+    Args:
+        order: which units this rank reduced, one after another.
+        missing: parameters without a gradient from this rank.
+        changed: modules whose buffers this rank's forwards changed.
+        fault: the weights that this rank was promised are not those that its losses came with.
+
+    Collective: one all-gather of four numbers on the control group; one exchange of JSON more when ranks differ.
+
+    Raises:
+        StepError: ranks reduced different units, or one has a ``fault``; on all ranks.
+    """
+    rows = all_gather_numbers([_digest(order), _digest(missing), _digest(changed), fault])
+    faulty = [rank for rank, row in enumerate(rows) if row[3]]
+    if faulty:
+        raise StepError(
+            f"step: on rank {faulty[0]} the weights of the losses do not add up to what weight_fn said of the batch; let both "
+            "count the same things"
+        )
+    strangers = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
+    if strangers:
+        raise StepError(
+            f"step: rank {strangers[0]} ran other units of the model than rank 0, or in another order, so their gradients do "
+            "not belong together; run the same blocks on all ranks in every microbatch"
+        )
+    if all(row == rows[0] for row in rows):
+        return Outcome(unused=missing, changed=changed)
+    everyone = cast("list[list[list[str]]]", all_gather_json([list(missing), list(changed)]))
+    without = [set(theirs) for theirs, _ in everyone]
+    return Outcome(
+        unused=[name for name in everyone[0][0] if all(name in theirs for theirs in without)],
+        changed=list({name: None for _, theirs in everyone for name in theirs}),
+    )
+
+
+def _digest(values: Sequence[int] | Sequence[str]) -> int:
+    """A number that float64 holds exactly, 0 for nothing."""
+    return derive_seed(*values) % 2**52 if values else 0

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from dtrain.dist.init import current
 from dtrain.dist.rng import rng_state, seed_all, set_rng_state
 from dtrain.errors import ConfigError
+from dtrain.shard.fsdp2 import mark_root
 from dtrain.shard.rebuild import rebuilt
 from dtrain.tensors import extent, local
 
@@ -73,6 +74,7 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
             "owning module a reset_parameters() that writes them, or pass init=, or make them from constructor arguments kept "
             "as attributes"
         )
+    mark_root(model)
     return model
 
 

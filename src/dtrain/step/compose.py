@@ -12,7 +12,7 @@ from dtrain.errors import ConfigError
 from dtrain.state import TrainState, new_state
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import apply_gradients, tick
-from dtrain.transform import GradFn, GradStep, Transform, UpdateFn, context_for
+from dtrain.transform import GradFn, GradStep, Transform, UpdateFn, check_transform, context_for
 from dtrain.types import Batch, LossFn, Metrics
 
 
@@ -41,7 +41,14 @@ class Step:
         return replace(state, slices={t.name: t.init(state) for t in self.transforms})
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One step over ``batch``: gradients, update, and one tick of the clock. Spends ``state``."""
+        """One step over ``batch``: gradients, update, and one tick of the clock. Spends ``state``.
+
+        A step that raises leaves no gradient behind.
+
+        Raises:
+            StaleStateError: ``state`` was stepped already.
+            ConfigError: the state was made by the ``init`` of another step.
+        """
         return self.run(state, batch)
 
     def __repr__(self) -> str:
@@ -66,8 +73,9 @@ def compose_step(
     The clock ticks exactly once per call, however often a transform calls what it wraps.
 
     Raises:
-        ConfigError: two transforms with one name.
+        ConfigError: something else in place of a function or a transform, or two transforms with one name.
     """
+    _check_parts(loss_fn, transforms, grad, update)
     names = [t.name for t in transforms]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -81,14 +89,37 @@ def compose_step(
         apply = transform.update(apply) if transform.update else apply
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        state.check_fresh("step")
         missing = [name for name in names if name not in state.slices]
         if missing:
             raise ConfigError(f"step: the state has no slice for {missing}; make it with this step's own init")
-        state, metrics = compute(state, batch)
-        state, metrics = apply(state, metrics)
+        try:
+            state, metrics = compute(state, batch)
+            state, metrics = apply(state, metrics)
+        except BaseException:  # not to be caught here, only tidied up after
+            state.drop_gradients()
+            raise
         return tick(state), metrics
 
     return Step(transforms=tuple(transforms), run=run)
+
+
+def _check_parts(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep, update: UpdateFn) -> None:
+    for name, function, shape in (
+        ("loss_fn", loss_fn, "(model, batch) -> LossSum"),
+        ("grad", grad, "(state, batch, *, loss_fn, microbatch_size) -> (state, metrics)"),
+        ("update", update, "(state, metrics) -> (state, metrics)"),
+    ):
+        if not callable(function):
+            raise ConfigError(
+                f"compose_step: {name} must be a function {shape}, got {function!r}; "
+                "as in compose_step(loss_fn, [dt.ema(0.999)])"
+            )
+    if isinstance(transforms, Transform) or not isinstance(transforms, Sequence):
+        got = f"the Transform {transforms.name!r}" if isinstance(transforms, Transform) else repr(transforms)
+        raise ConfigError(f"compose_step: transforms is a list, got {got}; as in compose_step(loss_fn, [dt.ema(0.999)])")
+    for transform in transforms:
+        check_transform(transform, "compose_step", "compose_step(loss_fn, [{}])")
 
 
 def _with_loss(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:

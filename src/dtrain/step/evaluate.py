@@ -10,8 +10,8 @@ from torch import nn
 from dtrain.batch import BatchSpec, count_batch, to_device, zeros_like_sample
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.errors import ConfigError, StepError
-from dtrain.shard.fsdp import evaluating
-from dtrain.types import Batch, LossFn, Metrics, add_metrics, as_metric, metrics_of
+from dtrain.shard.whole import evaluating
+from dtrain.types import Batch, LossFn, Metrics, add_metrics, metrics_of, no_metrics
 
 
 def evaluate(model: nn.Module, loader: Iterable[Batch], loss_fn: LossFn, *, batch_spec: BatchSpec | None = None) -> Metrics:
@@ -39,7 +39,7 @@ def evaluate(model: nn.Module, loader: Iterable[Batch], loss_fn: LossFn, *, batc
             if real:
                 metrics = add_metrics(metrics, metrics_of(loss, device))
             elif not metrics:
-                metrics = {name: as_metric(0.0, 0.0, device) for name in ("loss", *loss.aux)}
+                metrics = no_metrics(loss, device)
     if not metrics:
         raise StepError("evaluate: the loader gave no batch on any rank")
     return metrics

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from dtrain.batch import BatchSpec, count_batch, split_batch, to_device, zeros_like_sample
-from dtrain.dist.control import Tally, agree_before_step, spare_sample
+from dtrain.batch import BatchSpec, to_device
+from dtrain.dist.control import Tally, agree_after_backward, agree_before_step
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError, StepError
-from dtrain.shard.fsdp import discard_backward, reduce_in_backward
-from dtrain.state import HostScalar, TrainState
-from dtrain.tensors import scale_
-from dtrain.types import Batch, LossFn, LossSum, Metrics, add_metrics, as_metric, metrics_of
+from dtrain.shard.reduction import Reduction, reduce_whole_, reduction_of
+from dtrain.shard.replicas import BufferWatch, buffers_of, buffers_restored
+from dtrain.state import TrainState
+from dtrain.step.parts import CountFn, Parts, SplitFn, cut
+from dtrain.step.weights import Weights, divide_, global_weights, promised
+from dtrain.types import Batch, LossFn, Metrics, WeightFn, add_metrics, metrics_of, no_metrics
 
 
 def microbatch_step(
@@ -25,12 +26,16 @@ def microbatch_step(
     loss_fn: LossFn,
     microbatch_size: int | None = None,
     batch_spec: BatchSpec | None = None,
+    split: SplitFn | None = None,
+    count: CountFn | None = None,
+    weight_fn: WeightFn | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Leave the gradient of the mean loss over the global batch in ``.grad``, and return the state and local metrics.
 
     The mean is the sum of ``LossSum.total`` over all microbatches and ranks, divided by the sum of ``LossSum.weight``: the
-    same for every microbatch size, world size and split, up to rounding. A rank may have fewer samples than the others, or
-    none: it repeats a microbatch with weight zero, so that all ranks run the same number of forwards and backwards.
+    same for every microbatch size, world size and split, up to rounding. With ``terms`` it is the sum of such means. A rank
+    may have fewer samples than the others, or none: it repeats a microbatch with weight zero, so that all ranks run the same
+    number of forwards and backwards.
 
     Args:
         state: not spent; its parameters are not changed.
@@ -38,44 +43,51 @@ def microbatch_step(
         loss_fn: summed loss and weight of one microbatch.
         microbatch_size: samples per forward and backward; None takes the whole local batch at once.
         batch_spec: where the batch axis is and how tokens are counted; None takes the first axis and counts no tokens.
+        split: cuts a batch that neither describes: ``(batch, microbatch_size) -> microbatches``.
+        count: counts one: ``batch -> samples``, or ``(samples, tokens)``.
+        weight_fn: this rank's weight of a whole batch, a number or ``[]``, or by term (``{"loss": ..., "router": ...}``).
+            Losses with ``terms`` need it; it must count what the losses count.
 
     Returns:
-        ``state`` with the ranks' agreed tally, and metrics ``loss`` plus the loss function's ``aux``, as local sums.
+        ``state`` with the ranks' agreed tally, and metrics ``loss``, the terms, and the loss function's ``aux``, as local sums.
 
-    Mutates: ``.grad`` of the parameters; what was there before is dropped.
-    Collective: one record on the control group, the model's own gathers, one reduction of gradients (in the last
-    microbatch's backward), and one all-reduce of the weight (float64 ``[]``).
+    Mutates: ``.grad`` of the parameters; what was there before is dropped. Buffers that the model's forward changes, which are
+    then made equal on all ranks as ``shard_model(buffers=...)`` says.
+    Collective: one record on the control group before, and for a sharded model on several ranks one after backward; the
+    model's own gathers; one reduction of gradients per unit (in the last microbatch's backward; with ``accumulate="sharded"``
+    in each); one all-reduce of weights (float64); one of gradients that were left out of sharding; one or two of changed
+    buffers.
     Host sync: none.
 
     Raises:
         StaleStateError: ``state`` was stepped already.
         Exception: whatever ``loss_fn`` or the model raises; no gradient of the broken step is left then, so it may be tried
             again if all ranks do.
-        StepError: no rank has a sample, no parameter got a gradient, or the global weight is zero. On a GPU the weight
-            reaches the host late: the gradient of such a step is zero, and the next step raises.
+        ConfigError: a batch that cannot be counted or cut, a loss and a ``weight_fn`` that do not fit.
+        PeerError: so on another rank.
+        StepError: no rank has a sample, no parameter got a gradient, ranks ran different units, or the global weight is zero.
+            On a GPU the weight reaches the host late: the gradient of such a step is zero, and the next step raises.
     """
     state.check_fresh("microbatch_step")
     _check_laid_out(state)
-    samples, tokens = count_batch(batch, batch_spec)
-    parts = _parts(batch, samples, microbatch_size, batch_spec)
-    tally = _agree(state, samples, tokens, len(parts))
-    state.drop_gradients()
-    metrics: Metrics = {}
+    error: Exception | None = None
     try:
-        for index in range(tally.microbatches):
-            reduce_in_backward(state.model, now=index == tally.microbatches - 1)
-            real = index < len(parts)
-            part = to_device(parts[index] if real else _filler(parts, batch), state.device)
-            loss = loss_fn(state.model, part)
-            (loss.total if real else loss.total * 0.0).backward()
-            metrics = add_metrics(metrics, _metrics_of(loss, state.device, real))
+        parts, weights = cut(batch, microbatch_size, spec=batch_spec, split=split, count=count), promised(weight_fn, batch)
+    except Exception as problem:  # noqa: BLE001  # of any kind: these are the user's functions; raised below, on all ranks
+        parts, weights, error = Parts(batch=batch), {}, problem
+    tally = _agree(state, parts, error)
+    state.drop_gradients()
+    reduction, buffers = reduction_of(state.model), buffers_of(state.model)
+    reduction.begin()
+    buffers.begin()
+    try:
+        known = global_weights(weights, state.device)
+        metrics = _accumulate(state, parts, tally.microbatches, loss_fn, reduction, known)
+        _settle(state, reduction, buffers, known, metrics)
     except BaseException:
-        discard_backward(state.model)
+        reduction.abort()
         state.drop_gradients()
         raise
-    finally:
-        reduce_in_backward(state.model, now=True)
-    _divide_by_global_weight(state, metrics["loss"].weight)
     return replace(state, tally=tally), metrics
 
 
@@ -87,61 +99,58 @@ def _check_laid_out(state: TrainState) -> None:
         )
 
 
-def _parts(batch: Batch, samples: int, microbatch_size: int | None, spec: BatchSpec | None) -> list[Batch]:
-    if microbatch_size is None:
-        return [batch] if samples else []
-    return split_batch(batch, microbatch_size, spec=spec)
-
-
-def _agree(state: TrainState, samples: int, tokens: int, microbatches: int) -> Tally:
+def _agree(state: TrainState, parts: Parts, error: Exception | None) -> Tally:
     weight = state.shared.weight
     value = weight.peek() if weight is not None else None
-    try:
-        tally = agree_before_step(
-            samples=samples, tokens=tokens, microbatches=microbatches, weightless=value is not None and not value > 0
-        )
-    except StepError:
-        if weight is not None:
-            weight.clear()  # said once; the next step is judged by its own weight
-        raise
+    weightless = value is not None and not value > 0
+    if weightless and weight is not None:
+        weight.clear()  # said once; the next step is judged by its own weight
+    tally = agree_before_step(
+        samples=parts.samples, tokens=parts.tokens, microbatches=len(parts), weightless=weightless, error=error
+    )
     # A second call for one step (a retry, a method that needs two gradients) adds its time to that of the first.
-    return replace(tally, seconds=tally.seconds + (state.tally.seconds if state.tally else 0.0))
+    return replace(tally, seconds=tally.seconds + state.tally.seconds) if state.tally else tally
 
 
-def _filler(parts: list[Batch], batch: Batch) -> Batch:
-    """A microbatch to run at weight zero: this batch's first, else the sample that the loader spared, else one of zeros.
+def _accumulate(
+    state: TrainState, parts: Parts, microbatches: int, loss_fn: LossFn, reduction: Reduction, weights: Weights
+) -> Metrics:
+    """Forward and backward of every microbatch; those beyond this rank's own count nothing."""
+    metrics: Metrics = {}
+    for index in range(microbatches):
+        reduction.before_microbatch(last=index == microbatches - 1)
+        if index < len(parts):
+            loss = loss_fn(state.model, to_device(parts.parts[index], state.device))
+            weights.objective(loss).backward()
+            metrics = add_metrics(metrics, metrics_of(loss, state.device))
+        else:
+            with buffers_restored(state.model):  # it must not leave its mark in BatchNorm's statistics
+                loss = loss_fn(state.model, to_device(parts.filler(), state.device))
+            (weights.objective(loss) * 0.0).backward()
+            metrics = add_metrics(metrics, no_metrics(loss, state.device))
+    return metrics
 
-    It depends on the position in the data alone, not on what this process ran before: dropout draws from the global
-    generator for it too, and a resumed run must draw alike.
-    """
-    if parts:
-        return parts[0]
-    spare = spare_sample()
-    return zeros_like_sample(batch) if spare is None else spare
 
-
-def _metrics_of(loss: LossSum, device: torch.device, real: bool) -> Metrics:
-    metrics = metrics_of(loss, device)
-    return metrics if real else {name: as_metric(0.0, 0.0, device) for name in metrics}
-
-
-def _divide_by_global_weight(state: TrainState, weight: Tensor) -> None:
-    weight = weight.clone()
-    if current().world_size > 1:
-        dist.all_reduce(weight)
-    grads = [param.grad for param in state.params.values() if param.grad is not None]
-    if not grads:
+def _settle(state: TrainState, reduction: Reduction, buffers: BufferWatch, weights: Weights, metrics: Metrics) -> None:
+    """After backward: agree on what it left, reduce what FSDP2 does not, divide by the global weight."""
+    fault = weights.broken(metrics)
+    if state.spec.mesh is not None or fault:
+        missing = reduction.missing(state)
+        outcome = agree_after_backward(order=reduction.order, missing=missing, changed=buffers.changed(), fault=fault)
+        for name in outcome.unused:
+            state.params[name].grad = None
+        _reduce_left_out(state, outcome.unused)
+        buffers.make_equal_(outcome.changed)
+    if all(param.grad is None for param in state.params.values()):
         raise StepError(
             "microbatch_step: no parameter got a gradient; does the loss depend on the model, and is any parameter trainable?"
         )
-    # Nothing is known of the weight here without waiting for the device: zero must not poison the parameters with NaN.
-    scale_(grads, torch.where(weight > 0, 1.0 / weight, 0.0))
-    host = state.shared.weight = state.shared.weight or HostScalar(weight.device)
-    host.post(weight)
-    value = host.peek() if weight.device.type == "cpu" else None
-    if value is not None and not value > 0:
-        host.clear()
-        raise StepError(
-            f"microbatch_step: step {state.step}: the weights of all ranks add up to {value:g}, so the mean loss is undefined; "
-            "look for a batch in which everything is masked"
-        )
+    divide_(state, weights, metrics)
+
+
+def _reduce_left_out(state: TrainState, unused: Sequence[str]) -> None:
+    params = [state.params[name] for name in state.spec.left_out if name not in unused and state.params[name].requires_grad]
+    for param in params:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    reduce_whole_([param.grad for param in params if param.grad is not None])

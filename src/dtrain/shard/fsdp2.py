@@ -1,0 +1,135 @@
+"""The private side of FSDP2: the only module that uses names of torch which are not public.
+
+Each use is for something that torch offers no call for, and is held in place by a test: what happens to a parameter
+without a gradient (``tests/shard/test_reduction.py``), and the way back after an exception (``tests/step/test_failures.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def units_of(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules of ``model`` that are FSDP2 units, outermost first; none for a plain model.
+
+    Several modules that form one unit come one by one: each of them has the calls of FSDP2.
+    """
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def param_groups(model: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups, outermost unit first, each once: what is gathered and reduced by one collective."""
+    found: dict[int, Any] = {}
+    for unit in units_of(model):
+        state: Any = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])
+        found.update((id(group), group) for group in groups)
+    return list(found.values())
+
+
+def mark_root(model: nn.Module) -> None:
+    """Tell FSDP2 that ``model`` is the outermost unit, so that a block may be called on its own before the model is.
+
+    Does nothing while parameters are on the meta device. Mutates: FSDP2's units.
+    """
+    if isinstance(model, FSDPModule) and not any(p.is_meta for p in model.parameters()):
+        model._get_fsdp_state()._lazy_init()
+
+
+def in_forward(unit: FSDPModule) -> bool:
+    """Whether a forward of ``unit`` is running."""
+    return str(unit._get_fsdp_state()._training_state).endswith(".FORWARD")
+
+
+def before_reduction(group: Any, call: Callable[[], None]) -> None:
+    """Have ``call`` run each time before ``group`` reduces its gradients. Mutates: ``group``."""
+    reduce = group.post_backward
+
+    def post_backward(*args: Any) -> Any:
+        if group.reduce_grads:
+            call()
+        return reduce(*args)
+
+    group.post_backward = post_backward
+
+
+def fill_missing(group: Any) -> tuple[list[int], list[int]]:
+    """Give every trainable parameter of ``group`` a gradient before it is reduced: zeros where backward left none.
+
+    FSDP2 leaves parameters without a gradient out of the reduction. If those differ between ranks, it would add up gradients of
+    different parameters, without an error.
+
+    Returns:
+        The positions in the group of those that had a gradient, and of those that had none.
+
+    Mutates: gradients of FSDP2's gathered parameters.
+    """
+    trainable = [(at, param) for at, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad]
+    wide = any(param.unsharded_accumulated_grad is not None for _, param in trainable)
+    present, missing = [], []
+    for at, param in trainable:
+        full = getattr(param, "_unsharded_param", None)  # None before the first time that it is gathered
+        if param.unsharded_accumulated_grad is not None or (full is not None and full.grad is not None):
+            present.append(at)
+        else:
+            missing.append(at)
+            if full is not None:
+                full.grad = torch.zeros_like(full)
+        if wide and full is not None and param.unsharded_accumulated_grad is None:
+            param.to_accumulated_grad_if_needed()  # those of earlier microbatches are kept in the wider dtype of reductions
+    return present, missing
+
+
+def sharded_param(group: Any, at: int) -> nn.Parameter:
+    """The parameter that the model and the optimizer hold for the one at position ``at`` of ``group``."""
+    found: nn.Parameter = group.fsdp_params[at].sharded_param
+    return found
+
+
+def reset(model: nn.Module) -> None:
+    """Forget a forward or backward that an exception has ended: gathered parameters and half-accumulated gradients.
+
+    FSDP2 keeps the gradients of microbatches that were not reduced yet beside the parameters, where ``zero_grad`` does not
+    see them: they would be counted twice by the next step. No public call of torch clears them.
+
+    Mutates: FSDP2's units. Nothing for a plain model. Collective: none.
+    """
+    if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
+        return  # a plain model, or one whose first forward has not begun
+    if hasattr(model, "reset_iter_state"):  # torch 2.13 and newer
+        model.reset_iter_state()
+    else:
+        _reset_by_hand(model)
+    for param in (param for group in param_groups(model) for param in group.fsdp_params):
+        param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = None
+
+
+def _reset_by_hand(model: nn.Module) -> None:
+    """What ``reset_iter_state`` of torch 2.13 does, for older ones."""
+    root: Any = next(units_of(model))._get_fsdp_state()
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()  # what is still on its way must land before its buffers are dropped
+    root._comm_ctx.all_gather_state = None
+    root._comm_ctx.post_forward_order.clear()
+    for name, empty in (("reduce_scatter_states", []), ("reduce_scatter_state", None)):  # the one or the other, by version
+        if hasattr(root._comm_ctx, name):
+            setattr(root._comm_ctx, name, empty)
+    idle = type(root._training_state).IDLE
+    for state in root._state_ctx.all_states:
+        state._training_state = idle
+        getattr(state, "_modules_to_run_forward", set()).clear()
+    for group in param_groups(model):
+        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+        group._reshard_after_forward_event = group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+        group._training_state = idle
+        group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False

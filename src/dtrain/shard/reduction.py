@@ -1,0 +1,107 @@
+"""``Reduction``: when the gradients of a sharded model are reduced within a step, and which parameters had none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from dtrain.shard.fsdp2 import before_reduction, fill_missing, param_groups, reset, sharded_param
+from dtrain.state import ShardSpec, TrainState
+
+_REDUCTION = "_dtrain_reduction"  # the attribute of a model that shard_model leaves its Reduction in
+
+
+class Reduction:
+    """Steers FSDP2 through the microbatches of one step at a time. A plain model has one too, with nothing to steer.
+
+    ``begin``, then ``before_microbatch`` for each, then ``end``; ``abort`` instead after an exception.
+    """
+
+    def __init__(self, model: nn.Module, spec: ShardSpec) -> None:
+        self._model = model
+        self._spec = spec
+        self._sharded = isinstance(model, FSDPModule)
+        self._groups = param_groups(model)
+        self._order: list[int] = []
+        self._present: set[tuple[int, int]] = set()
+        self._missing: set[tuple[int, int]] = set()
+        self._last: bool | None = None
+        for index, group in enumerate(self._groups):
+            before_reduction(group, partial(self._about_to_reduce, index))
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._order.clear()
+        self._present.clear()
+        self._missing.clear()
+
+    def before_microbatch(self, *, last: bool) -> None:
+        """Say what the next backward does with its gradients. Mutates: flags of FSDP2's units, where they change."""
+        if not self._sharded or last == self._last:
+            return
+        self._last = last
+        model, spec = self._model, self._spec
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(last or spec.accumulate == "sharded")
+        model.set_requires_all_reduce(last)
+        model.set_is_last_backward(last)
+        if spec.strategy in ("shard_grad_op", "replicate"):
+            model.set_reshard_after_backward(last)  # gathered once a step, not once a microbatch
+
+    def end(self) -> None:
+        """Leave FSDP2's flags as they were before the step."""
+        self.before_microbatch(last=True)
+
+    def abort(self) -> None:
+        """Forget the forward and backward that an exception has ended. Mutates: FSDP2's units."""
+        self.end()
+        reset(self._model)
+
+    @property
+    def order(self) -> Sequence[int]:
+        """Which units were reduced in this step, one after another."""
+        return self._order
+
+    def missing(self, state: TrainState) -> list[str]:
+        """Names of the trainable parameters that got no gradient from this rank's microbatches, in the order of ``params``."""
+        whole = [name for name in self._spec.left_out if state.params[name].requires_grad and state.params[name].grad is None]
+        lacking = self._missing - self._present
+        if not lacking:
+            return whole
+        cut = {id(sharded_param(self._groups[index], at)) for index, at in lacking}
+        return [name for name, param in state.params.items() if id(param) in cut or name in whole]
+
+    def _about_to_reduce(self, index: int) -> None:
+        self._order.append(index)
+        present, missing = fill_missing(self._groups[index])
+        self._present.update((index, at) for at in present)
+        self._missing.update((index, at) for at in missing)
+
+
+def watch_reductions(model: nn.Module, spec: ShardSpec) -> None:
+    """Give a sharded ``model`` its ``Reduction``. Mutates: ``model`` (one attribute, and hooks in FSDP2's groups)."""
+    setattr(model, _REDUCTION, Reduction(model, spec))
+
+
+def reduction_of(model: nn.Module) -> Reduction:
+    """The ``Reduction`` of a model; one without effect when ``shard_model`` never saw it."""
+    found = getattr(model, _REDUCTION, None)
+    return found if isinstance(found, Reduction) else Reduction(model, ShardSpec())
+
+
+def reduce_whole_(grads: Sequence[Tensor]) -> None:
+    """Sum plain gradients over all ranks, those of one dtype in one collective.
+
+    Mutates: ``grads``. Collective: one all-reduce per dtype.
+    """
+    for dtype in {grad.dtype: None for grad in grads}:
+        same = [grad for grad in grads if grad.dtype == dtype]
+        flat = torch.cat([grad.reshape(-1) for grad in same])
+        dist.all_reduce(flat)
+        pieces = flat.split([grad.numel() for grad in same])
+        torch._foreach_copy_(same, [piece.view_as(grad) for piece, grad in zip(pieces, same, strict=True)])

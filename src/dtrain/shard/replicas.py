@@ -1,0 +1,160 @@
+"""Replicas start equal, and buffers that a forward changes stay so: what ranks hold whole, outside of FSDP2's reach."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.init import current
+from dtrain.errors import ConfigError
+from dtrain.names import buffer_slots, clean_buffers, clean_modules, clean_parameters
+from dtrain.shard.units import Layout
+from dtrain.state import ShardSpec
+from dtrain.types import Plain
+
+_WATCH = "_dtrain_buffers"  # the attribute of a model that shard_model leaves its BufferWatch in
+
+
+def check_equal(model: nn.Module, layout: Layout, options: Sequence[object]) -> None:
+    """Refuse models and options that differ between ranks, before a collective pairs wrong tensors.
+
+    Collective: an exchange of one hash; of the rows behind it when they differ.
+
+    Raises:
+        ConfigError: on all ranks alike, with the first row that differs.
+    """
+    names = {id(module): name or "model" for name, module in clean_modules(model)}
+    rows = [f"option {option}" for option in options]
+    rows += [f"unit {[names.get(id(module), 'model') for module in modules]}" for modules in layout.units]
+    tensors = {**clean_parameters(model)[0], **clean_buffers(model)}
+    for name, tensor in tensors.items():
+        kind = "meta " if tensor.is_meta else ""
+        kind += "frozen " if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        rows.append(f"{name} {list(tensor.shape)} {kind}{str(tensor.dtype).removeprefix('torch.')}")
+    hashes = all_gather_json(hashlib.sha256("\n".join(rows).encode()).hexdigest())
+    if len(set(cast("list[str]", hashes))) == 1:
+        return
+    everyone = cast("list[list[str]]", all_gather_json(cast(Plain, rows)))
+    for rank, theirs in enumerate(everyone):
+        length = max(len(theirs), len(everyone[0]))
+        ours, other = ([*each, *["nothing"] * (length - len(each))] for each in (everyone[0], theirs))
+        for mine, there in zip(ours, other, strict=True):
+            if mine != there:
+                raise ConfigError(
+                    f"shard_model: rank {rank} has another model than rank 0: {there!r}, where rank 0 has {mine!r}; build it "
+                    "from the same config, with the same options, on all ranks"
+                )
+
+
+def make_equal(model: nn.Module, device: torch.device, *, sync: bool) -> None:
+    """Move what is not on meta to ``device`` and, with ``sync``, give every rank rank 0's values.
+
+    Mutates: parameters and buffers. Collective: with ``sync``, one broadcast per tensor.
+    """
+    for tensor in [*clean_parameters(model)[0].values(), *clean_buffers(model).values()]:
+        if tensor.is_meta:
+            continue
+        if not sync:
+            tensor.data = tensor.data.to(device)
+            continue
+        # As bytes, since gloo does not know every dtype; of a dense copy, since it ignores strides.
+        dense = tensor.data.to(device).contiguous()
+        dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
+        tensor.data = torch.empty_like(tensor.data, device=device).copy_(dense)
+
+
+class BufferWatch:
+    """Finds the persistent buffers that a step's forwards changed, and makes them equal again.
+
+    In-place changes are seen by torch's version counter, and new tensors by their identity. torch's normalisations change their
+    statistics past that counter, but count batches within its sight: so a module with one changed buffer counts as a whole.
+    """
+
+    __slots__ = ("_marks", "_slots", "_spec")
+
+    def __init__(self, model: nn.Module, spec: ShardSpec) -> None:
+        watch = spec.buffers != "local" and spec.data_ranks > 1
+        self._slots = list(buffer_slots(model, persistent_only=True)) if watch else []
+        self._spec = spec
+        self._marks: list[tuple[int, int]] = []
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._marks = self._now()
+
+    def changed(self) -> list[str]:
+        """Names of the modules whose buffers changed since ``begin``, in the order of the model."""
+        now = self._now()
+        if now == self._marks:
+            return []
+        return list({_owner(slot[0]): None for slot, a, b in zip(self._slots, self._marks, now, strict=True) if a != b})
+
+    def make_equal_(self, owners: Sequence[str]) -> None:
+        """Give all ranks the same values in the buffers of the modules ``owners``: rank 0's, or the mean.
+
+        Mutates: buffers. Collective: one broadcast, or one all-reduce per floating-point dtype (and a broadcast for the rest).
+        """
+        chosen = set(owners)
+        buffers = [module._buffers[key] for name, module, key in self._slots if _owner(name) in chosen]
+        found = [buffer for buffer in buffers if buffer is not None]
+        mean = [b for b in found if self._spec.buffers == "mean" and b.is_floating_point()]
+        averaged = {id(buffer) for buffer in mean}
+        for dtype in {buffer.dtype: None for buffer in mean}:
+            _average_([buffer for buffer in mean if buffer.dtype == dtype])
+        _broadcast_([buffer for buffer in found if id(buffer) not in averaged])
+
+    def _now(self) -> list[tuple[int, int]]:
+        tensors = (module._buffers[key] for _, module, key in self._slots)
+        return [(id(tensor), 0 if tensor is None else tensor._version) for tensor in tensors]
+
+
+def watch_buffers(model: nn.Module, spec: ShardSpec) -> None:
+    """Give a sharded ``model`` its ``BufferWatch``. Mutates: ``model`` (one attribute)."""
+    setattr(model, _WATCH, BufferWatch(model, spec))
+
+
+def buffers_of(model: nn.Module) -> BufferWatch:
+    """The ``BufferWatch`` of a model; one that watches nothing when ``shard_model`` never saw it."""
+    found = getattr(model, _WATCH, None)
+    return found if isinstance(found, BufferWatch) else BufferWatch(model, ShardSpec())
+
+
+@contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Persistent buffers have, on leaving, the values from before. Mutates: those that were changed in between."""
+    kept = [(buffer, buffer.clone()) for buffer in clean_buffers(model, persistent_only=True).values()]
+    yield
+    for buffer, value in kept:
+        buffer.copy_(value)
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _average_(tensors: list[Tensor]) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    wide = flat if flat.dtype.itemsize >= 4 else flat.float()
+    dist.all_reduce(wide)
+    _put_back(tensors, (wide / current().world_size).to(flat.dtype))
+
+
+def _broadcast_(tensors: list[Tensor]) -> None:
+    if tensors:
+        flat = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+        dist.broadcast(flat, src=0)
+        pieces = flat.split([tensor.numel() * tensor.element_size() for tensor in tensors])
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(piece.clone().view(tensor.dtype).view_as(tensor))  # a copy: a piece may start where its dtype cannot
+
+
+def _put_back(tensors: list[Tensor], flat: Tensor) -> None:
+    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(piece.view_as(tensor))

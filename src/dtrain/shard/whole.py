@@ -1,0 +1,76 @@
+"""Whole parameters out of shards: for evaluation, for a look, for export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.shard.fsdp2 import units_of
+from dtrain.state import TrainState, spec_of
+from dtrain.tensors import gathered
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the model back to its shards: after a forward without backward, units are left gathered.
+
+    Mutates: the model's parameters (their sharded form is registered again).
+    """
+    for unit in units_of(model):
+        unit.reshard()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; on leaving, every module's own mode is back and parameters are resharded."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        reshard(model)
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """The whole model on every rank while the context lasts, for evaluation by hand or a look at its parameters.
+
+    Parameters are plain tensors inside, and stay so through forwards, without gradients; a rank may run the model alone there.
+    Changes made to them are lost. A plain model is left as it is.
+
+    Mutates: the model's parameters (their gathered form is registered). It takes the memory of the whole model.
+    Collective: one all-gather per unit, on entering; every rank must enter.
+    """
+    frees = spec_of(model).strategy in ("full_shard", "hybrid_shard")
+    try:
+        for unit in units_of(model):
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        with torch.no_grad():
+            yield
+    finally:
+        for unit in units_of(model):
+            unit.set_reshard_after_forward(frees and id(unit) != id(model), recurse=False)
+        reshard(model)
+
+
+def full_params(source: TrainState | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of every parameter, one at a time, on every rank: for export and debugging.
+
+    Args:
+        source: a state, or tensors by name that are laid out like parameters, such as ``state.slices["ema"]["params"]``.
+
+    Yields:
+        The clean name and a detached tensor of the global shape on the device; only the last one yielded is alive. Names of
+        tied parameters come once, as in ``state.params``.
+
+    Collective: one all-gather per sharded tensor; every rank must take all of them.
+    """
+    tensors = source.params if isinstance(source, TrainState) else source
+    for name, tensor in tensors.items():
+        yield name, gathered(tensor.detach())

@@ -1,0 +1,65 @@
+"""A rank's batch as microbatches: how it is counted and cut, and what a rank runs that has none left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from dtrain.batch import BatchSpec, count_batch, split_batch, zeros_like_sample
+from dtrain.dist.control import spare_sample
+from dtrain.errors import ConfigError
+from dtrain.types import Batch
+
+SplitFn: TypeAlias = Callable[[Batch, int], Sequence[Batch]]
+"""``(batch, microbatch_size) -> microbatches`` of at most that many samples, in order."""
+
+CountFn: TypeAlias = "Callable[[Batch], int | tuple[int, int]]"
+"""Samples of a batch, or samples and tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Parts:
+    """The microbatches of this rank's batch, and what they count."""
+
+    batch: Batch
+    parts: Sequence[Batch] = ()
+    samples: int = 0
+    tokens: int = 0
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def filler(self) -> Batch:
+        """A microbatch to run at weight zero: this batch's first, else the sample that the loader spared, else one of zeros.
+
+        It depends on the position in the data alone, not on what this process ran before: dropout draws from the global
+        generator for it too, and a resumed run must draw alike.
+        """
+        if self.parts:
+            return self.parts[0]
+        spare = spare_sample()
+        return zeros_like_sample(self.batch) if spare is None else spare
+
+
+def cut(
+    batch: Batch, microbatch_size: int | None, *, spec: BatchSpec | None, split: SplitFn | None, count: CountFn | None
+) -> Parts:
+    """Count ``batch`` and cut it; without a size it is one microbatch.
+
+    Raises:
+        ConfigError: a batch that cannot be counted or cut, or a ``split`` that gives no microbatch for some samples.
+    """
+    counted = count_batch(batch, spec) if count is None else count(batch)
+    samples, tokens = (counted, 0) if isinstance(counted, int) else counted
+    if samples == 0:
+        return Parts(batch=batch, tokens=tokens)
+    if microbatch_size is None:
+        return Parts(batch=batch, parts=[batch], samples=samples, tokens=tokens)
+    if split is None:
+        parts: Sequence[Batch] = split_batch(batch, microbatch_size, spec=spec)
+    else:
+        parts = list(split(batch, microbatch_size))
+        if not parts:
+            raise ConfigError(f"microbatch_step: split gave no microbatch for a batch of {samples} samples")
+    return Parts(batch=batch, parts=parts, samples=samples, tokens=tokens)

@@ -1,0 +1,129 @@
+"""What a step's losses are divided by: weights of the whole global batch, learnt after backward or promised before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtrain.dist.init import current
+from dtrain.errors import ConfigError, StepError
+from dtrain.state import HostScalar, TrainState
+from dtrain.tensors import scale_
+from dtrain.types import Batch, LossSum, Metrics, WeightFn
+
+_SLACK = 1e-6  # relative; weights are counts, or sums of a few thousand float32 numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """The weights that ``weight_fn`` promised: this rank's, and the factors ``1 / global weight``; none without one.
+
+    Args:
+        local: by term, float64 ``[]``.
+        factors: by term, float64 ``[]``; 0 for a term without weight.
+        loss: the global weight of the main loss, float64 ``[]``.
+    """
+
+    local: Mapping[str, Tensor]
+    factors: Mapping[str, Tensor]
+    loss: Tensor | None = None
+
+    def objective(self, loss: LossSum) -> Tensor:
+        """What to call ``backward`` on for one microbatch.
+
+        Raises:
+            ConfigError: terms without ``weight_fn``, or other terms than it has weights for.
+        """
+        if self.loss is None:
+            if loss.terms:
+                raise ConfigError(
+                    f"microbatch_step: the loss has further terms ({', '.join(loss.terms)}) with weights of their own; pass "
+                    "weight_fn=, which gives the weights of a batch before its first backward"
+                )
+            return loss.total
+        sums = {"loss": loss.total, **{name: total for name, (total, _) in loss.terms.items()}}
+        if sums.keys() != self.factors.keys():
+            raise ConfigError(
+                f"microbatch_step: weight_fn has weights for {sorted(self.factors)}, the loss has terms {sorted(sums)}"
+            )
+        parts = [total * self.factors[name].to(total.dtype) for name, total in sums.items()]
+        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+    def kept(self, metrics: Metrics) -> Tensor:
+        """Whether the losses came with the promised weights: bool ``[]`` on the device."""
+        off = [(metrics[name].weight - weight).abs() - _SLACK * weight.abs() for name, weight in self.local.items()]
+        return torch.stack(off).max() <= 0
+
+    def broken(self, metrics: Metrics) -> bool:
+        """Whether they surely did not. On a GPU this is not known yet: ``divide_`` sends it after the weight."""
+        if self.loss is None or self.loss.device.type != "cpu":
+            return False
+        seen = HostScalar(self.loss.device)
+        seen.post(self.kept(metrics))
+        return seen.peek() == 0.0
+
+
+def promised(weight_fn: WeightFn | None, batch: Batch) -> dict[str, Tensor | float]:
+    """This rank's weights by term, as ``weight_fn`` gives them; the main loss is called ``"loss"``.
+
+    Raises:
+        ConfigError: a mapping without ``"loss"``.
+    """
+    if weight_fn is None:
+        return {}
+    weights = weight_fn(batch)
+    if not isinstance(weights, Mapping):
+        return {"loss": weights}
+    if "loss" not in weights:
+        raise ConfigError(f"microbatch_step: weight_fn must give a weight for 'loss', the main term; got {sorted(weights)}")
+    return {name: weights[name] for name in sorted(weights)}
+
+
+def global_weights(local: Mapping[str, Tensor | float], device: torch.device) -> Weights:
+    """The factors of every term. Collective: one all-reduce (float64), none without terms."""
+    if not local:
+        return Weights(local={}, factors={})
+    mine = torch.stack([torch.as_tensor(weight, dtype=torch.float64).to(device) for weight in local.values()])
+    whole = _summed(mine)
+    factors = torch.where(whole > 0, 1.0 / whole, 0.0)
+    return Weights(
+        local=dict(zip(local, mine.unbind(), strict=True)),
+        factors=dict(zip(local, factors.unbind(), strict=True)),
+        loss=whole[list(local).index("loss")],
+    )
+
+
+def divide_(state: TrainState, weights: Weights, metrics: Metrics) -> None:
+    """Make the mean's gradient of the sum's, unless the losses were divided before backward; a step without weight raises.
+
+    Mutates: ``.grad``. Collective: one all-reduce of float64 ``[]``, unless ``weight_fn`` promised the weight.
+    Host sync: none. On a GPU the weight reaches the host late: the gradient is zero now, and the next step raises.
+    """
+    if weights.loss is not None:
+        weight = torch.where(weights.kept(metrics), weights.loss, torch.nan)
+    else:
+        weight = _summed(metrics["loss"].weight)
+        # Nothing is known of the weight here without waiting for the device: zero must not poison the parameters with NaN.
+        grads = [param.grad for param in state.params.values() if param.grad is not None]
+        scale_(grads, torch.where(weight > 0, 1.0 / weight, 0.0))
+    host = state.shared.weight = state.shared.weight or HostScalar(weight.device)
+    host.post(weight)
+    value = host.peek() if weight.device.type == "cpu" else None
+    if value is not None and not value > 0:
+        host.clear()
+        raise StepError(
+            f"microbatch_step: step {state.step}: the weights of all ranks add up to {value:g}, so the mean loss is undefined; "
+            "look for a batch in which everything is masked"
+        )
+
+
+def _summed(local: Tensor) -> Tensor:
+    if current().world_size == 1:
+        return local
+    whole = local.clone()
+    dist.all_reduce(whole)
+    return whole

@@ -1,0 +1,56 @@
+"""Models of every awkward kind under every strategy: the gradient is that of one process with the plain model."""
+
+import pytest
+import torch
+
+from dtrain.dist.init import current
+from dtrain.dist.mesh import build_mesh
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.fsdp2 import param_groups
+from dtrain.state import new_state
+from dtrain.step.microbatch import microbatch_step
+from dtrain.step.optimizer import optimizer_step
+from dtrain.tensors import gathered
+from shard.models import CASES, SAMPLES, batch, make, reference
+
+TOLERANCE = 1e-12  # norm of the difference over norm of the gradient, in float64; rounding gives about 1e-15
+WEIGHTS = [1.0, 0.0, 2.0, 0.5, 0.0, 3.0, 1.0, 0.25]
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
+
+
+def mesh_for(strategy: str):
+    world = current().world_size
+    return build_mesh(dp_replicate=world // 2 if world > 2 else world) if strategy == "hybrid_shard" else build_mesh()
+
+
+def share(whole: dict) -> dict:
+    rank, world = current().rank, current().world_size
+    return {key: value[rank * SAMPLES // world : (rank + 1) * SAMPLES // world] for key, value in whole.items()}
+
+
+def compare(name: str, strategies: list) -> dict[str, list]:
+    """By strategy and mode: units, error, and which parameters have a gradient where the reference has none or the reverse."""
+    found = {}
+    expected = reference(name, WEIGHTS)
+    for strategy in strategies:
+        for accumulate in ("local", "sharded"):
+            net = shard_model(make(name), mesh_for(strategy), strategy=strategy, accumulate=accumulate, **CASES[name].options)
+            state = new_state(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+            for size in (2, None):  # the second time with what the first one left in FSDP2
+                state, _ = microbatch_step(state, share(batch(name, WEIGHTS)), loss_fn=CASES[name].loss, microbatch_size=size)
+            odd = [key for key, p in state.params.items() if (p.grad is None) != (expected[key] is None)]
+            pairs = [(gathered(p.grad), expected[key]) for key, p in state.params.items() if p.grad is not None and key not in odd]
+            difference = torch.cat([(a - b).flatten() for a, b in pairs]).norm() / torch.cat([b.flatten() for _, b in pairs]).norm()
+            found[f"{strategy} {accumulate}"] = [len(param_groups(net)), difference.item(), odd, sorted(state.params) == sorted(expected)]
+            optimizer_step(state, {})
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_is_that_of_the_plain_model_in_one_process(ranks, name, world_size):
+    strategies = [s for s in STRATEGIES if world_size > 1 or s != "hybrid_shard"]
+    for result in ranks(world_size).run(compare, name, strategies):
+        for case, (units, difference, odd, same_names) in result.items():
+            assert difference <= TOLERANCE, case
+            assert (odd, same_names, units) == ([], True, CASES[name].units), case

@@ -1,0 +1,129 @@
+"""The central promise: one gradient, whatever the split into microbatches and ranks, the strategy, and the weights.
+
+Reference and candidate differ only in the split; the reference is written without dtrain, in one process, with one batch.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.dist.init import current
+from dtrain.dist.mesh import build_mesh
+from dtrain.losses import token_cross_entropy
+from dtrain.shard.fsdp import shard_model
+from dtrain.state import TrainState, new_state
+from dtrain.step.microbatch import microbatch_step
+from dtrain.tensors import gathered
+from dtrain.types import LossSum
+
+# Norm of the difference over norm of the gradient, over all parameters; rounding gives about 1e-15 and 1e-7.
+TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
+SAMPLES, SEQ, VOCAB = 11, 6, 13
+SIZES = (1, 2, 3, 5, None)
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
+
+# How the samples lie on the ranks: even, ragged, with a rank that has one microbatch fewer, with a rank that has none.
+SPLITS = {
+    1: [[11]],
+    2: [[6, 5], [10, 1], [11, 0], [0, 11]],
+    3: [[4, 4, 3], [0, 11, 0], [1, 2, 8]],
+    4: [[3, 3, 3, 2], [0, 0, 1, 10]],
+}
+
+
+def model(dtype: str) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, VOCAB))
+    return net.to(getattr(torch, dtype))
+
+
+def ragged_batch() -> dict:
+    """Every sample has another number of targets that count, two of them none: whole microbatches weigh nothing."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randint(VOCAB, (2, SAMPLES, SEQ), generator=generator)
+    for sample in range(SAMPLES):
+        targets[sample, sample % (SEQ + 1) :] = -100
+    return {"inputs": inputs, "targets": targets}
+
+
+def loss_fn(net: nn.Module, batch: dict) -> LossSum:
+    return token_cross_entropy(net(batch["inputs"]), batch["targets"])
+
+
+def promised(batch: dict) -> torch.Tensor:
+    return (batch["targets"] != -100).sum()
+
+
+def by_samples(net: nn.Module, batch: dict) -> LossSum:
+    """The usual mistake: a mean over tokens, weighted by samples."""
+    loss = loss_fn(net, batch)
+    count = len(batch["inputs"])
+    return LossSum(total=loss.total / max(float(loss.weight), 1.0) * count, weight=count)
+
+
+def reference(dtype: str) -> torch.Tensor:
+    """torch's own mean over the tokens that count."""
+    net, batch = model(dtype), ragged_batch()
+    nn.functional.cross_entropy(net(batch["inputs"]).flatten(0, 1), batch["targets"].flatten(), ignore_index=-100).backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters()])
+
+
+def state_of(net: nn.Module) -> TrainState:
+    return new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def sharded(strategy: str, accumulate: str, dtype: str) -> TrainState:
+    world = current().world_size
+    mesh = build_mesh(dp_replicate=2 if world == 4 else world) if strategy == "hybrid_shard" else build_mesh()
+    return state_of(shard_model(model(dtype), mesh, strategy=strategy, accumulate=accumulate, blocks=(nn.Linear,)))
+
+
+def difference(state: TrainState, counts: list, size: int | None, loss=loss_fn, **options) -> float:
+    """The error of the gradient when rank r holds ``counts[r]`` of the samples."""
+    rank = current().rank
+    first = sum(counts[:rank])
+    batch = {key: value[first : first + counts[rank]] for key, value in ragged_batch().items()}
+    microbatch_step(state, batch, loss_fn=loss, microbatch_size=size, **options)
+    found = torch.cat([gathered(p.grad).flatten() for p in state.params.values()])
+    expected = reference(str(found.dtype).removeprefix("torch."))
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def differences(strategy: str, splits: list) -> dict[str, float]:
+    """Worst error by dtype; every combination of split, size, accumulate mode, and weights known before or after backward."""
+    worst = {}
+    for dtype in TOLERANCES:
+        for accumulate in ("local", "sharded"):
+            state = sharded(strategy, accumulate, dtype)
+            for counts in splits:
+                for size in SIZES:
+                    for options in ({}, {"weight_fn": promised}):
+                        found = difference(state, counts, size, **options)
+                        worst[dtype] = max(worst.get(dtype, 0.0), found)
+    return worst
+
+
+CASES = [(world, strategy) for world in SPLITS for strategy in STRATEGIES if world > 1 or strategy != "hybrid_shard"]
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), CASES)
+def test_gradient_is_that_of_the_global_mean_for_every_split(ranks, world_size, strategy):
+    for found in ranks(world_size).run(differences, strategy, SPLITS[world_size]):
+        assert found["float64"] <= TOLERANCES["float64"]
+        assert found["float32"] <= TOLERANCES["float32"]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("size", SIZES)
+def test_plain_model_in_one_process_has_the_same_gradient(size, dtype):
+    assert difference(state_of(model(dtype)), [11], size) <= TOLERANCES[dtype]
+
+
+def mistaken(strategy: str, accumulate: str) -> float:
+    return difference(sharded(strategy, accumulate, "float64"), [6, 5], 2, loss=by_samples)
+
+
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_proof_can_fail_weighting_by_samples_is_wrong(ranks, strategy, accumulate):
+    assert min(ranks(2).run(mistaken, strategy, accumulate)) > 1e-3
