@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dtrain.batch import batch_spec, count_samples, split_batch, to_device, zeros_like_sample
+from dtrain.batch import batch_spec, count_samples, split_batch, to_device, zeros_like_samples
 from dtrain.errors import ConfigError
 
 Pair = namedtuple("Pair", "x y")
@@ -70,9 +70,9 @@ def test_to_device_leaves_what_is_there_alone():
     assert moved["name"] == "n"
 
 
-def test_zeros_like_sample_has_one_sample_of_the_same_kind():
-    filler = zeros_like_sample({"x": rows(0).int(), "scale": torch.tensor(2.0)})
-    assert filler["x"].shape == (1, 3)
+def test_zeros_like_samples_has_two_samples_of_the_same_kind():
+    filler = zeros_like_samples({"x": rows(0).int(), "scale": torch.tensor(2.0)})
+    assert filler["x"].shape == (2, 3)
     assert filler["x"].dtype == torch.int32
     assert filler["scale"] == 2.0
 

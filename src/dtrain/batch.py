@@ -96,12 +96,13 @@ def count_samples(batch: Batch) -> int:
     if not shapes:
         raise ConfigError(
             f"batch: found no tensor to cut in a {type(batch).__name__}; give tensors, mappings or sequences "
-            "of them, or describe the batch with batch_spec"
+            "of them, describe the batch with batch_spec, or pass count= and split="
         )
     if len({shape[0] for shape in shapes.values()}) > 1:
         shown = ", ".join(f"{path}{list(shape)}" for path, shape in shapes.items())
         raise ConfigError(
-            f"batch: the first axis must be the batch axis in every tensor, got {shown}; describe it with batch_spec"
+            f"batch: the first axis must be the batch axis in every tensor, got {shown}; describe it with batch_spec, or pass count= "
+            "and split="
         )
     return next(iter(shapes.values()))[0]
 
@@ -154,11 +155,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return _map(batch, move, lambda tensors: tensors.to(device, non_blocking=True))
 
 
-def zeros_like_sample(batch: Batch) -> Batch:
-    """A batch of one sample of zeros shaped like those of the (empty) ``batch``."""
+def zeros_like_samples(batch: Batch) -> Batch:
+    """A batch of two samples of zeros shaped like those of the (empty) ``batch``. BatchNorm cannot run on one."""
 
     def fill(leaf: Any) -> Any:
-        return leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf
+        return leaf.new_zeros((2, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
     def fill_all(tensors: Any) -> Any:
         return tensors.apply(fill, batch_size=[]).auto_batch_size_(batch_dims=tensors.batch_dims)

@@ -33,16 +33,14 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def placement(tensor: Tensor) -> str:
-    """Where a tensor lies, for people: ``"whole"``, or what each axis of its mesh does, such as ``"dp_all 2: rows"``."""
+    """Where a tensor lies, for people: ``"whole"``, or by mesh axis, such as ``"cut on dim 0 over dp_shard=2"``."""
     if not isinstance(tensor, DTensor):
         return "whole"
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
-    how = [f"cut on dim {place.dim}" if type(place) is Shard else str(place).lower() for place in tensor.placements]
-    return (
-        ", ".join(f"{what} over {name}={size}" for what, name, size in zip(how, names, mesh.shape, strict=True) if size > 1)
-        or "whole"
-    )
+    how = [f"cut on dim {place.dim}" if isinstance(place, Shard) else "copied" for place in tensor.placements]
+    axes = zip(how, names, mesh.shape, strict=True)
+    return ", ".join(f"{what} over {name}={size}" for what, name, size in axes if size > 1) or "whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,17 @@
 """Models of every awkward kind, each with a batch and a plain reference: one process, no dtrain."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dtrain.tensors import gathered
 from dtrain.types import LossSum
 
 SAMPLES, DIM = 8, 6
+WEIGHTS = [1.0, 0.0, 2.0, 0.5, 0.0, 3.0, 1.0, 0.25]
 
 
 class Block(nn.Module):
@@ -193,3 +195,11 @@ def reference(name: str, weights: list[float]) -> dict[str, Tensor | None]:
     loss = CASES[name].loss(net, batch(name, weights))
     (loss.total / loss.weight).backward()
     return {name: p.grad for name, p in net.named_parameters()}
+
+
+def difference(name: str, params: Mapping[str, Tensor]) -> float:
+    """Norm of the gradient's error over norm of the gradient, over all parameters that have one here and in the reference."""
+    expected = reference(name, WEIGHTS)
+    pairs = [(gathered(p.grad), expected[key]) for key, p in params.items() if p.grad is not None and expected[key] is not None]
+    error = torch.cat([(a - b).flatten() for a, b in pairs]).norm()
+    return (error / torch.cat([b.flatten() for _, b in pairs]).norm()).item()

@@ -45,7 +45,10 @@ def layout(strategy: str) -> dict:
     }
 
 
-@pytest.mark.parametrize(("strategy", "rows"), [("full_shard", [2, 2, 2]), ("replicate", [6, 6, 6]), ("no_shard", [6, 6, 6])])
+@pytest.mark.parametrize(
+    ("strategy", "rows"),
+    [("full_shard", [2, 2, 2]), ("shard_grad_op", [2, 2, 2]), ("replicate", [6, 6, 6]), ("no_shard", [6, 6, 6])],
+)
 def test_layout(ranks, strategy, rows):
     results = ranks(3).run(layout, strategy)
     assert [r["local"] for r in results] == [5 * n for n in rows]
@@ -64,6 +67,17 @@ def buffers_after_sharding() -> list:
 
 def test_buffers_start_equal(ranks):
     assert ranks(2).run(buffers_after_sharding) == [[5.0] * 6] * 2
+
+
+def without_sync() -> list:
+    """Each rank's own weights stay, in its shard."""
+    net = nn.Linear(2, 2)
+    nn.init.constant_(net.weight, float(current().rank))
+    return full(shard_model(net, build_mesh(), sync=False).weight).tolist()
+
+
+def test_without_sync_every_rank_keeps_what_it_has(ranks):
+    assert ranks(2).run(without_sync) == [[[0.0, 0.0], [1.0, 1.0]]] * 2
 
 
 def odd_buffers() -> list:
@@ -85,39 +99,94 @@ def test_buffers_of_any_layout_and_dtype_are_those_of_rank_0(ranks):
 
 
 def refused(case: str) -> str:
-    net, mesh = model(), build_mesh()
-    options: dict = {}
-    if case == "strategy":
-        options = {"strategy": "zero3"}
-    elif case == "twice":
+    net, mesh, rank = model(), build_mesh(), current().rank
+    options: dict = {
+        "strategy": {"strategy": "zero3"},
+        "accumulate": {"accumulate": "never"},
+        "buffers": {"buffers": "sum"},
+        "hybrid": {"strategy": "hybrid_shard"},
+        "block": {"blocks": (nn.Conv2d,)},
+        "other options": {"blocks": (Block,) if rank == 0 else ()},
+        "other strategy": {"strategy": "full_shard" if rank == 0 else "replicate"},
+        "one bad option": {"strategy": "full_shard" if rank == 0 else "zero3"},
+        "one bad predicate": {"blocks": lambda name, module: rank == 0 or fail()},
+    }.get(case, {})
+    if case == "twice":
         net = shard_model(net, mesh)
-    elif case == "block":
-        options = {"blocks": (nn.Conv2d,)}
+    elif case == "inside":
+        net = nn.Sequential(shard_model(net, mesh))
     elif case == "other model":
-        net = model(6 + current().rank)
+        net = model(6 + rank)
+    elif case == "more layers":
+        net = net if rank == 0 else nn.Sequential(*net, nn.Linear(3, 3))
     elif case == "frozen":
-        net[0].requires_grad_(current().rank == 0)
+        net[0].requires_grad_(rank == 0)
     try:
         shard_model(net, mesh, **options)
-    except ValueError as error:
+    except (ValueError, KeyError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("strategy", "ConfigError: shard_model: unknown strategy='zero3'; use one of full_shard, shard_grad_op, hybrid_shard, replicate, no_shard"),
-        ("twice", "is sharded already (full_shard); call it once"),
-        ("block", "blocks names Conv2d, but the model has no such module"),
-        ("other model", "rank 1 has another model than rank 0"),
-        ("frozen", "rank 1 has another model than rank 0"),
-    ],
-)
+def fail() -> bool:
+    raise KeyError("no such module")
+
+
+SAME = [
+    (
+        "strategy",
+        "ConfigError: shard_model: unknown strategy='zero3'; use one of full_shard, shard_grad_op, hybrid_shard, repl",
+    ),
+    ("accumulate", "ConfigError: shard_model: unknown accumulate='never'; use one of local, sharded"),
+    ("buffers", "ConfigError: shard_model: unknown buffers='sum'; use one of broadcast, mean, local"),
+    (
+        "hybrid",
+        "hybrid_shard needs a mesh of two axes with dp_replicate > 1, got shape [1, 2]; e.g. dt.build_mesh(dp_replicate=2",
+    ),
+    ("twice", "is sharded already (full_shard); call it once"),
+    ("inside", "a FSDPSequential inside this model is sharded already; shard the whole model once"),
+    ("block", "blocks names Conv2d, but the model has no such module"),
+    (
+        "other model",
+        "rank 1 has another model than rank 0: '0.weight [7, 5] float32', where rank 0 has '0.weight [6, 5] float32'",
+    ),
+    (
+        "more layers",
+        "rank 1 has another model than rank 0: '4.weight [3, 3] float32', where rank 0 has '1.norm.running_mean [6]",
+    ),
+    ("frozen", "'0.weight [6, 5] frozen float32', where rank 0 has '0.weight [6, 5] float32'; build it from the same config"),
+    ("other options", "where rank 0 has \"unit ['1']\""),
+    ("other strategy", "rank 1 has another model than rank 0: 'option replicate', where rank 0 has 'option full_shard'"),
+]
+
+
+@pytest.mark.parametrize(("case", "message"), SAME)
 def test_refusals_are_the_same_line_on_all_ranks(ranks, case, message):
     first, second = ranks(2).run(refused, case)
     assert message in first
     assert first == second
+    assert "\n" not in first
+
+
+@pytest.mark.parametrize(
+    ("case", "own", "others"),
+    [
+        (
+            "one bad option",
+            "ConfigError: shard_model: unknown strategy='zero3'",
+            "PeerError: shard_model: rank 1 failed (1 of 2",
+        ),
+        (
+            "one bad predicate",
+            "KeyError: 'no such module'",
+            "PeerError: shard_model: rank 1 failed (1 of 2 ranks did): KeyError",
+        ),
+    ],
+)
+def test_what_one_rank_refuses_is_an_error_on_all(ranks, case, own, others):
+    first, second = ranks(2).run(refused, case)
+    assert others in first
+    assert own in second
 
 
 def mixed_precision() -> list[str]:
@@ -153,7 +222,9 @@ def gathered_after_forward(strategy: str) -> list[bool]:
     return [not hasattr(net[at].inner.weight if at == 1 else net[at].weight, "full_tensor") for at in (1, 0)]
 
 
-@pytest.mark.parametrize(("strategy", "gathered"), [("full_shard", [False, True]), ("replicate", [True, True])])
+@pytest.mark.parametrize(
+    ("strategy", "gathered"), [("full_shard", [False, True]), ("shard_grad_op", [True, True]), ("replicate", [True, True])]
+)
 def test_blocks_are_freed_after_forward_where_that_saves_memory(ranks, strategy, gathered):
     assert ranks(2).run(gathered_after_forward, strategy) == [gathered] * 2
 

@@ -74,6 +74,7 @@ def test_an_update_that_is_skipped_changes_nothing_but_the_clock():
     after, _ = step(state, BATCH)
     assert after.step == 1
     assert torch.equal(after.model.weight, before)
+    assert after.model.weight.grad is None
     with pytest.raises(StaleStateError):
         step(state, BATCH)
 

@@ -130,3 +130,19 @@ def test_the_mode_comes_back_after_an_error():
     with pytest.raises(KeyError):
         evaluate(net, [DATA], broken)
     assert net.training
+
+
+def test_batches_of_any_kind_are_counted_by_the_caller():
+    class Pair:
+        def __init__(self, rows: int) -> None:
+            self.x = torch.ones(rows, 3)
+
+    net = nn.Linear(3, 1)
+
+    def loss(net, pair):
+        return LossSum(total=net(pair.x).sum(), weight=len(pair.x))
+
+    metrics = evaluate(net, [Pair(2), Pair(3), Pair(0)], loss, count=lambda pair: len(pair.x))
+    assert metrics["loss"].weight == 5
+    with pytest.raises(ConfigError, match="pass count= and split="):
+        evaluate(net, [Pair(2)], loss)

@@ -1,24 +1,20 @@
-"""microbatch_step: one gradient, whatever the split; ragged and empty ranks; a step without weight is an error."""
+"""microbatch_step: what it counts and leaves, and what it refuses. Its gradient is proven in test_gradients."""
 
 import time
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.batch import batch_spec
-from dtrain.data.sampler import rank_share
 from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StaleStateError, StepError
 from dtrain.losses import mean_loss, token_cross_entropy
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.precision import Precision
 from dtrain.state import new_state
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import optimizer_step
-from dtrain.tensors import local
 from dtrain.types import LossSum
 
 TOLERANCE = 1e-12  # norm of the difference over norm of the gradient, in float64; rounding gives about 1e-15
@@ -43,26 +39,6 @@ def loss_fn(net: nn.Module, batch: dict) -> LossSum:
     return token_cross_entropy(net(batch["inputs"]), batch["targets"])
 
 
-def by_samples(net: nn.Module, batch: dict) -> LossSum:
-    """The usual mistake: a mean over tokens, weighted by samples."""
-    loss = loss_fn(net, batch)
-    count = len(batch["inputs"])
-    return LossSum(total=loss.total / max(float(loss.weight), 1.0) * count, weight=count)
-
-
-def gradient(strategy: str, counts: list, microbatch_size: int | None, loss=loss_fn) -> torch.Tensor:
-    """The flat global gradient when rank r holds ``counts[r]`` of the samples."""
-    net = model()
-    if strategy:
-        net = shard_model(net, build_mesh(), strategy=strategy, blocks=(nn.Linear,))
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    first = sum(counts[: current().rank])
-    batch = {key: value[first : first + counts[current().rank]] for key, value in ragged_batch().items()}
-    state, _ = microbatch_step(state, batch, loss_fn=loss, microbatch_size=microbatch_size)
-    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in state.params.values()]
-    return torch.cat([grad.flatten() for grad in grads])
-
-
 def reference() -> torch.Tensor:
     """Written without dtrain: one process, one batch, torch's own mean over the tokens that count."""
     net, batch = model(), ragged_batch()
@@ -73,81 +49,6 @@ def reference() -> torch.Tensor:
 def difference(found: torch.Tensor) -> float:
     expected = reference()
     return ((found - expected).norm() / expected.norm()).item()
-
-
-def differences(strategy: str, splits: list) -> list[float]:
-    return [difference(gradient(strategy, counts, size)) for counts in splits for size in (1, 2, 3, 5, None)]
-
-
-# How the samples lie on the ranks: even, ragged, with a rank that has one microbatch fewer, with a rank that has none.
-SPLITS = {
-    1: [[11]],
-    2: [[6, 5], [10, 1], [11, 0], [0, 11]],
-    3: [[4, 4, 3], [0, 11, 0], [1, 2, 8]],
-    4: [[3, 3, 3, 2], [0, 0, 1, 10]],
-}
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
-@pytest.mark.parametrize("world_size", SPLITS)
-def test_gradient_is_that_of_the_global_mean_for_every_split(ranks, world_size, strategy):
-    for found in ranks(world_size).run(differences, strategy, SPLITS[world_size]):
-        assert max(found) <= TOLERANCE
-
-
-def test_plain_model_in_one_process_has_the_same_gradient():
-    assert max(differences("", [[11]])) <= TOLERANCE
-
-
-def test_the_proof_can_fail_weighting_by_samples_is_wrong():
-    assert difference(gradient("", [11], 2, loss=by_samples)) > 1e-3
-
-
-class Explode(torch.autograd.Function):
-    """The identity; its backward fails."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise MemoryError("backward")
-
-
-def retried_after(where: str, strategy: str, reduce: str) -> bool:
-    """Whether the gradient after a failed try is bit for bit that before it; the second microbatch fails, on all ranks."""
-    precision = Precision(param="bf16", reduce="fp32") if reduce == "wider" else None
-    net = shard_model(model(), build_mesh(), strategy=strategy, blocks=(nn.Linear,), precision=precision)
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    first, last = rank_share(0, SAMPLES, current().rank, current().world_size)
-    batch = {key: value[first:last] for key, value in ragged_batch().items()}
-    calls = []
-
-    def broken(net: nn.Module, part: dict) -> LossSum:
-        calls.append(1)
-        if len(calls) == 2 and where == "loss":
-            raise MemoryError("loss")
-        loss = loss_fn(net, part)
-        return LossSum(total=Explode.apply(loss.total), weight=loss.weight) if len(calls) == 2 else loss
-
-    def gradient_now() -> list[torch.Tensor]:
-        microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=2)
-        return [local(p.grad).clone() for p in state.params.values()]
-
-    before = gradient_now()
-    with pytest.raises(MemoryError, match=where):
-        microbatch_step(state, batch, loss_fn=broken, microbatch_size=2)
-    assert all(p.grad is None for p in state.params.values())
-    return all(torch.equal(a, b) for a, b in zip(before, gradient_now(), strict=True))
-
-
-# FSDP2 keeps gradients that wait for their reduction in one place, or, if they are reduced in a wider dtype, in another.
-@pytest.mark.parametrize("reduce", ["same", "wider"])
-@pytest.mark.parametrize("where", ["loss", "backward"])
-@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
-def test_a_step_that_failed_in_the_middle_leaves_nothing_behind(ranks, where, strategy, reduce):
-    assert ranks(2).run(retried_after, where, strategy, reduce) == [True, True]
 
 
 def order_of_metrics(counts: list) -> list:
@@ -179,24 +80,6 @@ def test_metrics_and_clock_count_real_samples_only(ranks):
         assert result[2] == alone[2] == [1, 11, 66]
 
 
-def all_masked() -> str:
-    net = shard_model(model(), build_mesh())
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    batch = {"inputs": torch.zeros(2, SEQ, dtype=torch.int64), "targets": torch.full((2, SEQ), -100)}
-    try:
-        microbatch_step(state, batch, loss_fn=loss_fn)
-    except StepError as error:
-        return f"{error} gradients left: {sum(p.grad is not None for p in net.parameters())}"
-    return "no error"
-
-
-def test_a_step_without_weight_raises_on_all_ranks_and_poisons_nothing(ranks):
-    first, second = ranks(2).run(all_masked)
-    assert "step 0: the weights of all ranks add up to 0" in first
-    assert "gradients left: 0" in first
-    assert first == second
-
-
 def plain_state():
     net = model()
     return new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -209,52 +92,6 @@ def test_gradients_of_before_are_dropped_and_parameters_stay():
         microbatch_step(state, ragged_batch(), loss_fn=loss_fn, microbatch_size=4)
     assert difference(torch.cat([p.grad.flatten() for p in state.params.values()])) <= TOLERANCE
     assert all(torch.equal(a, b) for a, b in zip(before, state.params.values(), strict=True))
-
-
-def first_error(where: str) -> str:
-    """What a loss that fails at the very first call is reported as."""
-    net = shard_model(model(), build_mesh(), blocks=(nn.Linear,))
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-    def broken(net: nn.Module, part: dict) -> LossSum:
-        if where == "after forward":
-            loss_fn(net, part)
-        raise KeyError("labels")
-
-    try:
-        microbatch_step(state, ragged_batch(), loss_fn=broken, microbatch_size=2)
-    except KeyError as error:
-        microbatch_step(state, ragged_batch(), loss_fn=loss_fn, microbatch_size=2)
-        return str(error)
-
-
-@pytest.mark.parametrize("where", ["before forward", "after forward"])
-def test_an_error_in_the_very_first_call_is_reported_as_it_is(ranks, where):
-    assert ranks(2).run(first_error, where) == ["'labels'"] * 2
-
-
-def reductions(microbatch_size: int, strategy: str) -> int:
-    """Reductions of gradients in one step."""
-    net = shard_model(model(), build_mesh(), strategy=strategy, blocks=(nn.Linear,))
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    seen = []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace in ("c10d", "_c10d_functional") and "reduce" in func.name():
-                seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
-    with Count():
-        microbatch_step(state, ragged_batch(), loss_fn=loss_fn, microbatch_size=microbatch_size)
-    return len(seen)
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
-def test_gradients_are_reduced_once_a_step_however_many_microbatches(ranks, strategy):
-    once = ranks(2).run(reductions, SAMPLES, strategy)
-    assert once[0] >= 4  # two linear units, the root with the embedding, and the weight
-    assert ranks(2).run(reductions, 1, strategy) == once
 
 
 def test_a_second_call_on_the_returned_state_takes_its_own_batch_and_size():

@@ -2,11 +2,13 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StaleStateError, StepError
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import new_state
 from dtrain.step.optimizer import apply_gradients, clip_grad_norm_, optimizer_step, set_lr_, tick
+from dtrain.tensors import gathered, local
 
 
 def state_with_gradient():
@@ -81,3 +83,60 @@ def test_set_lr_is_absolute_and_for_all_groups():
     optimizer = torch.optim.SGD([{"params": [net.weight], "lr": 1.0}, {"params": [net.bias], "lr": 2.0}])
     set_lr_(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def state_with(value: float):
+    state = state_with_gradient()
+    state.params["bias"].grad[1] = value
+    return state
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_nonfinite_gradients_raise_and_are_dropped(value):
+    state = state_with(value)
+    with pytest.raises(StepError, match=r"step 0: a gradient is not finite \(on this rank: bias\); lower the learning rate"):
+        apply_gradients(state, {}, nonfinite="raise")
+    assert all(p.grad is None for p in state.params.values())
+    state.check_fresh("here")
+
+
+def test_nonfinite_gradients_skip_the_update_and_say_so():
+    state = state_with(float("nan"))
+    before = {name: p.detach().clone() for name, p in state.params.items()}
+    state, metrics = apply_gradients(state, {}, nonfinite="skip")
+    assert all(torch.equal(before[name], p) for name, p in state.params.items())
+    assert metrics["skipped"].total == 1.0
+    _, metrics = apply_gradients(state_with_gradient(), {}, nonfinite="skip")
+    assert metrics["skipped"].total == 0.0
+
+
+def test_nonfinite_gradients_are_not_looked_for_unless_asked():
+    state, metrics = apply_gradients(state_with(float("nan")), {})
+    assert state.params["bias"].isnan().any()
+    assert metrics == {}
+
+
+def test_an_unknown_way_with_nonfinite_gradients_is_refused():
+    with pytest.raises(ConfigError, match="nonfinite must be 'allow', 'raise' or 'skip', got 'ignore'"):
+        apply_gradients(state_with_gradient(), {}, nonfinite="ignore")
+
+
+def one_rank_is_nan(how: str) -> list:
+    """Rank 1 alone has a shard with NaN."""
+    torch.manual_seed(0)
+    net = shard_model(nn.Linear(4, 4), build_mesh())
+    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    net(torch.ones(1, 4)).sum().backward()
+    if current().rank == 1:
+        local(state.params["weight"].grad)[0, 0] = float("nan")
+    before = gathered(state.params["weight"].detach()).clone()
+    try:
+        state, metrics = apply_gradients(state, {}, nonfinite=how)
+    except StepError as error:
+        return [str(error).split(" (on")[0]]
+    return [float(metrics["skipped"].total), torch.equal(before, gathered(state.params["weight"].detach()))]
+
+
+def test_one_rank_with_a_nonfinite_gradient_decides_for_all(ranks):
+    assert ranks(2).run(one_rank_is_nan, "skip") == [[1.0, True]] * 2
+    assert ranks(2).run(one_rank_is_nan, "raise") == [["apply_gradients: step 0: a gradient is not finite"]] * 2

@@ -85,10 +85,16 @@ def fill_missing(group: Any) -> tuple[list[int], list[int]]:
     return present, missing
 
 
-def sharded_param(group: Any, at: int) -> nn.Parameter:
-    """The parameter that the model and the optimizer hold for the one at position ``at`` of ``group``."""
-    found: nn.Parameter = group.fsdp_params[at].sharded_param
-    return found
+def sharded_params(group: Any) -> list[nn.Parameter]:
+    """The parameters of ``group`` as the model and the optimizer hold them."""
+    return [param.sharded_param for param in group.fsdp_params]
+
+
+def compute_dtypes(group: Any) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes in which ``group`` computes and reduces its gradients."""
+    stored, policy = group.fsdp_params[0].sharded_param.dtype, group.mp_policy
+    computed = policy.param_dtype or stored
+    return computed, policy.reduce_dtype or computed
 
 
 def reset(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dtrain.shard.fsdp2 import before_reduction, fill_missing, param_groups, reset, sharded_param
+from dtrain.shard.fsdp2 import before_reduction, fill_missing, param_groups, reset, sharded_params
 from dtrain.state import ShardSpec, TrainState
 
 _REDUCTION = "_dtrain_reduction"  # the attribute of a model that shard_model leaves its Reduction in
@@ -73,7 +73,7 @@ class Reduction:
         lacking = self._missing - self._present
         if not lacking:
             return whole
-        cut = {id(sharded_param(self._groups[index], at)) for index, at in lacking}
+        cut = {id(sharded_params(self._groups[index])[at]) for index, at in lacking}
         return [name for name, param in state.params.items() if id(param) in cut or name in whole]
 
     def _about_to_reduce(self, index: int) -> None:

@@ -43,7 +43,7 @@ class Step:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step over ``batch``: gradients, update, and one tick of the clock. Spends ``state``.
 
-        A step that raises leaves no gradient behind.
+        It leaves no gradient behind, also when a transform skips the update, or when it raises.
 
         Raises:
             StaleStateError: ``state`` was stepped already.
@@ -96,9 +96,8 @@ def compose_step(
         try:
             state, metrics = compute(state, batch)
             state, metrics = apply(state, metrics)
-        except BaseException:  # not to be caught here, only tidied up after
+        finally:  # those of an update that was skipped, or that raised, go too
             state.drop_gradients()
-            raise
         return tick(state), metrics
 
     return Step(transforms=tuple(transforms), run=run)

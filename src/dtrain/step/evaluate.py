@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from dtrain.batch import BatchSpec, count_batch, to_device, zeros_like_sample
+from dtrain.batch import BatchSpec, to_device, zeros_like_samples
 from dtrain.dist.collectives import all_gather_numbers
-from dtrain.errors import ConfigError, StepError
+from dtrain.errors import StepError
 from dtrain.shard.whole import evaluating
+from dtrain.step.parts import CountFn, samples_and_tokens
 from dtrain.types import Batch, LossFn, Metrics, add_metrics, metrics_of, no_metrics
 
 
-def evaluate(model: nn.Module, loader: Iterable[Batch], loss_fn: LossFn, *, batch_spec: BatchSpec | None = None) -> Metrics:
+def evaluate(
+    model: nn.Module,
+    loader: Iterable[Batch],
+    loss_fn: LossFn,
+    *,
+    batch_spec: BatchSpec | None = None,
+    count: CountFn | None = None,
+) -> Metrics:
     """The loss (and ``aux``) of ``model`` over all batches of ``loader``, as local sums; ``reduce_metrics`` makes means.
 
     Args:
@@ -22,6 +31,7 @@ def evaluate(model: nn.Module, loader: Iterable[Batch], loss_fn: LossFn, *, batc
         loader: this rank's batches, of any number and size; of a dtrain loader, one whole pass that leaves its position.
         loss_fn: the same function that training uses.
         batch_spec: where the batch axis is; None takes the first one.
+        count: samples of a batch that no ``batch_spec`` describes.
 
     Ranks may have different numbers of batches: one that has run out repeats a batch that does not count.
 
@@ -34,7 +44,7 @@ def evaluate(model: nn.Module, loader: Iterable[Batch], loss_fn: LossFn, *, batc
     device = next(model.parameters()).device
     metrics: Metrics = {}
     with evaluating(model):
-        for batch, real in _in_lockstep(loader, batch_spec):
+        for batch, real in _in_lockstep(loader, partial(samples_and_tokens, spec=batch_spec, count=count)):
             loss = loss_fn(model, to_device(batch, device))
             if real:
                 metrics = add_metrics(metrics, metrics_of(loss, device))
@@ -45,7 +55,7 @@ def evaluate(model: nn.Module, loader: Iterable[Batch], loss_fn: LossFn, *, batc
     return metrics
 
 
-def _in_lockstep(loader: Any, spec: BatchSpec | None) -> Iterator[tuple[Batch, bool]]:
+def _in_lockstep(loader: Any, counted: Callable[[Batch], tuple[int, int]]) -> Iterator[tuple[Batch, bool]]:
     """This rank's batches, then one that does not count for as long as another rank still has one.
 
     Yields:
@@ -57,13 +67,13 @@ def _in_lockstep(loader: Any, spec: BatchSpec | None) -> Iterator[tuple[Batch, b
         batch = next(batches, None)
         real, error = False, None
         try:
-            real = batch is not None and count_batch(batch, spec)[0] > 0
-        except ConfigError as problem:  # the others must not wait for this rank: it is raised below
+            real = batch is not None and counted(batch)[0] > 0
+        except Exception as problem:  # noqa: BLE001  # count may be the user's; raised below, when the others know of it
             error = problem
         if real:
             filler = batch
         elif filler is None and batch is not None and error is None:
-            filler = zeros_like_sample(batch)
+            filler = zeros_like_samples(batch)
         rows = all_gather_numbers([batch is not None, filler is None, error is not None])
         if error is not None:
             raise error

@@ -126,7 +126,7 @@ def _accumulate(
         else:
             with buffers_restored(state.model):  # it must not leave its mark in BatchNorm's statistics
                 loss = loss_fn(state.model, to_device(parts.filler(), state.device))
-            (weights.objective(loss) * 0.0).backward()
+                (weights.objective(loss) * 0.0).backward()
             metrics = add_metrics(metrics, no_metrics(loss, state.device))
     return metrics
 

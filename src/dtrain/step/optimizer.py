@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from dtrain.errors import ConfigError, StepError
 from dtrain.state import TrainState
-from dtrain.tensors import global_norm, scale_
-from dtrain.types import Metrics, Params
+from dtrain.tensors import global_norm, local, scale_
+from dtrain.types import Metrics, Params, as_metric
 
 
 def clip_grad_norm_(params: Params, max_norm: float, *, eps: float = 1e-6) -> Tensor:
@@ -39,21 +41,52 @@ def clip_grad_norm_(params: Params, max_norm: float, *, eps: float = 1e-6) -> Te
     return norm
 
 
-def apply_gradients(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+def apply_gradients(
+    state: TrainState, metrics: Metrics, *, nonfinite: Literal["allow", "raise", "skip"] = "allow"
+) -> tuple[TrainState, Metrics]:
     """Run the optimizer on the gradients in ``.grad`` and drop them. The clock does not move; see ``optimizer_step``.
 
-    Mutates: parameters, optimizer state, ``.grad`` (set to None); spends ``state``.
+    Args:
+        state: with gradients.
+        metrics: passed on; ``"skip"`` adds ``skipped``, 1 for a step without an update.
+        nonfinite: what to do when a gradient is infinite or NaN on any rank. ``"allow"`` does not look; ``"raise"`` raises on
+            all ranks; ``"skip"`` leaves parameters and optimizer as they are, on all ranks.
+            ``compose_step(..., update=partial(dt.apply_gradients, nonfinite="skip"))``.
+
+    Mutates: parameters, optimizer state, ``.grad`` (set to None); spends ``state`` (not if it raises).
+    Collective: none; ``"raise"`` and ``"skip"`` those of ``global_norm``.
+    Host sync: none; ``"raise"`` and ``"skip"`` one.
 
     Raises:
         StaleStateError: ``state`` was stepped already.
-        StepError: no parameter has a gradient.
+        StepError: no parameter has a gradient, or one that is not finite (``"raise"``); the gradients are dropped then.
+        ConfigError: another value of ``nonfinite``.
     """
     state.check_fresh("apply_gradients")
-    if all(param.grad is None for param in state.params.values()):
+    grads = [param.grad for param in state.params.values() if param.grad is not None]
+    if not grads:
         raise StepError("apply_gradients: no parameter has a gradient; call microbatch_step (or backward) before")
-    state.optimizer.step()
+    if nonfinite not in ("allow", "raise", "skip"):
+        raise ConfigError(f"apply_gradients: nonfinite must be 'allow', 'raise' or 'skip', got {nonfinite!r}")
+    # The global norm is the same number on every rank, so they all decide alike.
+    broken = nonfinite != "allow" and not _is_finite(global_norm(grads))
+    if broken and nonfinite == "raise":
+        names = [name for name, p in state.params.items() if p.grad is not None and not _is_finite(local(p.grad).sum())]
+        state.drop_gradients()
+        raise StepError(
+            f"apply_gradients: step {state.step}: a gradient is not finite (on this rank: {', '.join(names[:3]) or 'none'}"
+            f"{', ...' if len(names) > 3 else ''}); lower the learning rate, clip, or pass nonfinite='skip'"
+        )
+    if not broken:
+        state.optimizer.step()
     state.drop_gradients()
+    if nonfinite == "skip":
+        metrics = {**metrics, "skipped": as_metric(float(broken), 1.0, state.device)}
     return state.successor(), metrics
+
+
+def _is_finite(value: Tensor) -> bool:
+    return bool(torch.isfinite(value))
 
 
 def tick(state: TrainState) -> TrainState:

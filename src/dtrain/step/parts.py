@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from dtrain.batch import BatchSpec, count_batch, split_batch, zeros_like_sample
+from dtrain.batch import BatchSpec, count_batch, split_batch, zeros_like_samples
 from dtrain.dist.control import spare_sample
 from dtrain.errors import ConfigError
 from dtrain.types import Batch
@@ -39,7 +39,13 @@ class Parts:
         if self.parts:
             return self.parts[0]
         spare = spare_sample()
-        return zeros_like_sample(self.batch) if spare is None else spare
+        return zeros_like_samples(self.batch) if spare is None else spare
+
+
+def samples_and_tokens(batch: Batch, *, spec: BatchSpec | None, count: CountFn | None) -> tuple[int, int]:
+    """What ``batch`` counts: as ``count`` says, else by the description, else by its tensors (0 tokens)."""
+    counted = count_batch(batch, spec) if count is None else count(batch)
+    return (counted, 0) if isinstance(counted, int) else counted
 
 
 def cut(
@@ -50,8 +56,7 @@ def cut(
     Raises:
         ConfigError: a batch that cannot be counted or cut, or a ``split`` that gives no microbatch for some samples.
     """
-    counted = count_batch(batch, spec) if count is None else count(batch)
-    samples, tokens = (counted, 0) if isinstance(counted, int) else counted
+    samples, tokens = samples_and_tokens(batch, spec=spec, count=count)
     if samples == 0:
         return Parts(batch=batch, tokens=tokens)
     if microbatch_size is None:

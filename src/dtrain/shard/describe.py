@@ -1,0 +1,99 @@
+"""``describe``: how a model is laid out, as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from dtrain.names import clean_modules
+from dtrain.shard.fsdp2 import compute_dtypes, param_groups, sharded_params
+from dtrain.state import spec_of
+from dtrain.tensors import local, placement
+
+_HEAD = ("unit", "class", "tensors", "parameters", "bytes", "bytes here", "stored", "computed", "reduced", "placement")
+
+
+def describe(model: nn.Module) -> str:
+    """A table of the model's units, with their parameters, bytes, dtypes and placements, and the totals.
+
+    One row per unit, the parameters that were left out, and the buffers. ``bytes`` are of the whole tensors, ``bytes here``
+    those that this rank stores between steps; ``computed`` and ``reduced`` are the dtypes of forward and of gradient
+    reduction. A plain model is one row.
+
+    >>> print(describe(nn.Linear(2, 3)))
+    plain model
+    unit   class   tensors  parameters  bytes  bytes here  stored   computed  reduced  placement
+    model  Linear        2           9   36 B        36 B  float32  float32   -        whole
+    total                2           9   36 B        36 B
+
+    Collective: none. Host sync: none.
+    """
+    spec = spec_of(model)
+    rows = list(_unit_rows(model))
+    owned = {id(p) for group in param_groups(model) for p in sharded_params(group)}
+    rest = [p for p in model.parameters() if id(p) not in owned]
+    if rest:
+        whole = ("left out", "") if owned else ("model", type(model).__name__)
+        rows.append(_row(*whole, rest, computed=_dtypes(rest), reduced=_dtypes(rest) if owned else "-"))
+    params = [*(p for group in param_groups(model) for p in sharded_params(group)), *rest]
+    buffers = list(model.buffers())
+    if buffers:
+        rows.append(_row("buffers", "", buffers, computed="", reduced=spec.buffers if spec.mesh is not None else "-"))
+    total = _row("total", "", [*params, *buffers], computed="", reduced="")
+    rows.append((*total[:6], "", "", "", ""))
+    if spec.mesh is None:
+        head = "plain model"
+    else:
+        shape = ", ".join(f"{name}={size}" for name, size in zip(spec.mesh.mesh_dim_names or (), spec.mesh.shape, strict=False))
+        head = f"{spec.strategy} over {spec.data_ranks} ranks ({shape}), accumulate={spec.accumulate}, buffers={spec.buffers}"
+    return "\n".join([head, *_table([_HEAD, *rows])])
+
+
+def _unit_rows(model: nn.Module) -> Iterable[tuple[str, ...]]:
+    modules = {id(module): (name or "model", type(module).__name__) for name, module in clean_modules(model)}
+    for group in param_groups(model):
+        known = [modules.get(id(module), ("model", type(module).__name__)) for module in group.modules]
+        compute, reduce = compute_dtypes(group)
+        yield _row(
+            " + ".join(name for name, _ in known),
+            " + ".join(kind.removeprefix("FSDP") for _, kind in known),
+            sharded_params(group),
+            computed=_short(compute),
+            reduced=_short(reduce),
+        )
+
+
+def _row(name: str, kind: str, tensors: Sequence[Tensor], *, computed: str, reduced: str) -> tuple[str, ...]:
+    count = sum(tensor.numel() for tensor in tensors)
+    everywhere = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    here = sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
+    places = ", ".join(dict.fromkeys(placement(tensor) for tensor in tensors))
+    return name, kind, str(len(tensors)), f"{count:,}", _size(everywhere), _size(here), _dtypes(tensors), computed, reduced, places
+
+
+def _dtypes(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(dict.fromkeys(_short(tensor.dtype) for tensor in tensors))
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(count: int) -> str:
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    numbers = {2, 3, 4, 5}
+    return [
+        "  ".join(
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,190 @@
+"""What a step sends: counted, with bytes; and what FSDP2 would reduce wrongly without a word."""
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.dist.init import current
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import StepError
+from dtrain.observe.metrics import reduce_metrics
+from dtrain.shard import reduction
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.precision import Precision
+from dtrain.state import TrainState, new_state
+from dtrain.step.microbatch import microbatch_step
+from dtrain.step.optimizer import optimizer_step
+from dtrain.testing import count_collectives
+from shard.models import DIM, SAMPLES, WEIGHTS, Block, Fork, Forked, Stack, batch, difference, make, squared
+
+BLOCKS = 3
+
+
+class Row(nn.Module):
+    """Three equal blocks, each called once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(DIM, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+BLOCK_BYTES = 8 * (DIM * 9 + 9 + 9 * DIM + DIM)
+HEAD_BYTES = 8 * (DIM * 4 + 4)
+
+
+def state_of(net: nn.Module) -> TrainState:
+    return new_state(net, torch.optim.SGD(net.parameters(), lr=0.01))
+
+
+def traffic(strategy: str, accumulate: str, microbatches: int) -> dict[str, list]:
+    """Collectives of the second step (the first one's lazy set-up is over), those among one rank left out."""
+    mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
+    torch.manual_seed(0)
+    net = shard_model(Row().double(), mesh, strategy=strategy, accumulate=accumulate, blocks=(Block,))
+    state = state_of(net)
+    whole = batch("called twice", WEIGHTS)
+    for _ in range(2):
+        with count_collectives() as seen:
+            state, metrics = microbatch_step(state, whole, loss_fn=squared, microbatch_size=SAMPLES // microbatches)
+            state, metrics = optimizer_step(state, metrics)
+    with count_collectives() as logged:
+        reduce_metrics(metrics)
+    rows = [r for r in seen.records if r.group_size > 1]
+    weights = [r for r in rows if (r.op, r.bytes, r.dtype) == ("all_reduce", 8, "float64")]
+    grads = [r for r in rows if r.group != "control" and r not in weights]
+    return {
+        **{
+            op: [len(same := [r for r in grads if r.op == op]), sum(r.bytes for r in same)]
+            for op in ("all_gather", "reduce_scatter", "all_reduce")
+        },
+        "other": len([r for r in grads if r.op not in ("all_gather", "reduce_scatter", "all_reduce")]),
+        "control": [len([r for r in rows if r.group == "control"]), len(weights)],
+        "logging": logged.count(),
+    }
+
+
+MODEL_BYTES = BLOCKS * BLOCK_BYTES + HEAD_BYTES
+UNITS = BLOCKS + 1
+
+
+def padded(world: int) -> int:
+    """What the whole model is in a collective: every tensor's rows are padded to a multiple of the ranks."""
+    up = lambda n: -(-n // world) * world  # noqa: E731
+    block = up(9) * DIM + up(9) + up(DIM) * 9 + up(DIM)
+    return 8 * (BLOCKS * block + up(4) * DIM + up(4))
+
+
+def expected(strategy: str, accumulate: str, microbatches: int) -> dict[str, list]:
+    """By op: how often, and bytes, for four ranks.
+
+    A gather is per unit, and twice for blocks that are freed after forward; a reduction is per unit and step, or microbatch.
+    """
+    shards = {"full_shard": 4, "shard_grad_op": 4, "hybrid_shard": 2, "replicate": 1}[strategy]
+    frees = strategy in ("full_shard", "hybrid_shard")
+    reductions = 1 if accumulate == "local" else microbatches
+    whole = padded(shards)
+    head = 8 * (-(-4 // shards) * shards) * (DIM + 1)
+    gathers = microbatches * (2 * BLOCKS + 1) if frees else UNITS
+    gathered = microbatches * (2 * whole - head) if frees else whole
+    return {
+        "all_gather": [gathers, gathered] if shards > 1 else [0, 0],
+        "reduce_scatter": [UNITS * reductions, whole * reductions] if shards > 1 else [0, 0],
+        "all_reduce": [UNITS, whole // shards] if shards < 4 else [0, 0],
+        "other": 0,
+        "control": [2, 1],
+        "logging": 1,
+    }
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
+def test_a_step_sends_what_its_strategy_implies_and_no_more(ranks, strategy, accumulate, microbatches):
+    for found in ranks(4).run(traffic, strategy, accumulate, microbatches):
+        assert found == expected(strategy, accumulate, microbatches)
+
+
+def uneven(fill: bool) -> list:
+    """Ranks use different branches inside a unit; without zeros in place of what is missing, gradients do not fit together."""
+    if not fill:
+        reduction.fill_missing = lambda group: ([], [])
+    try:
+        net = shard_model(make("some unused"), build_mesh(), strategy="replicate", blocks=(Fork,))
+        state = state_of(net)
+        half = SAMPLES // 2
+        mine = slice(current().rank * half, (current().rank + 1) * half)
+        microbatch_step(state, {key: value[mine] for key, value in batch("some unused", WEIGHTS).items()}, loss_fn=squared)
+        return [difference("some unused", state.params), net.fork.never.weight.grad is None]
+    finally:
+        from dtrain.shard.fsdp2 import fill_missing
+
+        reduction.fill_missing = fill_missing
+
+
+def test_parameters_that_some_ranks_do_not_use_are_reduced_right_and_this_can_fail(ranks):
+    assert [[error <= 1e-12, unused] for error, unused in ranks(2).run(uneven, True)] == [[True, True]] * 2
+    assert min(error for error, _ in ranks(2).run(uneven, False)) > 1e-3
+
+
+def late_branch(accumulate: str) -> float:
+    """In the wider dtype of reductions: a parameter that is used in the last microbatch only meets sums of earlier ones."""
+    net = shard_model(
+        make("some unused").float(),
+        build_mesh(),
+        accumulate=accumulate,
+        blocks=(Fork,),
+        precision=Precision(param="bf16", reduce="fp32"),
+    )
+    state = state_of(net)
+    whole = {key: value.float() for key, value in batch("some unused", WEIGHTS).items()}
+    microbatch_step(state, whole, loss_fn=squared, microbatch_size=2)
+    return difference("some unused", state.params)
+
+
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+def test_a_parameter_that_only_late_microbatches_use_meets_wider_sums(ranks, accumulate):
+    assert max(ranks(2).run(late_branch, accumulate)) < 0.05  # bfloat16 has 8 bits
+
+
+class Skipping(Stack):
+    """Rank 1 runs two equal blocks in another order."""
+
+    def forward(self, x):
+        order = (0, 1, 2) if current().rank == 0 else (0, 2, 1)
+        for at in order:
+            x = self.blocks[at](x)
+        return self.head(x)
+
+
+def other_order() -> str:
+    net = shard_model(Skipping().double(), build_mesh(), strategy="replicate", blocks=(Block,))
+    state = state_of(net)
+    try:
+        microbatch_step(state, batch("called twice", WEIGHTS), loss_fn=squared)
+    except StepError as error:
+        return f"{error} left: {sum(p.grad is not None for p in net.parameters())}"
+    return "no error"
+
+
+def test_units_in_another_order_on_one_rank_are_an_error_on_all(ranks):
+    first, second = ranks(2).run(other_order)
+    assert "step: rank 1 ran other units of the model than rank 0, or in another order" in first
+    assert first == second
+    assert first.endswith("left: 0")
+
+
+def forked_on_one_rank() -> bool:
+    net = shard_model(Forked().double(), build_mesh(), blocks=(Fork,))
+    state = state_of(net)
+    microbatch_step(state, batch("some unused", WEIGHTS), loss_fn=squared, microbatch_size=3)
+    return net.fork.never.weight.grad is None
+
+
+def test_a_parameter_that_nobody_uses_has_no_gradient_on_one_rank_either(ranks):
+    assert ranks(1).run(forked_on_one_rank) == [True]

@@ -1,0 +1,88 @@
+"""Cutting a plain model into units: pure functions, no ranks."""
+
+import pytest
+from torch import nn
+
+from dtrain.errors import ConfigError
+from dtrain.names import clean_modules
+from dtrain.shard.units import plan_layout
+from shard.models import Block, Scaled, Stack, Tied
+
+
+def units(model: nn.Module, blocks) -> list[str]:
+    names = {id(module): name or "model" for name, module in clean_modules(model)}
+    return [" ".join(names[id(module)] for module in modules) for modules in plan_layout(model, blocks, ()).units]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ((), ["model"]),
+        ((Block,), ["blocks.0", "blocks.1", "blocks.2", "model"]),
+        (Block, ["blocks.0", "blocks.1", "blocks.2", "model"]),
+        ("head", ["head", "model"]),
+        (("blocks.0", Block), ["blocks.0", "blocks.1", "blocks.2", "model"]),
+        (lambda name, module: name == "blocks.1", ["blocks.1", "model"]),
+        (("blocks.0", "blocks.*.up"), ["blocks.0.up", "blocks.1.up", "blocks.2.up", "blocks.0", "model"]),
+        ((Stack, "head"), ["head", "model"]),
+    ],
+    ids=["none", "class", "bare class", "name", "both", "predicate", "nested", "the model itself"],
+)
+def test_blocks_by_class_name_or_predicate(blocks, expected):
+    found = units(Stack(), blocks)
+    assert sorted(found) == sorted(expected)
+    assert found[-1] == "model"
+    assert all(found.index(inner) < found.index(outer) for inner in found for outer in found if inner.startswith(f"{outer}."))
+
+
+def test_tied_parameters_across_units_get_a_unit_of_their_own_before_those():
+    found = units(Tied(), ("first", "last"))
+    assert found.index("first.0 last.1") < found.index("first")
+    assert sorted(found) == ["first", "first.0 last.1", "last", "model"]
+    assert units(Tied(), (Block,)) == ["first.1", "last.0", "model"], "both in the model's own unit: nothing to do"
+
+
+def test_three_modules_that_share_two_parameters_are_one_unit():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight, net[2].bias = net[0].weight, net[1].bias
+    first, last = units(net, (nn.Linear,))
+    assert (sorted(first.split()), last) == (["0", "1", "2"], "model")
+
+
+def test_scalars_and_named_parameters_are_left_out():
+    assert sorted(plan_layout(Scaled(), (), ()).left_out) == ["temperature"]
+    assert sorted(plan_layout(Scaled(), (), "head.*").left_out) == ["head.bias", "head.weight", "temperature"]
+    assert sorted(plan_layout(Scaled(), (), lambda name, p: p.ndim == 1).left_out) == [
+        "block.down.bias", "block.up.bias", "head.bias", "temperature",
+    ]  # fmt: skip
+
+
+def nested_ties() -> nn.Module:
+    net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    net[0].register_parameter("own", net[0][0].weight)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks", "leave_out", "message"),
+    [
+        (Stack, (nn.Conv2d,), (), "blocks names Conv2d, but the model has no such module"),
+        (Stack, ("blocks.7",), (), "blocks names 'blocks.7', but the model has no such module"),
+        (Stack, ("blocks",), (), "blocks picks 'blocks', a ModuleList without forward; pick what is inside it"),
+        (Stack, (3,), (), r"takes module classes, names, or one function of \(name, module\), got 3"),
+        (Stack, lambda name, module: False, (), "a function that picks no module"),
+        (Stack, (), ("tail.*",), r"leave_out names 'tail.\*', but no parameter has such a name"),
+        (Stack, (), (4,), "leave_out: patterns of names are text, got 4"),
+        (nested_ties, ("0.0",), (), "one contains the other"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(model, blocks, leave_out, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_layout(model(), blocks, leave_out)
+
+
+def test_ties_of_the_model_itself_with_a_block_are_refused():
+    net = Stack()
+    net.register_parameter("own", net.blocks[0].up.weight)
+    with pytest.raises(ConfigError, match="one contains the other"):
+        plan_layout(net, (Block,), ())
