@@ -15,6 +15,7 @@ from dtrain.state import new_state
 from dtrain.step.evaluate import evaluate
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import optimizer_step
+from dtrain.types import LossSum
 
 DATA = torch.arange(26.0, dtype=torch.float64).reshape(13, 2)
 LOSS = mean_loss(lambda model, x: model(x).mean(), weight=len)

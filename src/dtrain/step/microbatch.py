@@ -133,7 +133,7 @@ def _accumulate(
 
 def _settle(state: TrainState, reduction: Reduction, buffers: BufferWatch, weights: Weights, metrics: Metrics) -> None:
     """After backward: agree on what it left, reduce what FSDP2 does not, divide by the global weight."""
-    fault = weights.broken(metrics)
+    fault = weights.broken(state, metrics)
     if state.spec.mesh is not None or fault:
         missing = reduction.missing(state)
         outcome = agree_after_backward(order=reduction.order, missing=missing, changed=buffers.changed(), fault=fault)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -53,18 +54,19 @@ class Weights:
         parts = [total * self.factors[name].to(total.dtype) for name, total in sums.items()]
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
-    def kept(self, metrics: Metrics) -> Tensor:
-        """Whether the losses came with the promised weights: bool ``[]`` on the device."""
-        off = [(metrics[name].weight - weight).abs() - _SLACK * weight.abs() for name, weight in self.local.items()]
-        return torch.stack(off).max() <= 0
+    def broken(self, state: TrainState, metrics: Metrics) -> bool:
+        """Whether the losses surely came with other weights than promised; on a GPU the next step learns it, as of weight zero.
 
-    def broken(self, metrics: Metrics) -> bool:
-        """Whether they surely did not. On a GPU this is not known yet: ``divide_`` sends it after the weight."""
-        if self.loss is None or self.loss.device.type != "cpu":
+        Mutates: ``state.shared.weight``, which takes the promised weight to the host, or NaN.
+        """
+        if self.loss is None:
             return False
-        seen = HostScalar(self.loss.device)
-        seen.post(self.kept(metrics))
-        return seen.peek() == 0.0
+        off = [(metrics[name].weight - weight).abs() - _SLACK * weight.abs() for name, weight in self.local.items()]
+        value = _to_host(state, torch.where(torch.stack(off).max() <= 0, self.loss, torch.nan))
+        if value is None or not math.isnan(value):
+            return False
+        _host(state, self.loss.device).clear()
+        return True
 
 
 def promised(weight_fn: WeightFn | None, batch: Batch) -> dict[str, Tensor | float]:
@@ -103,22 +105,36 @@ def divide_(state: TrainState, weights: Weights, metrics: Metrics) -> None:
     Mutates: ``.grad``. Collective: one all-reduce of float64 ``[]``, unless ``weight_fn`` promised the weight.
     Host sync: none. On a GPU the weight reaches the host late: the gradient is zero now, and the next step raises.
     """
-    if weights.loss is not None:
-        weight = torch.where(weights.kept(metrics), weights.loss, torch.nan)
-    else:
+    if weights.loss is None:
         weight = _summed(metrics["loss"].weight)
         # Nothing is known of the weight here without waiting for the device: zero must not poison the parameters with NaN.
         grads = [param.grad for param in state.params.values() if param.grad is not None]
         scale_(grads, torch.where(weight > 0, 1.0 / weight, 0.0))
-    host = state.shared.weight = state.shared.weight or HostScalar(weight.device)
-    host.post(weight)
-    value = host.peek() if weight.device.type == "cpu" else None
+        value = _to_host(state, weight)
+    else:
+        value = _seen(state, weights.loss)
     if value is not None and not value > 0:
-        host.clear()
+        _host(state, state.device).clear()
         raise StepError(
             f"microbatch_step: step {state.step}: the weights of all ranks add up to {value:g}, so the mean loss is undefined; "
             "look for a batch in which everything is masked"
         )
+
+
+def _host(state: TrainState, device: torch.device) -> HostScalar:
+    """The run's one scalar on its way to the host, made on first use."""
+    state.shared.weight = state.shared.weight or HostScalar(device)
+    return state.shared.weight
+
+
+def _to_host(state: TrainState, value: Tensor) -> float | None:
+    """Send ``value`` ``[]`` to the host; what arrives there at once, which is nothing on a GPU."""
+    _host(state, value.device).post(value)
+    return _seen(state, value)
+
+
+def _seen(state: TrainState, value: Tensor) -> float | None:
+    return _host(state, value.device).peek() if value.device.type == "cpu" else None
 
 
 def _summed(local: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+"""A step of ours never makes the host wait for the device: no more than the bare fused optimizer does, which is not at all."""
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.algorithms.clip import clip_by_norm
+from dtrain.algorithms.ema import ema
+from dtrain.algorithms.scale_lr import scale_lr
+from dtrain.dist.mesh import build_mesh
+from dtrain.losses import token_cross_entropy
+from dtrain.observe.metrics import reduce_metrics
+from dtrain.schedules.basic import linear
+from dtrain.shard.fsdp import shard_model
+from dtrain.step.compose import compose_step
+from dtrain.step.microbatch import microbatch_step
+from dtrain.testing import count_host_syncs
+from dtrain.types import LossSum
+
+VOCAB = 11
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, 8), nn.Linear(8, VOCAB))
+
+
+def batch() -> dict:
+    ids = torch.randint(VOCAB, (4, 5), generator=torch.Generator().manual_seed(0))
+    return {"inputs": ids, "targets": ids.roll(1, 1)}
+
+
+def loss_fn(net: nn.Module, part: dict) -> LossSum:
+    loss = token_cross_entropy(net(part["inputs"]), part["targets"])
+    return LossSum(
+        total=loss.total, weight=loss.weight, terms={"small": (loss.total * 0.1, loss.weight)}, aux={"one": (1.0, 1.0)}
+    )
+
+
+def weight_fn(whole: dict) -> dict:
+    count = (whole["targets"] != -100).sum()
+    return {"loss": count, "small": count}
+
+
+def bare() -> list[str]:
+    """The same optimizer on the same gradients, nothing else."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+    for _ in range(2):
+        loss_fn(net, batch()).total.backward()
+        with count_host_syncs() as seen:
+            optimizer.step()
+    return [str(call) for call in seen.calls]
+
+
+def in_a_step(sharded: bool) -> list[str]:
+    net = shard_model(model(), build_mesh(), blocks=(nn.Linear,)) if sharded else model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+
+    def grad(state, batch, **options):
+        return microbatch_step(state, batch, microbatch_size=2, weight_fn=weight_fn, **options)
+
+    step = compose_step(loss_fn, [scale_lr(linear(1.0, 0.1, 10)), clip_by_norm(1.0), ema(0.9)], grad=grad)
+    state = step.init(net, optimizer)
+    state, _ = step(state, batch())  # the optimizer makes its state
+    with count_host_syncs() as seen:
+        state, metrics = step(state, batch())
+    reduce_metrics(metrics)
+    return [str(call) for call in seen.calls]
+
+
+def test_a_step_waits_no_more_than_the_bare_optimizer():
+    assert in_a_step(False) == bare() == []
+
+
+def test_a_sharded_step_on_several_ranks_does_not_wait_either(ranks):
+    assert ranks(2).run(in_a_step, True) == [[], []]
+
+
+def test_the_count_can_fail_on_a_cpu():
+    with count_host_syncs() as seen:
+        float(torch.ones(()))
+        torch.ones(2).tolist()
+    assert seen.count == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_on_a_gpu_raises_no_sync_warning_of_cuda():
+    net = model().cuda()
+    step = compose_step(
+        lambda net, part: token_cross_entropy(net(part["inputs"]), part["targets"]), [clip_by_norm(1.0), ema(0.9)]
+    )
+    state = step.init(net, torch.optim.AdamW(net.parameters(), lr=0.01, fused=True))
+    on_device = {key: value.cuda() for key, value in batch().items()}
+    state, _ = step(state, on_device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        state, _ = step(state, on_device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.step == 2
