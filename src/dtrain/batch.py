@@ -92,19 +92,19 @@ def count_samples(batch: Batch) -> int:
     Raises:
         ConfigError: no tensor, or tensors that disagree; with the shapes.
     """
-    shapes = {path: tuple(leaf.shape) for path, leaf in _tensors(batch, "batch") if leaf.ndim > 0}
-    if not shapes:
+    sizes = {leaf.shape[0] for leaf in tensors_of(batch) if leaf.ndim > 0}
+    if len(sizes) == 1:
+        return sizes.pop()
+    if not sizes:
         raise ConfigError(
             f"batch: found no tensor to cut in a {type(batch).__name__}; give tensors, mappings or sequences "
             "of them, describe the batch with batch_spec, or pass count= and split="
         )
-    if len({shape[0] for shape in shapes.values()}) > 1:
-        shown = ", ".join(f"{path}{list(shape)}" for path, shape in shapes.items())
-        raise ConfigError(
-            f"batch: the first axis must be the batch axis in every tensor, got {shown}; describe it with batch_spec, or pass count= "
-            "and split="
-        )
-    return next(iter(shapes.values()))[0]
+    shown = ", ".join(f"{path}{list(leaf.shape)}" for path, leaf in _tensors(batch, "batch") if leaf.ndim > 0)
+    raise ConfigError(
+        f"batch: the first axis must be the batch axis in every tensor, got {shown}; describe it with batch_spec, or pass "
+        "count= and split="
+    )
 
 
 def count_batch(batch: Batch, spec: BatchSpec | None = None) -> tuple[int, int]:
@@ -142,6 +142,10 @@ def split_batch(batch: Batch, microbatch_size: int, *, spec: BatchSpec | None = 
     if isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1:
         raise ConfigError(f"split_batch: needs a whole number of at least 1, got {microbatch_size=}")
     samples, _ = count_batch(batch, spec)
+    if spec is None and samples and type(batch) is dict and all(isinstance(v, Tensor) and v.ndim for v in batch.values()):
+        # The usual batch, in one call per tensor.
+        rows = zip(*(leaf.split(microbatch_size) for leaf in batch.values()), strict=True)
+        return [dict(zip(batch, row, strict=True)) for row in rows]
     starts = range(0, samples, microbatch_size)
     return [narrow_batch(batch, start, min(microbatch_size, samples - start), spec) for start in starts]
 
@@ -185,6 +189,18 @@ def _map(value: Any, fn: Callable[[Any], Any], of_tensordict: Callable[[Any], An
     if isinstance(value, _PER_SAMPLE) and any(True for _ in _tensors(value, "")):
         return type(value)(_map(item, fn, of_tensordict) for item in value)
     return fn(value)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a batch."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping) or _is_tensordict(value):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for item in value:
+            yield from tensors_of(item)
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -167,17 +167,27 @@ class TrainState:
     def successor(self, **changes: Any) -> TrainState:
         """The state after an update, with ``changes``; from now on this one is spent."""
         self.shared.generation += 1
-        return replace(self, generation=self.shared.generation, **changes)
+        return self.but(generation=self.shared.generation, **changes)
+
+    def but(self, **changes: Any) -> TrainState:
+        """This state with other values in some fields. A step does this several times, and ``dataclasses.replace`` is slow."""
+        made = object.__new__(TrainState)
+        for name in _FIELDS:
+            object.__setattr__(made, name, changes[name] if name in changes else getattr(self, name))
+        return made
 
     def with_slice(self, name: str, content: Slice) -> TrainState:
         """This state with the slice of one transform replaced."""
-        return replace(self, slices={**self.slices, name: content})
+        return self.but(slices={**self.slices, name: content})
 
     def __repr__(self) -> str:
         return (
             f"TrainState(step={self.step}, params={len(self.params)}, strategy={self.spec.strategy!r}, "
             f"optimizer={type(self.optimizer).__name__}, slices={sorted(self.slices)}, seed={self.seed})"
         )
+
+
+_FIELDS = tuple(f.name for f in fields(TrainState))
 
 
 def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0) -> TrainState:

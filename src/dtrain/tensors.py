@@ -126,6 +126,9 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[_sharded_on(tensor)].append(local(tensor))
+    if len(groups) == 1 and None in groups:  # nothing is sharded: one norm of norms
+        whole: Tensor = torch.linalg.vector_norm(torch.stack(_norms(groups[None])))
+        return whole
     squares = [_reduced_square(shards, where) for where, shards in groups.items()]
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
@@ -138,9 +141,16 @@ def _sharded_on(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     return (tensor.device_mesh, tuple(axes)) if axes else None
 
 
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Their norms, in one dtype that is at least float32."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    norms = torch._foreach_norm(tensors) if dtypes == {wide} else torch._foreach_norm(tensors, 2.0, dtype=wide)
+    return list(norms)
+
+
 def _reduced_square(shards: list[Tensor], where: tuple[DeviceMesh, tuple[int, ...]] | None) -> Tensor:
-    wide = torch.float64 if any(s.dtype == torch.float64 for s in shards) else torch.float32
-    square = torch.stack(torch._foreach_norm(shards, 2.0, dtype=wide)).square().sum()
+    square = torch.stack(_norms(shards)).square().sum()
     if where is not None:
         mesh, axes = where
         for axis in axes:

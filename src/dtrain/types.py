@@ -80,17 +80,6 @@ def as_metric(total: Tensor | float, weight: Tensor | float, device: torch.devic
     return Metric(scalar(total), scalar(weight))
 
 
-def metrics_of(loss: LossSum, device: torch.device) -> Metrics:
-    """The metrics of one microbatch: its ``loss``, ``terms`` and ``aux``."""
-    sums = {"loss": (loss.total, loss.weight), **loss.terms, **loss.aux}
-    return {name: as_metric(total, weight, device) for name, (total, weight) in sums.items()}
-
-
-def no_metrics(loss: LossSum, device: torch.device) -> Metrics:
-    """The metrics of a microbatch that does not count: the same names, nothing in them."""
-    return {name: as_metric(0.0, 0.0, device) for name in ("loss", *loss.terms, *loss.aux)}
-
-
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:
     """The union of two metrics, totals and weights of a shared name added."""
     both = {name: Metric(a[name].total + b[name].total, a[name].weight + b[name].weight) for name in a if name in b}

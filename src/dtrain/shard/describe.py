@@ -69,7 +69,18 @@ def _row(name: str, kind: str, tensors: Sequence[Tensor], *, computed: str, redu
     everywhere = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     here = sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
     places = ", ".join(dict.fromkeys(placement(tensor) for tensor in tensors))
-    return name, kind, str(len(tensors)), f"{count:,}", _size(everywhere), _size(here), _dtypes(tensors), computed, reduced, places
+    return (
+        name,
+        kind,
+        str(len(tensors)),
+        f"{count:,}",
+        _size(everywhere),
+        _size(here),
+        _dtypes(tensors),
+        computed,
+        reduced,
+        places,
+    )
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> str:

@@ -91,7 +91,10 @@ def watch_reductions(model: nn.Module, spec: ShardSpec) -> None:
 def reduction_of(model: nn.Module) -> Reduction:
     """The ``Reduction`` of a model; one without effect when ``shard_model`` never saw it."""
     found = getattr(model, _REDUCTION, None)
-    return found if isinstance(found, Reduction) else Reduction(model, ShardSpec())
+    return found if isinstance(found, Reduction) else _NOTHING
+
+
+_NOTHING = Reduction(nn.Identity(), ShardSpec())
 
 
 def reduce_whole_(grads: Sequence[Tensor]) -> None:

@@ -123,7 +123,10 @@ def watch_buffers(model: nn.Module, spec: ShardSpec) -> None:
 def buffers_of(model: nn.Module) -> BufferWatch:
     """The ``BufferWatch`` of a model; one that watches nothing when ``shard_model`` never saw it."""
     found = getattr(model, _WATCH, None)
-    return found if isinstance(found, BufferWatch) else BufferWatch(model, ShardSpec())
+    return found if isinstance(found, BufferWatch) else _NOTHING
+
+
+_NOTHING = BufferWatch(nn.Identity(), ShardSpec())
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from dtrain.dist.collectives import all_gather_numbers
 from dtrain.errors import StepError
 from dtrain.shard.whole import evaluating
 from dtrain.step.parts import CountFn, samples_and_tokens
-from dtrain.types import Batch, LossFn, Metrics, add_metrics, metrics_of, no_metrics
+from dtrain.step.sums import Sums
+from dtrain.types import Batch, LossFn, Metrics
 
 
 def evaluate(
@@ -42,17 +43,18 @@ def evaluate(
         StepError: no rank has a batch, or one rank has none to take part with.
     """
     device = next(model.parameters()).device
-    metrics: Metrics = {}
+    sums, any_batch = Sums(device), False
     with evaluating(model):
         for batch, real in _in_lockstep(loader, partial(samples_and_tokens, spec=batch_spec, count=count)):
             loss = loss_fn(model, to_device(batch, device))
+            any_batch = True
             if real:
-                metrics = add_metrics(metrics, metrics_of(loss, device))
-            elif not metrics:
-                metrics = no_metrics(loss, device)
-    if not metrics:
+                sums.add(loss)
+            else:
+                sums.name(loss)
+    if not any_batch:
         raise StepError("evaluate: the loader gave no batch on any rank")
-    return metrics
+    return sums.metrics()
 
 
 def _in_lockstep(loader: Any, counted: Callable[[Batch], tuple[int, int]]) -> Iterator[tuple[Batch, bool]]:

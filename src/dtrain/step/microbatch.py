@@ -15,8 +15,9 @@ from dtrain.shard.reduction import Reduction, reduce_whole_, reduction_of
 from dtrain.shard.replicas import BufferWatch, buffers_of, buffers_restored
 from dtrain.state import TrainState
 from dtrain.step.parts import CountFn, Parts, SplitFn, cut
+from dtrain.step.sums import Sums
 from dtrain.step.weights import Weights, divide_, global_weights, promised
-from dtrain.types import Batch, LossFn, Metrics, WeightFn, add_metrics, metrics_of, no_metrics
+from dtrain.types import Batch, LossFn, Metrics, WeightFn
 
 
 def microbatch_step(
@@ -88,7 +89,7 @@ def microbatch_step(
         reduction.abort()
         state.drop_gradients()
         raise
-    return replace(state, tally=tally), metrics
+    return state.but(tally=tally), metrics
 
 
 def _check_laid_out(state: TrainState) -> None:
@@ -116,19 +117,22 @@ def _accumulate(
     state: TrainState, parts: Parts, microbatches: int, loss_fn: LossFn, reduction: Reduction, weights: Weights
 ) -> Metrics:
     """Forward and backward of every microbatch; those beyond this rank's own count nothing."""
-    metrics: Metrics = {}
+    device = state.device
+    away = not parts.lie_on(device)
+    sums = Sums(device)
     for index in range(microbatches):
         reduction.before_microbatch(last=index == microbatches - 1)
         if index < len(parts):
-            loss = loss_fn(state.model, to_device(parts.parts[index], state.device))
+            part = parts.parts[index]
+            loss = loss_fn(state.model, to_device(part, device) if away else part)
             weights.objective(loss).backward()
-            metrics = add_metrics(metrics, metrics_of(loss, state.device))
+            sums.add(loss)
         else:
             with buffers_restored(state.model):  # it must not leave its mark in BatchNorm's statistics
-                loss = loss_fn(state.model, to_device(parts.filler(), state.device))
+                loss = loss_fn(state.model, to_device(parts.filler(), device))
                 (weights.objective(loss) * 0.0).backward()
-            metrics = add_metrics(metrics, no_metrics(loss, state.device))
-    return metrics
+            sums.name(loss)
+    return sums.metrics()
 
 
 def _settle(state: TrainState, reduction: Reduction, buffers: BufferWatch, weights: Weights, metrics: Metrics) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from dtrain.batch import BatchSpec, count_batch, split_batch, zeros_like_samples
+import torch
+
+from dtrain.batch import BatchSpec, count_batch, split_batch, tensors_of, zeros_like_samples
 from dtrain.dist.control import spare_sample
 from dtrain.errors import ConfigError
 from dtrain.types import Batch
@@ -29,6 +31,10 @@ class Parts:
 
     def __len__(self) -> int:
         return len(self.parts)
+
+    def lie_on(self, device: torch.device) -> bool:
+        """Whether every tensor of the batch, and so of its parts, is on ``device``."""
+        return all(leaf.device == device for leaf in tensors_of(self.batch))
 
     def filler(self) -> Batch:
         """A microbatch to run at weight zero: this batch's first, else the sample that the loader spared, else one of zeros.
