@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dtrain.errors import ConfigError
@@ -63,6 +63,9 @@ class Duration:
         return f"{self.value}{self.unit}"
 
 
+_COUNTS = ("step", "epoch", "step_in_epoch", "samples", "tokens", "seconds")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
     """How far training has come. All counts are global (summed over ranks) and exact.
@@ -88,8 +91,16 @@ class Clock:
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
             seconds=self.seconds + seconds,
-            before=replace(self, before=None),
+            before=self if self.before is None else self._alone(),
         )
+
+    def _alone(self) -> Clock:
+        """This clock without the one before it: a chain of all clocks of a run would never be freed."""
+        made = object.__new__(Clock)
+        for name in _COUNTS:
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "before", None)
+        return made
 
     def crossed(self, interval: Duration | int | str) -> bool:
         """Whether the last tick crossed a boundary of ``interval``, whatever the size of the tick.
@@ -106,4 +117,4 @@ class Clock:
 
     def state_dict(self) -> dict[str, Any]:
         """The counts as plain data, without ``before``."""
-        return {name: getattr(self, name) for name in ("step", "epoch", "step_in_epoch", "samples", "tokens", "seconds")}
+        return {name: getattr(self, name) for name in _COUNTS}

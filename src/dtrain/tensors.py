@@ -99,16 +99,18 @@ def lerp_(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -
         torch._foreach_lerp_([local(t) for t in targets], [local(s) for s in sources], weight)
 
 
-def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply every tensor by the scalar ``factor`` ``[]``, in each tensor's own dtype, without a host sync.
+def scale_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply every tensor by ``factor``, a number or a scalar ``[]``, in each tensor's own dtype, without a host sync.
 
     Mutates: ``tensors``.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        by_dtype[tensor.dtype].append(local(tensor))
-    for dtype, group in by_dtype.items():
-        torch._foreach_mul_(group, factor.to(dtype))
+    shards = [local(tensor) for tensor in tensors]
+    if not isinstance(factor, Tensor):
+        if shards:
+            torch._foreach_mul_(shards, factor)
+        return
+    for dtype in {shard.dtype: None for shard in shards}:
+        torch._foreach_mul_([shard for shard in shards if shard.dtype == dtype], factor.to(dtype))
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -83,3 +83,17 @@ class Transform:
 def context_for(state: TrainState, name: str) -> StepContext:
     """The ``StepContext`` of the transform ``name`` for the step that ``state`` is about to make."""
     return StepContext(state=state, generator=generator(state.device, state.seed, name, state.step, state.spec.data_rank))
+
+
+def check_transform(value: Any, where: str, right: str) -> None:
+    """Refuse what is no ``Transform``, and show the right code: ``right`` with a transform in place of ``{}``.
+
+    Raises:
+        ConfigError: ``value`` is a function that makes a transform and was not called, or something else.
+    """
+    if isinstance(value, Transform):
+        return
+    if callable(value) and not isinstance(value, type):
+        name = getattr(value, "__name__", type(value).__name__)
+        raise ConfigError(f"{where}: got the function {name}, not what it makes; call it: {right.format(f'dt.{name}(...)')}")
+    raise ConfigError(f"{where}: needs a Transform, got {value!r}; as in {right.format('dt.ema(0.999)')}")

@@ -55,11 +55,54 @@ def test_ema_refuses_a_decay(decay):
         dt.ema(decay)
 
 
+def test_ema_reads_a_schedule_at_the_step_about_to_run():
+    step = dt.compose_step(LOSS, [dt.ema(lambda t: (0.0, 0.75)[int(t)])])
+    state, _ = step(begin(step), BATCH)
+    assert state.slices["ema"]["params"]["weight"].item() == 3.5
+    state, _ = step(state, BATCH)
+    assert state.slices["ema"]["params"]["weight"].item() == 0.75 * 3.5 + 0.25 * 3.0
+
+
+def test_ema_refuses_a_scheduled_decay_before_anything_changes():
+    step = dt.compose_step(LOSS, [dt.ema(lambda t: 1.0 + t)])
+    state = begin(step)
+    with pytest.raises(ConfigError, match=r"needs 0 <= decay < 1, got decay=1\.0"):
+        step(state, BATCH)
+    assert (weight(state), state.slices["ema"]["params"]["weight"].item()) == (4.0, 4.0)
+
+
 def test_clipping_limits_the_step_and_reports_the_norm_before():
     step = dt.compose_step(LOSS, [dt.clip_by_norm(0.25, eps=0.0)])
     state, metrics = step(begin(step), BATCH)
     assert weight(state) == 4.0 - 0.5 * 0.25
     assert dt.reduce_metrics(metrics)["grad_norm"] == 1.0
+
+
+def test_clipping_reads_a_schedule_at_the_step_about_to_run():
+    step = dt.compose_step(LOSS, [dt.clip_by_norm(lambda t: (0.5, 0.25)[int(t)], eps=0.0)])
+    state, _ = step(begin(step), BATCH)
+    assert weight(state) == 4.0 - 0.5 * 0.5
+    state, _ = step(state, BATCH)
+    assert weight(state) == 4.0 - 0.5 * 0.5 - 0.5 * 0.25
+
+
+def test_clipping_refuses_a_norm_from_a_schedule():
+    step = dt.compose_step(LOSS, [dt.clip_by_norm(lambda t: -1.0)])
+    with pytest.raises(ConfigError, match=r"needs a positive max_norm, got max_norm=-1\.0"):
+        step(begin(step), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dt.clip_by_norm("1"), "clip_by_norm: max_norm: needs a number or a schedule .*, got '1'"),
+        (lambda: dt.ema(None), "ema: decay: needs a number or a schedule .*, got None"),
+        (lambda: dt.scale_lr(True), "scale_lr: schedule: needs a number or a schedule .*, got True"),
+    ],
+)
+def test_a_hyperparameter_is_a_number_or_a_schedule(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
 
 
 def test_clipping_refuses_a_norm():
@@ -80,12 +123,14 @@ def test_scale_lr_uses_the_value_of_the_step_about_to_run():
 
 def test_scale_lr_scales_each_group_from_its_own_rate():
     model = nn.Linear(1, 1)
+    for param in model.parameters():
+        nn.init.constant_(param, 4.0)
     optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 1.0}, {"params": [model.bias], "lr": 0.1}])
     step = dt.compose_step(LOSS, [dt.scale_lr(lambda t: 0.5)])
     state = step.init(model, optimizer)
     for _ in range(2):
         state, _ = step(state, BATCH)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.05]
+    assert (model.weight.item(), model.bias.item()) == pytest.approx((4.0 - 2 * 0.5, 4.0 - 2 * 0.05))
 
 
 def test_scale_lr_agrees_with_lambda_lr():
@@ -95,7 +140,41 @@ def test_scale_lr_agrees_with_lambda_lr():
     step = dt.compose_step(LOSS, [dt.scale_lr(factor)])
     state = begin(step, lr=0.5)
     for _ in range(12):
-        state, _ = step(state, BATCH)
-        assert state.optimizer.param_groups[0]["lr"] == peer.get_last_lr()[0]
+        state, metrics = step(state, BATCH)
+        assert dt.reduce_metrics(metrics)["lr"] == peer.get_last_lr()[0]
         peer_optimizer.step()
         peer.step()
+
+
+def test_scale_lr_gives_each_group_its_rate_back():
+    step = dt.compose_step(LOSS, [dt.scale_lr(0.5)])
+    state, _ = step(begin(step, lr=0.5), BATCH)
+    assert [group["lr"] for group in state.optimizer.param_groups] == [0.5]
+
+
+def test_scale_lr_does_not_compound_when_an_optimizer_is_begun_with_again():
+    step = dt.compose_step(LOSS, [dt.scale_lr(dt.linear(1.0, 0.0, 10))])
+    state = begin(step, lr=0.5)
+    for _ in range(5):
+        state, _ = step(state, BATCH)
+    again, metrics = step(step.init(state.model, state.optimizer), BATCH)
+    assert dt.reduce_metrics(metrics)["lr"] == 0.5
+    assert again.step == 1
+
+
+def test_scale_lr_scales_a_rate_that_is_set_on_the_way():
+    step = dt.compose_step(LOSS, [dt.scale_lr(0.5)])
+    state, _ = step(begin(step, lr=0.5), BATCH)
+    dt.set_lr_(state.optimizer, 0.125)
+    before = weight(state)
+    state, _ = step(state, BATCH)
+    assert weight(state) == before - 0.125 * 0.5
+
+
+def test_scale_lr_keeps_a_rate_that_is_a_tensor():
+    step = dt.compose_step(LOSS, [dt.scale_lr(0.5)])
+    model = nn.Linear(1, 1, bias=False)
+    rate = torch.tensor(0.5)
+    state, metrics = step(step.init(model, torch.optim.Adam(model.parameters(), lr=rate, capturable=False)), BATCH)
+    assert state.optimizer.param_groups[0]["lr"] is rate
+    assert (rate.item(), dt.reduce_metrics(metrics)["lr"]) == (0.5, 0.25)

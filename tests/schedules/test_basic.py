@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.basic import cosine, linear, with_warmup
+from dtrain.schedules.basic import as_schedule, constant, cosine, linear, with_warmup
 
 
 def test_ten_linear_steps_from_one_use_one_down_to_a_tenth():
@@ -62,3 +62,24 @@ def test_decay_needs_a_length(make, steps):
 def test_warmup_refuses_a_negative_length():
     with pytest.raises(ConfigError, match="steps must be at least 0, got steps=-1"):
         with_warmup(linear(1.0, 0.0, 5), -1)
+
+
+def test_a_constant_is_the_same_everywhere():
+    assert [constant(0.25)(t) for t in (-1, 0, 0.5, 1e9)] == [0.25] * 4
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, "1", None, True])
+def test_a_constant_needs_a_number(value):
+    with pytest.raises(ConfigError, match="constant: value must be a finite number, got"):
+        constant(value)
+
+
+def test_a_hyperparameter_becomes_a_schedule():
+    decay = linear(1.0, 0.0, 10)
+    assert as_schedule(decay, "x") is decay
+    assert [as_schedule(3, "x")(t) for t in (0, 7)] == [3, 3]
+
+
+def test_a_hyperparameter_of_another_kind_is_refused():
+    with pytest.raises(ConfigError, match=r"ema: decay: needs a number or a schedule \(a function of the step\), got 'x'"):
+        as_schedule("x", "ema: decay")

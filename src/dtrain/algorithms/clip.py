@@ -5,27 +5,33 @@ from __future__ import annotations
 import torch
 
 from dtrain.errors import ConfigError
+from dtrain.schedules.basic import as_schedule
 from dtrain.state import TrainState
 from dtrain.step.optimizer import clip_grad_norm_
 from dtrain.transform import Transform, UpdateFn
-from dtrain.types import Metric, Metrics
+from dtrain.types import Metric, Metrics, Schedule
 
 
-def clip_by_norm(max_norm: float, *, eps: float = 1e-6) -> Transform:
+def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:
     """Scale the gradient to a global L2 norm of at most ``max_norm`` before it is applied.
 
     Adds the metric ``grad_norm``, the norm before clipping. See ``clip_grad_norm_`` for the formula, the collectives and
     the source.
 
+    Args:
+        max_norm: > 0, or a schedule of such, read at the step about to run.
+        eps: added to the norm in the quotient.
+
     Raises:
-        ConfigError: ``max_norm`` is not positive.
+        ConfigError: ``max_norm`` is not positive; of a schedule, in the step for which it is not.
     """
-    if not max_norm > 0:
+    limit = as_schedule(max_norm, "clip_by_norm: max_norm")
+    if not callable(max_norm) and not max_norm > 0:
         raise ConfigError(f"clip_by_norm: needs a positive max_norm, got {max_norm=}")
 
     def update(inner: UpdateFn) -> UpdateFn:
         def clipped(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            norm = clip_grad_norm_(state.params, max_norm, eps=eps).double()
+            norm = clip_grad_norm_(state.params, limit(state.step), eps=eps).double()
             return inner(state, {**metrics, "grad_norm": Metric(norm, torch.ones_like(norm))})
 
         return clipped

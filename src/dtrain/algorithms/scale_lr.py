@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+from dtrain.schedules.basic import as_schedule
 from dtrain.state import TrainState
 from dtrain.transform import Transform, UpdateFn
-from dtrain.types import Metrics, Schedule, Slice, as_metric
+from dtrain.types import Metrics, Schedule, as_metric
 
 
-def scale_lr(schedule: Schedule) -> Transform:
-    """Multiply the rate that each parameter group was built with by ``schedule(step)``, for the step about to run.
+def scale_lr(schedule: float | Schedule) -> Transform:
+    """Multiply the rate of each parameter group by ``schedule(step)``, for the step about to run.
 
-    As in ``torch.optim.lr_scheduler.LambdaLR``, but evaluated from the step counter, so it is right after any resume. The
-    rates at the start are kept in the slice (``{"base": {"0": 3e-4}}``), so a checkpoint carries them. Adds the metric ``lr``
-    of the first group.
+    The factors are those of ``torch.optim.lr_scheduler.LambdaLR``, but evaluated from the step counter, so they are right after
+    any resume. Each group has its own rate back when the step is over, also after an error: between steps the optimizer holds
+    the rates it was built with (or what ``set_lr_`` gave it since), as does a checkpoint, and factors never pile up. Adds the
+    metric ``lr``, the rate that the first group ran with.
 
-    Mutates: ``lr`` of the optimizer's groups.
+    Mutates: ``lr`` of the optimizer's groups, for the time of the update.
+
+    Raises:
+        ConfigError: ``schedule`` is neither a function nor a number.
     """
-
-    def init(state: TrainState) -> Slice:
-        groups = state.optimizer.param_groups
-        return {"base": {str(index): float(group["lr"]) for index, group in enumerate(groups)}}
+    factor_at = as_schedule(schedule, "scale_lr: schedule")
 
     def update(inner: UpdateFn) -> UpdateFn:
         def scaled(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            factor, base = schedule(state.step), state.slices["scale_lr"]["base"]
-            for index, group in enumerate(state.optimizer.param_groups):
-                group["lr"] = base[str(index)] * factor
-            rate = as_metric(state.optimizer.param_groups[0]["lr"], 1.0, state.device)
-            return inner(state, {**metrics, "lr": rate})
+            factor, groups = factor_at(state.step), state.optimizer.param_groups
+            rates = [group["lr"] for group in groups]
+            try:
+                for group, rate in zip(groups, rates, strict=True):
+                    group["lr"] = rate * factor
+                return inner(state, {**metrics, "lr": as_metric(groups[0]["lr"], 1.0, state.device)})
+            finally:
+                for group, rate in zip(groups, rates, strict=True):
+                    group["lr"] = rate
 
         return scaled
 
-    return Transform(name="scale_lr", init=init, update=update)
+    return Transform(name="scale_lr", update=update)

@@ -177,9 +177,10 @@ class Loader:
         while at.epoch == begin.epoch and not _reached(goal, at):
             start, stop = self._bounds(at)
             first, end = rank_share(start, stop, self.rank, self.ranks)
-            # A rank without a sample fetches one all the same: an empty batch needs the shapes of a real one.
-            first, end = (first, end) if end > first else (start, start + 1)
-            yield self.sampler.indices(at.epoch, first, end).tolist()
+            # A rank without a sample fetches one all the same: an empty batch needs the shapes of a real one. Twice, since
+            # BatchNorm cannot run on a single value.
+            first, end, times = (first, end, 1) if end > first else (start, start + 1, 2)
+            yield self.sampler.indices(at.epoch, first, end).tolist() * times
             at = self._after(at)
 
     def _has_share(self, start: int, stop: int) -> bool:

@@ -1,4 +1,4 @@
-"""Linear and cosine decay, and a warm-up in front of any schedule.
+"""Constant, linear and cosine, and a warm-up in front of any schedule.
 
 Each factory checks its arguments once and returns a pure function ``t -> float`` that also takes fractions.
 """
@@ -9,6 +9,33 @@ import math
 
 from dtrain.errors import ConfigError
 from dtrain.types import Schedule
+
+
+def constant(value: float) -> Schedule:
+    """``value`` at every ``t``.
+
+    >>> constant(0.5)(0), constant(0.5)(1e9)
+    (0.5, 0.5)
+
+    Raises:
+        ConfigError: ``value`` is not a finite number.
+    """
+    if not _is_number(value) or not math.isfinite(value):
+        raise ConfigError(f"constant: value must be a finite number, got {value!r}")
+    return lambda t: value
+
+
+def as_schedule(value: float | Schedule, where: str) -> Schedule:
+    """A hyperparameter that may be a number or a schedule, as a schedule. ``where`` names it in the error.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if callable(value):
+        return value
+    if not _is_number(value):
+        raise ConfigError(f"{where}: needs a number or a schedule (a function of the step), got {value!r}")
+    return lambda t: value
 
 
 def linear(start: float, end: float, steps: float) -> Schedule:
@@ -75,3 +102,7 @@ def with_warmup(schedule: Schedule, steps: float) -> Schedule:
 def _positive(where: str, steps: float) -> None:
     if not (steps > 0 and math.isfinite(steps)):
         raise ConfigError(f"{where}: steps must be a positive number, got {steps=}; it is the length of the whole decay")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -105,19 +105,19 @@ def divide_(state: TrainState, weights: Weights, metrics: Metrics) -> None:
     Mutates: ``.grad``. Collective: one all-reduce of float64 ``[]``, unless ``weight_fn`` promised the weight.
     Host sync: none. On a GPU the weight reaches the host late: the gradient is zero now, and the next step raises.
     """
-    if weights.loss is None:
-        weight = _summed(metrics["loss"].weight)
-        # Nothing is known of the weight here without waiting for the device: zero must not poison the parameters with NaN.
-        grads = [param.grad for param in state.params.values() if param.grad is not None]
-        scale_(grads, torch.where(weight > 0, 1.0 / weight, 0.0))
-        value = _to_host(state, weight)
-    else:
-        value = _seen(state, weights.loss)
+    weight = weights.loss if weights.loss is not None else _summed(metrics["loss"].weight)
+    value = _seen(state, weight) if weights.loss is not None else _to_host(state, weight)
     if value is not None and not value > 0:
-        _host(state, state.device).clear()
+        _host(state, weight.device).clear()
         raise StepError(
             f"microbatch_step: step {state.step}: the weights of all ranks add up to {value:g}, so the mean loss is undefined; "
             "look for a batch in which everything is masked"
+        )
+    if weights.loss is None:
+        # On a GPU nothing is known of the weight here, without waiting: zero must not poison the parameters with NaN.
+        scale_(
+            [param.grad for param in state.params.values() if param.grad is not None],
+            1.0 / value if value is not None else torch.where(weight > 0, 1.0 / weight, 0.0),
         )
 
 

@@ -1,0 +1,249 @@
+"""Transforms made from transforms: when one acts, and on which parameters; and a transform made from a batch function.
+
+All of them are ordinary functions. The name of the transform stays, so its slice, its entry in a checkpoint and its random
+stream are those of the bare one, and a run may be resumed with or without the wrapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dtrain.batch import to_device
+from dtrain.clock import Clock, Duration
+from dtrain.dist.control import spare_replaced, spare_sample
+from dtrain.errors import ConfigError
+from dtrain.names import matcher
+from dtrain.state import TrainState
+from dtrain.transform import GradFn, StepContext, Transform, check_transform, context_for
+from dtrain.types import Batch, LossFn, Metrics, Params
+
+Where: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool]
+"""Which parameters: patterns of clean names (``*`` any text without a dot, ``**`` any text), or a predicate (name, param)."""
+
+Half: TypeAlias = Callable[..., tuple[TrainState, Metrics]]
+"""Either half of a step, a ``GradFn`` or an ``UpdateFn``: both take a state first and return the next one."""
+
+LossWrapper: TypeAlias = Callable[[LossFn, StepContext], LossFn]
+
+BatchFn: TypeAlias = Callable[[Batch, torch.Generator], Batch]
+"""A batch method: a pure function of a batch and a generator."""
+
+
+def every(interval: Duration | int | str, transform: Transform) -> Transform:
+    """``transform`` in the first step of every interval, nothing in the others.
+
+    With ``every(10, t)`` the steps 0, 10, 20, ... are wrapped (counted from 0: the value of ``state.step`` that the step starts
+    from), with ``every("2ep", t)`` the first steps of the epochs 0, 2, 4, ...; ``every(1, t)`` is ``t``. Those are the steps
+    after ``state.crossed(interval)``, and the very first one.
+
+    Args:
+        interval: steps or epochs: ``10``, ``"10ba"``, ``"1ep"``. Samples, tokens and seconds are refused: whether a step
+            crossed one of their boundaries depends on its size, which a resumed run does not know of the step before.
+        transform: what is wrapped; its slice is made at the start of the run all the same.
+
+    Raises:
+        ConfigError: no transform, an interval below 1, or in other units.
+    """
+    check_transform(transform, "every", "dt.every(10, {})")
+    each = Duration.parse(interval)
+    if each.unit not in ("ba", "ep"):
+        raise ConfigError(f"every: counts steps or epochs (as in 100, '100ba', '1ep'), got interval={str(each)!r}")
+
+    def begins(clock: Clock) -> bool:
+        in_epoch = 0 if each.unit == "ba" else clock.step_in_epoch
+        return in_epoch == 0 and _count(clock, each.unit) % each.value == 0
+
+    return _only_when(begins, transform)
+
+
+def between(start: Duration | int | str, end: Duration | int | str, transform: Transform) -> Transform:
+    """``transform`` while ``start <= now < end``, nothing before and after; ``now`` is the clock that the step starts from.
+
+    Args:
+        start: a number of steps, from 0 on, or a duration in any unit that the clock counts (``"1ep"``, ``"1e9tok"``).
+        end: likewise, in the same unit or another one.
+        transform: what is wrapped; its slice is made at the start of the run all the same.
+
+    Raises:
+        ConfigError: no transform, a bound that is no duration, or in one unit an ``end`` that is not after ``start``.
+    """
+    check_transform(transform, "between", "dt.between(0, 100, {})")
+    first = None if start == 0 and isinstance(start, int) else Duration.parse(start)
+    last = Duration.parse(end)
+    if first is not None and first.unit == last.unit and first.value >= last.value:
+        raise ConfigError(f"between: needs start < end, got start={str(first)!r}, end={str(last)!r}")
+
+    def inside(clock: Clock) -> bool:
+        begun = first is None or _count(clock, first.unit) >= first.value
+        return begun and _count(clock, last.unit) < last.value
+
+    return _only_when(inside, transform)
+
+
+def masked(transform: Transform, where: Where) -> Transform:
+    """``transform`` on a part of the parameters: the state that it sees has no others in ``state.params``.
+
+    So ``masked(clip_by_norm(1.0), "head.**")`` takes the norm of the head's gradient and scales the head's alone, and
+    ``masked(ema(0.999), "encoder.**")`` averages the encoder only. What ``transform`` wraps sees the whole state. What does
+    not go by ``state.params`` is not narrowed: ``scale_lr`` works on the optimizer's groups.
+
+    Args:
+        transform: what is wrapped.
+        where: a pattern of names, several, or a predicate ``(name, param) -> bool``; it is asked once for each seam of a step.
+
+    Raises:
+        ConfigError: no transform; from ``Step.init`` on, a pattern or predicate that fits none of the parameters.
+    """
+    check_transform(transform, "masked", 'dt.masked({}, "head.**")')
+    select = _selection(where)
+
+    def narrowed(state: TrainState) -> TrainState:
+        return replace(state, params=_Part(select(state.params), state.params))
+
+    def masked_loss(wrap: LossWrapper) -> LossWrapper:
+        return lambda inner, context: wrap(inner, replace(context, state=narrowed(context.state)))
+
+    def masked_half(wrap: Callable[[Half], Half]) -> Callable[[Half], Half]:
+        def mask(inner: Half) -> Half:
+            def on_whole(state: TrainState, *given: Any, **options: Any) -> tuple[TrainState, Metrics]:
+                after, metrics = inner(_widened(state), *given, **options)
+                return replace(after, params=state.params), metrics
+
+            wrapped = wrap(on_whole)
+
+            def on_part(state: TrainState, *given: Any, **options: Any) -> tuple[TrainState, Metrics]:
+                after, metrics = wrapped(narrowed(state), *given, **options)
+                return _widened(after), metrics
+
+            return on_part
+
+        return mask
+
+    return replace(_rewrapped(transform, masked_loss, masked_half), init=lambda state: transform.init(narrowed(state)))
+
+
+def on_batch(fn: BatchFn, *, name: str) -> Transform:
+    """``fn`` on this rank's whole batch, before it is split: the result does not depend on the microbatch size.
+
+    Args:
+        fn: ``(batch, generator) -> batch``, a pure function. It gets the batch on the model's device and a generator there
+            that is seeded by the run's seed, ``name``, the step and the data-parallel rank; a gradient that is computed again
+            for the same step draws alike. The batch may be empty on a rank that has run out of samples.
+        name: of the transform, and of its random stream.
+
+    Raises:
+        ConfigError: ``fn`` is no function; in a step, it returns None.
+    """
+    if not callable(fn):
+        raise ConfigError(f"on_batch: needs a function (batch, generator) -> batch, got {fn!r}")
+
+    def grad(inner: GradFn) -> GradFn:
+        def changed(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+            spare = spare_sample()  # what a rank without samples runs in place of its batch, which must look like the others'
+            with spare_replaced(None if spare is None else made(state, spare)):
+                return inner(state, made(state, batch), microbatch_size=microbatch_size)
+
+        return changed
+
+    def made(state: TrainState, batch: Batch) -> Batch:
+        after = fn(to_device(batch, state.device), context_for(state, name).generator)
+        if after is None:
+            raise ConfigError(f"on_batch: the function of {name!r} returned None; it must return the batch it makes")
+        return after
+
+    return Transform(name=name, grad=grad)
+
+
+# When a transform acts.
+
+_COUNTED = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens", "sec": "seconds"}
+
+
+def _count(clock: Clock, unit: str) -> float:
+    count: float = getattr(clock, _COUNTED[unit])
+    return count
+
+
+def _only_when(active: Callable[[Clock], bool], transform: Transform) -> Transform:
+    """``transform`` with its seams open in the steps that start from an ``active`` clock. The clock moves after all of them."""
+
+    def gated_loss(wrap: LossWrapper) -> LossWrapper:
+        return lambda inner, context: wrap(inner, context) if active(context.state.clock) else inner
+
+    def gated(wrap: Callable[[Half], Half]) -> Callable[[Half], Half]:
+        def gate(inner: Half) -> Half:
+            wrapped = wrap(inner)
+            return lambda state, *given, **options: (wrapped if active(state.clock) else inner)(state, *given, **options)
+
+        return gate
+
+    return _rewrapped(transform, gated_loss, gated)
+
+
+def _rewrapped(
+    transform: Transform,
+    of_loss: Callable[[LossWrapper], LossWrapper],
+    of_half: Callable[[Callable[[Half], Half]], Callable[[Half], Half]],
+) -> Transform:
+    """``transform`` with those seams replaced that it has."""
+    return replace(
+        transform,
+        loss=transform.loss and of_loss(transform.loss),
+        grad=transform.grad and of_half(transform.grad),
+        update=transform.update and of_half(transform.update),
+    )
+
+
+# Which parameters it sees.
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Part(Mapping[str, Tensor]):
+    """Some of the parameters, which remember the whole: so a narrowed state can be widened for what is wrapped."""
+
+    chosen: dict[str, Tensor]
+    whole: Params
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.chosen[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.chosen)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+
+def _selection(where: Where) -> Callable[[Params], dict[str, Tensor]]:
+    """``where`` as a function from all parameters to those meant, which refuses to mean none."""
+    if callable(where):
+        predicate = where
+        return lambda params: _some({n: p for n, p in params.items() if predicate(n, p)}, params, "the predicate")
+    patterns = [where] if isinstance(where, str) else where
+    if not isinstance(patterns, Sequence):
+        raise ConfigError(f"masked: where is a pattern of names, several, or a function (name, param) -> bool, got {where!r}")
+    fits = {pattern: matcher([pattern], where="masked") for pattern in patterns}
+
+    def by_name(params: Params) -> dict[str, Tensor]:
+        chosen: dict[str, Tensor] = {}
+        for pattern, fit in fits.items():
+            chosen.update(_some({n: p for n, p in params.items() if fit(n)}, params, f"the pattern {pattern!r}"))
+        return _some(chosen, params, "an empty list of patterns")
+
+    return by_name
+
+
+def _some(chosen: dict[str, Tensor], params: Params, what: str) -> dict[str, Tensor]:
+    if not chosen:
+        raise ConfigError(f"masked: {what} fits none of {len(params)} parameters (first: {next(iter(params))!r})")
+    return chosen
+
+
+def _widened(state: TrainState) -> TrainState:
+    assert isinstance(state.params, _Part), "a masked transform passes on the state that it was given"
+    return replace(state, params=state.params.whole)

@@ -1,0 +1,156 @@
+"""Every loader keeps every contract; and every contract is broken by something that it must find."""
+
+from itertools import chain
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dtrain as dt
+from battery.loaders import BATCH, BROKEN, DATASETS, ROWS, SIZE, SLOW_ROWS, Row, ids, row
+from dtrain.dist.init import current
+
+EPOCHS = 2
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+def global_batches(loaders: list[dt.Loader], until: int | str) -> list[list[int]]:
+    """What all ranks together are handed out, batch by batch; the ranks go in step."""
+    return [list(chain.from_iterable(map(ids, parts))) for parts in zip(*(each.until(until) for each in loaders), strict=True)]
+
+
+def group(made: Row, ranks: int) -> list[dt.Loader]:
+    return [made.make(rank, ranks) for rank in range(ranks)]
+
+
+def once(name: str) -> None:
+    """Every epoch has each sample once (with ``tail="drop"`` none twice), in an order of its own if it is shuffled."""
+    made = row(name)
+    seen = list(chain.from_iterable(global_batches(group(made, 1), f"{EPOCHS}ep")))
+    first, second = seen[: made.epoch()], seen[made.epoch() :]
+    assert len(seen) == EPOCHS * made.epoch(), f"once: {name}: {len(seen)} samples"
+    for epoch in (first, second):
+        assert len(set(epoch)) == made.epoch(), f"once: {name}: a sample comes twice"
+        assert set(epoch) <= set(range(SIZE))
+    assert (first != second) == made.shuffle, f"once: {name}: the epochs have the same order"
+    assert made.shuffle or first == list(range(made.epoch())), f"once: {name}: not in the order of the dataset"
+
+
+def order(name: str, world_sizes: tuple[int, ...] = WORLD_SIZES) -> None:
+    """Global batches are the same for every number of ranks and workers; ranks' shares differ by at most one sample."""
+    made = row(name)
+    expected = global_batches(group(made.plain(), 1), f"{EPOCHS}ep")
+    for ranks in world_sizes:
+        assert global_batches(group(made, ranks), f"{EPOCHS}ep") == expected, f"order: {name}: differs on {ranks} ranks"
+        first = [len(ids(next(each.until(1)))) for each in group(made, ranks)]
+        assert max(first) - min(first) <= 1, f"order: {name}: shares of {first}"
+
+
+def resume(name: str, at: int, before: int, after: int) -> None:
+    """Stopped behind any batch and continued at another world size, a run sees the rest exactly."""
+    made = row(name)
+    expected = global_batches(group(made.plain(), 1), f"{EPOCHS}ep")
+    first, second = group(made, before), group(made, after)
+    head = global_batches(first, at) if at else []
+    for loader in second:
+        loader.load_state_dict(first[0].state_dict())
+    found = head + global_batches(second, f"{EPOCHS}ep")
+    assert found == expected, f"resume: {name}: behind batch {at}, from {before} to {after} ranks"
+
+
+def position(name: str) -> None:
+    """The state is a few whole numbers, equal on all ranks, and counts what was handed out, not what was fetched ahead."""
+    loaders = group(row(name), 2)
+    streams = [loader.until(f"{EPOCHS}ep") for loader in loaders]
+    for stream in streams:
+        next(stream), next(stream)
+    states = [loader.state_dict() for loader in loaders]
+    assert states[0] == states[1], f"position: {name}: differs between ranks"
+    assert all(type(value) is int for value in states[0].values()), f"position: {name}: not a few whole numbers: {states[0]}"
+    assert len(states[0]) <= 8, f"position: {name}: not a few whole numbers: {states[0]}"
+    assert (states[0]["samples"], states[0]["batches"]) == (2 * BATCH, 2), f"position: {name}"
+    for stream in streams:
+        stream.close()
+
+
+each = pytest.mark.parametrize("name", ROWS)
+slow = pytest.mark.parametrize("name", SLOW_ROWS)
+
+
+def broken(contract: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", [name for name, (breaks, _) in BROKEN.items() if breaks == contract])
+
+
+@each
+def test_each_sample_comes_once_in_an_epoch(name):
+    once(name)
+
+
+@each
+def test_global_batches_are_the_same_for_every_number_of_ranks(name):
+    order(name)
+
+
+@slow
+def test_global_batches_are_the_same_with_workers(name):
+    order(name, (2,))
+
+
+@each
+@given(at=st.integers(0, 8), before=st.sampled_from(WORLD_SIZES), after=st.sampled_from(WORLD_SIZES))
+@settings(max_examples=15, deadline=None)
+def test_a_run_resumes_behind_any_batch_on_any_number_of_ranks(name, at, before, after):
+    resume(name, at, before, after)
+
+
+@slow
+def test_a_run_with_workers_resumes_in_the_middle_of_an_epoch(name):
+    resume(name, 7, 1, 2)
+
+
+@pytest.mark.parametrize("name", [*ROWS, *SLOW_ROWS])
+def test_the_position_is_a_few_whole_numbers(name):
+    position(name)
+
+
+def handed_out(name: str) -> list[list[int]]:
+    """The batches of this real rank."""
+    made = row(name)
+    mesh = dt.build_mesh()
+    data = DATASETS[made.dataset]()
+    loader = dt.build_loader(data, mesh=mesh, global_batch_size=BATCH, seed=3, shuffle=made.shuffle, tail=made.tail)
+    assert (loader.rank, loader.ranks) == (current().rank, current().world_size)
+    return [ids(batch) for batch in loader.until(f"{EPOCHS}ep")]
+
+
+def test_real_ranks_are_handed_out_what_simulated_ones_are(ranks):
+    simulated = [[ids(batch) for batch in loader.until(f"{EPOCHS}ep")] for loader in group(row("list-shuffled-short"), 2)]
+    assert ranks(2).run(handed_out, "list-shuffled-short") == simulated
+
+
+@broken("once")
+def test_the_contract_of_each_sample_once_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"once: {name}: (a sample comes twice|the epochs have the same order)"):
+        once(name)
+
+
+@broken("order")
+def test_the_order_contract_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"order: {name}: differs on 2 ranks"):
+        order(name)
+
+
+@broken("resume")
+def test_the_resume_contract_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"resume: {name}: behind batch 2, from 1 to 2 ranks"):
+        resume(name, 2, 1, 2)
+
+
+@broken("position")
+def test_the_position_contract_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"position: {name}: not a few whole numbers"):
+        position(name)
+
+
+def test_every_contract_has_something_that_breaks_it():
+    assert {contract for contract, _ in BROKEN.values()} == {"once", "order", "resume", "position"}

@@ -1,0 +1,136 @@
+"""Every schedule keeps every contract; and every contract is broken by something that it must find."""
+
+import inspect
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dtrain as dt
+from battery.run import FIRST, STEPS, begin, train
+from battery.schedules import BROKEN, ROWS, row
+
+NEAR = 1e-7  # of a step; what a schedule changes over it beyond its steepness is a jump
+
+
+def pure(name: str, times: list[float]) -> None:
+    """Equal times have equal values, in any order, asked again, and by a schedule that is made anew."""
+    schedule = row(name).make()
+    first = {t: schedule(t) for t in times}
+    shuffled = random.Random(0).sample(times, len(times))
+    assert [schedule(t) for t in shuffled] == [first[t] for t in shuffled], f"pure: {name}"
+    fresh = row(name).make()
+    assert [fresh(t) for t in reversed(times)] == [first[t] for t in reversed(times)], f"pure: {name}"
+
+
+def continuous(name: str) -> None:
+    """No part of a step changes it by more than its steepness, and nothing jumps where two formulas meet."""
+    schedule, steepest = row(name).make(), row(name).steepest
+    for t in (eighth / 8 for eighth in range(8 * 30)):
+        for ahead in (1 / 8, 1):
+            change = abs(schedule(t + ahead) - schedule(t))
+            assert change <= steepest * ahead * (1 + 1e-9) + 1e-15, f"continuous: {name}: from {t} to {t + ahead}"
+    for join in row(name).joins:
+        for beside in (join - NEAR, join + NEAR):
+            assert abs(schedule(beside) - schedule(join)) <= steepest * NEAR * 2 + 1e-15, f"continuous: {name}: at {join}"
+
+
+def values(name: str) -> None:
+    """The values worked out by hand."""
+    schedule = row(name).make()
+    for t, value in row(name).values.items():
+        assert schedule(t) == pytest.approx(value, rel=1e-12, abs=1e-15), f"values: {name}: at {t}"
+
+
+def end(name: str) -> None:
+    """Defined and finite everywhere, and constant behind its end."""
+    schedule, last = row(name).make(), max(row(name).values)
+    assert all(math.isfinite(schedule(t)) for t in (-1, 0, 0.5, 1e3, 1e15)), f"end: {name}: not finite"
+    assert {schedule(last + more) for more in (0, 0.5, 1, 100, 1e12)} == {schedule(last)}, f"end: {name}: moves behind {last}"
+
+
+def resume(name: str, root: str) -> None:
+    """A run that is interrupted has the rates of one that is not: those of the step about to run."""
+    expected = [0.1 * row(name).make()(t) for t in range(STEPS)]
+    state, first = train(*begin([dt.scale_lr(row(name).make())]), FIRST)
+    dt.save_sharded(root, state)
+    step, state = begin([dt.scale_lr(row(name).make())])
+    _, second = train(step, dt.load_sharded(root, state).state, STEPS)
+    assert [numbers["lr"][0] for numbers in first + second] == expected, f"resume: {name}"
+
+
+each = pytest.mark.parametrize("name", ROWS)
+
+
+def broken(contract: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", [name for name, (breaks, _) in BROKEN.items() if breaks == contract])
+
+
+def test_every_public_function_that_makes_a_schedule_has_a_row():
+    public = {name: getattr(dt, name) for name in dt.__all__}
+    makers = {n for n, f in public.items() if inspect.isfunction(f) and inspect.signature(f).return_annotation == "Schedule"}
+    assert makers >= {"linear", "cosine"}
+    assert makers == {found.of for found in ROWS.values()} - {""}
+
+
+@each
+@given(times=st.lists(st.floats(-10, 1e6) | st.integers(0, 40), min_size=1, max_size=8))
+@settings(max_examples=40, deadline=None)
+def test_schedules_are_pure(name, times):
+    pure(name, times)
+
+
+@each
+def test_schedules_are_continuous(name):
+    continuous(name)
+
+
+@each
+def test_schedules_have_the_values_worked_out_by_hand(name):
+    values(name)
+
+
+@each
+def test_schedules_are_finite_and_stay_at_their_end(name):
+    end(name)
+
+
+@each
+def test_schedules_are_equal_after_a_resume(name, tmp_path):
+    resume(name, str(tmp_path))
+
+
+@broken("pure")
+def test_the_purity_contract_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"pure: {name}"):
+        pure(name, [0, 1])
+
+
+@broken("continuous")
+def test_the_continuity_contract_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"continuous: {name}"):
+        continuous(name)
+
+
+@broken("values")
+def test_the_contract_of_values_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"values: {name}"):
+        values(name)
+
+
+@broken("end")
+def test_the_contract_of_the_end_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"end: {name}: (not finite|moves behind 8)"):
+        end(name)
+
+
+@broken("resume")
+def test_the_resume_contract_finds_what_is_broken(name, tmp_path):
+    with pytest.raises(AssertionError, match=f"resume: {name}"):
+        resume(name, str(tmp_path))
+
+
+def test_every_contract_has_something_that_breaks_it():
+    assert {contract for contract, _ in BROKEN.values()} == {"pure", "continuous", "values", "end", "resume"}

@@ -1,0 +1,123 @@
+"""Every transform keeps every contract; and every contract is broken by something that it must find."""
+
+import inspect
+import itertools
+
+import pytest
+
+import dtrain as dt
+from battery import contracts
+from battery.run import begin
+from battery.transforms import BROKEN, ROWS, make
+
+IN_BROKEN = {name: contract for name, (contract, _) in BROKEN.items()}
+
+
+def broken(contract: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", [name for name, breaks in IN_BROKEN.items() if breaks == contract])
+
+
+each = pytest.mark.parametrize("name", ROWS)
+
+
+def test_every_public_function_that_makes_a_transform_has_a_row():
+    makers = {name for name in dt.__all__ if _returns_transform(getattr(dt, name))}
+    assert makers >= {"clip_by_norm", "ema"}
+    assert makers == set(itertools.chain.from_iterable(row.of for row in ROWS.values()))
+
+
+def _returns_transform(value: object) -> bool:
+    return inspect.isfunction(value) and inspect.signature(value).return_annotation in ("Transform", dt.Transform)
+
+
+def test_every_contract_has_something_that_breaks_it():
+    assert set(IN_BROKEN.values()) == {"resume", "never active", "ranks", "slices", "exception", "spent"}
+
+
+@each
+def test_resumed_in_the_middle_equals_straight(name, tmp_path):
+    contracts.resume_equals_straight(name, str(tmp_path))
+
+
+@each
+def test_resumed_in_the_middle_equals_straight_when_sharded_on_two_ranks(name, tmp_path, ranks):
+    assert ranks(2).run(contracts.resume_equals_straight, name, str(tmp_path)) == [None, None]
+
+
+@broken("resume")
+def test_the_resume_contract_finds_what_is_broken(name, tmp_path):
+    with pytest.raises(AssertionError, match=f"resume: {name}: differs from the straight run at"):
+        contracts.resume_equals_straight(name, str(tmp_path))
+
+
+@each
+def test_never_active_equals_absent(name):
+    contracts.never_active_equals_absent(name)
+
+
+@broken("never active")
+def test_the_absence_contract_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"never active: {name}: differs from a run without it at"):
+        contracts.never_active_equals_absent(name)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.per_rank])
+def test_two_ranks_equal_one(name, ranks):
+    contracts.ranks_equal_one(name, ranks)
+
+
+@broken("ranks")
+def test_the_ranks_contract_finds_what_is_broken(name, ranks):
+    with pytest.raises(AssertionError, match=f"ranks: {name}: (parameters on two ranks are .* from those|metrics differ)"):
+        contracts.ranks_equal_one(name, ranks)
+
+
+def drawn_parameters(name: str) -> list[float]:
+    return contracts.trained_numbers(name)["params"]
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.per_rank])
+def test_what_draws_on_each_rank_differs_between_one_and_two(name, ranks):
+    """Such a row may not be excused from the contract for nothing."""
+    assert ranks(1).run(drawn_parameters, name)[0] != pytest.approx(ranks(2).run(drawn_parameters, name)[0], rel=1e-6)
+
+
+@each
+def test_slices_are_plain_and_keyed_by_name(name):
+    contracts.slices_are_plain(name)
+
+
+@broken("slices")
+def test_the_slice_contract_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"slices: {name}: "):
+        contracts.slices_are_plain(name)
+
+
+@each
+@pytest.mark.parametrize("where", contracts.FAULTS)
+def test_an_exception_inside_changes_nothing(name, where):
+    for at in (2, 3):  # of any wrapping in the registry, one of the two is a step in which it acts
+        contracts.exception_changes_nothing(name, where, at)
+
+
+@broken("exception")
+def test_the_exception_contract_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"exception: {name}: raised in .* of step 2, which left changes at"):
+        contracts.exception_changes_nothing(name, "before update", 2)
+
+
+@each
+def test_a_state_that_was_stepped_is_spent(name, tmp_path):
+    contracts.spent_state_raises(name, tmp_path)
+
+
+@broken("spent")
+def test_the_spent_contract_finds_what_is_broken(name, tmp_path):
+    with pytest.raises(AssertionError, match=f"spent: {name}: step took a state that was stepped"):
+        contracts.spent_state_raises(name, tmp_path)
+
+
+@each
+def test_a_row_makes_a_transform_anew_that_begins(name):
+    assert make(name) is not make(name)
+    assert set(begin([make(name)])[1].slices) == {make(name).name}

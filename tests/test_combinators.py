@@ -1,0 +1,315 @@
+"""When a wrapped transform acts and on which parameters; what a batch function is given."""
+
+from collections.abc import Iterable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.clock import Clock
+from dtrain.combinators import between, every, masked, on_batch
+from dtrain.dist.control import post_batch
+from dtrain.dist.rng import generator
+from dtrain.errors import ConfigError
+from dtrain.transform import Transform, context_for
+
+BATCH = torch.arange(12.0).reshape(4, 3) / 12
+LOSS = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
+
+
+def begin(step: dt.Step, lr: float = 0.1) -> dt.TrainState:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    return step.init(model, torch.optim.SGD(model.parameters(), lr=lr))
+
+
+def recorder(seen: list, name: str = "recorder") -> Transform:
+    """Writes down each seam that it is asked at: its name, the step, and the parameters that it sees."""
+
+    def loss(inner, context):
+        seen.append(("loss", context.state.step, list(context.state.params)))
+        return inner
+
+    def half(where: str, inner):
+        def wrapped(state, *given, **options):
+            seen.append((where, state.step, list(state.params)))
+            after, metrics = inner(state, *given, **options)
+            seen.append((f"{where} out", after.step, list(after.params)))
+            return after, metrics
+
+        return wrapped
+
+    def init(state):
+        return {"params": {param: torch.zeros(()) for param in state.params}}
+
+    return Transform(name=name, init=init, loss=loss, grad=partial(half, "grad"), update=partial(half, "update"))
+
+
+SEAMS = ["grad", "loss", "grad out", "update", "update out"]
+
+
+def steps_at_which(wrap, steps: int, clock: Clock | None = None, end_of_epoch=lambda t: False) -> list[int]:
+    """The steps in which a wrapped transform acts, out of ``steps``; in each it acts at all of its seams."""
+    seen: list = []
+    step = dt.compose_step(LOSS, [wrap(recorder(seen))])
+    state = begin(step)
+    for at in range(steps):
+        post_batch(epoch_ends=end_of_epoch(at))
+        state, _ = step(state, BATCH)
+    post_batch()
+    acted = list(dict.fromkeys(at for _, at, _ in seen))
+    assert [where for where, *_ in seen] == SEAMS * len(acted)
+    return acted
+
+
+def test_every_acts_in_the_first_step_of_each_interval():
+    assert steps_at_which(partial(every, 3), 10) == [0, 3, 6, 9]
+    assert steps_at_which(partial(every, "4ba"), 10) == [0, 4, 8]
+    assert steps_at_which(partial(every, 1), 4) == [0, 1, 2, 3]
+
+
+def test_every_acts_in_the_first_step_of_epochs():
+    ends = lambda t: t in (1, 4, 6)  # noqa: E731  # epochs of 2, 3, 2 and more steps
+    assert steps_at_which(partial(every, "1ep"), 10, end_of_epoch=ends) == [0, 2, 5, 7]
+    assert steps_at_which(partial(every, "2ep"), 10, end_of_epoch=ends) == [0, 5]
+
+
+@pytest.mark.parametrize("interval", ["3ba", "1ep", "2ep"])
+def test_every_acts_after_each_boundary_that_the_clock_crossed(interval):
+    seen: list = []
+    step = dt.compose_step(LOSS, [every(interval, recorder(seen))])
+    state, crossed = begin(step), [0]
+    for at in range(9):
+        post_batch(epoch_ends=at in (1, 2, 6))
+        state, _ = step(state, BATCH)
+        crossed += [state.step] if state.crossed(interval) and at < 8 else []
+    post_batch()
+    assert list(dict.fromkeys(at for _, at, _ in seen)) == crossed
+
+
+def test_between_acts_from_start_on_and_before_end():
+    assert steps_at_which(partial(between, 2, 5), 8) == [2, 3, 4]
+    assert steps_at_which(partial(between, 0, 2), 4) == [0, 1]
+
+
+def test_between_counts_in_any_unit_of_the_clock():
+    assert steps_at_which(partial(between, "8sp", "20sp"), 8) == [2, 3, 4]  # four samples a step
+    assert steps_at_which(partial(between, "1ep", "2ep"), 8, end_of_epoch=lambda t: t in (1, 4)) == [2, 3, 4]
+    assert steps_at_which(partial(between, "1ep", "4ba"), 8, end_of_epoch=lambda t: t == 1) == [2, 3]
+
+
+def test_wrappings_nest():
+    assert steps_at_which(lambda t: every(2, between(3, 8, t)), 10) == [4, 6]
+
+
+def trained(transforms, steps: int = 4) -> tuple[dt.TrainState, dt.Metrics]:
+    step = dt.compose_step(LOSS, transforms)
+    state = begin(step)
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+    return state, metrics
+
+
+def test_a_wrapped_average_moves_in_its_steps_only():
+    state, _ = trained([every(2, dt.ema(0.5))], 1)
+    first = {name: value.clone() for name, value in state.slices["ema"]["params"].items()}
+    state, _ = trained([every(2, dt.ema(0.5))], 2)
+    assert all(torch.equal(value, first[name]) for name, value in state.slices["ema"]["params"].items())
+
+
+def test_the_rate_is_its_own_where_scaling_has_ended():
+    _, metrics = trained([between(0, 2, dt.scale_lr(0.5))])
+    plain, _ = trained([])
+    state, _ = trained([between(0, 2, dt.scale_lr(0.0))], 6)
+    assert "lr" not in metrics
+    assert torch.equal(state.params["0.weight"], plain.params["0.weight"])
+
+
+@pytest.mark.parametrize("wrap", [partial(every, 2), partial(between, 1, 3), lambda t: masked(t, "**")])
+def test_wrapping_changes_nothing_in_a_checkpoint(tmp_path, wrap):
+    state, _ = trained([wrap(dt.ema(0.5))])
+    dt.save_sharded(tmp_path, state)
+    bare = dt.load_sharded(tmp_path, begin(dt.compose_step(LOSS, [dt.ema(0.5)]))).state
+    for name, average in state.slices["ema"]["params"].items():
+        assert torch.equal(average, bare.slices["ema"]["params"][name])
+
+
+ALL = ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        ("0.*", ["0.weight", "0.bias"]),
+        (["*.bias", "2.**"], ["0.bias", "2.bias", "2.weight"]),
+        (lambda name, param: param.ndim == 2, ["0.weight", "2.weight"]),
+        ("**", ALL),
+    ],
+)
+def test_a_masked_transform_sees_some_parameters_and_what_it_wraps_all_of_them(where, names):
+    outside, seen, inside = [], [], []
+    transforms = [recorder(outside, "outside"), masked(recorder(seen), where), recorder(inside, "inside")]
+    state, _ = trained(transforms, 1)
+    assert [(at, params) for at, _, params in seen] == [(at, names) for at in SEAMS]
+    assert [params for _, _, params in inside + outside] == [ALL] * 2 * len(SEAMS)
+    assert list(state.slices["recorder"]["params"]) == names
+    assert list(state.params) == ALL
+    assert type(state.params) is dict
+
+
+def test_masks_nest():
+    seen: list = []
+    trained([masked(masked(recorder(seen), "*.weight"), "0.*")], 1)
+    assert [params for _, _, params in seen] == [["0.weight"]] * len(SEAMS)
+
+
+def test_a_masked_clip_takes_the_norm_of_its_part_and_scales_that_alone():
+    step = dt.compose_step(LOSS, [masked(dt.clip_by_norm(0.01, eps=0.0), "0.**")])
+    state, plain = begin(step, lr=1.0), begin(dt.compose_step(LOSS), lr=1.0)
+    before = {name: param.detach().clone() for name, param in state.params.items()}
+    plain, _ = dt.microbatch_step(plain, BATCH, loss_fn=LOSS)
+    grads = {name: param.grad for name, param in plain.params.items()}
+    norm = torch.cat([grads["0.weight"].flatten(), grads["0.bias"]]).norm()
+    state, metrics = step(state, BATCH)
+    assert norm > 0.01
+    assert metrics["grad_norm"].total.item() == pytest.approx(norm.item(), rel=1e-6)
+    for name, param in state.params.items():
+        factor = 0.01 / norm if name.startswith("0.") else 1.0
+        torch.testing.assert_close(before[name] - param, grads[name] * factor)
+
+
+def test_a_masked_average_holds_its_part_only():
+    state, _ = trained([masked(dt.ema(0.5), "2.**")])
+    whole, _ = trained([dt.ema(0.5)])
+    assert list(state.slices["ema"]["params"]) == ["2.weight", "2.bias"]
+    assert torch.equal(state.slices["ema"]["params"]["2.bias"], whole.slices["ema"]["params"]["2.bias"])
+
+
+def test_a_masked_update_may_be_skipped():
+    skip = Transform(name="skip", update=lambda inner: lambda state, metrics: (state, metrics))
+    state, _ = trained([masked(skip, "0.*")], 1)
+    assert (list(state.params), state.step) == (ALL, 1)
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("head.**", r"the pattern 'head\.\*\*'"),
+        (["0.*", "head"], "the pattern 'head'"),
+        (lambda name, param: False, "the predicate"),
+        ([], "an empty list of patterns"),
+    ],
+)
+def test_a_mask_that_leaves_nothing_is_refused_at_init(where, what):
+    with pytest.raises(ConfigError, match=rf"^masked: {what} fits none of 4 parameters \(first: '0\.weight'\)$"):
+        begin(dt.compose_step(LOSS, [masked(dt.ema(0.5), where)]))
+
+
+@pytest.mark.parametrize("where", [3, None, [3]])
+def test_a_mask_that_is_none_is_refused(where):
+    with pytest.raises(ConfigError, match=r"masked: .*got \[?(3|None)\]?"):
+        masked(dt.ema(0.5), where)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: every(0, dt.ema(0.5)), "needs a whole number of at least 1, got 0"),
+        (lambda: every("3 apples", dt.ema(0.5)), "unknown unit 'apples'"),
+        (lambda: every("100sp", dt.ema(0.5)), r"every: counts steps or epochs .*, got interval='100sp'"),
+        (lambda: every("1sec", dt.ema(0.5)), r"every: counts steps or epochs .*, got interval='1sec'"),
+        (lambda: every(10, dt.ema), r"every: got the function ema.*dt\.every\(10, dt\.ema\(\.\.\.\)\)"),
+        (lambda: every(dt.ema(0.5), 10), r"every: needs a Transform, got 10; as in dt\.every\(10, dt\.ema\(0\.999\)\)"),
+        (lambda: between(5, 5, dt.ema(0.5)), "between: needs start < end, got start='5ba', end='5ba'"),
+        (lambda: between("3ep", "2ep", dt.ema(0.5)), "between: needs start < end, got start='3ep', end='2ep'"),
+        (lambda: between(0, 0, dt.ema(0.5)), "needs a whole number of at least 1, got 0"),
+        (lambda: between(-1, 5, dt.ema(0.5)), "needs a whole number of at least 1, got -1"),
+        (lambda: between(0, 5, None), "between: needs a Transform, got None"),
+        (lambda: masked(dt.clip_by_norm, "0.*"), "masked: got the function clip_by_norm"),
+        (lambda: on_batch(None, name="x"), r"on_batch: needs a function \(batch, generator\) -> batch, got None"),
+        (lambda: on_batch(lambda b, g: b, name="a b"), "name must be letters, digits and underscores, got 'a b'"),
+    ],
+)
+def test_bad_arguments_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_function_gets_the_whole_batch_and_what_it_makes_is_split():
+    given, split = [], []
+
+    def reverse(batch, generator):
+        given.append(batch.clone())
+        return batch.flip(0)
+
+    def loss(model, x):
+        split.append(x)
+        return LOSS(model, x)
+
+    step = dt.compose_step(loss, [on_batch(reverse, name="reverse")], grad=partial(dt.microbatch_step, microbatch_size=3))
+    step(begin(step), BATCH)
+    assert torch.equal(given[0], BATCH)
+    assert [len(part) for part in split] == [3, 1]
+    assert torch.equal(torch.cat(split), BATCH.flip(0))
+
+
+def test_a_batch_function_draws_from_seed_name_step_and_rank_alike_when_it_is_called_again():
+    drawn = []
+
+    def draw(batch, source):
+        drawn.append(torch.rand((), generator=source).item())
+        return batch
+
+    def twice(inner):
+        def again(state, batch, **options):
+            inner(state, batch, **options)
+            return inner(state, batch, **options)
+
+        return again
+
+    step = dt.compose_step(LOSS, [Transform(name="twice", grad=twice), on_batch(draw, name="draw")])
+    state = begin(step)
+    expected = [torch.rand((), generator=generator("cpu", 0, "draw", at, 0)).item() for at in (0, 1)]
+    assert torch.rand((), generator=context_for(state, "draw").generator).item() == expected[0]
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    assert drawn == [expected[0]] * 2 + [expected[1]] * 2
+
+
+def test_a_batch_function_that_returns_nothing_is_refused():
+    step = dt.compose_step(LOSS, [on_batch(lambda batch, source: None, name="inplace")])
+    with pytest.raises(
+        ConfigError, match="on_batch: the function of 'inplace' returned None; it must return the batch it makes"
+    ):
+        step(begin(step), BATCH)
+
+
+def idle_rank_with_new_keys(source: str) -> list:
+    """The last batch has a sample for rank 0 only; the batch function makes the key that the loss reads."""
+    mesh = dt.build_mesh()
+    net = dt.shard_model(nn.Linear(3, 2), mesh)
+
+    def loss(model, batch):
+        return LOSS(model, batch["doubled"])
+
+    step = dt.compose_step(loss, [on_batch(lambda batch, source: {"doubled": 2 * batch["x"]}, name="double")])
+    state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    batches: Iterable = [{"x": torch.ones(1 - state.spec.data_rank, 3)}]
+    if source == "loader":  # which spares a sample of the data for the rank that has none
+        batches = dt.build_loader([{"x": torch.ones(3)}] * 5, mesh=mesh, global_batch_size=4, seed=0).until("1ep")
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(dt.reduce_metrics(metrics)["loss"])
+    return losses
+
+
+@pytest.mark.parametrize(("source", "steps"), [("hand", 1), ("loader", 2)])
+def test_a_batch_function_makes_its_keys_on_a_rank_without_samples_too(ranks, source, steps):
+    first, second = ranks(2).run(idle_rank_with_new_keys, source)
+    assert first == second
+    assert len(first) == steps
+    assert min(first) > 0
