@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.checkpoint import plan
+from dtrain.checkpoint.fill import as_tensor
 from dtrain.checkpoint.layout import Entry
-from dtrain.checkpoint.load import as_tensor
 from dtrain.checkpoint.plan import Region, choose_writers, plan_reads, stored_boxes
 from dtrain.errors import DamagedCheckpointError
 
@@ -56,14 +56,14 @@ def test_reads_fill_any_target_from_any_grid(data):
         plan.READ_BYTES = plan_bytes
     written = torch.zeros(size, dtype=torch.int32)
     for read in reads:
-        assert HEADER <= read.begin < read.end <= len(files[read.rank])
-        block = as_tensor(bytearray(files[read.rank][read.begin : read.end]), "I32", read.block)
+        assert HEADER <= read.begin < read.end <= len(files[read.file])
+        block = as_tensor(bytearray(files[read.file][read.begin : read.end]), "I32", read.block)
         into = tuple(slice(*span) for span in read.target)
         target[into] = block[tuple(slice(*span) for span in read.source)]
         written[into] += 1
     assert torch.equal(target, full[tuple(slice(a, a + n) for a, n in zip(low, size, strict=True))])
     assert bool((written == 1).all()), "no element is read twice"
-    assert [(r.rank, r.begin) for r in reads] == sorted((r.rank, r.begin) for r in reads)
+    assert [(r.file, r.begin) for r in reads] == sorted((r.file, r.begin) for r in reads)
 
 
 def grid_of_rows(*spans: tuple[int, int]) -> dict[str, list[plan.StoredBox]]:
@@ -73,7 +73,7 @@ def grid_of_rows(*spans: tuple[int, int]) -> dict[str, list[plan.StoredBox]]:
 
 def test_only_the_rows_needed_are_read():
     reads = plan_reads(grid_of_rows((0, 5), (5, 10)), {"w": Region(offset=(4, 1), size=(3, 1))})
-    assert [(r.rank, r.begin - HEADER, r.end - HEADER) for r in reads] == [(0, 48, 60), (1, 0, 24)]
+    assert [(r.file, r.begin - HEADER, r.end - HEADER) for r in reads] == [(0, 48, 60), (1, 0, 24)]
 
 
 @pytest.mark.parametrize(

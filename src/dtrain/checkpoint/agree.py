@@ -1,11 +1,14 @@
-"""Failures that ranks agree on: a block in which one rank fails, fails on all."""
+"""Failures and decisions that ranks agree on: what fails on one rank fails on all, what rank 0 decides holds for all."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
-from dtrain.dist.collectives import GroupName, raise_together
+from dtrain.dist.collectives import GroupName, broadcast_json, raise_together
+from dtrain.dist.init import current
 from dtrain.errors import CheckpointError
+from dtrain.types import Plain
 
 
 class Agreed:
@@ -29,3 +32,15 @@ class Agreed:
         if isinstance(error, OSError):
             error = CheckpointError(f"{self._where}: {error}{self._advice}").with_traceback(trace)
         raise_together(error, where=self._where, group=self._group)
+
+
+def decided_by_rank_0(where: str, decide: Callable[[], Plain], *, advice: str = "") -> Plain:
+    """What ``decide`` returns on rank 0, where alone it is called, on every rank; if it raises, all ranks do.
+
+    Collective: two exchanges of JSON on the control group.
+    """
+    decision: Plain = None
+    with Agreed(where, advice=advice):
+        if current().rank == 0:
+            decision = decide()
+    return broadcast_json(decision)

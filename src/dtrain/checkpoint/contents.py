@@ -3,12 +3,16 @@
 Sections, and with them the beginnings of tensor keys::
 
     params/<name>                       model parameters, each tied one once
-    buffers/<name>                      persistent buffers, equal on all ranks
+    buffers/<name>                      persistent buffers that are equal on all ranks
     optimizer/state/<name>/<key>        per parameter name
     optimizer/groups                    hyperparameters, with "params" as names
     slices/<transform>/...  clock  seed
     extra/<name>/...                    what the caller gave, equal on all ranks, without sharded tensors
-    rng/...                             of each rank
+
+and of each rank::
+
+    rng/...                             its random state
+    buffers/<name>                      its persistent buffers, where each rank has its own (``buffers="local"``)
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.checkpoint import closed, plain
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
+from dtrain.names import clean_buffers
 from dtrain.state import TrainState
 
 SECTIONS = ("params", "buffers", "optimizer", "slices", "clock", "seed", "extra")
@@ -66,9 +71,11 @@ def collect(state: TrainState, extra: Mapping[str, Any]) -> Contents:
     Raises:
         ConfigError: something that is neither a tensor nor plain data, named by its path.
     """
+    buffers = clean_buffers(state.model, persistent_only=True)
+    local = state.spec.buffers == "local"
     tree = {
         "params": dict(state.params),
-        "buffers": persistent_buffers(state.model),
+        "buffers": {} if local else buffers,
         "optimizer": {"state": _optimizer_state(state), "groups": optimizer_groups(state)},
         "slices": dict(state.slices),
         "clock": state.clock.state_dict(),
@@ -82,7 +89,7 @@ def collect(state: TrainState, extra: Mapping[str, Any]) -> Contents:
     sharded = next((k for k, t in tensors.items() if k.startswith("extra/") and plain.is_distributed(t)), None)
     if sharded is not None:
         raise ConfigError(f"{sharded}: extra holds plain tensors, got a sharded one (DTensor); put it into a slice")
-    values, own = plain.encode({"rng": rng_state()}, "")
+    values, own = plain.encode({"rng": rng_state(), "buffers": buffers if local else {}}, "")
     return Contents(shared=shared, tensors=tensors, values=values, own=own)
 
 
@@ -93,18 +100,6 @@ def _is_stateful(thing: Any) -> bool:
 def stateful(extra: Mapping[str, Any]) -> dict[str, Stateful]:
     """Those of ``extra`` that take a state."""
     return {name: cast(Stateful, thing) for name, thing in extra.items() if _is_stateful(thing)}
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong into a state dict, by name, each shared one once."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
 
 
 def _optimizer_state(state: TrainState) -> dict[str, Any]:

@@ -62,6 +62,11 @@ def join(path: str, key: str | int) -> str:
     return f"{path}/{token}" if path else token
 
 
+def unescaped(token: str) -> str:
+    """The key that one part of a path stands for: ``unescaped("b~1c") == "b/c"``."""
+    return token.replace("~1", "/").replace("~0", "~")
+
+
 def encode(tree: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
     """A tree as JSON values, and its tensors by key.
 

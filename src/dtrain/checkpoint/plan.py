@@ -24,12 +24,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """Bytes ``[begin, end)`` of a rank's file: ``block`` whole rows of a stored box, part of which is wanted.
+    """Bytes ``[begin, end)`` of a file: ``block`` whole rows of a stored box, part of which is wanted.
 
     ``block[source]`` goes to ``target`` of the local tensor ``key``; both are one ``(start, stop)`` per dim.
     """
 
-    rank: int
+    file: int
     begin: int
     end: int
     key: str
@@ -40,9 +40,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBox:
-    """An entry, and the rank whose file it is in."""
+    """An entry, and the number of the file it is in: in a checkpoint of ours, the rank that wrote it."""
 
-    rank: int
+    file: int
     entry: Entry
 
 
@@ -64,12 +64,12 @@ def choose_writers(tensors: Iterable[tuple[str, int, int]]) -> dict[str, int]:
     return chosen
 
 
-def stored_boxes(by_rank: Sequence[Sequence[Entry]]) -> dict[str, list[StoredBox]]:
+def stored_boxes(by_file: Sequence[Sequence[Entry]]) -> dict[str, list[StoredBox]]:
     """All entries by key, those of one tensor in order of their offset."""
     found: dict[str, list[StoredBox]] = defaultdict(list)
-    for rank, entries in enumerate(by_rank):
+    for file, entries in enumerate(by_file):
         for entry in entries:
-            found[entry.key].append(StoredBox(rank=rank, entry=entry))
+            found[entry.key].append(StoredBox(file=file, entry=entry))
     for boxes in found.values():
         boxes.sort(key=lambda box: box.entry.offset)
     return dict(found)
@@ -93,7 +93,7 @@ def plan_reads(index: Mapping[str, Sequence[StoredBox]], targets: Mapping[str, R
             _check_cover(key, [part for _, part in parts], wanted)
             for box, part in parts:
                 reads.extend(_reads(box, part, target))
-    return sorted(reads, key=lambda read: (read.rank, read.begin))
+    return sorted(reads, key=lambda read: (read.file, read.begin))
 
 
 def _overlap(entry: Entry, target: Region) -> Region | None:
@@ -126,7 +126,7 @@ def _reads(box: StoredBox, part: Region, target: Region) -> Iterable[Read]:
     """The rows of the box that ``part`` touches, in runs of at most ``READ_BYTES``; whole rows are read."""
     entry = box.entry
     if not entry.size:
-        yield Read(rank=box.rank, begin=entry.begin, end=entry.end, key=entry.key, block=(), source=(), target=())
+        yield Read(file=box.file, begin=entry.begin, end=entry.end, key=entry.key, block=(), source=(), target=())
         return
     row_bytes = prod(entry.size[1:]) * DTYPES[entry.dtype].itemsize
     inner = tuple((at - base, at - base + n) for at, base, n in zip(part.offset, entry.offset, part.size, strict=True))[1:]
@@ -137,7 +137,7 @@ def _reads(box: StoredBox, part: Region, target: Region) -> Iterable[Read]:
         rows = min(run, stop - row)
         begin = entry.begin + (row - entry.offset[0]) * row_bytes
         yield Read(
-            rank=box.rank,
+            file=box.file,
             begin=begin,
             end=begin + rows * row_bytes,
             key=entry.key,

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 
 from dtrain import storage
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.agree import Agreed
+from dtrain.checkpoint.agree import Agreed, decided_by_rank_0
 from dtrain.checkpoint.contents import Contents, check_equal_on_ranks, collect
 from dtrain.checkpoint.data_file import Box, place, write_data_file
 from dtrain.checkpoint.find import Committed, survey
@@ -27,7 +27,7 @@ from dtrain.checkpoint.layout import Entry, Layout, Manifest, RankFiles, RankInd
 from dtrain.checkpoint.plain import is_distributed
 from dtrain.checkpoint.plan import choose_writers
 from dtrain.checkpoint.retention import discard, plan_retention
-from dtrain.dist.collectives import all_gather_json, broadcast_json
+from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
 from dtrain.errors import CheckpointError
 from dtrain.state import TrainState
@@ -125,15 +125,16 @@ def save_sharded(
 
 def _agree_on_order(root: Path | str, state: TrainState) -> _Order:
     """Rank 0 looks at the root, decides, and makes the side folder; every rank gets the decision."""
-    order: _Order | None = None
-    with Agreed(_WHERE, advice=_ADVICE):
-        if current().rank == 0:
-            order = _decide(storage.real_path(root), state)
-            if order.action == "write":
-                storage.make_folders(Path(order.root))
-                _remove_leftovers(Path(order.root), order.run_id)
-                storage.make_folder(Path(order.root) / order.side)
-    return _Order(**cast(dict[str, Any], broadcast_json(asdict(order) if order else None)))
+
+    def prepare() -> dict[str, Any]:
+        order = _decide(storage.real_path(root), state)
+        if order.action == "write":
+            storage.make_folders(Path(order.root))
+            _remove_leftovers(Path(order.root), order.run_id)
+            storage.make_folder(Path(order.root) / order.side)
+        return asdict(order)
+
+    return _Order(**cast(dict[str, Any], decided_by_rank_0(_WHERE, prepare, advice=_ADVICE)))
 
 
 def _decide(root: Path, state: TrainState) -> _Order:

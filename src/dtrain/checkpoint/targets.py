@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import closed, layout, plain
-from dtrain.checkpoint.contents import optimizer_groups, persistent_buffers
+from dtrain.checkpoint.contents import optimizer_groups
+from dtrain.checkpoint.differences import Row, mismatch
 from dtrain.checkpoint.plain import TensorRef
 from dtrain.checkpoint.plan import Region
 from dtrain.checkpoint.verify import Opened
 from dtrain.clock import Clock
-from dtrain.errors import CheckpointMismatchError, DamagedCheckpointError
+from dtrain.errors import DamagedCheckpointError
+from dtrain.names import clean_buffers
 from dtrain.state import TrainState
 from dtrain.tensors import extent
 
-_SHOWN = 10
+_ADVICE = "build model, optimizer and transforms as in the run that wrote it, or load another checkpoint"
 # Hyperparameters that a schedule adds to a group on its first use, after the optimizer of a resumed run was built.
 _ADDED_LATER = frozenset({"initial_lr"})
-Row = tuple[str, str | None, str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -54,7 +55,8 @@ def fit(opened: Opened, state: TrainState, extra: Mapping[str, Any]) -> Fit:
     tensors: dict[str, Target] = {}
     rows: list[Row] = []
     here: dict[str, Tensor] = {}
-    for section, tree in (("params", state.params), ("buffers", persistent_buffers(state.model)), ("slices", state.slices)):
+    buffers = clean_buffers(state.model, persistent_only=True)
+    for section, tree in (("params", state.params), ("buffers", buffers), ("slices", state.slices)):
         here.update(plain.encode(dict(tree), section)[1])
     stored = {key: ref for key, ref in opened.refs.items() if key.split("/")[0] in ("params", "buffers", "slices")}
     for key in {**stored, **here}:
@@ -67,9 +69,11 @@ def fit(opened: Opened, state: TrainState, extra: Mapping[str, Any]) -> Fit:
     rows.extend(_group_rows(opened, state))
     known = _decoded(opened, "extra")
     rows.extend((plain.join("extra", name), None, "given") for name in extra if name not in known)
-    _refuse(rows, opened)  # from here on the optimizer's names are parameters, here and there
+    if rows:
+        raise mismatch(f"load_sharded: {opened.folder}", _causes(rows), source="checkpoint", advice=_ADVICE)
+    # From here on the optimizer's names are parameters, here and there.
     for key, ref in _section(opened, "optimizer"):
-        name = _unescaped(key.split("/")[2])
+        name = plain.unescaped(key.split("/")[2])
         if key.startswith("optimizer/groups/"):
             tensors[key] = _whole(ref, _group_device(key, state))
         else:
@@ -83,17 +87,17 @@ def fit(opened: Opened, state: TrainState, extra: Mapping[str, Any]) -> Fit:
     )
 
 
-def _refuse(rows: list[Row], opened: Opened) -> None:
-    if not rows:
-        return
-    lines = [f"  {key}: checkpoint {theirs or 'nothing'}, here {ours or 'nothing'}" for key, theirs, ours in rows[:_SHOWN]]
-    if len(rows) > _SHOWN:
-        lines.append(f"  and {len(rows) - _SHOWN} more")
-    table = "\n".join(lines)
-    raise CheckpointMismatchError(
-        f"load_sharded: {opened.folder} does not fit, {len(rows)} entries differ; build model, optimizer and transforms as "
-        f"in the run that wrote it, or load another checkpoint\n{table}"
-    )
+def _causes(rows: list[Row]) -> list[Row]:
+    """``rows`` without those that follow from others: slices, optimizer state and groups of parameters that differ."""
+    params = {key.split("/")[1] for key, _, _ in rows if key.startswith("params/")}
+    others = any(theirs is None or ours is None for key, theirs, ours in rows if key.startswith("params/"))
+
+    def follows(key: str) -> bool:
+        section, *parts = key.split("/")
+        of_group = section == "optimizer" and parts[0] == "groups" and parts[-1] == "params"
+        return section in ("slices", "optimizer") and (not params.isdisjoint(parts) or (of_group and others))
+
+    return [row for row in rows if not follows(row[0])]
 
 
 def _region(tensor: Tensor) -> Region:
@@ -132,7 +136,7 @@ def _optimizer_target(key: str, ref: TensorRef, state: TrainState, name: str, sa
 def _group_device(key: str, state: TrainState) -> torch.device:
     """Where a hyperparameter that is a tensor goes: to the one that is there, or else to the CPU."""
     _, _, group, name, *_ = key.split("/")
-    there = state.optimizer.param_groups[int(group)].get(_unescaped(name))
+    there = state.optimizer.param_groups[int(group)].get(plain.unescaped(name))
     return there.device if isinstance(there, Tensor) else torch.device("cpu")
 
 
@@ -143,10 +147,6 @@ def _counts_on_device(state: TrainState, param: Tensor) -> bool:
 
 def _section(opened: Opened, name: str) -> Iterator[tuple[str, TensorRef]]:
     return ((key, ref) for key, ref in opened.refs.items() if key.startswith(f"{name}/"))
-
-
-def _unescaped(token: str) -> str:
-    return token.replace("~1", "/").replace("~0", "~")
 
 
 def _decoded(opened: Opened, section: str) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,13 @@ class Opened:
         """The encoded values of the run, by section."""
         assert self.indexes[0].shared is not None, "parse_index lets no rank 0 without shared values through"
         return self.indexes[0].shared
+
+    @contextmanager
+    def data(self, rank: int) -> Iterator[VerifiedReader]:
+        """The open data file of a rank."""
+        name = layout.data_name(rank)
+        with storage.FileReader(self.folder / name) as file:
+            yield VerifiedReader(file, name, self.indexes[rank].chunks)
 
 
 def open_checkpoint(folder: Path) -> Opened:
@@ -85,7 +93,7 @@ def _check_contents(indexes: Sequence[RankIndex], boxes: dict[str, list[StoredBo
         ref = refs.get(key)
         for part in parts:
             if ref is None or (part.entry.dtype, part.entry.shape) != (ref.dtype, ref.shape):
-                name = layout.index_name(part.rank)
+                name = layout.index_name(part.file)
                 raise DamagedCheckpointError(f"{name}: {key}: is {part.entry.dtype} {part.entry.shape}, {where} says {ref}")
     for index in indexes:
         name = layout.index_name(index.rank)
@@ -99,6 +107,18 @@ def _check_contents(indexes: Sequence[RankIndex], boxes: dict[str, list[StoredBo
     return refs
 
 
+def with_buffers_of(opened: Opened, rank: int) -> Opened:
+    """``opened`` with the buffers that one of its ranks had for itself taken as those of the run; it may have had none."""
+    index = opened.indexes[rank]
+    own = [entry for entry in index.own if entry.key.startswith("buffers/")]
+    refs = plain.refs(index.values, "")
+    return replace(
+        opened,
+        boxes={**opened.boxes, **{entry.key: [StoredBox(file=rank, entry=entry)] for entry in own}},
+        refs={**opened.refs, **{entry.key: refs[entry.key] for entry in own}},
+    )
+
+
 def check_ranges(opened: Opened, ranges: Iterable[tuple[int, int, int]]) -> None:
     """Verify the chunks that byte ranges ``(rank, begin, end)`` lie in, each once.
 
@@ -109,8 +129,8 @@ def check_ranges(opened: Opened, ranges: Iterable[tuple[int, int, int]]) -> None
     for rank, begin, end in ranges:
         needed[rank].update(chunks_of(begin, end))
     for rank in sorted(needed):
-        with storage.FileReader(opened.folder / layout.data_name(rank)) as file:
-            VerifiedReader(file, layout.data_name(rank), opened.indexes[rank].chunks).verify(sorted(needed[rank]))
+        with opened.data(rank) as file:
+            file.verify(sorted(needed[rank]))
 
 
 def verify_deeply(folder: Path) -> Opened:

@@ -1,0 +1,62 @@
+"""Named tensors in files, whoever wrote them: what they are, where they lie, and how to read them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dtrain.checkpoint import plain
+from dtrain.checkpoint.fill import OpenFile
+from dtrain.checkpoint.find import read_manifest_bytes
+from dtrain.checkpoint.plain import TensorRef
+from dtrain.checkpoint.plan import Read, StoredBox
+from dtrain.checkpoint.verify import check_ranges, open_checkpoint, with_buffers_of
+
+_SECTIONS = ("params", "buffers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Stored:
+    """Tensors by name, and the files that hold them.
+
+    Args:
+        identity: a digest that is equal for equal files; ranks compare it.
+        refs: dtype and shape by name.
+        boxes: by name, the parts that each tensor is stored in; none for an empty one.
+        open_file: opens a file by its number.
+        check: verifies what these reads will read, as far as the files can be verified.
+    """
+
+    identity: str
+    refs: Mapping[str, TensorRef]
+    boxes: Mapping[str, Sequence[StoredBox]]
+    open_file: OpenFile
+    check: Callable[[Sequence[Read]], None]
+
+
+def in_checkpoint(folder: Path, rank: int) -> Stored:
+    """The parameters and buffers of a step of ours, by their names in the model.
+
+    Args:
+        folder: of the step.
+        rank: whose buffers to take where each rank saved its own: those of ``rank % saved world size``.
+
+    Raises:
+        DamagedCheckpointError: it fails verification.
+    """
+    opened = open_checkpoint(folder)
+    opened = with_buffers_of(opened, rank % len(opened.indexes))
+    keys = {plain.unescaped(key.split("/")[1]): key for key in opened.refs if key.split("/")[0] in _SECTIONS}
+    return Stored(
+        identity=hashlib.sha256(read_manifest_bytes(folder)).hexdigest(),
+        refs={name: opened.refs[key] for name, key in keys.items()},
+        boxes={name: [_named(box, name) for box in opened.boxes.get(key, ())] for name, key in keys.items()},
+        open_file=opened.data,
+        check=lambda reads: check_ranges(opened, ((read.file, read.begin, read.end) for read in reads)),
+    )
+
+
+def _named(box: StoredBox, name: str) -> StoredBox:
+    return replace(box, entry=replace(box.entry, key=name))

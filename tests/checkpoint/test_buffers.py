@@ -1,0 +1,82 @@
+"""Buffers that each rank has for itself are saved once per rank and come back to the ranks they belong to."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from checkpoint.filled import laid_out
+from checkpoint.states import Net
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.save import save_sharded
+from dtrain.checkpoint.verify import verify_checkpoint
+from dtrain.checkpoint.weights import load_weights_
+from dtrain.dist.init import current
+from dtrain.state import TrainState, new_state
+
+WORLDS = (1, 2, 3)
+
+
+def state_with(seen: int, buffers: str) -> TrainState:
+    model = laid_out(Net(), "full_shard", buffers=buffers)
+    model.seen.fill_(seen)
+    return new_state(model, torch.optim.AdamW(model.parameters()))
+
+
+def save_buffers(root: str, buffers: str) -> None:
+    save_sharded(root, state_with(10 + current().rank if buffers == "local" else 10, buffers))
+
+
+def load_buffers(roots: list[str], buffers: str) -> list:
+    found = []
+    for root in roots:
+        state = load_sharded(root, state_with(0, buffers)).state
+        weights = state_with(0, buffers).model
+        load_weights_(weights, root)
+        found.append([int(state.model.seen), int(weights.seen)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory, ranks) -> dict[int, Path]:
+    """Checkpoints of 1, 2 and 3 ranks that each have buffers of their own."""
+    found = {world: tmp_path_factory.mktemp(f"local-{world}") for world in WORLDS}
+    for world, root in found.items():
+        ranks(world).run(save_buffers, str(root), "local")
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_each_rank_gets_its_own_or_that_of_its_number_modulo_the_saved_world_size(roots, ranks, world):
+    results = ranks(world).run(load_buffers, [str(root) for root in roots.values()], "local")
+    for rank, result in enumerate(results):
+        assert result == [[10 + rank % saved_world] * 2 for saved_world in WORLDS]
+
+
+@pytest.mark.parametrize("buffers", ["broadcast", "mean"])
+def test_ranks_whose_buffers_must_be_equal_all_take_those_of_rank_0(roots, ranks, buffers):
+    for result in ranks(3).run(load_buffers, [str(root) for root in roots.values()], buffers):
+        assert result == [[10, 10]] * 3
+
+
+@pytest.mark.parametrize("buffers", ["broadcast", "local"])
+def test_buffers_that_are_equal_on_all_ranks_are_stored_once_and_load_everywhere(tmp_path, ranks, buffers):
+    ranks(2).run(save_buffers, str(tmp_path), "broadcast")
+    assert stored_buffers(tmp_path) == 1
+    for result in ranks(3).run(load_buffers, [str(tmp_path)], buffers):
+        assert result == [[10, 10]]
+
+
+def test_buffers_of_each_rank_are_stored_by_each_rank(roots):
+    for world, root in roots.items():
+        assert stored_buffers(root) == world
+        assert verify_checkpoint(root).world_size == world
+
+
+def stored_buffers(root: Path) -> int:
+    found = 0
+    for path in (root / "step-00000000").glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found += "buffers/seen" in file.keys()  # noqa: SIM118  # it is no dict
+    return found

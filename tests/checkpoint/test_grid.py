@@ -1,0 +1,53 @@
+"""Every layout loads into every other: all pairs of (world size, strategy), every tensor equal, optimizer state included."""
+
+import pytest
+import torch
+
+from checkpoint.filled import LAYOUTS, check_filled, full, load_filled, sharded_state, value_of
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.verify import verify_checkpoint
+from dtrain.checkpoint.weights import load_weights_
+from dtrain.names import clean_parameters
+from dtrain.tensors import local
+
+
+def load_all(paths: list[str], strategy: str) -> list:
+    return [load_filled(path, strategy) for path in paths]
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(world, strategy) for world in LAYOUTS for strategy in LAYOUTS[world]])
+def test_every_layout_loads_into_every_other(saved, ranks, world, strategy):
+    results = ranks(world).run(load_all, [str(path) for path, _ in saved.values()], strategy)
+    assert [len(result) for result in results] == [16] * world
+    for at, ((saved_world, saved_strategy), (_, draws)) in enumerate(saved.items()):
+        for rank, (step, history, drawn, derived) in enumerate(result[at] for result in results):
+            assert (step, history) == (4, [1, 2])
+            expected = draws[rank] if world == saved_world else derived
+            assert drawn == expected, f"generators of rank {rank}: {saved_world} {saved_strategy} into {world}"
+        assert len({result[at][2] for result in results}) == world, "ranks have streams of their own"
+
+
+def test_a_process_without_ranks_reads_them_all(saved):
+    for path, _ in saved.values():
+        verify_checkpoint(path)
+        check_filled(load_sharded(path, sharded_state("none", filled=False)).state)
+
+
+def weights_of_all(paths: list[str], strategy: str) -> list[bool]:
+    model, equal = sharded_state(strategy, filled=False).model, []
+    for path in paths:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), model.seen):
+                local(tensor).zero_()
+        load_weights_(model, path)
+        params, _ = clean_parameters(model)
+        equal.append(all(torch.equal(full(p.detach()), value_of(name, p.shape)) for name, p in params.items()))
+        equal.append(int(model.seen) == 5)
+    return equal
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_weights_alone_load_from_every_layout(saved, ranks, world):
+    for strategy in LAYOUTS[world]:
+        for equal in ranks(world).run(weights_of_all, [str(path) for path, _ in saved.values()], strategy):
+            assert equal == [True] * 32
