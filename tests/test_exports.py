@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import dtrain
+import dtrain.testing
 
 SIDE_EFFECTS = """
 import json, logging, os, signal, sys, threading
@@ -35,6 +36,11 @@ def test_all_is_sorted_and_importable():
     assert dtrain.__all__ == sorted(dtrain.__all__)
     for name in dtrain.__all__:
         assert getattr(dtrain, name) is not None
+
+
+def test_names_for_tests_are_sorted_and_importable():
+    assert dtrain.testing.__all__ == sorted(dtrain.testing.__all__)
+    assert [name for name in dtrain.testing.__all__ if not hasattr(dtrain.testing, name)] == []
 
 
 def test_type_checkers_see_the_same_names_from_the_same_modules():

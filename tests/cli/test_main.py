@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import dtrain
+from dtrain.cli.main import run
 
 
 def dtrain_command(*args, cwd=None, code="from dtrain.cli.main import run; run()"):
@@ -76,21 +77,103 @@ def test_mistake_is_one_line_and_starts_nothing(tmp_path, name):
     assert sorted(os.listdir(tmp_path)) == before
 
 
-@pytest.mark.parametrize(
-    ("args", "expected"), [(["lanch"], "no such command 'lanch'"), (["--lanch"], "no such option: --lanch")]
-)
-def test_mistake_before_the_command_is_one_line(args, expected):
-    result = dtrain_command(*args)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"dtrain: {expected}")
-    assert result.stderr.endswith("; see `dtrain --help`\n")
-    assert result.stderr.count("\n") == 1
+USAGE = {
+    "unknown command": (["lanch"], "no such command 'lanch'", "dtrain"),
+    "unknown option": (["--lanch"], "no such option: --lanch", "dtrain"),
+    "value for a flag": (["--version=3"], "option '--version' does not take a value", "dtrain"),
+    "launch: unknown option": (["launch", "--fast", "x.py"], "launch: no such option: --fast", "dtrain launch"),
+    "launch: missing argument": (["launch"], "launch: missing argument 'SCRIPT'", "dtrain launch"),
+    "launch: missing value": (["launch", "x.py", "-n"][::2], "launch: option '-n' requires an argument", "dtrain launch"),
+    "launch: value for a flag": (
+        ["launch", "--module=3", "x"],
+        "launch: option '--module' does not take a val",
+        "dtrain launch",
+    ),
+    "env: unknown option": (["env", "--yaml"], "env: no such option: --yaml", "dtrain env"),
+    "env: value for a flag": (["env", "--json=3"], "env: option '--json' does not take a value", "dtrain env"),
+    "env: argument": (["env", "x"], "env: got unexpected extra argument", "dtrain env"),
+    "checkpoints: unknown command": (["checkpoints", "lst"], "checkpoints: no such command 'lst'", "dtrain checkpoints"),
+    "checkpoints: unknown option": (["checkpoints", "--x"], "checkpoints: no such option: --x", "dtrain checkpoints"),
+    "checkpoints list: missing argument": (
+        ["checkpoints", "list"],
+        "checkpoints: list: missing argument 'ROOT'",
+        "dtrain checkpoints list",
+    ),
+    "checkpoints list: another argument": (
+        ["checkpoints", "list", "a", "b"],
+        "checkpoints: list: got unexpected extra argument",
+        "dtrain checkpoints list",
+    ),
+    "checkpoints list: unknown option": (
+        ["checkpoints", "list", "-z", "a"],
+        "checkpoints: list: no such option: -z",
+        "dtrain checkpoints list",
+    ),
+    "checkpoints verify: missing argument": (
+        ["checkpoints", "verify", "--all"],
+        "checkpoints: verify: missing argument 'ROOT_OR_STEP'",
+        "dtrain checkpoints verify",
+    ),
+    "checkpoints verify: value for a flag": (
+        ["checkpoints", "verify", "--all=3", "a"],
+        "checkpoints: verify: option '--all' does not take a value",
+        "dtrain checkpoints verify",
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "expected", "command"), USAGE.values(), ids=USAGE)
+def test_usage_error_is_one_line_at_every_level(monkeypatch, capsys, args, expected, command):
+    monkeypatch.setattr(sys, "argv", ["dtrain", *args])
+    with pytest.raises(SystemExit) as end:
+        run()
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, "")
+    assert err.startswith(f"dtrain: {expected}")
+    assert err.endswith(f"; see `{command} --help`\n")
+    assert err.count("\n") == 1
+
+
+HELP = {
+    "dtrain": ([], "Usage: dtrain ", ["launch", "env", "checkpoints", "--version"]),
+    "env": (["env"], "Usage: dtrain env ", ["--json", "Exit codes: "]),
+    "checkpoints": (["checkpoints"], "Usage: dtrain checkpoints ", ["list", "verify"]),
+    "checkpoints list": (["checkpoints", "list"], "Usage: dtrain checkpoints list ", ["ROOT", "Exit codes: "]),
+    "checkpoints verify": (
+        ["checkpoints", "verify"],
+        "Usage: dtrain checkpoints verify ",
+        ["ROOT_OR_STEP", "--all", "Exit codes"],
+    ),
+}
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize(("args", "begin", "words"), HELP.values(), ids=HELP)
+def test_help_at_every_level(monkeypatch, capsys, args, begin, words, flag):
+    monkeypatch.setattr(sys, "argv", ["dtrain", *args, flag])
+    with pytest.raises(SystemExit) as end:
+        run()
+    out, err = capsys.readouterr()
+    assert (end.value.code, err) == (0, "")
+    assert out.startswith(begin)
+    assert [word for word in words if word not in out] == []
+    assert "..." not in out.partition("Commands:")[2]  # the summary of a command fits its line
+
+
+def test_checkpoints_alone_prints_its_help(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dtrain", "checkpoints"])
+    with pytest.raises(SystemExit, match="0"):
+        run()
+    assert capsys.readouterr().out.startswith("Usage: dtrain checkpoints ")
 
 
 HEAVY = ("torch", "numpy", "rich", "tensordict", "asyncio", "multiprocessing")
 
 
-@pytest.mark.parametrize("args", [["--help"], ["launch", "nope.py"], ["launch", "-n", "1", "good.py"]])
+LIGHT = (["--help"], ["launch", "nope.py"], ["launch", "-n", "1", "good.py"], ["checkpoints"], ["checkpoints", "list", "nope"])
+
+
+@pytest.mark.parametrize("args", LIGHT)
 def test_command_line_imports_nothing_heavy(tmp_path, args):
     (tmp_path / "good.py").write_text("import sys; assert 'torch' not in sys.modules")
     code = f"""
@@ -105,7 +188,7 @@ finally:
 """
     result = dtrain_command(*args, cwd=tmp_path, code=code)
     assert result.stdout.splitlines()[-1] == "LOADED []", result
-    assert result.returncode == (2 if "nope.py" in args else 0)
+    assert result.returncode == (2 if args[-1].startswith("nope") else 0)
 
 
 def test_heavy_imports_would_be_seen():

@@ -1,1 +1,1 @@
-"""The ``dtrain`` command. Nothing in here imports torch."""
+"""The ``dtrain`` command. Starting it imports no torch; a sub-command that reads checkpoints does so when it runs."""

@@ -8,10 +8,13 @@ from typing import Annotated, NoReturn
 import typer
 
 from dtrain import __version__
+from dtrain.cli.checkpoints import app as checkpoints
+from dtrain.cli.env import env
 from dtrain.cli.launch import launch
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, DtrainError
 from dtrain.launch.front import occupy_standard_streams
 
+_FAILED = 1
 _USAGE = 2
 _INTERRUPTED = 130
 
@@ -28,6 +31,8 @@ app = typer.Typer(
 app.command(
     context_settings={"allow_interspersed_args": False},  # what follows the script belongs to the script
 )(launch)
+app.command()(env)
+app.add_typer(checkpoints, name="checkpoints")
 
 
 @app.callback(invoke_without_command=True)
@@ -54,9 +59,11 @@ def _invoke(args: list[str]) -> int:
     try:
         return int(typer.main.get_command(app).main(args=args, prog_name="dtrain", standalone_mode=False))
     except ConfigError as error:
-        return _complain(str(error))
+        return _complain(str(error), _USAGE)
+    except DtrainError as error:
+        return _complain(str(error), _FAILED)
     except _UsageError as error:
-        return _complain(_usage(error, args))
+        return _complain(_usage(error, args), _USAGE)
     except (typer.Abort, KeyboardInterrupt):
         return _INTERRUPTED
 
@@ -64,14 +71,24 @@ def _invoke(args: list[str]) -> int:
 def _usage(error: Exception, args: list[str]) -> str:
     """One line out of the parser's exception: which command, what came, where to look."""
     context: typer.Context | None = getattr(error, "ctx", None)
-    # Without a context it is an option of a sub-command that lacks its value: the command itself has none that takes one.
-    command = " ".join(["dtrain", *args[:1]]) if context is None else context.command_path
+    # The parser gives no context with an option that lacks its value, or has one that it does not take.
+    command = _named(args) if context is None else context.command_path
     what: str = getattr(error, "format_message", error.__str__)()
     where = "".join(f"{word}: " for word in command.split()[1:])
     return f"{where}{what[:1].lower()}{what[1:].rstrip('.')}; see `{command} --help`"
 
 
-def _complain(message: str) -> int:
+def _named(args: list[str]) -> str:
+    """The command that an argument list names, as far as its first words name one."""
+    command, words = typer.main.get_command(app), ["dtrain"]
+    for word in args:
+        if (inner := getattr(command, "commands", {}).get(word)) is None:
+            break
+        command, words = inner, [*words, word]
+    return " ".join(words)
+
+
+def _complain(message: str, code: int) -> int:
     line = " ".join(message.split())
     print(f"dtrain: {line}", file=sys.stderr)
-    return _USAGE
+    return code

@@ -1,0 +1,101 @@
+"""``dtrain env``: what this machine is, which versions are installed, and what is misconfigured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dtrain.cli.machine.facts import Facts
+
+_BROKEN = 1
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the same as one JSON object.")] = False,
+) -> int:
+    """Show the machine, versions, and what is misconfigured.
+
+    Values of environment variables are shown only where they cannot be secrets.
+
+    Exit codes: 0 nothing is wrong, or warnings only; 1 an error: a run would fail, hang, or leave the GPUs idle.
+    """
+    # Here, so that other commands do not pay for it.
+    import json
+    from dataclasses import asdict
+
+    from dtrain.cli.findings import findings
+    from dtrain.cli.machine.facts import collect
+
+    facts = collect()
+    found = findings(facts)
+    if as_json:
+        typer.echo(json.dumps({**asdict(facts), "findings": [asdict(finding) for finding in found]}, indent=1))
+    else:
+        lines = [*table(facts), "", *(map(str, found) if found else ["nothing is misconfigured"])]
+        typer.echo("\n".join(lines))
+    return _BROKEN if any(finding.level == "error" for finding in found) else 0
+
+
+def table(facts: Facts) -> list[str]:
+    """The facts as lines: a name, and what is known under it."""
+    rows = [*_software(facts), *_hardware(facts), *_network(facts), *_environment(facts)]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}}  {text}".rstrip() for name, text in rows]
+
+
+def _software(facts: Facts) -> list[tuple[str, str]]:
+    torch = facts.torch
+    versions = [f"{package.name} {package.version or 'not installed'}" for package in facts.packages]
+    rows = [
+        ("dtrain", facts.dtrain),
+        ("python", f"{facts.python}, {facts.executable}"),
+        ("packages", ", ".join(versions)),
+    ]
+    if torch is None:
+        return [*rows, ("torch", f"unknown: {facts.torch_problem}")]
+    build = f"for CUDA {torch.cuda}" if torch.cuda else "CPU build"
+    backends = ", ".join([*(["gloo"] if torch.gloo else []), *([f"nccl {torch.nccl}"] if torch.nccl else [])])
+    text = f"{torch.version}, {build}, {torch.folder}; collectives: {backends or 'none'}; {torch.threads} threads"
+    return [*rows, ("torch", text), *(("", f"it warns: {warning}") for warning in torch.warnings)]
+
+
+def _hardware(facts: Facts) -> list[tuple[str, str]]:
+    hardware, gpus = facts.hardware, facts.hardware.gpus
+    cores, memory, (soft, hard) = hardware.cores, hardware.memory, hardware.open_files
+    rows = [
+        ("system", hardware.system),
+        (
+            "cores",
+            f"{cores.usable} usable of {cores.present}" + (f", control group allows {cores.quota:g}" if cores.quota else ""),
+        ),
+        (
+            "memory",
+            f"{_gib(memory.total_bytes)}, {_gib(memory.available_bytes)} available"
+            + (f", control group allows {_gib(memory.limit_bytes)}" if memory.limit_bytes else ""),
+        ),
+        ("/dev/shm", "not there" if hardware.shm_bytes is None else _gib(hardware.shm_bytes)),
+        ("open files", f"at most {soft or 'any number'}, can be raised to {hard or 'any number'}"),
+    ]
+    listed = [f"{gpu.name}, {_gib(gpu.memory_bytes)}, driver {gpu.driver}" for gpu in gpus.listed]
+    usable = f"{len(facts.torch.devices) if facts.torch else 0} usable by torch"
+    rows.append(("gpus", f"{gpus.count}, {usable}" if gpus.count else "none"))
+    return [*rows, *(("", f"{number}: {text}") for number, text in enumerate(listed))]
+
+
+def _network(facts: Facts) -> list[tuple[str, str]]:
+    rows = [("host", f"{name}: {', '.join(found) or 'does not resolve'}") for name, found in facts.addresses.items()]
+    for link in facts.interfaces:
+        marks = [*(["loopback"] if link.loopback else []), *([] if link.up else ["down"])]
+        rows.append(("interface", " ".join([link.name, *link.addresses, *(f"({mark})" for mark in marks)])))
+    return rows
+
+
+def _environment(facts: Facts) -> list[tuple[str, str]]:
+    rows = [("variable", f"{name}={value}") for name, value in facts.variables.items()]
+    return [*rows, *(("variable", f"{name} is set (value not shown)") for name in facts.named_variables)]
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

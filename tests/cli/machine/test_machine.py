@@ -1,0 +1,238 @@
+"""Facts are read right from files that look like those of other machines, and from programs that misbehave."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+
+import pytest
+
+from dtrain.cli.machine import cgroup, hardware, installed, network, variables
+from dtrain.cli.machine.children import Answer, answer, ask
+from dtrain.cli.machine.installed import Package, TorchBuild
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+CGROUPS = {
+    "none": ({}, None, None),
+    "version 2, no limits": (
+        {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "max 100000\n", "sys/fs/cgroup/a/memory.max": "max\n"},
+        None,
+        None,
+    ),
+    "version 2": (
+        {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "150000 100000\n", "sys/fs/cgroup/a/memory.max": "4096\n"},
+        1.5,
+        4096,
+    ),
+    "version 2, a parent's limit is smaller": (
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/b/cpu.max": "400000 100000\n",
+            "sys/fs/cgroup/a/cpu.max": "200000 100000\n",
+            "sys/fs/cgroup/a/memory.max": "8192\n",
+        },
+        2.0,
+        8192,
+    ),
+    "version 2, the host's path in a container": (
+        {"proc/self/cgroup": "0::/docker/123\n", "sys/fs/cgroup/cpu.max": "50000 100000\n", "sys/fs/cgroup/memory.max": "77\n"},
+        0.5,
+        77,
+    ),
+    "version 1": (
+        {
+            "proc/self/cgroup": "5:memory:/x\n3:cpu,cpuacct:/x\n0::/\n",
+            "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "300000\n",
+            "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "1048576\n",
+        },
+        3.0,
+        1048576,
+    ),
+    "version 1, no limits": (
+        {
+            "proc/self/cgroup": "5:memory:/\n3:cpu,cpuacct:/\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+        None,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "cores", "memory"), CGROUPS.values(), ids=CGROUPS)
+def test_limits_of_the_control_group(tmp_path, files, cores, memory):
+    root = write(tmp_path, files)
+    assert (cgroup.core_quota(root), cgroup.memory_limit(root)) == (cores, memory)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("1024\n", 1024), (f"{2**50}\n", None)])
+def test_memory_limit_counts_when_it_is_below_the_memory(tmp_path, limit, expected):
+    files = {"proc/meminfo": "MemTotal: 2048 kB\nMemAvailable: 1024 kB\n", "proc/self/cgroup": "0::/\n"}
+    found = hardware.memory(write(tmp_path, files | {"sys/fs/cgroup/memory.max": limit}))
+    assert found == hardware.Memory(total_bytes=2048 * 1024, available_bytes=1024 * 1024, limit_bytes=expected)
+
+
+def test_shared_memory_is_none_where_there_is_none(tmp_path):
+    assert hardware.shm_bytes(tmp_path) is None
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    assert hardware.shm_bytes(tmp_path) > 0
+
+
+def test_hardware_counts_device_files_and_names_the_system(tmp_path):
+    files = {
+        "proc/meminfo": "MemTotal: 2 kB\nMemAvailable: 1 kB\n",
+        "etc/os-release": 'NAME="X"\nPRETTY_NAME="Debian GNU/Linux 12"\n',
+        "dev/nvidia0": "",
+        "dev/nvidia11": "",
+        "dev/nvidiactl": "",
+    }
+    found = hardware.hardware(None, write(tmp_path, files))
+    assert found.gpus == hardware.Gpus(listed=(), device_files=2, problem=None)
+    assert found.gpus.count == 2
+    assert found.system.endswith(", Debian GNU/Linux 12")
+
+
+SMI = {
+    "no nvidia-smi": (None, (), None),
+    "two": (
+        Answer(code=0, out="NVIDIA H200, 143771, 580.1\nTesla, 40, A, [N/A], 580.1\n", err=""),
+        (
+            hardware.Gpu(name="NVIDIA H200", memory_bytes=143771 * 2**20, driver="580.1"),
+            hardware.Gpu(name="Tesla, 40, A", memory_bytes=0, driver="580.1"),
+        ),
+        None,
+    ),
+    "fails": (Answer(code=9, out="NVIDIA-SMI has failed\n", err=""), (), "exit code 9: NVIDIA-SMI has failed"),
+    "hangs": (Answer(code=None, out="", err=""), (), "it did not answer within 30 s"),
+}
+
+
+@pytest.mark.parametrize(("said", "listed", "problem"), SMI.values(), ids=SMI)
+def test_gpus_as_nvidia_smi_tells_them(said, listed, problem):
+    assert hardware.gpus(said, 0) == hardware.Gpus(listed=listed, device_files=0, problem=problem)
+
+
+def test_interfaces_of_this_machine_include_loopback():
+    loopback = next(link for link in network.interfaces() if link.name == "lo")
+    assert loopback.loopback
+    assert loopback.up
+    assert "127.0.0.1" in loopback.addresses
+
+
+def test_ipv6_addresses_by_interface(tmp_path):
+    text = "00000000000000000000000000000001 01 80 10 80       lo\nfd000000000000000000000000000002 02 40 00 80     eth0\n"
+    root = write(tmp_path, {"proc/net/if_inet6": text})
+    assert network.ipv6_addresses(root) == {"lo": ["::1"], "eth0": ["fd00::2"]}
+    assert network.ipv6_addresses(tmp_path / "no ipv6") == {}
+
+
+def test_names_resolve_or_have_no_address():
+    found = network.resolve(["127.0.0.1", "no-such-host.invalid", "." * 3])
+    assert found == {"127.0.0.1": ("127.0.0.1",), "no-such-host.invalid": (), "...": ()}
+
+
+def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch):
+    answered, before = threading.Event(), set(threading.enumerate())
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(60) and [])
+    assert network.resolve(["slow"], timeout_s=0.05) == {"slow": ()}
+    (asking,) = set(threading.enumerate()) - before
+    assert asking.daemon  # it does not hold up the end of the process
+    answered.set()
+    asking.join(60)
+
+
+REQUIREMENTS = {
+    "numpy": ("numpy", None),
+    "torch>=2.11": ("torch", "2.11"),
+    "torch<3,>=2.11.1": ("torch", "2.11.1"),
+    "torch (>=2.11)": ("torch", "2.11"),
+    "typer>=0.12.5; python_version >= '3.11'": ("typer", "0.12.5"),
+    "fsspec[http]>=2024.1": ("fsspec", "2024.1"),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), REQUIREMENTS.items())
+def test_requirements_are_read(line, expected):
+    assert installed.requirements([line, "pytest>=8; extra == 'test'"]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("version", "at_least", "too_old"),
+    [
+        ("2.10.9+cu128", "2.11", True),
+        ("2.11", "2.11.0", False),
+        ("2.11.0a0+git12", "2.11", False),
+        ("3", "2.11", False),
+        ("1!2.0", "2.11", True),
+        (None, "2.11", False),
+        ("0.1", None, False),
+    ],
+)
+def test_too_old_compares_releases(version, at_least, too_old):
+    assert Package(name="x", version=version, at_least=at_least).too_old is too_old
+
+
+def test_packages_are_those_of_the_metadata():
+    found = {package.name: package for package in installed.packages()}
+    assert found["torch"].at_least == "2.11"
+    assert found["torch"].version.startswith("2.")
+    assert "pytest" not in found
+
+
+def test_packages_are_known_without_metadata(monkeypatch):
+    def none(name):
+        raise installed.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(installed.metadata, "requires", none)
+    assert installed.packages()[0].at_least is None
+    assert {package.name for package in installed.packages()} >= {"torch", "numpy", "typer"}
+
+
+PROBE = (
+    '{"version": "2", "folder": "/t", "cuda": null, "devices": [], "gloo": true, "nccl": null, "threads": 1, "warnings": ["w"]}'
+)
+BUILD = TorchBuild(version="2", folder="/t", cuda=None, devices=(), gloo=True, nccl=None, threads=1, warnings=("w",))
+PROBED = {
+    "facts": (Answer(code=0, out=f"noise\n{PROBE}\n", err="noise"), BUILD),
+    "noise after": (Answer(code=0, out=f"{PROBE}\nbye\n", err=""), BUILD),
+    "nothing": (Answer(code=0, out="bye\n", err=""), "it ended before it could say anything"),
+    "error": (Answer(code=1, out="", err="Traceback\nImportError: no\n\n"), "ImportError: no"),
+    "silent error": (Answer(code=1, out="", err=""), "it printed nothing"),
+    "signal": (Answer(code=-11, out="", err=""), "importing it was ended by signal 11"),
+    "hang": (Answer(code=None, out="", err=""), "importing it took more than 120 s"),
+}
+
+
+@pytest.mark.parametrize(("said", "expected"), PROBED.values(), ids=PROBED)
+def test_what_the_probe_said_is_facts_or_one_line(said, expected):
+    assert installed.read_probe(said) == expected
+
+
+def test_a_program_that_hangs_is_killed():
+    process = ask([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert answer(process, timeout_s=0.05) == Answer(code=None, out="", err="")
+    with process.stdout, process.stderr:
+        assert process.wait(timeout=60) == -9
+
+
+def test_bytes_that_are_no_text_do_no_harm():
+    said = answer(ask([sys.executable, "-c", "import os; os.write(2, b'\\xff end'); exit(3)"]), timeout_s=60)
+    assert (said.code, said.out, said.last_words) == (3, "", "\ufffd end")
+
+
+def test_values_are_shown_only_of_harmless_variables():
+    environ = {"RANK": "1", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "PATH": "/bin", "MY_NCCL_KEY": "x", "http_proxy": "u:p@h"}
+    assert variables.shown(environ) == {"NCCL_DEBUG": "INFO", "RANK": "1"}
+    assert variables.named(environ) == ("HF_TOKEN", "http_proxy")

@@ -1,0 +1,192 @@
+"""``dtrain checkpoints``: what is listed and verified, and what damage does to both."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+
+import pytest
+
+from checkpoint.states import plain_state, train
+from dtrain.checkpoint.save import save_sharded
+from dtrain.cli import main
+
+VALID = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +[0-9.]+ KiB +1 +[0-9a-f]{8} "
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    """Steps 1 and 2 of one run."""
+    root = tmp_path_factory.mktemp("checkpoints") / "root"
+    state = train(plain_state(), 1)
+    save_sharded(root, state)
+    save_sharded(root, train(state, 1))
+    return root
+
+
+@pytest.fixture
+def root(clean, tmp_path, monkeypatch):
+    """A copy of the checkpoints, named ``root`` in the current folder."""
+    shutil.copytree(clean, tmp_path / "root")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def checkpoints(monkeypatch, capsys):
+    """``checkpoints(*args)``: the exit code of the command, what it printed, and what it complained about."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["dtrain", "checkpoints", *args])
+        with pytest.raises(SystemExit) as end:
+            main.run()
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return run
+
+
+def flip(path, at=0.5):
+    data = bytearray(path.read_bytes())
+    data[int(at * (len(data) - 1))] ^= 4
+    path.write_bytes(data)
+
+
+def test_list_tells_each_step_in_the_order_of_commits(checkpoints, root):
+    code, out, err = checkpoints("list", "root")
+    head, first, second = out.splitlines()
+    assert (code, err) == (0, "")
+    assert head.split("  ")[-1] == "manifest"
+    assert re.fullmatch(rf"   1     {VALID} +- +valid", first)
+    assert re.fullmatch(rf"\*  2     {VALID} +1 +valid", second)
+
+
+def test_list_marks_what_was_committed_last_after_going_back(checkpoints, root):
+    manifest = root / "step-00000001" / "manifest.json"
+    shutil.rmtree(root / "step-00000001")
+    save_sharded(root, train(plain_state(1), 1))
+    assert manifest.exists()
+    lines = checkpoints("list", "root")[1].splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["2", lines[1].split()[1]], ["*", "1"]]
+
+
+def test_list_shows_a_damaged_manifest_and_that_loading_would_meet_it(checkpoints, root):
+    flip(root / "step-00000002" / "manifest.json")
+    code, out, err = checkpoints("list", "root")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(rf"   1     {VALID} +- +valid", out.splitlines()[1])
+    assert re.fullmatch(r"\*  2 +[-0-9]+ [0-9:]+  -  +-  +-  +-  +damaged: manifest.json: .*", out.splitlines()[2])
+
+
+def test_list_says_when_there_is_nothing(checkpoints, root):
+    (root.parent / "empty").mkdir()
+    assert checkpoints("list", "empty") == (0, "no checkpoints in empty\n", "")
+
+
+def test_verify_takes_the_newest_step_of_a_root(checkpoints, root):
+    flip(root / "step-00000001" / "rank-00000.safetensors")
+    code, out, err = checkpoints("verify", "root")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"step-00000002: ok, [0-9.]+ KiB of 1 rank\n", out)
+
+
+def test_verify_takes_a_step(checkpoints, root):
+    flip(root / "step-00000002" / "manifest.json")
+    code, out, _ = checkpoints("verify", "root/step-00000001")
+    assert (code, out.startswith("step-00000001: ok, ")) == (0, True)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.json", "rank-00000.safetensors"])
+def test_verify_finds_a_flipped_bit_and_names_the_file(checkpoints, root, name):
+    flip(root / "step-00000002" / name)
+    code, out, err = checkpoints("verify", "root")
+    assert (code, err) == (1, "")
+    assert re.fullmatch(rf"step-00000002: damaged: {name}: .*\n", out)
+
+
+def test_verify_all_has_a_line_for_every_step(checkpoints, root):
+    flip(root / "step-00000001" / "rank-00000.safetensors")
+    code, out, _ = checkpoints("verify", "root", "--all")
+    first, second = out.splitlines()
+    assert code == 1
+    assert first.startswith("step-00000001: damaged: rank-00000.safetensors: ")
+    assert second.startswith("step-00000002: ok, ")
+    shutil.rmtree(root / "step-00000001")
+    assert checkpoints("verify", "--all", "root")[0] == 0
+
+
+def test_verify_tells_what_cannot_be_read_from_what_is_damaged(checkpoints, root):
+    (root / "step-00000002" / "manifest.json").write_bytes(of_another_version(root / "step-00000002" / "manifest.json"))
+    code, out, err = checkpoints("verify", "root/step-00000002")
+    assert (code, err) == (1, "")
+    assert out.startswith("step-00000002: cannot be read: manifest.json: has format version 9")
+
+
+def of_another_version(manifest):
+    from dtrain.checkpoint import layout
+
+    body = json.loads(manifest.read_text())
+    del body["sha256"]
+    return layout._signed({**body, "version": 9})
+
+
+def test_a_step_of_another_format_fails_the_list_in_one_line(checkpoints, root):
+    (root / "step-00000002" / "manifest.json").write_bytes(of_another_version(root / "step-00000002" / "manifest.json"))
+    code, out, err = checkpoints("list", "root")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "manifest.json: has format version 9" in err
+
+
+def test_a_save_that_was_not_completed_is_refused(checkpoints, root):
+    (root / "step-00000002" / "manifest.json").unlink()
+    code, out, err = checkpoints("verify", "root/step-00000002")
+    assert (code, out) == (1, "")
+    assert err.startswith("dtrain: checkpoints: verify: ")
+    assert err.endswith("has no manifest.json: the save was not completed; load another step\n")
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_root_that_cannot_be_read_is_one_line(checkpoints, root, monkeypatch, command):
+    from dtrain import storage
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(storage.os, "listdir", refuse)
+    code, out, err = checkpoints(command, "root")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"dtrain: checkpoints: {command}: [Errno 13] Permission denied: ")
+    assert err.count("\n") == 1
+
+
+MISTAKES = {
+    "list: no folder": (["list", "nope"], "list: no such folder: 'nope'; check the path"),
+    "list: a file": (["list", "root/step-00000001/manifest.json"], "list: no such folder: "),
+    "list: a step": (
+        ["list", "root/step-00000001"],
+        "list: 'root/step-00000001' is the folder of one step; name the folder that",
+    ),
+    "verify: no folder": (["verify", "nope"], "verify: no such folder: 'nope'; check the path"),
+    "verify: nothing there": (["verify", "."], "verify: no checkpoints in '.'; name a step"),
+    "verify: nothing there at all": (["verify", "--all", "."], "verify: no checkpoints in '.'; name a step"),
+    "verify: all of a step": (["verify", "--all", "root/step-00000001"], "verify: 'root/step-00000001' is the folder of one"),
+}
+
+
+@pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_mistake_is_one_line(checkpoints, root, args, expected):
+    code, out, err = checkpoints(*args)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"dtrain: checkpoints: {expected}")
+    assert err.count("\n") == 1
+
+
+def test_nothing_is_changed(checkpoints, root):
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in root.rglob("*")}
+    checkpoints("list", "root")
+    checkpoints("verify", "--all", "root")
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in root.rglob("*")} == before
+    assert os.listdir(root.parent) == ["root"]
