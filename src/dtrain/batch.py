@@ -6,7 +6,7 @@ first one of every tensor; ``batch_spec`` describes batches where it is not, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,12 +142,21 @@ def split_batch(batch: Batch, microbatch_size: int, *, spec: BatchSpec | None = 
     if isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1:
         raise ConfigError(f"split_batch: needs a whole number of at least 1, got {microbatch_size=}")
     samples, _ = count_batch(batch, spec)
-    if spec is None and samples and type(batch) is dict and all(isinstance(v, Tensor) and v.ndim for v in batch.values()):
+    if (
+        spec is None
+        and samples
+        and type(batch) is dict
+        and all(isinstance(leaf, Tensor) and leaf.ndim for leaf in batch.values())
+    ):
         # The usual batch, in one call per tensor.
         rows = zip(*(leaf.split(microbatch_size) for leaf in batch.values()), strict=True)
         return [dict(zip(batch, row, strict=True)) for row in rows]
     starts = range(0, samples, microbatch_size)
     return [narrow_batch(batch, start, min(microbatch_size, samples - start), spec) for start in starts]
+
+
+def _all_cut(leaves: Iterable[Any]) -> bool:
+    return all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -191,16 +200,19 @@ def _map(value: Any, fn: Callable[[Any], Any], of_tensordict: Callable[[Any], An
     return fn(value)
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     """Every tensor in a batch."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping) or _is_tensordict(value):
-        for item in value.values():
-            yield from tensors_of(item)
+        return [value]
+    if isinstance(value, Mapping) or _is_tensordict(value):
+        items = list(value.values())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for item in value:
-            yield from tensors_of(item)
+        items = list(value)
+    else:
+        return []
+    if all(isinstance(item, Tensor) for item in items):
+        return items
+    return [leaf for item in items for leaf in tensors_of(item)]
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:

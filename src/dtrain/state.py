@@ -84,14 +84,14 @@ class HostScalar:
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self._buffer = torch.zeros(1, dtype=torch.float64, pin_memory=cuda)
+        self._buffer = torch.zeros((), dtype=torch.float64, pin_memory=cuda)
         self._view = self._buffer.numpy()
         self._event = torch.cuda.Event() if cuda else None
         self._posted = False
 
     def post(self, value: Tensor) -> None:
         """Start copying the scalar ``value`` ``[]``."""
-        self._buffer.copy_(value.reshape(1), non_blocking=True)
+        self._buffer.copy_(value, non_blocking=True)
         self._posted = True
         if self._event is not None:
             self._event.record()
@@ -104,7 +104,7 @@ class HostScalar:
         """The last posted value, or None when nothing was posted or it is still on its way."""
         if not self._posted or (self._event is not None and not self._event.query()):
             return None
-        return float(self._view[0])
+        return float(self._view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

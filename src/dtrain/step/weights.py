@@ -106,7 +106,7 @@ def divide_(state: TrainState, weights: Weights, metrics: Metrics) -> None:
     Host sync: none. On a GPU the weight reaches the host late: the gradient is zero now, and the next step raises.
     """
     weight = weights.loss if weights.loss is not None else _summed(metrics["loss"].weight)
-    value = _seen(state, weight) if weights.loss is not None else _to_host(state, weight)
+    value = _to_host(state, weight) if weights.loss is None else _seen(state, weight)
     if value is not None and not value > 0:
         _host(state, weight.device).clear()
         raise StepError(
