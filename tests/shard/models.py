@@ -87,6 +87,31 @@ class Tied(nn.Module):
         return self.last(self.first(ids))
 
 
+class Masked(nn.Module):
+    """As in a masked language model: the head's weight is the embedding, its bias belongs to the module around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Embedding(10, DIM), Block())
+        self.cls = nn.Sequential(nn.Linear(DIM, DIM), Head())
+        self.cls[1].decoder.weight = self.embed[0].weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.cls(self.embed(ids))
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(DIM, DIM)
+        self.decoder = nn.Linear(DIM, 10)
+        self.bias = nn.Parameter(torch.linspace(0, 1, 10))
+        self.decoder.bias = self.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(torch.tanh(self.mix(x)))
+
+
 class Scaled(nn.Module):
     """A scalar parameter and a bias that stay whole."""
 
@@ -171,6 +196,7 @@ CASES = {
     "tied": Case(make=Tied, options={"blocks": (Block,)}, ids=True, units=3),
     "tied across blocks": Case(make=Tied, options={"blocks": ("first", "last")}, ids=True, units=3),
     "tied blocks": Case(make=Tied, options={"blocks": (nn.Embedding, nn.Linear)}, ids=True, units=5),
+    "tied inside each other": Case(make=Masked, options={"blocks": ("embed", "cls")}, ids=True, units=3),
     "frozen": Case(make=frozen_stack, options={"blocks": (Block,)}, units=4),
     "left out": Case(make=Scaled, options={"blocks": (Block,), "leave_out": ("head.bias", "block.up.*")}, units=2),
     "some unused": Case(make=Forked, options={"blocks": (Fork,)}, units=2),

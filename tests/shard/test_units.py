@@ -6,7 +6,7 @@ from torch import nn
 from dtrain.errors import ConfigError
 from dtrain.names import clean_modules
 from dtrain.shard.units import plan_layout
-from shard.models import Block, Scaled, Stack, Tied
+from shard.models import Block, Masked, Scaled, Stack, Tied
 
 
 def units(model: nn.Module, blocks) -> list[str]:
@@ -57,10 +57,19 @@ def test_scalars_and_named_parameters_are_left_out():
     ]  # fmt: skip
 
 
-def nested_ties() -> nn.Module:
-    net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
-    net[0].register_parameter("own", net[0][0].weight)
-    return net
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ((), {"model"}),
+        (("embed", "cls"), {"embed", "cls", "embed.0 cls.1", "model"}),
+        ((nn.Linear, nn.Embedding), {"cls.0", "cls.1.mix", "embed.1.up", "embed.1.down", "embed.0 cls.1", "model"}),
+        (("cls.1.decoder",), {"embed.0 cls.1", "model"}),
+    ],
+    ids=["none", "around", "leaves", "one leaf"],
+)
+def test_ties_inside_each_other_and_across_units_are_one_unit_of_the_outermost(blocks, expected):
+    found = {" ".join(sorted(name.split(), reverse=True)) for name in units(Masked(), blocks)}
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,6 @@ def nested_ties() -> nn.Module:
         (Stack, lambda name, module: False, (), "a function that picks no module"),
         (Stack, (), ("tail.*",), r"leave_out names 'tail.\*', but no parameter has such a name"),
         (Stack, (), (4,), "leave_out: patterns of names are text, got 4"),
-        (nested_ties, ("0.0",), (), "one contains the other"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(model, blocks, leave_out, message):
@@ -84,5 +92,5 @@ def test_what_cannot_be_cut_is_refused(model, blocks, leave_out, message):
 def test_ties_of_the_model_itself_with_a_block_are_refused():
     net = Stack()
     net.register_parameter("own", net.blocks[0].up.weight)
-    with pytest.raises(ConfigError, match="one contains the other"):
+    with pytest.raises(ConfigError, match="the model itself owns a parameter that is tied to one inside a block"):
         plan_layout(net, (Block,), ())

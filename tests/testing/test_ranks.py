@@ -1,15 +1,23 @@
 """The test tool itself: results, errors and stuck ranks come back, and nothing is left behind."""
 
+import datetime
 import functools
 import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from dtrain.dist.collectives import all_gather_json, raise_together
 from dtrain.dist.init import current
-from dtrain.errors import ConfigError, RankError
-from dtrain.testing import Ranks, run_ranks
+from dtrain.errors import ConfigError, DistError, RankError
+from dtrain.testing import Ranks, fault, processes, run_ranks
 
 
 def describe(greeting: str) -> dict:
@@ -71,8 +79,10 @@ def test_a_failing_rank_is_named_and_the_pool_starts_again(fn, message):
 
 
 def test_a_stuck_rank_is_named_with_its_stack():
-    with pytest.raises(RankError, match=r"(?s)sleep_on_rank_1: ranks \[1\] of 2 did not finish.*in sleep_on_rank_1"):
-        run_ranks(sleep_on_rank_1, 2, timeout_s=5)
+    with Ranks(2) as ranks:
+        ranks.run(describe, "what takes longest at the start is over")
+        with pytest.raises(RankError, match=r"(?s)sleep_on_rank_1: ranks \[1\] of 2 did not finish.*in sleep_on_rank_1"):
+            ranks.run(sleep_on_rank_1, timeout_s=2)
 
 
 def end_soon() -> None:
@@ -84,7 +94,7 @@ def end_soon() -> None:
 def test_a_rank_that_dies_between_two_runs_is_named():
     with Ranks(2) as ranks:
         ranks.run(end_soon)
-        for process in ranks._processes:
+        for process in ranks._pool.processes:
             process.join(60)
         with pytest.raises(RankError, match=r"describe: rank 0 of 2 died with exit code 9"):
             ranks.run(describe, "a")
@@ -102,3 +112,196 @@ def test_functions_that_other_processes_cannot_find_are_refused():
 def test_needs_a_rank():
     with pytest.raises(ConfigError, match="at least one rank, got world_size=0"):
         Ranks(0)
+
+
+def raise_after_closing() -> None:
+    """The culprit takes its connections away, and its exception leaves the function later."""
+    group = dist.new_group()
+    dist.barrier(group=group)
+    if current().rank == 1:
+        try:
+            raise ValueError("rank one is unhappy")
+        finally:
+            dist.destroy_process_group(group)
+            del group
+            time.sleep(0.5)
+    dist.barrier(group=group)
+
+
+def raise_together_on_rank_1() -> None:
+    raise_together(ValueError("rank one is unhappy") if current().rank == 1 else None, where="here")
+
+
+def miss_rank_1() -> None:
+    """What a collective of dtrain raises about a rank that does not come, before that rank says why."""
+    if current().rank == 0:
+        raise DistError("rank 1 did not come")
+    time.sleep(0.5)
+    raise ValueError("rank one is unhappy")
+
+
+def lose_a_peer_while_waiting() -> None:
+    """The error leaves no collective of torch's, but a wait in this file."""
+    if current().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier(async_op=True).wait()
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (raise_after_closing, "rank 1 of 2 raised\n.*ValueError: rank one is unhappy\nrank 0 failed after it: RuntimeError"),
+        (raise_together_on_rank_1, "rank 1 of 2 raised\n.*ValueError: rank one is unhappy"),
+        (miss_rank_1, "rank 1 of 2 raised\n.*ValueError: rank one is unhappy\nrank 0 failed after it: .*DistError"),
+        (lose_a_peer_while_waiting, "rank 1 of 2 died with exit code -9"),
+    ],
+)
+def test_the_rank_that_failed_first_is_reported_and_not_its_victim(fn, message):
+    with pytest.raises(RankError, match=f"(?s)^run_ranks: {fn.__name__}: {message}"):
+        run_ranks(fn, 2)
+
+
+class SlowToSay(Exception):
+    def __str__(self) -> str:
+        Path(self.args[0]).touch()
+        time.sleep(0.5)
+        return "first"
+
+
+def raise_in_turn(file: str) -> None:
+    """Rank 1 raises; while its report is being written, rank 0 raises."""
+    if current().rank == 1:
+        raise SlowToSay(file)
+    while not os.path.exists(file):
+        time.sleep(0.01)
+    raise ValueError("second")
+
+
+def test_the_earlier_of_two_errors_is_reported_although_its_report_comes_later(tmp_path, monkeypatch):
+    monkeypatch.setattr("dtrain.testing.ranks.SETTLE_S", 60.0)
+    with pytest.raises(
+        RankError, match=r"(?s)rank 1 of 2 raised\n.*SlowToSay: first\nrank 0 failed after it: ValueError: second"
+    ):
+        run_ranks(raise_in_turn, 2, str(tmp_path / "raised"))
+
+
+def give_up_on_rank_1() -> None:
+    if current().rank == 0:
+        dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.5))
+    time.sleep(600)
+
+
+def test_a_rank_that_gave_up_on_another_is_reported_with_what_the_other_does(monkeypatch):
+    monkeypatch.setattr("dtrain.testing.ranks.CULPRIT_S", 0.1)
+    message = r"(?s)rank 0 of 2 raised\n.*monitored_?[bB]arrier.*ranks \[1\] had not finished:\nrank 1:\n.*in give_up_on_rank_1"
+    with pytest.raises(RankError, match=message):
+        run_ranks(give_up_on_rank_1, 2)
+
+
+def raise_at_once(rank: int, folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    if current().rank == rank:
+        while len(os.listdir(folder)) < 2:
+            time.sleep(0.01)
+        raise ValueError("at once")
+    time.sleep(30)
+    Path(folder, "the end").touch()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_others_are_ended_at_once_when_a_rank_raises(tmp_path, rank):
+    with pytest.raises(RankError, match="ValueError: at once"):
+        run_ranks(raise_at_once, 2, rank, str(tmp_path), timeout_s=600)
+    pids = os.listdir(tmp_path)
+    assert len(pids) == 2
+    assert "the end" not in pids
+    assert not any(alive(int(pid)) for pid in pids)
+
+
+def stop_rank_1(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    with fault("stop", at="dtrain.dist.collectives.current", rank=1):
+        all_gather_json("hello")
+
+
+def test_a_stopped_rank_is_named_and_ended_with_the_others(tmp_path):
+    message = r"(?s)ranks \[0, 1\] of 2 did not finish within 3 s\nrank 0:\n.*all_gather_json.*rank 1:\n\(stopped by a signal"
+    with Ranks(2) as ranks:
+        ranks.run(describe, "what takes longest at the start is over")
+        with pytest.raises(RankError, match=message):
+            ranks.run(stop_rank_1, str(tmp_path), timeout_s=3)
+    assert len(os.listdir(tmp_path)) == 2
+    assert not any(alive(int(pid)) for pid in os.listdir(tmp_path))
+
+
+def busy(folder: str) -> None:
+    """Rank 0 is busy and leaves signals alone, rank 1 is stopped."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    Path(folder, f"{os.getpid()}-{os.getppid()}").touch()
+    if current().rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        pass
+
+
+def wait_until(what: Callable[[], bool]) -> bool:
+    """Whether it came true within a time that is long even on a busy machine."""
+    deadline = time.monotonic() + 60
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return what()
+
+
+def caller(tmp_path: Path, body: str) -> subprocess.Popen:
+    script = tmp_path / "caller.py"
+    script.write_text(
+        "import sys, tempfile\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n"
+        f"sys.path[:0] = {[str(Path(__file__).parent)]}\n"
+        "import test_ranks\n"
+        "from dtrain.testing import Ranks, run_ranks\n"
+        f"if __name__ == '__main__':\n    {body}\n"
+    )
+    return subprocess.Popen([sys.executable, str(script)])
+
+
+def test_no_process_outlives_a_caller_that_is_killed(tmp_path):
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    process = caller(tmp_path, f"run_ranks(test_ranks.busy, 2, {str(folder)!r})")
+    try:
+        assert wait_until(lambda: len(os.listdir(folder)) == 2)
+        process.kill()
+        process.wait()
+        pids = {int(pid) for name in os.listdir(folder) for pid in name.split("-")}
+        assert len(pids) == 3, "two ranks and the server they were forked from"
+        assert wait_until(lambda: not any(alive(pid) for pid in pids))
+        assert wait_until(lambda: not list(tmp_path.glob("dtrain-ranks-*")))
+    finally:
+        process.kill()
+        process.wait()
+        for name in os.listdir(folder):
+            with suppress(ProcessLookupError):
+                os.kill(int(name.split("-")[0]), signal.SIGKILL)
+
+
+def test_ranks_that_nobody_closed_let_the_interpreter_exit(tmp_path):
+    process = caller(tmp_path, "kept = Ranks(1); print(kept.run(test_ranks.describe, 'a'))")
+    try:
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_that_dies_or_lingers_at_the_start_is_named(monkeypatch):
+    environment = processes._environment
+    monkeypatch.setattr(
+        processes, "_environment", lambda rank, *rest: {**environment(rank, *rest), **({"RANK": "two"} if rank == 1 else {})}
+    )
+    with pytest.raises(RankError, match="run_ranks: rank 1 of 2 died with exit code 1 before it was ready"):
+        run_ranks(describe, 2, "a")
+    monkeypatch.setattr(processes, "START_S", 0.0)
+    with pytest.raises(RankError, match=r"run_ranks: ranks \[0, 1\] of 2 did not start within 0 s"):
+        run_ranks(describe, 2, "a")

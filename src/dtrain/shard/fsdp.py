@@ -62,7 +62,7 @@ def shard_model(
         methods: methods that compute with parameters besides ``forward``, by name (``"encode"``, ``"decoder.generate"``), of
             the model or of a block. All ranks must call them alike, as they do ``forward``.
         leave_out: parameters that stay whole on every rank, by name or as a function of (name, parameter); their gradients
-            are summed once a step. Scalars always do. FSDP2 does not cast them, whatever ``precision`` says.
+            are summed by ``microbatch_step``, once a step. Scalars always do. ``precision`` does not cast them.
 
     Parameters that are tied stay tied; across blocks, the modules that own them become a unit of their own. Units must run
     in the same order on all ranks; a parameter inside a unit may be unused on some of them.

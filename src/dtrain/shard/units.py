@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -40,15 +40,14 @@ def plan_layout(model: nn.Module, blocks: Blocks, leave_out: LeaveOut) -> Layout
     Scalar parameters cannot be cut, so they are left out.
 
     Raises:
-        ConfigError: an entry of ``blocks`` or ``leave_out`` that picks nothing, a module without ``forward``, or tied
-            parameters whose owners lie inside each other.
+        ConfigError: an entry of ``blocks`` or ``leave_out`` that picks nothing, a module without ``forward``, or a parameter
+            that the model itself ties to one inside a block.
     """
     left_out = _left_out(model, leave_out)
     chosen = _chosen(model, blocks)
-    joint = _tied_across(model, chosen, {id(p) for p in left_out.values()})
-    in_joint = {id(module) for modules in joint for module in modules}
-    single = [(module,) for module in chosen if id(module) not in in_joint]
-    return Layout(units=(*_inside_out(model, [*single, *joint]), (model,)), left_out=left_out)
+    single, joint = _tied_across(model, chosen, {id(p) for p in left_out.values()})
+    units = [*((module,) for module in single), *joint]
+    return Layout(units=(*_inside_out(model, units), (model,)), left_out=left_out)
 
 
 def _left_out(model: nn.Module, leave_out: LeaveOut) -> dict[str, Tensor]:
@@ -108,31 +107,52 @@ def _has_forward(module: nn.Module) -> bool:
     return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
 
 
-def _tied_across(model: nn.Module, chosen: list[nn.Module], ignored: set[int]) -> list[tuple[nn.Module, ...]]:
-    """Groups of modules that own a parameter together but would end up in different units."""
-    home = _homes(model, chosen)
-    owners: dict[int, dict[int, nn.Module]] = {}
+def _tied_across(
+    model: nn.Module, chosen: list[nn.Module], ignored: set[int]
+) -> tuple[list[nn.Module], list[tuple[nn.Module, ...]]]:
+    """Units of one module, and units of several that own a parameter together but would end up apart.
+
+    Joining modules may pull a further one along, as with a head whose weight is tied to the embedding and whose bias belongs
+    to the module around it: so this goes on until nothing is apart. Of modules inside each other the outer one stands for both.
+    """
+    owners = _owners(model, ignored)
+    single, joint = list(chosen), list[tuple[nn.Module, ...]]()
+    while True:
+        home = _homes(model, [*((module,) for module in single), *joint])
+        apart = next((found for found in owners if len({home[id(module)] for module in found}) > 1), None)
+        if apart is None:
+            return single, joint
+        touched = {home[id(module)] for module in apart}
+        together = [*apart, *(module for group in joint if id(group[0]) in touched for module in group)]
+        outer = _outermost(together)
+        within = {id(inner) for module in outer for inner in module.modules()}
+        joint = [*(group for group in joint if id(group[0]) not in touched), outer]
+        # A block inside the joint unit that holds one of the owners would keep it from its parameter.
+        single = [unit for unit in single if id(unit) not in within or not any(module in together for module in unit.modules())]
+
+
+def _owners(model: nn.Module, ignored: set[int]) -> list[list[nn.Module]]:
+    """The modules that own each parameter that has several owners."""
+    found: dict[int, dict[int, nn.Module]] = {}
     for _, module in clean_modules(model):
         for param in module._parameters.values():
             if param is not None and id(param) not in ignored:
-                owners.setdefault(id(param), {})[id(module)] = module
-    groups: list[dict[int, nn.Module]] = []
-    for together in owners.values():
-        if len({home[key] for key in together}) > 1:
-            merged = dict(together)
-            apart = [group for group in groups if group.keys().isdisjoint(together)]
-            for group in groups:
-                merged |= {} if group.keys().isdisjoint(together) else group
-            groups = [*apart, merged]
-    return [tuple(group.values()) for group in groups]
+                found.setdefault(id(param), {})[id(module)] = module
+    return [list(modules.values()) for modules in found.values() if len(modules) > 1]
 
 
-def _homes(model: nn.Module, chosen: list[nn.Module]) -> dict[int, int]:
-    """For every module the unit that it would be in: the innermost chosen module around it, or the model."""
-    units, home = {id(module) for module in chosen}, {}
+def _outermost(modules: list[nn.Module]) -> tuple[nn.Module, ...]:
+    """Those that lie inside none of the others, each once."""
+    inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
+    return tuple({id(module): module for module in modules if id(module) not in inside}.values())
+
+
+def _homes(model: nn.Module, units: list[tuple[nn.Module, ...]]) -> dict[int, int]:
+    """For every module the unit that it would be in, by its first module: the innermost one around it, or the model."""
+    unit_of, home = {id(module): id(modules[0]) for modules in units for module in modules}, {}
 
     def walk(module: nn.Module, unit: int) -> None:
-        unit = id(module) if id(module) in units else unit
+        unit = unit_of.get(id(module), unit)
         home[id(module)] = unit
         for child in module.children():
             walk(child, unit)
@@ -155,15 +175,9 @@ def _inside_out(model: nn.Module, units: list[tuple[nn.Module, ...]]) -> Iterato
             walk(child, around)
 
     walk(model, ())
-    if id(next(clean_modules(model))[1]) in unit_of:  # the model itself owns one of the tied parameters
-        raise ConfigError(_NESTED)
-    try:
-        yield from (units[index] for index in order.static_order())
-    except CycleError:
-        raise ConfigError(_NESTED) from None
-
-
-_NESTED = (
-    "shard_model: a parameter is tied between two modules of which one contains the other, in different units; let both lie in "
-    "one block, or name it in leave_out"
-)
+    if id(next(clean_modules(model))[1]) in unit_of:
+        raise ConfigError(
+            "shard_model: the model itself owns a parameter that is tied to one inside a block; move it into a module of its "
+            "own, or name it in leave_out"
+        )
+    yield from (units[index] for index in order.static_order())

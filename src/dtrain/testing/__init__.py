@@ -1,5 +1,19 @@
-"""For tests of distributed code: real ranks, on one machine, that never hang."""
+"""For tests of distributed code: real ranks that never hang, faults on purpose, and counters of what code costs."""
 
+from dtrain.testing.collectives import Collective, SeenCollectives, count_collectives
+from dtrain.testing.faults import FaultPoint, fault
+from dtrain.testing.host_syncs import HostSync, SeenHostSyncs, count_host_syncs
 from dtrain.testing.ranks import Ranks, run_ranks
 
-__all__ = ["Ranks", "run_ranks"]
+__all__ = [
+    "Collective",
+    "FaultPoint",
+    "HostSync",
+    "Ranks",
+    "SeenCollectives",
+    "SeenHostSyncs",
+    "count_collectives",
+    "count_host_syncs",
+    "fault",
+    "run_ranks",
+]

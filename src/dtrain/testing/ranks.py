@@ -1,48 +1,51 @@
 """Run a function on several real ranks inside a test.
 
 ``run_ranks(fn, 2)`` starts two processes joined by gloo, calls ``fn`` on both, and returns both results. ``Ranks`` keeps
-the processes, so that a test session pays for them once. Processes are forked from a server process that has imported
-torch and nothing else, so a start costs tenths of a second.
+the processes, so that a test session pays for them once.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import importlib.util
 import json
-import multiprocessing
-import os
-import socket
-import sys
-import tempfile
 import time
-import traceback
+import weakref
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from types import ModuleType, TracebackType
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from types import TracebackType
 from typing import Any
 
-from dtrain import wire
-from dtrain.dist.init import init_dist
 from dtrain.errors import ConfigError, RankError
+from dtrain.testing.processes import Pool
 from dtrain.types import Plain
 
 RankFn = Callable[..., Plain]
 """A module-level function; arguments and result are plain data."""
 
+SETTLE_S = 0.1  # for reports that are on their way when the first failure is read: the earliest one counts
+CULPRIT_S = 10.0  # for the rank that failed by itself, when the first to report is one that only lost its peer
+
 
 def run_ranks(fn: RankFn, world_size: int, *args: Plain, timeout_s: float = 120.0) -> list[Any]:
     """``fn(*args)`` on ``world_size`` real ranks, inside ``init_dist``; the results by rank.
 
+    It never hangs, and no process is left, whatever happens: a rank that raises, dies, or is stopped, Ctrl-C, or the
+    caller being killed. When one rank fails, the others are ended at once: they may be waiting for it.
+
     Args:
-        fn: a module-level function (it is found again by file and name in the other processes).
+        fn: a function at the top level of a file. The other processes import that file once more, under a name of their
+            own, so a script that calls ``run_ranks`` does it below ``if __name__ == "__main__":``.
         world_size: how many CPU ranks, joined by gloo on loopback.
-        args: plain data.
+        args: plain data, the same on every rank; ``torch.distributed.get_rank()`` tells them apart.
         timeout_s: after this many seconds all ranks are ended, and the error names those that had not finished, with stacks.
 
+    Returns:
+        What each rank returned, plain data, by rank.
+
     Raises:
-        RankError: a rank raised, died, or did not finish; with the first failing rank's traceback.
+        ConfigError: ``fn`` is not at the top level of a file, or ``world_size`` < 1.
+        RankError: a rank raised, died, or did not finish, with the traceback of the rank that failed *first*, not of one that
+            lost its connection because of it.
     """
     with Ranks(world_size) as ranks:
         return ranks.run(fn, *args, timeout_s=timeout_s)
@@ -51,120 +54,145 @@ def run_ranks(fn: RankFn, world_size: int, *args: Plain, timeout_s: float = 120.
 class Ranks:
     """``world_size`` processes with an open process group that run one function after another.
 
-    A function that raises on any rank ends all the processes (they may be waiting for each other); the next ``run``
-    starts new ones.
+    They start with the first ``run``. A function that raises on any rank ends all the processes (they may be waiting for
+    each other); the next ``run`` starts new ones. A context manager; without it, call ``close``. As a pytest fixture::
+
+        @pytest.fixture(scope="session")
+        def two_ranks():
+            with Ranks(2) as ranks:
+                yield ranks
+
+        def test_all_ranks_are_there(two_ranks):
+            assert two_ranks.run(world_size) == [2, 2]
+
+    Args:
+        world_size: how many CPU ranks, joined by gloo on loopback.
+
+    Raises:
+        ConfigError: ``world_size`` < 1.
     """
 
     def __init__(self, world_size: int) -> None:
         if world_size < 1:
             raise ConfigError(f"Ranks: needs at least one rank, got {world_size=}")
         self.world_size = world_size
-        self._processes: list[Any] = []
-        self._pipes: list[Connection[Any, Any]] = []
-        self._stacks: tempfile.TemporaryDirectory[str] | None = None
+        self._pool: Pool | None = None
+        self._end: weakref.finalize[..., Ranks] | None = None
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self.close(kill=kind is not None)
 
     def run(self, fn: RankFn, *args: Plain, timeout_s: float = 120.0) -> list[Any]:
         """``fn(*args)`` on every rank; see ``run_ranks``."""
-        task = json.dumps({**_address(fn), "args": args, "timeout_s": timeout_s}).encode()
-        if not self._processes:
-            self._start()
+        task = json.dumps({**_address(fn), "args": args}).encode()
+        pool = self._open()
         try:
-            for rank, pipe in enumerate(self._pipes):
-                self._send(fn.__qualname__, rank, pipe, task)
-            return self._collect(fn.__qualname__, time.monotonic() + timeout_s)
+            return _Run(pool, fn.__qualname__, timeout_s).results(task)
         except BaseException:
             self.close(kill=True)
             raise
 
     def close(self, *, kill: bool = False) -> None:
         """End the processes: politely (their groups are closed), or at once."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            if not kill:
-                process.join(30)
-            if process.is_alive():
-                process.kill()
-            process.join()
-        self._processes, self._pipes = [], []
-        if self._stacks is not None:
-            self._stacks.cleanup()
-            self._stacks = None
+        pool, self._pool = self._pool, None
+        if pool is not None and self._end is not None:
+            self._end.detach()
+            pool.end(kill=kill)
 
-    def _start(self) -> None:
-        context = _fork_server()
-        self._stacks = tempfile.TemporaryDirectory(prefix="dtrain-ranks-")
-        with socket.socket() as held:
-            # Bound but not listening: nobody else gets the port, and rank 0 may still bind and listen on it.
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind(("127.0.0.1", 0))
-            for rank in range(self.world_size):
-                ours, theirs = context.Pipe()
-                env = _environment(rank, self.world_size, held.getsockname()[1])
-                process = context.Process(target=_serve, args=(theirs, env, str(self._stack_file(rank))), daemon=False)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(ours)
-            for rank, pipe in enumerate(self._pipes):
-                if not pipe.poll(120):
-                    self.close(kill=True)
-                    raise RankError(f"run_ranks: rank {rank} of {self.world_size} did not start within 120 s")
-                try:
-                    pipe.recv_bytes()
-                except EOFError:
-                    error = self._died("start", rank)
-                    self.close(kill=True)
-                    raise error from None
+    def _open(self) -> Pool:
+        if self._pool is None:
+            self._pool = Pool.start(self.world_size)
+            # Ranks that nobody closed would keep the interpreter from exiting.
+            self._end = weakref.finalize(self, self._pool.end, kill=True)
+        return self._pool
 
-    def _stack_file(self, rank: int) -> Path:
-        assert self._stacks is not None
-        return Path(self._stacks.name) / f"rank-{rank}.txt"
 
-    def _collect(self, name: str, deadline: float) -> list[Any]:
-        results: dict[int, Any] = {}
-        waiting = dict(enumerate(self._pipes))
-        while waiting:
-            ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+_DIED, _RAISED, _BLAMES_A_PEER = range(3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """A rank that raised or died.
+
+    ``order`` sorts what happened to several: a death is nobody else's fault, an error out of a collective mostly is; then by
+    time (of the system's monotonic clock, the same for all processes).
+    """
+
+    rank: int
+    order: tuple[int, float]
+    text: str
+
+    @property
+    def own(self) -> bool:
+        return self.order[0] < _BLAMES_A_PEER
+
+
+class _Run:
+    """One function on all ranks of a pool: the results, or the failure that came first."""
+
+    def __init__(self, pool: Pool, name: str, timeout_s: float) -> None:
+        self._pool, self._name, self._timeout_s = pool, name, timeout_s
+        self._waiting = dict(enumerate(pool.pipes))
+        self._results: dict[int, Any] = {}
+        self._failures: list[_Failure] = []
+
+    def results(self, task: bytes) -> list[Any]:
+        for rank, pipe in enumerate(self._pool.pipes):
+            try:
+                pipe.send_bytes(task)
+            except BrokenPipeError:
+                raise RankError(f"{self._place(rank)} {self._pool.death(rank)}") from None
+        self._collect(time.monotonic() + self._timeout_s)
+        if self._failures:
+            raise self._failed()
+        if self._waiting:
+            raise self._late()
+        return [self._results[rank] for rank in range(len(self._results))]
+
+    def _collect(self, deadline: float) -> None:
+        """Read answers until all are there, the time is over, or nothing better is to be expected after a failure."""
+        while self._waiting:
+            ready = wait(list(self._waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                stacks = "\n".join(f"rank {r}:\n{self._read_stacks(r)}" for r in waiting)
-                raise RankError(
-                    f"run_ranks: {name}: ranks {sorted(waiting)} of {self.world_size} did not finish in time\n{stacks}"
-                )
-            for rank in [r for r, pipe in waiting.items() if pipe in ready]:
-                results[rank] = self._receive(name, rank)
-                del waiting[rank]
-        return [results[rank] for rank in range(self.world_size)]
+                return
+            for rank in [r for r, pipe in self._waiting.items() if pipe in ready]:
+                self._receive(rank)
+            if self._failures:
+                settled = any(failure.own for failure in self._failures)
+                deadline = min(deadline, time.monotonic() + (SETTLE_S if settled else CULPRIT_S))
 
-    def _send(self, name: str, rank: int, pipe: Connection[Any, Any], task: bytes) -> None:
+    def _receive(self, rank: int) -> None:
         try:
-            pipe.send_bytes(task)
-        except BrokenPipeError:
-            raise self._died(name, rank) from None
-
-    def _died(self, name: str, rank: int) -> RankError:
-        process = self._processes[rank]
-        process.join(10)
-        return RankError(f"run_ranks: {name}: rank {rank} of {self.world_size} died with exit code {process.exitcode}")
-
-    def _receive(self, name: str, rank: int) -> Any:
-        try:
-            answer = json.loads(self._pipes[rank].recv_bytes())
-        except EOFError:
-            raise self._died(name, rank) from None
+            answer = json.loads(self._waiting.pop(rank).recv_bytes())
+        except (EOFError, ConnectionResetError):
+            order = (_DIED, time.monotonic())
+            self._failures.append(_Failure(rank=rank, order=order, text=self._pool.death(rank)))
+            return
         if "error" in answer:
-            raise RankError(f"run_ranks: {name}: rank {rank} of {self.world_size} raised\n{answer['error']}")
-        return answer["result"]
+            order = (_BLAMES_A_PEER if answer["blames_a_peer"] else _RAISED, answer["at"])
+            self._failures.append(_Failure(rank=rank, order=order, text=f"raised\n{answer['error']}"))
+        else:
+            self._results[rank] = answer["result"]
 
-    def _read_stacks(self, rank: int) -> str:
-        path = self._stack_file(rank)
-        return path.read_text() if path.exists() else "(no stack)"
+    def _failed(self) -> RankError:
+        first, *others = sorted(self._failures, key=lambda failure: failure.order)
+        lines = [f"{self._place(first.rank)} {first.text.rstrip()}"]
+        lines += [f"rank {other.rank} failed after it: {other.text.splitlines()[-1]}" for other in others]
+        if self._waiting and not first.own:
+            lines.append(f"ranks {sorted(self._waiting)} had not finished:\n{self._pool.states(self._waiting)}")
+        return RankError("\n".join(lines))
+
+    def _late(self) -> RankError:
+        ranks = f"ranks {sorted(self._waiting)} of {len(self._pool.pipes)}"
+        return RankError(
+            f"run_ranks: {self._name}: {ranks} did not finish within {self._timeout_s:g} s\n{self._pool.states(self._waiting)}"
+        )
+
+    def _place(self, rank: int) -> str:
+        return f"run_ranks: {self._name}: rank {rank} of {len(self._pool.pipes)}"
 
 
 def _address(fn: RankFn) -> dict[str, str]:
@@ -173,67 +201,3 @@ def _address(fn: RankFn) -> dict[str, str]:
     if code is None or "<" in name:
         raise ConfigError(f"run_ranks: needs a function at the top level of a file, got {name}; other processes cannot find it")
     return {"file": code.co_filename, "name": name}
-
-
-def _fork_server() -> Any:
-    """A context whose processes are forked from one clean process that has torch loaded and a single thread."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dtrain.testing.ranks", "torch.distributed.fsdp", "torch.testing"])
-    return context
-
-
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    place = wire.rank_environment(
-        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, node_rank=0, nodes=1,
-        addr="127.0.0.1", port=port,
-    )  # fmt: skip
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return {**place, wire.LOOPBACK: "1", wire.GLOO_INTERFACE: loopback, wire.THREADS: "1"}
-
-
-def _serve(pipe: Connection[Any, Any], env: dict[str, str], stack_file: str) -> None:
-    """What a rank's process does: open the group, then run tasks until the pipe closes."""
-    import torch
-
-    os.environ.pop(wire.AGENT_STORE, None)
-    os.environ.update(env)
-    torch.set_num_threads(1)  # the variable is read when torch is loaded, which was before the fork
-    with init_dist(device="cpu", init_timeout_s=120), open(stack_file, "w") as stacks:
-        pipe.send_bytes(b"ready")
-        while True:
-            try:
-                task = json.loads(pipe.recv_bytes())
-            except (EOFError, ConnectionResetError):
-                return
-            # Shortly before the caller's deadline, so that the stacks are there when it looks.
-            faulthandler.dump_traceback_later(max(0.1, task["timeout_s"] - 2), file=stacks)
-            answer = _answer(task)
-            faulthandler.cancel_dump_traceback_later()
-            try:
-                pipe.send_bytes(answer)
-            except (BrokenPipeError, ConnectionResetError):  # the caller gave up on this task
-                os._exit(1)
-
-
-def _answer(task: dict[str, Any]) -> bytes:
-    try:
-        fn: Any = _load(Path(task["file"]))
-        for part in task["name"].split("."):
-            fn = getattr(fn, part)
-        return json.dumps({"result": fn(*task["args"])}).encode()
-    except BaseException:  # noqa: BLE001  # every way a rank can fail is reported to the caller, which raises it
-        return json.dumps({"error": traceback.format_exc()}).encode()
-
-
-def _load(file: Path) -> ModuleType:
-    """The module that ``file`` holds, imported once per process under a name of its own."""
-    name = f"dtrain_ranks_{file.stem}_{abs(hash(file))}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        if spec is None or spec.loader is None:
-            raise ConfigError(f"run_ranks: cannot import {file}; define the function at the top level of a file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        sys.path.insert(0, str(file.parent))
-        spec.loader.exec_module(module)
-    return sys.modules[name]

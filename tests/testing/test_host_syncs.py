@@ -1,0 +1,140 @@
+"""count_host_syncs: what waits for a device is counted on a CPU too, named with its caller, and torch is left as it was."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.dist.mesh import build_mesh
+from dtrain.shard.fsdp import shard_model
+from dtrain.testing import count_host_syncs
+
+ONES = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("item", lambda: ONES[0].item()),
+        ("item", lambda: float(ONES[0])),
+        ("item", lambda: int(ONES[0])),
+        ("item", lambda: bool(ONES[0])),
+        ("item", lambda: 1 if ONES.isnan().any() else 0),
+        ("item", lambda: torch.allclose(ONES, ONES)),
+        ("tolist", lambda: ONES.tolist()),
+        ("numpy", lambda: ONES.numpy()),
+        ("numpy", lambda: np.asarray(ONES)),
+        ("cpu", lambda: ONES.cpu()),
+        ("nonzero", lambda: ONES.nonzero()),
+        ("masked_select", lambda: ONES.masked_select(ONES > 0)),
+        ("unique", lambda: ONES.unique()),
+        ("index", lambda: ONES[ONES > 0]),
+        ("item", lambda: torch.equal(ONES, ONES)),
+        ("repeat_interleave", lambda: ONES.repeat_interleave(torch.tensor([1, 2, 1]))),
+    ],
+)
+def test_what_waits_is_counted_once_and_named(what, call):
+    with count_host_syncs() as seen:
+        call()
+    assert [found.what for found in seen.calls] == [what]
+    assert seen.count == 1
+    file, _, place = seen.calls[0].where.partition(":")
+    assert file == __file__
+    assert place.endswith("in <lambda>")
+
+
+@pytest.mark.parametrize(
+    ("copy", "what"),
+    [
+        (lambda t: t.to("cpu"), ["copy"]),
+        (lambda t: torch.empty(3).copy_(t), ["copy"]),
+        (lambda t: t.cpu(), ["cpu"]),
+        (lambda t: t.to("cpu", non_blocking=True), []),
+        (lambda t: torch.empty(3).copy_(t, non_blocking=True), []),
+    ],
+)
+def test_a_copy_from_a_device_is_counted_once_when_it_blocks(copy, what):
+    far = torch.empty(3, device="meta")  # the device that every machine has: nothing comes back, but the copy is asked for
+    with pytest.raises(NotImplementedError), count_host_syncs() as seen:
+        copy(far)
+    assert [found.what for found in seen.calls] == what
+
+
+def sync_inside_a_dtensor() -> list[str]:
+    net = shard_model(nn.Linear(4, 4), build_mesh())
+    with count_host_syncs() as seen:
+        float(net.weight.detach().sum())
+    return [found.what for found in seen.calls]
+
+
+def test_a_read_that_a_dtensor_makes_for_itself_is_counted(ranks):
+    assert ranks(2).run(sync_inside_a_dtensor) == [["item"]] * 2
+
+
+def test_what_does_not_wait_is_not_counted():
+    with count_host_syncs() as seen:
+        ONES.to("cpu")
+        ONES.to(torch.float64)
+        ONES[torch.tensor([0, 2])]
+        ONES.repeat_interleave(torch.tensor([1, 2, 1]), output_size=4)
+        ONES.to("meta")
+        torch.empty(3, device="meta").copy_(ONES)
+        ONES.sum() + 1.0
+    assert seen.calls == []
+
+
+def optimizer_syncs(**options: bool) -> list[str]:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(params, **options)
+    for param in params:
+        param.grad = torch.ones(3)
+    optimizer.step()
+    with count_host_syncs() as seen:
+        optimizer.step()
+    return [found.what for found in seen.calls]
+
+
+def test_foreach_adamw_reads_its_step_counts_and_fused_reads_nothing():
+    assert set(optimizer_syncs(foreach=True)) == {"item"}
+    assert optimizer_syncs(fused=True) == []
+
+
+class ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float(grad.sum()) + len(grad.tolist())
+
+
+def test_reads_in_backward_and_in_hooks_are_counted():
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: grad.cpu())
+    with count_host_syncs() as seen:
+        ReadsInBackward.apply(x).sum().backward()
+    assert [found.what for found in seen.calls] == ["item", "tolist", "cpu"]
+
+
+def test_a_thread_of_the_users_own_is_not_counted():
+    with count_host_syncs() as seen:
+        thread = threading.Thread(target=lambda: (ONES.tolist(), ONES[0].item()))
+        thread.start()
+        thread.join()
+    assert seen.count == 0
+
+
+def test_contexts_nest_and_torch_is_as_before_afterwards():
+    before = {name: (getattr(Tensor, name), name in vars(Tensor)) for name in ("cpu", "numpy", "tolist")}
+    with pytest.raises(KeyError), count_host_syncs() as outer:  # noqa: PT012
+        ONES.tolist()
+        with count_host_syncs() as inner:
+            ONES.tolist()
+            ONES[0].item()
+        raise KeyError
+    ONES.tolist()
+    assert (outer.count, inner.count) == (3, 2)
+    assert {name: (getattr(Tensor, name), name in vars(Tensor)) for name in before} == before
