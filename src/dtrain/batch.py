@@ -139,24 +139,28 @@ def split_batch(batch: Batch, microbatch_size: int, *, spec: BatchSpec | None = 
     Raises:
         ConfigError: ``microbatch_size`` below 1, or a batch whose samples cannot be counted.
     """
-    if isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1:
-        raise ConfigError(f"split_batch: needs a whole number of at least 1, got {microbatch_size=}")
-    samples, _ = count_batch(batch, spec)
-    if (
-        spec is None
-        and samples
-        and type(batch) is dict
-        and all(isinstance(leaf, Tensor) and leaf.ndim for leaf in batch.values())
-    ):
+    check_microbatch_size(microbatch_size)
+    return split_counted(batch, microbatch_size, count_batch(batch, spec)[0], spec)
+
+
+def split_counted(batch: Batch, microbatch_size: int, samples: int, spec: BatchSpec | None) -> list[Batch]:
+    """``split_batch`` of a batch that is known to hold ``samples``."""
+    if spec is None and samples and type(batch) is dict and _all_cut(batch.values()):
         # The usual batch, in one call per tensor.
-        rows = zip(*(leaf.split(microbatch_size) for leaf in batch.values()), strict=True)
+        rows = zip(*[leaf.split(microbatch_size) for leaf in batch.values()], strict=True)
         return [dict(zip(batch, row, strict=True)) for row in rows]
     starts = range(0, samples, microbatch_size)
     return [narrow_batch(batch, start, min(microbatch_size, samples - start), spec) for start in starts]
 
 
+def check_microbatch_size(microbatch_size: int) -> None:
+    """Raise ``ConfigError`` unless it is a whole number of at least 1."""
+    if isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1:
+        raise ConfigError(f"split_batch: needs a whole number of at least 1, got {microbatch_size=}")
+
+
 def _all_cut(leaves: Iterable[Any]) -> bool:
-    return all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves)
+    return all([isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves])  # noqa: C419  # a list is faster for a few
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -204,7 +208,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     """Every tensor in a batch."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, Mapping) or _is_tensordict(value):
+    if type(value) is dict or isinstance(value, Mapping) or _is_tensordict(value):
         items = list(value.values())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         items = list(value)

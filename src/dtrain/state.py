@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -52,7 +53,7 @@ def attach_spec(model: nn.Module, spec: ShardSpec) -> None:
 
 def spec_of(model: nn.Module) -> ShardSpec:
     """The ``ShardSpec`` of a model, that of a plain one when ``shard_model`` never saw it."""
-    spec = getattr(model, _SPEC, None)
+    spec = model.__dict__.get(_SPEC)  # nn.Module is slow to say that it has no such attribute
     return spec if isinstance(spec, ShardSpec) else ShardSpec()
 
 
@@ -172,8 +173,10 @@ class TrainState:
     def but(self, **changes: Any) -> TrainState:
         """This state with other values in some fields. A step does this several times, and ``dataclasses.replace`` is slow."""
         made = object.__new__(TrainState)
-        for name in _FIELDS:
-            object.__setattr__(made, name, changes[name] if name in changes else getattr(self, name))
+        for put, value in zip(_PUT, _TAKE(self), strict=True):
+            put(made, value)
+        for name, value in changes.items():
+            object.__setattr__(made, name, value)
         return made
 
     def with_slice(self, name: str, content: Slice) -> TrainState:
@@ -188,6 +191,8 @@ class TrainState:
 
 
 _FIELDS = tuple(f.name for f in fields(TrainState))
+_TAKE = attrgetter(*_FIELDS)
+_PUT = tuple(getattr(TrainState, name).__set__ for name in _FIELDS)  # of the slots, past the freeze
 
 
 def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0) -> TrainState:

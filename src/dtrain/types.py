@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -78,6 +79,12 @@ def as_metric(total: Tensor | float, weight: Tensor | float, device: torch.devic
         )
 
     return Metric(scalar(total), scalar(weight))
+
+
+@lru_cache(maxsize=16)
+def once(device: torch.device) -> Tensor:
+    """The weight of a metric that counts once: float64 ``[]``, made once per device; never written into."""
+    return torch.ones((), dtype=torch.float64, device=device)
 
 
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:

@@ -1,9 +1,11 @@
 import pytest
 
-from dtrain.dist.collectives import all_gather_json, all_gather_numbers, broadcast_json, raise_together
+import dtrain.dist.collectives as collectives
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers, broadcast_json, gather_json, raise_together
 from dtrain.dist.control import agree_before_step, post_batch
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError, PeerError, StepError
+from dtrain.testing import count_host_syncs
 
 
 def gather() -> list:
@@ -28,11 +30,12 @@ def test_one_process_needs_no_groups():
     assert all_gather_json({"a": [1, None]}) == [{"a": [1, None]}]
     assert all_gather_numbers([1.5]) == [[1.5]]
     assert broadcast_json("x") == "x"
+    assert gather_json({"a": 1}) == [{"a": 1}]
     raise_together(None, where="test")
 
 
 def test_what_is_not_plain_is_refused():
-    with pytest.raises(ConfigError, match="all_gather_json: takes plain data only: .*object is not JSON serializable"):
+    with pytest.raises(ConfigError, match=r"all_gather_json: takes plain data only: .*object is not JSON serializable"):
         all_gather_json({"a": object()})
     with pytest.raises(ConfigError, match="all_gather_json: takes plain data only: Out of range float"):
         all_gather_json(float("nan"))
@@ -50,6 +53,78 @@ def test_what_is_not_plain_on_one_rank_raises_on_all(ranks):
     first, second = ranks(2).run(gather_bad_data_on_rank_1)
     assert first.startswith("PeerError: all_gather_json: rank 1 failed: ConfigError: all_gather_json: takes plain data only")
     assert second.startswith("ConfigError: all_gather_json: takes plain data only")
+
+
+def gather_on_rank_1() -> list | None:
+    rank = current().rank
+    return gather_json({"rank": rank, "pad": "é" * rank * 100}, dst=1)
+
+
+def test_json_is_gathered_on_one_rank(ranks):
+    expected = [{"rank": rank, "pad": "é" * rank * 100} for rank in range(3)]
+    assert ranks(3).run(gather_on_rank_1) == [None, expected, None]
+
+
+FROM_RANK_1 = {
+    "gather_json": lambda bad: gather_json(bad),
+    "broadcast_json": lambda bad: broadcast_json(bad, src=1),
+    "all_gather_json": lambda bad: all_gather_json(bad),
+}
+
+
+def too_large_on_rank_1(name: str) -> list:
+    collectives.MAX_BYTES, before = 1000, collectives.MAX_BYTES
+    try:
+        FROM_RANK_1[name]("x" * 1000 if current().rank == 1 else 1)
+        text = "no error"
+    except (ConfigError, PeerError) as error:
+        text = f"{type(error).__name__}: {error}"
+    finally:
+        collectives.MAX_BYTES = before
+    return [text, all_gather_numbers([1.0]) == [[1.0]] * 3]  # the group is still in step
+
+
+@pytest.mark.parametrize("name", FROM_RANK_1)
+def test_what_is_too_large_on_one_rank_raises_on_all(ranks, name):
+    reason = f"ConfigError: {name}: 1002 bytes of JSON, at most 1000 are taken; put it into a file"
+    peer = [f"PeerError: {name}: rank 1 failed: {reason}", True]
+    assert ranks(3).run(too_large_on_rank_1, name) == [peer, [reason, True], peer]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gather_json(1, dst=1), "gather_json: dst must be from 0 to 0 .the ranks., got 1"),
+        (lambda: broadcast_json(1, src=-1), "broadcast_json: src must be from 0 to 0 .the ranks., got -1"),
+    ],
+)
+def test_a_rank_that_is_not_there_is_refused(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def records_of_two_lengths() -> list:
+    """Buffers are reused: what was returned must not change, and records of other lengths not mix."""
+    rank = current().rank
+    first, other = all_gather_numbers([rank, 1.0]), all_gather_numbers([float("inf")] * 3)
+    second = all_gather_numbers([rank, True])
+    third = all_gather_numbers([rank, 7.0], group="background")
+    return [first, second, third, len(other[1])]
+
+
+def test_records_do_not_share_their_rows(ranks):
+    rows = [[[0.0, x], [1.0, x]] for x in (1.0, 1.0, 7.0)]
+    assert ranks(2).run(records_of_two_lengths) == [[*rows, 3]] * 2
+
+
+def syncs_of_a_vote() -> int:
+    with count_host_syncs() as seen:
+        all_gather_numbers([1.0, 2.0])
+    return seen.count
+
+
+def test_a_vote_reads_no_tensor(ranks):
+    assert ranks(2).run(syncs_of_a_vote) == [0, 0]
 
 
 def fail_on_rank_1() -> str:

@@ -1,16 +1,24 @@
 """Process groups: who is here, who is missing, and opening and closing in one process."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from dtrain.dist import init, rendezvous
+from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import DistInfo, current, init_dist
 from dtrain.dist.mesh import _fill, build_mesh
+from dtrain.dist.place import choose_device
 from dtrain.errors import ConfigError, DistError
 
 
@@ -57,21 +65,15 @@ def test_a_group_of_the_users_own_is_adopted_and_left_open(alone):
 
 
 def adopt_without_environment() -> list[int]:
-    import dtrain.dist.init as init
-
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    saved = {name: os.environ.pop(name) for name in names}
-    before, init._PROCESS.info = init._PROCESS.info, None  # as if the user had opened the default group
-    try:
-        with init_dist(device="cpu") as info:
-            return [info.rank, info.world_size]
-    finally:
-        os.environ.update(saved)
-        init._PROCESS.info = before
+    dist.init_process_group("gloo")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    with init_dist(device="cpu") as info:
+        return [info.rank, info.world_size]
 
 
-def test_an_adopted_group_says_which_rank_this_is(ranks):
-    assert ranks(2).run(adopt_without_environment) == [[0, 2], [1, 2]]
+def test_an_adopted_group_says_which_rank_this_is(forked):
+    assert forked.run(lambda _: adopt_without_environment(), 2, results_of=[0, 1]) == {0: [0, 2], 1: [1, 2]}
 
 
 def test_an_environment_that_contradicts_the_open_group_is_refused(alone, monkeypatch):
@@ -116,6 +118,8 @@ def test_contradictory_environment_is_refused(alone, monkeypatch, env, message):
     ("options", "message"),
     [
         ({"device": "tpu"}, "device must be 'cpu' or 'cuda', got 'tpu'"),
+        ({"backend": "mpi"}, "backend must be 'gloo' or 'nccl', got 'mpi'"),
+        ({"backend": "nccl", "device": "cpu"}, "backend='nccl' needs GPUs, but this rank runs on the CPU"),
         ({"timeout_s": 0}, "timeout_s must be a positive number"),
         ({"init_timeout_s": -1}, "init_timeout_s must be a positive number"),
     ],
@@ -126,19 +130,16 @@ def test_bad_options_are_refused(alone, options, message):
 
 
 def test_asking_for_gpus_that_are_not_there_is_refused(alone, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ConfigError, match="device='cuda' needs a GPU per rank, but this node has 0 for 1 ranks"):
         init_dist(device="cuda")
 
 
 def test_more_ranks_than_gpus_run_on_the_cpu_with_one_notice(alone, monkeypatch):
-    from dtrain.dist.init import _choose_device
-
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.warns(UserWarning, match="2 ranks but 1 GPUs on this node: running on the CPU"):
-        assert _choose_device(None, {"local_rank": 0, "local_world_size": 2}).type == "cpu"
-    assert _choose_device(None, {"local_rank": 1, "local_world_size": 2}).type == "cpu"  # without a second notice
+        assert choose_device(None, {"local_rank": 0, "local_world_size": 2}).type == "cpu"
+    assert choose_device(None, {"local_rank": 1, "local_world_size": 2}).type == "cpu"  # without a second notice
 
 
 def run_script(body: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -216,24 +217,199 @@ def test_the_loopback_check_can_fail():
         assert len(listening_beyond_loopback()) == 1
 
 
-def close_and_open_again() -> list[int]:
-    import dtrain.dist.init as init
-
-    counts = []
+def open_and_close() -> list:
+    """What one rank sees that opens groups again and again, leaving them in every way."""
+    seen = []
     for _ in range(2):
-        first = init._PROCESS.info
-        init._close(first, failed=False)
-        with init.init_dist(device="cpu") as info:
+        with init_dist(device="cpu") as info:
             dist.barrier(group=info.control)
-            counts.append(info.world_size)
-    init.init_dist(device="cpu")  # the pool's own context closes this one
-    return counts
+            seen.append(info.world_size)
+    try:
+        with init_dist(device="cpu") as info:
+            all_gather_numbers([1.0])
+            raise KeyError("x")
+    except KeyError:
+        seen.append(dist.is_initialized())
+    with init_dist(backend="gloo", timeout_s=50) as info, init_dist(device="cpu") as again:
+        seen.append([info.timeout_s, again.control is info.control, again.owner])
+        seen.append(all_gather_numbers([info.rank]))
+    return seen
 
 
-def test_ranks_can_close_and_open_again():
-    from dtrain.testing import run_ranks
+def test_ranks_can_close_and_open_again(forked):
+    expected = [2, 2, False, [50, True, False], [[0.0], [1.0]]]
+    assert forked.run(lambda _: open_and_close(), 2, results_of=[0, 1]) == {0: expected, 1: expected}
 
-    assert run_ranks(close_and_open_again, 2) == [[2, 2], [2, 2]]
+
+def test_one_process_can_close_and_open_again(alone):
+    assert open_and_close() == [1, 1, False, [50, True, False], [[0.0]]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cuda"}, "init_dist: device='cuda', but the open groups use 'cpu'; close them first, or leave it out"),
+        ({"backend": "nccl"}, "init_dist: backend='nccl', but the open groups use 'gloo'; close them first, or leave it out"),
+    ],
+)
+def test_arguments_that_contradict_the_open_groups_are_refused(alone, options, message):
+    with init_dist(device="cpu"):
+        with pytest.raises(ConfigError, match=message):
+            init_dist(**options)
+        assert init_dist(device="cpu", backend="gloo").world_size == 1
+
+
+def test_a_user_group_of_another_backend_is_told(alone):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with init_dist() as info:
+            assert info.backend == "gloo"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_groups_that_could_not_be_opened_are_not_left_half_open(alone, monkeypatch):
+    def no_more_groups(**_: object) -> None:
+        raise RuntimeError("too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "new_group", no_more_groups)
+        with pytest.raises(RuntimeError, match="too many open files"):
+            init_dist()
+    assert not dist.is_initialized()
+    with init_dist() as info:
+        assert info.opened_group
+
+
+def test_nccl_groups_of_a_failed_run_are_not_taken_over(alone):
+    with init_dist() as info:
+        pass
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        of_nccl = replace(info, device=torch.device("cuda", 0), world_size=2)
+        with pytest.raises(KeyError), of_nccl:
+            raise KeyError("x")
+        with pytest.raises(
+            DistError, match="init_dist: NCCL groups of a failed run are still open in this process; start a new"
+        ):
+            init_dist()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_that_come_one_after_the_other_meet_in_a_later_try(forked):
+    """Rank 0 gives up once, and tries again; rank 1 comes between, finds the first try failed, and waits in the second."""
+
+    def body(rank: int) -> list:
+        texts = []
+        if rank == 1:
+            time.sleep(1.5)
+        for _ in range(20):
+            try:
+                with init_dist(device="cpu", init_timeout_s=1 if rank == 0 else 60) as info:
+                    return [texts[:1], len(all_gather_numbers([info.rank]))]
+            except DistError as error:
+                texts.append(str(error))
+        return texts
+
+    missing = "init_dist: 1 of 2 ranks did not arrive within 1 s: missing [1]; look at their output, or raise init_timeout_s"
+    assert forked.run(body, 2, results_of=[0, 1]) == {0: [[missing], 2], 1: [[], 2]}
+
+
+def test_a_rank_that_waits_notices_that_a_try_has_failed(forked):
+    """Rank 0 gives up and leaves for good; rank 1, which has much more time, does not open groups with it."""
+
+    def body(rank: int) -> str:
+        try:
+            with init_dist(device="cpu", init_timeout_s=0.5 if rank == 0 else 2):
+                return "opened"
+        except DistError as error:
+            if rank == 0:
+                time.sleep(10)  # its store is still there
+            return str(error)
+
+    (text,) = forked.run(lambda rank: body(rank) if rank < 2 else time.sleep(60), 3, results_of=[1]).values()
+    assert text == (
+        "init_dist: 2 of 3 ranks did not arrive within 2 s: missing [0, 2]; look at their output, or raise init_timeout_s"
+    )
+
+
+def test_an_interrupted_rank_does_not_count_as_one_that_is_here(forked):
+    def body(rank: int) -> list:
+        if rank == 1:
+            time.sleep(2)
+        else:
+            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+            with pytest.raises(KeyboardInterrupt):
+                init_dist(device="cpu")
+            time.sleep(2.5)  # rank 1 has come by now, and waits
+        with init_dist(device="cpu") as info:
+            return all_gather_numbers([info.rank])
+
+    assert forked.run(body, 2, results_of=[0, 1]) == {0: [[0.0], [1.0]], 1: [[0.0], [1.0]]}
+
+
+def test_two_processes_of_one_rank_are_refused(forked):
+    def body(rank: int) -> str:
+        os.environ["RANK"] = str(min(rank, 1))
+        with init_dist(device="cpu", init_timeout_s=3):
+            return "opened"
+
+    answers = sorted(forked.run(body, 3, results_of=[0, 1, 2]).values())
+    assert answers[0] == "ConfigError: init_dist: two processes say that they are rank 1 of 3; give each a RANK of its own"
+    assert answers[1] == answers[2]
+    assert "1 of 3 ranks did not arrive within 3 s: missing [2]" in answers[1]
+
+
+@pytest.mark.parametrize(("number", "text"), [(signal.SIGSTOP, "stopped answering"), (signal.SIGKILL, "has ended")])
+def test_a_rank_0_that_serves_the_store_and_goes_is_named(forked, monkeypatch, number, text):
+    monkeypatch.setattr(rendezvous, "_MARGIN_S", 0.5)
+
+    def body(rank: int) -> str:
+        if rank == 0:
+            connect = rendezvous.connect
+            monkeypatch.setattr(
+                init,
+                "connect",
+                lambda *args, **options: [connect(*args, **options), time.sleep(1), os.kill(os.getpid(), number)],
+            )
+        with init_dist(device="cpu", init_timeout_s=2):
+            return "opened"
+
+    (answer,) = forked.run(body, 2, results_of=[1]).values()
+    assert answer == f"DistError: init_dist: ranks [0] of 2, which serves the store, {text}; look at its output"
+
+
+def test_a_stopped_rank_0_does_not_hold_up_those_that_connect(forked, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_MARGIN_S", 0.5)
+
+    def body(rank: int) -> str:
+        if rank == 0:
+            connect = rendezvous.connect
+            monkeypatch.setattr(
+                init, "connect", lambda *args, **options: [connect(*args, **options), os.kill(os.getpid(), signal.SIGSTOP)]
+            )
+        else:
+            time.sleep(1)
+        with init_dist(device="cpu", init_timeout_s=1):
+            return "opened"
+
+    (answer,) = forked.run(body, 2, results_of=[1]).values()
+    assert answer.startswith("DistError: init_dist: rank 0 at 127.0.0.1:")
+    assert answer.endswith("does not answer rank 1 within 1 s; is it stopped?")
+
+
+def time_outs_of_mesh() -> list[float]:
+    mesh = build_mesh(dp_replicate=2)
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in mesh.get_all_groups()]
+
+
+def test_groups_of_a_mesh_give_up_when_the_others_do(forked):
+    def body(_: int) -> list[float]:
+        with init_dist(device="cpu", timeout_s=7):
+            return time_outs_of_mesh()
+
+    assert forked.run(body, 4, results_of=[0]) == {0: [7.0, 7.0]}
 
 
 def test_mesh_degrees_are_filled():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from dtrain.errors import ConfigError
 from dtrain.schedules.basic import as_schedule
 from dtrain.state import TrainState
 from dtrain.step.optimizer import clip_grad_norm_
 from dtrain.transform import Transform, UpdateFn
-from dtrain.types import Metric, Metrics, Schedule
+from dtrain.types import Metric, Metrics, Schedule, once
 
 
 def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:
@@ -31,8 +29,8 @@ def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:
 
     def update(inner: UpdateFn) -> UpdateFn:
         def clipped(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            norm = clip_grad_norm_(state.params, limit(state.step), eps=eps).double()
-            return inner(state, {**metrics, "grad_norm": Metric(norm, torch.ones_like(norm))})
+            norm = clip_grad_norm_(state.params, limit(state.step), eps=eps)
+            return inner(state, {**metrics, "grad_norm": Metric(norm, once(norm.device))})
 
         return clipped
 

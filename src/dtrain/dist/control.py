@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.init import current
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import PeerError, StepError
 from dtrain.types import Batch
@@ -99,13 +100,11 @@ def agree_before_step(
     now = time.monotonic()
     since = 0.0 if _PROCESS.last is None else now - _PROCESS.last
     _PROCESS.last = now
+    if error is None and samples and not weightless and current().world_size == 1:
+        return Tally(samples=samples, tokens=tokens, microbatches=microbatches, end_of_epoch=_PROCESS.epoch_ends, seconds=since)
     rows = all_gather_numbers([samples, tokens, microbatches, _PROCESS.epoch_ends, weightless, since, error is not None])
     if error is not None:
         raise error
-    if len(rows) == 1 and samples and not weightless:
-        return Tally(
-            samples=samples, tokens=tokens, microbatches=microbatches, end_of_epoch=_PROCESS.epoch_ends, seconds=since
-        )
     columns = list(zip(*rows, strict=True))
     if any(columns[6]):
         failed = [rank for rank, row in enumerate(rows) if row[6]]

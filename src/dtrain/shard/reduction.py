@@ -90,7 +90,7 @@ def watch_reductions(model: nn.Module, spec: ShardSpec) -> None:
 
 def reduction_of(model: nn.Module) -> Reduction:
     """The ``Reduction`` of a model; one without effect when ``shard_model`` never saw it."""
-    found = getattr(model, _REDUCTION, None)
+    found = model.__dict__.get(_REDUCTION)  # nn.Module is slow to say that it has no such attribute
     return found if isinstance(found, Reduction) else _NOTHING
 
 

@@ -122,7 +122,7 @@ def watch_buffers(model: nn.Module, spec: ShardSpec) -> None:
 
 def buffers_of(model: nn.Module) -> BufferWatch:
     """The ``BufferWatch`` of a model; one that watches nothing when ``shard_model`` never saw it."""
-    found = getattr(model, _WATCH, None)
+    found = model.__dict__.get(_WATCH)
     return found if isinstance(found, BufferWatch) else _NOTHING
 
 

@@ -145,11 +145,12 @@ def _settle(state: TrainState, reduction: Reduction, buffers: BufferWatch, weigh
             state.params[name].grad = None
         _reduce_left_out(state, outcome.unused)
         buffers.make_equal_(outcome.changed)
-    if all(param.grad is None for param in state.params.values()):
+    grads = [param.grad for param in state.params.values() if param.grad is not None]
+    if not grads:
         raise StepError(
             "microbatch_step: no parameter got a gradient; does the loss depend on the model, and is any parameter trainable?"
         )
-    divide_(state, weights, metrics)
+    divide_(grads, state, weights, metrics)
 
 
 def _reduce_left_out(state: TrainState, unused: Sequence[str]) -> None:

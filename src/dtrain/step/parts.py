@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from dtrain.batch import BatchSpec, count_batch, split_batch, tensors_of, zeros_like_samples
+from dtrain.batch import BatchSpec, check_microbatch_size, count_batch, split_counted, tensors_of, zeros_like_samples
 from dtrain.dist.control import spare_sample
 from dtrain.errors import ConfigError
 from dtrain.types import Batch
@@ -67,8 +67,9 @@ def cut(
         return Parts(batch=batch, tokens=tokens)
     if microbatch_size is None:
         return Parts(batch=batch, parts=[batch], samples=samples, tokens=tokens)
+    check_microbatch_size(microbatch_size)
     if split is None:
-        parts: Sequence[Batch] = split_batch(batch, microbatch_size, spec=spec)
+        parts: Sequence[Batch] = split_counted(batch, microbatch_size, samples, spec)
     else:
         parts = list(split(batch, microbatch_size))
         if not parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,10 +99,10 @@ def global_weights(local: Mapping[str, Tensor | float], device: torch.device) ->
     )
 
 
-def divide_(state: TrainState, weights: Weights, metrics: Metrics) -> None:
+def divide_(grads: Sequence[Tensor], state: TrainState, weights: Weights, metrics: Metrics) -> None:
     """Make the mean's gradient of the sum's, unless the losses were divided before backward; a step without weight raises.
 
-    Mutates: ``.grad``. Collective: one all-reduce of float64 ``[]``, unless ``weight_fn`` promised the weight.
+    Mutates: ``grads``. Collective: one all-reduce of float64 ``[]``, unless ``weight_fn`` promised the weight.
     Host sync: none. On a GPU the weight reaches the host late: the gradient is zero now, and the next step raises.
     """
     weight = weights.loss if weights.loss is not None else _summed(metrics["loss"].weight)
@@ -115,10 +115,8 @@ def divide_(state: TrainState, weights: Weights, metrics: Metrics) -> None:
         )
     if weights.loss is None:
         # On a GPU nothing is known of the weight here, without waiting: zero must not poison the parameters with NaN.
-        scale_(
-            [param.grad for param in state.params.values() if param.grad is not None],
-            1.0 / value if value is not None else torch.where(weight > 0, 1.0 / weight, 0.0),
-        )
+        factor = weight.reciprocal() if value is not None else torch.where(weight > 0, 1.0 / weight, 0.0)
+        scale_(grads, factor)
 
 
 def _host(state: TrainState, device: torch.device) -> HostScalar:

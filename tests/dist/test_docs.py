@@ -1,0 +1,30 @@
+"""The page about collectives says what is so."""
+
+import re
+from pathlib import Path
+
+import dtrain as dt
+from dtrain.dist.timeouts import describe
+
+PAGE = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
+
+
+def test_the_example_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict = {"dt": dt}
+    exec(compile(block, "docs/collectives.md", "exec"), names)  # the page's own text
+    assert names["results"] == [{"total": 10.0}, {"total": 10.0}]
+
+
+def test_the_lines_it_shows_are_those_that_are_raised():
+    slow = describe("save", world_size=8, timeout_s=600, marks={rank: 600.0 for rank in range(8) if rank != 3}, notes={})
+    note = {1: "ValueError: disk full"}
+    gone = describe("save", world_size=8, timeout_s=600, marks={rank: 0.2 for rank in range(8) if rank != 1}, notes=note)
+    assert f"```\n{slow}\n{gone}\n```" in PAGE
+
+
+def test_every_name_in_the_table_is_public():
+    table = PAGE[PAGE.index("| function") : PAGE.index("A *record*")]
+    names = {name for row in table.split("\n")[2:] if row for name in re.findall(r"`([a-z_]+)[`(]", row.split("|")[1])}
+    assert len(names) == 14
+    assert names <= set(dt.__all__)

@@ -1,0 +1,22 @@
+import pytest
+
+from dtrain.algorithms.ema import ema
+from dtrain.errors import ConfigError
+from dtrain.transform import Transform, check_transform
+
+
+def test_a_transform_passes_the_check():
+    assert check_transform(ema(0.9), "here", "there({})") is None
+
+
+def test_a_factory_that_was_not_called_is_shown_the_call():
+    with pytest.raises(
+        ConfigError, match=r"^here: got the function ema, not what it makes; call it: there\(dt\.ema\(\.\.\.\)\)$"
+    ):
+        check_transform(ema, "here", "there({})")
+
+
+@pytest.mark.parametrize("value", [None, 3, "ema", Transform, [ema(0.9)]])
+def test_something_else_is_shown_a_transform(value):
+    with pytest.raises(ConfigError, match=r"^here: needs a Transform, got .*; as in there\(dt\.ema\(0\.999\)\)$"):
+        check_transform(value, "here", "there({})")
