@@ -17,13 +17,19 @@ if TYPE_CHECKING:
     from dtrain.checkpoint.load import Restored, load_sharded
     from dtrain.checkpoint.save import SaveHandle, save_sharded
     from dtrain.checkpoint.verify import verify_checkpoint
+    from dtrain.checkpoint.weights import LoadedWeights, load_weights_
     from dtrain.clock import Clock, Duration
+    from dtrain.combinators import between, every, masked, on_batch
     from dtrain.data.loader import Loader, build_loader
     from dtrain.data.sampler import ElasticSampler
-    from dtrain.dist.collectives import all_gather_json
+    from dtrain.dist.collectives import all_gather_json, gather_json
+    from dtrain.dist.determinism import Determinism, use_deterministic
+    from dtrain.dist.differentiable import all_gather_with_grad
     from dtrain.dist.init import DistInfo, init_dist
     from dtrain.dist.mesh import build_mesh
-    from dtrain.dist.rng import seed_all
+    from dtrain.dist.reduce import reduce_max, reduce_mean, reduce_sum
+    from dtrain.dist.rng import derive_seed, generator, rng_state, seed_all, set_rng_state
+    from dtrain.dist.turns import local_rank_zero_first
     from dtrain.errors import (
         CheckpointError,
         CheckpointMismatchError,
@@ -36,14 +42,17 @@ if TYPE_CHECKING:
         StaleStateError,
         StepError,
     )
+    from dtrain.launch.call import spawn
     from dtrain.losses import mean_loss, token_cross_entropy
     from dtrain.observe.metrics import reduce_metrics, tokens_per_second
     from dtrain.observe.progress import progress_line
     from dtrain.observe.sinks import jsonl, read_jsonl
-    from dtrain.schedules.basic import cosine, linear, with_warmup
-    from dtrain.shard.fsdp import evaluating, shard_model
+    from dtrain.schedules.basic import constant, cosine, linear, with_warmup
+    from dtrain.shard.describe import describe
+    from dtrain.shard.fsdp import shard_model
     from dtrain.shard.materialize import materialize
     from dtrain.shard.precision import Precision
+    from dtrain.shard.whole import evaluating, full_params, unsharded
     from dtrain.state import ShardSpec, TrainState
     from dtrain.step.compose import Step, compose_step
     from dtrain.step.evaluate import evaluate
@@ -51,7 +60,7 @@ if TYPE_CHECKING:
     from dtrain.step.optimizer import apply_gradients, clip_grad_norm_, optimizer_step, set_lr_
     from dtrain.tensors import global_norm
     from dtrain.transform import GradFn, GradStep, StepContext, Transform, UpdateFn
-    from dtrain.types import Batch, LossFn, LossSum, Metric, Metrics, Params, Plain, Schedule, Slice
+    from dtrain.types import Batch, LossFn, LossSum, Metric, Metrics, Params, Plain, Schedule, Slice, WeightFn
 
 __version__ = "0.1.0"
 
@@ -64,23 +73,32 @@ _HOME = {
     "checkpoint.load": "Restored load_sharded",
     "checkpoint.save": "SaveHandle save_sharded",
     "checkpoint.verify": "verify_checkpoint",
+    "checkpoint.weights": "LoadedWeights load_weights_",
     "clock": "Clock Duration",
+    "combinators": "between every masked on_batch",
     "data.loader": "Loader build_loader",
     "data.sampler": "ElasticSampler",
-    "dist.collectives": "all_gather_json",
+    "dist.collectives": "all_gather_json gather_json",
+    "dist.determinism": "Determinism use_deterministic",
+    "dist.differentiable": "all_gather_with_grad",
     "dist.init": "DistInfo init_dist",
     "dist.mesh": "build_mesh",
-    "dist.rng": "seed_all",
+    "dist.reduce": "reduce_max reduce_mean reduce_sum",
+    "dist.rng": "derive_seed generator rng_state seed_all set_rng_state",
+    "dist.turns": "local_rank_zero_first",
     "errors": "CheckpointError CheckpointMismatchError ConfigError DamagedCheckpointError DistError DtrainError PeerError "
     "RankError StaleStateError StepError",
+    "launch.call": "spawn",
     "losses": "mean_loss token_cross_entropy",
     "observe.metrics": "reduce_metrics tokens_per_second",
     "observe.progress": "progress_line",
     "observe.sinks": "jsonl read_jsonl",
-    "schedules.basic": "cosine linear with_warmup",
-    "shard.fsdp": "evaluating shard_model",
+    "schedules.basic": "constant cosine linear with_warmup",
+    "shard.describe": "describe",
+    "shard.fsdp": "shard_model",
     "shard.materialize": "materialize",
     "shard.precision": "Precision",
+    "shard.whole": "evaluating full_params unsharded",
     "state": "ShardSpec TrainState",
     "step.compose": "Step compose_step",
     "step.evaluate": "evaluate",
@@ -88,7 +106,7 @@ _HOME = {
     "step.optimizer": "apply_gradients clip_grad_norm_ optimizer_step set_lr_",
     "tensors": "global_norm",
     "transform": "GradFn GradStep StepContext Transform UpdateFn",
-    "types": "Batch LossFn LossSum Metric Metrics Params Plain Schedule Slice",
+    "types": "Batch LossFn LossSum Metric Metrics Params Plain Schedule Slice WeightFn",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -114,6 +132,7 @@ __all__ = [
     "Committed",
     "ConfigError",
     "DamagedCheckpointError",
+    "Determinism",
     "DistError",
     "DistInfo",
     "DtrainError",
@@ -121,6 +140,7 @@ __all__ = [
     "ElasticSampler",
     "GradFn",
     "GradStep",
+    "LoadedWeights",
     "Loader",
     "LossFn",
     "LossSum",
@@ -143,18 +163,28 @@ __all__ = [
     "TrainState",
     "Transform",
     "UpdateFn",
+    "WeightFn",
     "all_gather_json",
+    "all_gather_with_grad",
     "apply_gradients",
     "batch_spec",
+    "between",
     "build_loader",
     "build_mesh",
     "clip_by_norm",
     "clip_grad_norm_",
     "compose_step",
+    "constant",
     "cosine",
+    "derive_seed",
+    "describe",
     "ema",
     "evaluate",
     "evaluating",
+    "every",
+    "full_params",
+    "gather_json",
+    "generator",
     "global_norm",
     "init_dist",
     "jsonl",
@@ -162,22 +192,34 @@ __all__ = [
     "linear",
     "list_checkpoints",
     "load_sharded",
+    "load_weights_",
+    "local_rank_zero_first",
+    "masked",
     "materialize",
     "mean_loss",
     "microbatch_step",
+    "on_batch",
     "optimizer_step",
     "progress_line",
     "read_jsonl",
+    "reduce_max",
+    "reduce_mean",
     "reduce_metrics",
+    "reduce_sum",
+    "rng_state",
     "save_sharded",
     "scale_lr",
     "seed_all",
     "set_lr_",
+    "set_rng_state",
     "shard_model",
+    "spawn",
     "split_batch",
     "token_cross_entropy",
     "tokens_per_second",
+    "unsharded",
     "update_ema_",
+    "use_deterministic",
     "verify_checkpoint",
     "with_warmup",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from dtrain import wire
+from dtrain.launch.processes import die_with_parent
 from dtrain.launch.spawn import hold_port
 
 LONG_S = 90  # how long a busy test machine may take
@@ -34,10 +36,13 @@ class Forked:
             return {rank: self.result(rank) for rank in results_of}
 
     def _start(self, body: Callable[[int], Any], rank: int, world_size: int, port: int) -> None:
+        parent = os.getpid()
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
+                die_with_parent(parent)
+                faulthandler.dump_traceback_later(LONG_S - 5)  # where a rank is stuck that has not answered
                 for name in (wire.RUN_DIR, wire.AGENT_STORE):
                     os.environ.pop(name, None)
                 who = wire.rank_environment(

@@ -1,26 +1,33 @@
 """Small agreements between ranks: JSON and numbers on a gloo group, never pickle.
 
 Each function is a collective: every rank must call it, in the same order. ``group`` names one of the two gloo groups of
-``DistInfo``; without ``init_dist`` there is one rank, and each function returns at once.
+``DistInfo``; without ``init_dist`` there is one rank, and each function returns at once. A rank that does not come is named
+in the error (``DistError``) of the others.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Literal
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dtrain.dist.init import DistInfo, current
+from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import ConfigError, PeerError
 from dtrain.types import Plain
 
-GroupName = Literal["control", "background"]
+GroupName: TypeAlias = Literal["control", "background"]
 MAX_BYTES = 64 * 2**20  # of one rank's JSON; what is larger belongs into a file
 
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
-def all_gather_json(obj: Plain, *, group: GroupName = "control") -> list[Plain]:
+
+def all_gather_json(obj: Plain, *, group: GroupName = "control", where: str = "all_gather_json") -> list[Plain]:
     """Every rank's ``obj``, by rank, on every rank.
 
     Collective: two all-gathers (lengths, then padded bytes).
@@ -29,66 +36,76 @@ def all_gather_json(obj: Plain, *, group: GroupName = "control") -> list[Plain]:
         ConfigError: ``obj`` is not plain data, or its JSON is larger than 64 MiB.
         PeerError: so on another rank.
     """
-    text, error = _encoded(obj)
-    texts = _all_gather_bytes(text, group)
-    if error is not None:
-        raise error
-    values = [json.loads(line) for line in texts]
-    for rank, value in enumerate(values):
-        if "error" in value:
-            raise PeerError(f"all_gather_json: rank {rank} failed: {value['error']}")
-    return [value["obj"] for value in values]
+    text, lengths = _announce(obj, group, where)
+    return _parse(_all_gather_bytes(text, lengths, group, where))
 
 
-def _encoded(obj: Plain) -> tuple[bytes, ConfigError | None]:
-    """What to send for ``obj``: its JSON, or the reason why there is none, so that no other rank waits in vain."""
-    error: ConfigError
-    try:
-        text = json.dumps({"obj": obj}, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as problem:
-        error = ConfigError(f"all_gather_json: takes plain data only: {problem}")
-    else:
-        if len(text) <= MAX_BYTES:
-            return text, None
-        error = ConfigError(f"all_gather_json: {len(text)} bytes of JSON, at most {MAX_BYTES} are taken; put it into a file")
-    return json.dumps({"error": _one_line(error)}).encode(), error
+def gather_json(obj: Plain, *, dst: int = 0, group: GroupName = "control", where: str = "gather_json") -> list[Plain] | None:
+    """Every rank's ``obj``, by rank, on rank ``dst``; None on the others.
 
+    Collective: an all-gather of lengths, then one gather of padded bytes; ``dst`` holds the largest text once per rank.
 
-def _all_gather_bytes(text: bytes, group: GroupName) -> list[bytes]:
-    info = current()
-    if info.world_size == 1:
-        return [text]
-    process_group = _group(info, group)
-    mine = torch.tensor([len(text)], dtype=torch.int64)
-    lengths = [torch.empty_like(mine) for _ in range(info.world_size)]
-    dist.all_gather(lengths, mine, group=process_group)
-    room = int(max(lengths))
-    padded = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
-    texts = [torch.empty_like(padded) for _ in range(info.world_size)]
-    dist.all_gather(texts, padded, group=process_group)
-    return [t.numpy()[: int(n)].tobytes() for t, n in zip(texts, lengths, strict=True)]
-
-
-def all_gather_numbers(numbers: list[float], *, group: GroupName = "control") -> list[list[float]]:
-    """Every rank's row of numbers, by rank, on every rank. The fast way for a record of fixed length (float64).
-
-    Collective: one all-gather.
+    Raises:
+        ConfigError: ``obj`` is not plain data, its JSON is larger than 64 MiB, or there is no rank ``dst``.
+        PeerError: so on another rank.
     """
-    info = current()
+    info = checked_rank(where, "dst", dst)
+    text, lengths = _announce(obj, group, where)
     if info.world_size == 1:
-        return [numbers]
-    mine = torch.tensor(numbers, dtype=torch.float64)
-    rows = [torch.empty_like(mine) for _ in range(info.world_size)]
-    dist.all_gather(rows, mine, group=_group(info, group))
-    return [row.tolist() for row in rows]
+        return _parse([text])
+    padded = _padded(text, max(lengths))
+    texts = [torch.empty_like(padded) for _ in lengths] if info.rank == dst else None
+    with naming_missing(where, group=group):
+        dist.gather(padded, texts, dst=dst, group=_group(info, group))
+    return None if texts is None else _parse(_trimmed(texts, lengths))
 
 
-def broadcast_json(obj: Plain, *, src: int = 0, group: GroupName = "control") -> Plain:
+def broadcast_json(obj: Plain, *, src: int = 0, group: GroupName = "control", where: str = "broadcast_json") -> Plain:
     """The ``obj`` of rank ``src``, on every rank; what the other ranks pass is ignored.
 
-    Collective: two all-gathers.
+    Collective: an all-gather of lengths, then one broadcast.
+
+    Raises:
+        ConfigError: on rank ``src``, ``obj`` is not plain data or too large; or there is no rank ``src``.
+        PeerError: so on rank ``src``, seen by the others.
     """
-    return all_gather_json(obj if current().rank == src else None, group=group)[src]
+    info = checked_rank(where, "src", src)
+    text, lengths = _announce(obj if info.rank == src else None, group, where)
+    if info.world_size == 1:
+        return _parse([text])[0]
+    padded = _padded(text, lengths[src]) if info.rank == src else torch.empty(lengths[src], dtype=torch.uint8)
+    with naming_missing(where, group=group):
+        dist.broadcast(padded, src=src, group=_group(info, group))
+    return _parse([padded.numpy().tobytes()])[0]
+
+
+def all_gather_numbers(
+    numbers: Sequence[float], *, group: GroupName = "control", where: str = "all_gather_numbers"
+) -> list[list[float]]:
+    """Every rank's row of numbers, by rank, on every rank. The fast way for a record of fixed length (float64).
+
+    Collective: one all-gather; every rank must pass as many numbers.
+    Host sync: none; the numbers never are on a device.
+    """
+    info = current()
+    if info.world_size == 1:
+        return [[float(number) for number in numbers]]
+    mine, rows, sent, received = _record(group, info.world_size, len(numbers))
+    mine[:] = numbers
+    with naming_missing(where, group=group):
+        gather_single(received, sent, group=_group(info, group))
+    return rows.tolist()  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=32)
+def _record(group: GroupName, world_size: int, n: int) -> tuple[Any, Any, Tensor, Tensor]:
+    """NumPy views of a row to send and of the rows received, and their tensors; made once, used for every record of ``n``.
+
+    One vote is on the path of every training step. Reuse is safe: a group belongs to one thread, and a call has read its rows
+    before it returns.
+    """
+    sent, received = torch.zeros(n, dtype=torch.float64), torch.zeros(world_size * n, dtype=torch.float64)
+    return sent.numpy(), received.numpy().reshape(world_size, n), sent, received
 
 
 def raise_together(error: Exception | None, *, where: str, group: GroupName = "control") -> None:
@@ -98,7 +115,7 @@ def raise_together(error: Exception | None, *, where: str, group: GroupName = "c
 
     Collective: one exchange of JSON.
     """
-    reports = all_gather_json(None if error is None else _one_line(error), group=group)
+    reports = all_gather_json(None if error is None else one_line(error), group=group, where=where)
     if error is not None:
         raise error
     failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
@@ -107,8 +124,73 @@ def raise_together(error: Exception | None, *, where: str, group: GroupName = "c
         raise PeerError(f"{where}: rank {rank} failed ({len(failed)} of {len(reports)} ranks did): {report}")
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
+    """An error as text that can travel: its class and message, on one line of at most 2000 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000]
+
+
+def checked_rank(where: str, name: str, rank: int) -> DistInfo:
+    """The open ``DistInfo``, after a check that ``rank`` is one of its ranks.
+
+    Raises:
+        ConfigError: it is not; on all ranks alike, since all pass the same.
+    """
+    info = current()
+    if not 0 <= rank < info.world_size:
+        raise ConfigError(f"{where}: {name} must be from 0 to {info.world_size - 1} (the ranks), got {rank}")
+    return info
+
+
+def _announce(obj: Plain, group: GroupName, where: str) -> tuple[bytes, list[int]]:
+    """This rank's text, and the lengths of all; a rank that has none tells the others why, and all raise."""
+    text, error = _encoded(obj, where)
+    lengths = [
+        int(row[0]) for row in all_gather_numbers([len(text) if error is None else -len(text)], group=group, where=where)
+    ]
+    if all(length > 0 for length in lengths):
+        return text, lengths
+    reports = _all_gather_bytes(text if error is not None else b"", [max(0, -length) for length in lengths], group, where)
+    if error is not None:
+        raise error
+    rank, report = next((rank, report) for rank, report in enumerate(reports) if report)
+    raise PeerError(f"{where}: rank {rank} failed: {report.decode()}")
+
+
+def _encoded(obj: Plain, where: str) -> tuple[bytes, ConfigError | None]:
+    """The JSON of ``obj``, or the reason why there is none, as text and as an error."""
+    error: ConfigError
+    try:
+        text = json.dumps(obj, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as problem:
+        error = ConfigError(f"{where}: takes plain data only: {problem}")
+    else:
+        if len(text) <= MAX_BYTES:
+            return text, None
+        error = ConfigError(f"{where}: {len(text)} bytes of JSON, at most {MAX_BYTES} are taken; put it into a file")
+    return one_line(error).encode(), error
+
+
+def _all_gather_bytes(text: bytes, lengths: list[int], group: GroupName, where: str) -> list[bytes]:
+    info = current()
+    if info.world_size == 1:
+        return [text]
+    padded = _padded(text, max(lengths))
+    received = padded.new_empty(len(lengths) * len(padded))
+    with naming_missing(where, group=group):
+        gather_single(received, padded, group=_group(info, group))
+    return _trimmed(received.view(len(lengths), -1).unbind(), lengths)
+
+
+def _padded(text: bytes, length: int) -> Tensor:
+    return torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
+
+
+def _trimmed(texts: Sequence[Tensor], lengths: list[int]) -> list[bytes]:
+    return [text[:length].numpy().tobytes() for text, length in zip(texts, lengths, strict=True)]
+
+
+def _parse(texts: list[bytes]) -> list[Plain]:
+    return [json.loads(text) for text in texts]
 
 
 def _group(info: DistInfo, name: GroupName) -> dist.ProcessGroup:

@@ -102,7 +102,9 @@ def agree_before_step(
     _PROCESS.last = now
     if error is None and samples and not weightless and current().world_size == 1:
         return Tally(samples=samples, tokens=tokens, microbatches=microbatches, end_of_epoch=_PROCESS.epoch_ends, seconds=since)
-    rows = all_gather_numbers([samples, tokens, microbatches, _PROCESS.epoch_ends, weightless, since, error is not None])
+    rows = all_gather_numbers(
+        [samples, tokens, microbatches, _PROCESS.epoch_ends, weightless, since, error is not None], where="step"
+    )
     if error is not None:
         raise error
     columns = list(zip(*rows, strict=True))
@@ -153,7 +155,7 @@ def agree_after_backward(*, order: Sequence[int], missing: Sequence[str], change
     Raises:
         StepError: ranks reduced different units, or one has a ``fault``; on all ranks.
     """
-    rows = all_gather_numbers([_digest(order), _digest(missing), _digest(changed), fault])
+    rows = all_gather_numbers([_digest(order), _digest(missing), _digest(changed), fault], where="step")
     faulty = [rank for rank, row in enumerate(rows) if row[3]]
     if faulty:
         raise StepError(

@@ -1,16 +1,14 @@
 """``init_dist``: the process groups, and the facts about this rank.
 
-The only module that reads the environment of a rank. It works under ``dtrain launch``, under torchrun, and in a plain
-``python loop.py`` (one process, no environment needed).
+It works under ``dtrain launch``, under torchrun, and in a plain ``python loop.py`` (one process, no environment needed). This
+module and ``place`` are the only ones that read the environment of a rank.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
-import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +17,9 @@ import torch
 import torch.distributed as dist
 
 from dtrain import wire
+from dtrain.dist.place import choose_device, read_address, read_place
+from dtrain.dist.rendezvous import Meeting, connect, meet
+from dtrain.dist.timeouts import Lookout, leave_note, naming_missing, post_lookout
 from dtrain.errors import ConfigError, DistError
 
 
@@ -41,6 +42,7 @@ class DistInfo:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
     run_dir: Path | None = None
+    timeout_s: float = field(default=600.0, repr=False)
     control: dist.ProcessGroup | None = field(default=None, repr=False)
     background: dist.ProcessGroup | None = field(default=None, repr=False)
     owner: bool = field(default=False, repr=False)
@@ -51,7 +53,7 @@ class DistInfo:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.owner:
-            _close(self, failed=kind is not None)
+            _close(self, error=error)
 
 
 @dataclass(slots=True)
@@ -59,12 +61,15 @@ class _Process:
     """What a process has open: there is one default group per process, so there is one of these."""
 
     info: DistInfo | None = None
-    store: dist.Store | None = None
-    store_of: tuple[int, int, str | None] | None = None
-    opened: int = 0
+    meeting: Meeting | None = None  # the last one
+    store: dist.Store | None = None  # of the last meeting
+    adopted: int = 0  # how many times a group of the user's own was taken over
+    chose_interface: bool = False  # gloo's variable was set here, and is to be taken back
+    abandoned: dist.ProcessGroup | None = None  # NCCL groups of a failed run that could not be closed
 
 
 _PROCESS = _Process()
+_BOTH = "cpu:gloo,cuda:nccl"  # what a rank with a GPU gets: CPU tensors travel, too
 
 
 def current() -> DistInfo:
@@ -77,7 +82,10 @@ def current() -> DistInfo:
         return _PROCESS.info
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise DistError("dist: torch.distributed is running, but dtrain's own groups are not; call dt.init_dist() first")
-    return DistInfo()
+    return _ALONE
+
+
+_ALONE = DistInfo()  # asked for several times a step
 
 
 def init_dist(
@@ -98,190 +106,168 @@ def init_dist(
         init_timeout_s: how long to wait here for all ranks to arrive, in seconds.
 
     Returns:
-        A frozen ``DistInfo``. Called again it returns the open one, which only the first call's context closes;
-        called after closing it opens new groups.
+        A frozen ``DistInfo``. Called again it returns the open one, which only the first call's context closes, and which keeps
+        its address and time-outs; called after closing, or after it failed, it meets the others anew.
 
     Collective: every rank must call it. A process without a launcher is a world of one.
 
     Raises:
-        ConfigError: a contradictory environment, or a device that is not there.
+        ConfigError: a contradictory environment, a device that is not there, or a device or backend other than those of the
+            groups that are open.
         DistError: ranks that did not arrive in time, by number.
     """
+    _check_options(backend, device, timeout_s, init_timeout_s)
     if _PROCESS.info is not None:
-        return _shared(_PROCESS.info)
-    for name, seconds in (("timeout_s", timeout_s), ("init_timeout_s", init_timeout_s)):
-        if not seconds > 0:
-            raise ConfigError(f"init_dist: {name} must be a positive number of seconds, got {seconds!r}")
-    place = _place()
-    chosen = _choose_device(device, place)
-    backend = backend or ("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+        _check_agrees(_PROCESS.info, backend, device)
+        return replace(_PROCESS.info, owner=False)
+    if dist.is_initialized() and dist.group.WORLD is _PROCESS.abandoned:
+        raise DistError("init_dist: NCCL groups of a failed run are still open in this process; start a new one")
+    place = read_place()
+    chosen = choose_device(device, place)
+    if backend == "nccl" and chosen.type != "cuda":
+        raise ConfigError("init_dist: backend='nccl' needs GPUs, but this rank runs on the CPU; leave it out or take 'gloo'")
+    backend = backend or (_BOTH if chosen.type == "cuda" else "gloo")
     opened_group = not dist.is_initialized()
-    if opened_group:
-        _open_default_group(place, backend, chosen, init_method, timeout_s, init_timeout_s)
-    limit = timedelta(seconds=timeout_s)
-    run_dir = os.environ.get(wire.RUN_DIR)
-    _PROCESS.info = DistInfo(
-        **place,
-        device=chosen,
-        backend=backend,
-        run_dir=Path(run_dir) if run_dir else None,
-        control=dist.new_group(backend="gloo", timeout=limit),
-        background=dist.new_group(backend="gloo", timeout=limit),
-        owner=True,
-        opened_group=opened_group,
-    )
+    store, lookout = _meet(place, init_method, timeout_s, init_timeout_s) if opened_group else _adopt(place, timeout_s)
+    post_lookout(lookout)
+    try:
+        with naming_missing("init_dist"):
+            if opened_group:
+                _open_default_group(place, store, backend, chosen, timeout_s)
+            _PROCESS.info = _open_own_groups(place, backend, chosen, timeout_s, opened_group)
+    except BaseException:
+        _forget(destroy=opened_group and dist.is_initialized())
+        raise
     return _PROCESS.info
 
 
-def _shared(info: DistInfo) -> DistInfo:
-    names = DistInfo.__slots__
-    return DistInfo(**{**{name: getattr(info, name) for name in names}, "owner": False})
+def _check_options(backend: str | None, device: str | None, timeout_s: float, init_timeout_s: float) -> None:
+    for name, seconds in (("timeout_s", timeout_s), ("init_timeout_s", init_timeout_s)):
+        if not seconds > 0:
+            raise ConfigError(f"init_dist: {name} must be a positive number of seconds, got {seconds!r}")
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"init_dist: device must be 'cpu' or 'cuda', got {device!r}")
+    if backend not in (None, "gloo", "nccl"):
+        raise ConfigError(f"init_dist: backend must be 'gloo' or 'nccl', got {backend!r}")
 
 
-def _place() -> dict[str, int]:
-    """Rank and sizes from the launcher's environment, or a world of one."""
-    env = os.environ
-    if dist.is_initialized():
-        return _adopted()
-    if wire.RANK not in env and wire.WORLD_SIZE not in env:
-        return {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "node_rank": 0}
-    for name in (wire.RANK, wire.WORLD_SIZE):
-        if name not in env:
-            raise ConfigError(f"init_dist: {name} is not set but its partner is; start the script with `dtrain launch`")
-    try:
-        rank, world = int(env[wire.RANK]), int(env[wire.WORLD_SIZE])
-        local_rank = int(env.get(wire.LOCAL_RANK, rank))
-        local_world = int(env.get(wire.LOCAL_WORLD_SIZE, world))
-        node = int(env.get(wire.NODE_RANK, "0"))
-    except ValueError as error:
-        raise ConfigError(
-            f"init_dist: a rank variable is not a whole number ({error}); unset it or use `dtrain launch`"
-        ) from None
-    if not 0 <= rank < world:
-        raise ConfigError(f"init_dist: needs 0 <= RANK < WORLD_SIZE, got RANK={rank} WORLD_SIZE={world}")
-    return {
-        "rank": rank,
-        "world_size": world,
-        "local_rank": local_rank,
-        "local_world_size": local_world,
-        "node_rank": node,
-    }
+def _check_agrees(info: DistInfo, backend: str | None, device: str | None) -> None:
+    """Refuse arguments that the open groups do not fulfil."""
+    training = "nccl" if info.backend == _BOTH else info.backend
+    for name, asked, have in (("device", device, info.device.type), ("backend", backend, training)):
+        if asked not in (None, have):
+            raise ConfigError(
+                f"init_dist: {name}={asked!r}, but the open groups use {have!r}; close them first, or leave it out"
+            )
 
 
-def _adopted() -> dict[str, int]:
-    """The place in a default group that the user has opened: torch knows it, whatever the environment says."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for name, value in ((wire.RANK, rank), (wire.WORLD_SIZE, world)):
-        if os.environ.get(name, str(value)) != str(value):
-            raise ConfigError(f"init_dist: {name}={os.environ[name]}, but the open process group says {value}; unset it")
-    local = (int(os.environ.get(name, value)) for name, value in ((wire.LOCAL_RANK, rank), (wire.LOCAL_WORLD_SIZE, world)))
-    places = dict(zip(("local_rank", "local_world_size"), local, strict=True))
-    return {"rank": rank, "world_size": world, **places, "node_rank": int(os.environ.get(wire.NODE_RANK, "0"))}
-
-
-def _choose_device(asked: str | None, place: dict[str, int]) -> torch.device:
-    ranks, gpus = place["local_world_size"], torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked not in (None, "cpu", "cuda"):
-        raise ConfigError(f"init_dist: device must be 'cpu' or 'cuda', got {asked!r}")
-    if asked == "cuda" and gpus < ranks:
-        raise ConfigError(f"init_dist: device='cuda' needs a GPU per rank, but this node has {gpus} for {ranks} ranks")
-    if asked == "cpu" or gpus == 0:
-        return torch.device("cpu")
-    if gpus < ranks:
-        if place["local_rank"] == 0:
-            warnings.warn(f"init_dist: {ranks} ranks but {gpus} GPUs on this node: running on the CPU with gloo", stacklevel=3)
-        return torch.device("cpu")
-    chosen = torch.device("cuda", place["local_rank"])
-    torch.cuda.set_device(chosen)
-    return chosen
-
-
-def _open_default_group(
-    place: dict[str, int],
-    backend: str,
-    device: torch.device,
-    init_method: str | None,
-    timeout_s: float,
-    init_timeout_s: float,
-) -> None:
+def _meet(
+    place: dict[str, int], init_method: str | None, timeout_s: float, init_timeout_s: float
+) -> tuple[dist.Store, Lookout | None]:
+    """The store of a new default group, after all ranks have come; and the lookout for those that go missing later."""
     rank, world = place["rank"], place["world_size"]
+    meeting = Meeting(rank=rank, world_size=world, address=read_address(rank, world) if init_method is None else init_method)
+    if meeting != _PROCESS.meeting:
+        _PROCESS.meeting, _PROCESS.store = meeting, None
     # Opening again after closing meets at the same store: rank 0 cannot listen on its port a second time.
-    if _PROCESS.store is None or _PROCESS.store_of != (rank, world, init_method):
-        _PROCESS.store = _rendezvous(rank, world, init_method, init_timeout_s)
-        _PROCESS.store_of = (rank, world, init_method)
-    _PROCESS.opened += 1
-    # A fresh prefix for each opening: keys of a closed group must not be read by the next one.
-    store = dist.PrefixStore(f"dtrain/{_PROCESS.opened}", _PROCESS.store)
-    _wait_for_all(store, rank, world, init_timeout_s)
+    if _PROCESS.store is None:
+        _PROCESS.store = connect(meeting, within_s=init_timeout_s)
+    try:
+        store, room = meet(_PROCESS.store, meeting, prefix=_prefix(), within_s=init_timeout_s)
+    except BaseException:
+        if rank != 0:  # a later try begins with a new connection, in case that this one was lost
+            _PROCESS.store = None
+        raise
+    serves = isinstance(meeting.address, str) or (meeting.address is not None and os.environ.get(wire.AGENT_STORE) != "True")
+    return store, _lookout(place, store=_PROCESS.store, prefix=room, timeout_s=timeout_s, server=0 if serves else None)
+
+
+def _adopt(place: dict[str, int], timeout_s: float) -> tuple[dist.Store, Lookout | None]:
+    """The store of a default group that the user has opened, and a lookout."""
+    _PROCESS.adopted += 1
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    prefix = f"{_prefix()}/adopted/{_PROCESS.adopted}"
+    return store, _lookout(place, store=store, prefix=prefix, timeout_s=timeout_s, server=None)
+
+
+def _prefix() -> str:
+    """Of all keys: a launcher that restarts ranks may keep the store, with what the last ones wrote."""
+    return f"dtrain/{os.environ.get(wire.RESTART_COUNT, '0')}"
+
+
+def _lookout(place: dict[str, int], *, store: dist.Store, prefix: str, timeout_s: float, server: int | None) -> Lookout | None:
+    if place["world_size"] == 1:
+        return None  # nobody can be missing
+    return Lookout(
+        store=store,
+        prefix=f"{prefix}/missing",
+        rank=place["rank"],
+        world_size=place["world_size"],
+        timeout_s=timeout_s,
+        server=server,
+    )
+
+
+def _open_default_group(place: dict[str, int], store: dist.Store, backend: str, device: torch.device, timeout_s: float) -> None:
+    if place["world_size"] == 1 and wire.GLOO_INTERFACE not in os.environ:
+        # One process talks to nobody: keep gloo's listener on loopback whatever the host name resolves to.
+        os.environ[wire.GLOO_INTERFACE] = "lo0" if sys.platform == "darwin" else "lo"
+        _PROCESS.chose_interface = True
     dist.init_process_group(
         backend=backend,
         store=store,
-        rank=rank,
-        world_size=world,
+        rank=place["rank"],
+        world_size=place["world_size"],
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" and "nccl" in backend else None,
     )
 
 
-def _rendezvous(rank: int, world: int, init_method: str | None, init_timeout_s: float) -> dist.Store:
-    limit = timedelta(seconds=init_timeout_s)
-    if init_method is not None:
-        store: dist.Store = next(iter(dist.rendezvous(init_method, rank, world, timeout=limit)))[0]
-        return store
-    if world == 1:
-        # One process talks to nobody: keep gloo's listener on loopback whatever the host name resolves to.
-        os.environ.setdefault(wire.GLOO_INTERFACE, "lo0" if sys.platform == "darwin" else "lo")
-        return dist.HashStore()
+def _open_own_groups(
+    place: dict[str, int], backend: str, device: torch.device, timeout_s: float, opened_group: bool
+) -> DistInfo:
+    limit, run_dir = timedelta(seconds=timeout_s), os.environ.get(wire.RUN_DIR)
+    return DistInfo(
+        **place,
+        device=device,
+        backend=backend,
+        run_dir=Path(run_dir) if run_dir else None,
+        control=dist.new_group(backend="gloo", timeout=limit),
+        background=dist.new_group(backend="gloo", timeout=limit),
+        timeout_s=timeout_s,
+        owner=True,
+        opened_group=opened_group,
+    )
+
+
+def _close(info: DistInfo, *, error: BaseException | None = None) -> None:
+    """Close what ``info`` opened. With an ``error`` no collective is run: the others may never come."""
     try:
-        addr, port = os.environ[wire.MASTER_ADDR], int(os.environ[wire.MASTER_PORT])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"init_dist: {world} ranks need {wire.MASTER_ADDR} and {wire.MASTER_PORT} ({error}); use `dtrain launch`"
-        ) from None
-    serves = rank == 0 and os.environ.get(wire.AGENT_STORE) != "True"
-    listener = _loopback_listener(addr, port) if serves and os.environ.get(wire.LOOPBACK) == "1" else None
-    try:
-        return dist.TCPStore(addr, port, None, serves, limit, wait_for_workers=False, master_listen_fd=listener)
-    except dist.DistError as error:
-        reason = str(error).splitlines()[0]
-        raise DistError(
-            f"init_dist: rank {rank} could not reach rank 0 at {addr}:{port} within {init_timeout_s:g} s ({reason}); "
-            "is rank 0 running, and is the port reachable from here?"
-        ) from None
-
-
-def _loopback_listener(addr: str, port: int) -> int:
-    """A listening socket on loopback only: torch's own store would listen on every interface, without authentication."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the launcher holds the port with an idle socket
-    listener.bind((addr, port))
-    listener.listen(1024)
-    return listener.detach()
-
-
-def _wait_for_all(store: dist.Store, rank: int, world: int, init_timeout_s: float) -> None:
-    """Wait until every rank has written its key, so that a rank that never comes can be named."""
-    store.set(f"here/{rank}", "1")
-    try:
-        store.wait([f"here/{peer}" for peer in range(world)], timedelta(seconds=init_timeout_s))
-    except dist.DistError:
-        missing = [peer for peer in range(world) if not store.check([f"here/{peer}"])]
-        raise DistError(
-            f"init_dist: {len(missing)} of {world} ranks did not arrive within {init_timeout_s:g} s: "
-            f"missing {missing}; look at their output, or raise init_timeout_s"
-        ) from None
-
-
-def _close(info: DistInfo, *, failed: bool) -> None:
-    if not failed and dist.is_initialized():
-        # The last collective of a peer may still be in flight: nobody takes its sockets away before all are here.
-        dist.barrier(group=info.control)
-    _PROCESS.info = None
-    if not dist.is_initialized():
-        return
-    if not info.opened_group:
-        for group in (info.control, info.background):
-            dist.destroy_process_group(group)
-    elif not (failed and info.device.type == "cuda"):
+        if error is not None:
+            leave_note(error)
+        elif dist.is_initialized():
+            # The last collective of a peer may still be in flight: nobody takes its sockets away before all are here.
+            with naming_missing("leaving init_dist", group="control"):
+                dist.barrier(group=info.control)
+    except BaseException as failure:
+        error = failure
+        raise
+    finally:
         # After a failure NCCL's teardown may wait for peers that never come; the process is about to end anyway.
+        stuck = error is not None and info.device.type == "cuda" and info.world_size > 1
+        if not info.opened_group and dist.is_initialized():
+            for group in (info.control, info.background):
+                dist.destroy_process_group(group)
+        _PROCESS.abandoned = dist.group.WORLD if stuck and info.opened_group and dist.is_initialized() else None
+        _forget(destroy=info.opened_group and dist.is_initialized() and not stuck)
+
+
+def _forget(*, destroy: bool) -> None:
+    """Back to a process without groups; ``destroy``: close torch's, too."""
+    _PROCESS.info = None
+    post_lookout(None)
+    if _PROCESS.chose_interface:
+        os.environ.pop(wire.GLOO_INTERFACE, None)
+        _PROCESS.chose_interface = False
+    if destroy:
         dist.destroy_process_group()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtrain.dist.init import current
+from dtrain.dist.init import DistInfo, current
 from dtrain.errors import ConfigError, DistError
 
 AXES = ("dp_replicate", "dp_shard")
@@ -17,7 +20,8 @@ AXES = ("dp_replicate", "dp_shard")
 def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1) -> DeviceMesh:
     """A mesh of all ranks with the axes ``dp_replicate`` and ``dp_shard``; a degree of -1 is filled from the world size.
 
-    Collective: makes process groups, so every rank must call it with the same degrees.
+    Called again with the same degrees it returns the same mesh. Collective: makes process groups the first time, so every rank
+    must call it with the same degrees.
 
     Raises:
         ConfigError: degrees that do not multiply to the world size.
@@ -27,7 +31,41 @@ def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1) -> DeviceMesh:
         raise DistError("build_mesh: there are no process groups yet; call dt.init_dist() first (one process works too)")
     info = current()
     degrees = _fill({"dp_replicate": dp_replicate, "dp_shard": dp_shard}, info.world_size)
-    return init_device_mesh(info.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    return mesh_of(degrees)
+
+
+@dataclass(slots=True)
+class _Process:
+    """The meshes of the open process groups. Each is made once: a group costs threads, sockets and a meeting of its ranks."""
+
+    groups: dist.ProcessGroup | None = None
+    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
+
+
+_PROCESS = _Process()
+
+
+def mesh_of(degrees: Mapping[str, int]) -> DeviceMesh:
+    """The mesh of all ranks with these axes, outermost first: the same one for the same degrees, until the groups are closed.
+
+    Collective: makes process groups the first time, so every rank must call it with the same degrees.
+    """
+    info = current()
+    if _PROCESS.groups is not dist.group.WORLD:
+        _PROCESS.groups, _PROCESS.meshes = dist.group.WORLD, {}
+    key = tuple(degrees.items())
+    if key not in _PROCESS.meshes:
+        mesh = init_device_mesh(info.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+        _keep_time_out(mesh, info)
+        _PROCESS.meshes[key] = mesh
+    return _PROCESS.meshes[key]
+
+
+def _keep_time_out(mesh: DeviceMesh, info: DistInfo) -> None:
+    """Have the groups of ``mesh`` give up when the others do: torch gives each of them 30 minutes, whatever the default's."""
+    for group in mesh.get_all_groups():
+        if group is not dist.group.WORLD:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=info.timeout_s), group)
 
 
 def _fill(degrees: dict[str, int], world_size: int) -> dict[str, int]:

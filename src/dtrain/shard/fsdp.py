@@ -8,12 +8,13 @@ from typing import Literal, cast, get_args
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.dist.collectives import raise_together
 from dtrain.dist.init import current
-from dtrain.dist.mesh import data_rank
+from dtrain.dist.mesh import data_rank, mesh_of
 from dtrain.errors import ConfigError
 from dtrain.shard.fsdp2 import mark_root, units_of
 from dtrain.shard.methods import check_methods, declare_methods
@@ -22,6 +23,7 @@ from dtrain.shard.reduction import watch_reductions
 from dtrain.shard.replicas import check_equal, make_equal, watch_buffers
 from dtrain.shard.units import Blocks, Layout, LeaveOut, plan_layout
 from dtrain.state import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, spec_of
+from dtrain.tensors import is_distributed
 
 _OTHER_NAMES = {"no_shard": "replicate"}
 
@@ -62,14 +64,15 @@ def shard_model(
         methods: methods that compute with parameters besides ``forward``, by name (``"encode"``, ``"decoder.generate"``), of
             the model or of a block. All ranks must call them alike, as they do ``forward``.
         leave_out: parameters that stay whole on every rank, by name or as a function of (name, parameter); their gradients
-            are summed by ``microbatch_step``, once a step. Scalars always do. ``precision`` does not cast them.
+            are summed by ``microbatch_step``, once a step. Scalars and parameters without elements always do. ``precision``
+            does not cast them.
 
     Parameters that are tied stay tied; across blocks, the modules that own them become a unit of their own. Units must run
     in the same order on all ranks; a parameter inside a unit may be unused on some of them.
 
     Mutates: ``model``; every Parameter object is replaced by a DTensor, so an optimizer built before is useless.
-    Collective: makes process groups, compares a hash of names, shapes, dtypes and options, and broadcasts real weights and
-    buffers.
+    Collective: makes process groups (once for each strategy), compares a hash of names, shapes, dtypes and options, and
+    broadcasts real weights and buffers.
 
     Raises:
         ConfigError: an unknown option, an entry of ``blocks``, ``methods`` or ``leave_out`` that fits nothing, a model that was
@@ -78,6 +81,7 @@ def shard_model(
     """
     error: Exception | None = None
     try:
+        _check_kinds(model, mesh, precision)
         chosen = _checked(model, mesh, strategy, accumulate, buffers)
         layout = plan_layout(model, blocks, leave_out)
         check_methods(model, methods, layout)
@@ -105,8 +109,24 @@ def shard_model(
     return model
 
 
+def _check_kinds(model: object, mesh: object, precision: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"shard_model: model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ConfigError(
+            f"shard_model: this model is wrapped in {type(model).__name__}, which reduces gradients too; pass the model inside "
+            "it"
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"shard_model: mesh must be a DeviceMesh, got {type(mesh).__name__}; make one with dt.build_mesh")
+    if not isinstance(precision, Precision | None):
+        raise ConfigError(
+            f"shard_model: precision must be a Precision or None, got {precision!r}; as in dt.Precision(param='bf16')"
+        )
+
+
 def _checked(model: nn.Module, mesh: DeviceMesh, strategy: str, accumulate: str, buffers: str) -> Strategy:
-    chosen = _OTHER_NAMES.get(strategy, strategy)
+    chosen = _OTHER_NAMES.get(strategy, strategy) if isinstance(strategy, str) else strategy
     known = [name for name in get_args(Strategy) if name != "none"]
     if chosen not in known:
         raise ConfigError(f"shard_model: unknown {strategy=}; use one of {', '.join([*known, *_OTHER_NAMES])}")
@@ -120,6 +140,10 @@ def _checked(model: nn.Module, mesh: DeviceMesh, strategy: str, accumulate: str,
     inside = next((type(m).__name__ for m in model.modules() if spec_of(m).mesh is not None), None)
     if inside is not None:
         raise ConfigError(f"shard_model: a {inside} inside this model is sharded already; shard the whole model once")
+    if any(is_distributed(param) for param in model.parameters()):
+        raise ConfigError(
+            f"shard_model: the parameters of this {type(model).__name__} lie on a mesh already; shard the whole model once"
+        )
     if chosen == "hybrid_shard" and (mesh.ndim != 2 or mesh.size(0) == 1):
         raise ConfigError(
             f"shard_model: hybrid_shard needs a mesh of two axes with dp_replicate > 1, got shape {list(mesh.shape)}; "
@@ -135,12 +159,11 @@ def _parallel_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
 
     ``replicate`` is sharding over an axis of one rank, so it takes the same path as the others.
     """
-    kind, ranks = current().device.type, mesh.size()
     if strategy == "hybrid_shard":
         return mesh
     if strategy == "replicate":
-        return init_device_mesh(kind, (ranks, 1), mesh_dim_names=("dp_all", "dp_one"))
-    return init_device_mesh(kind, (ranks,), mesh_dim_names=("dp_all",))
+        return mesh_of({"dp_all": mesh.size(), "dp_one": 1})
+    return mesh_of({"dp_all": mesh.size()})
 
 
 def _cut(model: nn.Module, mesh: DeviceMesh, layout: Layout, precision: Precision, *, keep: bool) -> None:

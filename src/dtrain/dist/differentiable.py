@@ -1,0 +1,106 @@
+"""``all_gather_with_grad``: everybody's rows in everybody's loss, with the exact gradient."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dtrain.dist.collectives import all_gather_numbers, gather_single
+from dtrain.dist.init import current
+from dtrain.dist.rng import derive_seed
+from dtrain.dist.timeouts import naming_missing
+from dtrain.errors import ConfigError
+
+_WHERE = "all_gather_with_grad"
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+
+
+def all_gather_with_grad(x: Tensor) -> Tensor:
+    """The rows of all ranks, ``[sum of n, ...]`` in the order of ranks, for a loss over all of them (contrastive losses).
+
+    The gradient is that of the loss *summed* over ranks, which is what a step of this library divides by the global weight:
+    each rank's rows get the sum of what all ranks' losses say about them. So a loss over this rank's rows against everybody's,
+    with their number as its weight, trains like one process with the whole batch.
+
+        z = dt.all_gather_with_grad(model(batch))  # [n, dim] -> [sum of n, dim]
+
+    Args:
+        x: ``[n, ...]``, plain, floating, on the device of the training group. ``n`` may differ between ranks, down to 0; the
+            other dimensions and the dtype are the same on all. It must require a gradient on all ranks or on none; a rank
+            without rows still calls this, and backward.
+
+    Collective: a record of three numbers on the control group, and one all-gather of ``world_size * max(n)`` rows on the
+        training group; in backward one reduce-scatter of the same size. Every rank must run backward through the result.
+    Host sync: none.
+
+    Raises:
+        ConfigError: a DTensor; a dtype that is not floating; no dimension; or ranks that differ in what they must not; on all
+            ranks.
+    """
+    problem = _problem(x)
+    mine = [-1.0, 0.0, 0.0] if problem else [float(len(x)), float(x.requires_grad and torch.is_grad_enabled()), _kind(x)]
+    rows = all_gather_numbers(mine, where=_WHERE)
+    if problem:
+        raise ConfigError(f"{_WHERE}: {problem}")
+    for rank, row in enumerate(rows):
+        if row[0] < 0:
+            raise ConfigError(f"{_WHERE}: rank {rank} has a tensor that cannot be gathered; see its error")
+        if row[1:] != mine[1:]:
+            what = "dtype or shape after the first dimension" if row[2] != mine[2] else "whether a gradient is required"
+            raise ConfigError(f"{_WHERE}: ranks differ in {what} (this rank: {x.dtype}, {tuple(x.shape)}, "
+                              f"requires_grad={bool(mine[1])}; rank {rank} differs); give all the same")  # fmt: skip
+    if len(rows) == 1:
+        return x.view_as(x)
+    return cast(Tensor, _Gather.apply(x, [int(row[0]) for row in rows]))  # type: ignore[no-untyped-call]
+
+
+def _problem(x: Tensor) -> str | None:
+    if not isinstance(x, Tensor):
+        return f"takes a tensor, got {type(x).__name__}"
+    if hasattr(x, "placements"):  # a DTensor, which only dtrain.tensors looks into
+        return "takes a plain tensor, got a DTensor; pass this rank's own rows"
+    if not x.is_floating_point() or x.dim() == 0:
+        return (
+            f"takes floating tensors with rows, got {x.dtype} of shape {tuple(x.shape)}; labels need no gradient: convert them"
+        )
+    return None
+
+
+def _kind(x: Tensor) -> float:
+    """A number that differs when dtype or row shape do; below 2**53, so that it travels exactly."""
+    return float(derive_seed(str(x.dtype), *x.shape[1:]) >> 10)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows travel padded to the longest rank's, in one collective each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int]) -> Tensor:
+        ctx.counts, ctx.rank = counts, current().rank
+        longest = max(counts)
+        padded = x.new_zeros(longest, *x.shape[1:])
+        padded[: len(x)] = x
+        everyone = x.new_empty(len(counts) * longest, *x.shape[1:])
+        if everyone.numel():
+            with naming_missing(_WHERE):
+                gather_single(everyone, padded)
+        blocks = everyone.view(len(counts), longest, *x.shape[1:])
+        return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        longest, row = max(ctx.counts), grad.shape[1:]
+        blocks = grad.new_zeros(len(ctx.counts), longest, *row)
+        for block, piece in zip(blocks, grad.split(ctx.counts), strict=True):
+            block[: len(piece)] = piece
+        mine = grad.new_zeros(longest, *row)
+        if mine.numel():
+            with naming_missing(f"{_WHERE}, backward"):
+                _scatter_single(mine, blocks.view(-1, *row))
+        return mine[: ctx.counts[ctx.rank]], None

@@ -1,0 +1,85 @@
+"""Who this rank is and which device is its own, from the launcher's environment; torchrun's variables work as well."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from dtrain import wire
+from dtrain.dist.rendezvous import Address
+from dtrain.errors import ConfigError
+
+
+def read_place() -> dict[str, int]:
+    """Rank and sizes from the launcher's environment, or a world of one."""
+    env = os.environ
+    if dist.is_initialized():
+        return _adopted_place()
+    if wire.RANK not in env and wire.WORLD_SIZE not in env:
+        return {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "node_rank": 0}
+    for name in (wire.RANK, wire.WORLD_SIZE):
+        if name not in env:
+            raise ConfigError(f"init_dist: {name} is not set but its partner is; start the script with `dtrain launch`")
+    try:
+        rank, world = int(env[wire.RANK]), int(env[wire.WORLD_SIZE])
+        local_rank = int(env.get(wire.LOCAL_RANK, rank))
+        local_world = int(env.get(wire.LOCAL_WORLD_SIZE, world))
+        node = int(env.get(wire.NODE_RANK, "0"))
+    except ValueError as error:
+        raise ConfigError(
+            f"init_dist: a rank variable is not a whole number ({error}); unset it or use `dtrain launch`"
+        ) from None
+    if not 0 <= rank < world:
+        raise ConfigError(f"init_dist: needs 0 <= RANK < WORLD_SIZE, got RANK={rank} WORLD_SIZE={world}")
+    return {
+        "rank": rank,
+        "world_size": world,
+        "local_rank": local_rank,
+        "local_world_size": local_world,
+        "node_rank": node,
+    }
+
+
+def _adopted_place() -> dict[str, int]:
+    """The place in a default group that the user has opened: torch knows it, whatever the environment says."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name, value in ((wire.RANK, rank), (wire.WORLD_SIZE, world)):
+        if os.environ.get(name, str(value)) != str(value):
+            raise ConfigError(f"init_dist: {name}={os.environ[name]}, but the open process group says {value}; unset it")
+    local = (int(os.environ.get(name, value)) for name, value in ((wire.LOCAL_RANK, rank), (wire.LOCAL_WORLD_SIZE, world)))
+    places = dict(zip(("local_rank", "local_world_size"), local, strict=True))
+    return {"rank": rank, "world_size": world, **places, "node_rank": int(os.environ.get(wire.NODE_RANK, "0"))}
+
+
+def choose_device(asked: str | None, place: dict[str, int]) -> torch.device:
+    # Counted through the driver's own library: torch.cuda.is_available() would start CUDA, and a process that has cannot fork.
+    ranks, gpus = place["local_world_size"], torch.cuda.device_count()
+    if asked == "cuda" and gpus < ranks:
+        raise ConfigError(f"init_dist: device='cuda' needs a GPU per rank, but this node has {gpus} for {ranks} ranks")
+    if asked == "cpu" or gpus == 0:
+        return torch.device("cpu")
+    if gpus < ranks:
+        if place["local_rank"] == 0:
+            warnings.warn(f"init_dist: {ranks} ranks but {gpus} GPUs on this node: running on the CPU with gloo", stacklevel=3)
+        return torch.device("cpu")
+    chosen = torch.device("cuda", place["local_rank"])
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def read_address(rank: int, world: int) -> Address | None:
+    """Where the launcher told the ranks to meet."""
+    env = os.environ
+    if world == 1:
+        return None
+    try:
+        host, port = env[wire.MASTER_ADDR], int(env[wire.MASTER_PORT])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"init_dist: {world} ranks need {wire.MASTER_ADDR} and {wire.MASTER_PORT} ({error}); use `dtrain launch`"
+        ) from None
+    serves = rank == 0 and env.get(wire.AGENT_STORE) != "True"
+    return Address(host=host, port=port, serves=serves, loopback=env.get(wire.LOOPBACK) == "1")

@@ -1,0 +1,152 @@
+"""Where ranks find each other: the store, and the agreement that all of them are here."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from dtrain.dist.timeouts import bounded, own_connection
+from dtrain.errors import ConfigError, DistError
+
+_OPEN, _FAILED, _OVER = b"open", b"failed", b"over"
+_TOO_SHORT = 0.1  # of the time that was given, for another try
+_MARGIN_S = 5.0  # a store call that takes so much longer than its own time-out has lost its server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where the store is. ``serves``: this process serves it; ``loopback``: it may listen on loopback only."""
+
+    host: str
+    port: int
+    serves: bool
+    loopback: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """One opening of the groups: who meets, where, and within which time. Frozen and comparable: equal ones share a store.
+
+    ``address`` is that of the store, a torch rendezvous address (``"file:///path"``), or None in a world of one.
+    """
+
+    rank: int
+    world_size: int
+    address: Address | str | None
+
+
+def connect(meeting: Meeting, *, within_s: float) -> dist.Store:
+    """The store of ``meeting``, served from here when that is this rank's part.
+
+    Raises:
+        DistError: rank 0 could not be reached, or does not answer.
+    """
+    limit, address = timedelta(seconds=within_s), meeting.address
+    if address is None:
+        return dist.HashStore()
+    shown = address if isinstance(address, str) else f"{address.host}:{address.port}"
+    silent = f"init_dist: rank 0 at {shown} does not answer rank {meeting.rank} within {within_s:g} s; is it stopped?"
+    try:
+        return bounded(lambda: _store(address, meeting, limit), within_s=within_s + _MARGIN_S, otherwise=silent)
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise DistError(
+            f"init_dist: rank {meeting.rank} could not reach rank 0 at {shown} within {within_s:g} s ({reason}); "
+            "is rank 0 running, and is the port reachable from here?"
+        ) from None
+
+
+def _store(address: Address | str, meeting: Meeting, limit: timedelta) -> dist.Store:
+    if isinstance(address, str):
+        store: dist.Store = next(iter(dist.rendezvous(address, meeting.rank, meeting.world_size, timeout=limit)))[0]
+        return store
+    listener = _loopback_listener(address) if address.serves and address.loopback else None
+    return dist.TCPStore(
+        address.host, address.port, None, address.serves, limit, wait_for_workers=False, master_listen_fd=listener
+    )
+
+
+def _loopback_listener(address: Address) -> int:
+    """A listening socket on loopback only: torch's own store would listen on every interface, without authentication."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the launcher holds the port with an idle socket
+    listener.bind((address.host, address.port))
+    listener.listen(1024)
+    return listener.detach()
+
+
+def meet(store: dist.Store, meeting: Meeting, *, prefix: str, within_s: float) -> tuple[dist.Store, str]:
+    """Wait until every rank is here; the part of the store that belongs to this opening alone, and the prefix of its keys.
+
+    A try ends with one verdict for all, written once: *open* by the rank that comes last, *failed* by the first one that is
+    tired of waiting. Ranks that come after the verdict, or wait for it and hear of a failure, go on to the next try. So nobody
+    has to count, a rank that tries again meets the others, and nobody opens groups with a rank that has left.
+
+    Args:
+        store: from ``connect``.
+        meeting: who meets.
+        prefix: of the keys of all tries, the same on all ranks.
+        within_s: how long to wait, in seconds.
+
+    Raises:
+        ConfigError: two processes say that they are this rank.
+        DistError: ranks that did not arrive in time, by number; or the rank that serves the store was stopped or has ended.
+    """
+    begun = time.monotonic()
+    lost = f"init_dist: ranks [0] of {meeting.world_size}, which serves the store,"
+    for attempt in itertools.count():
+        room = f"{prefix}/{attempt}"
+        left_s = max(0.001, begun + within_s - time.monotonic())
+        trial = partial(_try_to_meet, dist.PrefixStore(room, store), meeting, left_s=left_s, within_s=within_s)
+        try:
+            verdict = bounded(trial, within_s=left_s + _MARGIN_S, otherwise=f"{lost} stopped answering; look at its output")
+        except dist.DistError:
+            raise DistError(f"{lost} has ended; look at its output") from None
+        except KeyboardInterrupt:
+            _withdraw(store, room)
+            raise
+        if verdict == _OPEN:
+            return dist.PrefixStore(room, store), room
+    raise AssertionError("the count of attempts has no end")
+
+
+def _try_to_meet(room: dist.Store, meeting: Meeting, *, left_s: float, within_s: float) -> bytes:
+    """The verdict of one try."""
+    rank, world = meeting.rank, meeting.world_size
+    if room.check(["verdict"]):
+        return _OVER
+    if room.add(f"here/{rank}", 1) > 1:
+        raise ConfigError(f"init_dist: two processes say that they are rank {rank} of {world}; give each a RANK of its own")
+    if room.add("arrived", 1) == world:
+        room.compare_set("verdict", "", _OPEN.decode())
+    begun, tired = time.monotonic(), False
+    try:
+        room.wait(["verdict"], timedelta(seconds=left_s))
+    except dist.DistStoreError:
+        tired = room.compare_set("verdict", "", _FAILED.decode()) == _FAILED
+    verdict = bytes(room.get("verdict"))
+    left_s -= time.monotonic() - begun
+    # Ranks that were started together tire together: the second one to do so has no time for another try.
+    if verdict == _FAILED and (tired or left_s < _TOO_SHORT * within_s):
+        missing = [peer for peer in range(world) if not room.check([f"here/{peer}"])]
+        raise DistError(
+            f"init_dist: {len(missing)} of {world} ranks did not arrive within {within_s:g} s: "
+            f"missing {missing}; look at their output, or raise init_timeout_s"
+        )
+    return verdict
+
+
+def _withdraw(store: dist.Store, room: str) -> None:
+    """Let a try fail that this rank leaves: its thread would go on to stand for a rank that is not there."""
+
+    def withdraw() -> None:
+        # The thread holds its connection while it waits.
+        dist.PrefixStore(room, own_connection(store)).compare_set("verdict", "", _FAILED.decode())
+
+    bounded(withdraw, within_s=_MARGIN_S, otherwise="init_dist: interrupted, and rank 0 does not answer; is it stopped?")

@@ -1,0 +1,272 @@
+"""Who did not come: one line that names the missing ranks when a collective times out or loses a peer.
+
+torch says that a collective failed, not because of whom. So a rank whose collective failed leaves a mark in the store through
+which the ranks met, looks for the marks of the others for a few seconds, and names those that left none. As long as
+collectives succeed nothing is sent: a call costs one count.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from dtrain.errors import DistError
+
+GRACE_S = 5.0
+"""How long a rank whose collective failed waits for the marks of the others, in seconds."""
+
+_POLL_S = 0.1
+_NOTE_S = 1.0  # a failed rank leaves its note within this time, or without it
+_IN_TIME = 0.9  # of the time-out: a rank that waited for so long was not sent away by somebody else's failure
+_RAISES_FOR_PEERS = {
+    "torch.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+}
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lookout:
+    """What a rank needs to find out who is missing, and how many calls it has made on each group."""
+
+    store: dist.Store
+    prefix: str  # of the keys of this opening of the groups
+    rank: int
+    world_size: int
+    timeout_s: float
+    server: int | None  # the rank that serves the store, None when it is another process
+    calls: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Process:
+    lookout: Lookout | None = None
+
+
+_PROCESS = _Process()
+
+
+def post_lookout(lookout: Lookout | None) -> None:
+    """Start naming missing ranks, or stop with None. For ``init_dist`` and its closing.
+
+    Mutates: this process's lookout.
+    """
+    _PROCESS.lookout = lookout
+
+
+class naming_missing:
+    """A block of collectives whose failure names the ranks that did not come. Every rank must enter it, in the same order.
+
+    Put it around a whole training step: FSDP2's own collectives time out inside of it. What the block raises on its own account
+    (an error of the model, of the data, of ours) passes untouched; a failed collective is told by the class of its error and by
+    the module of torch that raised it, never by its text.
+
+    Args:
+        where: begins the message.
+        group: name of the process group that the block uses; calls are counted for each.
+
+    Collective: none while all is well. After a failure it waits up to ``GRACE_S`` seconds for word from the other ranks.
+
+    Raises:
+        DistError: a collective timed out or lost a peer, which is named; torch's error is its cause.
+    """
+
+    # A class, because it is around every vote: a generator costs three times as much. Named as the verb it is used as.
+    __slots__ = ("_begun", "_call", "_group", "_lookout", "_where")
+
+    def __init__(self, where: str, *, group: str = "training") -> None:
+        self._where, self._group, self._lookout = where, group, _PROCESS.lookout
+
+    def __enter__(self) -> None:
+        if self._lookout is not None:
+            calls = self._lookout.calls
+            self._call = calls[self._group] = calls.get(self._group, 0) + 1
+            self._begun = time.monotonic()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or self._lookout is None or not is_of_a_collective(error):
+            return
+        call = f"{self._group}/{self._call}"
+        text = _explain(self._lookout, self._where, call, time.monotonic() - self._begun)
+        if text is not None:
+            raise DistError(text) from error
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether torch's communication raised ``error``: one of its own classes, or a bare RuntimeError from its modules.
+
+    gloo has no class for a lost connection, so the frame that raised decides. torch's operator call (``torch._ops``) is looked
+    through; DTensor's and FSDP2's other modules raise for reasons of this rank alone, and do not count.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and _raised_in(error.__traceback__) in _RAISES_FOR_PEERS
+
+
+def _raised_in(trace: TracebackType | None) -> str:
+    module = ""
+    while trace is not None:
+        name = trace.tb_frame.f_globals.get("__name__", "")
+        module = module if name == "torch._ops" else name
+        trace = trace.tb_next
+    return module
+
+
+def leave_note(error: BaseException | None) -> None:
+    """Tell the others, should they look for this rank, with which error it left. Never raises, never waits for long."""
+    lookout = _PROCESS.lookout
+    if lookout is None:
+        return
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+    def leave() -> None:
+        dist.PrefixStore(lookout.prefix, own_connection(lookout.store)).set(f"left/{lookout.rank}", text)
+
+    # Without a note the others still name this rank; the error that it is about to raise must not be replaced.
+    _started(leave).join(_NOTE_S)
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the store knows, filled by the thread that asks it: the marks by rank, in seconds waited, and the notes."""
+
+    answered: bool = False
+    marks: dict[int, float] = field(default_factory=dict)
+    notes: dict[int, str] = field(default_factory=dict)
+
+
+def _explain(lookout: Lookout, where: str, call: str, waited_s: float) -> str | None:
+    found = _Found(marks={lookout.rank: waited_s})
+    # On a server that was stopped a call never returns, whatever its time-out: ask from a thread that may be left behind.
+    _started(lambda: _look(lookout, call, waited_s, found)).join(GRACE_S + 1)
+    return describe(
+        where,
+        world_size=lookout.world_size,
+        timeout_s=lookout.timeout_s,
+        marks=dict(found.marks),
+        notes=dict(found.notes),
+        answered=found.answered,
+        server=lookout.server,
+    )
+
+
+def _look(lookout: Lookout, call: str, waited_s: float, found: _Found) -> None:
+    """Leave this rank's mark, and collect those of the others until all are there or the grace is over."""
+    store = dist.PrefixStore(lookout.prefix, own_connection(lookout.store))
+    store.set(f"mark/{call}/{lookout.rank}", f"{waited_s:.3f}")
+    count, seen, deadline = store.add(f"mark/{call}/count", 1), 1, time.monotonic() + GRACE_S
+    found.answered = True
+    while time.monotonic() < deadline and len(found.marks) < lookout.world_size:
+        if count > seen:
+            seen = count
+            for rank in range(lookout.world_size):
+                if rank not in found.marks and store.check([key := f"mark/{call}/{rank}"]):
+                    found.marks[rank] = float(store.get(key))
+        time.sleep(_POLL_S)
+        count = store.add(f"mark/{call}/count", 0)
+    for rank in range(lookout.world_size):
+        if rank not in found.marks and store.check([key := f"left/{rank}"]):
+            found.notes[rank] = store.get(key).decode(errors="replace")
+    time.sleep(2 * _POLL_S)  # the last one to arrive may serve the store, and the others have not read its mark yet
+
+
+def describe(
+    where: str,
+    *,
+    world_size: int,
+    timeout_s: float,
+    marks: Mapping[int, float],
+    notes: Mapping[int, str],
+    answered: bool = True,
+    server: int | None = 0,
+) -> str | None:
+    """The message, or None when all ranks came and failed at once: then the call itself was wrong. Pure.
+
+    Args:
+        where: begins the message.
+        world_size: number of ranks.
+        timeout_s: how long a collective waits.
+        marks: seconds that each rank known to have come had waited when its collective failed.
+        notes: the error with which a rank left.
+        answered: whether the store did.
+        server: the rank that serves the store, None when it is another process.
+    """
+    longest = max(marks.values())
+    timed_out = longest >= _IN_TIME * timeout_s
+    missing = [rank for rank in range(world_size) if rank not in marks]
+    late = [rank for rank, waited in sorted(marks.items()) if waited < longest / 2]
+    outcome = (
+        f"did not arrive within {longest:.3g} s" if timed_out else f"did not arrive, connection lost after {longest:.3g} s"
+    )
+    advice = "look at their output" + (", or raise timeout_s of init_dist if they are only slow" if timed_out else "")
+    if not answered and server is None:
+        return f"{where}: some ranks {outcome}, and the rendezvous store that knows which does not answer; {advice}"
+    if not answered:
+        unknown = "it serves the store that knows whether others are missing, too"
+        return f"{where}: ranks [{server}] of {world_size} {outcome} ({unknown}); {advice}"
+    if missing:
+        left = "".join(f"; rank {rank} had left with {note}" for rank, note in sorted(notes.items()))
+        return f"{where}: ranks {missing} of {world_size} {outcome}{left}; {advice}"
+    if not timed_out:
+        return None
+    if late:
+        return f"{where}: ranks {late} of {world_size} came too late, the first had given up after {longest:.3g} s; {advice}"
+    return f"{where}: all {world_size} ranks came, but nothing passed between them for {longest:.3g} s; is their network sound?"
+
+
+def bounded(call: Callable[[], T], *, within_s: float, otherwise: str) -> T:
+    """``call()``, given up after ``within_s`` seconds: the store's own time-outs do not hold when its server was stopped.
+
+    Raises:
+        DistError: ``otherwise``; ``call`` goes on in a thread of its own.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised below, in the thread that asked
+            errors.append(error)
+
+    thread = _started(run)
+    thread.join(within_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise DistError(otherwise)
+    return results[0]
+
+
+def _started(call: Callable[[], None]) -> threading.Thread:
+    def run() -> None:
+        try:
+            call()
+        except dist.DistError:
+            # The store is gone, and with it the process that served it: the message says so from what was not found.
+            return
+
+    thread = threading.Thread(target=run, daemon=True, name="dtrain-store")
+    thread.start()
+    return thread
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """Another connection to the same store: a call holds its connection until it returns, which may be never.
+
+    Without the prefixes of ``store``; one that is not served over TCP is returned as it is.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return store
+    return dist.TCPStore(store.host, store.port, None, False, timedelta(seconds=GRACE_S), wait_for_workers=False)
