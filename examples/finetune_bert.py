@@ -36,7 +36,10 @@ def tokenizer_and_config(folder: Path | None, texts: list[str]) -> tuple[Tokeniz
     has_one = folder is not None and (folder / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")) if has_one else build_tokenizer(texts)
     if folder is not None:
-        return tokenizer, BertConfig.from_pretrained(folder, num_labels=len(PACKAGES))
+        config = BertConfig.from_pretrained(folder, num_labels=len(PACKAGES))
+        if (words := tokenizer.get_vocab_size()) > config.vocab_size:
+            raise SystemExit(f"{folder}: {words} words, the model knows {config.vocab_size}; put its tokenizer.json there")
+        return tokenizer, config
     sizes = {"hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 3}
     return tokenizer, BertConfig(vocab_size=tokenizer.get_vocab_size(), num_labels=len(PACKAGES), **sizes)
 

@@ -159,6 +159,17 @@ def test_a_masked_transform_sees_some_parameters_and_what_it_wraps_all_of_them(w
     assert type(state.params) is dict
 
 
+def test_a_pattern_finds_a_tied_parameter_under_any_of_its_names():
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5)})
+    model["head"].weight = model["embed"].weight
+    seen: list = []
+    transform = masked(masked(recorder(seen), ["head.**"]), "*.weight")
+    state = dt.compose_step(LOSS, [transform]).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert list(state.slices["recorder"]["params"]) == ["embed.weight"]
+    alone = dt.compose_step(LOSS, [masked(recorder(seen), "head.**")]).init(model, state.optimizer)
+    assert list(alone.slices["recorder"]["params"]) == ["embed.weight", "head.bias"]
+
+
 def test_masks_nest():
     seen: list = []
     trained([masked(masked(recorder(seen), "*.weight"), "0.*")], 1)
@@ -226,6 +237,7 @@ def test_a_mask_that_is_none_is_refused(where):
         (lambda: between("3ep", "2ep", dt.ema(0.5)), "between: needs start < end, got start='3ep', end='2ep'"),
         (lambda: between(0, 0, dt.ema(0.5)), "needs a whole number of at least 1, got 0"),
         (lambda: between(-1, 5, dt.ema(0.5)), "needs a whole number of at least 1, got -1"),
+        (lambda: between(False, 5, dt.ema(0.5)), "needs a whole number of at least 1, got False"),
         (lambda: between(0, 5, None), "between: needs a Transform, got None"),
         (lambda: masked(dt.clip_by_norm, "0.*"), "masked: got the function clip_by_norm"),
         (lambda: on_batch(None, name="x"), r"on_batch: needs a function \(batch, generator\) -> batch, got None"),

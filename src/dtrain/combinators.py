@@ -23,7 +23,9 @@ from dtrain.transform import GradFn, StepContext, Transform, check_transform, co
 from dtrain.types import Batch, LossFn, Metrics, Params
 
 Where: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool]
-"""Which parameters: patterns of clean names (``*`` any text without a dot, ``**`` any text), or a predicate (name, param)."""
+"""Which parameters: patterns of clean names (``*`` any text without a dot, ``**`` any text), or a predicate (name, param).
+
+A tied parameter fits a pattern under any of its names; a predicate is asked for the first."""
 
 Half: TypeAlias = Callable[..., tuple[TrainState, Metrics]]
 """Either half of a step, a ``GradFn`` or an ``UpdateFn``: both take a state first and return the next one."""
@@ -73,7 +75,7 @@ def between(start: Duration | int | str, end: Duration | int | str, transform: T
         ConfigError: no transform, a bound that is no duration, or in one unit an ``end`` that is not after ``start``.
     """
     check_transform(transform, "between", "dt.between(0, 100, {})")
-    first = None if start == 0 and isinstance(start, int) else Duration.parse(start)
+    first = None if start == 0 and type(start) is int else Duration.parse(start)
     last = Duration.parse(end)
     if first is not None and first.unit == last.unit and first.value >= last.value:
         raise ConfigError(f"between: needs start < end, got start={str(first)!r}, end={str(last)!r}")
@@ -103,7 +105,7 @@ def masked(transform: Transform, where: Where) -> Transform:
     select = _selection(where)
 
     def narrowed(state: TrainState) -> TrainState:
-        return replace(state, params=_Part(select(state.params), state.params))
+        return replace(state, params=_Part(select(state), state.params))
 
     def masked_loss(wrap: LossWrapper) -> LossWrapper:
         return lambda inner, context: wrap(inner, replace(context, state=narrowed(context.state)))
@@ -219,20 +221,22 @@ class _Part(Mapping[str, Tensor]):
         return len(self.chosen)
 
 
-def _selection(where: Where) -> Callable[[Params], dict[str, Tensor]]:
-    """``where`` as a function from all parameters to those meant, which refuses to mean none."""
+def _selection(where: Where) -> Callable[[TrainState], dict[str, Tensor]]:
+    """``where`` as a function from a state to those of its parameters that are meant, which refuses to mean none."""
     if callable(where):
         predicate = where
-        return lambda params: _some({n: p for n, p in params.items() if predicate(n, p)}, params, "the predicate")
+        return lambda state: _some({n: p for n, p in state.params.items() if predicate(n, p)}, state.params, "the predicate")
     patterns = [where] if isinstance(where, str) else where
     if not isinstance(patterns, Sequence):
         raise ConfigError(f"masked: where is a pattern of names, several, or a function (name, param) -> bool, got {where!r}")
     fits = {pattern: matcher([pattern], where="masked") for pattern in patterns}
 
-    def by_name(params: Params) -> dict[str, Tensor]:
+    def by_name(state: TrainState) -> dict[str, Tensor]:
+        params = state.params
         chosen: dict[str, Tensor] = {}
         for pattern, fit in fits.items():
-            chosen.update(_some({n: p for n, p in params.items() if fit(n)}, params, f"the pattern {pattern!r}"))
+            tied = {first for alias, first in state.aliases.items() if fit(alias)}
+            chosen.update(_some({n: p for n, p in params.items() if fit(n) or n in tied}, params, f"the pattern {pattern!r}"))
         return _some(chosen, params, "an empty list of patterns")
 
     return by_name

@@ -42,11 +42,18 @@ def clean_modules(model: nn.Module, *, every_name: bool = False) -> Iterator[tup
     yield from walk("", model)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers that are around all of it; itself when there is none."""
+    while (inner := _wrapped(model)) is not None:
+        model = inner
+    return model
+
+
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """What ``module`` wraps, None when it is a module of the model's own."""
     if isinstance(module, _PARALLEL):
         return module._modules["module"]
-    return next((child for key, child in module._modules.items() if key in _INSERTED), None)
+    return next((module._modules[key] for key in _INSERTED if key in module._modules), None)
 
 
 def clean_parameters(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain.clock import Clock, Duration
 from dtrain.dist.control import Tally
 from dtrain.errors import ConfigError, StaleStateError
-from dtrain.names import clean_parameters
+from dtrain.names import clean_parameters, unwrapped
+from dtrain.tensors import is_distributed
 from dtrain.types import Slice
 
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate", "none"]
@@ -48,12 +49,12 @@ class ShardSpec:
 
 def attach_spec(model: nn.Module, spec: ShardSpec) -> None:
     """Remember ``spec`` on ``model``. Mutates: ``model`` (one attribute, in no state dict)."""
-    setattr(model, _SPEC, spec)
+    setattr(unwrapped(model), _SPEC, spec)
 
 
 def spec_of(model: nn.Module) -> ShardSpec:
     """The ``ShardSpec`` of a model, that of a plain one when ``shard_model`` never saw it."""
-    spec = model.__dict__.get(_SPEC)  # nn.Module is slow to say that it has no such attribute
+    spec = unwrapped(model).__dict__.get(_SPEC)  # nn.Module is slow to say that it has no such attribute
     return spec if isinstance(spec, ShardSpec) else ShardSpec()
 
 
@@ -199,8 +200,10 @@ def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int =
     """The state at step 0, without slices. Parameters are captured here, so shard and materialize before.
 
     Raises:
-        ConfigError: no parameters, parameters still on the meta device, or an optimizer that holds others than the model's.
+        ConfigError: no parameters, parameters on the meta device or gathered for a forward, or an optimizer that holds others
+            than the model's.
     """
+    spec = spec_of(model)
     params, aliases = clean_parameters(model)
     if not params:
         raise ConfigError("init: the model has no parameters")
@@ -209,6 +212,13 @@ def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int =
         raise ConfigError(
             f"init: {len(meta)} of {len(params)} parameters are on the meta device (first: {meta[0]}); "
             "call dt.materialize first"
+        )
+    cut = [name for name in params if name not in spec.left_out] if spec.mesh is not None else []
+    gathered = [name for name in cut if not is_distributed(params[name])]
+    if gathered:
+        raise ConfigError(
+            f"init: {len(gathered)} of {len(params)} parameters are gathered copies, left by a forward outside of a step "
+            f"(first: {gathered[0]}); run that forward under dt.evaluating(model), and build the optimizer from what it leaves"
         )
     known = {id(p) for p in params.values()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -219,4 +229,4 @@ def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int =
             f"{tuple(stray[0].shape)}); shard_model and materialize replace the Parameter objects, so build the optimizer "
             "after them"
         )
-    return TrainState(model=model, optimizer=optimizer, spec=spec_of(model), params=params, aliases=aliases, seed=seed)
+    return TrainState(model=model, optimizer=optimizer, spec=spec, params=params, aliases=aliases, seed=seed)

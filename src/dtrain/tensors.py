@@ -19,6 +19,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dtrain.errors import ConfigError
 
 
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` lies on a mesh, cut or copied."""
+    return isinstance(tensor, DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """The shard that this rank holds (sharing storage), or the tensor itself when it is not distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

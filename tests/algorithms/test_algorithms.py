@@ -110,6 +110,23 @@ def test_clipping_refuses_a_norm():
         dt.clip_by_norm(0)
 
 
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), "1e-6", None])
+def test_clipping_refuses_an_eps(eps):
+    with pytest.raises(ConfigError, match="clip_by_norm: needs a finite eps >= 0, got eps="):
+        dt.clip_by_norm(1.0, eps=eps)
+
+
+@pytest.mark.parametrize("factor", [-0.1, float("nan"), float("inf")])
+def test_scale_lr_refuses_a_factor_before_anything_changes(factor):
+    with pytest.raises(ConfigError, match="scale_lr: needs a finite factor >= 0, got factor="):
+        dt.scale_lr(factor)
+    step = dt.compose_step(LOSS, [dt.scale_lr(lambda t: factor)])
+    state = begin(step, lr=0.5)
+    with pytest.raises(ConfigError, match="scale_lr: needs a finite factor >= 0, got factor="):
+        step(state, BATCH)
+    assert (weight(state), state.optimizer.param_groups[0]["lr"]) == (4.0, 0.5)
+
+
 def test_scale_lr_uses_the_value_of_the_step_about_to_run():
     step = dt.compose_step(LOSS, [dt.scale_lr(dt.linear(1.0, 0.0, 10))])
     state, rates = begin(step, lr=0.5), []

@@ -12,14 +12,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from checkpoint.states import Net
 from dtrain.checkpoint.load import load_sharded
-from dtrain.checkpoint.plain import is_distributed
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import seed_all
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState, new_state
-from dtrain.tensors import local
+from dtrain.tensors import is_distributed, local
 
 SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
 LAYOUTS = {1: ("none", "full_shard", "shard_grad_op", "replicate"), 2: SHARDED, 3: SHARDED, 4: SHARDED}

@@ -15,7 +15,6 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from checkpoint.filled import SHARDED, full, like, sharded_state, value_of
 from checkpoint.states import Net, digest, names, plain_state, train, watching
 from dtrain.checkpoint.load import load_sharded
-from dtrain.checkpoint.plain import is_distributed
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
@@ -24,7 +23,7 @@ from dtrain.dist.rng import seed_all
 from dtrain.errors import CheckpointError, DamagedCheckpointError, DtrainError
 from dtrain.shard.whole import reshard
 from dtrain.state import TrainState, new_state
-from dtrain.tensors import local
+from dtrain.tensors import is_distributed, local
 
 
 @pytest.mark.parametrize("strategy", SHARDED)

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from checkpoint.states import Counter, digest, names, plain_state, train
+from checkpoint.states import Counter, digest, names, plain_state, train, write_of_another_version
 from dtrain.checkpoint.find import latest_checkpoint, list_checkpoints
 from dtrain.checkpoint.layout import DTYPES, parse_index
 from dtrain.checkpoint.load import load_sharded
@@ -324,6 +324,7 @@ UNPLAIN = {
         lambda s: (s, {"loader": {"cursor": object()}}),
         r"extra/loader/cursor: a checkpoint holds .* got builtins.object",
     ),
+    "extra by number": (lambda s: (s, {1: 2}), "extra: names are text, got int 1"),
     "slice": (lambda s: (replace(s, slices={"ema": {"f": len}}), {}), r"slices/ema/f: .* got builtins.builtin_function"),
     "optimizer": (
         lambda s: (s.optimizer.state[s.params["first.bias"]].update(h=object()), (s, {}))[1],
@@ -346,6 +347,22 @@ def test_what_is_not_plain_is_refused_before_a_file_is_touched(tmp_path, spoil, 
     with pytest.raises(ConfigError, match=message):
         save_sharded(tmp_path / "root", state, extra=extra)
     assert not (tmp_path / "root").exists()
+
+
+CALLS = {
+    "load_sharded": lambda step: load_sharded(step, plain_state()),
+    "verify_checkpoint": verify_checkpoint,
+    "list_checkpoints": lambda step: list_checkpoints(step.parent),
+    "save_sharded": lambda step: save_sharded(step.parent, plain_state()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_step_of_another_format_is_refused_by_name(tmp_path, call):
+    step = save_sharded(tmp_path, train(plain_state(), 1)).path
+    write_of_another_version(step)
+    with pytest.raises(CheckpointError, match=rf"{step}: manifest.json: has format version 9, .* the dtrain that wrote it$"):
+        CALLS[call](step)
 
 
 def test_bad_arguments_and_spent_states_are_refused(tmp_path):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from checkpoint.filled import Model, laid_out
-from checkpoint.states import Net, watching
+from checkpoint.states import Net, watching, write_of_another_version
 from dtrain import storage
 from dtrain.checkpoint.save import save_sharded
 from dtrain.checkpoint.weights import LoadedWeights, load_weights_
@@ -159,6 +159,30 @@ def test_tied_parameters_that_are_stored_with_two_values_are_refused(tmp_path):
     assert torch.equal(model.embed.weight, torch.ones(5, 3))
 
 
+class Shared(nn.Module):
+    """One module in two places, and a buffer that two modules hold: a state dict has both names of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.BatchNorm1d(2)
+        self.right = self.left
+        self.register_buffer("scale", torch.ones(2))
+        self.inner = nn.Module()
+        self.inner.register_buffer("scale", self.scale)
+
+
+@pytest.mark.parametrize("dropped", [(), ("left.", "scale"), ("right.", "inner.")])
+def test_a_buffer_in_two_places_is_taken_under_any_of_its_names(tmp_path, dropped):
+    tensors = {name: tensor.clone() + 1 for name, tensor in Shared().state_dict().items()}
+    assert {"left.running_mean", "right.running_mean", "scale", "inner.scale"} <= tensors.keys()
+    model = Shared()
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(dropped)} if dropped else tensors
+    load_weights_(model, write_folder(tmp_path, kept))
+    assert {name: tensor.tolist() for name, tensor in model.state_dict().items()} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
+
+
 RENAMES: dict[str, Any] = {
     "function": lambda name: None if name.startswith("cls.") else name.removeprefix("bert."),
     "mapping": {**{f"bert.{name}": name for name in NAMES[:2]}, "bert.seen": "seen", "cls.bias": None},
@@ -242,6 +266,8 @@ BAD_OPTIONS = {
     "pattern": ({"missing": ["lst.*"]}, "ConfigError: .*missing: no name of the model fits 'lst.*'; * stands for"),
     "text": ({"missing": "last.*"}, "ConfigError: .*missing takes a list of patterns, got the text 'last.*'"),
     "no text": ({"missing": [3]}, "ConfigError: .*patterns of names are text, got 3"),
+    "one function": ({"missing": len}, "ConfigError: .*missing takes a list of patterns, got <built-in function len>; as in"),
+    "pairs": ({"rename": [("a", "b")]}, "ConfigError: .*rename takes a function of the stored name, or a mapping, got [('a'"),
     "stray": ({"rename": {"cls.bias": None}}, "ConfigError: .*rename has 'cls.bias', which is not stored (1 such names)"),
     "no name": (
         {"rename": lambda name: 3},
@@ -287,7 +313,11 @@ def unfinished(path: Path) -> Path:
 
 
 NOTHING_TO_LOAD = {
-    "nothing": (lambda path: path, "there is no file or folder "),
+    "nothing": (lambda path: path, "x; check the path (nothing is downloaded)"),
+    "other name": (
+        lambda path: write_folder(path, stored()).joinpath("model.safetensors").rename(path / "lora.safetensors").parent,
+        "it has lora.safetensors; name the .safetensors file or the folder",
+    ),
     "empty": (empty, "holds no model.safetensors, no model.safetensors.index.json and no checkpoint of dtrain; it has nothing"),
     "pickle": (lambda path: with_pickle(path, "pytorch_model.bin"), "pytorch_model.bin may be a pickle, which can run code"),
     "pickle itself": (lambda path: with_pickle(path, "w.pt") / "w.pt", "is no .safetensors file; w.pt may be a pickle"),
@@ -394,6 +424,15 @@ def test_a_damaged_step_of_ours_is_refused_before_anything_changes(saved, tmp_pa
     with pytest.raises(DamagedCheckpointError, match=r"load_weights_: .*: rank-00001.safetensors: bytes from 0 on do"):
         load_weights_(model, tmp_path)
     assert values(model) == before
+
+
+def test_a_step_of_another_format_is_refused_by_name(saved, tmp_path):
+    path = tmp_path / "step-00000004"
+    shutil.copytree(saved[2, "full_shard"][0], path)
+    write_of_another_version(path)
+    message = rf"load_weights_: {path}: manifest.json: has format version 9, .* use the dtrain that wrote it"
+    with pytest.raises(CheckpointError, match=message):
+        load_weights_(Model(), path)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,7 +9,7 @@ import sys
 
 import pytest
 
-from checkpoint.states import plain_state, train
+from checkpoint.states import plain_state, train, write_of_another_version
 from dtrain.checkpoint.save import save_sharded
 from dtrain.cli import main
 
@@ -119,25 +118,17 @@ def test_verify_all_has_a_line_for_every_step(checkpoints, root):
 
 
 def test_verify_tells_what_cannot_be_read_from_what_is_damaged(checkpoints, root):
-    (root / "step-00000002" / "manifest.json").write_bytes(of_another_version(root / "step-00000002" / "manifest.json"))
+    write_of_another_version(root / "step-00000002")
     code, out, err = checkpoints("verify", "root/step-00000002")
     assert (code, err) == (1, "")
     assert out.startswith("step-00000002: cannot be read: manifest.json: has format version 9")
 
 
-def of_another_version(manifest):
-    from dtrain.checkpoint import layout
-
-    body = json.loads(manifest.read_text())
-    del body["sha256"]
-    return layout._signed({**body, "version": 9})
-
-
 def test_a_step_of_another_format_fails_the_list_in_one_line(checkpoints, root):
-    (root / "step-00000002" / "manifest.json").write_bytes(of_another_version(root / "step-00000002" / "manifest.json"))
+    write_of_another_version(root / "step-00000002")
     code, out, err = checkpoints("list", "root")
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "manifest.json: has format version 9" in err
+    assert err.startswith(f"dtrain: {root / 'step-00000002'}: manifest.json: has format version 9")
 
 
 def test_a_save_that_was_not_completed_is_refused(checkpoints, root):
@@ -164,6 +155,8 @@ def test_a_root_that_cannot_be_read_is_one_line(checkpoints, root, monkeypatch, 
 
 MISTAKES = {
     "list: no folder": (["list", "nope"], "list: no such folder: 'nope'; check the path"),
+    "list: an empty path": (["list", ""], "list: no such folder: ''; check the path"),
+    "verify: an empty path": (["verify", "--all", ""], "verify: no such folder: ''; check the path"),
     "list: a file": (["list", "root/step-00000001/manifest.json"], "list: no such folder: "),
     "list: a step": (
         ["list", "root/step-00000001"],
@@ -182,6 +175,35 @@ def test_mistake_is_one_line(checkpoints, root, args, expected):
     assert (code, out) == (2, "")
     assert err.startswith(f"dtrain: checkpoints: {expected}")
     assert err.count("\n") == 1
+
+
+@pytest.fixture
+def removed_while_read(root, monkeypatch):
+    """Step 1 goes, as when a run removes it, after it was found and before it is looked at again."""
+    from dtrain.checkpoint import find, verify
+
+    read = find.survey
+
+    def survey(folder):
+        found = read(folder)
+        if (root / "step-00000001").exists():
+            (root / "step-00000001").rename(root / f"step-00000001.old-{'0' * 8}-{'0' * 8}")
+        return found
+
+    monkeypatch.setattr(find, "survey", survey)
+    monkeypatch.setattr(verify, "survey", survey)
+
+
+def test_list_does_not_mind_a_step_that_a_run_removes_meanwhile(checkpoints, removed_while_read):
+    code, out, err = checkpoints("list", "root")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"   1 +- +[0-9.]+ KiB .* valid", out.splitlines()[1])
+
+
+def test_verify_does_not_call_a_step_damaged_that_a_run_removes_meanwhile(checkpoints, removed_while_read):
+    code, out, err = checkpoints("verify", "root", "--all")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"step-00000001: removed while it was read\nstep-00000002: ok, .*\n", out)
 
 
 def test_nothing_is_changed(checkpoints, root):

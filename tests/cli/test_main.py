@@ -160,6 +160,20 @@ def test_help_at_every_level(monkeypatch, capsys, args, begin, words, flag):
     assert "..." not in out.partition("Commands:")[2]  # the summary of a command fits its line
 
 
+@pytest.mark.parametrize("args", [["--version"], ["--help"], ["checkpoints"]])
+def test_an_output_that_is_full_is_one_line(args):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "dtrain", *args]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=90)
+    assert (result.returncode, result.stderr) == (1, "dtrain: [Errno 28] No space left on device\n")
+
+
+def test_a_path_that_is_too_long_is_one_line():
+    result = dtrain_command("checkpoints", "list", "x" * 5000)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert result.stderr.startswith("dtrain: [Errno 36] File name too long: ")
+
+
 def test_checkpoints_alone_prints_its_help(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["dtrain", "checkpoints"])
     with pytest.raises(SystemExit, match="0"):

@@ -399,6 +399,19 @@ def test_a_stopped_rank_0_does_not_hold_up_those_that_connect(forked, monkeypatc
     assert answer.endswith("does not answer rank 1 within 1 s; is it stopped?")
 
 
+def test_a_mesh_is_made_once_and_anew_after_closing(forked):
+    def body(_: int) -> list:
+        with init_dist(device="cpu"):
+            first = build_mesh(dp_replicate=2)
+            seen = [build_mesh(dp_replicate=2) is first, build_mesh(dp_replicate=1) is first]
+        with init_dist(device="cpu"):
+            x = torch.ones(1)
+            dist.all_reduce(x, group=build_mesh(dp_replicate=2).get_group("dp_replicate"))
+            return [*seen, build_mesh(dp_replicate=2) is first, x.item()]
+
+    assert forked.run(body, 2, results_of=[0, 1]) == {rank: [True, False, False, 2.0] for rank in (0, 1)}
+
+
 def time_outs_of_mesh() -> list[float]:
     mesh = build_mesh(dp_replicate=2)
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in mesh.get_all_groups()]

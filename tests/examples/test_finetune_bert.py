@@ -14,6 +14,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassificat
 from transformers.models.bert.modeling_bert import BertLayer
 
 import dtrain as dt
+from finetune_bert import tokenizer_and_config
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "finetune_bert.py"
@@ -157,6 +158,11 @@ def test_a_run_from_saved_weights_resumes_bit_for_bit(tmp_path):
     assert list(losses) == [1, 2, 3, 4, 5, 6]
     assert again == {step: losses[step] for step in (4, 5, 6)}
     assert last_shards(resumed) == last_shards(straight)
+
+
+def test_a_vocabulary_that_is_larger_than_the_models_is_refused(folders):
+    with pytest.raises(SystemExit, match=r"classifier: \d+ words, the model knows 100; put its tokenizer.json there"):
+        tokenizer_and_config(folders["classifier"], [f"word{at}" for at in range(100)])
 
 
 def test_help_says_how_to_run_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -84,6 +85,52 @@ def test_a_process_that_was_a_world_of_one_can_spawn_and_be_one_again(monkeypatc
         assert spawned(world_size, nproc=nproc) == [nproc] * nproc
     assert world_size() == 1
     assert "GLOO_SOCKET_IFNAME" not in os.environ, "a world of one leaves no trace in the environment"
+
+
+def train() -> float:
+    with dt.init_dist(device="cpu") as info:
+        mesh = dt.build_mesh(dp_replicate=-1, dp_shard=1)
+        model = dt.shard_model(torch.nn.Linear(2, 1), mesh, strategy="full_shard")
+        model(torch.ones(1, 2)).sum().backward()
+        gc.collect()
+        return dt.global_norm([p.grad for p in model.parameters()]).item() / info.world_size
+
+
+def test_a_process_that_has_trained_can_spawn():
+    """Groups, meshes and a sharded model of the caller are in the fork; to free them there would never end."""
+    (answers,) = spawned(lambda: [train(), *dt.spawn(train, nproc=2, timeout_s=LONG_S / 2)], nproc=1)
+    assert answers == pytest.approx([3**0.5] * 3, abs=1e-5)  # the norm of three partial derivatives of 1
+
+
+class Holder:
+    """A cycle that holds a process group."""
+
+    def __init__(self) -> None:
+        with dt.init_dist(device="cpu") as info:
+            self.group, self.me = info.control, self
+
+
+def test_a_group_of_the_caller_that_becomes_garbage_in_a_rank_is_left_alone():
+    def run() -> list:
+        held = [Holder()]
+
+        def drop() -> int:
+            held.clear()
+            return gc.collect() >= 0
+
+        return dt.spawn(drop, nproc=1, timeout_s=LONG_S / 3)
+
+    assert spawned(run, nproc=1) == [[True]]
+
+
+def world_size() -> int:
+    with dt.init_dist(device="cpu") as info:
+        return info.world_size
+
+
+def test_a_rank_that_served_the_store_can_spawn():
+    answers = spawned(lambda: [world_size(), *dt.spawn(world_size, nproc=1, timeout_s=LONG_S / 3)])
+    assert answers == [[2, 1], [2, 1]]
 
 
 def test_ranks_know_who_they_are_and_nothing_of_an_outer_launch(monkeypatch):

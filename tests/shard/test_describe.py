@@ -8,7 +8,7 @@ from dtrain.dist.mesh import build_mesh
 from dtrain.shard.describe import describe
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
-from shard.models import CASES, make
+from shard.models import CASES, inputs, make
 
 
 def described(name: str, strategy: str) -> str:
@@ -35,6 +35,18 @@ def test_units_bytes_dtypes_and_placements(ranks):
     assert rows["left out"] == ["4", "68", "272 B", "272 B", "float32", "float32", "float32", "whole"]
     assert rows["buffers"][:5] == ["1", "5", "20 B", "20 B", "float32"]
     assert rows["total"] == ["8", "157", "628 B", "460 B"]
+
+
+def described_twice(name: str) -> bool:
+    net = shard_model(make(name), build_mesh(), strategy="replicate", **CASES[name].options)
+    before = describe(net)
+    net(inputs())
+    return describe(net) == before
+
+
+@pytest.mark.parametrize("name", ["left out", "called twice"])
+def test_a_forward_changes_nothing_about_the_layout(ranks, name):
+    assert ranks(2).run(described_twice, name) == [True, True]
 
 
 def test_a_unit_of_tied_modules_names_them_all(ranks):

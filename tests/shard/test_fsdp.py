@@ -110,6 +110,13 @@ def refused(case: str) -> str:
         "other strategy": {"strategy": "full_shard" if rank == 0 else "replicate"},
         "one bad option": {"strategy": "full_shard" if rank == 0 else "zero3"},
         "one bad predicate": {"blocks": lambda name, module: rank == 0 or fail()},
+        "left out on one rank": {"leave_out": lambda name, p: rank == 0 and name == "0.bias"},
+        "list": {"strategy": ["full_shard"]},
+        "precision": {"precision": "bf16"},
+        "no blocks": {"blocks": None},
+        "nothing to leave out": {"leave_out": None},
+        "methods": {"methods": (3,)},
+        "no methods": {"methods": None},
     }.get(case, {})
     if case == "twice":
         net = shard_model(net, mesh)
@@ -121,6 +128,16 @@ def refused(case: str) -> str:
         net = net if rank == 0 else nn.Sequential(*net, nn.Linear(3, 3))
     elif case == "frozen":
         net[0].requires_grad_(rank == 0)
+    elif case == "block of a sharded model":
+        net = shard_model(net, mesh)[1]
+    elif case == "two dtypes":
+        net[2].inner.weight.data = net[2].inner.weight.data.double()
+    elif case == "ddp":
+        net = nn.parallel.DistributedDataParallel(net)
+    elif case == "no model":
+        net = net.parameters()
+    elif case == "no mesh":
+        mesh = None
     try:
         shard_model(net, mesh, **options)
     except (ValueError, KeyError, RuntimeError) as error:
@@ -157,6 +174,25 @@ SAME = [
     ("frozen", "'0.weight [6, 5] frozen float32', where rank 0 has '0.weight [6, 5] float32'; build it from the same config"),
     ("other options", "where rank 0 has \"unit ['1']\""),
     ("other strategy", "rank 1 has another model than rank 0: 'option replicate', where rank 0 has 'option full_shard'"),
+    ("left out on one rank", "rank 1 has another model than rank 0: 'left out []', where rank 0 has \"left out ['0.bias']\""),
+    ("block of a sharded model", "the parameters of this Block lie on a mesh already; shard the whole model once"),
+    ("ddp", "this model is wrapped in DistributedDataParallel, which reduces gradients too; pass the model inside it"),
+    (
+        "two dtypes",
+        "the unit of the model has trainable parameters of several dtypes (0.weight float32, 2.inner.weight float64); convert "
+        "them, give those of one dtype a unit of their own (blocks=), or leave them out (leave_out=)",
+    ),
+    ("no model", "ConfigError: shard_model: model must be a torch.nn.Module, got generator"),
+    ("no mesh", "ConfigError: shard_model: mesh must be a DeviceMesh, got NoneType; make one with dt.build_mesh"),
+    ("list", "ConfigError: shard_model: unknown strategy=['full_shard']; use one of full_shard"),
+    (
+        "precision",
+        "ConfigError: shard_model: precision must be a Precision or None, got 'bf16'; as in dt.Precision(param='bf16')",
+    ),
+    ("no blocks", "blocks takes module classes, names, or one function of (name, module), got None"),
+    ("nothing to leave out", "leave_out takes names, or one function of (name, parameter), got None"),
+    ("methods", "methods is a sequence of names, got (3,)"),
+    ("no methods", "methods is a sequence of names, got None"),
 ]
 
 

@@ -43,7 +43,7 @@ def counter() -> nn.Module:
 
 
 def generated(strategy: str) -> list[int]:
-    from dtrain.dist.collectives import reduce_max
+    from dtrain.dist.reduce import reduce_max
 
     net = shard_model(counter(), build_mesh(), strategy=strategy, methods=("generate",), blocks=(nn.Linear,))
     with evaluating(net):

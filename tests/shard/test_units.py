@@ -1,6 +1,7 @@
 """Cutting a plain model into units: pure functions, no ranks."""
 
 import pytest
+import torch
 from torch import nn
 
 from dtrain.errors import ConfigError
@@ -72,6 +73,26 @@ def test_ties_inside_each_other_and_across_units_are_one_unit_of_the_outermost(b
     assert found == expected
 
 
+def test_parameters_without_elements_are_left_out():
+    net = Stack()
+    net.register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))
+    assert sorted(plan_layout(net, (), ()).left_out) == ["empty"]
+
+
+class Listed(nn.Module):
+    """Its parameters are in a list, which nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList([nn.Parameter(torch.zeros(3))])
+
+
+@pytest.mark.parametrize("blocks", [(), ("0",)])
+def test_frozen_and_left_out_parameters_may_have_other_dtypes(blocks):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double().requires_grad_(False), nn.Linear(2, 2).half())
+    assert sorted(plan_layout(net, blocks, "2.*").left_out) == ["2.bias", "2.weight"]
+
+
 @pytest.mark.parametrize(
     ("model", "blocks", "leave_out", "message"),
     [
@@ -82,6 +103,10 @@ def test_ties_inside_each_other_and_across_units_are_one_unit_of_the_outermost(b
         (Stack, lambda name, module: False, (), "a function that picks no module"),
         (Stack, (), ("tail.*",), r"leave_out names 'tail.\*', but no parameter has such a name"),
         (Stack, (), (4,), "leave_out: patterns of names are text, got 4"),
+        (Stack, (), 4, r"leave_out takes names, or one function of \(name, parameter\), got 4"),
+        (Stack, 4, (), r"takes module classes, names, or one function of \(name, module\), got 4"),
+        (Stack, (Block(),), (), r"takes module classes, names, or one function of \(name, module\), got a Block; e.g."),
+        (Listed, ("rows",), (), "blocks picks 'rows', a ParameterList without forward; pick what is inside it"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(model, blocks, leave_out, message):

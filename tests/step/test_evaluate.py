@@ -59,19 +59,31 @@ def test_ranks_may_have_different_numbers_of_batches(ranks):
 
 def refused_on_one_rank(case: str) -> str:
     net = shard_model(model(), build_mesh())
-    bad = {"nothing": [], "uncountable": ["text"]}[case]
+    bad = {"nothing": [], "uncountable": ["text"], "broken": broken()}[case]
     try:
         evaluate(net, [DATA[:2]] if current().rank == 0 else bad, LOSS)
-    except (ConfigError, StepError) as error:
+    except (ConfigError, StepError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def broken():
+    yield DATA[:2]
+    raise OSError("disk")
 
 
 @pytest.mark.parametrize(
     ("case", "messages"),
     [
-        ("nothing", ["StepError: evaluate: rank 1 has no batch at all to take part with"] * 2),
-        ("uncountable", ["StepError: evaluate: rank 1 cannot count", "ConfigError: batch: found no tensor to cut in a str"]),
+        ("nothing", ["StepError: evaluate: rank 1 (1 of 2 ranks) has no batch at all to take part with"] * 2),
+        (
+            "uncountable",
+            [
+                "StepError: evaluate: rank 1 (1 of 2 ranks) cannot read or count",
+                "ConfigError: batch: found no tensor to cut in a str",
+            ],
+        ),
+        ("broken", ["StepError: evaluate: rank 1 (1 of 2 ranks) cannot read or count", "OSError: disk"]),
     ],
 )
 def test_a_rank_that_cannot_take_part_raises_on_all(ranks, case, messages):
@@ -120,6 +132,12 @@ def test_the_batch_axis_may_be_another_one(ranks):
 def test_a_loader_without_batches_is_refused():
     with pytest.raises(StepError, match="the loader gave no batch on any rank"):
         evaluate(model(), [], LOSS)
+
+
+def test_a_model_without_parameters_is_evaluated_on_the_device_of_this_rank():
+    net = nn.Flatten()
+    metrics = evaluate(net, [DATA, DATA[:2]], lambda net, x: LossSum(total=net(x).sum(), weight=len(x)))
+    assert metrics["loss"].weight == 15
 
 
 def test_the_mode_comes_back_after_an_error():

@@ -1,5 +1,6 @@
 """Batches of any kind: cut and counted by the caller; what cannot be is an error on all ranks, not a hang."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -101,3 +102,25 @@ def test_a_batch_that_one_rank_cannot_use_raises_on_all(ranks, where):
     first, second = ranks(2).run(bad_batch_on_rank_1, where)
     assert second == ["ValueError", f"{where} of rank 1"]
     assert first == ["PeerError", "step: rank 1 could not use its batch (1 of 2 ranks); see its own error"]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [4.0, None, -4, True, (1, 2, 3), (4.5, 2), (4, -1), "4"],
+    ids=["float", "none", "negative", "bool", "three", "half", "tokens", "text"],
+)
+def test_a_count_that_is_no_number_of_samples_is_refused(found):
+    with pytest.raises(ConfigError, match=r"count must give samples, or \(samples, tokens\), as whole numbers, got "):
+        microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=split, count=lambda batch: found)
+
+
+@pytest.mark.parametrize("found", [np.int64(5), torch.tensor(5), (np.int32(5), torch.tensor(15)), [5, 15]], ids=repr)
+def test_whole_numbers_of_any_kind_are_counts(found):
+    state, _ = microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=split, count=lambda batch: found)
+    assert state.tally.samples == 5
+
+
+@pytest.mark.parametrize("found", [None, 3, "text", {"a": 1}], ids=["none", "number", "text", "mapping"])
+def test_a_split_that_is_no_list_of_microbatches_is_refused(found):
+    with pytest.raises(ConfigError, match="split must give a list of microbatches, got "):
+        microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=lambda batch, size: found, count=count)

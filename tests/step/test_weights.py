@@ -124,6 +124,49 @@ def test_weights_that_do_not_fit_the_loss_are_refused(options, error, message):
         plain(**options)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.ones(3), r"weight_fn must give one number for 'loss', got shape \(3,\); sum it"),
+        (None, "weight_fn must give one number for 'loss', got None"),
+        ("seven", "weight_fn must give one number for 'loss', got 'seven'"),
+        ({"loss": 7.0, "flat": None}, "weight_fn must give one number for 'flat', got None"),
+    ],
+    ids=["vector", "none", "text", "term"],
+)
+def test_a_weight_that_is_no_number_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        plain(weight_fn=lambda whole: given)
+
+
+def test_a_weight_may_be_a_tensor_of_one_element():
+    state = plain(weight_fn=lambda whole: {name: weight[None] for name, weight in weight_fn(whole).items()})
+    found = torch.cat([p.grad.flatten() for p in state.params.values()])
+    assert ((found - reference()).norm() / reference().norm()).item() <= TOLERANCE
+
+
+def other_terms_on_rank_1(case: str) -> str:
+    state = state_of(shard_model(model(), build_mesh()))
+    mine = (
+        {"loss": 1.0, "flat": 1.0}
+        if current().rank == 0
+        else {"other": {"loss": 1.0, "round": 1.0}, "fewer": {"loss": 1.0}}.get(case)
+    )
+    weights = (lambda whole: mine) if mine else None
+    try:
+        microbatch_step(state, batch(), loss_fn=loss_fn, weight_fn=weights)
+    except StepError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("case", ["other", "fewer", "none"])
+def test_terms_that_differ_between_ranks_are_an_error_before_they_are_added_up(ranks, case):
+    first, second = ranks(2).run(other_terms_on_rank_1, case, timeout_s=30)
+    assert "step: the weight_fn of rank 1 gives weights of other terms than that of rank 0" in first
+    assert first == second
+
+
 def test_a_promise_of_no_weight_is_a_step_without_weight():
     masked = {**batch(), "fit": torch.zeros(SAMPLES)}
     state = state_of(model())

@@ -73,6 +73,17 @@ def test_a_read_that_a_dtensor_makes_for_itself_is_counted(ranks):
     assert ranks(2).run(sync_inside_a_dtensor) == [["item"]] * 2
 
 
+def test_writing_a_tensor_through_a_mask_is_counted_and_filling_with_a_number_is_not():
+    x, mask = torch.zeros(4), torch.tensor([True, False, True, False])
+    with count_host_syncs() as seen:
+        x[mask] = 1.0
+        x[torch.tensor([0, 1])] = torch.ones(2)
+        assert seen.calls == []
+        x[mask] = torch.ones(2)
+        torch.index_put(x, (mask,), torch.ones(2))
+    assert [found.what for found in seen.calls] == ["index_put", "index_put"]
+
+
 def test_what_does_not_wait_is_not_counted():
     with count_host_syncs() as seen:
         ONES.to("cpu")

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dtrain.dist.collectives import all_gather_json, raise_together
@@ -109,9 +110,35 @@ def test_functions_that_other_processes_cannot_find_are_refused():
             run_ranks(fn, 2)
 
 
-def test_needs_a_rank():
-    with pytest.raises(ConfigError, match="at least one rank, got world_size=0"):
-        Ranks(0)
+@pytest.mark.parametrize("world_size", [0, -1, 2.0, True, "2"])
+def test_needs_a_rank(world_size):
+    with pytest.raises(ConfigError, match=f"at least one rank, got world_size={world_size!r}"):
+        Ranks(world_size)
+
+
+def give_a_tensor() -> torch.Tensor:
+    return torch.ones(2)
+
+
+def test_what_json_cannot_hold_is_refused_on_the_way_in_and_out(ranks):
+    with pytest.raises(ConfigError, match=r"run_ranks: describe: arguments are plain data .*Tensor is not JSON serializable"):
+        ranks(1).run(describe, torch.ones(2))
+    with pytest.raises(RankError, match=r"ConfigError: run_ranks: give_a_tensor: a result is plain data .*Tensor is not JSON"):
+        run_ranks(give_a_tensor, 1)
+
+
+def surroundings() -> list:
+    return [os.getcwd(), os.environ.get("DTRAIN_TEST_FLAG"), os.environ.get("OMP_NUM_THREADS")]
+
+
+def test_ranks_start_with_the_callers_folder_and_environment_of_the_time(tmp_path, monkeypatch):
+    run_ranks(surroundings, 1)  # the fork server is there from now on
+    monkeypatch.setenv("DTRAIN_TEST_FLAG", "set later")
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(surroundings, 1) == [[str(tmp_path), "set later", "1"]]
+    monkeypatch.delenv("DTRAIN_TEST_FLAG")
+    assert run_ranks(surroundings, 1)[0][1] is None
 
 
 def raise_after_closing() -> None:

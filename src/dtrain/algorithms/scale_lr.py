@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from dtrain.errors import ConfigError
 from dtrain.schedules.basic import as_schedule
 from dtrain.state import TrainState
 from dtrain.transform import Transform, UpdateFn
@@ -19,13 +22,17 @@ def scale_lr(schedule: float | Schedule) -> Transform:
     Mutates: ``lr`` of the optimizer's groups, for the time of the update.
 
     Raises:
-        ConfigError: ``schedule`` is neither a function nor a number.
+        ConfigError: ``schedule`` is neither a function nor a number; a factor that is negative or not finite, of a schedule in
+            the step that it is for, before anything changes.
     """
     factor_at = as_schedule(schedule, "scale_lr: schedule")
+    if not callable(schedule):
+        _check_factor(schedule)
 
     def update(inner: UpdateFn) -> UpdateFn:
         def scaled(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             factor, groups = factor_at(state.step), state.optimizer.param_groups
+            _check_factor(factor)
             rates = [group["lr"] for group in groups]
             try:
                 for group, rate in zip(groups, rates, strict=True):
@@ -38,3 +45,8 @@ def scale_lr(schedule: float | Schedule) -> Transform:
         return scaled
 
     return Transform(name="scale_lr", update=update)
+
+
+def _check_factor(factor: float) -> None:
+    if not 0.0 <= factor < math.inf:
+        raise ConfigError(f"scale_lr: needs a finite factor >= 0, got {factor=}")

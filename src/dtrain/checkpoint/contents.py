@@ -30,6 +30,7 @@ from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
 from dtrain.names import clean_buffers
 from dtrain.state import TrainState
+from dtrain.tensors import is_distributed
 
 SECTIONS = ("params", "buffers", "optimizer", "slices", "clock", "seed", "extra")
 # How torch computes a step, not what it computes: belongs to the machine and the program, which may differ after a resume.
@@ -69,8 +70,11 @@ def collect(state: TrainState, extra: Mapping[str, Any]) -> Contents:
     """The contents of a checkpoint of ``state``; the tensors are those of the state, not copies.
 
     Raises:
-        ConfigError: something that is neither a tensor nor plain data, named by its path.
+        ConfigError: something that is neither a tensor nor plain data, named by its path; a name in ``extra`` that is no text.
     """
+    bad = next((name for name in extra if type(name) is not str), None)
+    if bad is not None:
+        raise ConfigError(f"extra: names are text, got {type(bad).__name__} {bad!r}")
     buffers = clean_buffers(state.model, persistent_only=True)
     local = state.spec.buffers == "local"
     tree = {
@@ -86,7 +90,7 @@ def collect(state: TrainState, extra: Mapping[str, Any]) -> Contents:
     for section in SECTIONS:
         shared[section], found = plain.encode(tree[section], section)
         tensors.update(found)
-    sharded = next((k for k, t in tensors.items() if k.startswith("extra/") and plain.is_distributed(t)), None)
+    sharded = next((k for k, t in tensors.items() if k.startswith("extra/") and is_distributed(t)), None)
     if sharded is not None:
         raise ConfigError(f"{sharded}: extra holds plain tensors, got a sharded one (DTensor); put it into a slice")
     values, own = plain.encode({"rng": rng_state(), "buffers": buffers if local else {}}, "")

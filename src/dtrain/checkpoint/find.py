@@ -86,6 +86,8 @@ def survey(root: Path) -> tuple[list[Committed], list[Damaged]]:
             committed.append(describe(root / name, step))
         except DamagedCheckpointError as error:
             damaged.append(Damaged(step=step, path=root / name, reason=str(error)))
+        except CheckpointError as error:
+            raise CheckpointError(f"{root / name}: {error}") from None
     return sorted(committed, key=lambda c: (c.serial, c.step)), sorted(damaged, key=lambda d: d.step)
 
 

@@ -30,7 +30,7 @@ from dtrain.checkpoint.verify import Opened, check_ranges, choose, open_checkpoi
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
 from dtrain.dist.rng import seed_all, set_rng_state
-from dtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, DamagedCheckpointError
 from dtrain.shard.whole import reshard
 from dtrain.state import TrainState
 
@@ -144,6 +144,10 @@ def _verify_together(folder: Path, state: TrainState, extra: Mapping[str, Any], 
                 found = _verify(folder, state, extra)
             except DamagedCheckpointError as error:
                 damage = str(error)
+            except CheckpointMismatchError:  # names the folder itself
+                raise
+            except CheckpointError as error:
+                raise CheckpointError(f"{_WHERE}: {folder}: {error}") from None
         reports = cast(list[list[Any]], all_gather_json([damage, seen]))
         bad = next((f"rank {rank}: {report}" for rank, (report, _) in enumerate(reports) if report is not None), None)
         if bad is None:

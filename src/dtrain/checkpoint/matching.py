@@ -12,7 +12,7 @@ from dtrain.checkpoint import layout
 from dtrain.checkpoint.differences import Row, mismatch
 from dtrain.checkpoint.plain import TensorRef
 from dtrain.errors import CheckpointMismatchError, ConfigError
-from dtrain.names import clean_buffers, clean_parameters, matcher
+from dtrain.names import clean_buffers, clean_modules, clean_parameters, matcher
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
@@ -51,7 +51,7 @@ def match_by_name(
         where: begins every message.
 
     Raises:
-        ConfigError: tensors on the meta device, a pattern or a name in ``rename`` that nothing has.
+        ConfigError: tensors on the meta device, a pattern or a name in ``rename`` that nothing has, or another kind of value.
         CheckpointMismatchError: what has no place, does not fit there, or is not stored; the first ten in a table.
     """
     here, aliases = _tensors(model, where)
@@ -79,7 +79,9 @@ def match_by_name(
     if rows:
         raise mismatch(where, rows, source="file", advice=_ADVICE)
     if not stored_as:
-        raise CheckpointMismatchError(f"{where}: none of the {len(refs)} tensors goes into the model; see {rename=}")
+        raise CheckpointMismatchError(
+            f"{where}: none of the {len(refs)} tensors goes into the model; see rename=, which can leave them out"
+        )
     return Match(
         targets={name: here[first] for first, name in stored_as.items()},
         names={name: names[name] for name in stored_as.values()},
@@ -90,9 +92,10 @@ def match_by_name(
 
 
 def _tensors(model: nn.Module, where: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What is to be loaded, by clean name, and the further names of tied parameters."""
+    """What is to be loaded, by clean name, and the further names of what sits in several places."""
     params, aliases = clean_parameters(model)
-    found = {**params, **clean_buffers(model, persistent_only=True)}
+    buffers = clean_buffers(model, persistent_only=True)
+    found, aliases = {**params, **buffers}, {**aliases, **_further_names(buffers, model)}
     meta = [name for name, tensor in found.items() if tensor.is_meta]
     if meta:
         raise ConfigError(
@@ -101,9 +104,22 @@ def _tensors(model: nn.Module, where: str) -> tuple[dict[str, Tensor], dict[str,
     return found, aliases
 
 
+def _further_names(buffers: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
+    """The names in a state dict that ``buffers`` lacks -> the name there: a module in two places has its buffers twice."""
+    first = {id(buffer): name for name, buffer in buffers.items()}
+    every = {
+        f"{prefix}.{key}" if prefix else key: id(buffer)
+        for prefix, module in clean_modules(model, every_name=True)
+        for key, buffer in module._buffers.items()
+    }
+    return {name: first[buffer] for name, buffer in every.items() if name not in buffers and buffer in first}
+
+
 def _allowed(missing: Sequence[str], names: Iterable[str], where: str) -> Callable[[str], bool]:
     if isinstance(missing, str):
         raise ConfigError(f"{where}: missing takes a list of patterns, got the text {missing!r}; write [{missing!r}]")
+    if not isinstance(missing, Iterable):
+        raise ConfigError(f"{where}: missing takes a list of patterns, got {missing!r}; as in missing=['head.*']")
     names = list(names)
     for pattern in missing:
         if not any(map(matcher([pattern], where=f"{where}: missing"), names)):
@@ -121,6 +137,8 @@ def _renamed(refs: Mapping[str, TensorRef], rename: Rename | None, where: str) -
         if stray:
             raise ConfigError(f"{where}: rename has {stray[0]!r}, which is not stored ({len(stray)} such names)")
         results = {name: given.get(name, name) for name in refs}
+    elif not callable(given):
+        raise ConfigError(f"{where}: rename takes a function of the stored name, or a mapping, got {given!r}")
     else:
         results = {name: given(name) for name in refs}
     bad = next((name for name, result in results.items() if not isinstance(result, str | None)), None)

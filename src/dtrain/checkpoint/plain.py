@@ -26,7 +26,7 @@ from torch import Tensor
 from dtrain.checkpoint import closed
 from dtrain.checkpoint.layout import DTYPE_NAMES, DTYPES
 from dtrain.errors import ConfigError, DamagedCheckpointError
-from dtrain.tensors import local
+from dtrain.tensors import is_distributed
 
 TAG = "$"
 MAX_DEPTH = 64
@@ -49,11 +49,6 @@ class TensorRef:
 def ref_of(tensor: Tensor) -> TensorRef:
     """What describes a tensor of a dtype that can be stored."""
     return TensorRef(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), distributed=is_distributed(tensor))
-
-
-def is_distributed(tensor: Tensor) -> bool:
-    """Whether this is a DTensor, of which each rank may hold a part."""
-    return local(tensor) is not tensor
 
 
 def join(path: str, key: str | int) -> str:

@@ -24,14 +24,13 @@ from dtrain.checkpoint.contents import Contents, check_equal_on_ranks, collect
 from dtrain.checkpoint.data_file import Box, place, write_data_file
 from dtrain.checkpoint.find import Committed, survey
 from dtrain.checkpoint.layout import Entry, Layout, Manifest, RankFiles, RankIndex
-from dtrain.checkpoint.plain import is_distributed
 from dtrain.checkpoint.plan import choose_writers
 from dtrain.checkpoint.retention import discard, plan_retention
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
 from dtrain.errors import CheckpointError
 from dtrain.state import TrainState
-from dtrain.tensors import Extent, extent, local
+from dtrain.tensors import Extent, extent, is_distributed, local
 
 _WHERE = "save_sharded"
 _ADVICE = "; nothing was published and earlier steps are untouched: free space or repair the file system, then save again"

@@ -159,12 +159,17 @@ def verify_checkpoint(path: Path | str) -> Committed:
         folder = choose(storage.real_path(path), "verify_checkpoint")
         if folder is None:
             raise CheckpointError(f"verify_checkpoint: there is no checkpoint in {path}")
-        verify_deeply(folder)
-        return describe(folder)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"verify_checkpoint: {folder}: {error}") from None
+        return _described_if_sound(folder)
     except OSError as error:
         raise CheckpointError(f"verify_checkpoint: {error}") from error
+
+
+def _described_if_sound(folder: Path) -> Committed:
+    try:
+        verify_deeply(folder)
+        return describe(folder)
+    except CheckpointError as error:
+        raise type(error)(f"verify_checkpoint: {folder}: {error}") from None
 
 
 def choose(path: Path, where: str) -> Path | None:

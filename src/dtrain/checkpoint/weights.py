@@ -24,7 +24,7 @@ from dtrain.checkpoint.stored import Stored, in_checkpoint
 from dtrain.checkpoint.verify import choose
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
-from dtrain.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError
+from dtrain.errors import CheckpointError, CheckpointMismatchError
 from dtrain.shard.whole import reshard
 from dtrain.state import spec_of
 from dtrain.tensors import extent
@@ -105,8 +105,10 @@ def _naming(path: Path) -> Iterator[None]:
     """Put the path before what is wrong with one of its files."""
     try:
         yield
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{_WHERE}: {path}: {error}") from None
+    except CheckpointMismatchError:  # has it already
+        raise
+    except CheckpointError as error:
+        raise type(error)(f"{_WHERE}: {path}: {error}") from None
 
 
 def _choose(path: Path) -> Path:
@@ -116,7 +118,7 @@ def _choose(path: Path) -> Path:
             raise CheckpointError(f"{_WHERE}: {path} is no {foreign.SUFFIX} file{_about_pickles([path.name])}")
         return path
     if not storage.is_folder(path):
-        raise CheckpointError(f"{_WHERE}: there is no file or folder {path}")
+        raise CheckpointError(f"{_WHERE}: there is no file or folder {path}; check the path (nothing is downloaded)")
     if has_manifest(path) or foreign.is_model_folder(path):
         return path
     step = choose(path, _WHERE)
@@ -124,7 +126,7 @@ def _choose(path: Path) -> Path:
         names = storage.list_names(path)
         raise CheckpointError(
             f"{_WHERE}: {path} holds no {foreign.MODEL}, no {foreign.INDEX} and no checkpoint of dtrain; it has "
-            f"{', '.join(names[:5]) or 'nothing'}{_about_pickles(names)}"
+            f"{', '.join(names[:5]) or 'nothing'}{_about_pickles(names) or f'; name the {foreign.SUFFIX} file or the folder'}"
         )
     return step
 

@@ -61,7 +61,8 @@ def verify(
 ) -> int:
     """Compare every byte of a step with its digests.
 
-    One line per step. Steps without a manifest are saves that were not completed, and are left out.
+    One line per step. Steps without a manifest are saves that were not completed, and are left out; a step that a run removes
+    meanwhile is no error.
 
     Exit codes: 0 all is as it was written; 1 a step is damaged or cannot be read; 2 bad usage, or nothing to verify.
     """
@@ -81,10 +82,11 @@ def _verified(folder: Path) -> tuple[bool, str]:
     try:
         verify_deeply(folder)
         step = describe(folder)
-    except DamagedCheckpointError as error:
-        return True, f"damaged: {_one_line(error)}"
     except (CheckpointError, OSError) as error:
-        return True, f"cannot be read: {_one_line(error)}"
+        if not storage.exists(folder):  # a step is removed by renaming it first
+            return False, "removed while it was read"
+        what = "damaged" if isinstance(error, DamagedCheckpointError) else "cannot be read"
+        return True, f"{what}: {_one_line(error)}"
     return False, f"ok, {_size(step.bytes)} of {step.world_size} rank{'s' * (step.world_size != 1)}"
 
 
@@ -112,7 +114,8 @@ def _steps(folder: Path, command: str) -> tuple[list[Committed | Damaged], Path 
 
 
 def _existing(path: str, command: str) -> Path:
-    if not storage.is_folder(folder := storage.real_path(path)):
+    # An empty path would be the current folder: it comes from a variable that is not set.
+    if not path or not storage.is_folder(folder := storage.real_path(path)):
         raise ConfigError(f"checkpoints: {command}: no such folder: {path!r}; check the path")
     return folder
 
@@ -128,8 +131,10 @@ def _row(step: Committed | Damaged, *, latest: bool) -> tuple[str, ...]:
     from dtrain.checkpoint.find import Damaged
     from dtrain.checkpoint.layout import MANIFEST
 
-    # The manifest is the last file of a step that is written.
-    when = datetime.fromtimestamp((step.path / MANIFEST).lstat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
+    try:  # the manifest is the last file of a step that is written
+        when = f"{datetime.fromtimestamp((step.path / MANIFEST).lstat().st_mtime):%Y-%m-%d %H:%M:%S}"
+    except FileNotFoundError:  # a run has just removed the step
+        when = "-"
     mark, number = "*" * latest, str(step.step)
     if isinstance(step, Damaged):
         return mark, number, when, "-", "-", "-", "-", f"damaged: {step.reason}"

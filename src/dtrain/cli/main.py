@@ -62,6 +62,8 @@ def _invoke(args: list[str]) -> int:
         return _complain(str(error), _USAGE)
     except DtrainError as error:
         return _complain(str(error), _FAILED)
+    except OSError as error:  # of the machine, not of the code: an output that is full, a path that is too long
+        return _complain(str(error), _FAILED)
     except _UsageError as error:
         return _complain(_usage(error, args), _USAGE)
     except (typer.Abort, KeyboardInterrupt):

@@ -79,7 +79,13 @@ def spare_replaced(sample: Batch | None) -> Iterator[None]:
 
 
 def agree_before_step(
-    *, samples: int, tokens: int, microbatches: int, weightless: bool, error: Exception | None = None
+    *,
+    samples: int,
+    tokens: int,
+    microbatches: int,
+    weightless: bool,
+    terms: Sequence[str] = (),
+    error: Exception | None = None,
 ) -> Tally:
     """The ranks' common record of the step about to run.
 
@@ -88,14 +94,15 @@ def agree_before_step(
         tokens: local tokens, 0 where they are not counted.
         microbatches: how many this rank needs, 0 when it has no sample.
         weightless: this rank has seen that an earlier step had no weight anywhere (it learns so late on a GPU).
+        terms: what this rank has promised weights of.
         error: what is wrong with this rank's batch; it is raised here, and the others hear of it.
 
-    Collective: one all-gather of seven numbers on the control group.
+    Collective: one all-gather of eight numbers on the control group.
 
     Raises:
         PeerError: another rank came with an ``error``.
-        StepError: no rank has a sample, ranks disagree about the end of the epoch, or an earlier step had no weight; on all
-            ranks.
+        StepError: no rank has a sample, ranks disagree about the end of the epoch or about the terms, or an earlier step had
+            no weight; on all ranks.
     """
     now = time.monotonic()
     since = 0.0 if _PROCESS.last is None else now - _PROCESS.last
@@ -103,7 +110,7 @@ def agree_before_step(
     if error is None and samples and not weightless and current().world_size == 1:
         return Tally(samples=samples, tokens=tokens, microbatches=microbatches, end_of_epoch=_PROCESS.epoch_ends, seconds=since)
     rows = all_gather_numbers(
-        [samples, tokens, microbatches, _PROCESS.epoch_ends, weightless, since, error is not None], where="step"
+        [samples, tokens, microbatches, _PROCESS.epoch_ends, weightless, since, error is not None, _digest(terms)], where="step"
     )
     if error is not None:
         raise error
@@ -112,6 +119,12 @@ def agree_before_step(
         failed = [rank for rank, row in enumerate(rows) if row[6]]
         raise PeerError(
             f"step: rank {failed[0]} could not use its batch ({len(failed)} of {len(rows)} ranks); see its own error"
+        )
+    strangers = [rank for rank, row in enumerate(rows) if row[7] != rows[0][7]]
+    if strangers:
+        raise StepError(
+            f"step: the weight_fn of rank {strangers[0]} gives weights of other terms than that of rank 0 (or only one has any); "
+            "give the same names on all ranks"
         )
     ends = set(columns[3])
     if len(ends) > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain import wire
 from dtrain.dist.place import choose_device, read_address, read_place
@@ -65,7 +67,12 @@ class _Process:
     store: dist.Store | None = None  # of the last meeting
     adopted: int = 0  # how many times a group of the user's own was taken over
     chose_interface: bool = False  # gloo's variable was set here, and is to be taken back
-    abandoned: dist.ProcessGroup | None = None  # NCCL groups of a failed run that could not be closed
+    # NCCL groups of a failed run that could not be closed. Weak: nothing here keeps a group, because one that is freed later in
+    # a fork of this process waits for threads that only this process has.
+    abandoned: weakref.ref[dist.ProcessGroup] | None = None
+    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)  # on the open groups
+    pid: int = 0  # of the process that connected to the store
+    inherited: list[dist.Store | None] = field(default_factory=list)  # of the process that this one is a fork of
 
 
 _PROCESS = _Process()
@@ -86,6 +93,14 @@ def current() -> DistInfo:
 
 
 _ALONE = DistInfo()  # asked for several times a step
+
+
+def open_meshes() -> dict[tuple[tuple[str, int], ...], DeviceMesh]:
+    """The meshes made on the open groups, by axes and degrees: to be added to, and dropped when ``init_dist``'s block ends.
+
+    A fresh dictionary without ``init_dist``: nobody says when groups of the user's own are closed.
+    """
+    return _PROCESS.meshes if _PROCESS.info is not None else {}
 
 
 def init_dist(
@@ -120,7 +135,7 @@ def init_dist(
     if _PROCESS.info is not None:
         _check_agrees(_PROCESS.info, backend, device)
         return replace(_PROCESS.info, owner=False)
-    if dist.is_initialized() and dist.group.WORLD is _PROCESS.abandoned:
+    if dist.is_initialized() and _PROCESS.abandoned is not None and _PROCESS.abandoned() is dist.group.WORLD:
         raise DistError("init_dist: NCCL groups of a failed run are still open in this process; start a new one")
     place = read_place()
     chosen = choose_device(device, place)
@@ -168,7 +183,10 @@ def _meet(
     rank, world = place["rank"], place["world_size"]
     meeting = Meeting(rank=rank, world_size=world, address=read_address(rank, world) if init_method is None else init_method)
     if meeting != _PROCESS.meeting:
-        _PROCESS.meeting, _PROCESS.store = meeting, None
+        if _PROCESS.pid != os.getpid():
+            # Kept: to free a served store is to wait for its thread, which a fork has not.
+            _PROCESS.inherited.append(_PROCESS.store)
+        _PROCESS.meeting, _PROCESS.store, _PROCESS.pid = meeting, None, os.getpid()
     # Opening again after closing meets at the same store: rank 0 cannot listen on its port a second time.
     if _PROCESS.store is None:
         _PROCESS.store = connect(meeting, within_s=init_timeout_s)
@@ -258,13 +276,15 @@ def _close(info: DistInfo, *, error: BaseException | None = None) -> None:
         if not info.opened_group and dist.is_initialized():
             for group in (info.control, info.background):
                 dist.destroy_process_group(group)
-        _PROCESS.abandoned = dist.group.WORLD if stuck and info.opened_group and dist.is_initialized() else None
+        left_open = stuck and info.opened_group and dist.is_initialized()
+        _PROCESS.abandoned = weakref.ref(dist.distributed_c10d._get_default_group()) if left_open else None
         _forget(destroy=info.opened_group and dist.is_initialized() and not stuck)
 
 
 def _forget(*, destroy: bool) -> None:
     """Back to a process without groups; ``destroy``: close torch's, too."""
     _PROCESS.info = None
+    _PROCESS.meshes = {}
     post_lookout(None)
     if _PROCESS.chose_interface:
         os.environ.pop(wire.GLOO_INTERFACE, None)

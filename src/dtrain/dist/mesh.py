@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtrain.dist.init import DistInfo, current
+from dtrain.dist.init import DistInfo, current, open_meshes
 from dtrain.errors import ConfigError, DistError
 
 AXES = ("dp_replicate", "dp_shard")
@@ -34,31 +33,18 @@ def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1) -> DeviceMesh:
     return mesh_of(degrees)
 
 
-@dataclass(slots=True)
-class _Process:
-    """The meshes of the open process groups. Each is made once: a group costs threads, sockets and a meeting of its ranks."""
-
-    groups: dist.ProcessGroup | None = None
-    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
-
-
-_PROCESS = _Process()
-
-
 def mesh_of(degrees: Mapping[str, int]) -> DeviceMesh:
     """The mesh of all ranks with these axes, outermost first: the same one for the same degrees, until the groups are closed.
 
+    Each is made once: a group costs threads, sockets and a meeting of its ranks.
+
     Collective: makes process groups the first time, so every rank must call it with the same degrees.
     """
-    info = current()
-    if _PROCESS.groups is not dist.group.WORLD:
-        _PROCESS.groups, _PROCESS.meshes = dist.group.WORLD, {}
-    key = tuple(degrees.items())
-    if key not in _PROCESS.meshes:
-        mesh = init_device_mesh(info.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-        _keep_time_out(mesh, info)
-        _PROCESS.meshes[key] = mesh
-    return _PROCESS.meshes[key]
+    info, meshes, key = current(), open_meshes(), tuple(degrees.items())
+    if key not in meshes:
+        meshes[key] = init_device_mesh(info.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+        _keep_time_out(meshes[key], info)
+    return meshes[key]
 
 
 def _keep_time_out(mesh: DeviceMesh, info: DistInfo) -> None:

@@ -62,6 +62,8 @@ def reduce_mean(x: Tensor | float, dst: int | None = None) -> Tensor | float | N
     A mean of per-rank means is not the mean over samples when ranks hold different numbers of them: sum totals and weights with
     ``reduce_sum`` and divide, or use ``reduce_metrics``.
 
+    Collective: as ``reduce_sum``.
+
     Raises:
         ConfigError: as ``reduce_sum``; and an integer tensor, whose mean has no dtype (convert it, as for ``torch.mean``).
     """
@@ -83,7 +85,8 @@ def reduce_max(x: float, dst: int) -> float | None: ...
 def reduce_max(x: Tensor | float, dst: int | None = None) -> Tensor | float | None:
     """The largest ``x`` of all ranks, element by element; see ``reduce_sum``. NaN on any rank gives NaN.
 
-    A floating tensor travels twice, the second time to say where it is NaN: backends differ in what they make of one.
+    Collective: as ``reduce_sum``, but a floating tensor travels twice, the second time to say where it is NaN: backends differ
+    in what they make of one.
     """
     return _reduce("reduce_max", x, dst, numbers=_largest, tensors=_maximum)
 

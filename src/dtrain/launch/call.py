@@ -6,6 +6,7 @@ They are supervised as by the launcher: the first failure ends them all, and non
 
 from __future__ import annotations
 
+import gc
 import os
 import selectors
 import signal
@@ -79,6 +80,7 @@ def spawn(fn: Callable[..., Any], *args: Any, nproc: int, timeout_s: float | Non
     job = _Job(name=getattr(fn, "__qualname__", repr(fn)), nproc=nproc)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
+        gc.collect()  # process groups that wait in garbage are freed here, where their threads are
         with hold_port() as held:
             task = Task(fn=fn, args=args, nproc=nproc, held=held)
             for rank in range(nproc):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -109,6 +110,7 @@ def _be_rank(task: Task, rank: int, pipe: int, parent: int) -> NoReturn:
     """Run the function in this fresh fork, report, and end without the exit handlers of the process it was copied from."""
     code = 1
     try:
+        gc.freeze()  # what it finds here is the parent's: freed in this process, a process group would wait for its threads
         os.setsid()  # a group of its own, to end what it starts together with it; Ctrl-C reaches the parent alone
         die_with_parent(parent)
         _reset_signals()

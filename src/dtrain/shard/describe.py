@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from dtrain.names import clean_modules
+from dtrain.names import clean_modules, clean_parameters
 from dtrain.shard.fsdp2 import compute_dtypes, param_groups, sharded_params
 from dtrain.state import spec_of
 from dtrain.tensors import local, placement
@@ -31,15 +31,15 @@ def describe(model: nn.Module) -> str:
     """
     spec = spec_of(model)
     rows = list(_unit_rows(model))
-    owned = {id(p) for group in param_groups(model) for p in sharded_params(group)}
-    rest = [p for p in model.parameters() if id(p) not in owned]
+    cut = spec.mesh is not None
+    rest = [p for name, p in clean_parameters(model)[0].items() if not cut or name in spec.left_out]
     if rest:
-        whole = ("left out", "") if owned else ("model", type(model).__name__)
-        rows.append(_row(*whole, rest, computed=_dtypes(rest), reduced=_dtypes(rest) if owned else "-"))
+        whole = ("left out", "") if cut else ("model", type(model).__name__)
+        rows.append(_row(*whole, rest, computed=_dtypes(rest), reduced=_dtypes(rest) if cut else "-"))
     params = [*(p for group in param_groups(model) for p in sharded_params(group)), *rest]
     buffers = list(model.buffers())
     if buffers:
-        rows.append(_row("buffers", "", buffers, computed="", reduced=spec.buffers if spec.mesh is not None else "-"))
+        rows.append(_row("buffers", "", buffers, computed="", reduced=spec.buffers if cut else "-"))
     total = _row("total", "", [*params, *buffers], computed="", reduced="")
     rows.append((*total[:6], "", "", "", ""))
     if spec.mesh is None:

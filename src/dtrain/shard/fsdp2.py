@@ -1,12 +1,13 @@
 """The private side of FSDP2: the only module that uses names of torch which are not public.
 
 Each use is for something that torch offers no call for, and is held in place by a test: what happens to a parameter
-without a gradient (``tests/shard/test_reduction.py``), and the way back after an exception (``tests/step/test_failures.py``).
+without a gradient (``tests/shard/test_reduction.py``), the way back after an exception (``tests/step/test_failures.py``), and
+what a forward without a backward leaves (``tests/shard/test_gathered.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +96,28 @@ def compute_dtypes(group: Any) -> tuple[torch.dtype, torch.dtype]:
     stored, policy = group.fsdp_params[0].sharded_param.dtype, group.mp_policy
     computed = policy.param_dtype or stored
     return computed, policy.reduce_dtype or computed
+
+
+def free_gathered(groups: Sequence[Any]) -> None:
+    """Put ``groups`` back to their shards, and forget the forwards that no backward has followed yet.
+
+    Such a forward leaves parameters gathered, and FSDP2 computes with those copies again, also when the shards have changed
+    since. It leaves a record of what ran, too, from which the next backward takes what to gather ahead: a rank that ran
+    something alone would then gather alone.
+
+    Mutates: FSDP2's groups. Collective: none.
+    """
+    for group in groups:
+        group._to_sharded()
+        group._post_forward_indices.clear()
+        getattr(group.comm_ctx, "post_forward_order", []).clear()
+
+
+def is_idle(model: nn.Module, groups: Sequence[Any]) -> bool:
+    """Whether nothing is left of a forward: no gathered parameters, no record, no forward that an exception has ended."""
+    assert isinstance(model, FSDPModule)
+    running = model._get_fsdp_state()._state_ctx.iter_forward_root
+    return running is None and all(group.is_sharded and not group._post_forward_indices for group in groups)
 
 
 def reset(model: nn.Module) -> None:

@@ -21,8 +21,9 @@ def check_methods(model: nn.Module, methods: Sequence[str], layout: Layout) -> N
     Raises:
         ConfigError: so.
     """
-    if isinstance(methods, str):
-        raise ConfigError(f"shard_model: methods is a sequence of names, got {methods!r}; e.g. methods=({methods!r},)")
+    if isinstance(methods, str) or not isinstance(methods, Sequence) or not all(isinstance(path, str) for path in methods):
+        example = methods if isinstance(methods, str) else "encode"
+        raise ConfigError(f"shard_model: methods is a sequence of names, got {methods!r}; e.g. methods=({example!r},)")
     units = {id(module) for modules in layout.units for module in modules}
     for path in methods:
         owner, name = _owner(model, path)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dtrain.shard.fsdp2 import before_reduction, fill_missing, param_groups, reset, sharded_params
+from dtrain.names import unwrapped
+from dtrain.shard.fsdp2 import before_reduction, fill_missing, free_gathered, is_idle, param_groups, reset, sharded_params
 from dtrain.state import ShardSpec, TrainState
 
 _REDUCTION = "_dtrain_reduction"  # the attribute of a model that shard_model leaves its Reduction in
@@ -31,11 +32,15 @@ class Reduction:
         self._present: set[tuple[int, int]] = set()
         self._missing: set[tuple[int, int]] = set()
         self._last: bool | None = None
+        self._in_step = False
         for index, group in enumerate(self._groups):
             before_reduction(group, partial(self._about_to_reduce, index))
 
     def begin(self) -> None:
-        """Start a step."""
+        """Start a step. Mutates: FSDP2's units, where a forward outside of a step has left something."""
+        if self._sharded and not is_idle(self._model, self._groups):
+            reset(self._model)
+        self._in_step = True
         self._order.clear()
         self._present.clear()
         self._missing.clear()
@@ -56,6 +61,11 @@ class Reduction:
     def end(self) -> None:
         """Leave FSDP2's flags as they were before the step."""
         self.before_microbatch(last=True)
+        self._in_step = False
+
+    def free(self) -> None:
+        """Drop gathered copies of parameters that are about to change. Mutates: FSDP2's units."""
+        free_gathered(self._groups)
 
     def abort(self) -> None:
         """Forget the forward and backward that an exception has ended. Mutates: FSDP2's units."""
@@ -77,20 +87,21 @@ class Reduction:
         return [name for name, param in state.params.items() if id(param) in cut or name in whole]
 
     def _about_to_reduce(self, index: int) -> None:
-        self._order.append(index)
         present, missing = fill_missing(self._groups[index])
-        self._present.update((index, at) for at in present)
-        self._missing.update((index, at) for at in missing)
+        if self._in_step:
+            self._order.append(index)
+            self._present.update((index, at) for at in present)
+            self._missing.update((index, at) for at in missing)
 
 
 def watch_reductions(model: nn.Module, spec: ShardSpec) -> None:
     """Give a sharded ``model`` its ``Reduction``. Mutates: ``model`` (one attribute, and hooks in FSDP2's groups)."""
-    setattr(model, _REDUCTION, Reduction(model, spec))
+    setattr(unwrapped(model), _REDUCTION, Reduction(model, spec))
 
 
 def reduction_of(model: nn.Module) -> Reduction:
     """The ``Reduction`` of a model; one without effect when ``shard_model`` never saw it."""
-    found = model.__dict__.get(_REDUCTION)  # nn.Module is slow to say that it has no such attribute
+    found = unwrapped(model).__dict__.get(_REDUCTION)  # nn.Module is slow to say that it has no such attribute
     return found if isinstance(found, Reduction) else _NOTHING
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError
-from dtrain.names import buffer_slots, clean_buffers, clean_modules, clean_parameters
+from dtrain.names import buffer_slots, clean_buffers, clean_modules, clean_parameters, unwrapped
 from dtrain.shard.units import Layout
 from dtrain.state import ShardSpec
 from dtrain.types import Plain
@@ -33,6 +33,7 @@ def check_equal(model: nn.Module, layout: Layout, options: Sequence[object]) -> 
     names = {id(module): name or "model" for name, module in clean_modules(model)}
     rows = [f"option {option}" for option in options]
     rows += [f"unit {[names.get(id(module), 'model') for module in modules]}" for modules in layout.units]
+    rows.append(f"left out {sorted(layout.left_out)}")
     tensors = {**clean_parameters(model)[0], **clean_buffers(model)}
     for name, tensor in tensors.items():
         kind = "meta " if tensor.is_meta else ""
@@ -83,7 +84,7 @@ class BufferWatch:
         watch = spec.buffers != "local" and spec.data_ranks > 1
         self._slots = list(buffer_slots(model, persistent_only=True)) if watch else []
         self._spec = spec
-        self._marks: list[tuple[int, int]] = []
+        self._marks: list[tuple[Tensor | None, int]] = []
 
     def begin(self) -> None:
         """Start a step."""
@@ -91,10 +92,8 @@ class BufferWatch:
 
     def changed(self) -> list[str]:
         """Names of the modules whose buffers changed since ``begin``, in the order of the model."""
-        now = self._now()
-        if now == self._marks:
-            return []
-        return list({_owner(slot[0]): None for slot, a, b in zip(self._slots, self._marks, now, strict=True) if a != b})
+        pairs = zip(self._slots, self._marks, self._now(), strict=True)
+        return list({_owner(name): None for (name, _, _), was, now in pairs if was[0] is not now[0] or was[1] != now[1]})
 
     def make_equal_(self, owners: Sequence[str]) -> None:
         """Give all ranks the same values in the buffers of the modules ``owners``: rank 0's, or the mean.
@@ -110,19 +109,20 @@ class BufferWatch:
             _average_([buffer for buffer in mean if buffer.dtype == dtype])
         _broadcast_([buffer for buffer in found if id(buffer) not in averaged])
 
-    def _now(self) -> list[tuple[int, int]]:
+    def _now(self) -> list[tuple[Tensor | None, int]]:
+        # The tensor itself, which so stays alive: the id of a freed one is soon that of another.
         tensors = (module._buffers[key] for _, module, key in self._slots)
-        return [(id(tensor), 0 if tensor is None else tensor._version) for tensor in tensors]
+        return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
 
 
 def watch_buffers(model: nn.Module, spec: ShardSpec) -> None:
     """Give a sharded ``model`` its ``BufferWatch``. Mutates: ``model`` (one attribute)."""
-    setattr(model, _WATCH, BufferWatch(model, spec))
+    setattr(unwrapped(model), _WATCH, BufferWatch(model, spec))
 
 
 def buffers_of(model: nn.Module) -> BufferWatch:
     """The ``BufferWatch`` of a model; one that watches nothing when ``shard_model`` never saw it."""
-    found = model.__dict__.get(_WATCH)
+    found = unwrapped(model).__dict__.get(_WATCH)
     return found if isinstance(found, BufferWatch) else _NOTHING
 
 
@@ -131,11 +131,25 @@ _NOTHING = BufferWatch(nn.Identity(), ShardSpec())
 
 @contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Persistent buffers have, on leaving, the values from before. Mutates: those that were changed in between."""
-    kept = [(buffer, buffer.clone()) for buffer in clean_buffers(model, persistent_only=True).values()]
+    """Buffers are, on leaving, the tensors from before with the values from before.
+
+    Mutates: the buffers of modules that have changed or replaced one of theirs in between, and no others.
+    """
+    kept = [
+        (name, module, key, tensor, tensor._version, tensor.clone())
+        for name, module, key in buffer_slots(model)
+        if (tensor := module._buffers[key]) is not None
+    ]
     yield
-    for buffer, value in kept:
-        buffer.copy_(value)
+    touched = {
+        _owner(name)
+        for name, module, key, tensor, version, _ in kept
+        if module._buffers[key] is not tensor or tensor._version != version
+    }
+    for name, module, key, tensor, _, value in kept:
+        if _owner(name) in touched:
+            module._buffers[key] = tensor
+            tensor.copy_(value)
 
 
 def _owner(name: str) -> str:

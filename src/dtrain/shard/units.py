@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
@@ -37,16 +38,18 @@ def plan_layout(model: nn.Module, blocks: Blocks, leave_out: LeaveOut) -> Layout
     """Cut ``model`` into units.
 
     A parameter that two units share gets a unit of its own, made of the modules that own it: it must be gathered for both.
-    Scalar parameters cannot be cut, so they are left out.
+    Parameters that cannot be cut, scalars and those without elements, are left out.
 
     Raises:
-        ConfigError: an entry of ``blocks`` or ``leave_out`` that picks nothing, a module without ``forward``, or a parameter
-            that the model itself ties to one inside a block.
+        ConfigError: an entry of ``blocks`` or ``leave_out`` that picks nothing, a module without ``forward``, a parameter that
+            the model itself ties to one inside a block, or a unit with trainable parameters of several dtypes.
     """
     left_out = _left_out(model, leave_out)
     chosen = _chosen(model, blocks)
-    single, joint = _tied_across(model, chosen, {id(p) for p in left_out.values()})
+    ignored = {id(p) for p in left_out.values()}
+    single, joint = _tied_across(model, chosen, ignored)
     units = [*((module,) for module in single), *joint]
+    _check_dtypes(model, units, ignored)
     return Layout(units=(*_inside_out(model, units), (model,)), left_out=left_out)
 
 
@@ -55,13 +58,15 @@ def _left_out(model: nn.Module, leave_out: LeaveOut) -> dict[str, Tensor]:
     if callable(leave_out):
         picked = {name: p for name, p in params.items() if leave_out(name, p)}
     else:
+        if not isinstance(leave_out, Iterable):
+            raise ConfigError(f"shard_model: leave_out takes names, or one function of (name, parameter), got {leave_out!r}")
         patterns = [leave_out] if isinstance(leave_out, str) else list(leave_out)
         for pattern in patterns:
             if not any(map(matcher([pattern], where="shard_model: leave_out"), params)):
                 raise ConfigError(f"shard_model: leave_out names {pattern!r}, but no parameter has such a name")
         fits = matcher(patterns, where="shard_model: leave_out")
         picked = {name: p for name, p in params.items() if fits(name)}
-    return picked | {name: p for name, p in params.items() if p.ndim == 0}
+    return picked | {name: p for name, p in params.items() if p.ndim == 0 or p.numel() == 0}
 
 
 def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
@@ -73,14 +78,14 @@ def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
         if not found:
             raise ConfigError("shard_model: blocks is a function that picks no module of this model; it gets (name, module)")
     else:
-        for entry in [blocks] if isinstance(blocks, str | type) else blocks:
+        for entry in blocks if isinstance(blocks, Iterable) and not isinstance(blocks, str | type) else [blocks]:
             fits = _entry(entry)
             matches = [(name, module) for name, module in below if fits(name, module)]
             if not matches and not fits("", model):
                 raise ConfigError(f"shard_model: blocks names {_shown(entry)}, but the model has no such module")
             found += matches
     for name, module in found:
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _has_forward(module):
+        if not _has_forward(module):
             raise ConfigError(
                 f"shard_model: blocks picks {name!r}, a {type(module).__name__} without forward; pick what is inside it"
             )
@@ -93,8 +98,9 @@ def _entry(entry: Picked) -> Callable[[str, nn.Module], bool]:
     if isinstance(entry, str):
         fits = matcher([entry], where="shard_model: blocks")
         return lambda name, module: fits(name)
+    got = f"a {type(entry).__name__}" if isinstance(entry, nn.Module) else repr(entry)
     raise ConfigError(
-        f"shard_model: blocks takes module classes, names, or one function of (name, module), got {entry!r}; "
+        f"shard_model: blocks takes module classes, names, or one function of (name, module), got {got}; "
         "e.g. blocks=(Block,) or blocks='layers.*'"
     )
 
@@ -159,6 +165,24 @@ def _homes(model: nn.Module, units: list[tuple[nn.Module, ...]]) -> dict[int, in
 
     walk(model, id(model))
     return home
+
+
+def _check_dtypes(model: nn.Module, units: list[tuple[nn.Module, ...]], ignored: set[int]) -> None:
+    """Refuse a unit whose gradients could not be reduced together."""
+    home = _homes(model, units)
+    found: dict[int, dict[torch.dtype, str]] = {}
+    for name, module in clean_modules(model):
+        for key, param in module._parameters.items():
+            if param is not None and param.requires_grad and id(param) not in ignored:
+                shown = f"{name}.{key}".lstrip(".") + f" {str(param.dtype).removeprefix('torch.')}"
+                found.setdefault(home[id(module)], {}).setdefault(param.dtype, shown)
+    for unit, dtypes in found.items():
+        if len(dtypes) > 1:
+            name = next((repr(name) for name, module in clean_modules(model) if name and id(module) == unit), "of the model")
+            raise ConfigError(
+                f"shard_model: the unit {name} has trainable parameters of several dtypes ({', '.join(dtypes.values())}); "
+                "convert them, give those of one dtype a unit of their own (blocks=), or leave them out (leave_out=)"
+            )
 
 
 def _inside_out(model: nn.Module, units: list[tuple[nn.Module, ...]]) -> Iterator[tuple[nn.Module, ...]]:

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dtrain.shard.fsdp2 import units_of
+from dtrain.names import unwrapped
+from dtrain.shard.fsdp2 import free_gathered, param_groups, units_of
 from dtrain.state import TrainState, spec_of
 from dtrain.tensors import gathered
+
+_WHOLE = "_dtrain_whole"  # set on a model for as long as ``unsharded`` lasts
 
 
 def reshard(model: nn.Module) -> None:
@@ -18,14 +21,19 @@ def reshard(model: nn.Module) -> None:
 
     Mutates: the model's parameters (their sharded form is registered again).
     """
-    for unit in units_of(model):
-        unit.reshard()
+    free_gathered(param_groups(model))
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; on leaving, every module's own mode is back and parameters are resharded."""
+    """Evaluation mode without gradients; on leaving, every module's own mode is back and parameters are resharded.
+
+    It computes with the parameters as they are on entering, also when an earlier forward has left gathered copies.
+    """
+    whole = _is_whole(model)
     modes = [(module, module.training) for module in model.modules()]
+    if not whole:
+        reshard(model)
     model.eval()
     try:
         with torch.no_grad():
@@ -33,31 +41,46 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        reshard(model)
+        if not whole:
+            reshard(model)
 
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """The whole model on every rank while the context lasts, for evaluation by hand or a look at its parameters.
 
-    Parameters are plain tensors inside, and stay so through forwards, without gradients; a rank may run the model alone there.
-    Changes made to them are lost. ``named_parameters()`` has them; ``state_dict()`` gives shards, and ends the effect. A plain
-    model is left as it is.
+    Parameters are plain tensors inside, in the dtype that ``precision`` computes in, and stay so through forwards, without
+    gradients; a rank may run the model alone there. Changes made to them are lost. ``named_parameters()`` has them;
+    ``state_dict()`` gives shards, and ends the effect, as loading does. A plain model is left as it is.
 
     Mutates: the model's parameters (their gathered form is registered). It takes the memory of the whole model.
     Collective: one all-gather per unit, on entering; every rank must enter.
     """
-    frees = spec_of(model).strategy in ("full_shard", "hybrid_shard")
-    try:
-        for unit in units_of(model):
-            unit.set_reshard_after_forward(False, recurse=False)
-            unit.unshard()
-        with torch.no_grad():
+    with torch.no_grad():
+        if _is_whole(model):
             yield
-    finally:
-        for unit in units_of(model):
-            unit.set_reshard_after_forward(frees and id(unit) != id(model), recurse=False)
-        reshard(model)
+            return
+        try:
+            reshard(model)  # what an earlier forward has left gathered may be older than the shards
+            unwrapped(model).__dict__[_WHOLE] = True
+            for unit in units_of(model):
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+            yield
+        finally:
+            _shard_again(model)
+
+
+def _is_whole(model: nn.Module) -> bool:
+    return _WHOLE in unwrapped(model).__dict__
+
+
+def _shard_again(model: nn.Module) -> None:
+    unwrapped(model).__dict__.pop(_WHOLE, None)
+    frees = spec_of(model).strategy in ("full_shard", "hybrid_shard")
+    for index, unit in enumerate(units_of(model)):  # the first is the root, which is not freed after its forward
+        unit.set_reshard_after_forward(frees and index > 0, recurse=False)
+    reshard(model)
 
 
 def full_params(source: TrainState | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

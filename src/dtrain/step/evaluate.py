@@ -10,10 +10,12 @@ from torch import nn
 
 from dtrain.batch import BatchSpec, to_device, zeros_like_samples
 from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist.init import current
+from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import StepError
 from dtrain.shard.whole import evaluating
 from dtrain.step.parts import CountFn, samples_and_tokens
-from dtrain.step.sums import Sums
+from dtrain.step.sums import Sums, checked_loss
 from dtrain.types import Batch, LossFn, Metrics
 
 
@@ -39,14 +41,16 @@ def evaluate(
     Collective: one small record per batch on the control group, and the model's own gathers.
 
     Raises:
-        ConfigError: a batch whose samples cannot be counted (the other ranks raise a ``StepError``).
+        ConfigError: a batch whose samples cannot be counted (the other ranks raise a ``StepError``), or a loss that is no
+            ``LossSum`` of single numbers.
         StepError: no rank has a batch, or one rank has none to take part with.
+        Exception: whatever the loader raises (the other ranks raise a ``StepError``).
     """
-    device = next(model.parameters()).device
+    device = next((param.device for param in model.parameters()), current().device)
     sums, any_batch = Sums(device), False
-    with evaluating(model):
+    with naming_missing("evaluate"), evaluating(model):
         for batch, real in _in_lockstep(loader, partial(samples_and_tokens, spec=batch_spec, count=count)):
-            loss = loss_fn(model, to_device(batch, device))
+            loss = checked_loss(loss_fn(model, to_device(batch, device)), where="evaluate")
             any_batch = True
             if real:
                 sums.add(loss)
@@ -66,11 +70,11 @@ def _in_lockstep(loader: Any, counted: Callable[[Batch], tuple[int, int]]) -> It
     batches = iter(loader.one_pass() if hasattr(loader, "one_pass") else loader)
     filler: Batch | None = None
     while True:
-        batch = next(batches, None)
-        real, error = False, None
+        batch, real, error = None, False, None
         try:
+            batch = next(batches, None)
             real = batch is not None and counted(batch)[0] > 0
-        except Exception as problem:  # noqa: BLE001  # count may be the user's; raised below, when the others know of it
+        except Exception as problem:  # noqa: BLE001  # the loader and count may be the user's; raised when the others know
             error = problem
         if real:
             filler = batch
@@ -79,10 +83,14 @@ def _in_lockstep(loader: Any, counted: Callable[[Batch], tuple[int, int]]) -> It
         rows = all_gather_numbers([batch is not None, filler is None, error is not None])
         if error is not None:
             raise error
+        _check_all(rows, 2, "cannot read or count its batch; see its own error")
         if not any(has_batch for has_batch, _, _ in rows):
             return
-        for problem_at, what in ((2, "cannot count the samples of its batch"), (1, "has no batch at all to take part with")):
-            ranks = [rank for rank, row in enumerate(rows) if row[problem_at]]
-            if ranks:
-                raise StepError(f"evaluate: rank {ranks[0]} {what} ({len(ranks)} of {len(rows)} ranks); use build_loader")
+        _check_all(rows, 1, "has no batch at all to take part with; use build_loader")
         yield filler, real
+
+
+def _check_all(rows: list[list[float]], problem_at: int, what: str) -> None:
+    ranks = [rank for rank, row in enumerate(rows) if row[problem_at]]
+    if ranks:
+        raise StepError(f"evaluate: rank {ranks[0]} ({len(ranks)} of {len(rows)} ranks) {what}")

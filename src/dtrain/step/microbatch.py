@@ -10,12 +10,13 @@ import torch
 from dtrain.batch import BatchSpec, to_device
 from dtrain.dist.control import Tally, agree_after_backward, agree_before_step
 from dtrain.dist.init import current
+from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.reduction import Reduction, reduce_whole_, reduction_of
 from dtrain.shard.replicas import BufferWatch, buffers_of, buffers_restored
 from dtrain.state import TrainState
 from dtrain.step.parts import CountFn, Parts, SplitFn, cut
-from dtrain.step.sums import Sums
+from dtrain.step.sums import Sums, checked_loss
 from dtrain.step.weights import Weights, divide_, global_weights, promised
 from dtrain.types import Batch, LossFn, Metrics, WeightFn
 
@@ -64,10 +65,13 @@ def microbatch_step(
         StaleStateError: ``state`` was stepped already.
         Exception: whatever ``loss_fn`` or the model raises; no gradient of the broken step is left then, so it may be tried
             again if all ranks do.
-        ConfigError: a batch that cannot be counted or cut, a loss and a ``weight_fn`` that do not fit.
+        ConfigError: a batch that cannot be counted or cut, a loss that is no ``LossSum`` of single numbers, a loss and a
+            ``weight_fn`` that do not fit.
         PeerError: so on another rank.
-        StepError: no rank has a sample, no parameter got a gradient, ranks ran different units, or the global weight is zero.
-            On a GPU the weight reaches the host late: the gradient of such a step is zero, and the next step raises.
+        DistError: a collective timed out or lost a peer; it names the ranks that did not come.
+        StepError: no rank has a sample, no parameter got a gradient, ranks ran different units or have weights of different
+            terms, or the global weight is zero. On a GPU the weight reaches the host late: the gradient of such a step is zero,
+            and the next step raises.
     """
     state.check_fresh("microbatch_step")
     _check_laid_out(state)
@@ -76,19 +80,21 @@ def microbatch_step(
         parts, weights = cut(batch, microbatch_size, spec=batch_spec, split=split, count=count), promised(weight_fn, batch)
     except Exception as problem:  # noqa: BLE001  # of any kind: these are the user's functions; raised below, on all ranks
         parts, weights, error = Parts(batch=batch), {}, problem
-    tally = _agree(state, parts, error)
+    tally = _agree(state, parts, list(weights), error)
     state.drop_gradients()
     reduction, buffers = reduction_of(state.model), buffers_of(state.model)
     reduction.begin()
     buffers.begin()
     try:
-        known = global_weights(weights, state.device)
-        metrics = _accumulate(state, parts, tally.microbatches, loss_fn, reduction, known)
-        _settle(state, reduction, buffers, known, metrics)
+        with naming_missing("microbatch_step"):  # the model's collectives and ours: if one fails, because of whom
+            known = global_weights(weights, state.device)
+            metrics = _accumulate(state, parts, tally.microbatches, loss_fn, reduction, known)
+            _settle(state, reduction, buffers, known, metrics)
     except BaseException:
         reduction.abort()
         state.drop_gradients()
         raise
+    reduction.end()
     return state.but(tally=tally), metrics
 
 
@@ -100,14 +106,19 @@ def _check_laid_out(state: TrainState) -> None:
         )
 
 
-def _agree(state: TrainState, parts: Parts, error: Exception | None) -> Tally:
+def _agree(state: TrainState, parts: Parts, terms: Sequence[str], error: Exception | None) -> Tally:
     weight = state.shared.weight
     value = weight.peek() if weight is not None else None
     weightless = value is not None and not value > 0
     if weightless and weight is not None:
         weight.clear()  # said once; the next step is judged by its own weight
     tally = agree_before_step(
-        samples=parts.samples, tokens=parts.tokens, microbatches=len(parts), weightless=weightless, error=error
+        samples=parts.samples,
+        tokens=parts.tokens,
+        microbatches=len(parts),
+        weightless=weightless,
+        terms=terms,
+        error=error,
     )
     # A second call for one step (a retry, a method that needs two gradients) adds its time to that of the first.
     return replace(tally, seconds=tally.seconds + state.tally.seconds) if state.tally else tally
@@ -124,12 +135,12 @@ def _accumulate(
         reduction.before_microbatch(last=index == microbatches - 1)
         if index < len(parts):
             part = parts.parts[index]
-            loss = loss_fn(state.model, to_device(part, device) if away else part)
+            loss = checked_loss(loss_fn(state.model, to_device(part, device) if away else part), where="microbatch_step")
             weights.objective(loss).backward()
             sums.add(loss)
         else:
             with buffers_restored(state.model):  # it must not leave its mark in BatchNorm's statistics
-                loss = loss_fn(state.model, to_device(parts.filler(), device))
+                loss = checked_loss(loss_fn(state.model, to_device(parts.filler(), device)), where="microbatch_step")
                 (weights.objective(loss) * 0.0).backward()
             sums.name(loss)
     return sums.metrics()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtrain.errors import ConfigError, StepError
+from dtrain.shard.reduction import reduction_of
 from dtrain.state import TrainState
 from dtrain.tensors import global_norm, local, scale_
 from dtrain.types import Metrics, Params, as_metric
@@ -77,6 +78,7 @@ def apply_gradients(
             f"apply_gradients: step {state.step}: a gradient is not finite (on this rank: {', '.join(names[:3]) or 'none'}"
             f"{', ...' if len(names) > 3 else ''}); lower the learning rate, clip, or pass nonfinite='skip'"
         )
+    reduction_of(state.model).free()  # a look at the model since the gradient has left copies, which would be used again
     if not broken:
         state.optimizer.step()
     state.drop_gradients()

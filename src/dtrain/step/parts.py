@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from operator import index
+from typing import SupportsIndex, TypeAlias
 
 import torch
 
@@ -49,9 +50,28 @@ class Parts:
 
 
 def samples_and_tokens(batch: Batch, *, spec: BatchSpec | None, count: CountFn | None) -> tuple[int, int]:
-    """What ``batch`` counts: as ``count`` says, else by the description, else by its tensors (0 tokens)."""
-    counted = count_batch(batch, spec) if count is None else count(batch)
-    return (counted, 0) if isinstance(counted, int) else counted
+    """What ``batch`` counts: as ``count`` says, else by the description, else by its tensors (0 tokens).
+
+    Raises:
+        ConfigError: a batch that cannot be counted, or a ``count`` that gives no whole numbers.
+    """
+    if count is None:
+        return count_batch(batch, spec)
+    counted = count(batch)
+    numbers = [_whole(number) for number in (counted if isinstance(counted, tuple | list) else (counted, 0))]
+    if len(numbers) != 2 or min(numbers) < 0:
+        raise ConfigError(f"batch: count must give samples, or (samples, tokens), as whole numbers, got {counted!r}")
+    return numbers[0], numbers[1]
+
+
+def _whole(value: object) -> int:
+    """``value``, an integer of whatever library, as one of Python's; -1 for anything else."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return -1
+    try:
+        return index(value)
+    except TypeError:  # a tensor of something else
+        return -1
 
 
 def cut(
@@ -71,7 +91,10 @@ def cut(
     if split is None:
         parts: Sequence[Batch] = split_counted(batch, microbatch_size, samples, spec)
     else:
-        parts = list(split(batch, microbatch_size))
+        given = split(batch, microbatch_size)
+        if not isinstance(given, Iterable) or isinstance(given, str | Mapping | torch.Tensor):
+            raise ConfigError(f"microbatch_step: split must give a list of microbatches, got {type(given).__name__}")
+        parts = list(given)
         if not parts:
             raise ConfigError(f"microbatch_step: split gave no microbatch for a batch of {samples} samples")
     return Parts(batch=batch, parts=parts, samples=samples, tokens=tokens)

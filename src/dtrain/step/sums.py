@@ -1,10 +1,13 @@
-"""``Sums``: the metrics of a step's microbatches, collected as they come and added up once."""
+"""``Sums``: the metrics of a step's microbatches, checked and collected as they come, and added up once."""
 
 from __future__ import annotations
+
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from dtrain.errors import ConfigError
 from dtrain.types import LossSum, Metric, Metrics
 
 Values = list["Tensor | float"]
@@ -50,3 +53,47 @@ class Sums:
             tensors = [tensor.reshape(()).to(self._device) for tensor in tensors]
         whole = torch.stack(tensors).detach().sum(dtype=torch.float64)
         return whole + numbers if numbers else whole
+
+
+def checked_loss(loss: object, *, where: str) -> LossSum:
+    """``loss``, if it is what a loss function may return: sums that are single numbers.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(loss, LossSum):
+        raise ConfigError(
+            f"{where}: loss_fn must return a LossSum, got {type(loss).__name__}; wrap one that returns a mean with dt.mean_loss"
+        )
+    if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
+        raise ConfigError(f"{where}: LossSum.total must be one number (a tensor []), got {shown(loss.total)}; sum it")
+    if not is_number(loss.weight):
+        raise ConfigError(f"{where}: LossSum.weight must be one number, got {shown(loss.weight)}; sum it")
+    if loss.terms or loss.aux:
+        _check_further(loss, where)
+    return loss
+
+
+def _check_further(loss: LossSum, where: str) -> None:
+    for kind, further in (("terms", loss.terms), ("aux", loss.aux)):
+        for name, pair in further.items():
+            if name == "loss":
+                raise ConfigError(f"{where}: LossSum.{kind}: 'loss' is the name of the main loss; give it another one")
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise ConfigError(f"{where}: LossSum.{kind}[{name!r}] must be (total, weight), got {shown(pair)}")
+            odd = [part for part in pair if not is_number(part)]
+            if odd:
+                raise ConfigError(f"{where}: LossSum.{kind}[{name!r}] must be of single numbers, got {shown(odd[0])}; sum it")
+    both = [name for name in loss.terms if name in loss.aux]
+    if both:
+        raise ConfigError(f"{where}: {both[0]!r} is the name of a term and of an aux; a term is a metric already")
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is one number: Python's, NumPy's, or a tensor of one element."""
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float | Real)
+
+
+def shown(value: object) -> str:
+    """``value`` for a message: of a tensor its shape."""
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

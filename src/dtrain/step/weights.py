@@ -13,6 +13,7 @@ from torch import Tensor
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError, StepError
 from dtrain.state import HostScalar, TrainState
+from dtrain.step.sums import is_number, shown
 from dtrain.tensors import scale_
 from dtrain.types import Batch, LossSum, Metrics, WeightFn
 
@@ -38,6 +39,7 @@ class Weights:
 
         Raises:
             ConfigError: terms without ``weight_fn``, or other terms than it has weights for.
+            StepError: nothing to go back through.
         """
         if self.loss is None:
             if loss.terms:
@@ -45,14 +47,14 @@ class Weights:
                     f"microbatch_step: the loss has further terms ({', '.join(loss.terms)}) with weights of their own; pass "
                     "weight_fn=, which gives the weights of a batch before its first backward"
                 )
-            return loss.total
+            return _attached(loss.total)
         sums = {"loss": loss.total, **{name: total for name, (total, _) in loss.terms.items()}}
         if sums.keys() != self.factors.keys():
             raise ConfigError(
                 f"microbatch_step: weight_fn has weights for {sorted(self.factors)}, the loss has terms {sorted(sums)}"
             )
-        parts = [total * self.factors[name].to(total.dtype) for name, total in sums.items()]
-        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+        parts = [total.reshape(()) * self.factors[name].to(total.dtype) for name, total in sums.items()]
+        return _attached(torch.stack(parts).sum() if len(parts) > 1 else parts[0])
 
     def broken(self, state: TrainState, metrics: Metrics) -> bool:
         """Whether the losses surely came with other weights than promised; on a GPU the next step learns it, as of weight zero.
@@ -69,17 +71,28 @@ class Weights:
         return True
 
 
+def _attached(total: Tensor) -> Tensor:
+    if not total.requires_grad:
+        raise StepError(
+            "microbatch_step: the loss of a microbatch depends on no trainable parameter; compute it from the model's output, "
+            "without no_grad or detach, and where nothing counts as 0.0 times that"
+        )
+    return total
+
+
 def promised(weight_fn: WeightFn | None, batch: Batch) -> dict[str, Tensor | float]:
     """This rank's weights by term, as ``weight_fn`` gives them; the main loss is called ``"loss"``.
 
     Raises:
-        ConfigError: a mapping without ``"loss"``.
+        ConfigError: a mapping without ``"loss"``, or a weight that is not one number.
     """
     if weight_fn is None:
         return {}
-    weights = weight_fn(batch)
-    if not isinstance(weights, Mapping):
-        return {"loss": weights}
+    given = weight_fn(batch)
+    weights = given if isinstance(given, Mapping) else {"loss": given}
+    for name, weight in weights.items():
+        if not is_number(weight):
+            raise ConfigError(f"microbatch_step: weight_fn must give one number for {name!r}, got {shown(weight)}; sum it")
     if "loss" not in weights:
         raise ConfigError(f"microbatch_step: weight_fn must give a weight for 'loss', the main term; got {sorted(weights)}")
     return {name: weights[name] for name in sorted(weights)}
@@ -89,7 +102,7 @@ def global_weights(local: Mapping[str, Tensor | float], device: torch.device) ->
     """The factors of every term. Collective: one all-reduce (float64), none without terms."""
     if not local:
         return Weights(local={}, factors={})
-    mine = torch.stack([torch.as_tensor(weight, dtype=torch.float64).to(device) for weight in local.values()])
+    mine = torch.stack([torch.as_tensor(w, dtype=torch.float64).detach().reshape(()).to(device) for w in local.values()])
     whole = _summed(mine)
     factors = torch.where(whole > 0, 1.0 / whole, 0.0)
     return Weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import threading
@@ -124,14 +125,16 @@ def _check(action: str, rank: int | None, call: int | None, when: str, error: Ba
         raise ConfigError(f"fault: unknown {action=}; use one of {', '.join(get_args(Action))}")
     if when not in get_args(When):
         raise ConfigError(f"fault: unknown {when=}; use one of {', '.join(get_args(When))}")
-    if rank is not None and not 0 <= rank < current().world_size:
+    if rank is not None and (type(rank) is not int or not 0 <= rank < current().world_size):
         raise ConfigError(f"fault: {rank=} is none of the {current().world_size} ranks, so it would never fire")
-    if call is not None and call < 1:
+    if call is not None and (type(call) is not int or call < 1):
         raise ConfigError(f"fault: calls are counted from 1, got {call=}; None means every call")
     if error is not None and action != "raise":
         raise ConfigError(f"fault: error is for action='raise', got {action=}; leave it out")
-    if not seconds >= 0:
-        raise ConfigError(f"fault: needs seconds >= 0, got {seconds=}")
+    if error is not None and not isinstance(error, BaseException):
+        raise ConfigError(f"fault: needs an exception to raise, got {error=}; as in error=OSError('disk full')")
+    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise ConfigError(f"fault: needs seconds >= 0, got {seconds=}; for ever is what 'stop' does")
 
 
 def _act(action: Action, error: BaseException, seconds: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -24,7 +24,7 @@ class HostSync:
 
     Args:
         what: ``item`` (also ``float()``, ``int()``, ``bool()``, an ``if``, ``torch.equal``), ``tolist``, ``numpy``, ``cpu``,
-            ``copy`` (any other blocking copy from a device), or the name of an operation whose output size depends on values.
+            ``copy`` (any other blocking copy from a device), or the name of an operation that reads values to know a size.
         where: the nearest caller outside torch, ``file:line in function``.
     """
 
@@ -49,10 +49,11 @@ def count_host_syncs() -> Iterator[SeenHostSyncs]:
     """Record every call of this thread inside that makes the host wait for a device, or would on a GPU.
 
     These are reads of a value (``item``, ``float(t)``, an ``if`` on a tensor, also from torch's own code), ``tolist``,
-    ``numpy`` and ``cpu`` of any tensor, blocking copies from a device, and operations whose output size depends on values
-    (``nonzero``, ``masked_select``, ``unique``, an index by a mask). On a CPU they are counted although nobody waits there,
-    so that a test without a GPU can fail. Not counted: ``torch.cuda.synchronize`` and waiting for an event (explicit, and
-    their purpose), copies to a CPU tensor with ``non_blocking=True``, and ``.to("cpu")`` of a tensor that is there.
+    ``numpy`` and ``cpu`` of any tensor, blocking copies from a device, operations whose output size depends on values
+    (``nonzero``, ``masked_select``, ``unique``, an index by a mask), and writing a tensor through a mask (a single number is
+    written without waiting). On a CPU they are counted although nobody waits there, so that a test without a GPU can fail.
+    Not counted: ``torch.cuda.synchronize`` and waiting for an event (explicit, and their purpose), copies to a CPU tensor with
+    ``non_blocking=True``, and ``.to("cpu")`` of a tensor that is there.
 
     Torch's optimizers may sync by themselves, so hold code against the same loop with a bare ``fused`` optimizer.
 
@@ -99,6 +100,11 @@ class _Recorder:
 
 
 _METHODS = ("cpu", "numpy", "tolist")
+_INDEX_WRITES = (
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten._index_put_impl_.default,
+)
 
 
 @contextmanager
@@ -128,6 +134,10 @@ def _sync_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
         return "copy" if leaves and not (args[2] if len(args) > 2 else kwargs.get("non_blocking")) else None
     if torch.Tag.data_dependent_output in func.tags:
         return "item"
+    if func in _INDEX_WRITES:
+        # The places are counted first, except where one number of the host's fills all of them.
+        filled = args[2].numel() == 1 and args[2].device.type == "cpu"
+        return "index_put" if _has_mask(args[1]) and not filled else None
     if torch.Tag.dynamic_output_shape in func.tags and _depends_on_values(func, args, kwargs):
         return str(func.name()).removeprefix("aten::").split(".")[0].strip("_2")  # "_unique2" is what "unique" calls
     return None
@@ -136,8 +146,12 @@ def _sync_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
 def _depends_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a tagged operation reads values in this call: an index by integers does not, a repeat of known size neither."""
     if func is torch.ops.aten.index.Tensor:
-        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        return _has_mask(args[1])
     return kwargs.get("output_size") is None
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 def _caller() -> str:

@@ -43,7 +43,7 @@ def find(path: str) -> Any:
     """The function or method at ``path``: a module's import path, then attributes.
 
     Raises:
-        ConfigError: there is no such thing, or it is nothing that can be called.
+        ConfigError: there is no such thing, or it is nothing that can be called, or a class.
     """
     found, names = _module(path)
     for name in names:
@@ -56,12 +56,16 @@ def find(path: str) -> Any:
             ) from None
     if not callable(found):
         raise ConfigError(f"fault: {path!r} is no function but {type(found).__name__}; only calls can fail")
+    if isinstance(found, type):
+        raise ConfigError(f"fault: {path!r} is a class, which must stay what it is for isinstance; give '{path}.__init__'")
     return found
 
 
 def _module(path: str) -> tuple[Any, list[str]]:
     """The longest beginning of ``path`` that can be imported, and the names after it, at least one."""
-    parts = path.split(".")
+    parts = path.split(".") if isinstance(path, str) else []
+    if not parts or not all(parts):
+        raise ConfigError(f"fault: {path!r} is no import path; give a short name, or a path such as 'my_loop.load_batch'")
     for cut in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:cut])
         try:

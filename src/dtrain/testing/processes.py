@@ -149,7 +149,8 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         addr="127.0.0.1", port=port,
     )  # fmt: skip
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return {**place, wire.LOOPBACK: "1", wire.GLOO_INTERFACE: loopback, wire.THREADS: "1"}
+    # The fork server has the environment of its own start, which may be long ago.
+    return {**os.environ, **place, wire.LOOPBACK: "1", wire.GLOO_INTERFACE: loopback, wire.THREADS: "1"}
 
 
 def _is_stopped(pid: int) -> bool:

@@ -43,7 +43,7 @@ def run_ranks(fn: RankFn, world_size: int, *args: Plain, timeout_s: float = 120.
         What each rank returned, plain data, by rank.
 
     Raises:
-        ConfigError: ``fn`` is not at the top level of a file, or ``world_size`` < 1.
+        ConfigError: ``fn`` is not at the top level of a file, ``args`` are not plain data, or ``world_size`` < 1.
         RankError: a rank raised, died, or did not finish, with the traceback of the rank that failed *first*, not of one that
             lost its connection because of it.
     """
@@ -54,8 +54,9 @@ def run_ranks(fn: RankFn, world_size: int, *args: Plain, timeout_s: float = 120.
 class Ranks:
     """``world_size`` processes with an open process group that run one function after another.
 
-    They start with the first ``run``. A function that raises on any rank ends all the processes (they may be waiting for
-    each other); the next ``run`` starts new ones. A context manager; without it, call ``close``. As a pytest fixture::
+    They start with the first ``run``, in the caller's current folder and with its environment variables as they are then. A
+    function that raises on any rank ends all the processes (they may be waiting for each other); the next ``run`` starts new
+    ones. A context manager; without it, call ``close``. As a pytest fixture::
 
         @pytest.fixture(scope="session")
         def two_ranks():
@@ -73,8 +74,8 @@ class Ranks:
     """
 
     def __init__(self, world_size: int) -> None:
-        if world_size < 1:
-            raise ConfigError(f"Ranks: needs at least one rank, got {world_size=}")
+        if type(world_size) is not int or world_size < 1:
+            raise ConfigError(f"Ranks: needs a whole number of at least one rank, got {world_size=}")
         self.world_size = world_size
         self._pool: Pool | None = None
         self._end: weakref.finalize[..., Ranks] | None = None
@@ -87,7 +88,7 @@ class Ranks:
 
     def run(self, fn: RankFn, *args: Plain, timeout_s: float = 120.0) -> list[Any]:
         """``fn(*args)`` on every rank; see ``run_ranks``."""
-        task = json.dumps({**_address(fn), "args": args}).encode()
+        task = _encoded({**_address(fn), "args": args}, fn.__qualname__)
         pool = self._open()
         try:
             return _Run(pool, fn.__qualname__, timeout_s).results(task)
@@ -201,3 +202,10 @@ def _address(fn: RankFn) -> dict[str, str]:
     if code is None or "<" in name:
         raise ConfigError(f"run_ranks: needs a function at the top level of a file, got {name}; other processes cannot find it")
     return {"file": code.co_filename, "name": name}
+
+
+def _encoded(task: dict[str, Any], name: str) -> bytes:
+    try:
+        return json.dumps(task).encode()
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise ConfigError(f"run_ranks: {name}: arguments are plain data (numbers, text, lists, dicts): {problem}") from None

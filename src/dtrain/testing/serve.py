@@ -28,8 +28,9 @@ STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # one that no code u
 
 def serve(pipe: Connection[Any, Any], env: dict[str, str], stack_file: str) -> None:
     """A rank: open the group, then run tasks until the pipe closes. ``STACK_SIGNAL`` makes it write down where it is."""
-    os.environ.pop(wire.AGENT_STORE, None)
+    os.environ.clear()
     os.environ.update(env)
+    os.environ.pop(wire.AGENT_STORE, None)
     torch.set_num_threads(1)  # the variable is read when torch is loaded, which was before the fork
     with init_dist(device="cpu", init_timeout_s=120), open(stack_file, "w") as stacks:
         # On demand, and not by faulthandler's timer: that reads the stacks of threads that run, which has crashed slow ranks.
@@ -69,10 +70,17 @@ def _answer(task: dict[str, Any]) -> bytes:
         fn: Any = _load(Path(task["file"]))
         for part in task["name"].split("."):
             fn = getattr(fn, part)
-        return json.dumps({"result": fn(*task["args"])}).encode()
+        return _encoded(fn(*task["args"]), task["name"])
     except BaseException as error:  # noqa: BLE001  # every way a rank can fail is reported to the caller, which raises it
         at = time.monotonic()  # first of all: formatting may take a while
         return json.dumps({"at": at, "error": traceback.format_exc(), "blames_a_peer": _blames_a_peer(error)}).encode()
+
+
+def _encoded(result: Any, name: str) -> bytes:
+    try:
+        return json.dumps({"result": result}).encode()
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise ConfigError(f"run_ranks: {name}: a result is plain data (numbers, text, lists, dicts): {problem}") from None
 
 
 def _blames_a_peer(error: BaseException) -> bool:

@@ -1,0 +1,180 @@
+"""Forwards outside of a step leave gathered copies of parameters, and a record of what ran: no step may build on either."""
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.dist.init import current
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import ConfigError
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.reduction import reduction_of
+from dtrain.shard.whole import evaluating, unsharded
+from dtrain.state import TrainState, new_state
+from dtrain.step.evaluate import evaluate
+from dtrain.step.microbatch import microbatch_step
+from dtrain.step.optimizer import apply_gradients, optimizer_step, tick
+from dtrain.tensors import local
+from shard.models import CASES, SAMPLES, WEIGHTS, Block, batch, difference, make, squared
+
+NAME = "called twice"
+LR = 0.1
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
+
+
+def sharded(strategy: str, **options) -> nn.Module:
+    mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
+    return shard_model(make(NAME), mesh, strategy=strategy, **{**CASES[NAME].options, **options})
+
+
+def state_of(net: nn.Module) -> TrainState:
+    return new_state(net, torch.optim.SGD(net.parameters(), lr=LR))
+
+
+def share() -> dict:
+    rank, world = current().rank, current().world_size
+    return {key: value[rank * SAMPLES // world : (rank + 1) * SAMPLES // world] for key, value in batch(NAME, WEIGHTS).items()}
+
+
+def step(state: TrainState) -> TrainState:
+    return microbatch_step(state, share(), loss_fn=squared, microbatch_size=2)[0]
+
+
+def plain_outputs(steps: int) -> list[torch.Tensor]:
+    """What torch alone computes after each step."""
+    net, whole, found = make(NAME), batch(NAME, WEIGHTS), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = squared(net, whole)
+        (loss.total / loss.weight).backward()
+        optimizer.step()
+        found.append(net(whole["x"]).detach())
+    return found
+
+
+def with_a_look_in_between(strategy: str, grad: bool, by_hand: bool) -> list[float]:
+    """A forward between the gradient and the update: its gathered parameters are not those after the update."""
+    state, whole, errors = state_of(sharded(strategy)), batch(NAME, WEIGHTS), []
+    for expected in plain_outputs(3):
+        state = step(state)
+        with torch.set_grad_enabled(grad):
+            state.model(whole["x"])
+        if by_hand:
+            state.optimizer.step()
+            state = tick(state)
+            with evaluating(state.model):
+                out = state.model(whole["x"])
+        else:
+            state, _ = optimizer_step(state, {})
+            with torch.no_grad():
+                out = state.model(whole["x"])
+        errors.append((out - expected).abs().max().item())
+    return errors
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer_step", "by hand"])
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_update_is_seen_by_the_next_forward_whatever_ran_before_it(ranks, strategy, grad, by_hand):
+    for errors in ranks(2).run(with_a_look_in_between, strategy, grad, by_hand):
+        assert max(errors) <= 1e-12
+
+
+def changed_by_hand(strategy: str) -> float:
+    """Parameters are written between a forward and a step, as by an average that is swapped in."""
+    state, reference = state_of(sharded(strategy)), make(NAME)
+    with torch.no_grad():
+        state.model(batch(NAME, WEIGHTS)["x"])
+        for param, plain in zip(state.params.values(), reference.parameters(), strict=True):
+            local(param).mul_(0.5)
+            plain.mul_(0.5)
+    step(state)
+    loss = squared(reference, batch(NAME, WEIGHTS))
+    (loss.total / loss.weight).backward()
+    pairs = zip(state.params.values(), reference.parameters(), strict=True)
+    return max((p.grad.full_tensor() - q.grad).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_computes_with_the_parameters_as_they_are(ranks, strategy):
+    assert max(ranks(2).run(changed_by_hand, strategy)) <= 1e-12
+
+
+def begun_after_a_forward(strategy: str, before_optimizer: bool) -> str:
+    net = sharded(strategy)
+    optimizer = None if before_optimizer else torch.optim.SGD(net.parameters(), lr=LR)
+    with torch.no_grad():
+        net(batch(NAME, WEIGHTS)["x"])
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=LR)
+    try:
+        new_state(net, optimizer)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("before_optimizer", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_of_gathered_copies_is_refused(ranks, strategy, before_optimizer):
+    for message in ranks(2).run(begun_after_a_forward, strategy, before_optimizer):
+        assert "are gathered copies, left by a forward outside of a step (first: " in message
+        assert "evaluating" in message
+
+
+def one_rank_alone(strategy: str) -> float:
+    """Rank 0 runs a block alone, whose record would make its next backward gather what the other ranks do not."""
+    state = state_of(sharded(strategy, blocks=(Block, nn.Linear)))
+    with unsharded(state.model):
+        if current().rank == 0:
+            state.model(batch(NAME, WEIGHTS)["x"])
+            state.model.head(batch(NAME, WEIGHTS)["x"])
+            state.model.blocks[0](batch(NAME, WEIGHTS)["x"])
+    step(state)
+    return difference(NAME, state.params)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_one_rank_ran_alone_leaves_no_trace_in_the_next_step(ranks, strategy):
+    assert max(ranks(2).run(one_rank_alone, strategy)) <= 1e-12
+
+
+def inside_each_other() -> list[bool]:
+    net = sharded("full_shard")
+    x = batch(NAME, WEIGHTS)["x"]
+    with unsharded(net):
+        with unsharded(net):
+            pass
+        evaluate(net, [batch(NAME, WEIGHTS)], squared)
+        if current().rank == 0:
+            net(x)
+        whole = not any(hasattr(p, "full_tensor") for p in net.parameters())
+    return [whole, all(hasattr(p, "full_tensor") for p in net.parameters())]
+
+
+def test_unsharded_lasts_through_another_one_and_through_an_evaluation(ranks):
+    assert ranks(2).run(inside_each_other) == [[True, True]] * 2
+
+
+def backward_by_hand() -> int:
+    net = sharded("full_shard")
+    for _ in range(5):
+        net(batch(NAME, WEIGHTS)["x"]).sum().backward()
+    return len(reduction_of(net).order)
+
+
+def test_a_loop_without_steps_leaves_no_growing_record(ranks):
+    assert ranks(2).run(backward_by_hand) == [0, 0]
+
+
+def skipped_update() -> list[bool]:
+    """An update that is skipped frees the copies all the same."""
+    state = step(state_of(sharded("replicate")))
+    with torch.no_grad():
+        state.model(batch(NAME, WEIGHTS)["x"])
+    apply_gradients(state, {}, nonfinite="skip")
+    return [hasattr(p, "full_tensor") for p in state.model.parameters()]
+
+
+def test_the_model_holds_shards_after_an_update(ranks):
+    assert all(all(found) for found in ranks(2).run(skipped_update))

@@ -1,0 +1,70 @@
+"""What others put around modules or the whole model: gradients, names and layout are those of the plain model."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from dtrain.names import unwrapped
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.reduction import reduction_of
+from dtrain.shard.replicas import buffers_of
+from dtrain.state import new_state, spec_of
+from dtrain.step.microbatch import microbatch_step
+from shard.models import WEIGHTS, Block, Stack, batch, difference, make, squared
+from shard.test_models import mesh_for, share
+
+NAME = "called twice"
+
+
+def compiled(net: nn.Module) -> nn.Module:
+    return torch.compile(net, backend="eager")
+
+
+def with_checkpointed_blocks(net: Stack) -> Stack:
+    net.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in net.blocks)
+    return net
+
+
+def with_compiled_blocks(net: Stack) -> Stack:
+    for block in net.blocks:
+        block.compile(backend="eager")
+    return net
+
+
+def same(net: nn.Module) -> nn.Module:
+    return net
+
+
+WRAPPED = {  # before shard_model, and after it
+    "checkpointed blocks": (with_checkpointed_blocks, same),
+    "checkpointed model": (checkpoint_wrapper, same),
+    "compiled blocks": (with_compiled_blocks, same),
+    "compiled blocks after": (same, with_compiled_blocks),
+    "compiled model": (compiled, same),
+    "compiled model after": (same, compiled),
+}
+
+
+def trained(kind: str, strategy: str) -> list:
+    before, after = WRAPPED[kind]
+    net = after(shard_model(before(make(NAME)), mesh_for(strategy), strategy=strategy, blocks=(Block,)))
+    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for size in (2, None):
+        microbatch_step(state, share(batch(NAME, WEIGHTS)), loss_fn=squared, microbatch_size=size)
+    steered = reduction_of(net) is not reduction_of(nn.Identity()) and buffers_of(net) is not buffers_of(nn.Identity())
+    return [difference(NAME, state.params), spec_of(net).strategy == strategy == state.spec.strategy, steered]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "replicate"])
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_wrapped_model_trains_as_the_plain_one(ranks, kind, strategy):
+    for error, known, steered in ranks(2).run(trained, kind, strategy):
+        assert error <= 1e-12
+        assert (known, steered) == (True, True)
+
+
+def test_unwrapped_looks_through_every_wrapper_around_the_whole():
+    net = Block()
+    assert unwrapped(net) is net
+    assert unwrapped(checkpoint_wrapper(compiled(net))) is net

@@ -1,0 +1,93 @@
+"""What a loss function may return: everything else is one line on all ranks, and says what to return."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import ConfigError, StepError
+from dtrain.shard.fsdp import shard_model
+from dtrain.state import TrainState, new_state
+from dtrain.step.evaluate import evaluate
+from dtrain.step.microbatch import microbatch_step
+from dtrain.types import LossSum
+
+X = torch.ones(4, 3)
+
+
+def state_of(net: nn.Module) -> TrainState:
+    return new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def loss_of(**options: Any) -> Callable[[nn.Module, torch.Tensor], Any]:
+    return lambda net, x: LossSum(**{"total": net(x).sum(), "weight": len(x), **options})
+
+
+WRONG = {
+    "mean": (
+        lambda net, x: net(x).mean(),
+        "loss_fn must return a LossSum, got Tensor; wrap one that returns a mean with dt.mean",
+    ),
+    "nothing": (lambda net, x: None, "loss_fn must return a LossSum, got NoneType"),
+    "pair": (lambda net, x: (net(x).sum(), 1.0), "loss_fn must return a LossSum, got tuple"),
+    "vector": (loss_of(total=torch.ones(4)), r"LossSum.total must be one number \(a tensor \[\]\), got shape \(4,\); sum it"),
+    "number": (loss_of(total=3.0), r"LossSum.total must be one number \(a tensor \[\]\), got 3.0"),
+    "weights": (loss_of(weight=torch.ones(4)), r"LossSum.weight must be one number, got shape \(4,\); sum it"),
+    "no weight": (loss_of(weight=None), "LossSum.weight must be one number, got None"),
+    "aux": (loss_of(aux={"a": 3.0}), r"LossSum.aux\['a'\] must be \(total, weight\), got 3.0"),
+    "aux vector": (
+        loss_of(aux={"a": (torch.ones(4), 1.0)}),
+        r"LossSum.aux\['a'\] must be of single numbers, got shape \(4,\); sum it",
+    ),
+    "aux called loss": (loss_of(aux={"loss": (1.0, 1.0)}), "'loss' is the name of the main loss"),
+    "term called loss": (loss_of(terms={"loss": (torch.ones(()), 1.0)}), "'loss' is the name of the main loss"),
+    "one name twice": (
+        loss_of(terms={"a": (torch.ones(()), 1.0)}, aux={"a": (1.0, 1.0)}),
+        "'a' is the name of a term and of an aux",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_no_sum_of_losses_is_refused_in_training_and_evaluation(loss, message):
+    state = state_of(nn.Linear(3, 1))
+    weights = {"weight_fn": lambda x: {"loss": len(x), "a": 1.0}} if "terms" in message or "term" in message else {}
+    with pytest.raises(ConfigError, match=message):
+        microbatch_step(state, X, loss_fn=loss, microbatch_size=2, **weights)
+    assert all(p.grad is None for p in state.params.values())
+    with pytest.raises(ConfigError, match=message):
+        evaluate(state.model, [X], loss)
+
+
+def test_a_loss_that_no_parameter_is_part_of_is_refused():
+    with pytest.raises(StepError, match="the loss of a microbatch depends on no trainable parameter"):
+        microbatch_step(state_of(nn.Linear(3, 1)), X, loss_fn=lambda net, x: LossSum(total=net(x).sum().detach(), weight=1))
+    assert evaluate(nn.Linear(3, 1), [X], lambda net, x: LossSum(total=net(x).sum().detach(), weight=1))["loss"].weight == 1
+
+
+def test_numbers_may_come_as_tensors_of_one_element():
+    state = state_of(nn.Linear(3, 1))
+    one = torch.ones(1)
+    loss = lambda net, x: LossSum(total=net(x).sum()[None], weight=one * len(x), aux={"a": (one, one)})  # noqa: E731
+    _, metrics = microbatch_step(state, X, loss_fn=loss, microbatch_size=2)
+    assert (metrics["loss"].weight.item(), metrics["a"].total.shape) == (4, ())
+
+
+def wrong_on_all_ranks(name: str) -> str:
+    state = state_of(shard_model(nn.Linear(3, 1), build_mesh()))
+    try:
+        microbatch_step(state, X, loss_fn=WRONG[name][0], microbatch_size=2)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["mean", "no weight", "aux"])
+def test_a_sharded_model_refuses_it_on_all_ranks_in_one_line(ranks, name):
+    first, second = ranks(2).run(wrong_on_all_ranks, name)
+    assert first == second
+    assert first.startswith("microbatch_step: ")
+    assert "\n" not in first
