@@ -11,6 +11,7 @@ import dtrain as dt
 from dtrain.clock import Clock
 from dtrain.combinators import between, every, masked, on_batch
 from dtrain.dist.control import post_batch
+from dtrain.dist.init import current
 from dtrain.dist.rng import generator
 from dtrain.errors import ConfigError
 from dtrain.transform import Transform, context_for
@@ -325,3 +326,31 @@ def test_a_batch_function_makes_its_keys_on_a_rank_without_samples_too(ranks, so
     assert first == second
     assert len(first) == steps
     assert min(first) > 0
+
+
+def batch_method_that_fails(rank: int) -> list[str]:
+    """Rank 1's function raises, or rank 0's (by ``rank``); then all go on."""
+    model = dt.shard_model(nn.Linear(3, 2), dt.build_mesh())
+    fails = [True]
+
+    def fn(batch, source):
+        if fails.pop() and current().rank == rank:
+            raise ValueError("no partner for this sample")
+        return batch
+
+    twice = [on_batch(fn, name="mix"), on_batch(lambda batch, source: batch * 1.0, name="scale")]
+    step = dt.compose_step(LOSS, twice)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        step(state, BATCH)
+    except (ValueError, RuntimeError) as error:
+        fails.append(False)
+        step(state, BATCH)
+        return [type(error).__name__, str(error)]
+    return ["no error"]
+
+
+def test_a_batch_function_that_fails_on_one_rank_raises_on_all(ranks):
+    answers = ranks(2).run(batch_method_that_fails, 1)
+    assert answers[1] == ["ValueError", "no partner for this sample"]
+    assert answers[0] == ["PeerError", "step: rank 1 could not use its batch (1 of 2 ranks); see its own error"]

@@ -159,6 +159,13 @@ def check_microbatch_size(microbatch_size: int) -> None:
         raise ConfigError(f"split_batch: needs a whole number of at least 1, got {microbatch_size=}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FailedBatch:
+    """In place of a batch that could not be made on this rank: ``microbatch_step`` raises ``error`` once all ranks know."""
+
+    error: Exception
+
+
 def _all_cut(leaves: Iterable[Any]) -> bool:
     return all([isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves])  # noqa: C419  # a list is faster for a few
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dtrain.batch import to_device
+from dtrain.batch import FailedBatch, to_device
 from dtrain.clock import Clock, Duration
 from dtrain.dist.control import spare_replaced, spare_sample
 from dtrain.errors import ConfigError
@@ -140,6 +140,7 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
 
     Raises:
         ConfigError: ``fn`` is no function; in a step, it returns None.
+        Exception: in a step, whatever ``fn`` raises; on the other ranks ``PeerError``.
     """
     if not callable(fn):
         raise ConfigError(f"on_batch: needs a function (batch, generator) -> batch, got {fn!r}")
@@ -153,9 +154,16 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
         return changed
 
     def made(state: TrainState, batch: Batch) -> Batch:
-        after = fn(to_device(batch, state.device), context_for(state, name).generator)
+        if isinstance(batch, FailedBatch):
+            return batch
+        try:
+            after = fn(to_device(batch, state.device), context_for(state, name).generator)
+        except Exception as error:  # noqa: BLE001  # of any kind, it is the user's; raised in the step, by all ranks
+            return FailedBatch(error)
         if after is None:
-            raise ConfigError(f"on_batch: the function of {name!r} returned None; it must return the batch it makes")
+            return FailedBatch(
+                ConfigError(f"on_batch: the function of {name!r} returned None; it must return the batch it makes")
+            )
         return after
 
     return Transform(name=name, grad=grad)

@@ -71,8 +71,6 @@ class _Process:
     # a fork of this process waits for threads that only this process has.
     abandoned: weakref.ref[dist.ProcessGroup] | None = None
     meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)  # on the open groups
-    pid: int = 0  # of the process that connected to the store
-    inherited: list[dist.Store | None] = field(default_factory=list)  # of the process that this one is a fork of
 
 
 _PROCESS = _Process()
@@ -183,10 +181,7 @@ def _meet(
     rank, world = place["rank"], place["world_size"]
     meeting = Meeting(rank=rank, world_size=world, address=read_address(rank, world) if init_method is None else init_method)
     if meeting != _PROCESS.meeting:
-        if _PROCESS.pid != os.getpid():
-            # Kept: to free a served store is to wait for its thread, which a fork has not.
-            _PROCESS.inherited.append(_PROCESS.store)
-        _PROCESS.meeting, _PROCESS.store, _PROCESS.pid = meeting, None, os.getpid()
+        _PROCESS.meeting, _PROCESS.store = meeting, None
     # Opening again after closing meets at the same store: rank 0 cannot listen on its port a second time.
     if _PROCESS.store is None:
         _PROCESS.store = connect(meeting, within_s=init_timeout_s)

@@ -9,7 +9,15 @@ from typing import SupportsIndex, TypeAlias
 
 import torch
 
-from dtrain.batch import BatchSpec, check_microbatch_size, count_batch, split_counted, tensors_of, zeros_like_samples
+from dtrain.batch import (
+    BatchSpec,
+    FailedBatch,
+    check_microbatch_size,
+    count_batch,
+    split_counted,
+    tensors_of,
+    zeros_like_samples,
+)
 from dtrain.dist.control import spare_sample
 from dtrain.errors import ConfigError
 from dtrain.types import Batch
@@ -82,6 +90,8 @@ def cut(
     Raises:
         ConfigError: a batch that cannot be counted or cut, or a ``split`` that gives no microbatch for some samples.
     """
+    if isinstance(batch, FailedBatch):
+        raise batch.error
     samples, tokens = samples_and_tokens(batch, spec=spec, count=count)
     if samples == 0:
         return Parts(batch=batch, tokens=tokens)
