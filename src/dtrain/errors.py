@@ -11,7 +11,7 @@
     ├── CheckpointError (RuntimeError)
     │   ├── DamagedCheckpointError          a committed checkpoint that fails verification
     │   └── CheckpointMismatchError         a sound checkpoint that does not fit what it is loaded into
-    └── RankError (RuntimeError)            a rank started by dtrain.testing failed or hung
+    └── RankError (RuntimeError)            a rank started by dtrain.testing or spawn failed or hung
 
 A message is one line: where, what came with its value, what to do. ``ValueError`` subclasses mean bad input,
 ``RuntimeError`` subclasses mean that the state of the world is at fault.
@@ -57,4 +57,4 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class RankError(DtrainError, RuntimeError):
-    """A rank that ``dtrain.testing`` started has failed, or did not finish in time."""
+    """A rank that ``dtrain.testing`` or ``spawn`` started has failed, or did not finish in time."""

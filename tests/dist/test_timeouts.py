@@ -21,6 +21,10 @@ from dtrain.dist.reduce import reduce_max, reduce_mean, reduce_sum
 from dtrain.dist.timeouts import bounded, describe, is_of_a_collective, naming_missing
 from dtrain.dist.turns import local_rank_zero_first
 from dtrain.errors import DistError
+from dtrain.shard.fsdp import shard_model
+from dtrain.state import new_state
+from dtrain.step.microbatch import microbatch_step
+from dtrain.types import LossSum
 
 TIMEOUT_S = 2.0
 NEVER_S = 600
@@ -35,6 +39,10 @@ def sharded_forward() -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=build_mesh())
     with naming_missing("step 7"):
         model(torch.ones(1, 4))
+
+
+def squared(model: nn.Module, batch: torch.Tensor) -> LossSum:
+    return LossSum(total=model(batch).square().sum(), weight=len(batch))
 
 
 CALLS = {
@@ -222,3 +230,24 @@ def test_a_call_that_never_returns_is_given_up():
     with pytest.raises(KeyError, match="x"):
         bounded(lambda: {}["x"], within_s=NEVER_S, otherwise="no answer")
     assert bounded(lambda: 3, within_s=NEVER_S, otherwise="no answer") == 3
+
+
+@pytest.mark.parametrize("where", ["before forward", "before backward"])
+def test_a_step_names_a_rank_that_died_in_the_middle_of_it(forked, where):
+    def body(rank: int) -> str:
+        def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
+            if rank == 1 and where == "before forward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            found = squared(model, batch)
+            if rank == 1 and where == "before backward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        with init_dist(device="cpu", timeout_s=NEVER_S):
+            model = shard_model(nn.Linear(4, 4), build_mesh())
+            state = new_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            microbatch_step(state, torch.ones(2, 4), loss_fn=loss)
+        return "no error"
+
+    (text,) = forked.run(body, 2, results_of=[0]).values()
+    assert text.startswith("DistError: microbatch_step: ranks [1] of 2 did not arrive, connection lost after"), text
