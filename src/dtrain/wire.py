@@ -1,6 +1,7 @@
 """What the launcher and its ranks say to each other: environment variables and failure records. Imports no torch.
 
-The launcher writes the variables (``rank_environment``), ``dist/`` reads them, and nobody else does. The names without the ``DTRAIN_`` prefix are those of torchrun, so a script that knows torchrun's environment runs unchanged.
+The launcher writes the variables (``rank_environment``), ``dist/`` reads them, and nobody else does. The names
+without the ``DTRAIN_`` prefix are those of torchrun, so a script that knows torchrun's environment runs unchanged.
 """
 
 from __future__ import annotations

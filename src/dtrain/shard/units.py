@@ -20,6 +20,8 @@ Blocks: TypeAlias = "Picked | Sequence[Picked] | Callable[[str, nn.Module], bool
 LeaveOut: TypeAlias = "str | Sequence[str] | Callable[[str, Tensor], bool]"
 """Names (patterns) of parameters, or a predicate over (name, parameter)."""
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nothing calls them, unless a subclass
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
@@ -85,7 +87,7 @@ def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
                 raise ConfigError(f"shard_model: blocks names {_shown(entry)}, but the model has no such module")
             found += matches
     for name, module in found:
-        if not _has_forward(module):
+        if isinstance(module, _CONTAINERS) and not _has_forward(module):
             raise ConfigError(
                 f"shard_model: blocks picks {name!r}, a {type(module).__name__} without forward; pick what is inside it"
             )
