@@ -1,9 +1,13 @@
 """Fixtures for all tests: real ranks, started once per world size and kept for the session."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share two cores, and the fork server needs one thread
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts jobs in the background deaf to Ctrl-C, and whatever they start: some tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch

@@ -53,7 +53,11 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     """What ``module`` wraps, None when it is a module of the model's own."""
     if isinstance(module, _PARALLEL):
         return module._modules["module"]
-    return next((module._modules[key] for key in _INSERTED if key in module._modules), None)
+    inside = module._modules
+    for key in _INSERTED:  # asked for in every step, so without a generator
+        if key in inside:
+            return inside[key]
+    return None
 
 
 def clean_parameters(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
