@@ -5,16 +5,17 @@ import signal
 from collections.abc import Callable, Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share two cores, and the fork server needs one thread
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts jobs in the background deaf to Ctrl-C, and whatever they start: some tests send it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
 import pytest
 import torch
 
 from dtrain.testing import Ranks
 
 torch.set_num_threads(1)
+
+# A shell starts jobs in the background deaf to Ctrl-C, and nohup to a lost terminal, with all that they start: tests send both.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 @pytest.fixture(scope="session")

@@ -135,7 +135,9 @@ def _accumulate(
         reduction.before_microbatch(last=index == microbatches - 1)
         if index < len(parts):
             part = parts.parts[index]
-            loss = checked_loss(loss_fn(state.model, to_device(part, device) if away else part), where="microbatch_step")
+            loss = loss_fn(state.model, to_device(part, device) if away else part)
+            if index == 0:  # the others are of the same function
+                checked_loss(loss, where="microbatch_step")
             weights.objective(loss).backward()
             sums.add(loss)
         else:
