@@ -21,7 +21,7 @@ TOLERANCE = 1e-12  # norm of the difference over norm of all parameters, in floa
 FAULTS = ("loss 1", "loss 2", "before grad", "after grad", "before update")
 
 
-def resume_equals_straight(name: str, root: str) -> None:
+def check_resume_equals_straight(name: str, root: str) -> None:
     """Interrupted in the middle, saved, loaded into a fresh state and continued: every bit is that of the run in one piece."""
     expected, trace = train(*begin([make(name)]), STEPS)
     straight = snapshot(expected)
@@ -35,7 +35,7 @@ def resume_equals_straight(name: str, root: str) -> None:
     assert found == [], f"resume: {name}: differs from the straight run at {found}"
 
 
-def never_active_equals_absent(name: str) -> None:
+def check_never_active_equals_absent(name: str) -> None:
     """Wrapped so that it never acts, it changes no bit of a run; its slice stands there as it was made."""
     runs = []
     for transforms in ([], [between(10**9, 10**9 + 1, make(name))]):
@@ -45,7 +45,7 @@ def never_active_equals_absent(name: str) -> None:
     assert found == [], f"never active: {name}: differs from a run without it at {found}"
 
 
-def ranks_equal_one(name: str, ranks: Callable[[int], Ranks]) -> None:
+def check_ranks_equal_one(name: str, ranks: Callable[[int], Ranks]) -> None:
     """Two ranks that share each batch end where one does, with the same metrics."""
     alone, *pair = ranks(1).run(trained_numbers, name) + ranks(2).run(trained_numbers, name)
     for found in pair:
@@ -64,7 +64,7 @@ def trained_numbers(name: str) -> dict[str, Any]:
     return {"params": [value for values in params for value in values], "metrics": dt.reduce_metrics(metrics)}
 
 
-def slices_are_plain(name: str) -> None:
+def check_slices_are_plain(name: str) -> None:
     """Nested dicts with text keys, of numbers, text and tensors; a tensor of some size is keyed by its parameter's name."""
     step, state = begin([make(name)])
     for _ in range(2):
@@ -87,7 +87,7 @@ def _not_plain(tree: Any, state: dt.TrainState, path: str) -> list[str]:
     return [] if type(tree) in (int, float, str) else [f"{path} is a {type(tree).__name__}"]
 
 
-def exception_changes_nothing(name: str, where: str, at: int) -> None:
+def check_exception_changes_nothing(name: str, where: str, at: int) -> None:
     """Step ``at`` that fails inside leaves the run as it was; tried again, it is the step that never failed."""
     *_, allowed = _failed([], where, at)
     step, state, before, after = _failed([make(name)], where, at)
@@ -117,7 +117,7 @@ def _failed(transforms: list[dt.Transform], where: str, at: int) -> tuple[dt.Ste
     return step, state, before, {**snapshot(state), "traces": traces(state)}
 
 
-def spent_state_raises(name: str, root: str | Path) -> None:
+def check_spent_state_raises(name: str, root: str | Path) -> None:
     """A state that was stepped can be neither stepped nor saved."""
     step, spent = begin([make(name)])
     take(step, spent)

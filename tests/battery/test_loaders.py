@@ -23,7 +23,7 @@ def group(made: Row, ranks: int) -> list[dt.Loader]:
     return [made.make(rank, ranks) for rank in range(ranks)]
 
 
-def once(name: str) -> None:
+def check_once(name: str) -> None:
     """Every epoch has each sample once (with ``tail="drop"`` none twice), in an order of its own if it is shuffled."""
     made = row(name)
     seen = list(chain.from_iterable(global_batches(group(made, 1), f"{EPOCHS}ep")))
@@ -36,7 +36,7 @@ def once(name: str) -> None:
     assert made.shuffle or first == list(range(made.epoch())), f"once: {name}: not in the order of the dataset"
 
 
-def order(name: str, world_sizes: tuple[int, ...] = WORLD_SIZES) -> None:
+def check_order(name: str, world_sizes: tuple[int, ...] = WORLD_SIZES) -> None:
     """Global batches are the same for every number of ranks and workers; ranks' shares differ by at most one sample."""
     made = row(name)
     expected = global_batches(group(made.plain(), 1), f"{EPOCHS}ep")
@@ -46,7 +46,7 @@ def order(name: str, world_sizes: tuple[int, ...] = WORLD_SIZES) -> None:
         assert max(first) - min(first) <= 1, f"order: {name}: shares of {first}"
 
 
-def resume(name: str, at: int, before: int, after: int) -> None:
+def check_resume(name: str, at: int, before: int, after: int) -> None:
     """Stopped behind any batch and continued at another world size, a run sees the rest exactly."""
     made = row(name)
     expected = global_batches(group(made.plain(), 1), f"{EPOCHS}ep")
@@ -58,7 +58,7 @@ def resume(name: str, at: int, before: int, after: int) -> None:
     assert found == expected, f"resume: {name}: behind batch {at}, from {before} to {after} ranks"
 
 
-def position(name: str) -> None:
+def check_position(name: str) -> None:
     """The state is a few whole numbers, equal on all ranks, and counts what was handed out, not what was fetched ahead."""
     loaders = group(row(name), 2)
     streams = [loader.until(f"{EPOCHS}ep") for loader in loaders]
@@ -83,34 +83,34 @@ def broken(contract: str) -> pytest.MarkDecorator:
 
 @each
 def test_each_sample_comes_once_in_an_epoch(name):
-    once(name)
+    check_once(name)
 
 
 @each
 def test_global_batches_are_the_same_for_every_number_of_ranks(name):
-    order(name)
+    check_order(name)
 
 
 @slow
 def test_global_batches_are_the_same_with_workers(name):
-    order(name, (2,))
+    check_order(name, (2,))
 
 
 @each
 @given(at=st.integers(0, 8), before=st.sampled_from(WORLD_SIZES), after=st.sampled_from(WORLD_SIZES))
 @settings(max_examples=15, deadline=None)
 def test_a_run_resumes_behind_any_batch_on_any_number_of_ranks(name, at, before, after):
-    resume(name, at, before, after)
+    check_resume(name, at, before, after)
 
 
 @slow
 def test_a_run_with_workers_resumes_in_the_middle_of_an_epoch(name):
-    resume(name, 7, 1, 2)
+    check_resume(name, 7, 1, 2)
 
 
 @pytest.mark.parametrize("name", [*ROWS, *SLOW_ROWS])
 def test_the_position_is_a_few_whole_numbers(name):
-    position(name)
+    check_position(name)
 
 
 def handed_out(name: str) -> list[list[int]]:
@@ -131,25 +131,25 @@ def test_real_ranks_are_handed_out_what_simulated_ones_are(ranks):
 @broken("once")
 def test_the_contract_of_each_sample_once_finds_what_is_broken(name):
     with pytest.raises(AssertionError, match=f"once: {name}: (a sample comes twice|the epochs have the same order)"):
-        once(name)
+        check_once(name)
 
 
 @broken("order")
 def test_the_order_contract_finds_what_is_broken(name):
     with pytest.raises(AssertionError, match=f"order: {name}: differs on 2 ranks"):
-        order(name)
+        check_order(name)
 
 
 @broken("resume")
 def test_the_resume_contract_finds_what_is_broken(name):
     with pytest.raises(AssertionError, match=f"resume: {name}: behind batch 2, from 1 to 2 ranks"):
-        resume(name, 2, 1, 2)
+        check_resume(name, 2, 1, 2)
 
 
 @broken("position")
 def test_the_position_contract_finds_what_is_broken(name):
     with pytest.raises(AssertionError, match=f"position: {name}: not a few whole numbers"):
-        position(name)
+        check_position(name)
 
 
 def test_every_contract_has_something_that_breaks_it():

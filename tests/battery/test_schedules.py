@@ -15,7 +15,7 @@ from battery.schedules import BROKEN, ROWS, row
 NEAR = 1e-7  # of a step; what a schedule changes over it beyond its steepness is a jump
 
 
-def pure(name: str, times: list[float]) -> None:
+def check_pure(name: str, times: list[float]) -> None:
     """Equal times have equal values, in any order, asked again, and by a schedule that is made anew."""
     schedule = row(name).make()
     first = {t: schedule(t) for t in times}
@@ -25,7 +25,7 @@ def pure(name: str, times: list[float]) -> None:
     assert [fresh(t) for t in reversed(times)] == [first[t] for t in reversed(times)], f"pure: {name}"
 
 
-def continuous(name: str) -> None:
+def check_continuous(name: str) -> None:
     """No part of a step changes it by more than its steepness, and nothing jumps where two formulas meet."""
     schedule, steepest = row(name).make(), row(name).steepest
     for t in (eighth / 8 for eighth in range(8 * 30)):
@@ -37,21 +37,21 @@ def continuous(name: str) -> None:
             assert abs(schedule(beside) - schedule(join)) <= steepest * NEAR * 2 + 1e-15, f"continuous: {name}: at {join}"
 
 
-def values(name: str) -> None:
+def check_values(name: str) -> None:
     """The values worked out by hand."""
     schedule = row(name).make()
     for t, value in row(name).values.items():
         assert schedule(t) == pytest.approx(value, rel=1e-12, abs=1e-15), f"values: {name}: at {t}"
 
 
-def end(name: str) -> None:
+def check_end(name: str) -> None:
     """Defined and finite everywhere, and constant behind its end."""
     schedule, last = row(name).make(), max(row(name).values)
     assert all(math.isfinite(schedule(t)) for t in (-1, 0, 0.5, 1e3, 1e15)), f"end: {name}: not finite"
     assert {schedule(last + more) for more in (0, 0.5, 1, 100, 1e12)} == {schedule(last)}, f"end: {name}: moves behind {last}"
 
 
-def resume(name: str, root: str) -> None:
+def check_resume(name: str, root: str) -> None:
     """A run that is interrupted has the rates of one that is not: those of the step about to run."""
     expected = [0.1 * row(name).make()(t) for t in range(STEPS)]
     state, first = train(*begin([dt.scale_lr(row(name).make())]), FIRST)
@@ -79,57 +79,57 @@ def test_every_public_function_that_makes_a_schedule_has_a_row():
 @given(times=st.lists(st.floats(-10, 1e6) | st.integers(0, 40), min_size=1, max_size=8))
 @settings(max_examples=40, deadline=None)
 def test_schedules_are_pure(name, times):
-    pure(name, times)
+    check_pure(name, times)
 
 
 @each
 def test_schedules_are_continuous(name):
-    continuous(name)
+    check_continuous(name)
 
 
 @each
 def test_schedules_have_the_values_worked_out_by_hand(name):
-    values(name)
+    check_values(name)
 
 
 @each
 def test_schedules_are_finite_and_stay_at_their_end(name):
-    end(name)
+    check_end(name)
 
 
 @each
 def test_schedules_are_equal_after_a_resume(name, tmp_path):
-    resume(name, str(tmp_path))
+    check_resume(name, str(tmp_path))
 
 
 @broken("pure")
 def test_the_purity_contract_finds_what_is_broken(name):
     with pytest.raises(AssertionError, match=f"pure: {name}"):
-        pure(name, [0, 1])
+        check_pure(name, [0, 1])
 
 
 @broken("continuous")
 def test_the_continuity_contract_finds_what_is_broken(name):
     with pytest.raises(AssertionError, match=f"continuous: {name}"):
-        continuous(name)
+        check_continuous(name)
 
 
 @broken("values")
 def test_the_contract_of_values_finds_what_is_broken(name):
     with pytest.raises(AssertionError, match=f"values: {name}"):
-        values(name)
+        check_values(name)
 
 
 @broken("end")
 def test_the_contract_of_the_end_finds_what_is_broken(name):
     with pytest.raises(AssertionError, match=f"end: {name}: (not finite|moves behind 8)"):
-        end(name)
+        check_end(name)
 
 
 @broken("resume")
 def test_the_resume_contract_finds_what_is_broken(name, tmp_path):
     with pytest.raises(AssertionError, match=f"resume: {name}"):
-        resume(name, str(tmp_path))
+        check_resume(name, str(tmp_path))
 
 
 def test_every_contract_has_something_that_breaks_it():

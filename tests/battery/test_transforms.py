@@ -36,40 +36,40 @@ def test_every_contract_has_something_that_breaks_it():
 
 @each
 def test_resumed_in_the_middle_equals_straight(name, tmp_path):
-    contracts.resume_equals_straight(name, str(tmp_path))
+    contracts.check_resume_equals_straight(name, str(tmp_path))
 
 
 @each
 def test_resumed_in_the_middle_equals_straight_when_sharded_on_two_ranks(name, tmp_path, ranks):
-    assert ranks(2).run(contracts.resume_equals_straight, name, str(tmp_path)) == [None, None]
+    assert ranks(2).run(contracts.check_resume_equals_straight, name, str(tmp_path)) == [None, None]
 
 
 @broken("resume")
 def test_the_resume_contract_finds_what_is_broken(name, tmp_path):
     with pytest.raises(AssertionError, match=f"resume: {name}: differs from the straight run at"):
-        contracts.resume_equals_straight(name, str(tmp_path))
+        contracts.check_resume_equals_straight(name, str(tmp_path))
 
 
 @each
 def test_never_active_equals_absent(name):
-    contracts.never_active_equals_absent(name)
+    contracts.check_never_active_equals_absent(name)
 
 
 @broken("never active")
 def test_the_absence_contract_finds_what_is_broken(name):
     with pytest.raises(AssertionError, match=f"never active: {name}: differs from a run without it at"):
-        contracts.never_active_equals_absent(name)
+        contracts.check_never_active_equals_absent(name)
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.per_rank])
 def test_two_ranks_equal_one(name, ranks):
-    contracts.ranks_equal_one(name, ranks)
+    contracts.check_ranks_equal_one(name, ranks)
 
 
 @broken("ranks")
 def test_the_ranks_contract_finds_what_is_broken(name, ranks):
     with pytest.raises(AssertionError, match=f"ranks: {name}: (parameters on two ranks are .* from those|metrics differ)"):
-        contracts.ranks_equal_one(name, ranks)
+        contracts.check_ranks_equal_one(name, ranks)
 
 
 def drawn_parameters(name: str) -> list[float]:
@@ -84,37 +84,37 @@ def test_what_draws_on_each_rank_differs_between_one_and_two(name, ranks):
 
 @each
 def test_slices_are_plain_and_keyed_by_name(name):
-    contracts.slices_are_plain(name)
+    contracts.check_slices_are_plain(name)
 
 
 @broken("slices")
 def test_the_slice_contract_finds_what_is_broken(name):
     with pytest.raises(AssertionError, match=f"slices: {name}: "):
-        contracts.slices_are_plain(name)
+        contracts.check_slices_are_plain(name)
 
 
 @each
 @pytest.mark.parametrize("where", contracts.FAULTS)
 def test_an_exception_inside_changes_nothing(name, where):
     for at in (2, 3):  # of any wrapping in the registry, one of the two is a step in which it acts
-        contracts.exception_changes_nothing(name, where, at)
+        contracts.check_exception_changes_nothing(name, where, at)
 
 
 @broken("exception")
 def test_the_exception_contract_finds_what_is_broken(name):
     with pytest.raises(AssertionError, match=f"exception: {name}: raised in .* of step 2, which left changes at"):
-        contracts.exception_changes_nothing(name, "before update", 2)
+        contracts.check_exception_changes_nothing(name, "before update", 2)
 
 
 @each
 def test_a_state_that_was_stepped_is_spent(name, tmp_path):
-    contracts.spent_state_raises(name, tmp_path)
+    contracts.check_spent_state_raises(name, tmp_path)
 
 
 @broken("spent")
 def test_the_spent_contract_finds_what_is_broken(name, tmp_path):
     with pytest.raises(AssertionError, match=f"spent: {name}: step took a state that was stepped"):
-        contracts.spent_state_raises(name, tmp_path)
+        contracts.check_spent_state_raises(name, tmp_path)
 
 
 @each

@@ -55,6 +55,11 @@ def _adopted_place() -> dict[str, int]:
 
 
 def choose_device(asked: str | None, place: dict[str, int]) -> torch.device:
+    """The device of this rank: what was asked for, or CUDA where every rank of the node can have a GPU of its own.
+
+    Raises:
+        ConfigError: CUDA was asked for, and there are fewer GPUs than ranks.
+    """
     # Counted through the driver's own library: torch.cuda.is_available() would start CUDA, and a process that has cannot fork.
     ranks, gpus = place["local_world_size"], torch.cuda.device_count()
     if asked == "cuda" and gpus < ranks:
