@@ -9,16 +9,15 @@ from torch import nn
 
 from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
-from dtrain.losses import token_cross_entropy
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState, new_state
 from dtrain.step.microbatch import microbatch_step
 from dtrain.tensors import gathered
 from dtrain.types import LossSum
+from step.ragged import VOCAB, loss_fn, ragged_batch
 
 # Norm of the difference over norm of the gradient, over all parameters; rounding gives about 1e-15 and 1e-7.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
-SAMPLES, SEQ, VOCAB = 11, 6, 13
 SIZES = (1, 2, 3, 5, None)
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
 
@@ -35,19 +34,6 @@ def model(dtype: str) -> nn.Module:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, VOCAB))
     return net.to(getattr(torch, dtype))
-
-
-def ragged_batch() -> dict:
-    """Every sample has another number of targets that count, two of them none: whole microbatches weigh nothing."""
-    generator = torch.Generator().manual_seed(1)
-    inputs, targets = torch.randint(VOCAB, (2, SAMPLES, SEQ), generator=generator)
-    for sample in range(SAMPLES):
-        targets[sample, sample % (SEQ + 1) :] = -100
-    return {"inputs": inputs, "targets": targets}
-
-
-def loss_fn(net: nn.Module, batch: dict) -> LossSum:
-    return token_cross_entropy(net(batch["inputs"]), batch["targets"])
 
 
 def promised(batch: dict) -> torch.Tensor:

@@ -10,33 +10,20 @@ from dtrain.batch import batch_spec
 from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StaleStateError, StepError
-from dtrain.losses import mean_loss, token_cross_entropy
+from dtrain.losses import mean_loss
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import new_state
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import optimizer_step
 from dtrain.types import LossSum
+from step.ragged import SAMPLES, VOCAB, loss_fn, ragged_batch
 
 TOLERANCE = 1e-12  # norm of the difference over norm of the gradient, in float64; rounding gives about 1e-15
-SAMPLES, SEQ, VOCAB = 11, 6, 13
 
 
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, VOCAB)).double()
-
-
-def ragged_batch() -> dict:
-    """Every sample has another number of targets that count, one of them none."""
-    generator = torch.Generator().manual_seed(1)
-    inputs, targets = torch.randint(VOCAB, (2, SAMPLES, SEQ), generator=generator)
-    for sample in range(SAMPLES):
-        targets[sample, sample % (SEQ + 1) :] = -100
-    return {"inputs": inputs, "targets": targets}
-
-
-def loss_fn(net: nn.Module, batch: dict) -> LossSum:
-    return token_cross_entropy(net(batch["inputs"]), batch["targets"])
 
 
 def reference() -> torch.Tensor:
