@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -26,6 +28,14 @@ THREADS = "OMP_NUM_THREADS"
 RUN_DIR = "DTRAIN_RUN_DIR"  # folder of this launch, for what belongs to the launch and not to the training run
 LOOPBACK = "DTRAIN_LOOPBACK"  # "1": all ranks are on this host, so nothing may listen beyond loopback
 FAILURE_FILE = "DTRAIN_FAILURE_FILE"  # where a rank records the exception that leaves its script
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+PULSE_FD = "DTRAIN_PULSE_FD"  # where a rank reports its progress and commits: see ``pulse``
+ASK_FD = "DTRAIN_ASK_FD"  # can be read when the launcher wants every rank to write down what it is doing; nobody reads it
+FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE",)  # how many collectives torch remembers; its older name draws a warning
+PREEMPTED = 75  # what a rank exits with that was asked to stop, and has saved
+STOP_SIGNAL = "DTRAIN_STOP_SIGNAL"  # number of a signal that asks a rank to save and stop, besides SIGTERM
+
+STACKS_SIGNAL = signal.SIGRTMIN + 6 if sys.platform == "linux" else signal.SIGURG  # on which a rank writes its stacks
 
 OWNED_PREFIXES = ("DTRAIN_", "TORCHELASTIC_")
 """Variables that describe one launch: those of an outer launch say nothing true about the ranks of an inner one."""
@@ -41,6 +51,7 @@ class Failure:
     message: str
     frames: str
     exit_code: int  # what the rank is about to exit with
+    maybe_of_a_peer: bool = False  # of a class that a lost peer causes, too: perhaps another rank's failure came first
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
@@ -52,6 +63,7 @@ class Failure:
             message=_message(error),
             frames="".join(traceback.format_exception(error)),
             exit_code=_exit_code(error),
+            maybe_of_a_peer=isinstance(error, OSError | EOFError | RuntimeError),
         )
 
     def write(self, path: Path) -> None:
@@ -92,6 +104,16 @@ def _exit_code(error: BaseException) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
+def stacks_file(run_dir: Path, rank: int) -> Path:
+    """Where ``rank`` writes the Python stacks of its threads when the launcher asks."""
+    return run_dir / "hang" / f"rank-{rank:05d}.stacks"
+
+
+def blackbox_file(run_dir: Path, rank: int) -> Path:
+    """Where ``rank`` writes its last collectives when the launcher asks."""
+    return run_dir / "hang" / f"rank-{rank:05d}.json"
+
+
 def rank_environment(
     *,
     rank: int,
@@ -110,6 +132,7 @@ def rank_environment(
         LOCAL_RANK: str(local_rank),
         LOCAL_WORLD_SIZE: str(local_world_size),
         NODE_RANK: str(node_rank),
+        "NODE_RANK": str(node_rank),
         "GROUP_WORLD_SIZE": str(nodes),
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(world_size),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 
 import pytest
@@ -86,28 +85,15 @@ def test_closed_stdout_does_not_stop_training(start):
     assert (job.folder / "done-1").exists()
 
 
-def test_closed_descriptors_are_occupied_before_a_pipe_or_socket_takes_their_place(tmp_path):
-    code = """
-import os, sys
-from dtrain.launch.front import occupy_standard_streams
-before = os.listdir("/proc/self/fd")
-occupy_standard_streams()
-links = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
-more = len(os.listdir("/proc/self/fd")) - len(before)
-open(sys.argv[1], "w").write(f"{links} {more}")
-"""
-    closed = [sys.executable, "-c", code, str(tmp_path / "seen")]
-    subprocess.run(closed, preexec_fn=lambda: [os.close(fd) for fd in (0, 1, 2)], timeout=60, check=True)
-    assert (tmp_path / "seen").read_text() == "['/dev/null', '/dev/null', '/dev/null'] 3"
-
-
-def test_broken_stdout_does_not_stop_training(start):
+def test_broken_stdout_does_not_stop_training_and_is_told_of(start):
     read, write = os.pipe()
     job = start(PRINT_A_LOT, stdout=write)
     os.close(write)
     os.close(read)
-    assert job.wait().code == 0
+    result = job.wait()
+    assert result.code == 0
     assert (job.folder / "done-0").exists()
+    assert result.err == "dtrain: launch: 6000 lines of standard output were dropped: Broken pipe\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -134,3 +120,55 @@ def test_rank_among_several_reads_nothing_and_a_single_one_reads_the_launchers_i
         job = start(source, n=n, stdin=subprocess.PIPE)
         out, _ = job.process.communicate("given", timeout=60)
         assert "".join(sorted(out.splitlines(keepends=True))) == seen
+
+
+SAY = """
+    import os, sys
+    rank = os.environ["RANK"]
+    print("out of", rank)
+    sys.stdout.flush()
+    os.write(2, b"err of " + rank.encode() + b"\\x1b[2J\\n")
+"""
+
+
+def test_terminal_shows_rank_0_and_the_run_folder_keeps_all(run, tmp_path):
+    result = run(SAY, n=3, shown=None, options=["--run-dir", "r"])
+    assert (result.code, result.out) == (0, "[rank 0] out of 0\n")
+    assert result.err == "[rank 0] err of 0\\x1b[2J\n"
+    kept = {path.name: path.read_text() for path in (tmp_path / "r" / "logs").iterdir() if path.name.startswith("rank-")}
+    streams = (("stdout", "out of {}\n"), ("stderr", "err of {}\x1b[2J\n"))
+    assert kept == {f"rank-{rank:05d}.{name}": text.format(rank) for rank in range(3) for name, text in streams}
+
+
+def test_ranks_and_files_are_those_asked_for(run, tmp_path):
+    options = [
+        "--log-ranks",
+        "1",
+        "--prefix",
+        "{rank}/{world_size}: ",
+        "--stdout",
+        "all.txt",
+        "--stderr",
+        str(tmp_path / "e-{rank}"),
+    ]
+    result = run(SAY, shown="1", options=[*options, "--run-dir", "r"])
+    assert (result.out, result.err) == ("1/2: out of 1\n", "1/2: err of 1\\x1b[2J\n")
+    assert sorted((tmp_path / "r" / "all.txt").read_text().splitlines()) == ["out of 0", "out of 1"]
+    assert [(tmp_path / f"e-{rank}").read_text() for rank in (0, 1)] == ["err of 0\x1b[2J\n", "err of 1\x1b[2J\n"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_log_folder_does_not_stop_training_and_costs_one_line(start):
+    job = start(PRINT_A_LOT, shown=None, options=["--stdout", "/dev/full"])
+    result = job.wait()
+    assert (result.code, len(result.out.splitlines())) == (0, 3000)
+    assert (job.folder / "done-1").exists()
+    assert result.summary == ["dtrain: launch: 6000 lines are missing in '/dev/full': No space left on device"]
+
+
+@pytest.mark.parametrize("options", [[], ["--no-preload"]])
+def test_two_ranks_need_few_descriptors(run, tmp_path, options):
+    limit = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash"]
+    result = run(SAY, shown=None, options=["--run-dir", "r", *options], wrap=limit)
+    assert (result.code, result.out) == (0, "[rank 0] out of 0\n")
+    assert (tmp_path / "r" / "logs" / "rank-00001.stdout").read_text() == "out of 1\n"

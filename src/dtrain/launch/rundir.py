@@ -1,4 +1,4 @@
-"""The folder of one launch: where the ranks leave their failure records."""
+"""The folder of one launch: logs, failure records, and what was run."""
 
 from __future__ import annotations
 
@@ -9,25 +9,36 @@ from pathlib import Path
 
 from dtrain.errors import ConfigError
 
+RUNS = "runs"
 
-def create_run_dir(asked: str | None, *, now: datetime) -> Path:
+
+def create_run_dir(asked: str | None, *, now: datetime, name: str | None = None) -> Path:
     """Make the folder of a launch and return its absolute path.
 
     ``asked`` may exist already: records of an earlier launch in it are removed, nothing else is touched. By default it
     is ``runs/<date and time>`` in the current folder, which is always a new one.
+
+    Args:
+        asked: the folder that the user named, or None.
+        now: the time for the default name.
+        name: on several nodes, what node 0 has called the run: below ``runs``, it may be there already, made by another
+            node that sees the same disk.
 
     Raises:
         ConfigError: the folder cannot be made or written.
     """
     if asked is not None and not asked.strip():
         raise ConfigError("launch: --run-dir is empty; name a folder, or leave the option out")
-    wanted = Path(asked) if asked is not None else Path("runs") / now.strftime("%Y-%m-%dT%H-%M-%S")
+    if name is not None and (os.path.basename(name) != name or name in ("", ".", "..")):
+        raise ConfigError(f"launch: node 0 calls the run {name!r}, which is no name of a folder; name one with --run-dir")
+    wanted = Path(asked) if asked is not None else Path(RUNS) / name if name is not None else default_run_dir(now)
     try:
-        run_dir = _make(wanted.absolute(), reuse=asked is not None)
+        run_dir = _make(wanted.absolute(), reuse=asked is not None or name is not None)
         failures = run_dir / "failures"
         failures.mkdir(exist_ok=True)
-        for stale in (*failures.glob("rank-*.json"), *failures.glob("rank-*.partial")):
-            stale.unlink()
+        if name is None:  # else another node's ranks may have written theirs already
+            for stale in (*failures.glob("rank-*.json"), *failures.glob("rank-*.partial")):
+                stale.unlink()
         if not os.access(failures, os.W_OK | os.X_OK):
             raise PermissionError(0, "not writable")
     except OSError as error:
@@ -35,6 +46,11 @@ def create_run_dir(asked: str | None, *, now: datetime) -> Path:
             f"launch: cannot use {str(wanted)!r} as the run folder: {error.strerror}; choose one with --run-dir"
         ) from None
     return run_dir
+
+
+def default_run_dir(now: datetime) -> Path:
+    """Where a launch that began ``now`` has its folder, as an absolute path."""
+    return (Path(RUNS) / now.strftime("%Y-%m-%dT%H-%M-%S")).absolute()
 
 
 def _make(wanted: Path, *, reuse: bool) -> Path:
