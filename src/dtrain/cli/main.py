@@ -10,25 +10,30 @@ import typer
 from dtrain import __version__
 from dtrain.cli.checkpoints import app as checkpoints
 from dtrain.cli.env import env
+from dtrain.cli.help import GroupedCommand, PlainGroup
 from dtrain.cli.launch import launch
+from dtrain.cli.launch_options import EXAMPLES
 from dtrain.errors import ConfigError, DtrainError
-from dtrain.launch.front import occupy_standard_streams
+from dtrain.launch.output.outlet import occupy_standard_streams
 
 _FAILED = 1
 _USAGE = 2
 _INTERRUPTED = 130
+_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 # The base class of the parser's errors is click's or typer's own, depending on typer's release: not importable by one name.
 _UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
 
 app = typer.Typer(
     name="dtrain",
-    add_completion=False,
+    cls=PlainGroup,
     rich_markup_mode=None,  # plain help, without importing rich
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(
+    cls=GroupedCommand,
+    epilog=EXAMPLES,
     context_settings={"allow_interspersed_args": False},  # what follows the script belongs to the script
 )(launch)
 app.command()(env)
@@ -57,6 +62,8 @@ def run() -> NoReturn:
 
 def _invoke(args: list[str]) -> int:
     try:
+        if len(args) == 2 and args[0] == "--show-completion":  # typer's own option only knows the shell that it runs in
+            return _show_completion(args[1])
         return int(typer.main.get_command(app).main(args=args, prog_name="dtrain", standalone_mode=False))
     except ConfigError as error:
         return _complain(str(error), _USAGE)
@@ -68,6 +75,15 @@ def _invoke(args: list[str]) -> int:
         return _complain(_usage(error, args), _USAGE)
     except (typer.Abort, KeyboardInterrupt):
         return _INTERRUPTED
+
+
+def _show_completion(shell: str) -> int:
+    if shell not in _SHELLS:
+        raise ConfigError(f"--show-completion must be one of {', '.join(_SHELLS)}, got {shell!r}; leave it out for this shell")
+    from typer._completion_shared import get_completion_script
+
+    typer.echo(get_completion_script(prog_name="dtrain", complete_var="_DTRAIN_COMPLETE", shell=shell))
+    return 0
 
 
 def _usage(error: Exception, args: list[str]) -> str:

@@ -8,9 +8,10 @@ import threading
 
 import pytest
 
-from dtrain.cli.machine import cgroup, hardware, installed, network, variables
+from dtrain.cli.machine import hardware, installed, network, variables
 from dtrain.cli.machine.children import Answer, answer, ask
 from dtrain.cli.machine.installed import Package, TorchBuild
+from dtrain.launch import cgroup
 
 
 def write(root, files):

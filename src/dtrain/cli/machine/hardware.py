@@ -11,8 +11,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtrain.cli.machine import cgroup
 from dtrain.cli.machine.children import Answer, answer, ask
+from dtrain.launch import cgroup
 
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
 _SMI_TIMEOUT_S = 30.0  # it initialises the driver, which takes seconds with many GPUs

@@ -1,0 +1,184 @@
+"""The options of ``dtrain launch``, one by one: spelling, heading, and help. All are read as text and checked in one place.
+
+The underscore forms are those of Composer's launcher, so that a command line written for it runs unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from dtrain import __version__
+from dtrain.cli.help import OTHER
+from dtrain.launch.plan import DEFAULT_GRACE_S, SAVING_GRACE_S
+
+RANKS = "Ranks"
+NODES = "Several nodes (start the same line once on each)"
+OUTPUT = "Output and files"
+ENDING = "Failures and signals"
+
+EXAMPLES = """
+dtrain launch -n 8 train.py --lr 3e-4                   eight ranks of a script
+dtrain launch -n 2 -m package.train                     of a module
+dtrain launch -n 2 -c ./simulate input.txt              of any program
+dtrain launch -n 8 --log-ranks all --max-restarts 3 train.py
+dtrain launch -n 8 --nnodes 2 --node-rank 0 --master-addr n0 --master-port 29500 train.py
+srun --ntasks-per-node=1 dtrain launch -n 8 train.py    nodes and addresses from Slurm
+"""
+
+
+def _scripts(incomplete: str) -> list[str]:
+    """For shell completion: Python files and folders that begin like this."""
+    folder, begin = os.path.split(incomplete)
+    try:
+        entries = [entry for entry in os.scandir(folder or ".") if entry.name.startswith(begin)]
+    except OSError:
+        return []
+    names = [entry.name + "/" if entry.is_dir() else entry.name for entry in entries if begin or entry.name[0] != "."]
+    return sorted(os.path.join(folder, name) for name in names if name.endswith((".py", "/")))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dtrain {__version__}")
+        raise typer.Exit
+
+
+def _option(heading: str, *spellings: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*spellings, help=help, metavar=metavar, rich_help_panel=heading, show_default=False)
+
+
+Script = Annotated[
+    str, typer.Argument(metavar="SCRIPT", help="Python file; or a module with -m, a program with -c.", autocompletion=_scripts)
+]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGS", help="Passed to the script as they are.", show_default=False)
+]
+
+Nproc = Annotated[
+    str | None,
+    _option(RANKS, "-n", "--nproc", metavar="N", help="Number of ranks on this node.  [default: one per GPU, or 1]"),
+]
+Module = Annotated[bool, _option(RANKS, "-m", "--module", "--module_mode", help="SCRIPT is a module, as in python -m.")]
+Command = Annotated[
+    bool, _option(RANKS, "-c", "--command", "--command_mode", help="SCRIPT is a program, which need not be Python.")
+]
+Preload = Annotated[
+    str | None,
+    _option(
+        RANKS,
+        "--preload",
+        metavar="MODULES",
+        help="Import a,b,... once and fork the ranks.  [default: torch and others that the script imports]",
+    ),
+]
+NoPreload = Annotated[bool, _option(RANKS, "--no-preload", help="Start each rank as an interpreter of its own.")]
+Bind = Annotated[bool, _option(RANKS, "--bind", help="Keep each rank on its own share of the cores, on one memory node.")]
+
+Nnodes = Annotated[
+    str | None,
+    _option(NODES, "--nnodes", metavar="N|MIN:MAX", help="Number of nodes; MIN:MAX for nodes that come and go."),
+]
+WorldSize = Annotated[
+    str | None,
+    _option(NODES, "--world-size", "--world_size", metavar="N", help="Ranks of all nodes; -1 is one node.  [default: -n]"),
+]
+NodeRank = Annotated[
+    str | None, _option(NODES, "--node-rank", "--node_rank", metavar="K", help="Which node this is, counted from 0.")
+]
+BaseRank = Annotated[
+    str | None,
+    _option(NODES, "--base-rank", "--base_rank", metavar="K", help="First rank of this node.  [default: node rank times -n]"),
+]
+MasterAddr = Annotated[
+    str | None, _option(NODES, "--master-addr", "--master_addr", metavar="HOST", help="Host of node 0; empty is one node.")
+]
+MasterPort = Annotated[
+    str | None, _option(NODES, "--master-port", "--master_port", metavar="PORT", help="Where the nodes meet on that host.")
+]
+RdzvEndpoint = Annotated[
+    str | None, _option(NODES, "--rdzv-endpoint", metavar="HOST:PORT", help="With MIN:MAX: where the nodes meet.")
+]
+RdzvId = Annotated[
+    str | None, _option(NODES, "--rdzv-id", metavar="TEXT", help="Name of the job; another job at the same place is refused.")
+]
+JoinTimeout = Annotated[
+    str | None, _option(NODES, "--join-timeout", metavar="SECONDS", help="How long to wait for all nodes.  [default: 300]")
+]
+CheckPath = Annotated[
+    list[str] | None,
+    _option(NODES, "--check-path", metavar="PATH", help="Must be the same on all nodes. May be repeated."),
+]
+
+RunDir = Annotated[
+    str | None,
+    _option(
+        OUTPUT,
+        "--run-dir",
+        "--run_directory",
+        metavar="FOLDER",
+        help="For logs, failure records and launch.json.  [default: runs/<date and time>]",
+    ),
+]
+LogRanks = Annotated[
+    str | None,
+    _option(
+        OUTPUT, "--log-ranks", metavar="RANKS", help="Shown here: 0,8-15 or all or none.  [default: 0 and a rank that fails]"
+    ),
+]
+Prefix = Annotated[
+    str | None, _option(OUTPUT, "--prefix", metavar="TEXT", help="In front of each line shown.  [default: '[rank {rank}] ']")
+]
+Stdout = Annotated[
+    str | None,
+    _option(
+        OUTPUT,
+        "--stdout",
+        metavar="FILE",
+        help="File of each rank's output, with {rank} {local_rank} {world_size} {local_world_size} {node_rank} {host} in its "
+        "name; a relative one is below the run folder.  [default: logs/rank-{rank:05d}.stdout]",
+    ),
+]
+Stderr = Annotated[
+    str | None, _option(OUTPUT, "--stderr", metavar="FILE", help="The same for errors.  [default: logs/rank-{rank:05d}.stderr]")
+]
+Verbose = Annotated[bool, _option(OUTPUT, "-v", "--verbose", help="Say in one line what is about to be run.")]
+
+Grace = Annotated[
+    str | None,
+    _option(
+        ENDING,
+        "--grace",
+        metavar="SECONDS",
+        help="Time between asking processes to end and killing them.  "
+        f"[default: {DEFAULT_GRACE_S:g} after a failure, {SAVING_GRACE_S:g} after a signal]",
+    ),
+]
+HangTimeout = Annotated[
+    str | None,
+    _option(
+        ENDING, "--hang-timeout", metavar="SECONDS", help="End the job when no rank gets on for so long.  [default: never]"
+    ),
+]
+MaxRestarts = Annotated[
+    str | None, _option(ENDING, "--max-restarts", metavar="K", help="Start all ranks again after a failure.  [default: 0]")
+]
+StopSignal = Annotated[
+    str | None,
+    _option(
+        ENDING, "--stop-signal", metavar="SIGNAL", help="TERM, USR1 or USR2: asks the ranks to save and stop, as TERM does."
+    ),
+]
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version",
+        help="Print the version and exit.",
+        rich_help_panel=OTHER,
+        show_default=False,
+        is_eager=True,  # before a missing script is complained about
+        callback=_print_version,
+    ),
+]

@@ -1,0 +1,251 @@
+"""``dtrain launch``: every option reaches the plan, under each of its spellings, and a wrong value is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dtrain.cli.main import run
+from dtrain.launch import front
+from dtrain.launch.plan import LaunchPlan, Layout
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with things to run, and no scheduler around it."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "JOB_", "MASTER_", "NODE_", "WORLD_", "PET_", "TORCHELASTIC_", "CUDA_VISIBLE")):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.py").write_text("open('started', 'w')")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").touch()
+    (tmp_path / "program").write_text("#!/bin/sh\n")
+    (tmp_path / "program").chmod(0o755)
+    return tmp_path
+
+
+@pytest.fixture
+def launch(here, monkeypatch, capfd):
+    """Run the command line up to where the job would start; returns the plan, None if it was refused, and what was said."""
+
+    def launch_with(*args: str) -> tuple[LaunchPlan | None, str, str]:
+        plans: list[LaunchPlan] = []
+        monkeypatch.setattr(front, "launch", lambda plan: plans.append(plan) or 0)
+        monkeypatch.setattr(sys, "argv", ["dtrain", "launch", *args])
+        with pytest.raises(SystemExit) as end:
+            run()
+        assert end.value.code == (0 if plans or set(args) & {"--version", "-h"} else 2)
+        out, err = capfd.readouterr()
+        return (plans[0] if plans else None), out, err
+
+    return launch_with
+
+
+def planned(launch, *args: str) -> LaunchPlan:
+    plan, out, _ = launch(*args)
+    assert plan is not None
+    assert out == ""
+    return plan
+
+
+def test_plain_command_line_is_a_plan_with_the_defaults(launch, here):
+    plan = planned(launch, "-n", "2", "good.py", "--lr", "1")
+    assert (plan.target.kind, plan.target.name, plan.target.args) == ("script", "good.py", ("--lr", "1"))
+    assert plan.layout == Layout.one_node(2)
+    assert plan.run_dir.parent == here / "runs"
+    expected = LaunchPlan(target=plan.target, layout=plan.layout, run_dir=plan.run_dir)
+    assert plan == expected
+
+
+SPELLINGS = {
+    "ranks": (["-n", "3"], ["--nproc", "3"], ["-n3"], ["--nproc=3"]),
+    "run folder": (["--run-dir", "r"], ["--run_directory", "r"]),
+    "world size": (["-n", "2", "--world-size", "2"], ["-n", "2", "--world_size", "2"], ["-n", "2", "--world_size=-1"]),
+    "base rank": (["-n", "2", "--base-rank", "0"], ["-n", "2", "--base_rank", "0"]),
+    "node rank": (["-n", "2", "--node-rank", "0"], ["-n", "2", "--node_rank", "0"]),
+    "address": (["--master-addr", ""], ["--master_addr", ""], ["--master_addr="], ["--master-addr=127.0.0.1"]),
+    "output": (["--stdout", "o-{rank}", "--stderr", "e-{rank}"],),
+}
+
+
+@pytest.mark.parametrize("spellings", SPELLINGS.values(), ids=SPELLINGS)
+def test_spellings_of_an_option_mean_the_same(launch, spellings):
+    plans = [planned(launch, *given, "--run-dir", "r", "good.py") for given in spellings]
+    assert all(plan == plans[0] for plan in plans)
+
+
+def test_command_line_for_composers_launcher_is_taken_as_it_is(launch, here):
+    given = "-n 2 --world_size 2 --base_rank 0 --node_rank 0 --master_addr 127.0.0.1 --master_port 29400"
+    given += " --run_directory r --stdout log-{rank} --stderr err-{local_rank} -v -m"
+    plan, _, err = launch(*given.split(), "package.train", "--lr", "1")
+    assert plan is not None
+    assert (plan.target.kind, plan.layout, plan.run_dir) == ("module", Layout.one_node(2), here / "r")
+    assert (plan.output.stdout, plan.output.stderr) == ("log-{rank}", "err-{local_rank}")
+    assert all(line.startswith("dtrain: launch: ") for line in err.splitlines())
+
+
+MODES = {
+    "module": ("module", "package.train", ["-m"], ["--module"], ["--module_mode"]),
+    "command": ("command", "./program", ["-c"], ["--command"], ["--command_mode"]),
+    "command of PATH": ("command", "sh", ["-c"]),
+    "script": ("script", "good.py", []),
+}
+
+
+@pytest.mark.parametrize("row", MODES.values(), ids=MODES)
+def test_mode_says_what_is_run(launch, row):
+    kind, name, *spellings = row
+    for given in spellings:
+        plan = planned(launch, *given, name, "-c", "--version")
+        assert (plan.target.kind, plan.target.name, plan.target.args) == (kind, name, ("-c", "--version"))
+
+
+TAKEN = {
+    "grace": (["--grace", "0.5"], "grace_s", 0.5),
+    "no grace": (["--grace", "0"], "grace_s", 0.0),
+    "hang": (["--hang-timeout", "600"], "hang_timeout_s", 600.0),
+    "restarts": (["--max-restarts", "3"], "max_restarts", 3),
+    "signal by name": (["--stop-signal", "usr1"], "stop_signal", signal.SIGUSR1),
+    "signal by full name": (["--stop-signal", "SIGUSR2"], "stop_signal", signal.SIGUSR2),
+    "signal by number": (["--stop-signal", "10"], "stop_signal", 10),
+    "bind": (["--bind"], "bind", True),
+    "no preload": (["--no-preload"], "preload", ()),
+    "preload": (["--preload", "torch, numpy.linalg"], "preload", ("torch", "numpy.linalg")),
+    "preload as needed": ([], "preload", None),
+}
+
+
+@pytest.mark.parametrize(("given", "name", "value"), TAKEN.values(), ids=TAKEN)
+def test_option_reaches_the_plan(launch, given, name, value):
+    assert getattr(planned(launch, *given, "good.py"), name) == value
+
+
+def test_options_of_the_output_reach_the_plan(launch):
+    output = planned(launch, "-n", "16", "--log-ranks", "0,8-9", "--prefix", "{host} ", "good.py").output
+    assert (output.shown, output.prefix) == (frozenset({0, 8, 9}), "{host} ")
+    assert planned(launch, "-n", "2", "--log-ranks", "all", "good.py").output.shown == {0, 1}
+    assert planned(launch, "-n", "2", "--log-ranks", "none", "good.py").output.shown == frozenset()
+
+
+REFUSED = {
+    "both modes": (["-m", "-c", "good.py"], "-m and -c exclude each other; "),
+    "missing command": (["-c", "no-such-program"], "no program 'no-such-program' in PATH; "),
+    "command that cannot be run": (["-c", "./good.py"], "'./good.py' cannot be run as a program; "),
+    "command in this folder": (["-c", "good.py"], "'good.py' cannot be run as a program; name it as ./good.py "),
+    "folder as a command": (["-c", "package"], "'package' is a folder; "),
+    "grace": (["--grace", "-1", "good.py"], "--grace must be from 0 to 86400 seconds, got -1; "),
+    "grace in words": (["--grace", "nan", "good.py"], "--grace must be from 0 to 86400 seconds, got nan; "),
+    "hang of no time": (["--hang-timeout", "0", "good.py"], "--hang-timeout must be more than 0 and at most 604800 seconds"),
+    "hang in words": (["--hang-timeout", "5m", "good.py"], "--hang-timeout must be a number of seconds, got '5m'; 600"),
+    "join": (["--join-timeout", "nan", "good.py"], "--join-timeout must be more than 0"),
+    "restarts": (["--max-restarts", "-1", "good.py"], "--max-restarts must be from 0 to 1000, got '-1'; "),
+    "restarts in words": (["--max-restarts", "yes", "good.py"], "--max-restarts must be a whole number, got 'yes'; "),
+    "preload and not": (["--preload", "torch", "--no-preload", "good.py"], "--preload and --no-preload exclude each other; "),
+    "preload of no module": (["--preload", "torch,a/b", "good.py"], "--preload takes names of modules"),
+    "signal": (["--stop-signal", "KILL", "good.py"], "--stop-signal must be TERM, USR1 or USR2, got 'KILL'; "),
+    "number of a signal": (["--stop-signal", "9", "good.py"], "--stop-signal must be TERM, USR1 or USR2, got '9'; "),
+    "world size": (["--world_size", "two", "good.py"], "--world-size must be a whole number, got 'two'; "),
+    "no world": (["--world-size", "0", "good.py"], "--world-size must be from 1 to 1000000, got 0; "),
+    "world smaller than a node": (["-n", "8", "--world_size", "4", "good.py"], "-n 8 is more than all ranks"),
+    "node rank": (["--node-rank", "x", "good.py"], "--node-rank must be a whole number, got 'x'; "),
+    "port": (["--master-port", "70000", "good.py"], "--master-port must be from 1 to 65535, got 70000; "),
+    "port in words": (["--master_port", "http", "good.py"], "--master-port must be a whole number, got 'http'; "),
+    "address with a port": (["--master-addr", "n0:29500", "good.py"], "--master-addr must be a host, got 'n0:29500'; "),
+    "address of two words": (["--master-addr", "n0 n1", "good.py"], "--master-addr must be a host, got 'n0 n1'; "),
+    "nodes": (["--nnodes", "many", "good.py"], "--nnodes must be N or MIN:MAX, got 'many'; "),
+    "rank that is not there": (["-n", "2", "--log-ranks", "0,2", "good.py"], "--log-ranks '0,2': there is no rank 2; "),
+    "ranks in words": (["--log-ranks", "first", "good.py"], "--log-ranks must be ranks as in 0,8-15"),
+    "prefix": (["--prefix", "{node}", "good.py"], "--prefix '{node}': no field {node}; "),
+    "file name": (["--stdout", "{rnk}", "good.py"], "--stdout '{rnk}': no field {rnk}; "),
+    "empty file name": (["--stderr", "", "good.py"], "--stderr must name a file, got ''; "),
+    "path to compare": (["--check-path", "nope", "good.py"], "--check-path 'nope': No such file or directory; "),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
+def test_wrong_value_is_one_line_and_leaves_nothing_behind(launch, here, given, message):
+    before = sorted(os.listdir(here))
+    plan, out, err = launch(*given)
+    assert (plan, out, err.count("\n")) == (None, "", 1)
+    assert err.startswith(f"dtrain: launch: {message}")
+    assert "; " in err
+    assert sorted(os.listdir(here)) == before
+
+
+def test_verbose_is_one_line_about_the_plan(launch):
+    _, out, err = launch("-n", "2", "-v", "--grace", "3", "--run-dir", "r", "good.py", "two words", "a\nb\x1b[2J")
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("dtrain: launch: ranks 0-1 of 2: python good.py 'two words' ")
+    assert r"a\x0ab\x1b[2J" in err
+    assert "grace 3 s after a failure, 3 s after a signal" in err
+
+
+def test_version_needs_no_script(launch):
+    assert launch("--version")[1].startswith("dtrain ")
+
+
+def test_help_is_grouped_with_one_spelling_of_each_option_and_examples(launch):
+    _, out, err = launch("-h")
+    assert err == ""
+    headings = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    nodes = "Several nodes (start the same line once on each):"
+    assert headings == ["Arguments:", "Ranks:", "Output and files:", "Failures and signals:", nodes, "Other:", "Examples:"]
+    assert "_mode" not in out
+    assert "--run_directory" not in out
+    assert "\n  dtrain launch -n 8 train.py --lr 3e-4  " in out
+    assert max(map(len, out.partition("Examples:")[0].splitlines())) <= 80
+
+
+def test_arguments_reach_the_script_byte_for_byte(here):
+    odd = [b"\xff\xfe", b"$HOME", b"~", b"", b"a b", b"'\"", b"\n", "€".encode(), b"--", b"-n", b"--help"]
+    (here / "show.py").write_text("import os, sys; open('seen', 'wb').write(b'\\0'.join(map(os.fsencode, sys.argv[1:])))")
+    command = [sys.executable, "-m", "dtrain", "launch", "-n", "1", "--no-preload", "show.py", *odd]
+    result = subprocess.run(command, capture_output=True, timeout=90)
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+    assert (here / "seen").read_bytes().split(b"\0") == odd
+    (record,) = here.glob("runs/*/launch.json")
+    assert list(map(os.fsencode, json.loads(record.read_text())["target"]["args"])) == odd
+
+
+COMPLETED = {
+    "command": ("dtrain la", ["launch"]),
+    "option": ("dtrain launch --hang", ["--hang-timeout"]),
+    "other spelling": ("dtrain launch --run_", ["--run_directory"]),
+    "script": ("dtrain launch -n 2 go", ["good.py"]),
+    "folder": ("dtrain launch pack", ["package/"]),
+    "script in a folder": ("dtrain launch package/tr", ["package/train.py"]),
+    "folder that is not there": ("dtrain launch nope/a", []),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), COMPLETED.values(), ids=COMPLETED)
+def test_shell_completes_options_and_scripts(here, monkeypatch, capsys, line, expected):
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    monkeypatch.setenv("_DTRAIN_COMPLETE", "complete_bash")
+    monkeypatch.setattr(sys, "argv", ["dtrain"])
+    with pytest.raises(SystemExit, match="0"):
+        run()
+    assert capsys.readouterr().out.split() == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_script_for_completion_is_printed_for_a_named_shell(monkeypatch, capsys, shell):
+    monkeypatch.setattr(sys, "argv", ["dtrain", "--show-completion", shell])
+    with pytest.raises(SystemExit, match="0"):
+        run()
+    assert f"complete_{shell}" in capsys.readouterr().out
+
+
+def test_unknown_shell_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dtrain", "--show-completion", "ksh"])
+    with pytest.raises(SystemExit, match="2"):
+        run()
+    assert capsys.readouterr().err.startswith("dtrain: --show-completion must be one of bash, zsh, ")
