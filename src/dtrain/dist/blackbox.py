@@ -1,0 +1,186 @@
+"""What this rank was doing, written down when the launcher asks: its last collectives, and where its main thread had come.
+
+The main thread cannot be asked, since it may wait in a collective for ever. So one thread sleeps on a pipe of the launcher's,
+and takes no part in anything before that pipe can be read. The collectives are those of torch's flight recorder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dtrain import pulse, wire
+
+if TYPE_CHECKING:
+    from dtrain.dist.init import DistInfo
+
+LAST = 20
+"""How many collectives of each group are written, besides those that wait."""
+
+_JOIN_S = 5.0  # for a thread that is just writing
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo and of NCCL; which exist depends on the build
+# What NCCL calls them, and how the functions are called that a reader finds in his program.
+_FUNCTIONS = {
+    "allgather_base": "all_gather_into_tensor",
+    "all_gather_base": "all_gather_into_tensor",
+    "reduce_scatter_base": "reduce_scatter_tensor",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Thread:
+    thread: threading.Thread
+    wake: int  # written to when the thread is to end
+    pid: int
+
+
+@dataclass(slots=True)
+class _Process:
+    asked: int | None = None  # the launcher's pipe
+    since_ns: int = 0  # what was recorded before is of groups that are closed; torch gives their names to later ones
+    open: _Thread | None = None
+
+
+_PROCESS = _Process()
+
+
+def open_blackbox(environment: MutableMapping[str, str], info: DistInfo) -> None:
+    """Be ready to write down what this rank does. Nothing without a launcher that may ask.
+
+    Args:
+        environment: that of this rank. The variable of the pipe is taken out: what this rank starts would inherit it, and not
+            the pipe.
+        info: this rank and its groups, which are open.
+
+    Mutates: ``environment``, and the pipe, which programs that this process starts do not inherit any more; starts a thread.
+    """
+    number, run_dir = environment.pop(wire.ASK_FD, ""), environment.get(wire.RUN_DIR)
+    if number.isdecimal() and _is_pipe(int(number)):
+        _PROCESS.asked = int(number)
+        os.set_inheritable(_PROCESS.asked, False)
+    if _PROCESS.asked is None or _PROCESS.open is not None or run_dir is None:
+        return
+    path = wire.blackbox_file(Path(run_dir), info.rank)
+    end, wake = os.pipe()
+    thread = threading.Thread(target=_wait, args=(_PROCESS.asked, end, path, info), daemon=True, name="dtrain-blackbox")
+    thread.start()
+    _PROCESS.open = _Thread(thread=thread, wake=wake, pid=os.getpid())
+
+
+def close_blackbox() -> None:
+    """End the thread. Nothing without one, or in a fork of the rank, which has none."""
+    box, _PROCESS.open = _PROCESS.open, None
+    if box is not None and box.pid == os.getpid():
+        os.close(box.wake)
+        box.thread.join(_JOIN_S)
+        _PROCESS.since_ns = time.time_ns()
+
+
+def _is_pipe(fd: int) -> bool:
+    """Whether ``fd`` can be the launcher's, and not something that took the number of a pipe that is gone."""
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+
+def _wait(asked: int, end: int, path: Path, info: DistInfo) -> None:
+    """Write when ``asked`` can be read. Not when it is closed: then the launcher has died, and asks nothing."""
+    poll = select.poll()
+    poll.register(asked, select.POLLIN)
+    poll.register(end, select.POLLIN)
+    events = dict(poll.poll())
+    try:
+        if events.get(asked, 0) & select.POLLIN:
+            write_down(path, info)
+    except Exception as problem:  # noqa: BLE001 - a record only improves a message; the stacks are written without this thread
+        print(f"dtrain: rank {info.rank} could not write down its collectives: {problem!r}", file=sys.stderr)
+    finally:
+        os.close(end)
+
+
+def write_down(path: Path, info: DistInfo) -> None:
+    """Write what this rank was doing to ``path``, atomically, so that nobody reads half of it.
+
+    Raises:
+        OSError: the folder is gone, or the disk is full.
+    """
+    passed, doing = pulse.position()
+    record = {"rank": info.rank, "passed": passed, "doing": doing, "groups": list(_groups(info))}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _groups(info: DistInfo) -> Iterator[dict[str, Any]]:
+    """Each group of this rank that has run a collective, once for each backend that did."""
+    entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for entry in recorded():
+        backend, _, _ = entry["profiling_name"].partition(":")
+        if not entry["is_p2p"] and entry["time_created_ns"] > _PROCESS.since_ns:
+            entries.setdefault((entry["process_group"][0], backend), []).append(entry)
+    known = {
+        str(group.group_name): group for group in dist.distributed_c10d._world.pg_map.copy()
+    }  # the main thread may open one
+    for (name, backend), found in entries.items():
+        if name in known:  # closed ones wait for nobody
+            yield {
+                "id": name,
+                "backend": backend,
+                "name": _name(known[name], info),
+                "ranks": dist.get_process_group_ranks(known[name]),
+                "last": max(entry["collective_seq_id"] for entry in found),
+                "collectives": [_collective(entry) for i, entry in enumerate(found) if i >= len(found) - LAST or _waits(entry)],
+            }
+
+
+def _name(group: dist.ProcessGroup, info: DistInfo) -> str:
+    """What the documentation calls a group: the axis for one of a mesh, whose name torch writes into the description."""
+    if group == dist.group.WORLD:
+        return "training"
+    if group in (info.control, info.background):
+        return "control" if group == info.control else "background"
+    described = group.group_desc
+    return group.group_name if described in ("", "undefined") else described.removeprefix("mesh_")
+
+
+def recorded() -> list[dict[str, Any]]:
+    """What torch's flight recorders remember, oldest first; nothing where this build of torch has none, or they are off."""
+    entries: list[dict[str, Any]] = []
+    for name in _RECORDERS:
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump()).get("entries") or []
+    return sorted({_identity(entry): entry for entry in entries}.values(), key=lambda entry: entry["record_id"])
+
+
+def _identity(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """Two recorders may tell of the same collective."""
+    return (entry["profiling_name"], *entry["process_group"], entry["collective_seq_id"], entry["is_p2p"], entry["record_id"])
+
+
+def _collective(entry: dict[str, Any]) -> dict[str, Any]:
+    operation = entry["profiling_name"].partition(":")[2].lstrip("_")
+    return {
+        "number": entry["collective_seq_id"],
+        "op": _FUNCTIONS.get(operation, operation),
+        "sizes": entry["input_sizes"],
+        "waits": _waits(entry),
+    }
+
+
+def _waits(entry: dict[str, Any]) -> bool:
+    """gloo's recorder knows only ``retired``; NCCL's says ``completed`` before its watchdog retires an entry."""
+    return not entry["retired"] and entry["state"] != "completed"

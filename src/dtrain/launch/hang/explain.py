@@ -1,0 +1,194 @@
+"""Why a job hangs, in at most twelve lines, from all that is known about its ranks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtrain.launch.hang.collectives import Record, Stop, find_stops
+from dtrain.launch.hang.frames import own_frame
+from dtrain.launch.hang.watch import Seen
+
+_AT_MOST = 3  # lines of one kind
+_RANKS_NAMED = 8
+_MESSAGE = 200  # characters of a place in the program: a path may be long, and the end of it says most
+_STOPPED, _IN_KERNEL = ("T", "t"), "D"  # letters of /proc/PID/stat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What is known about one rank of this node."""
+
+    rank: int
+    seen: Seen | None = None  # what it reported; None: it has not come to init_dist's block
+    ended: int | None = None  # its exit code, a signal as a negative number
+    state: str = ""  # the letter of its process in /proc
+    record: Record | None = None  # what it wrote down
+    stacks: str = ""  # what faulthandler wrote
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing is expected of it any more."""
+        return self.ended is not None or (self.seen is not None and self.seen.phase == "closed")
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it waits for the others at the end of init_dist's block."""
+        return self.seen is not None and self.seen.phase == "leaving"
+
+    @property
+    def stopped(self) -> bool:
+        return self.state in _STOPPED
+
+    @property
+    def passed(self) -> int:
+        """How many points of progress it has passed: its own count is newer than what it reported."""
+        reported = self.seen.passed if self.seen is not None else 0
+        return max(reported, self.record.passed) if self.record is not None else reported
+
+    @property
+    def doing(self) -> str:
+        reported = self.seen.doing if self.seen is not None else ""
+        return self.record.doing or reported if self.record is not None else reported
+
+
+def explain(evidence: Collection[Evidence], *, world_size: int, timeout_s: float, folder: Path) -> list[str]:
+    """The message: one line that names the rank that stopped and why, then indented ones with what is known.
+
+    Args:
+        evidence: one for each rank of this node.
+        world_size: ranks of the whole job.
+        timeout_s: how long there was no progress.
+        folder: where the stacks and the records are.
+    """
+    by_rank = {one.rank: one for one in sorted(evidence, key=lambda one: one.rank)}
+    stops = find_stops({rank: one.record for rank, one in by_rank.items() if one.record is not None and not one.gone})
+    culprits, reason = _cause(by_rank, stops)
+    who = f"{name_ranks(culprits)} of {world_size}"
+    lines = [f"dtrain: launch: hang: {who} {reason.format(time=f'{timeout_s:g} s')}; see the stacks in {folder}"]
+    lines += _first(_place(by_rank[rank], named=True) for rank in culprits if not by_rank[rank].gone)
+    lines += _first(_describe(stop, by_rank) for stop in stops)
+    lines += _first(_others([one for rank, one in by_rank.items() if rank not in culprits and not one.gone]))
+    return ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
+
+
+def _cause(by_rank: Mapping[int, Evidence], stops: Sequence[Stop]) -> tuple[list[int], str]:
+    """The ranks that stopped and what is the matter with them. What is seen from outside is most certain and comes first."""
+    here = [one for one in by_rank.values() if not one.gone]
+    for ranks, reason in (
+        (_gone(by_rank.values(), here), "ended while the others went on, no progress for {time}"),
+        ([one.rank for one in here if one.stopped], "made no progress for {time} (stopped, as by SIGSTOP)"),
+        (_early(here), "returned early, to the end of init_dist's block, no progress for {time}"),
+        ([one.rank for one in here if one.seen is None], "never came to init_dist's block, no progress for {time}"),
+        (
+            [one.rank for one in here if one.state == _IN_KERNEL],
+            "made no progress for {time} (in the kernel: disk or driver)",
+        ),
+        (_silent(here), "made no progress for {time} (no answer: something holds the interpreter)"),
+        (_strangers(stops), "ran another collective than the others, no progress for {time}"),
+        (_lacking(stops, wait=False), "made no progress for {time}, and others wait in a collective"),
+        (_lacking(stops, wait=True), "wait for each other in different collectives, no progress for {time}"),
+        (_behind(here), "made no progress for {time}, after fewer steps than the others"),
+    ):
+        if ranks:
+            return ranks, reason
+    return [one.rank for one in here], "made no progress for {time}"
+
+
+def _gone(everyone: Collection[Evidence], here: Sequence[Evidence]) -> list[int]:
+    """Those that are gone, when others are still at work: at the end of the job all leave, one before the other."""
+    return [one.rank for one in everyone if one.gone] if any(not one.leaving for one in here) else []
+
+
+def _early(here: Sequence[Evidence]) -> list[int]:
+    """Those at the end of the block, when the others wait inside it for other ranks, and not for something of their own."""
+    inside = [one for one in here if not one.leaving]
+    told = any(one.record is not None for one in here)  # if nobody was asked, waiting is what one would expect
+    waiting = all(one.record.waits if one.record is not None else not told for one in inside)
+    return [one.rank for one in here if one.leaving] if inside and waiting else []
+
+
+def _silent(here: Sequence[Evidence]) -> list[int]:
+    """Those that wrote nothing down, when others did."""
+    silent = [one.rank for one in here if one.record is None]
+    return silent if len(silent) < len(here) else []
+
+
+def _strangers(stops: Sequence[Stop]) -> list[int]:
+    """The smaller part of those that disagree about a collective."""
+    for stop in stops:
+        if stop.others:
+            return sorted(stop.waiting if len(stop.waiting) < len(stop.others) else stop.others)
+    return []
+
+
+def _lacking(stops: Sequence[Stop], *, wait: bool) -> list[int]:
+    """Those that others wait for, and that themselves ``wait`` for others or do not."""
+    waiting = {rank for stop in stops if stop.lacking for rank in stop.waiting}
+    return sorted({rank for stop in stops for rank in stop.lacking if (rank in waiting) == wait})
+
+
+def _behind(here: Sequence[Evidence]) -> list[int]:
+    least = min((one.passed for one in here), default=0)
+    behind = [one.rank for one in here if one.passed == least]
+    return behind if len(behind) < len(here) else []
+
+
+def _describe(stop: Stop, by_rank: Mapping[int, Evidence]) -> str:
+    what, group = stop.collective, f"of group {stop.group.name}"
+    waiting = f"{name_ranks(stop.waiting)} {_verb(stop.waiting, 'wait')}"
+    if stop.others:
+        rank, other = min(stop.others.items())
+        ours, theirs = f"{what.op} {list(what.sizes)}", f"{name_ranks([rank])} {other.op} {list(other.sizes)}"
+        run = _verb(stop.waiting, "run")
+        return f"as collective #{what.number} {group} {name_ranks(stop.waiting)} {run} {ours}, but {theirs}"
+    if stop.lacking:
+        have = "has" if len(stop.lacking) == 1 else "have"
+        return f"{name_ranks(stop.lacking)} {have} not come to {what} {group}, where {waiting}"
+    gone = [rank for rank in stop.unknown if rank in by_rank and by_rank[rank].gone]
+    mute = [rank for rank in stop.unknown if rank in by_rank and not by_rank[rank].gone]
+    if gone or mute:
+        ended = f"; {name_ranks(gone)} ended" if gone else ""
+        silent = f"; {name_ranks(mute)} wrote nothing down" if mute else ""
+        return f"{waiting} in {what} {group}{ended}{silent}"
+    if stop.unknown:
+        return f"{waiting} in {what} {group} for ranks of other nodes; see what their launchers say"
+    return f"{waiting} in {what} {group}, and all its ranks have come: is the network between them sound?"
+
+
+def _place(one: Evidence, *, named: bool) -> str:
+    """Where a rank stands: in the program, and as its last point of progress."""
+    frame = own_frame(one.stacks)
+    where = ("..." + frame[-_MESSAGE:] if len(frame) > _MESSAGE else frame) if frame is not None else "its stack is not known"
+    later = "" if one.record is not None else " or later"  # not every point is reported
+    doing = f" ({one.doing}, point of progress {one.passed}{later})" if one.doing else ""
+    return f"{name_ranks([one.rank])}: {where}{doing}" if named else f"{where}{doing}"
+
+
+def _others(others: Iterable[Evidence]) -> Iterator[str]:
+    """Where the other ranks stand, those together that stand in the same place."""
+    places: dict[str, list[int]] = {}
+    for one in others:
+        places.setdefault(_place(one, named=False), []).append(one.rank)
+    for place, ranks in places.items():
+        yield f"{name_ranks(ranks)}: {place}"
+
+
+def _first(lines: Iterable[str]) -> list[str]:
+    """Some of the lines, indented."""
+    shown = [f"  {line}" for line in lines]
+    return (
+        shown if len(shown) <= _AT_MOST else [*shown[: _AT_MOST - 1], f"  ... and {len(shown) - _AT_MOST + 1} more like these"]
+    )
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """``rank 1``, ``ranks 0, 2``, or ``ranks 0, 1, 2 and 61 more``."""
+    first = sorted(ranks)[:_RANKS_NAMED]
+    more = f" and {len(ranks) - len(first)} more" if len(ranks) > len(first) else ""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, first))}{more}"
+
+
+def _verb(ranks: Collection[int], verb: str) -> str:
+    return verb if len(ranks) != 1 else f"{verb}s"

@@ -1,0 +1,80 @@
+"""When a job hangs: a clock that every report of progress starts again. Pure: time comes as an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dtrain.pulse import Kind, Pulse
+
+Phase = Literal["open", "leaving", "closed"]
+"""Where a rank is in ``init_dist``'s block; at its end it waits for the others, leaving."""
+
+_PHASES: Mapping[Kind, Phase] = {Kind.OPENED: "open", Kind.LEAVING: "leaving", Kind.CLOSED: "closed"}
+_FROZEN_S = 5.0  # a supervisor that wakes up so much too late was stopped itself, and its ranks perhaps with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """The last that was heard of a rank which has come to ``init_dist``'s block. ``at`` is of the host's monotonic clock."""
+
+    phase: Phase
+    at: float
+    passed: int = 0
+    doing: str = ""
+
+
+class Watch:
+    """The clock of one node's ranks, from one start of them to its end.
+
+    A job hangs when *no* rank has made progress for ``timeout_s``, and one of them is in ``init_dist``'s block. One rank that
+    stops soon stops the others, which wait for it. As long as one goes on, the others may be right to wait: it may save alone.
+
+    Args:
+        timeout_s: seconds, > 0.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._seen: dict[int, Seen] = {}
+        self._ended: set[int] = set()
+        self._since = 0.0  # the clock does not start before this
+
+    @property
+    def seen(self) -> Mapping[int, Seen]:
+        """What was heard last, by rank."""
+        return dict(self._seen)
+
+    def feed(self, pulse: Pulse) -> None:
+        """Take note of what a rank reports. Mutates: this watch."""
+        last = self._seen.get(pulse.rank)
+        if pulse.kind in _PHASES:
+            passed, doing = (last.passed, last.doing) if last is not None and pulse.kind != Kind.OPENED else (0, "")
+            self._seen[pulse.rank] = Seen(phase=_PHASES[pulse.kind], at=pulse.at, passed=passed, doing=doing)
+        elif pulse.kind == Kind.PROGRESS and last is not None:
+            self._seen[pulse.rank] = replace(last, at=pulse.at, passed=pulse.value, doing=pulse.doing)
+
+    def ended(self, rank: int) -> None:
+        """Take note that the process of ``rank`` has ended: nothing more is expected of it. Mutates: this watch."""
+        self._ended.add(rank)
+
+    def deadline(self) -> float | None:
+        """When the job hangs if nothing more is heard; None while no rank is in ``init_dist``'s block."""
+        if all(rank in self._ended or seen.phase == "closed" for rank, seen in self._seen.items()):
+            return None
+        return max(self._since, *(seen.at for seen in self._seen.values())) + self.timeout_s
+
+    def due(self, now: float) -> bool:
+        """Whether the job hangs. Feed all that the ranks have reported before asking.
+
+        Mutates: this watch, when the caller comes much later than ``deadline`` said: it was stopped itself (a frozen container,
+        a paused machine), so the ranks get their time once more.
+        """
+        deadline = self.deadline()
+        if deadline is None or now < deadline:
+            return False
+        if now > deadline + max(_FROZEN_S, self.timeout_s / 2):
+            self._since = now
+            return False
+        return True

@@ -1,0 +1,182 @@
+"""Asking real processes for their stacks: with the interpreter held, in a fork, stopped, and one that cannot answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dtrain import wire
+from dtrain.launch.hang.inspect import PATIENCE_S, Suspects, begin, tidy
+from dtrain.launch.hang.watch import Seen
+
+LONG_S = 60
+START = """
+import os, re, signal, sys, time
+from pathlib import Path
+from dtrain.launch.hang.stacks import register_stacks
+says, stacks = map(Path, sys.argv[1:])
+def ready():
+    says.with_suffix(".partial").write_text(str(os.getpid()))
+    says.with_suffix(".partial").rename(says)
+"""
+PROGRAMS = {
+    "sleeps": """
+register_stacks(stacks)
+def here():
+    ready()
+    time.sleep(600)
+here()
+""",
+    # One call of the regular expression engine, which gives the interpreter to nobody and outlasts everybody.
+    "holds-the-gil": """
+register_stacks(stacks)
+def here():
+    ready()
+    re.match("(a|a)+b", "a" * 99)
+here()
+""",
+    "forked": """
+if os.fork():
+    os.wait()
+    sys.exit()
+register_stacks(stacks)
+def here():
+    ready()
+    time.sleep(600)
+here()
+""",
+    "stopped": """
+register_stacks(stacks)
+ready()
+os.kill(os.getpid(), signal.SIGSTOP)
+""",
+    "no-handler": """
+ready()
+time.sleep(600)
+""",
+}
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], int]]:
+    """Start a program, and give the pid of the process that has said that it is ready."""
+    pids: list[int] = []
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start_one(program: str) -> int:
+        says, script = tmp_path / "ready", tmp_path / "program.py"
+        script.write_text(START + PROGRAMS[program])
+        processes.append(subprocess.Popen([sys.executable, script, says, wire.stacks_file(tmp_path, 0)]))
+        wait_for(says.exists)
+        pids.append(int(says.read_text()))
+        return pids[-1]
+
+    yield start_one
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for process in processes:
+        process.wait(LONG_S)
+
+
+def suspects(folder: Path, pid: int, *, phase: bool = False) -> Suspects:
+    seen = {0: Seen(phase="open", at=0.0, passed=3, doing="step")} if phase else {}
+    return Suspects(run_dir=folder, world_size=2, timeout_s=7.0, pids={0: pid}, ended={1: 0}, seen=seen)
+
+
+def inspected(asked: Suspects, *, ask: int | None = None) -> list[str]:
+    now = time.monotonic()
+    inspection = begin(asked, ask=ask, now=now)
+    while (at := inspection.look(now)) is not None:
+        assert now < at <= now + PATIENCE_S
+        time.sleep(at - now)
+        now = time.monotonic()
+    return inspection.finish()
+
+
+@pytest.mark.parametrize("program", ["sleeps", "holds-the-gil", "forked"])
+def test_stack_of_a_rank_is_found(start, tmp_path, program):
+    pid = start(program)
+    lines = inspected(suspects(tmp_path, pid))
+    assert lines[1].startswith(f"  rank 0: {tmp_path / 'program.py'}:"), lines
+    assert lines[1].endswith(" in here"), lines
+    assert state(pid) in "SR"  # it goes on as before
+
+
+def test_stopped_rank_is_named_and_stays_stopped(start, tmp_path):
+    pid = start("stopped")
+    wait_for(lambda: state(pid) == "T")
+    lines = inspected(suspects(tmp_path, pid, phase=True))
+    # The other one has ended, which is what is said first.
+    assert "rank 1 of 2 ended while the others went on" in lines[0]
+    assert lines[1] == "  rank 0: its stack is not known (step, point of progress 3 or later)"
+    alone = Suspects(run_dir=tmp_path, world_size=1, timeout_s=7.0, pids={0: pid}, ended={}, seen={})
+    assert "rank 0 of 1 made no progress for 7 s (stopped, as by SIGSTOP)" in inspected(alone)[0]
+    assert state(pid) == "T"
+
+
+def test_process_without_a_handler_survives_the_question(start, tmp_path):
+    pid = start("no-handler")
+    lines = inspected(suspects(tmp_path, pid))
+    assert lines[1] == "  rank 0: its stack is not known"
+    assert state(pid) == "S"
+
+
+def test_ranks_are_asked_for_their_records_and_old_ones_are_removed(start, tmp_path, monkeypatch):
+    monkeypatch.setattr("dtrain.launch.hang.inspect.PATIENCE_S", 0.5)  # this process writes no record
+    pid = start("sleeps")
+    record = wire.blackbox_file(tmp_path, 0)
+    record.write_text('{"passed": 99, "doing": "old", "groups": []}')
+    read, write = os.pipe()
+    lines = inspected(suspects(tmp_path, pid, phase=True), ask=write)
+    assert os.read(read, 9) == b"?"
+    os.close(read)
+    assert not record.exists()
+    assert "(step, point of progress 3 or later)" in lines[1]
+    assert inspected(suspects(tmp_path, pid), ask=write)  # nobody is there to read
+    os.close(write)
+
+
+def test_rank_that_has_just_ended_is_no_problem(tmp_path):
+    process = subprocess.Popen(["true"])
+    process.wait(LONG_S)
+    (first, second) = inspected(suspects(tmp_path, process.pid))
+    assert "rank 1 of 2 ended while the others went on" in first
+    assert second == "  rank 0: its stack is not known"
+
+
+def test_tidy_removes_what_nobody_wrote_to(tmp_path):
+    tidy(tmp_path)
+    files = [wire.stacks_file(tmp_path, rank) for rank in range(2)]
+    files[0].parent.mkdir()
+    for file, text in zip(files, ("", "Thread"), strict=True):
+        file.write_text(text)
+    tidy(tmp_path)
+    assert [file.exists() for file in files] == [False, True]
+    files[1].write_text("")
+    tidy(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_read_only_folder_costs_the_stacks_only(tmp_path):
+    (tmp_path / "hang").write_text("no folder")
+    code = "import sys, pathlib, dtrain.launch.hang.stacks as stacks; stacks.register_stacks(pathlib.Path(sys.argv[1]))"
+    result = subprocess.run([sys.executable, "-c", code, wire.stacks_file(tmp_path, 0)], timeout=LONG_S, capture_output=True)
+    assert (result.returncode, result.stderr) == (0, b"")

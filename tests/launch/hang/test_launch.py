@@ -1,0 +1,123 @@
+"""Jobs that hang, each in its own way, under ``dtrain launch --hang-timeout``: who is named, and exit code 124."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HUNG = 124
+TIMEOUT_S = 4  # enough for a busy machine to get from one point of progress to the next
+
+SCRIPT = """
+    import os, re, signal, sys, time
+    import torch, torch.distributed as dist
+    import dtrain as dt
+    from dtrain import pulse
+    from dtrain.dist.collectives import all_gather_numbers
+
+    def misbehave(kind, info):
+        if kind == "sleeps":
+            time.sleep(600)
+        elif kind == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "holds-the-gil":
+            re.match("(a|a)+b", "a" * 99)
+        elif kind == "one-collective-too-many":
+            all_gather_numbers([0.0])
+        elif kind == "another-collective":
+            dist.all_reduce(torch.ones(1, dtype=torch.float64), group=info.control)
+        elif kind == "works-alone":
+            for _ in range(60):
+                pulse.beat("work")
+                time.sleep(0.1)
+
+    def steps(kind, info):
+        for step in range(5):
+            pulse.beat("step")
+            if step == 3 and info.rank == 1:
+                if kind == "returns-early":
+                    return
+                misbehave(kind, info)
+            all_gather_numbers([float(step)])
+            dist.all_reduce(torch.ones(3))
+
+    with dt.init_dist(device="cpu") as info:
+        steps(sys.argv[1], info)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    says: str  # in the first line
+    lines: tuple[str, ...]  # beginnings of further ones
+    n: int = 2
+    options: tuple[str, ...] = ()
+
+
+CASES = {
+    "sleeps": Case(
+        n=4,
+        says="rank 1 of 4 made no progress for 4 s, and others wait in a collective",
+        lines=("rank 1: {script}:{sleep} in misbehave (step, point of progress 4)",
+               "rank 1 has not come to all_gather #4 of group control, where ranks 0, 2, 3 wait",
+               "ranks 0, 2, 3: {script}:{gather} in steps (step, point of progress 4)"),
+    ),
+    "stopped": Case(
+        says="rank 1 of 2 made no progress for 4 s (stopped, as by SIGSTOP)",
+        lines=("rank 1: its stack is not known (step, point of progress ",
+               "rank 0 waits in all_gather #4 of group control; rank 1 wrote nothing down"),
+        options=("--no-preload",),
+    ),
+    "holds-the-gil": Case(
+        says="rank 1 of 2 made no progress for 4 s (no answer: something holds the interpreter)",
+        lines=("rank 1: {script}:{match} in misbehave (step, point of progress ",
+               "rank 0 waits in all_gather #4 of group control; rank 1 wrote nothing down"),
+    ),
+    "one-collective-too-many": Case(
+        says="ranks 0, 1 of 2 wait for each other in different collectives, no progress for 4 s",
+        lines=("rank 0 has not come to all_gather #5 of group control, where rank 1 waits",
+               "rank 1 has not come to all_reduce #4 of group training, where rank 0 waits"),
+    ),
+    "another-collective": Case(
+        says="rank 1 of 2 ran another collective than the others, no progress for 4 s",
+        lines=("as collective #4 of group control rank 0 runs all_gather [[1]], but rank 1 all_reduce [[1]]",),
+    ),
+    "returns-early": Case(
+        says="rank 1 of 2 returned early, to the end of init_dist's block, no progress for 4 s",
+        lines=("as collective #4 of group control rank 0 runs all_gather [[1]], but rank 1 barrier []",),
+    ),
+}  # fmt: skip
+
+
+def line_of(text: str) -> int:
+    """The number of the only line of the script that holds ``text``."""
+    (number,) = [number for number, line in enumerate(SCRIPT.splitlines(), 1) if text in line]
+    return number
+
+
+PLACES = {"sleep": line_of("sleep(600)"), "match": line_of("re.match"), "gather": line_of("[float(step)]")}
+
+
+def test_hang_names_the_rank_that_stopped_and_exits_with_124(start, tmp_path):
+    jobs = {}
+    for kind, case in CASES.items():  # at the same time: most of it is waiting
+        options = ["--hang-timeout", str(TIMEOUT_S), "--grace", "0.5", "--run-dir", str(tmp_path / kind), *case.options]
+        jobs[kind] = start(SCRIPT, kind, n=case.n, options=options)
+    results = {kind: job.wait() for kind, job in jobs.items()}
+    assert {kind: result.code for kind, result in results.items()} == dict.fromkeys(CASES, HUNG), results
+    for kind, case in CASES.items():
+        job, result, folder = jobs[kind], results[kind], tmp_path / kind / "hang"
+        lines = result.err.splitlines()
+        assert result.summary == [f"dtrain: launch: hang: {case.says}; see the stacks in {folder}"], result.err
+        begins = [f"  {line.format(script=job.script, **PLACES)}" for line in case.lines]
+        assert [line for line in begins if not any(shown.startswith(line) for shown in lines)] == [], result.err
+        assert len(lines) <= 12
+        assert all(line.startswith(("dtrain: ", "  ")) for line in lines), result.err  # nor does torch complain of anything
+        stacks = {path.name for path in folder.glob("*.stacks")}
+        assert stacks >= {f"rank-{rank:05d}.stacks" for rank in range(case.n) if (kind, rank) != ("stopped", 1)}
+
+
+def test_rank_that_works_alone_for_longer_is_no_hang(start, tmp_path):
+    job = start(SCRIPT, "works-alone", options=["--hang-timeout", str(TIMEOUT_S), "--run-dir", str(tmp_path / "run")])
+    result = job.wait()
+    assert (result.code, result.summary) == (0, []), result.err
+    assert not (tmp_path / "run" / "hang").exists()  # what was prepared for a hang is gone

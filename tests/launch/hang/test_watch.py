@@ -1,0 +1,58 @@
+"""When a job counts as hung: by what its ranks report and the time."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtrain.launch.hang.watch import Watch
+from dtrain.pulse import Kind, Pulse
+
+
+def pulse(kind: Kind, rank: int, at: float, value: int = 0, doing: str = "") -> Pulse:
+    return Pulse(kind=kind, rank=rank, value=value, at=at, doing=doing)
+
+
+OPEN = [pulse(Kind.OPENED, 0, 10.0), pulse(Kind.OPENED, 1, 11.0)]
+
+
+@pytest.mark.parametrize(
+    ("pulses", "ended", "deadline"),
+    [
+        pytest.param([], [], None, id="nobody-has-opened"),
+        pytest.param([pulse(Kind.PROGRESS, 0, 12.0)], [], None, id="progress-without-opening"),
+        pytest.param(OPEN, [], 41.0, id="opening-counts"),
+        pytest.param([*OPEN, pulse(Kind.PROGRESS, 0, 20.0)], [], 50.0, id="one-that-goes-on-is-enough"),
+        pytest.param([*OPEN, pulse(Kind.COMMITTED, 0, 20.0)], [], 41.0, id="a-commit-may-come-from-another-thread"),
+        pytest.param([*OPEN, pulse(Kind.LEAVING, 1, 25.0)], [], 55.0, id="leaving-is-progress"),
+        pytest.param([*OPEN, pulse(Kind.CLOSED, 0, 30.0)], [], 60.0, id="one-still-inside"),
+        pytest.param([*OPEN, pulse(Kind.CLOSED, 0, 30.0), pulse(Kind.CLOSED, 1, 30.0)], [], None, id="all-outside"),
+        pytest.param([*OPEN, pulse(Kind.CLOSED, 0, 30.0)], [1], None, id="the-last-one-inside-has-ended"),
+        pytest.param([*OPEN, pulse(Kind.CLOSED, 0, 30.0), pulse(Kind.OPENED, 0, 40.0)], [], 70.0, id="opened-again"),
+    ],
+)
+def test_deadline_follows_the_last_progress_of_any_rank(pulses, ended, deadline):
+    watch = Watch(30.0)
+    for one in pulses:
+        watch.feed(one)
+    for rank in ended:
+        watch.ended(rank)
+    assert watch.deadline() == deadline
+    assert watch.due(deadline - 0.1 if deadline else 1e9) is False
+    assert watch.due(deadline if deadline else 1e9) is (deadline is not None)
+
+
+def test_due_gives_the_ranks_their_time_again_when_the_watcher_itself_was_stopped():
+    watch = Watch(30.0)
+    watch.feed(OPEN[0])
+    assert not watch.due(1000.0)
+    assert watch.deadline() == 1030.0
+    assert watch.due(1030.0)
+
+
+def test_seen_tells_where_each_rank_was_last():
+    watch = Watch(30.0)
+    for one in [*OPEN, pulse(Kind.PROGRESS, 1, 12.0, 7, "save"), pulse(Kind.LEAVING, 1, 13.0)]:
+        watch.feed(one)
+    seen = watch.seen
+    assert (seen[0].phase, seen[0].passed, seen[0].doing) == ("open", 0, "")
+    assert (seen[1].phase, seen[1].passed, seen[1].doing, seen[1].at) == ("leaving", 7, "save", 13.0)
