@@ -1,0 +1,172 @@
+"""What the scheduler that started this process says about the job: Slurm, OpenMPI, Kubernetes, or plain variables. Pure.
+
+All of them are asked the same thing: which node is this, of how many, and where is the first one. They must start one launcher
+per node. One per rank is refused: only a launcher that owns all ranks of a node can end them together.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from dtrain import wire
+
+_PORTS = range(12_000, 28_000)  # below the range from which systems take ports for outgoing connections
+_MAX_HOSTS = 65_536  # what a node list may expand to
+_NODE_RANK, _PET_NODE_RANK, _PET_NODES = "NODE_RANK", "PET_NODE_RANK", "PET_NNODES"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduled:
+    """What a scheduler says. None and "" where it does not.
+
+    ``refusal`` is why this cannot be used, as the end of a sentence: it matters only when the command line relies on it.
+    """
+
+    name: str
+    node_rank: int
+    nodes: int | None = None
+    world_size: int | None = None
+    master_addr: str = ""
+    fallback_addr: str = ""  # where the first node may be found when ``master_addr`` is a name that does not resolve
+    master_port: int | None = None
+    token: str = ""  # the same on all nodes of this job, and on no other job's
+    hosts: tuple[str, ...] = ()  # by node rank, where the scheduler lists them
+    refusal: str = ""
+
+
+def scheduled(env: Mapping[str, str]) -> Scheduled | None:
+    """What the scheduler says in ``env``; None without one, or below a rank of another launch, of which it speaks."""
+    if wire.RUN_ID in env:
+        return None
+    found = (read(env) for read in _READERS)
+    return next((answer for answer in found if answer is not None), None)
+
+
+def _openmpi(env: Mapping[str, str]) -> Scheduled | None:
+    """``mpirun``, one process per node. Its ``..._NODE_RANK`` counts processes of a node, and is no node's rank."""
+    rank, size = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
+    if rank is None or size is None:
+        return None
+    on_node = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    several = on_node is not None and on_node > 1
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
+    return Scheduled(
+        name="OpenMPI",
+        node_rank=rank,
+        nodes=size,
+        master_addr=env.get(wire.MASTER_ADDR, ""),
+        master_port=_given_port(env) or (_port(f"openmpi {job}") if job else None),
+        token=job and f"openmpi {job}",
+        refusal=f"mpirun started {on_node} launchers on this node; start one, with --map-by ppr:1:node" if several else "",
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> Scheduled | None:
+    """A step of Slurm's (``srun``). A batch script has most of these variables too, but runs on one node: it has no step."""
+    listed, rank = env.get("SLURM_STEP_NODELIST"), _number(env, "SLURM_NODEID")
+    if not listed or rank is None:
+        return None
+    hosts = tuple(expand(listed))
+    nodes = _number(env, "SLURM_STEP_NUM_NODES") or _number(env, "SLURM_NNODES") or len(hosts)
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS") or _number(env, "SLURM_NTASKS") or nodes
+    job = f"slurm {env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
+    return Scheduled(
+        name="Slurm",
+        node_rank=rank,
+        nodes=nodes,
+        master_addr=env.get(wire.MASTER_ADDR, "") or (hosts[0] if hosts else ""),
+        fallback_addr=env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
+        master_port=_given_port(env) or _port(job),
+        token=job,
+        hosts=hosts if len(hosts) == nodes else (),
+        refusal=f"srun started {tasks} tasks on {nodes} node{'s' * (nodes > 1)}; start one launcher per node, "
+        f"with srun --ntasks-per-node=1 --ntasks={nodes}"
+        if tasks != nodes
+        else "",
+    )
+
+
+def _kubernetes(env: Mapping[str, str]) -> Scheduled | None:
+    """An Indexed Job, or Kubeflow's trainer. The first names neither the number of nodes nor an address: the job's author does.
+
+    Without an address it is an array of independent jobs, which is the other use of Indexed Jobs.
+    """
+    kubeflow, index = _number(env, _PET_NODE_RANK), _number(env, "JOB_COMPLETION_INDEX")
+    rank = index if kubeflow is None else kubeflow
+    if rank is None:
+        return None
+    host = env.get("HOSTNAME", "")
+    job = host.removesuffix(f"-{rank}") if host.endswith(f"-{rank}") else ""
+    return Scheduled(
+        name="Kubernetes",
+        node_rank=rank,
+        nodes=_number(env, _PET_NODES),
+        master_addr=env.get("PET_MASTER_ADDR", "") or env.get(wire.MASTER_ADDR, ""),
+        master_port=_number(env, "PET_MASTER_PORT") or _given_port(env) or (_port(f"kubernetes {job}") if job else None),
+        token=job and f"kubernetes {job}",
+    )
+
+
+def _plain(env: Mapping[str, str]) -> Scheduled | None:
+    """The variables by which other launchers are told: all four of them, and none that only a rank has."""
+    rank, world_size = _number(env, _NODE_RANK), _number(env, wire.WORLD_SIZE)
+    addr, port = env.get(wire.MASTER_ADDR, ""), _given_port(env)
+    if rank is None or not world_size or not addr or port is None or env.keys() & {wire.RANK, wire.LOCAL_RANK}:
+        return None
+    return Scheduled(name="the environment", node_rank=rank, world_size=world_size, master_addr=addr, master_port=port)
+
+
+_READERS: tuple[Callable[[Mapping[str, str]], Scheduled | None], ...] = (
+    _openmpi,  # first: mpirun may itself have been started by Slurm
+    _slurm,
+    _kubernetes,
+    _plain,
+)
+
+
+def expand(nodes: str) -> Iterator[str]:
+    """The names in a node list of Slurm's.
+
+    >>> list(expand("n[1-3,07],m5"))
+    ['n1', 'n2', 'n3', 'n07', 'm5']
+    """
+    found = (name for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes) for name in _expand_entry(entry.strip()))
+    for count, name in enumerate(found):
+        if count == _MAX_HOSTS:
+            return
+        yield name
+
+
+def _expand_entry(entry: str) -> Iterator[str]:
+    before, bracket, rest = entry.partition("[")
+    if not bracket:
+        yield entry
+        return
+    inside, _, after = rest.partition("]")
+    for part in inside.split(","):
+        first, dash, last = part.strip().partition("-")
+        if dash and first.isdecimal() and last.isdecimal():
+            numbers: Iterator[str] = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+        else:
+            numbers = iter((first,))
+        for number in numbers:
+            for tail in _expand_entry(after):
+                yield f"{before}{number}{tail}"
+
+
+def _port(job: str) -> int:
+    """A port for ``job``: the same on every node, and for two jobs on one machine most likely not the same."""
+    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
+
+
+def _given_port(env: Mapping[str, str]) -> int | None:
+    return _number(env, wire.MASTER_PORT)
+
+
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    """A whole number that is not negative; None for what is missing, or is none: then another source has to say it."""
+    text = env.get(name, "").strip()
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None

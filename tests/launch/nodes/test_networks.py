@@ -1,0 +1,170 @@
+"""The same over real links: three network namespaces with an interface each, joined by a switch in a fourth."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from dtrain.launch.nodes import End, Ended, Failed, Joined, Notice, Over, Refused
+from dtrain.launch.nodes.messages import Message, decode, encode
+from hosts import speaker
+from hosts.agents import LONG_S
+from hosts.network import ADDRS, ADDRS6, Network, network
+
+PORT = 29400
+
+
+@dataclass(kw_only=True)
+class Host:
+    """A supervisor with its agent, in a namespace of its own."""
+
+    process: subprocess.Popen[bytes]
+    said: list[Message] = field(default_factory=list)
+    rest: bytes = b""
+
+    def wait_for(self, kind: type[Message]) -> Message:
+        """The first message of this kind, reading until it has come."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + LONG_S
+        while not (found := [message for message in self.said if isinstance(message, kind)]):
+            assert time.monotonic() < deadline, self.said
+            if not select.select([self.process.stdout], [], [], 1)[0]:
+                continue
+            data = os.read(self.process.stdout.fileno(), 65536)
+            assert data, f"ended with {self.process.wait()}, after {self.said}"
+            *lines, self.rest = (self.rest + data).split(b"\n")
+            self.said += map(decode, lines)
+        return found[0]
+
+    def send(self, message: Message) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(encode(message))
+        self.process.stdin.flush()
+
+
+@dataclass(kw_only=True)
+class Hosts:
+    network: Network
+    started: list[Host] = field(default_factory=list)
+
+    def start(self, place: int, node_rank: int, nodes: int, **settings: object) -> Host:
+        """An agent on host ``place``."""
+        given = {"node_rank": node_rank, "nodes": nodes, "nproc": 2, "addr": ADDRS[0], "port": PORT, "timeout_s": LONG_S}
+        command = self.network.on(place, sys.executable, speaker.__file__, json.dumps({**given, **settings}))
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self.started.append(Host(process=process))
+        return self.started[-1]
+
+
+@pytest.fixture(scope="module")
+def built() -> Iterator[Network]:
+    with network() as built:
+        yield built
+
+
+@pytest.fixture
+def hosts(built: Network) -> Iterator[Hosts]:
+    """All cables are plugged in, and at the end no process is left."""
+    for place in range(len(ADDRS)):
+        built.plug(place, "up")
+    hosts = Hosts(network=built)
+    yield hosts
+    for host in hosts.started:
+        assert host.process.stdin is not None
+        assert host.process.stdout is not None
+        host.process.stdin.close()
+        host.process.wait(timeout=LONG_S)
+        host.process.stdout.close()
+
+
+def start_all(hosts: Network, **settings: object) -> list[Host]:
+    nodes = [hosts.start(rank, rank, 3, **settings) for rank in range(3)]
+    for node in nodes:
+        node.wait_for(Joined)
+    return nodes
+
+
+@pytest.mark.parametrize("addr", [ADDRS[0], ADDRS6[0]], ids=["ipv4", "ipv6"])
+def test_three_hosts_meet_fail_and_end_together(hosts, addr):
+    nodes = start_all(hosts, addr=addr)
+    places = [node.wait_for(Joined) for node in nodes]
+    assert [(place.layout.base_rank, place.layout.world_size) for place in places] == [(0, 6), (2, 6), (4, 6)]
+    assert {(place.layout.master_addr, place.interface) for place in places} == {(addr, "eth0")}
+    nodes[1].send(Failed(rank=3, code=3, line="rank 3 failed with exit code 3"))
+    end = End(line="node 1 (host1): rank 3 failed with exit code 3", code=3, node_rank=1)
+    assert [nodes[0].wait_for(End), nodes[2].wait_for(End)] == [end, end]
+    for rank, node in enumerate(nodes):
+        node.send(Ended(codes={2 * rank: 3, 2 * rank + 1: 143}))
+    assert {len(node.wait_for(Over).codes) for node in nodes} == {6}
+
+
+def test_the_hub_listens_on_the_master_address_alone(hosts):
+    nodes = start_all(hosts)
+    listed = hosts.network.on(0, "cat", "/proc/net/tcp", "/proc/net/tcp6")
+    rows = [row.split() for row in subprocess.run(listed, check=True, capture_output=True, text=True).stdout.splitlines()]
+    listening = [row[1] for row in rows if len(row) > 3 and row[3] == "0A"]
+    assert listening == [f"01004D0A:{PORT:04X}"]
+    assert not any(isinstance(message, Notice) for node in nodes for message in node.said)
+
+
+def test_a_host_that_dies_ends_the_others(hosts):
+    nodes = start_all(hosts)
+    os.kill(nodes[2].process.pid, signal.SIGKILL)
+    for node in nodes[:2]:
+        assert node.wait_for(End).line.startswith("node 2 (host2) is lost: ")
+
+
+@pytest.mark.parametrize("cut", [0, 2], ids=["from the hub's host", "from another"])
+def test_a_cut_cable_ends_both_sides_of_it(hosts, cut):
+    nodes = start_all(hosts, silence_s=5)
+    hosts.network.plug(cut, "down")
+    if cut == 2:
+        assert [node.wait_for(End).line for node in nodes[:2]] == ["node 2 (host2) was silent for 5 s"] * 2
+        assert nodes[2].wait_for(End).line == "node 0 (host0) was silent for 5 s"
+    else:
+        assert [node.wait_for(End).line for node in nodes[1:]] == ["node 0 (host0) was silent for 5 s"] * 2
+        assert nodes[0].wait_for(End).line.endswith("was silent for 5 s")
+
+
+def test_a_host_whose_network_comes_up_late_still_joins(hosts):
+    hosts.network.plug(2, "down")
+    nodes = [hosts.start(rank, rank, 3) for rank in range(3)]
+    time.sleep(1)
+    assert nodes[2].process.poll() is None
+    hosts.network.plug(2, "up")
+    assert {node.wait_for(Joined).layout.nodes for node in nodes} == {3}
+
+
+def test_the_time_out_names_the_missing_and_the_way_to_them(hosts):
+    hosts.network.plug(2, "down")
+    nodes = [hosts.start(rank, rank, 3, timeout_s=2, hosts=["a", "b", "c"]) for rank in range(3)]
+    here = f"launch: 2 of 3 nodes joined in 2 s; missing: node 2 (c); node 0 waited at {ADDRS[0]}:{PORT} (interface eth0)"
+    assert all(node.wait_for(Refused).line.startswith(here) for node in nodes[:2])
+    there = nodes[2].wait_for(Refused).line
+    assert there.startswith(f"launch: node 2 (host2) did not reach node 0 at {ADDRS[0]}:{PORT} in 2 s, last: ")
+    assert "by interface eth0" in there
+
+
+def test_a_wrong_number_of_nodes_is_named_by_host(hosts):
+    nodes = [hosts.start(0, 0, 3), hosts.start(1, 1, 2)]
+    assert {"--nnodes 2, node 0 (host0) for 3" in node.wait_for(Refused).line for node in nodes} == {True}
+
+
+def test_two_jobs_at_one_endpoint_do_not_mix(hosts):
+    first = hosts.start(0, 0, 2, token="one", run_name="first")
+    stranger = hosts.start(1, 1, 2, token="two")
+    refused = stranger.wait_for(Refused).line
+    assert "node 1 (host1), pid " in refused
+    assert f"belongs to another job than the one at {ADDRS[0]}:{PORT} (host0, pid " in refused
+    assert "node 1 (host1)" in first.wait_for(Notice).line
+    second = hosts.start(2, 1, 2, token="one")
+    assert {node.wait_for(Joined).layout.world_size for node in (first, second)} == {4}

@@ -1,0 +1,58 @@
+"""What a real Slurm says, and a job that it starts. Skipped where there is none: the skip says why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from hosts import task
+from hosts.slurm import Cluster, cluster
+
+TASK = (sys.executable, task.__file__)
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    with cluster() as started:
+        yield started
+
+
+def test_one_launcher_on_each_node_of_a_step_meets_the_other(slurm):
+    step = slurm.srun("-N2", "--ntasks-per-node=1", "--label", *TASK)
+    assert step.returncode == 0, step
+    lines = sorted(line for line in step.stdout.splitlines() if "range" in line)
+    assert lines == ["0: range(0, 2) 4 run of node 0", "1: range(2, 4) 4 run of node 0"]
+
+
+def test_two_steps_of_one_job_keep_apart(slurm):
+    both = f"srun -N2 -n2 --overlap {TASK[0]} {TASK[1]} & srun -N2 -n2 --overlap {TASK[0]} {TASK[1]}; wait $!"
+    script = slurm.folder / "both.sh"
+    script.write_text(f"#!/bin/bash\n{both}\n")
+    script.chmod(0o755)
+    step = slurm.run("salloc", "-Q", "-N2", script)
+    assert step.returncode == 0, step
+    assert step.stdout.count("range(2, 4) 4 run of node 0") == 2
+
+
+def test_a_launcher_per_rank_is_refused_in_one_line(slurm):
+    step = slurm.srun("-N1", "-n3", *TASK)
+    assert step.returncode != 0
+    said = {line for line in step.stderr.splitlines() if line.startswith("launch: ")}
+    assert said == {
+        "launch: srun started 3 tasks on 1 node; start one launcher per node, with srun --ntasks-per-node=1 --ntasks=1; "
+        "or --nnodes 1 to run each on its own"
+    }
+
+
+def test_a_step_of_one_task_is_one_node(slurm):
+    assert slurm.srun("-N1", "-n1", *TASK).stdout == "one node\n"
+
+
+def test_a_batch_script_without_a_step_is_one_node(slurm):
+    out = slurm.folder / "batch.out"
+    script = slurm.folder / "batch.sh"
+    script.write_text(f"#!/bin/bash\n{TASK[0]} {TASK[1]}\n")
+    assert slurm.run("sbatch", "-Q", "-W", "-N2", "-o", out, script).returncode == 0
+    assert out.read_text() == "one node\n"

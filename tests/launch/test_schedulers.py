@@ -1,0 +1,144 @@
+"""What each scheduler says, from environments as they were printed by real ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtrain.launch.schedulers import expand, scheduled
+
+STEP = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "0",
+    "SLURM_CLUSTER_NAME": "c",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "OMPI_COMM_WORLD_NODE_RANK": "0",
+    "PMIX_NAMESPACE": "prterun-a-7@1",
+    "MASTER_ADDR": "a",
+}
+PLAIN = {"NODE_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29400"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3,07],m5", ["n1", "n2", "n3", "n07", "m5"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("r[1-2]n[3,5]-ib", ["r1n3-ib", "r1n5-ib", "r2n3-ib", "r2n5-ib"]),
+        ("a,b,c[1]", ["a", "b", "c1"]),
+        ("gpu[a,b]", ["gpua", "gpub"]),
+        ("", []),
+    ],
+)
+def test_node_lists_are_expanded_as_slurm_writes_them(nodes, names):
+    assert list(expand(nodes)) == names
+
+
+def test_a_node_list_cannot_take_all_memory():
+    assert len(list(expand("n[0-999999999]"))) == 65_536
+
+
+def test_a_step_of_slurms_says_everything():
+    found = scheduled(STEP)
+    assert found is not None
+    assert (found.name, found.node_rank, found.nodes, found.master_addr) == ("Slurm", 1, 2, "n1")
+    assert (found.fallback_addr, found.hosts, found.refusal) == ("10.0.0.1", ("n1", "n2"), "")
+
+
+def test_all_tasks_of_a_step_agree_on_port_and_token_and_another_step_has_its_own():
+    first, second = scheduled({**STEP, "SLURM_NODEID": "0", "SLURM_PROCID": "0"}), scheduled(STEP)
+    other = scheduled({**STEP, "SLURM_STEP_ID": "1"})
+    assert first is not None
+    assert second is not None
+    assert other is not None
+    assert (first.master_port, first.token) == (second.master_port, second.token)
+    assert first.token != other.token
+    assert first.master_port != other.master_port
+    assert first.master_port is not None
+    assert 1024 < first.master_port < 32_768
+
+
+def test_what_the_user_exports_goes_before_what_slurm_implies():
+    found = scheduled({**STEP, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "7000"})
+    assert found is not None
+    assert (found.master_addr, found.master_port) == ("10.1.1.1", 7000)
+
+
+def test_a_batch_script_outside_of_a_step_is_no_scheduler():
+    assert scheduled({name: value for name, value in STEP.items() if "STEP" not in name}) is None
+
+
+def test_a_task_per_rank_is_refused_with_the_option_that_starts_one_per_node():
+    found = scheduled({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "n1"})
+    assert found is not None
+    assert "8 tasks on 1 node" in found.refusal
+    assert "--ntasks-per-node=1" in found.refusal
+
+
+def test_openmpi_with_one_process_per_node_says_everything():
+    found = scheduled({**STEP, **MPI})
+    assert found is not None
+    assert (found.name, found.node_rank, found.nodes, found.master_addr, found.refusal) == ("OpenMPI", 1, 2, "a", "")
+    assert found.master_port is not None
+
+
+def test_openmpi_with_a_process_per_rank_is_refused():
+    found = scheduled({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    assert found is not None
+    assert "--map-by ppr:1:node" in found.refusal
+
+
+def test_an_indexed_job_of_kubernetes_says_the_node_but_not_of_how_many():
+    found = scheduled({"JOB_COMPLETION_INDEX": "3", "HOSTNAME": "train-3", "MASTER_ADDR": "train-0.train"})
+    assert found is not None
+    assert (found.name, found.node_rank, found.nodes, found.master_addr) == ("Kubernetes", 3, None, "train-0.train")
+    other = scheduled({"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "train-0", "MASTER_ADDR": "train-0.train"})
+    assert other is not None
+    assert (found.token, found.master_port) == (other.token, other.master_port)
+    assert found.token
+
+
+def test_kubeflow_says_everything():
+    pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "29400"}
+    found = scheduled({**pet, "JOB_COMPLETION_INDEX": "1"})
+    assert found is not None
+    assert (found.node_rank, found.nodes, found.master_addr, found.master_port) == (1, 2, "a", 29400)
+
+
+def test_plain_variables_count_only_all_together():
+    found = scheduled(PLAIN)
+    assert found is not None
+    assert (found.node_rank, found.world_size, found.nodes) == (1, 4, None)
+    for name in PLAIN:
+        assert scheduled({key: value for key, value in PLAIN.items() if key != name}) is None
+
+
+@pytest.mark.parametrize(
+    "left_over",
+    [
+        {**STEP, "TORCHELASTIC_RUN_ID": "x"},
+        {**MPI, "TORCHELASTIC_RUN_ID": "x"},
+        {**PLAIN, "RANK": "0"},
+        {**PLAIN, "LOCAL_RANK": "0"},
+        {**PLAIN, "NODE_RANK": "one"},
+        {**PLAIN, "WORLD_SIZE": "-1"},
+        {"OMPI_COMM_WORLD_RANK": "", "OMPI_COMM_WORLD_SIZE": ""},
+        {},
+    ],
+    ids=["slurm, in a rank", "mpi, in a rank", "a rank's", "a local rank's", "no number", "negative", "empty", "nothing"],
+)
+def test_variables_of_an_outer_rank_or_without_sense_are_no_scheduler(left_over):
+    assert scheduled(left_over) is None

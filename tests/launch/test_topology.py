@@ -1,0 +1,174 @@
+"""Which ranks run where, inferred from command lines as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtrain.errors import ConfigError
+from dtrain.launch.schedulers import Scheduled
+from dtrain.launch.topology import Asked, infer
+
+HERE = {"master_addr": "a", "master_port": 29400}
+SLURM = Scheduled(
+    name="Slurm", node_rank=1, nodes=2, master_addr="n1", master_port=12345, token="slurm 4.0", hosts=("n1", "n2")
+)
+INDEXED = Scheduled(name="Kubernetes", node_rank=1, master_addr="a", master_port=23456, token="kubernetes j")
+ARRAY = Scheduled(name="Kubernetes", node_rank=1)
+PLAIN = Scheduled(name="the environment", node_rank=1, world_size=8, master_addr="a", master_port=29400)
+PER_RANK = Scheduled(name="Slurm", node_rank=0, nodes=1, refusal="srun started 8 tasks on 1 node; start one launcher per node")
+
+
+@pytest.mark.parametrize(
+    ("asked", "scheduler", "nproc"),
+    [
+        ({}, None, 3),
+        ({"nproc": 2}, None, 2),
+        ({"nproc": 2, "world_size": -1, "master_addr": ""}, None, 2),
+        ({"nproc": 2, "world_size": 2}, None, 2),
+        ({"nproc": 2, "nnodes": "1"}, SLURM, 2),
+        ({"nproc": 2, "nnodes": "1"}, PER_RANK, 2),
+        ({"nproc": 2}, ARRAY, 2),
+        ({"nproc": 8}, PLAIN, 8),
+        ({"nproc": 2, "base_rank": 0}, None, 2),
+    ],
+    ids=["GPUs", "-n", "nothing given", "world", "slurm", "per rank", "array", "all in variables", "base 0"],
+)
+def test_one_node_is_what_is_meant_by(asked, scheduler, nproc):
+    scheduler = scheduler if scheduler is not PLAIN else Scheduled(**{**_fields(PLAIN), "node_rank": 0})
+    found = infer(Asked(**asked), scheduler, gpus=3)
+    assert found.meeting is None
+    assert found.layout is not None
+    assert (found.layout.nproc, found.layout.world_size, found.layout.nodes) == (nproc, nproc, 1)
+    assert found.notices == ()
+
+
+def _fields(record):
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
+@pytest.mark.parametrize(
+    ("asked", "scheduler", "place"),  # node_rank, nodes, nproc, base_rank, world_size, addr, port
+    [
+        ({"nproc": 4, "world_size": 8, "node_rank": 1, **HERE}, None, (1, 2, 4, 4, 8, "a", 29400)),
+        ({"nproc": 4, "world_size": 8, "base_rank": 4, **HERE}, None, (1, 2, 4, 4, 8, "a", 29400)),
+        ({"nproc": 3, "world_size": 8, "base_rank": 5, "node_rank": 1, **HERE}, None, (1, None, 3, 5, 8, "a", 29400)),
+        ({"nproc": 4, "world_size": 8, "base_rank": 4, "node_rank": 1, **HERE}, None, (1, None, 4, 4, 8, "a", 29400)),
+        ({"nproc": 4, "nnodes": "2", "node_rank": 1, **HERE}, None, (1, 2, 4, None, None, "a", 29400)),
+        ({"nproc": 3, "nnodes": "2", "world_size": 8, "node_rank": 1, **HERE}, None, (1, 2, 3, None, 8, "a", 29400)),
+        ({"nproc": 4, "nnodes": "2", "world_size": 8, "node_rank": 1, **HERE}, None, (1, 2, 4, 4, 8, "a", 29400)),
+        ({"nproc": 4}, SLURM, (1, 2, 4, None, None, "n1", 12345)),
+        ({"nproc": 4, "world_size": 8}, SLURM, (1, 2, 4, 4, 8, "n1", 12345)),
+        ({"nproc": 4, "master_port": 7}, SLURM, (1, 2, 4, None, None, "n1", 7)),
+        ({"nproc": 4, "nnodes": "2"}, INDEXED, (1, 2, 4, None, None, "a", 23456)),
+        ({"nproc": 4}, PLAIN, (1, 2, 4, 4, 8, "a", 29400)),
+        ({"nproc": 2, "nnodes": "3", "node_rank": 2, **HERE}, SLURM, (2, 3, 2, None, None, "a", 29400)),
+    ],
+    ids=[
+        "node rank",
+        "base rank",
+        "nodes differ",
+        "both given",
+        "world learnt",
+        "world stated, nodes differ",
+        "all stated",
+        "slurm",
+        "slurm, world",
+        "slurm, own port",
+        "kubernetes",
+        "variables",
+        "all on the command line",
+    ],
+)
+def test_several_nodes_meet_with_what_is_known(asked, scheduler, place):
+    meeting = infer(Asked(**asked), scheduler, gpus=1).meeting
+    assert meeting is not None
+    known = (meeting.node_rank, meeting.nodes, meeting.nproc, meeting.base_rank, meeting.world_size, meeting.addr, meeting.port)
+    assert known == place
+
+
+def test_the_scheduler_names_the_run_and_the_hosts_unless_the_command_line_does():
+    plain = infer(Asked(nproc=1), SLURM, gpus=1).meeting
+    named = infer(Asked(nproc=1, rdzv_id="mine"), SLURM, gpus=1).meeting
+    assert plain is not None
+    assert named is not None
+    assert (plain.token, plain.hosts) == ("slurm 4.0", ("n1", "n2"))
+    assert named.token == "mine"
+
+
+@pytest.mark.parametrize(
+    ("asked", "notice"),
+    [
+        ({"nproc": 8, "world_size": 8, "node_rank": 0}, "only node; for two nodes of 4 ranks say -n 4"),
+        ({"nproc": 1, "master_addr": "10.0.0.1"}, "one node needs no --master-addr"),
+        ({"nproc": 1, "master_port": 29400}, "one node needs no --master-addr"),
+    ],
+    ids=["two nodes meant", "address", "port"],
+)
+def test_one_node_says_what_it_leaves_out(asked, notice):
+    found = infer(Asked(**asked), None, gpus=1)
+    assert found.layout is not None
+    assert [notice in line for line in found.notices] == [True]
+
+
+def test_variables_that_make_several_nodes_are_named():
+    assert "NODE_RANK" in infer(Asked(nproc=4), PLAIN, gpus=1).notices[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "scheduler", "line"),
+    [
+        ({"nproc": 8, "world_size": 4}, None, r"-n 8 is more than all ranks, --world-size 4; say -n 4"),
+        ({"nproc": 8, "world_size": 8, "node_rank": 1}, None, r"--node-rank 1 .* only one; for 2 nodes say -n 4"),
+        ({"nproc": 4, "world_size": 4, "base_rank": 4}, None, r"--base-rank 4 .*; for 2 nodes say -n 2, or --world-size 8"),
+        ({"nproc": 4, "node_rank": 1}, None, r"--node-rank 1 means several nodes, but -n 4 alone means one; .*--nnodes 2"),
+        ({"nproc": 4, "nnodes": "1", "world_size": 8}, None, r"is 4 ranks, not --world-size 8; say -n 8, or --nnodes 2"),
+        (
+            {"nproc": 3, "world_size": 8, "node_rank": 1, **HERE},
+            None,
+            r"8 is no multiple of -n 3; say -n 2, or --base-rank too",
+        ),
+        ({"nproc": 3, "world_size": 8, "base_rank": 3, **HERE}, None, r"no multiple of -n 3; say -n 2, or --node-rank too"),
+        ({"nproc": 4, "world_size": 8, "base_rank": 2, **HERE}, None, r"--base-rank 2 is no multiple of -n 4"),
+        ({"nproc": 4, "world_size": 8, "base_rank": 6, "node_rank": 1, **HERE}, None, r"would make a rank 9 .*; say -n 2"),
+        ({"nproc": 4, "world_size": 8, "base_rank": 9, "node_rank": 1, **HERE}, None, r"rank 12 .*; say --world-size 13"),
+        ({"nproc": 4, "world_size": 8, "node_rank": 2, **HERE}, None, r"--node-rank 2 of 2 nodes; nodes are 0 to 1"),
+        ({"nproc": 4, "nnodes": "2", "node_rank": 2, **HERE}, None, r"--node-rank 2 of 2 nodes"),
+        ({"nproc": 7, "nnodes": "3", "world_size": 8, "node_rank": 0, **HERE}, None, r"leaves 1 of --world-size 8 .*say -n 2"),
+        (
+            {"nproc": 4, "nnodes": "2", "base_rank": 5, "world_size": 9, **HERE},
+            None,
+            r"--base-rank alone .*say --node-rank too",
+        ),
+        ({"nproc": 4, "nnodes": "2", "world_size": 8, "node_rank": 1, "base_rank": 3, **HERE}, None, r"say --base-rank 4"),
+        ({"nproc": 4, "world_size": 8, **HERE}, None, r"several nodes need --node-rank; say 0 on the node of --master-addr"),
+        ({"nproc": 4, "world_size": 8, "node_rank": 0, "master_port": 1}, None, r"several nodes need --master-addr"),
+        ({"nproc": 4, "world_size": 8, "node_rank": 0, "master_addr": "a"}, None, r"several nodes need --master-port"),
+        ({"nproc": 4, "nnodes": "3"}, SLURM, r"--nnodes 3, but Slurm started a launcher on 2 nodes; say --nnodes 2"),
+        ({"nproc": 8, "world_size": 8}, SLURM, r"Slurm says 2 nodes; say --world-size 16, or -n 4, or --nnodes 1"),
+        ({"nproc": 8}, PER_RANK, r"srun started 8 tasks on 1 node"),
+        ({"nproc": 8}, INDEXED, r"Kubernetes says that this is node 1, but not of how many; add --nnodes N"),
+        ({"nproc": 0}, None, r"-n must be from 1"),
+        ({"nproc": 1, "world_size": 0}, None, r"--world-size must be from 1"),
+        ({"nproc": 1, "node_rank": -2}, None, r"--node-rank must be from 0"),
+        ({"nproc": 1, "base_rank": -2}, None, r"--base-rank must be from 0"),
+        ({"nproc": 1, "master_port": 65536}, None, r"--master-port must be from 1 to 65535, got 65536"),
+        ({"nproc": 1, "nnodes": "0"}, None, r"--nnodes must be from 1"),
+        ({"nproc": 1, "nnodes": "3:2"}, None, r"--nnodes must be from 1"),
+        ({"nproc": 1, "nnodes": "two"}, None, r"--nnodes must be N or MIN:MAX, got 'two'"),
+        ({"nproc": 1, "nnodes": "1:2"}, None, r"--nnodes 1:2 needs --rdzv-endpoint HOST:PORT, got none"),
+        ({"nproc": 1, "nnodes": "1:2", "rdzv_endpoint": "a"}, None, r"needs --rdzv-endpoint HOST:PORT, got 'a'"),
+        ({"nproc": 1, "nnodes": "1:2", "rdzv_endpoint": "a:1", "node_rank": 1}, None, r"--node-rank cannot be chosen"),
+        ({"nproc": 1, "rdzv_endpoint": "a:1"}, None, r"--rdzv-endpoint needs --nnodes"),
+    ],
+)
+def test_a_command_line_that_contradicts_itself_is_refused_with_what_to_change(asked, scheduler, line):
+    with pytest.raises(ConfigError, match=line) as refusal:
+        infer(Asked(**asked), scheduler, gpus=1)
+    assert "\n" not in str(refusal.value)
+    assert str(refusal.value).startswith("launch: ")
+
+
+def test_a_changing_number_of_nodes_is_elastic():
+    elastic = infer(Asked(nproc=2, nnodes="1:4", rdzv_endpoint="a:29400", rdzv_id="x"), None, gpus=1).elastic
+    assert elastic is not None
+    assert (elastic.min_nodes, elastic.max_nodes, elastic.nproc, elastic.endpoint, elastic.run_id) == (1, 4, 2, "a:29400", "x")
