@@ -11,7 +11,7 @@ SOURCE = Path(dtrain.__file__).parent
 # One row per line of the table in docs/architecture.md, top to bottom; a later row may import from an earlier one.
 LAYERS = [
     ["errors", "types"],
-    ["wire"],
+    ["wire", "pulse"],
     ["storage"],
     ["clock", "schedules"],
     ["dist", "tensors"],
@@ -27,8 +27,13 @@ LAYERS = [
     ["cli"],
 ]
 ORDER = {room: index for index, room in enumerate(room for row in LAYERS for room in row)}
-TORCH_FREE = {"errors", "wire", "storage", "launch", "cli"}
-PROGRAMS_WITH_TORCH = {"cli.machine.torch_probe"}  # run in a process of their own, imported by nobody
+TORCH_FREE = {"errors", "wire", "pulse", "storage", "launch", "cli"}
+PROGRAMS_WITH_TORCH = {
+    "cli.machine.torch_probe",
+    "launch.elastic.program",
+    "launch.start.preload",
+    "launch.start.store",
+}  # run in a process of their own, imported by nobody but each other
 
 
 def modules() -> dict[str, Path]:

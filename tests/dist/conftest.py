@@ -16,7 +16,7 @@ import pytest
 
 from dtrain import wire
 from dtrain.launch.processes import die_with_parent
-from dtrain.launch.spawn import hold_port
+from dtrain.launch.port import hold_port
 
 LONG_S = 90  # how long a busy test machine may take
 

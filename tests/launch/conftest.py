@@ -7,78 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-LONG_S = 90  # no promise of the launcher's: how long a busy test machine may take
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def summary(self) -> list[str]:
-        """The lines that the launcher itself wrote."""
-        return [line for line in self.err.splitlines() if line.startswith("dtrain: ")]
-
-
-@dataclass(kw_only=True)
-class Job:
-    """A running ``dtrain launch``; ``folder`` is where its scripts run and leave files."""
-
-    folder: Path
-    mark: str
-    process: subprocess.Popen[str]
-    script: Path = field(default=Path())
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def wait(self) -> Result:
-        out, err = self.process.communicate(timeout=LONG_S)
-        return Result(code=self.process.returncode, out=out or "", err=err or "")
-
-    def wait_for(self, *names: str) -> list[str]:
-        """Wait until the script has written these files, and return what is in them."""
-        deadline = time.monotonic() + LONG_S
-        for name in names:
-            while not (path := self.folder / name).exists() or not path.read_text():
-                assert self.process.poll() is None, f"ended with {self.process.returncode} before it wrote {name}"
-                assert time.monotonic() < deadline, f"{name} never came; running: {self.processes()}"
-                time.sleep(0.01)
-        return [(self.folder / name).read_text() for name in names]
-
-    def processes(self) -> dict[int, str]:
-        """All processes of this job that are alive, by pid, with their command lines."""
-        found = {}
-        for pid in (name for name in os.listdir("/proc") if name.isdecimal()):
-            try:
-                if f"JOB_MARK={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    found[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-        return found
-
-    def supervisor(self) -> int:
-        """The pid of the supervisor: the only child of the front."""
-        (pid,) = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return int(pid)
-
-    def wait_until_gone(self) -> None:
-        deadline = time.monotonic() + LONG_S / 3
-        while left := self.processes():
-            assert time.monotonic() < deadline, f"survivors: {left}"
-            time.sleep(0.01)
-
+from jobs import LONG_S, Job, Result
 
 StartJob = Callable[..., Job]
 
@@ -95,6 +30,7 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
         options: Sequence[str] = (),
         name: str = "script.py",
         target: Sequence[str] | None = None,
+        shown: str | None = "all",
         env: dict[str, str] | None = None,
         wrap: Sequence[str] = (),
         **popen: object,
@@ -104,6 +40,7 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
         script.parent.mkdir(parents=True, exist_ok=True)
         script.write_text(textwrap.dedent(source), encoding="utf-8")
         ranks = [] if n is None else ["-n", str(n)]
+        ranks += [] if shown is None else ["--log-ranks", shown]
         settings: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
         process = subprocess.Popen(
             [*wrap, sys.executable, "-m", "dtrain", "launch", *ranks, *options, *(target or [str(script)]), *args],

@@ -264,12 +264,44 @@ def test_interrupted_rank_is_quiet_and_exits_130(start):
     assert "rank 1 of 2 failed with exit code 130" in result.summary[0]
 
 
-def test_rank_that_cannot_be_started_ends_those_that_were(run):
-    def few_files():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+def few_files(most):
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
-    result = run(SLEEPING, n=16, preexec_fn=few_files)
+
+def test_more_ranks_than_open_files_allow_are_refused_in_one_line(run):
+    result = run(SLEEPING, n=16, preexec_fn=few_files(64))
+    assert result.code == 2
+    assert result.err == "dtrain: launch: -n 16 needs 88 open files, but at most 64 are allowed; `ulimit -n 88`, or -n 10\n"
+
+
+def test_soft_limit_of_open_files_is_raised_where_that_helps(run):
+    soft = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 4096))  # noqa: E731
+    result = run("print('here')", n=8, preexec_fn=soft)
+    assert (result.code, len(result.out.splitlines())) == (0, 8), result.err
+
+
+# The fork of the third rank fails, wherever it is made: by the supervisor, which is a fork itself, or by the preloaded process.
+FAILING_FORK = """
+import errno, os
+forks, first, real = 0, os.getpid(), os.fork
+def fork():
+    global forks
+    if {condition}:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    forks += 1
+    return real()
+os.fork = fork
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "condition", "option"),
+    [("sitecustomize", "forks == 3", ["--no-preload"]), ("forks", "forks == 3 and os.getpid() != first", ["--preload", "forks"])],
+    ids=["plain", "preloaded"],
+)
+def test_rank_that_cannot_be_started_ends_those_that_were(run, tmp_path, module, condition, option):
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / f"{module}.py").write_text(FAILING_FORK.format(condition=condition))
+    result = run(SLEEPING, n=4, options=option, env={"PYTHONPATH": str(tmp_path / "path")})
     assert result.code == 1
-    assert re.fullmatch(
-        r"dtrain: launch: rank \d+ of 16 could not be started: Too many open files; use fewer", result.summary[0]
-    )
+    assert re.fullmatch(r"dtrain: launch: rank 2 of 4 could not be started: Resource .*; use fewer", result.summary[0]), result.err

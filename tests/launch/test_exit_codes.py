@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_failing_rank_gives_its_code_and_is_named(run, code, culprit):
     assert result.code == code
     (line,) = result.summary
     assert re.fullmatch(
-        rf"dtrain: launch: rank {culprit} of 2 failed with exit code {code} \(pid \d+\); the other ranks were ended", line
+        rf"dtrain: launch: rank {culprit} of 2 failed with exit code {code} \(pid \d+ on \S+\); the other ranks were ended", line
     )
 
 
@@ -134,7 +135,7 @@ def test_killed_rank_is_named_with_its_signal(start, culprit):
     result = job.wait()
     assert result.code == 128 + signal.SIGKILL
     (line,) = result.summary
-    assert line.startswith(f"dtrain: launch: rank {culprit} of 2 was killed by SIGKILL (pid {pids[culprit]}; ")
+    assert line.startswith(f"dtrain: launch: rank {culprit} of 2 was killed by SIGKILL (pid {pids[culprit]} on {socket.gethostname()}; ")
     assert "memory" in line
 
 

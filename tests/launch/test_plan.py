@@ -9,16 +9,28 @@ from pathlib import Path
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.launch.plan import LaunchPlan, default_nproc, parse_nproc, parse_seconds, rank_command, rank_environment
+from dtrain.launch.plan import (
+    LaunchPlan,
+    Layout,
+    Target,
+    common_environment,
+    default_nproc,
+    own_environment,
+    parse_nproc,
+    parse_seconds,
+    rank_command,
+    stale_variables,
+)
 from dtrain.launch.rundir import create_run_dir
 
-PLAN = LaunchPlan(nproc=4, target="a.py", is_module=False, args=("--lr", "1"), run_dir=Path("/runs/one"))
+SCRIPT = Target(kind="script", name="a.py", args=("--lr", "1"))
+PLAN = LaunchPlan(target=SCRIPT, layout=Layout.one_node(4), run_dir=Path("/runs/one"))
 
 
 @pytest.mark.parametrize("nproc", [0, -1, 257, 10**6])
 def test_number_of_ranks_has_bounds(nproc):
     with pytest.raises(ConfigError, match="-n must be from 1 to 256"):
-        replace(PLAN, nproc=nproc)
+        replace(PLAN, layout=Layout.one_node(nproc))
     with pytest.raises(ConfigError, match="-n must be from 1 to 256"):
         parse_nproc(str(nproc))
 
@@ -68,21 +80,54 @@ def test_default_is_a_rank_per_visible_gpu(devices, visible, expected):
 
 def test_ranks_share_the_cores_unless_told():
     def threads(cores, inherited):
-        return rank_environment(PLAN, 0, port=1, cores=cores, inherited=inherited)["OMP_NUM_THREADS"]
+        return own_environment(PLAN, 0, port=1, cores=cores, inherited=inherited)["OMP_NUM_THREADS"]
 
-    assert [threads(cores, {}) for cores in (1, 4, 9)] == ["1", "1", "2"]
+    assert [threads(cores, {}) for cores in (0.5, 1, 4, 9)] == ["1", "1", "1", "2"]
     assert threads(64, {"OMP_NUM_THREADS": "3"}) == "3"
 
 
 def test_environments_of_ranks_differ_in_who_they_are_only():
-    first, last = (rank_environment(PLAN, rank, port=1, cores=4, inherited={"A": "b"}) for rank in (0, 3))
+    first, last = (own_environment(PLAN, rank, port=1, cores=4, inherited={}) for rank in (0, 3))
     assert {name for name in first if first[name] != last[name]} == {"RANK", "LOCAL_RANK", "ROLE_RANK", "DTRAIN_FAILURE_FILE"}
-    assert first["A"] == "b"
+
+
+def test_ranks_of_a_later_node_know_their_place():
+    layout = Layout(nproc=2, world_size=5, base_rank=3, node_rank=1, nodes=2, master_addr="10.0.0.1")
+    own = own_environment(replace(PLAN, layout=layout), 4, port=77, cores=4, inherited={})
+    expected = {
+        "RANK": "4",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "NODE_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "77",
+    }
+    assert {name: own[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(("nodes", "interface"), [(1, "lo"), (2, "eth0")])
+def test_ranks_are_kept_on_loopback_where_all_of_them_are_here(nodes, interface):
+    layout = Layout(nproc=2, world_size=2 * nodes, nodes=nodes)
+    given = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    common = common_environment(replace(PLAN, layout=layout), given)
+    assert {common[name] for name in given} == {interface}
+
+
+def test_variables_of_an_outer_launch_go_and_others_stay():
+    given = {"RANK": "3", "DTRAIN_RUN_DIR": "/old", "TORCHELASTIC_ERROR_FILE": "/old", "MASTER_PORT": "1", "A": "b", "RANKS": "8"}
+    assert stale_variables(given) == ["DTRAIN_RUN_DIR", "MASTER_PORT", "RANK", "TORCHELASTIC_ERROR_FILE"]
+    common = common_environment(PLAN, given)
+    assert "TORCHELASTIC_ERROR_FILE" not in common
+    assert (common["DTRAIN_RUN_DIR"], common["A"], common["RANKS"]) == ("/runs/one", "b", "8")
 
 
 def test_command_ends_with_the_script_and_its_arguments():
-    assert rank_command(PLAN)[2:] == ["script", "a.py", "--lr", "1"]
-    assert rank_command(replace(PLAN, is_module=True, target="a.b"))[2:4] == ["module", "a.b"]
+    assert rank_command(SCRIPT)[2:] == ["script", "a.py", "--lr", "1"]
+    assert rank_command(Target(kind="module", name="a.b"))[2:4] == ["module", "a.b"]
+    assert rank_command(Target(kind="command", name="sh", args=("-c", ":")))[1:] == ["-c", ":"]
 
 
 NOW = datetime(2031, 2, 3, 4, 5, 6)

@@ -49,7 +49,7 @@ def test_values_of_an_outer_launch_are_replaced(run):
         "LOCAL_RANK": "7",
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": "/nowhere",
         "TORCHELASTIC_RESTART_COUNT": "3",
         "DTRAIN_RUN_DIR": "/nowhere",
@@ -61,36 +61,25 @@ def test_values_of_an_outer_launch_are_replaced(run):
     }
     env = environments(run(ENVIRONMENT, env=stale))[1]
     assert {name for name, value in stale.items() if env.get(name) == value} == {"MINE", "OMP_NUM_THREADS"}
-    assert "TORCHELASTIC_USE_AGENT_STORE" not in env
+    assert env["TORCHELASTIC_USE_AGENT_STORE"] == "True"  # of this launch, which serves the store
     assert env["MASTER_ADDR"] == "127.0.0.1"
 
 
-def test_port_is_kept_for_rank_0_and_given_to_nobody_else(run):
+def test_port_of_the_store_is_taken_before_any_rank_starts(run):
     result = run(
         """
-        import os, socket, sys, time
+        import os, socket
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        met = os.environ["FOLDER"] + "/listening"
-        if os.environ["RANK"] == "0":
-            try:  # somebody else's server, which does not know that the port is kept
-                socket.socket().bind(address)
-                sys.exit("the port was free")
-            except OSError:
-                pass
-            server = socket.socket()
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind(address)
-            server.listen()
-            open(met, "w").close()
-            peer, _ = server.accept()
-            peer.sendall(b"welcome")
-        else:
-            while not os.path.exists(met):
-                time.sleep(0.01)
-            print(socket.create_connection(address).recv(7).decode())
+        socket.create_connection(address).close()
+        stranger = socket.socket()
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            stranger.bind(address)
+        except OSError:
+            print("taken")
         """
     )
-    assert (result.code, result.out) == (0, "[rank 1] welcome\n")
+    assert (result.code, sorted(result.out.splitlines())) == (0, ["[rank 0] taken", "[rank 1] taken"])
 
 
 def test_rank_inherits_no_socket_and_no_pipe_but_its_output(run):
@@ -105,7 +94,8 @@ def test_rank_inherits_no_socket_and_no_pipe_but_its_output(run):
     print(sorted(name.split(":")[0] for name in names))
     """
     result = run(source, stdin=subprocess.DEVNULL)
-    assert set(result.out.splitlines()) == {f"[rank {r}] ['/dev/null', 'pipe', 'pipe']" for r in range(2)}
+    # Standard output and error, and where it reports its progress.
+    assert set(result.out.splitlines()) == {f"[rank {r}] ['/dev/null', 'pipe', 'pipe', 'pipe']" for r in range(2)}
 
 
 def test_arguments_arrive_byte_for_byte(run):
@@ -218,7 +208,7 @@ def test_launcher_inside_a_rank_works(run):
     if sys.argv[1:] == ["inner"]:
         print(os.environ["RANK"], os.environ["WORLD_SIZE"])
     else:
-        sys.exit(subprocess.call([sys.executable, "-m", "dtrain", "launch", "-n", "3", __file__, "inner"]))
+        sys.exit(subprocess.call([sys.executable, "-m", "dtrain", "launch", "-n", "3", "--log-ranks", "all", __file__, "inner"]))
     """
     result = run(source, n=1)
     assert result.code == 0, result.err

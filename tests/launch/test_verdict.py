@@ -71,24 +71,24 @@ def test_all_preempted_needs_every_rank():
 @pytest.mark.parametrize(
     ("failure", "code", "expected"),
     [
-        (recorded(1, 0), 1, "failed with exit code 1 (pid 7): ValueError: m"),
-        (recorded(1, 0, message=""), 1, "failed with exit code 1 (pid 7): ValueError"),
-        (recorded(1, 0, message="\n first\nsecond"), 1, "failed with exit code 1 (pid 7): ValueError: first"),
-        (recorded(1, 0, kind="SystemExit", message="3"), 3, "failed with exit code 3 (pid 7)"),
-        (recorded(1, 0, kind="SystemExit", message="no data"), 1, "failed with exit code 1 (pid 7): no data"),
-        (None, -9, "was killed by SIGKILL (pid 7; often the kernel, out of memory)"),
-        (None, -11, "was killed by SIGSEGV (pid 7)"),
-        (None, -40, "was killed by signal 40 (pid 7)"),
+        (recorded(1, 0), 1, "failed with exit code 1 (pid 7 on here): ValueError: m"),
+        (recorded(1, 0, message=""), 1, "failed with exit code 1 (pid 7 on here): ValueError"),
+        (recorded(1, 0, message="\n first\nsecond"), 1, "failed with exit code 1 (pid 7 on here): ValueError: first"),
+        (recorded(1, 0, kind="SystemExit", message="3"), 3, "failed with exit code 3 (pid 7 on here)"),
+        (recorded(1, 0, kind="SystemExit", message="no data"), 1, "failed with exit code 1 (pid 7 on here): no data"),
+        (None, -9, "was killed by SIGKILL (pid 7 on here; often the kernel, out of memory)"),
+        (None, -11, "was killed by SIGSEGV (pid 7 on here)"),
+        (None, -40, "was killed by signal 40 (pid 7 on here)"),
     ],
 )
 def test_failure_is_described_in_one_line(failure, code, expected):
     cause = Cause(rank=1, code=code, failure=failure)
-    line = verdict.describe_failure(cause, world_size=2, pid=7, others_ended=False)
+    line = verdict.describe_failure(cause, world_size=2, where="pid 7 on here", others_ended=False)
     assert line == f"dtrain: launch: rank 1 of 2 {expected}"
-    line = verdict.describe_failure(cause, world_size=2, pid=7, others_ended=True)
+    line = verdict.describe_failure(cause, world_size=2, where="pid 7 on here", others_ended=True)
     assert line == f"dtrain: launch: rank 1 of 2 {expected}; the other ranks were ended"
 
 
 def test_long_message_is_cut():
     cause = Cause(rank=0, code=1, failure=recorded(0, 0, message="x" * 10_000))
-    assert len(verdict.describe_failure(cause, world_size=1, pid=1, others_ended=False)) < 500
+    assert len(verdict.describe_failure(cause, world_size=1, where="pid 1", others_ended=False)) < 500

@@ -20,8 +20,8 @@ from dtrain import wire
 from dtrain.errors import ConfigError, RankError
 from dtrain.launch.forked import ForkedRank, Task, fork_rank
 from dtrain.launch.plan import MAX_RANKS
+from dtrain.launch.port import hold_port
 from dtrain.launch.processes import send
-from dtrain.launch.spawn import hold_port
 from dtrain.launch.verdict import Cause, first_failure, is_failure, signal_name
 
 GRACE_S = 5.0

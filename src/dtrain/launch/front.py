@@ -10,8 +10,7 @@ from typing import NoReturn
 
 from dtrain.launch import processes, verdict
 from dtrain.launch.plan import LaunchPlan
-from dtrain.launch.spawn import hold_port
-from dtrain.launch.supervisor import ENDING_SIGNALS, supervise
+from dtrain.launch.supervisor import ENDING_SIGNALS, PASSED_ON, supervise
 
 _WITHIN_S = 10.0  # what does not die of SIGKILL in this time sits in the kernel
 
@@ -23,22 +22,21 @@ def launch(plan: LaunchPlan) -> int:
     It must have a single thread.
     """
     processes.become_subreaper()
-    watched = {signal.SIGCHLD, *ENDING_SIGNALS}
+    watched = {signal.SIGCHLD, *ENDING_SIGNALS, *PASSED_ON}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         watched.remove(signal.SIGHUP)  # started by nohup
     for number in watched:
         signal.signal(number, lambda *_: None)  # an ignored signal might never become pending
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    with hold_port() as port:
-        front_alive, held = os.pipe()
-        supervisor = os.fork()
-        if supervisor == 0:
-            os.close(held)
-            _be_supervisor(plan, port.getsockname()[1], front_alive)
-        os.close(front_alive)
-        code = _wait_for(supervisor, watched)
-        processes.end_descendants(within_s=_WITHIN_S)
+    front_alive, held = os.pipe()
+    supervisor = os.fork()
+    if supervisor == 0:
         os.close(held)
+        _be_supervisor(plan, front_alive)
+    os.close(front_alive)
+    code = _wait_for(supervisor, watched)
+    processes.end_descendants(within_s=_WITHIN_S)
+    os.close(held)
     if code < 0:
         name = verdict.signal_name(-code)
         print(f"dtrain: launch: the supervisor was killed by {name} (pid {supervisor}); ranks ended", file=sys.stderr)
@@ -52,11 +50,11 @@ def occupy_standard_streams() -> None:
     os.close(fd)
 
 
-def _be_supervisor(plan: LaunchPlan, port: int, front_alive: int) -> NoReturn:
+def _be_supervisor(plan: LaunchPlan, front_alive: int) -> NoReturn:
     code = 1
     try:
         os.setsid()  # Ctrl-C in a terminal reaches the front alone, which forwards it
-        code = supervise(plan, port=port, front_alive=front_alive)
+        code = supervise(plan, front_alive=front_alive)
     except BaseException:  # noqa: BLE001 - a fork must not return into its parent's callers; the front ends what is left
         traceback.print_exc()
     finally:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection, Iterable
 from functools import cache
 
 _LINUX = sys.platform == "linux"
@@ -94,10 +95,11 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def send_all(number: int, leaders: list[int]) -> None:
-    """Signal everything below this process; outside Linux the process groups of ``leaders`` stand in for it."""
+def send_all(number: int, leaders: Iterable[int], *, spare: Collection[int] = ()) -> None:
+    """Signal everything below this process but ``spare``; outside Linux the process groups of ``leaders`` stand in for it."""
     for pid in descendants():
-        send(pid, number)
+        if pid not in spare:
+            send(pid, number)
     if not _LINUX:
         for pid in leaders:
             send(-pid, number)

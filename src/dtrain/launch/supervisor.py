@@ -1,7 +1,8 @@
 """The loop that runs a job: starts the ranks, relays what they print, and ends all when one fails or somebody asks.
 
 It waits in one ``select`` for everything that can happen: a child that ended and a signal (through the wake-up pipe),
-output, room for output, the end of the front process (end of file on a pipe that only it holds open), and a deadline.
+output, room for output, what the preloaded process and the ranks report, the first client of the ranks' store, the end of the
+front process (end of file on a pipe that only it holds open), and a deadline.
 """
 
 from __future__ import annotations
@@ -9,104 +10,69 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 import time
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable
 
-from dtrain.launch import processes, verdict
-from dtrain.launch.plan import LaunchPlan, rank_command, rank_environment
-from dtrain.launch.relay import LineMarker, Outlet, PlainText, open_outlets
-from dtrain.launch.spawn import RankProcess, start_rank
-from dtrain.launch.verdict import Cause, Exit
-from dtrain.wire import Failure
+from dtrain import pulse
+from dtrain.launch import companions, processes, verdict
+from dtrain.launch.attempt import Attempt
+from dtrain.launch.cgroup import oom_kills
+from dtrain.launch.conclusion import End, conclude, describe_log
+from dtrain.launch.job import Job
+from dtrain.launch.output.output import Output
+from dtrain.launch.plan import LaunchPlan, common_environment, stale_variables
+from dtrain.launch.restarts import Restarts
+from dtrain.launch.start.starter import Starter
+from dtrain.launch.starting import listen_on_loopback, open_store, start_ranks, unwatched_listener, watch_starter
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
-_COLLECT_S = 0.5  # after the first failure: the culprit may still be in its exit handlers when a peer dies of it
-_REPEAT_S = 0.3  # `timeout` and a terminal may deliver one request twice; a person takes longer to repeat it
-_KILL_AGAIN_S = 0.05  # a process may fork while it is being killed
-_GIVE_UP_S = 10.0  # after the first kill: what is left then sits in the kernel, and no signal reaches it
 _PATIENCE_S = 10.0  # for a reader that does not read, after the job
+_REAP_S = 10.0  # for processes that were killed
 _CHUNK = 1 << 16
+_LEAVE_S = 3.0  # for the last words to the other nodes
 
 
-@dataclass(slots=True, kw_only=True)
-class _Job:
-    """What is known about a running job. Times are seconds of the monotonic clock."""
-
-    plan: LaunchPlan
-    ranks: list[RankProcess] = field(default_factory=list)
-    exits: dict[int, Exit] = field(default_factory=dict)
-    childless: bool = False  # nothing of the job is left, not even orphans
-    asked_by: int | None = None  # the signal that asked us to end the job
-    asked_at: float = 0.0
-    cause: Cause | None = None
-    trouble: str | None = None  # a rank that could not be started
-    ending: bool = False  # ranks were asked to end: later exits say nothing
-    orphans_asked: bool = False
-    decide_at: float | None = None
-    preempted_until: float | None = None
-    kill_at: float | None = None
-    give_up_at: float | None = None
-    ended_ranks: frozenset[int] = frozenset()  # those that ran on until they were asked to end
-
-    @property
-    def alive(self) -> list[RankProcess]:
-        return [rank for rank in self.ranks if rank.rank not in self.exits]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stream:
-    """One output stream of one rank and where it goes."""
-
-    fd: int
-    lines: LineMarker | PlainText
-    outlet: Outlet
-
-
-def supervise(plan: LaunchPlan, *, port: int, front_alive: int) -> int:
+def supervise(plan: LaunchPlan, *, front_alive: int) -> int:
     """Run the job to its end and return the launcher's exit code; no process of the job is left then.
 
     Args:
         plan: what to start.
-        port: where the ranks meet; held by the caller.
         front_alive: read end of a pipe that reaches its end when the front process dies.
 
     Mutates: this process's signal handlers; it must be single-threaded and a process of its own.
     """
     processes.become_subreaper()
     wake = _wake_up_pipe()
-    stdout, stderr = open_outlets()
-    job = _Job(plan=plan)
     with selectors.PollSelector() as selector:
-        selector.register(wake, selectors.EVENT_READ, partial(_read_signals, job, wake))
-        selector.register(front_alive, selectors.EVENT_READ, partial(_kill_all_now, job, selector, front_alive))
-        _start_ranks(job, port)
-        streams = _open_streams(job, stdout, stderr)
-        for fd in streams:
-            selector.register(fd, selectors.EVENT_READ, partial(_relay_or_close, selector, streams, fd))
-        while True:
-            now = time.monotonic()
-            _collect_exits(job, now)
-            _advance(job, now)
-            if job.childless or (job.give_up_at is not None and now >= job.give_up_at):
-                break
-            _watch_room(selector, {stdout, stderr})
-            for key, _ in selector.select(_wait_s(job, now)):
-                key.data()
-    for stream in streams.values():
-        while _relay(stream, until_empty=True):
-            pass
-        _close(stream)
-    code, line = _conclude(job)
-    if not job.childless:
-        left = ", ".join(map(str, processes.descendants()))
-        stderr.put(f"dtrain: launch: SIGKILL did not end these processes, which wait in the kernel: {left}\n".encode())
-    if line is not None:
-        stderr.put(line.encode(errors="backslashreplace") + b"\n")
-    for outlet in {stdout, stderr}:
-        outlet.flush(patience_s=_PATIENCE_S)
-    return code
+        job = Job(
+            plan=plan,
+            selector=selector,
+            output=Output(plan.output, plan.layout, plan.run_dir),
+            starter=Starter(target=plan.target),
+            attempt=Attempt(plan=plan, services=set()),
+            restarts=Restarts(most=plan.max_restarts),
+            pulses=os.pipe(),
+            null=os.open(os.devnull, os.O_RDONLY),
+            oom_kills=oom_kills(),
+        )
+        job.watch(wake, lambda: _read_signals(job, wake))
+        job.watch(front_alive, lambda: _on_front_gone(job, front_alive))
+        os.set_blocking(job.pulses[0], False)
+        job.watch(job.pulses[0], lambda: _read_pulses(job))
+        _say_what_is_replaced(job)
+        if plan.meeting is not None:
+            companions.join(job, plan.meeting, lambda wanted: _loop(job, wanted))
+        if not job.attempt.ending:
+            job.starter.common = common_environment(job.plan, os.environ)
+            job.starter.preload(plan.preload, job.plan.run_dir / "logs" / "preload.log")
+            watch_starter(job)
+        end = _run_attempts(job)
+        _end_services(job)
+        job.output.finish(_last_words(job, end), patience_s=_PATIENCE_S)
+    return end.code
 
 
 def _wake_up_pipe() -> int:
@@ -115,168 +81,181 @@ def _wake_up_pipe() -> int:
     os.set_blocking(read, False)
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, *ENDING_SIGNALS):
+    watched = (signal.SIGCHLD, *ENDING_SIGNALS, *PASSED_ON)
+    for number in watched:
         signal.signal(number, lambda *_: None)  # a handler must exist, or nothing is written
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD, *ENDING_SIGNALS))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
     return read
 
 
-def _start_ranks(job: _Job, port: int) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    command = rank_command(job.plan)
-    for rank in range(job.plan.nproc):
-        environment = rank_environment(job.plan, rank, port=port, cores=cores, inherited=os.environ)
-        try:
-            job.ranks.append(start_rank(rank, command, environment, keep_stdin=job.plan.nproc == 1))
-        except OSError as error:
-            job.trouble = f"dtrain: launch: rank {rank} of {job.plan.nproc} could not be started: {error.strerror}; use fewer"
-            _end_ranks(job, time.monotonic(), signal.SIGTERM)
+def _say_what_is_replaced(job: Job) -> None:
+    stale = stale_variables(os.environ)
+    if stale:
+        job.output.say(f"dtrain: launch: {', '.join(stale)} in the environment are of another launch, and are replaced")
+
+
+def _run_attempts(job: Job) -> End:
+    """Start the ranks, and start them again as often as that is wanted; how the last attempt ended."""
+    while True:
+        if not job.attempt.ending:
+            if job.agent is None:
+                open_store(job, listen_on_loopback())
+            start_ranks(job)
+        _loop(job)
+        _close_attempt(job)
+        end = _concluded(job)
+        companions.wait_for_all(job, end, lambda wanted: _loop(job, wanted))
+        delay_s = job.restarts.delay_s
+        if not end.may_start_again or delay_s is None or job.front_gone or job.agent is not None:
+            return _concluded(job)
+        for line in _last_words(job, end):
+            job.output.say(line)
+        job.output.say(f"dtrain: launch: {job.restarts.describe_next()}")
+        job.restarts = job.restarts.begun()
+        job.attempt = Attempt(plan=job.plan, services=job.attempt.services)
+        begin_at = time.monotonic() + delay_s
+        _loop(job, lambda at=begin_at: time.monotonic() < at, wake_at=begin_at)  # type: ignore[misc]
+        if job.attempt.asked_by is not None:  # while nothing ran
+            return _concluded(job)
+
+
+def _concluded(job: Job) -> End:
+    codes = None if job.over is None else job.over.codes
+    return conclude(job.attempt, host=socket.gethostname(), killed_for_memory=_killed_for_memory(job), codes=codes)
+
+
+def _last_words(job: Job, end: End) -> list[str]:
+    """What is said about an attempt that has ended."""
+    shown = end.culprit is not None and job.output.shows(end.culprit)
+    return [*([] if shown else describe_log(job.attempt, end, job.output.tail)), *end.lines]
+
+
+def _killed_for_memory(job: Job) -> bool:
+    """Whether the kernel has killed a process of this control group for want of memory since the start."""
+    now = oom_kills()
+    return now is not None and job.oom_kills is not None and now > job.oom_kills
+
+
+def _loop(job: Job, wanted: Callable[[], bool] = lambda: False, *, wake_at: float | None = None) -> None:
+    """Handle what happens until nothing of the attempt runs, and while more is ``wanted``, or until somebody has had enough."""
+    while True:
+        now = time.monotonic()
+        job.attempt.collect(processes.reap()[0], now)
+        job.attempt.advance(now)
+        _look_for_hang(job, now)
+        companions.tell_of_failure(job, lambda _: _concluded(job))
+        if job.attempt.ending and any(pid is None for pid in job.attempt.pids.values()):
+            _forget_unborn(job)
+        waiting = job.attempt.kill_at is None and wanted()
+        if (job.attempt.over and not waiting) or job.attempt.gave_up(now):
             return
+        _watch_room(job)
+        for key, _ in job.selector.select(_wait_s(job, now, wake_at)):
+            key.data()
 
 
-def _open_streams(job: _Job, stdout: Outlet, stderr: Outlet) -> dict[int, _Stream]:
-    streams = {}
-    for rank in job.ranks:
-        for fd, outlet in ((rank.stdout, stdout), (rank.stderr, stderr)):
-            lines = PlainText() if job.plan.nproc == 1 else LineMarker(f"[rank {rank.rank}] ")
-            streams[fd] = _Stream(fd=fd, lines=lines, outlet=outlet)
-    return streams
+def _look_for_hang(job: Job, now: float) -> None:
+    attempt = job.attempt
+    if job.guard is None or attempt.ending or attempt.decide_at is not None:
+        return  # a failure explains more than the silence that follows it
+    ended = {rank: exit_.code for rank, exit_ in attempt.exits.items()}
+    lines = job.guard.step(now, pids=attempt.running(), ended=ended)
+    if lines is not None:
+        attempt.fail(lines, now, code=verdict.HUNG)
 
 
-def _collect_exits(job: _Job, now: float) -> None:
-    ended, left = processes.reap()
-    ranks = {rank.pid: rank.rank for rank in job.alive}
-    for pid, code in ended:
-        if pid in ranks:
-            job.exits[ranks[pid]] = Exit(rank=ranks[pid], code=code, at=now)
-    job.childless = not left
+def _forget_unborn(job: Job) -> None:
+    """Ranks that are still to come must not: end the process that would fork them."""
+    if job.starter.preloaded is not None:
+        job.selector.unregister(job.starter.preloaded.channel)
+        job.starter.abandon()
+    job.attempt.forget_unborn()
 
 
-def _advance(job: _Job, now: float) -> None:
-    """Take every step that is due: decide about a failure, ask to end, kill."""
-    alive = job.alive
-    if not job.ending:
-        _decide(job, now)
-    if not alive and not job.childless and not job.orphans_asked:
-        job.orphans_asked = True
-        processes.send_all(signal.SIGTERM, _pids(job))
-        if job.kill_at is None:
-            job.kill_at = now + job.plan.grace_s
-    if job.kill_at is not None and now >= job.kill_at and not job.childless:
-        processes.send_all(signal.SIGKILL, _pids(job))
-        job.kill_at = now + _KILL_AGAIN_S
-        if job.give_up_at is None:
-            job.give_up_at = now + _GIVE_UP_S
-
-
-def _decide(job: _Job, now: float) -> None:
-    """Find out whether the job has failed; if so, name the cause and ask the other ranks to end."""
-    exits, alive = job.exits.values(), job.alive
-    if job.decide_at is None and any(map(verdict.is_failure, exits)):
-        job.decide_at = now + _COLLECT_S
-    if job.preempted_until is None and any(exit_.code == verdict.PREEMPTED for exit_ in exits):
-        job.preempted_until = now + job.plan.grace_s
-    if job.decide_at is not None and (now >= job.decide_at or not alive):
-        records = [Failure.read(job.plan.failure_file(rank.rank)) for rank in job.ranks]
-        job.cause = verdict.first_failure(list(exits), [record for record in records if record is not None])
-        _end_ranks(job, now, signal.SIGTERM)
-    elif job.decide_at is None and job.preempted_until is not None and now >= job.preempted_until and alive:
-        _end_ranks(job, now, signal.SIGTERM)
-
-
-def _end_ranks(job: _Job, now: float, number: int) -> None:
-    job.ending = True
-    job.ended_ranks = frozenset(rank.rank for rank in job.alive)
-    for rank in job.alive:
-        processes.send(rank.pid, number)
-    job.kill_at = now + job.plan.grace_s
-
-
-def _read_signals(job: _Job, wake: int) -> None:
-    for number in os.read(wake, _CHUNK):
-        if number in ENDING_SIGNALS:
-            _on_signal(job, number, time.monotonic())
-
-
-def _on_signal(job: _Job, number: int, now: float) -> None:
-    """Somebody asks us to end: pass it on the first time, kill at once the second time."""
-    if job.asked_by is None and job.alive:
-        job.asked_by, job.asked_at = number, now
-        if not job.ending:
-            _end_ranks(job, now, number)
-            return
-        job.kill_at = now  # already ending because of a failure, and somebody does not want to wait for it
-    elif job.asked_by is None or now - job.asked_at > _REPEAT_S:
-        job.kill_at = now
-
-
-def _kill_all_now(job: _Job, selector: selectors.BaseSelector, front_alive: int) -> None:
-    """The front is gone, and with it everybody who could ask for anything more gentle."""
-    selector.unregister(front_alive)
-    job.ending, job.kill_at = True, 0.0
-
-
-def _wait_s(job: _Job, now: float) -> float | None:
-    deadlines = [job.kill_at, job.give_up_at]
-    if not job.ending:
-        deadlines += [job.decide_at, job.preempted_until]
-    due = [deadline for deadline in deadlines if deadline is not None]
+def _wait_s(job: Job, now: float, wake_at: float | None) -> float | None:
+    due = job.attempt.deadlines()
+    if wake_at is not None:
+        due.append(wake_at)
+    if job.guard is not None and not job.attempt.ending and (at := job.guard.deadline()) is not None:
+        due.append(at)
     return max(0.0, min(due) - now) if due else None
 
 
-def _watch_room(selector: selectors.BaseSelector, outlets: set[Outlet]) -> None:
-    """Be woken when there is room for output that waits, and only while some does."""
-    for outlet in outlets:
-        watched = outlet.fd in selector.get_map()
-        if outlet.waiting and not watched:
-            selector.register(outlet.fd, selectors.EVENT_WRITE, outlet.pump)
-        elif watched and not outlet.waiting:
-            selector.unregister(outlet.fd)
+def _read_signals(job: Job, wake: int) -> None:
+    for number in os.read(wake, _CHUNK):
+        if number in ENDING_SIGNALS:
+            job.attempt.ask_to_end(number, time.monotonic())
+        elif number in PASSED_ON:
+            job.attempt.forward(number)
 
 
-def _relay_or_close(selector: selectors.BaseSelector, streams: dict[int, _Stream], fd: int) -> None:
-    if not _relay(streams[fd]):
-        selector.unregister(fd)
-        _close(streams.pop(fd))
+def _on_front_gone(job: Job, front_alive: int) -> None:
+    """The front is gone, and with it everybody who could ask for anything more gentle."""
+    job.selector.unregister(front_alive)
+    job.front_gone = True
+    job.attempt.kill_now()
 
 
-def _relay(stream: _Stream, *, until_empty: bool = False) -> bool:
-    """Pass on one chunk; whether more may come: later, or at once when ``until_empty``."""
+def _read_pulses(job: Job) -> None:
     try:
-        chunk = os.read(stream.fd, _CHUNK)
+        data = os.read(job.pulses[0], _CHUNK // pulse.RECORD_BYTES * pulse.RECORD_BYTES)
     except BlockingIOError:
-        return not until_empty
-    stream.outlet.put(stream.lines.feed(chunk))
-    return bool(chunk)
+        return
+    for record in pulse.decode(data):
+        if job.guard is not None:
+            job.guard.feed(record)
+        if record.kind == pulse.Kind.COMMITTED:
+            job.restarts = job.restarts.saw_commit(record.value)
 
 
-def _close(stream: _Stream) -> None:
-    stream.outlet.put(stream.lines.close())
-    os.close(stream.fd)
+def _watch_room(job: Job) -> None:
+    """Watch the launcher's own streams for room while they have something to write, and no longer: they always have room."""
+    watched = job.selector.get_map()
+    for outlet in job.output.outlets:
+        if outlet.waiting and outlet.fd not in watched:
+            job.selector.register(outlet.fd, selectors.EVENT_WRITE, outlet.pump)
+        elif not outlet.waiting and outlet.fd in watched:
+            job.selector.unregister(outlet.fd)
 
 
-def _pids(job: _Job) -> list[int]:
-    return [rank.pid for rank in job.ranks]
+def _close_attempt(job: Job) -> None:
+    """After the last rank: pass on the last of the output, and end the store."""
+    for fd in job.output.fds():
+        job.selector.unregister(fd)
+    job.output.drain()
+    if job.guard is not None:
+        job.guard.close()
+        job.guard = None
+    listener = unwatched_listener(job)
+    if listener is not None:
+        listener.close()
+    if job.store is not None:
+        _kill_service(job, job.store)
+        job.store = None
 
 
-def _conclude(job: _Job) -> tuple[int, str | None]:
-    """The launcher's exit code and its last line, if it has something to say."""
-    world_size = job.plan.nproc
-    if verdict.all_preempted(job.exits.values(), world_size):
-        return verdict.PREEMPTED, None
-    if job.trouble is not None:
-        return 1, job.trouble
-    if job.cause is not None:
-        line = verdict.describe_failure(
-            job.cause,
-            world_size=world_size,
-            pid=job.ranks[job.cause.rank].pid,
-            others_ended=bool(job.ended_ranks - {job.cause.rank}),
-        )
-        return verdict.exit_code(job.cause.code), line
-    if job.asked_by is not None:
-        return verdict.exit_code(-job.asked_by), verdict.describe_interrupt(job.asked_by)
-    codes = {exit_.rank: None if exit_.rank in job.ended_ranks else exit_.code for exit_ in job.exits.values()}
-    if verdict.PREEMPTED in codes.values():
-        return 1, verdict.describe_partial_preemption(codes)
-    return 0, None
+def _end_services(job: Job) -> None:
+    """At the end of the job: the preloaded process, and the one that talks to the other nodes."""
+    if job.starter.preloaded is not None:
+        pid = job.starter.preloaded.pid
+        job.selector.unregister(job.starter.preloaded.channel)
+        job.starter.abandon()
+        _kill_service(job, pid)
+    agent = companions.leave(job)
+    if agent is not None:
+        _wait_for_service(job, agent, _LEAVE_S)
+        _kill_service(job, agent)
+
+
+def _kill_service(job: Job, pid: int) -> None:
+    if pid not in job.attempt.unclaimed:
+        processes.send(pid, signal.SIGKILL)
+        _wait_for_service(job, pid, _REAP_S)
+    job.attempt.services.discard(pid)
+
+
+def _wait_for_service(job: Job, pid: int, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while pid not in job.attempt.unclaimed and time.monotonic() < deadline:
+        job.attempt.collect(processes.reap()[0], time.monotonic())
+        time.sleep(0.001)

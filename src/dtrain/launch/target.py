@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 import warnings
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from dtrain.errors import ConfigError
+from dtrain.launch.plan import Target
 
 
 def check_script(path: str) -> None:
@@ -51,6 +53,32 @@ def check_module(name: str) -> None:
         raise ConfigError(f"launch: no module named {name!r} in {os.getcwd()!r} or the environment; check the name")
     if spec.origin is not None and spec.origin.endswith(".py") and os.path.isfile(spec.origin):
         _check_source(spec.origin, Path(spec.origin).read_bytes())
+
+
+def find_source(target: Target) -> Path | None:
+    """The file of Python source that a script or module runs, None when there is none to be read."""
+    if target.kind == "script":
+        return Path(os.path.realpath(target.name))
+    spec = _find(target.name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find(f"{target.name}.__main__")
+    return Path(spec.origin) if spec is not None and spec.origin is not None and spec.origin.endswith(".py") else None
+
+
+def check_command(name: str) -> None:
+    """Return when ``name`` is a program that can be run: a path, or found on ``PATH``.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if shutil.which(name) is not None:
+        return
+    if os.path.isdir(name):
+        raise ConfigError(f"launch: {name!r} is a folder; -c takes a program")
+    if os.path.lexists(name):
+        how = "make it executable" if os.path.dirname(name) else f"name it as ./{name} and make it executable"
+        raise ConfigError(f"launch: {name!r} cannot be run as a program; {how}, or leave -c out for a Python script")
+    raise ConfigError(f"launch: no program {name!r} in PATH; check the name, or leave -c out for a Python script")
 
 
 def _find(name: str) -> ModuleSpec | None:

@@ -11,9 +11,13 @@ from dtrain.wire import Failure
 PREEMPTED = 75
 """A rank was told to stop and has saved (EX_TEMPFAIL). The launcher exits with it only when all ranks did."""
 
+HUNG = 124
+"""What the launcher exits with when the ranks made no progress, as ``timeout`` does."""
+
 SEEN_LATE_S = 0.5
 """How long after a peer's exception the supervisor, on a busy machine, may first see the death that caused it."""
 
+_OFTEN = "; often the kernel, out of memory"
 _LONGEST_MESSAGE = 300  # characters of an exception's message in the summary
 
 
@@ -75,6 +79,13 @@ def first_failure(exits: Sequence[Exit], failures: Sequence[Failure]) -> Cause |
     return Cause(rank=earliest.rank, code=earliest.exit_code if ended is None else ended.code, failure=earliest)
 
 
+def is_certain(cause: Cause) -> bool:
+    """Whether no other rank's failure can be behind this one: others need not be waited for before it is named."""
+    if cause.failure is not None:
+        return not cause.failure.maybe_of_a_peer
+    return cause.code < 0 and cause.code != -signal.SIGABRT  # libraries abort when they lose a peer
+
+
 def exit_code(code: int) -> int:
     """A code as in ``Exit``, as a shell would give it: 128 + signal for a killed process."""
     return code if code >= 0 else 128 - code
@@ -85,16 +96,36 @@ def all_preempted(exits: Collection[Exit], world_size: int) -> bool:
     return len(exits) == world_size and all(exit_.code == PREEMPTED for exit_ in exits)
 
 
-def describe_failure(cause: Cause, *, world_size: int, pid: int, others_ended: bool) -> str:
-    """The summary of a failed job."""
+def describe_failure(
+    cause: Cause,
+    *,
+    world_size: int,
+    where: str,
+    others_ended: bool,
+    returned_early: Sequence[int] = (),
+    killed_for_memory: bool = False,
+) -> str:
+    """The summary of a failed job.
+
+    Args:
+        cause: the rank that failed first.
+        world_size: number of ranks.
+        where: its pid and host.
+        others_ended: whether other ranks ran on until they were asked to end.
+        returned_early: ranks that had ended with 0: their peers often fail because of that.
+        killed_for_memory: the kernel has counted a kill for want of memory.
+    """
     if cause.code < 0:
-        hint = "; often the kernel, out of memory" if cause.code == -signal.SIGKILL else ""
-        what = f"was killed by {signal_name(-cause.code)} (pid {pid}{hint})"
+        hint = ""
+        if cause.code == -signal.SIGKILL:
+            hint = "; the kernel killed a process of this job for want of memory" if killed_for_memory else _OFTEN
+        what = f"was killed by {signal_name(-cause.code)} ({where}{hint})"
     else:
-        what = f"failed with exit code {cause.code} (pid {pid})"
+        what = f"failed with exit code {cause.code} ({where})"
     reason = _reason(cause.failure)
+    early = f"; {_ranks(returned_early)} had already ended with 0" if returned_early else ""
     rest = "; the other ranks were ended" if others_ended else ""
-    return f"dtrain: launch: rank {cause.rank} of {world_size} {what}{reason and f': {reason}'}{rest}"
+    return f"dtrain: launch: rank {cause.rank} of {world_size} {what}{reason and f': {reason}'}{early}{rest}"
 
 
 def describe_partial_preemption(codes: Mapping[int, int | None]) -> str:
@@ -131,6 +162,10 @@ def _reason(failure: Failure | None) -> str:
     if failure.kind == "SystemExit":  # sys.exit(3) says no more than the exit code does
         return "" if message.lstrip("-").isdecimal() else message
     return f"{failure.kind}: {message}" if message else failure.kind
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_list(ranks)}"
 
 
 def _list(ranks: Sequence[int]) -> str:

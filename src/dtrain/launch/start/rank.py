@@ -1,4 +1,4 @@
-"""The first thing a rank runs: ``python rank.py script|module TARGET ARGS...``. Behaves like ``python TARGET ARGS...``.
+"""What a rank runs: ``python rank.py script|module TARGET ARGS...``, or ``run`` in a fork. Like ``python TARGET ARGS...``.
 
 The one difference: an exception that leaves the script is recorded for the launcher at that moment, before the
 interpreter runs exit handlers. Those may take long, and let the peers fail first.
@@ -24,6 +24,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from dtrain import wire
+from dtrain.launch.hang.stacks import register_stacks
 
 _INTERRUPTED = 130
 _FRESH: dict[str, object] = {"__annotations__": {}, "__cached__": None}
@@ -31,10 +32,25 @@ _FRESH: dict[str, object] = {"__annotations__": {}, "__cached__": None}
 
 def main() -> None:
     """Run the target named on the command line; leaves by ``SystemExit`` unless the script ends by itself."""
-    kind, target = sys.argv[1:3]
-    sys.argv = sys.argv[2:]
+    for variable in (wire.PULSE_FD, wire.ASK_FD):
+        if variable in os.environ:
+            os.set_inheritable(
+                int(os.environ[variable]), False
+            )  # they had to come through exec, and are for this process alone
+    run(sys.argv[1], sys.argv[2], sys.argv[3:])
+
+
+def run(kind: str, target: str, args: list[str]) -> None:
+    """Run a script, or a module as in ``python -m``; leaves by ``SystemExit`` unless it ends by itself.
+
+    Mutates: what a fresh interpreter would have set for it: ``sys.argv``, ``sys.path``, ``sys.modules["__main__"]``.
+    """
+    sys.argv = [target, *args]
+    sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), target, *args]
     owner = os.getpid()  # a copy that the script forks is not the rank: its exceptions are not the rank's
     rank, record = int(os.environ[wire.RANK]), Path(os.environ[wire.FAILURE_FILE])
+    if wire.ASK_FD in os.environ:
+        register_stacks(wire.stacks_file(Path(os.environ[wire.RUN_DIR]), rank))
     try:
         code, module = _load_script(target) if kind == "script" else _load_module(target)
         sys.modules["__main__"] = module
@@ -91,7 +107,7 @@ def _main_module(*, file: str | None, loader: importlib.abc.Loader) -> ModuleTyp
 
 def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's first frame on."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
         trace = trace.tb_next
     return trace
 

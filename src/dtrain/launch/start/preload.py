@@ -1,0 +1,174 @@
+"""The preloaded process: ``python preload.py FD NEEDED OPTIONAL KIND TARGET ARGS...``. Imports once, forks for each request.
+
+A fork runs the script as the plain interpreter would (``rank``): the same main module, arguments, search path, exit handlers,
+signal handling and random streams. What cannot be forked safely is not: then the launcher is told why, and starts plain
+interpreters. The program never starts CUDA and has one thread whenever it forks.
+
+Requests come as JSON with the descriptors that the new process gets; each fork is made by a child that ends at once, so that
+the rank becomes a child of the nearest subreaper above, which is the supervisor.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # this file's folder: its modules must not shadow anybody's
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from dtrain.launch.processes import die_with_parent
+from dtrain.launch.start import rank, store
+
+_LONGEST = 1 << 16
+_MOST_FDS = 8
+_ORPHANED_S = 30.0
+
+
+def main() -> None:
+    """Load, say how it went, and serve requests. Returns in a fork only, after its script has ended by itself."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel.set_inheritable(False)
+    needed, optional, kind, target, *args = sys.argv[2:]
+    problem = _load(needed.split(","), optional.split(",")) or _unsafe()
+    if kind == "script":
+        problem = problem or _shadowed(target)
+    _say(channel, {"unsafe": problem})
+    request, fds = _serve(channel)
+    channel.close()
+    _become(request, fds)
+    if request["kind"] == "store":
+        store.serve(fds["listener"], request["address"], request["port"])
+    _show_as([sys.executable, target, *args])
+    rank.run(kind, target, args)
+
+
+def _load(needed: list[str], optional: list[str]) -> str | None:
+    """Import modules; why one that is needed cannot be, if so. Of the others, the script is to say that they are missing."""
+    for name in filter(None, [*needed, *optional]):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - the script is to fail with it, where people look for it
+            if name in needed:
+                return f"{name} cannot be imported here ({type(error).__name__}: {error})"
+    return None
+
+
+def _unsafe() -> str | None:
+    """Why this process must not be forked, if so."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"importing torch started {threads - 1} threads"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "importing torch started CUDA"
+    return None
+
+
+def _shadowed(script: str) -> str | None:
+    """Why the script would import other modules than those loaded here: its own folder comes first in a plain interpreter."""
+    folder = Path(os.path.realpath(script)).parent
+    try:
+        here = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    except OSError:
+        return "the folder of the script cannot be read"
+    for name in sorted(here & sys.modules.keys()):
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is None or folder not in Path(os.path.realpath(file)).parents:
+            return f"the script's folder has a {name!r} of its own"
+    return None
+
+
+def _serve(channel: socket.socket) -> tuple[dict[str, Any], dict[str, int]]:
+    """Fork for each request until the launcher ends this process; returns in the forks, with their request and descriptors."""
+    gc.collect()
+    gc.freeze()  # pages of what is loaded stay shared: the collector would write into every object's header
+    while True:
+        data, fds, _, _ = socket.recv_fds(channel, _LONGEST, _MOST_FDS)
+        if not data:
+            os._exit(0)
+        request = json.loads(data)
+        named = dict(zip(request["fds"], fds, strict=True))
+        child = os.fork()
+        if child == 0:
+            _fork_again(channel, request)
+            return request, named
+        os.waitpid(child, 0)
+        for fd in fds:
+            os.close(fd)
+
+
+def _fork_again(channel: socket.socket, request: dict[str, Any]) -> None:
+    """Returns in the grandchild, once it is the supervisor's; its parent tells the supervisor and ends."""
+    between = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        _say(channel, {"id": request["id"], "error": error.strerror})
+        os._exit(1)
+    if pid:
+        _say(channel, {"id": request["id"], "pid": pid})
+        os._exit(0)
+    deadline = time.monotonic() + _ORPHANED_S
+    while os.getppid() == between and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    os.setsid()
+    die_with_parent(request["parent"])
+
+
+def _say(channel: socket.socket, message: dict[str, Any]) -> None:
+    channel.send(json.dumps(message).encode())
+
+
+def _become(request: dict[str, Any], fds: dict[str, int]) -> None:
+    """Take on the environment, descriptors and random streams of a process of its own."""
+    os.environ.update(request["environment"])
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        if name in fds:
+            os.dup2(fds[name], number)
+            os.close(fds[name])
+    for name, variable in request["variables"].items():
+        os.set_inheritable(fds[name], False)
+        os.environ[variable] = str(fds[name])
+    if request["cores"]:
+        os.sched_setaffinity(0, request["cores"])
+    # Python's own random numbers begin anew in a fork; those of NumPy and torch would be the same on all ranks.
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        torch.default_generator.seed()
+        # The variable was read when torch was imported, with one thread: so that there was none but the main one at the fork.
+        torch.set_num_threads(_threads(os.environ.get("OMP_NUM_THREADS", "")))
+
+
+def _threads(text: str) -> int:
+    """The number of threads of the outermost level, as OpenMP reads its variable; 1 where it says nothing of use."""
+    first = text.partition(",")[0].strip()
+    return max(1, int(first)) if first.isdecimal() else 1
+
+
+def _show_as(command: list[str]) -> None:
+    """Let ``ps`` and ``pkill -f`` find this process by the command that a plain interpreter would have.
+
+    The kernel shows the memory that the arguments were in when the program began; they were longer than the new ones.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        stat = Path("/proc/self/stat").read_bytes()
+        begin, end = (int(word) for word in stat[stat.rindex(b")") + 2 :].split()[45:47])
+        text = b"\0".join(os.fsencode(part) for part in command) + b"\0"
+        if 0 < begin < end and len(text) <= end - begin:
+            ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Starts processes for the supervisor: through the preloaded process where there is one, else as plain interpreters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dtrain.launch import processes
+from dtrain.launch.plan import Target, rank_command
+from dtrain.launch.start.plain import start_plain
+from dtrain.launch.start.preloaded import Modules, Preloaded, modules_to_load, start_preloaded
+from dtrain.launch.start.request import Request
+
+_AT_ONCE = 16  # requests that wait in a channel: it holds some 100 KiB, and few descriptors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What became of a request: its ``pid``, or the ``error``. Without an ``id``, something to tell the user."""
+
+    id: int | None = None
+    pid: int = 0
+    error: str | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Starter:
+    """How the processes of one job are started. It closes what descriptors a request owns, once they are passed on."""
+
+    target: Target
+    common: Mapping[str, str] = field(default_factory=dict)  # the environment of all ranks
+    preloaded: Preloaded | None = None
+    pending: dict[int, Request] = field(default_factory=dict)  # not there yet, in the order in which they came
+    asked: set[int] = field(default_factory=set)  # those of them that the preloaded process knows of
+
+    def preload(self, asked: Sequence[str] | None, log: Path) -> None:
+        """Start the preloaded process, where it has something to load.
+
+        Args:
+            asked: modules that the user wants to have loaded; None: what the program seems to import.
+            log: file for what is printed while importing.
+
+        Raises:
+            OSError: no more processes or files.
+        """
+        modules = modules_to_load(self.target) if asked is None else Modules(needed=tuple(asked))
+        if not modules.needed or self.target.kind == "command":
+            return
+        try:
+            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError:  # a run folder that is full or gone costs the log only
+            fd = os.open(os.devnull, os.O_WRONLY)
+        try:
+            self.preloaded = start_preloaded(self.target, modules, self.common, log=fd)
+        finally:
+            os.close(fd)
+
+    def start(self, request: Request) -> list[Event]:
+        """Have a process started; its event comes now, or later from ``read``."""
+        if self.preloaded is None:
+            return [self._start_plain(request)]
+        self.pending[request.id] = request
+        self._ask()
+        return []
+
+    def read(self) -> list[Event]:
+        """What the preloaded process has to say."""
+        events: list[Event] = []
+        for message in [] if self.preloaded is None else list(self.preloaded.read()):
+            if "ended" in message:
+                events += self._fall_back("the preloaded process has ended")
+            elif "unsafe" in message:
+                if message["unsafe"] is not None:
+                    events += self._fall_back(message["unsafe"])
+            else:
+                self.asked.discard(message["id"])
+                self._release(self.pending.pop(message["id"]))
+                events.append(Event(id=message["id"], pid=message.get("pid", 0), error=message.get("error")))
+        self._ask()
+        return events
+
+    def abandon(self) -> None:
+        """End the preloaded process and forget what it was asked for."""
+        if self.preloaded is not None:
+            processes.send(self.preloaded.pid, signal.SIGKILL)
+            self.preloaded.channel.close()
+            self.preloaded = None
+        for request in self.pending.values():
+            self._release(request)
+        self.pending.clear()
+        self.asked.clear()
+
+    def _ask(self) -> None:
+        """Pass requests on, as many as the channel has room for."""
+        for number, request in self.pending.items():
+            if self.preloaded is None or len(self.asked) >= _AT_ONCE:
+                return
+            if number not in self.asked:
+                with contextlib.suppress(OSError):  # it has ended: the end of its channel will be read, and all fall back
+                    self.preloaded.ask(request)
+                    self.asked.add(number)
+
+    def _fall_back(self, why: str) -> list[Event]:
+        """Start plain interpreters from now on, and what was asked for and is not there."""
+        missing, self.pending = list(self.pending.values()), {}
+        self.abandon()
+        notice = Event(error=f"{why}; starting plain interpreters (--no-preload does so at once)")
+        return [notice, *(self._start_plain(request) for request in missing)]
+
+    def _start_plain(self, request: Request) -> Event:
+        command = rank_command(self.target)
+        if request.kind == "store":
+            program = Path(__file__).with_name("store.py")
+            command = [sys.executable, os.fspath(program), str(request.fds["listener"]), request.address, str(request.port)]
+        try:
+            return Event(id=request.id, pid=start_plain(request, command, self.common))
+        except OSError as error:
+            return Event(id=request.id, error=error.strerror)
+        finally:
+            self._release(request)
+
+    @staticmethod
+    def _release(request: Request) -> None:
+        for name, fd in request.fds.items():
+            if name in request.owned:
+                os.close(fd)

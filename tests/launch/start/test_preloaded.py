@@ -1,0 +1,54 @@
+"""What the program's own files say it will import."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtrain.launch.plan import Target
+from dtrain.launch.start.preloaded import Modules, modules_to_load
+
+
+def loaded(folder, source, others=None):
+    for name, text in {"script": source, **(others or {})}.items():
+        path = folder / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return modules_to_load(Target(kind="script", name=str(folder / "script.py")))
+
+
+@pytest.mark.parametrize(
+    ("source", "others", "expected"),
+    [
+        ("import os, json.decoder", {}, Modules()),
+        ("import torch", {}, Modules(needed=("torch",))),
+        ("def f():\n    from torch import nn", {}, Modules(needed=("torch",), optional=("torch.nn",))),
+        ("import transformers", {}, Modules(needed=("torch",))),
+        ("import numpy.linalg, tensordict", {}, Modules(needed=("torch",), optional=("numpy.linalg", "tensordict"))),
+        ("import model", {"model": "import os"}, Modules()),
+        ("import model", {"model": "import torch.nn"}, Modules(needed=("torch",), optional=("torch.nn",))),
+        ("from parts import block", {"parts/block": "import torch"}, Modules(needed=("torch",))),
+        ("import a", {"a": "import b", "b": "import a, torch"}, Modules(needed=("torch",))),
+        ("not python at all", {}, Modules()),
+    ],
+    ids=["stdlib", "torch", "in a function", "another", "several", "own", "own with torch", "own package", "circle", "broken"],
+)
+def test_modules_are_those_that_the_program_imports(tmp_path, source, others, expected):
+    assert loaded(tmp_path, source, others) == expected
+
+
+def test_names_of_dtrain_bring_their_modules(tmp_path):
+    found = loaded(tmp_path, "import dtrain as dt\ndt.init_dist()\n")
+    assert found.needed == ("torch",)
+    assert "dtrain.dist.init" in found.optional
+    assert "dtrain.shard.fsdp" not in found.optional
+
+
+def test_module_of_a_package_is_read_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import torch")
+    assert modules_to_load(Target(kind="module", name="package")).needed == ("torch",)
+
+
+def test_command_that_is_no_python_loads_nothing():
+    assert modules_to_load(Target(kind="command", name="echo")) == Modules()

@@ -1,0 +1,107 @@
+"""When failed ranks are started again: pure rules first, then real ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtrain.launch.restarts import Restarts
+
+
+def delays(restarts, failures):
+    """The waits before each start again, until there is none any more."""
+    found = []
+    for _ in range(failures):
+        if restarts.delay_s is None:
+            break
+        found.append(restarts.delay_s)
+        restarts = restarts.begun()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(0, []), (1, [0.0]), (4, [0.0, 1.0, 2.0, 4.0]), (9, [0, 1, 2, 4, 8, 16, 32, 60, 60])]
+)
+def test_wait_doubles_and_starts_end(most, expected):
+    assert delays(Restarts(most=most), 20) == expected
+
+
+def test_new_checkpoint_starts_the_count_again():
+    tired = Restarts(most=2).begun().begun()
+    assert tired.delay_s is None
+    fresh = tired.saw_commit(10)
+    assert (fresh.delay_s, fresh.done) == (0.0, 2)
+
+
+@pytest.mark.parametrize("step", [10, 9])
+def test_step_that_was_saved_before_is_no_progress(step):
+    again = Restarts(most=2).saw_commit(10).begun().begun()
+    assert again.saw_commit(step).delay_s is None
+
+
+FAILS_TWICE = """
+    import os, sys, time
+    count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    print("start", count, os.environ["MASTER_PORT"])
+    if count < 2:
+        sys.exit(5) if os.environ["RANK"] == "0" else time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("preload", [["--preload", "json"], ["--no-preload"]], ids=["preloaded", "plain"])
+def test_ranks_are_started_again_until_they_succeed(run, preload):
+    result = run(FAILS_TWICE, options=["--max-restarts", "2", *preload], shown="0")
+    assert result.code == 0
+    starts = [line.split() for line in result.out.splitlines()]
+    assert [words[3] for words in starts] == ["0", "1", "2"]
+    assert len({words[4] for words in starts}) == 3  # a store of its own each time
+    assert [line for line in result.summary if "starting all ranks again" in line] == [
+        "dtrain: launch: starting all ranks again (1 of 2 times without a new checkpoint)",
+        "dtrain: launch: starting all ranks again in 1 s (2 of 2 times without a new checkpoint)",
+    ]
+
+
+def test_starts_end_when_there_were_enough_in_vain(run):
+    result = run(FAILS_TWICE, options=["--max-restarts", "1"], shown="0")
+    assert result.code == 5
+    assert len(result.out.splitlines()) == 2
+
+
+def test_new_checkpoints_keep_a_job_going(run):
+    source = """
+    import os, sys
+    from dtrain import pulse, wire
+    count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    pulse.connect(int(os.environ[wire.PULSE_FD]), int(os.environ["RANK"]))
+    pulse.report(pulse.Kind.COMMITTED, 10 * (1 + count))
+    if count < 4:
+        sys.exit(5)
+    """
+    result = run(source, options=["--max-restarts", "1"])
+    assert result.code == 0
+    assert len([line for line in result.summary if "starting all ranks again (1 of 1" in line]) == 4
+
+
+def test_job_that_was_asked_to_end_is_not_started_again(start):
+    job = start(
+        """
+        import os, time
+        open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w").write("ready")
+        time.sleep(600)
+        """,
+        options=["--max-restarts", "5"],
+    )
+    job.wait_for("0", "1")
+    job.process.terminate()
+    result = job.wait()
+    assert result.code == 143
+    assert not [line for line in result.summary if "again" in line]
+
+
+def test_signal_between_two_starts_ends_the_job(start):
+    job = start("import sys; sys.exit(5)", options=["--max-restarts", "50"])
+    line = ""
+    while "in 8 s" not in line:  # the wait is long by then
+        line = job.process.stderr.readline()
+        assert line, "the launcher has ended"
+    job.process.terminate()
+    assert job.wait().code == 143
