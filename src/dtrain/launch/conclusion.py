@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dtrain.launch import verdict
 from dtrain.launch.attempt import Attempt
+from dtrain.launch.output.templates import fill
 from dtrain.launch.processes import descendants
 
 _LAST_LINES = 8  # of the log of a rank that left no traceback
@@ -67,7 +68,7 @@ def describe_log(attempt: Attempt, end: End, tail: Tail) -> list[str]:
     if end.culprit is None or attempt.cause is None:
         return []
     failure = attempt.cause.failure
-    mark = f"[rank {end.culprit}] "
+    mark = fill("--prefix", attempt.plan.output.prefix, attempt.plan.layout, end.culprit)
     if failure is not None and failure.kind != "SystemExit":
         return [mark + line for line in failure.frames.rstrip("\n").splitlines()]
     return [mark + line for line in tail(end.culprit, _LAST_LINES)]
