@@ -226,6 +226,34 @@ def test_signal_while_a_failed_job_is_ending_kills_at_once_and_keeps_the_cause(s
     assert "rank 1 of 2" in result.summary[0]
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_signal_for_the_ranks_reaches_them_and_not_what_they_have_started(start, number):
+    job = start(
+        """
+        import os, signal, sys, time
+        rank, folder = os.environ["RANK"], os.environ["FOLDER"]
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGUSR1, lambda *_: open(f"{folder}/child-asked", "w").write("yes"))
+            signal.signal(signal.SIGUSR2, signal.getsignal(signal.SIGUSR1))
+            time.sleep(600)
+        def asked(number, frame):
+            time.sleep(0.5)  # for a child that was asked, too
+            os.kill(child, signal.SIGKILL)
+            os.wait()
+            sys.exit(0)
+        signal.signal(signal.SIGUSR1, asked)
+        signal.signal(signal.SIGUSR2, asked)
+        open(f"{folder}/{rank}", "w").write("ready")
+        time.sleep(600)
+        """
+    )
+    job.wait_for("0", "1")
+    job.process.send_signal(number)
+    assert job.wait().code == 0
+    assert not (job.folder / "child-asked").exists()
+
+
 def test_nohup_is_respected(start):
     job = start(SLEEPING, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     job.wait_for("0", "1")
@@ -296,7 +324,10 @@ os.fork = fork
 
 @pytest.mark.parametrize(
     ("module", "condition", "option"),
-    [("sitecustomize", "forks == 3", ["--no-preload"]), ("forks", "forks == 3 and os.getpid() != first", ["--preload", "forks"])],
+    [
+        ("sitecustomize", "forks == 3", ["--no-preload"]),
+        ("forks", "forks == 3 and os.getpid() != first", ["--preload", "forks"]),
+    ],
     ids=["plain", "preloaded"],
 )
 def test_rank_that_cannot_be_started_ends_those_that_were(run, tmp_path, module, condition, option):
@@ -304,4 +335,6 @@ def test_rank_that_cannot_be_started_ends_those_that_were(run, tmp_path, module,
     (tmp_path / "path" / f"{module}.py").write_text(FAILING_FORK.format(condition=condition))
     result = run(SLEEPING, n=4, options=option, env={"PYTHONPATH": str(tmp_path / "path")})
     assert result.code == 1
-    assert re.fullmatch(r"dtrain: launch: rank 2 of 4 could not be started: Resource .*; use fewer", result.summary[0]), result.err
+    assert re.fullmatch(r"dtrain: launch: rank 2 of 4 could not be started: Resource .*; use fewer", result.summary[0]), (
+        result.err
+    )

@@ -59,7 +59,10 @@ def test_values_of_an_outer_launch_are_replaced(run):
         "OMP_NUM_THREADS": "5",
         "MINE": "kept",
     }
-    env = environments(run(ENVIRONMENT, env=stale))[1]
+    result = run(ENVIRONMENT, env=stale)
+    env = environments(result)[1]
+    assert len(result.summary) == 1
+    assert "MASTER_ADDR, MASTER_PORT, RANK" in result.summary[0]
     assert {name for name, value in stale.items() if env.get(name) == value} == {"MINE", "OMP_NUM_THREADS"}
     assert env["TORCHELASTIC_USE_AGENT_STORE"] == "True"  # of this launch, which serves the store
     assert env["MASTER_ADDR"] == "127.0.0.1"

@@ -1,0 +1,149 @@
+"""The decisions about the ranks of a node, with a clock and ends of processes that the test makes up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtrain.launch.attempt import Attempt
+from dtrain.launch.conclusion import conclude, describe_log
+from dtrain.launch.plan import LaunchPlan, Layout, OutputPlan, Target
+from dtrain.wire import Failure
+
+SCRIPT = Target(kind="script", name="a.py")
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    plan = LaunchPlan(target=SCRIPT, layout=Layout.one_node(3), run_dir=tmp_path, output=OutputPlan(prefix="<{rank}> "))
+    (tmp_path / "failures").mkdir()
+    # Pids that no process has: the kernel's highest is 2**22.
+    return Attempt(plan=plan, services=set(os_children()), pids={0: 2**22 + 1, 1: 2**22 + 2, 2: 2**22 + 3})
+
+
+def os_children():
+    """What other tests have running below this process is none of the attempt's."""
+    return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
+
+
+def ended(attempt, rank, code, now):
+    attempt.collect([(attempt.pids[rank], code)], now)
+    attempt.advance(now)
+
+
+def record(attempt, rank, error):
+    Failure.of(rank, error).write(attempt.plan.failure_file(rank))
+
+
+def end_of(attempt, **settings):
+    return conclude(attempt, host="here", **{"killed_for_memory": False, **settings})
+
+
+@pytest.mark.parametrize(
+    ("error", "at_once"),
+    [
+        (ValueError("x"), True),
+        (SystemExit(3), True),
+        (ConnectionResetError(), False),
+        (RuntimeError("Connection closed"), False),
+    ],
+    ids=["ValueError", "SystemExit", "lost connection", "as gloo says it"],
+)
+def test_failure_that_may_be_of_a_peer_waits_for_the_peers_own(attempt, error, at_once):
+    record(attempt, 1, error)
+    ended(attempt, 1, 1, now=10.0)
+    assert attempt.ending is at_once
+    attempt.advance(10.6)
+    assert attempt.ending
+    assert attempt.cause.rank == 1
+
+
+def test_rank_that_is_killed_explains_the_connection_that_its_peer_has_lost(attempt):
+    record(attempt, 0, ConnectionResetError())
+    ended(attempt, 0, 1, now=Failure.read(attempt.plan.failure_file(0)).at)
+    ended(attempt, 2, -signal.SIGKILL, now=attempt.exits[0].at + 0.1)
+    attempt.advance(attempt.exits[0].at + 0.6)
+    assert (attempt.cause.rank, attempt.cause.code) == (2, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("grew", "words"), [(True, "the kernel killed a process of this job for want of memory"), (False, "often the kernel")]
+)
+def test_killed_for_memory_is_said_as_far_as_it_is_known(attempt, grew, words):
+    ended(attempt, 2, -signal.SIGKILL, now=1.0)
+    end = end_of(attempt, killed_for_memory=grew)
+    assert (end.code, end.culprit, end.may_start_again) == (137, 2, True)
+    assert words in end.lines[-1]
+    assert "on here" in end.lines[-1]
+
+
+def test_rank_that_returned_early_is_named_beside_the_failure(attempt):
+    ended(attempt, 1, 0, now=1.0)
+    ended(attempt, 0, 9, now=2.0)
+    attempt.advance(2.6)
+    assert "; rank 1 had already ended with 0" in end_of(attempt).lines[-1]
+
+
+def test_end_that_comes_before_its_pid_is_known_is_not_lost(attempt):
+    attempt.pids[1] = None
+    attempt.collect([(2**22 + 77, 5)], 1.0)
+    assert 1 not in attempt.exits
+    attempt.started(1, 2**22 + 77, 1.1)
+    assert attempt.exits[1].code == 5
+
+
+def test_rank_that_starts_when_all_are_ending_is_told_so(attempt):
+    attempt.pids[1] = None
+    attempt.end(1.0, signal.SIGTERM, 5.0)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    attempt.started(1, process.pid, 1.1)
+    assert process.wait(timeout=60) == -signal.SIGTERM
+
+
+def test_ranks_that_never_came_are_forgotten(attempt):
+    attempt.pids[2] = None
+    assert attempt.forget_unborn() == [2]
+    assert attempt.alive == [0, 1]
+
+
+def test_trouble_counts_once_and_only_before_the_end(attempt):
+    attempt.fail(["first"], 1.0, code=124)
+    attempt.fail(["second"], 2.0)
+    end = end_of(attempt)
+    assert (end.code, end.lines[-1]) == (124, "first")
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ({0: 75, 1: 75, 2: 75, 3: 75}, 75),
+        ({0: 75, 1: 75, 2: 75, 3: 0}, 1),
+        ({0: 0, 1: 0, 2: 0, 3: 0}, 0),
+    ],
+)
+def test_ranks_of_all_nodes_decide_about_preemption(attempt, codes, expected):
+    for rank in range(3):
+        ended(attempt, rank, codes[rank], now=1.0)
+    assert end_of(attempt, codes=codes).code == expected
+
+
+def test_traceback_of_a_rank_that_was_not_shown_is_said_with_its_mark(attempt):
+    try:
+        raise ValueError("boo")
+    except ValueError as error:
+        record(attempt, 1, error)
+    ended(attempt, 1, 1, now=1.0)
+    said = describe_log(attempt, end_of(attempt), lambda rank, n: pytest.fail("its log is not needed"))
+    assert said[0] == "<1> Traceback (most recent call last):"
+    assert said[-1] == "<1> ValueError: boo"
+
+
+def test_last_lines_of_a_rank_that_left_no_traceback_are_said(attempt):
+    ended(attempt, 1, -signal.SIGKILL, now=1.0)
+    said = describe_log(attempt, end_of(attempt), lambda rank, n: [f"line {rank}"])
+    assert said == ["<1> line 1"]
