@@ -6,7 +6,9 @@ a thread of its own would go on saying "alive" while the training is stuck in a 
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import struct
 import threading
 import time
@@ -72,8 +74,10 @@ def connect(fd: int, rank: int) -> None:
     Mutates: this process's record; ``fd``, which programs that it starts do not inherit any more.
 
     Raises:
-        OSError: ``fd`` is not open.
+        OSError: ``fd`` is not open, or is no pipe: a program that a rank has started may have the variable and not the pipe.
     """
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        raise OSError(errno.EBADF, "the launcher's pipe is not there", str(fd))
     os.set_inheritable(fd, False)
     os.set_blocking(fd, False)
     _PROCESS.fd, _PROCESS.pid, _PROCESS.rank = fd, os.getpid(), rank

@@ -48,8 +48,10 @@ class Starter:
         Raises:
             OSError: no more processes or files.
         """
+        if self.target.kind == "command" or sys.platform != "linux":  # only Linux gives its forks to the supervisor
+            return
         modules = modules_to_load(self.target) if asked is None else Modules(needed=tuple(asked))
-        if not modules.needed or self.target.kind == "command":
+        if not modules.needed:
             return
         try:
             fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

@@ -1,0 +1,99 @@
+"""What a rank reports reaches the launcher's pipe, and nothing that the launcher does can stop the rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from dtrain import pulse
+from dtrain.pulse import Kind, Pulse
+
+
+@pytest.fixture
+def pipe():
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    pulse.connect(write, rank=3)
+    yield read
+    pulse._PROCESS.fd = None
+    os.close(write)
+    os.close(read)
+
+
+def received(read):
+    try:
+        return list(pulse.decode(os.read(read, 1 << 16)))
+    except BlockingIOError:
+        return []
+
+
+def test_record_is_decoded_as_it_was_sent():
+    sent = [
+        Pulse(kind=Kind.COMMITTED, rank=511, value=2**40, at=12.5, doing="save"),
+        Pulse(kind=Kind.OPENED, rank=0, value=-1, at=0.0),
+    ]
+    data = b"".join(record.encode() for record in sent)
+    assert len(data) == 2 * pulse.RECORD_BYTES
+    assert list(pulse.decode(data)) == sent
+
+
+def test_long_description_is_cut():
+    (record,) = pulse.decode(Pulse(kind=Kind.PROGRESS, rank=0, value=1, at=0.0, doing="ü" * 100).encode())
+    assert record.doing.startswith("ü" * 19)
+    assert len(record.doing.encode()) <= 44
+
+
+def test_progress_is_counted_always_and_sent_now_and_then(pipe):
+    for _ in range(1000):
+        pulse.beat("step")
+    records = received(pipe)
+    assert 1 <= len(records) < 1000
+    assert (records[0].kind, records[0].rank, records[0].value, records[0].doing) == (Kind.PROGRESS, 3, 1, "step")
+    assert pulse.position() == (1000, "step")
+
+
+def test_other_threads_make_no_progress(pipe):
+    thread = threading.Thread(target=pulse.beat, args=("alive",))
+    thread.start()
+    thread.join()
+    assert received(pipe) == []
+    assert pulse.position()[0] == 0
+
+
+def test_fork_of_the_rank_is_not_the_rank(pipe):
+    pid = os.fork()
+    if pid == 0:
+        pulse.report(Kind.COMMITTED, 7)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert received(pipe) == []
+
+
+def test_launcher_that_does_not_read_stops_nobody(pipe):
+    for step in range(10_000):
+        pulse.report(Kind.COMMITTED, step)
+    assert [record.value for record in received(pipe)][:2] == [0, 1]
+
+
+def test_launcher_that_has_gone_stops_nobody():
+    read, write = os.pipe()
+    pulse.connect(write, rank=0)
+    os.close(read)
+    before = signal.getsignal(signal.SIGPIPE)
+    pulse.report(Kind.COMMITTED, 1)
+    assert pulse._PROCESS.fd is None
+    assert signal.getsignal(signal.SIGPIPE) == before
+    os.close(write)
+
+
+def test_variable_without_its_pipe_is_refused(tmp_path):
+    file = os.open(tmp_path / "mine", os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="the launcher's pipe is not there"):
+        pulse.connect(file, rank=0)
+    os.close(file)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        pulse.connect(file, rank=0)
+    assert (tmp_path / "mine").read_bytes() == b""
