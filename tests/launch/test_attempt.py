@@ -105,6 +105,13 @@ def test_rank_that_starts_when_all_are_ending_is_told_so(attempt):
     assert process.wait(timeout=60) == -signal.SIGTERM
 
 
+def test_request_to_end_before_any_rank_has_started_is_kept(attempt):
+    attempt.pids.clear()
+    attempt.ask_to_end(signal.SIGTERM, 1.0)
+    assert attempt.ending  # nothing is to be started any more
+    assert end_of(attempt).code == 143
+
+
 def test_ranks_that_never_came_are_forgotten(attempt):
     attempt.pids[2] = None
     assert attempt.forget_unborn() == [2]

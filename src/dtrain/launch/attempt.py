@@ -132,7 +132,7 @@ class Attempt:
             self.kill_at = now  # already ending because of a failure, and somebody does not want to wait for it
         elif self.asked_by is None or now - self.asked_at > _REPEAT_S:
             self.asked_by = self.asked_by or number
-            self.kill_at = now
+            self.ending, self.kill_at = True, now
 
     def kill_now(self) -> None:
         """End everything without asking."""

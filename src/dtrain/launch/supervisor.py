@@ -90,7 +90,7 @@ def _wake_up_pipe() -> int:
 
 def _say_what_is_replaced(job: Job) -> None:
     stale = stale_variables(os.environ)
-    if stale:
+    if stale and job.plan.meeting is None:  # on several nodes such variables may be what has told the place of this one
         job.output.say(f"dtrain: launch: {', '.join(stale)} in the environment are of another launch, and are replaced")
 
 
