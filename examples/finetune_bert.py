@@ -83,8 +83,11 @@ def main() -> None:
             log(state.step, numbers)
             if state.crossed("20ba") and dist.rank == 0:
                 print(f"step {state.step} of {steps}: loss {numbers['loss']:.3f}, accuracy {numbers['accuracy']:.2f}")
-            if state.crossed(args.save_every) or state.step == steps:
+            stop = dt.should_stop(state)
+            if stop or state.crossed(args.save_every) or state.step == steps:
                 dt.save_sharded(checkpoints, state, extra={"loader": loader}, keep_last=2)
+            if stop:
+                return
 
         quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
         numbers = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))

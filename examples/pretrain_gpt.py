@@ -73,8 +73,12 @@ def main() -> None:
             if state.crossed(20):
                 say(dt.progress_line(state, numbers, total_steps=args.steps, since=shown))
                 shown = state.clock
-            if state.crossed(args.save_every) or state.step == args.steps:
+            stop = dt.should_stop(state)
+            if stop or state.crossed(args.save_every) or state.step == args.steps:
                 dt.save_sharded(checkpoints, state, extra={"loader": loader}, keep_last=3)
+            if stop:
+                say(f"asked to stop: step {state.step} is saved, the same command goes on")
+                return
 
         quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
         loss, entropy = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"], unigram_entropy(held_out)

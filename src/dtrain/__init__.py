@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from dtrain.observe.metrics import reduce_metrics, tokens_per_second
     from dtrain.observe.progress import progress_line
     from dtrain.observe.sinks import jsonl, read_jsonl
+    from dtrain.pulse import beat
     from dtrain.schedules.basic import constant, cosine, linear, with_warmup
     from dtrain.shard.describe import describe
     from dtrain.shard.fsdp import shard_model
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from dtrain.step.evaluate import evaluate
     from dtrain.step.microbatch import microbatch_step
     from dtrain.step.optimizer import apply_gradients, clip_grad_norm_, optimizer_step, set_lr_
+    from dtrain.step.stop import should_stop
     from dtrain.tensors import global_norm
     from dtrain.transform import GradFn, GradStep, StepContext, Transform, UpdateFn
     from dtrain.types import Batch, LossFn, LossSum, Metric, Metrics, Params, Plain, Schedule, Slice, WeightFn
@@ -93,6 +95,7 @@ _HOME = {
     "observe.metrics": "reduce_metrics tokens_per_second",
     "observe.progress": "progress_line",
     "observe.sinks": "jsonl read_jsonl",
+    "pulse": "beat",
     "schedules.basic": "constant cosine linear with_warmup",
     "shard.describe": "describe",
     "shard.fsdp": "shard_model",
@@ -104,6 +107,7 @@ _HOME = {
     "step.evaluate": "evaluate",
     "step.microbatch": "microbatch_step",
     "step.optimizer": "apply_gradients clip_grad_norm_ optimizer_step set_lr_",
+    "step.stop": "should_stop",
     "tensors": "global_norm",
     "transform": "GradFn GradStep StepContext Transform UpdateFn",
     "types": "Batch LossFn LossSum Metric Metrics Params Plain Schedule Slice WeightFn",
@@ -168,6 +172,7 @@ __all__ = [
     "all_gather_with_grad",
     "apply_gradients",
     "batch_spec",
+    "beat",
     "between",
     "build_loader",
     "build_mesh",
@@ -213,6 +218,7 @@ __all__ = [
     "set_lr_",
     "set_rng_state",
     "shard_model",
+    "should_stop",
     "spawn",
     "split_batch",
     "token_cross_entropy",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.clock import Clock, Duration
+from dtrain.dist import stopping
 from dtrain.dist.control import Tally
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.names import clean_parameters, unwrapped
@@ -199,6 +200,8 @@ _PUT = tuple(getattr(TrainState, name).__set__ for name in _FIELDS)  # of the sl
 def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0) -> TrainState:
     """The state at step 0, without slices. Parameters are captured here, so shard and materialize before.
 
+    Mutates: what SIGTERM does to this process, until the end of ``init_dist``'s block; see ``should_stop``.
+
     Raises:
         ConfigError: no parameters, parameters on the meta device or gathered for a forward, or an optimizer that holds others
             than the model's.
@@ -229,4 +232,5 @@ def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int =
             f"{tuple(stray[0].shape)}); shard_model and materialize replace the Parameter objects, so build the optimizer "
             "after them"
         )
+    stopping.watch()
     return TrainState(model=model, optimizer=optimizer, spec=spec, params=params, aliases=aliases, seed=seed)

@@ -104,6 +104,11 @@ def _exit_code(error: BaseException) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
+def failed_file(run_dir: Path) -> Path:
+    """There once the job has failed: a signal that ranks get then is no request to save, for which all would be needed."""
+    return run_dir / "failures" / "failed"
+
+
 def stacks_file(run_dir: Path, rank: int) -> Path:
     """Where ``rank`` writes the Python stacks of its threads when the launcher asks."""
     return run_dir / "hang" / f"rank-{rank:05d}.stacks"

@@ -66,17 +66,17 @@ def shards(out: Path) -> dict[str, bytes]:
     return found
 
 
-def processes_of(mark: str) -> dict[int, int | None]:
-    """Processes of a job, by an environment variable that all of them inherit: pid -> local rank."""
-    found: dict[int, int | None] = {}
+def processes_of(mark: str) -> dict[int, bool]:
+    """Processes of a job, by an environment variable that all of them inherit: pid -> whether it runs the script."""
+    found: dict[int, bool] = {}
     for folder in Path("/proc").iterdir():
         try:
             env = (folder / "environ").read_bytes().split(b"\0") if folder.name.isdigit() else []
+            line = (folder / "cmdline").read_bytes().split(b"\0") if env else []
         except OSError:  # it has ended, or is not ours
             continue
         if f"TEST_JOB={mark}".encode() in env:
-            rank = next((int(e.split(b"=")[1]) for e in env if e.startswith(b"LOCAL_RANK=")), None)
-            found[int(folder.name)] = rank
+            found[int(folder.name)] = line[1:2] == [str(SCRIPT).encode()]  # the launcher runs -m dtrain
     return found
 
 
@@ -102,7 +102,7 @@ def job(arguments: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[byte
 
 
 def ranks_of(mark: str) -> list[int]:
-    return [pid for pid, rank in processes_of(mark).items() if rank is not None]
+    return [pid for pid, is_rank in processes_of(mark).items() if is_rank]
 
 
 def kill(how: str, process: subprocess.Popen[bytes], mark: str, chance: random.Random) -> None:
@@ -112,10 +112,12 @@ def kill(how: str, process: subprocess.Popen[bytes], mark: str, chance: random.R
         "all ranks": ranks,
         "launcher": [process.pid],
         "ctrl-c": [process.pid],
+        "preempted": [process.pid],
     }[how]
+    number = {"ctrl-c": signal.SIGINT, "preempted": signal.SIGTERM}.get(how, signal.SIGKILL)
     for pid in victims:
         try:
-            os.kill(pid, signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
+            os.kill(pid, number)
         except ProcessLookupError:  # the launcher was faster: it ends the other ranks when one is gone
             assert how == "all ranks"
 
@@ -137,10 +139,10 @@ def test_a_killed_run_continues_bit_for_bit(straight, tmp_path):
     chance = random.Random(seed)
     out = tmp_path / "out"
     arguments = command(*launch(2), out=out, save_every=4)
-    hows = ["rank", "all ranks", "launcher", "ctrl-c"]
+    hows = ["rank", "all ranks", "launcher", "ctrl-c", "preempted"]
     chance.shuffle(hows)
     for turn, how in enumerate(hows):
-        goal = chance.randint(1 + turn * STEPS // 5, (turn + 1) * STEPS // 5)
+        goal = chance.randint(1 + turn * STEPS // 6, (turn + 1) * STEPS // 6)
         with job(arguments, tmp_path) as (process, mark):
             # The goal may be behind where the last leg ended: then this one is killed while it starts.
             wait_until(lambda goal=goal: last_step(out) >= goal or process.poll() is not None, f"step {goal}")
@@ -150,7 +152,12 @@ def test_a_killed_run_continues_bit_for_bit(straight, tmp_path):
             kill(how, process, mark, chance)
             code = process.wait(timeout=PATIENCE_S)
             wait_until(lambda mark=mark: not processes_of(mark), f"all processes are gone after: {how}")
-        assert code == {"rank": 137, "all ranks": 137, "launcher": -signal.SIGKILL, "ctrl-c": 130}[how]
+        if how == "preempted":
+            saved = latest_checkpoint(out / "checkpoints")
+            # 143: it was asked before there was anything to save, while it started.
+            assert code == 143 or (code == 75 and saved is not None and saved.name == f"step-{last_step(out):08d}")
+        else:
+            assert code == {"rank": 137, "all ranks": 137, "launcher": -signal.SIGKILL, "ctrl-c": 130}[how]
     text = run(arguments, tmp_path)
     assert "resuming after step" in text
     assert list(losses(out)) == list(range(1, STEPS + 1))

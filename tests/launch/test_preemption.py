@@ -244,3 +244,22 @@ def test_the_launcher_says_that_it_was_not_saved(start, ask):
     job.wait_for("0", "1")
     job.process.send_signal(signal.SIGTERM)
     assert job.wait().code == 143
+
+
+def test_ranks_that_would_save_end_at_once_when_another_has_failed(run):
+    source = """
+    import os, time, torch, dtrain as dt
+    with dt.init_dist() as dist:
+        model = torch.nn.Linear(1, 1)
+        model = dt.shard_model(model, dt.build_mesh(), strategy="replicate")
+        loss = lambda model, batch: dt.LossSum(total=model(batch).sum(), weight=torch.tensor(2.0))
+        step = dt.compose_step(loss, [])
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state, _ = step(state, torch.ones(2, 1))
+        if dist.rank == 1:
+            raise ValueError("boo")
+        time.sleep(600)
+    """
+    result = run(source, options=["--grace", "80"])
+    assert result.code == 1
+    assert "ValueError: boo" in result.summary[-1]

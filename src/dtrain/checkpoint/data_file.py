@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dtrain import pulse
 from dtrain.checkpoint.digest import DigestThread
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.storage import Buffer, FileWriter
@@ -82,6 +83,7 @@ def write_data_file(path: Path, placed: Placed, tensors: Mapping[str, Tensor]) -
     """
     with FileWriter(path) as file, DigestThread() as digest:
         for piece in _pieces(placed, tensors):
+            pulse.beat("save")
             file.write(piece)
             digest.put(piece)
         chunks = digest.finish()

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from dtrain import storage
+from dtrain import pulse, storage
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.agree import Agreed, decided_by_rank_0
 from dtrain.checkpoint.contents import Contents, check_equal_on_ranks, collect
@@ -26,6 +26,7 @@ from dtrain.checkpoint.find import Committed, survey
 from dtrain.checkpoint.layout import Entry, Layout, Manifest, RankFiles, RankIndex
 from dtrain.checkpoint.plan import choose_writers
 from dtrain.checkpoint.retention import discard, plan_retention
+from dtrain.dist import stopping
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
 from dtrain.errors import CheckpointError
@@ -97,6 +98,8 @@ def save_sharded(
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
+    # In the middle of a step the ranks have agreed already, but the state is that before the step.
+    since_agreed = stopping.agreed() and state.tally is None
     with Agreed(_WHERE):
         state.check_fresh(_WHERE)
         plan_retention([], keep_last)
@@ -107,6 +110,7 @@ def save_sharded(
     folder = Path(order.root)
     final = folder / layout.step_name(state.step)
     if order.action == "skip":
+        stopping.committed(since_agreed=since_agreed)
         return SaveHandle(step=state.step, path=final, bytes=0, written=False)
     try:
         files = _write_together(folder / order.side, contents, state.step)
@@ -117,7 +121,9 @@ def save_sharded(
         raise
     state.shared.committed.setdefault(order.root, set()).add(state.step)
     state.shared.parent_step = state.step
+    stopping.committed(since_agreed=since_agreed)
     if current().rank == 0:
+        pulse.report(pulse.Kind.COMMITTED, state.step)
         _clean_up(folder, state, keep_last)
     return SaveHandle(step=state.step, path=final, bytes=manifest.bytes, written=True)
 

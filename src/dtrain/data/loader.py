@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, default_collate
 
+from dtrain import pulse
 from dtrain.batch import BatchSpec, narrow_batch
 from dtrain.clock import Duration
 from dtrain.data.sampler import ElasticSampler, rank_share
@@ -199,7 +200,14 @@ class Loader:
             collate_fn=self.collate,
             generator=seeds,  # its own: torch would draw from the global one, and a resumed run would differ
         )
-        return iter(source)
+        batches = iter(source)
+        while True:
+            pulse.beat("waiting for data")
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
 
     def __repr__(self) -> str:
         at = self.position

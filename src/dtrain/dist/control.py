@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
+from dtrain import pulse
+from dtrain.dist import stopping
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import current
 from dtrain.dist.rng import derive_seed
@@ -86,6 +88,8 @@ def agree_before_step(
     weightless: bool,
     terms: Sequence[str] = (),
     error: Exception | None = None,
+    run: int = 0,
+    step: int = 0,
 ) -> Tally:
     """The ranks' common record of the step about to run.
 
@@ -96,25 +100,32 @@ def agree_before_step(
         weightless: this rank has seen that an earlier step had no weight anywhere (it learns so late on a GPU).
         terms: what this rank has promised weights of.
         error: what is wrong with this rank's batch; it is raised here, and the others hear of it.
+        run: tells apart states that train in turns.
+        step: of the run; the same in a second try.
 
-    Collective: one all-gather of eight numbers on the control group.
+    Mutates: what this process knows about stopping; see ``stopping``.
+    Collective: one all-gather of nine numbers on the control group.
 
     Raises:
         PeerError: another rank came with an ``error``.
         StepError: no rank has a sample, ranks disagree about the end of the epoch or about the terms, or an earlier step had
             no weight; on all ranks.
     """
+    pulse.beat("step")
     now = time.monotonic()
     since = 0.0 if _PROCESS.last is None else now - _PROCESS.last
-    _PROCESS.last = now
+    _PROCESS.last, stop = now, stopping.wanted()
     if error is None and samples and not weightless and current().world_size == 1:
+        stopping.settle(stop, run=run, step=step)
         return Tally(samples=samples, tokens=tokens, microbatches=microbatches, end_of_epoch=_PROCESS.epoch_ends, seconds=since)
     rows = all_gather_numbers(
-        [samples, tokens, microbatches, _PROCESS.epoch_ends, weightless, since, error is not None, _digest(terms)], where="step"
+        [samples, tokens, microbatches, _PROCESS.epoch_ends, weightless, since, error is not None, _digest(terms), stop],
+        where="step",
     )
+    columns = list(zip(*rows, strict=True))
+    stopping.settle(int(max(columns[8])), run=run, step=step)
     if error is not None:
         raise error
-    columns = list(zip(*rows, strict=True))
     if any(columns[6]):
         failed = [rank for rank, row in enumerate(rows) if row[6]]
         raise PeerError(
@@ -123,8 +134,8 @@ def agree_before_step(
     strangers = [rank for rank, row in enumerate(rows) if row[7] != rows[0][7]]
     if strangers:
         raise StepError(
-            f"step: the weight_fn of rank {strangers[0]} gives weights of other terms than that of rank 0 (or only one has any); "
-            "give the same names on all ranks"
+            f"step: the weight_fn of rank {strangers[0]} gives weights of other terms than that of rank 0 (or only one has any)"
+            "; give the same names on all ranks"
         )
     ends = set(columns[3])
     if len(ends) > 1:

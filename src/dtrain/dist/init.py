@@ -6,6 +6,7 @@ module and ``place`` are the only ones that read the environment of a rank.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import weakref
@@ -18,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain import wire
-from dtrain.dist.place import choose_device, read_address, read_place
+from dtrain import pulse, wire
+from dtrain.dist import stopping
+from dtrain.dist.blackbox import close_blackbox, open_blackbox
+from dtrain.dist.place import choose_device, read_address, read_place, read_stop_signals
 from dtrain.dist.rendezvous import Meeting, connect, meet
 from dtrain.dist.timeouts import Lookout, leave_note, naming_missing, post_lookout
 from dtrain.errors import ConfigError, DistError
@@ -33,7 +36,8 @@ class DistInfo:
     group carries the training. No group is used from two threads. The groups are None in a process that never called
     ``init_dist``, where everything is one rank. ``run_dir`` is the launcher's folder of this launch, None without it.
 
-    Leaving the context after an exception runs no collective, so a failed rank never waits for the others.
+    Leaving the context after an exception runs no collective, so a failed rank never waits for the others. Leaving it after
+    ``should_stop`` was true and a state was saved since exits with code 75: preempted and saved.
     """
 
     rank: int = 0
@@ -54,8 +58,16 @@ class DistInfo:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.owner:
+        if not self.owner:
+            return
+        preempted = False
+        try:
             _close(self, error=error)
+            preempted = error is None and stopping.saved()
+        finally:
+            stopping.finish(preempted=preempted)
+        if preempted:
+            raise SystemExit(wire.PREEMPTED)
 
 
 @dataclass(slots=True)
@@ -135,7 +147,7 @@ def init_dist(
         return replace(_PROCESS.info, owner=False)
     if dist.is_initialized() and _PROCESS.abandoned is not None and _PROCESS.abandoned() is dist.group.WORLD:
         raise DistError("init_dist: NCCL groups of a failed run are still open in this process; start a new one")
-    place = read_place()
+    place, stop_signals = read_place(), read_stop_signals()
     chosen = choose_device(device, place)
     if backend == "nccl" and chosen.type != "cuda":
         raise ConfigError("init_dist: backend='nccl' needs GPUs, but this rank runs on the CPU; leave it out or take 'gloo'")
@@ -151,6 +163,10 @@ def init_dist(
     except BaseException:
         _forget(destroy=opened_group and dist.is_initialized())
         raise
+    run_dir = os.environ.get(wire.RUN_DIR)
+    stopping.begin(stop_signals, failed=wire.failed_file(Path(run_dir)) if run_dir else None)
+    _report_to_launcher(place["rank"])
+    open_blackbox(os.environ, _PROCESS.info)
     return _PROCESS.info
 
 
@@ -253,12 +269,23 @@ def _open_own_groups(
     )
 
 
+def _report_to_launcher(rank: int) -> None:
+    # Taken out: what this rank starts from here on would inherit the variable and not the descriptor, whose number is free.
+    number = os.environ.pop(wire.PULSE_FD, None)
+    if number is not None:
+        # A variable without its pipe is from somebody else's launch: this rank has nobody to report to.
+        with contextlib.suppress(OSError, ValueError):
+            pulse.connect(int(number), rank)
+    pulse.report(pulse.Kind.OPENED, os.getpid())
+
+
 def _close(info: DistInfo, *, error: BaseException | None = None) -> None:
     """Close what ``info`` opened. With an ``error`` no collective is run: the others may never come."""
     try:
         if error is not None:
             leave_note(error)
         elif dist.is_initialized():
+            pulse.report(pulse.Kind.LEAVING)
             # The last collective of a peer may still be in flight: nobody takes its sockets away before all are here.
             with naming_missing("leaving init_dist", group="control"):
                 dist.barrier(group=info.control)
@@ -274,6 +301,7 @@ def _close(info: DistInfo, *, error: BaseException | None = None) -> None:
         left_open = stuck and info.opened_group and dist.is_initialized()
         _PROCESS.abandoned = weakref.ref(dist.distributed_c10d._get_default_group()) if left_open else None
         _forget(destroy=info.opened_group and dist.is_initialized() and not stuck)
+        pulse.report(pulse.Kind.CLOSED, os.getpid())
 
 
 def _forget(*, destroy: bool) -> None:
@@ -286,3 +314,4 @@ def _forget(*, destroy: bool) -> None:
         _PROCESS.chose_interface = False
     if destroy:
         dist.destroy_process_group()
+    close_blackbox()

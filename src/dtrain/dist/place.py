@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 
 import torch
@@ -52,6 +53,24 @@ def _adopted_place() -> dict[str, int]:
     local = (int(os.environ.get(name, value)) for name, value in ((wire.LOCAL_RANK, rank), (wire.LOCAL_WORLD_SIZE, world)))
     places = dict(zip(("local_rank", "local_world_size"), local, strict=True))
     return {"rank": rank, "world_size": world, **places, "node_rank": int(os.environ.get(wire.NODE_RANK, "0"))}
+
+
+def read_stop_signals() -> list[int]:
+    """The signals that ask a rank to save and stop: SIGTERM, and the one that the launcher was given.
+
+    Raises:
+        ConfigError: the variable is not the number of a signal that can be handled.
+    """
+    text = os.environ.get(wire.STOP_SIGNAL)
+    if text is None:
+        return [signal.SIGTERM]
+    number = int(text) if text.isascii() and text.isdecimal() else 0
+    if number not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        raise ConfigError(
+            f"init_dist: {wire.STOP_SIGNAL}={text!r} is not the number of a signal that a process can handle; "
+            f"as in {wire.STOP_SIGNAL}={signal.SIGUSR1:d} for SIGUSR1"
+        )
+    return [signal.SIGTERM, number]
 
 
 def choose_device(asked: str | None, place: dict[str, int]) -> torch.device:

@@ -5,10 +5,12 @@ Times are seconds of the monotonic clock, given by the caller. What this does to
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from dtrain import wire
 from dtrain.launch import processes, verdict
 from dtrain.launch.plan import LaunchPlan
 from dtrain.launch.verdict import Cause, Exit
@@ -100,6 +102,7 @@ class Attempt:
         """End the ranks for a reason that no rank has given."""
         if not self.ending:
             self.trouble, self.trouble_code = tuple(trouble), code
+            self._mark_as_failed()
             self.end(now, signal.SIGTERM, self.plan.grace_after_failure_s)
 
     def end(self, now: float, number: int, grace_s: float) -> None:
@@ -151,13 +154,19 @@ class Attempt:
         if self.decide_at is None and any(map(verdict.is_failure, exits)):
             first = self._first_failure()
             self.decide_at = now if first is not None and verdict.is_certain(first) else now + _COLLECT_S
-        if self.preempted_until is None and any(exit_.code == verdict.PREEMPTED for exit_ in exits):
+        if self.preempted_until is None and any(exit_.code == wire.PREEMPTED for exit_ in exits):
             self.preempted_until = now + self.plan.grace_after_signal_s
         if self.decide_at is not None and (now >= self.decide_at or not alive):
             self.cause = self._first_failure()
+            self._mark_as_failed()
             self.end(now, signal.SIGTERM, self.plan.grace_after_failure_s)
         elif self.decide_at is None and self.preempted_until is not None and now >= self.preempted_until and alive:
             self.end(now, signal.SIGTERM, self.plan.grace_after_failure_s)
+
+    def _mark_as_failed(self) -> None:
+        """Let ranks that would save when they are asked to end know that not all of them are there to do so."""
+        with contextlib.suppress(OSError):  # then they take their grace
+            wire.failed_file(self.plan.run_dir).touch()
 
     def _first_failure(self) -> Cause | None:
         records = [Failure.read(self.plan.failure_file(rank)) for rank in self.pids]

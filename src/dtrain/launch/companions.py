@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 
+from dtrain import wire
 from dtrain.errors import ConfigError
 from dtrain.launch.attempt import Attempt
 from dtrain.launch.conclusion import End
@@ -108,7 +109,7 @@ def wait_for_all(job: Job, end: End, wait: Wait) -> None:
     if job.agent is None or job.told or job.front_gone:
         return
     codes = {exit_.rank: exit_.code for exit_ in job.attempt.exits.values()}
-    if job.attempt.asked_by is not None and end.code != 75:
+    if job.attempt.asked_by is not None and end.code != wire.PREEMPTED:
         job.told = True
         job.agent.send(Failed(rank=-1, code=end.code, line=_bare(end)))
         return

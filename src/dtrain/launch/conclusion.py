@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from dtrain import wire
 from dtrain.launch import verdict
 from dtrain.launch.attempt import Attempt
 from dtrain.launch.output.templates import fill
@@ -39,8 +40,8 @@ def conclude(attempt: Attempt, *, host: str, killed_for_memory: bool, codes: Map
     stuck = _describe_stuck(attempt)
     exits = attempt.exits.values()
     ends: dict[int, int | None] = {exit_.rank: exit_.code for exit_ in exits} if codes is None else dict(codes)
-    if ends and all(code == verdict.PREEMPTED for code in ends.values()) and len(ends) >= attempt.plan.layout.nproc:
-        return End(code=verdict.PREEMPTED, lines=stuck)
+    if ends and all(code == wire.PREEMPTED for code in ends.values()) and len(ends) >= attempt.plan.layout.nproc:
+        return End(code=wire.PREEMPTED, lines=stuck)
     if attempt.cause is not None:
         line = verdict.describe_failure(
             attempt.cause,
@@ -58,7 +59,7 @@ def conclude(attempt: Attempt, *, host: str, killed_for_memory: bool, codes: Map
     if attempt.asked_by is not None:
         return End(code=verdict.exit_code(-attempt.asked_by), lines=(*stuck, verdict.describe_interrupt(attempt.asked_by)))
     ends |= dict.fromkeys(attempt.ended_ranks)
-    if verdict.PREEMPTED in ends.values():
+    if wire.PREEMPTED in ends.values():
         return End(code=1, lines=(*stuck, verdict.describe_partial_preemption(ends)))
     return End(code=0, lines=stuck)
 

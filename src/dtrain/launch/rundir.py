@@ -31,7 +31,7 @@ def create_run_dir(asked: str | None, *, now: datetime, name: str | None = None)
         raise ConfigError("launch: --run-dir is empty; name a folder, or leave the option out")
     if name is not None and (os.path.basename(name) != name or name in ("", ".", "..")):
         raise ConfigError(f"launch: node 0 calls the run {name!r}, which is no name of a folder; name one with --run-dir")
-    wanted = Path(asked) if asked is not None else Path(RUNS) / name if name is not None else default_run_dir(now)
+    wanted = Path(RUNS) / (name or _name(now)) if asked is None else Path(asked)
     try:
         run_dir = _make(wanted.absolute(), reuse=asked is not None or name is not None)
         failures = run_dir / "failures"
@@ -50,7 +50,11 @@ def create_run_dir(asked: str | None, *, now: datetime, name: str | None = None)
 
 def default_run_dir(now: datetime) -> Path:
     """Where a launch that began ``now`` has its folder, as an absolute path."""
-    return (Path(RUNS) / now.strftime("%Y-%m-%dT%H-%M-%S")).absolute()
+    return (Path(RUNS) / _name(now)).absolute()
+
+
+def _name(now: datetime) -> str:
+    return now.strftime("%Y-%m-%dT%H-%M-%S")
 
 
 def _make(wanted: Path, *, reuse: bool) -> Path:

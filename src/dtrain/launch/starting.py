@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterable
 
+from dtrain import wire
 from dtrain.launch.cores import core_count, share_cores, usable_cores
 from dtrain.launch.hang.guard import Guard
 from dtrain.launch.job import Job
@@ -23,6 +24,7 @@ def start_ranks(job: Job) -> None:
     plan, layout = job.plan, job.plan.layout
     for rank in layout.ranks:
         plan.failure_file(rank).unlink(missing_ok=True)
+    wire.failed_file(plan.run_dir).unlink(missing_ok=True)
     if plan.hang_timeout_s is not None:
         job.guard = Guard(run_dir=plan.run_dir, world_size=layout.world_size, timeout_s=plan.hang_timeout_s)
     cores, count = usable_cores(), core_count()

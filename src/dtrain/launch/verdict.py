@@ -6,10 +6,7 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dtrain.wire import Failure
-
-PREEMPTED = 75
-"""A rank was told to stop and has saved (EX_TEMPFAIL). The launcher exits with it only when all ranks did."""
+from dtrain.wire import PREEMPTED, Failure
 
 HUNG = 124
 """What the launcher exits with when the ranks made no progress, as ``timeout`` does."""

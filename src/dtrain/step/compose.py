@@ -34,6 +34,9 @@ class Step:
             optimizer: built from this model's parameters, after sharding.
             seed: what the random streams of transforms are derived from.
 
+        Mutates: what SIGTERM does to this process, until the end of ``init_dist``'s block: from now on there is something to
+        save, and ``should_stop`` says when.
+
         Raises:
             ConfigError: parameters on the meta device, or an optimizer that holds others than the model's.
         """

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from dtrain import pulse
 from dtrain.batch import BatchSpec, to_device, zeros_like_samples
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import current
@@ -80,6 +81,7 @@ def _in_lockstep(loader: Any, counted: Callable[[Batch], tuple[int, int]]) -> It
             filler = batch
         elif filler is None and batch is not None and error is None:
             filler = zeros_like_samples(batch)
+        pulse.beat("evaluate")
         rows = all_gather_numbers([batch is not None, filler is None, error is not None])
         if error is not None:
             raise error

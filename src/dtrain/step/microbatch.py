@@ -119,6 +119,8 @@ def _agree(state: TrainState, parts: Parts, terms: Sequence[str], error: Excepti
         weightless=weightless,
         terms=terms,
         error=error,
+        run=id(state.shared),
+        step=state.step,
     )
     # A second call for one step (a retry, a method that needs two gradients) adds its time to that of the first.
     return replace(tally, seconds=tally.seconds + state.tally.seconds) if state.tally else tally
