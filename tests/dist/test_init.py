@@ -157,7 +157,7 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def error_of_init(rank: int, world_size: int, port: str) -> str:
+def error_of_init(rank: int, world_size: int, port: str, **environment: str) -> str:
     """What init_dist raises in a process that is alone, though it was told of others."""
     body = """
         import dtrain as dt
@@ -166,7 +166,8 @@ def error_of_init(rank: int, world_size: int, port: str) -> str:
         except dt.DistError as error:
             print(error)
     """
-    out = run_script(body, RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    out = run_script(body, **place, **environment)
     assert out.returncode == 0, out.stderr
     return out.stdout
 
@@ -178,6 +179,12 @@ def test_missing_ranks_are_named():
 def test_unreachable_rank_0_is_named():
     port = free_port()
     assert f"rank 1 could not reach rank 0 at 127.0.0.1:{port} within 2 s" in error_of_init(1, 2, port)
+
+
+def test_store_of_the_launcher_that_cannot_be_reached_is_named():
+    port = free_port()
+    text = error_of_init(0, 2, port, TORCHELASTIC_USE_AGENT_STORE="True")
+    assert f"rank 0 could not reach the launcher at 127.0.0.1:{port} within 2 s" in text
 
 
 def listening_beyond_loopback() -> list[str]:
@@ -377,7 +384,7 @@ def test_a_rank_0_that_serves_the_store_and_goes_is_named(forked, monkeypatch, n
             return "opened"
 
     (answer,) = forked.run(body, 2, results_of=[1]).values()
-    assert answer == f"DistError: init_dist: ranks [0] of 2, which serves the store, {text}; look at its output"
+    assert answer == f"DistError: init_dist: rank 0, which serves the store of 2 ranks, {text}; look at its output"
 
 
 def test_a_stopped_rank_0_does_not_hold_up_those_that_connect(forked, monkeypatch):

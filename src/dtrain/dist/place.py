@@ -105,5 +105,6 @@ def read_address(rank: int, world: int) -> Address | None:
         raise ConfigError(
             f"init_dist: {world} ranks need {wire.MASTER_ADDR} and {wire.MASTER_PORT} ({error}); use `dtrain launch`"
         ) from None
-    serves = rank == 0 and env.get(wire.AGENT_STORE) != "True"
-    return Address(host=host, port=port, serves=serves, loopback=env.get(wire.LOOPBACK) == "1")
+    launcher = env.get(wire.AGENT_STORE) == "True"
+    loopback = env.get(wire.LOOPBACK) == "1"
+    return Address(host=host, port=port, serves=rank == 0 and not launcher, loopback=loopback, launcher=launcher)

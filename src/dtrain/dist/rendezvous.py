@@ -21,12 +21,14 @@ _MARGIN_S = 5.0  # a store call that takes so much longer than its own time-out 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where the store is. ``serves``: this process serves it; ``loopback``: it may listen on loopback only."""
+    """Where the store is. ``serves``: this process serves it; ``loopback``: it may listen on loopback only; ``launcher``: no rank
+    serves it, but a process of the launcher's."""
 
     host: str
     port: int
     serves: bool
     loopback: bool
+    launcher: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,11 @@ class Meeting:
     world_size: int
     address: Address | str | None
 
+    @property
+    def server(self) -> str:
+        """Who serves the store."""
+        return "the launcher" if isinstance(self.address, Address) and self.address.launcher else "rank 0"
+
 
 def connect(meeting: Meeting, *, within_s: float) -> dist.Store:
     """The store of ``meeting``, served from here when that is this rank's part.
@@ -47,18 +54,18 @@ def connect(meeting: Meeting, *, within_s: float) -> dist.Store:
     Raises:
         DistError: rank 0 could not be reached, or does not answer.
     """
-    limit, address = timedelta(seconds=within_s), meeting.address
+    limit, address, server = timedelta(seconds=within_s), meeting.address, meeting.server
     if address is None:
         return dist.HashStore()
     shown = address if isinstance(address, str) else f"{address.host}:{address.port}"
-    silent = f"init_dist: rank 0 at {shown} does not answer rank {meeting.rank} within {within_s:g} s; is it stopped?"
+    silent = f"init_dist: {server} at {shown} does not answer rank {meeting.rank} within {within_s:g} s; is it stopped?"
     try:
         return bounded(lambda: _store(address, meeting, limit), within_s=within_s + _MARGIN_S, otherwise=silent)
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         raise DistError(
-            f"init_dist: rank {meeting.rank} could not reach rank 0 at {shown} within {within_s:g} s ({reason}); "
-            "is rank 0 running, and is the port reachable from here?"
+            f"init_dist: rank {meeting.rank} could not reach {server} at {shown} within {within_s:g} s ({reason}); "
+            f"is {server} running, and is the port reachable from here?"
         ) from None
 
 
@@ -99,7 +106,7 @@ def meet(store: dist.Store, meeting: Meeting, *, prefix: str, within_s: float) -
         DistError: ranks that did not arrive in time, by number; or the rank that serves the store was stopped or has ended.
     """
     begun = time.monotonic()
-    lost = f"init_dist: ranks [0] of {meeting.world_size}, which serves the store,"
+    lost = f"init_dist: {meeting.server}, which serves the store of {meeting.world_size} ranks,"
     for attempt in itertools.count():
         room = f"{prefix}/{attempt}"
         left_s = max(0.001, begun + within_s - time.monotonic())
