@@ -165,7 +165,7 @@ REFUSED = {
     "prefix": (["--prefix", "{node}", "good.py"], "--prefix '{node}': no field {node}; "),
     "file name": (["--stdout", "{rnk}", "good.py"], "--stdout '{rnk}': no field {rnk}; "),
     "empty file name": (["--stderr", "", "good.py"], "--stderr must name a file, got ''; "),
-    "path to compare": (["--check-path", "nope", "good.py"], "--check-path 'nope': No such file or directory; "),
+    "path to compare": (["--check-path", "nope", "good.py"], "--check-path 'nope' does not exist; "),
 }
 
 

@@ -109,10 +109,9 @@ def test_arguments_arrive_byte_for_byte(run):
     assert result.out == f"{[os.fsencode(arg) for arg in args]}\n"
 
 
-@pytest.mark.parametrize("name", ["with space/my script.py", "ünï/çødé.py", "--odd.py"])
-def test_any_path_of_a_script_works(run, name):
-    result = run("print(__file__.rpartition('/')[2])", n=1, name=name, target=["--", f"./{name}"])
-    assert (result.code, result.out) == (0, name.rpartition("/")[2] + "\n"), result.err
+def test_script_whose_name_begins_with_a_dash_works(run):
+    result = run("print(__file__.rpartition('/')[2])", n=1, name="--odd.py", target=["--", "./--odd.py"])
+    assert (result.code, result.out) == (0, "--odd.py\n"), result.err
 
 
 WHO_AM_I = """
@@ -211,7 +210,8 @@ def test_launcher_inside_a_rank_works(run):
     if sys.argv[1:] == ["inner"]:
         print(os.environ["RANK"], os.environ["WORLD_SIZE"])
     else:
-        sys.exit(subprocess.call([sys.executable, "-m", "dtrain", "launch", "-n", "3", "--log-ranks", "all", __file__, "inner"]))
+        launch = [sys.executable, "-m", "dtrain", "launch", "-n", "3", "--log-ranks", "all"]
+        sys.exit(subprocess.call([*launch, __file__, "inner"]))
     """
     result = run(source, n=1)
     assert result.code == 0, result.err

@@ -11,6 +11,7 @@ from datetime import datetime
 from dtrain.cli import launch_options as given
 from dtrain.cli.values import parse_duration, parse_host, parse_modules, parse_restarts, parse_stop_signal, parse_whole
 from dtrain.errors import ConfigError
+from dtrain.launch.elastic.request import elastic_plan
 from dtrain.launch.limits import allow_open_files
 from dtrain.launch.nodes.facts import collect_facts
 from dtrain.launch.nodes.meeting import Meeting
@@ -24,6 +25,7 @@ from dtrain.launch.rundir import create_run_dir, default_run_dir
 from dtrain.launch.schedulers import scheduled
 from dtrain.launch.target import check_command, check_module, check_script
 from dtrain.launch.topology import Asked, Topology, infer
+from dtrain.wire import THREADS
 
 _LEFT_OUT = "leave it out to have it inferred"
 
@@ -96,8 +98,7 @@ def launch(
         )
     )
     meeting = _meeting(topology, joining, target)
-    layout = topology.layout if meeting is None else meeting.expected_layout()
-    assert layout is not None
+    layout = _layout(topology, meeting)
     if meeting is not None and restarts:
         raise ConfigError("launch: --max-restarts is for one node, and for --nnodes MIN:MAX; leave it out")
     output = _output(layout, log_ranks=log_ranks, prefix=prefix, stdout=stdout, stderr=stderr)
@@ -120,6 +121,8 @@ def launch(
         output=output,
     )
     _say(*topology.notices, *([_describe(plan)] if verbose else []), *(_record(plan) if meeting is None else []))
+    if topology.elastic is not None:
+        plan = elastic_plan(plan, topology.elastic, threads=os.environ.get(THREADS, ""))
     from dtrain.launch.front import launch as run_job  # not before it is needed: a refusal should come at once
 
     return run_job(plan)
@@ -130,11 +133,23 @@ def _topology(asked: Asked) -> Topology:
     return infer(asked, scheduled(os.environ), gpus=gpus)
 
 
+def _layout(topology: Topology, meeting: Meeting | None) -> Layout:
+    """The place of this node, as far as it is known before the nodes meet."""
+    if topology.elastic is not None:
+        return Layout.one_node(topology.elastic.nproc)
+    layout = topology.layout if meeting is None else meeting.expected_layout()
+    assert layout is not None, "one node has a layout, several have a meeting"
+    return layout
+
+
 def _meeting(topology: Topology, joining: Joining, target: Target) -> Meeting | None:
     """What this node brings to the meeting of all nodes; None for one node."""
-    facts = collect_facts(target, joining.paths)
     if topology.meeting is None:
+        for path in joining.paths:
+            if not os.path.exists(path):
+                raise ConfigError(f"launch: --check-path {path!r} does not exist; check the path")
         return None
+    facts = collect_facts(target, joining.paths)
     timeout_s = topology.meeting.timeout_s if joining.timeout_s is None else joining.timeout_s
     return replace(topology.meeting, facts=facts, timeout_s=timeout_s)
 

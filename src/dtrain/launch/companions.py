@@ -82,7 +82,7 @@ def _take_place(job: Job, joined: Joined) -> None:
         except ConfigError as error:
             job.attempt.fail([f"dtrain: {error}"], time.monotonic())
             return
-    job.plan = replace(job.plan, layout=joined.layout, run_dir=run_dir)
+    job.plan = replace(job.plan, layout=replace(joined.layout, interface=joined.interface), run_dir=run_dir)
     job.attempt.plan, job.joined = job.plan, True
     job.store_port = joined.store_port
     job.output.place(joined.layout, run_dir)

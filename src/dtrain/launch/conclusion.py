@@ -43,6 +43,9 @@ def conclude(attempt: Attempt, *, host: str, killed_for_memory: bool, codes: Map
     if ends and all(code == wire.PREEMPTED for code in ends.values()) and len(ends) >= attempt.plan.layout.nproc:
         return End(code=wire.PREEMPTED, lines=stuck)
     if attempt.cause is not None:
+        code = verdict.exit_code(attempt.cause.code)
+        if attempt.plan.says_own_end and attempt.cause.code >= 0:
+            return End(code=code, lines=stuck)
         line = verdict.describe_failure(
             attempt.cause,
             world_size=world_size,
@@ -52,7 +55,6 @@ def conclude(attempt: Attempt, *, host: str, killed_for_memory: bool, codes: Map
             killed_for_memory=killed_for_memory,
         )
         again = attempt.asked_by is None
-        code = verdict.exit_code(attempt.cause.code)
         return End(code=code, lines=(*stuck, line), may_start_again=again, culprit=attempt.cause.rank)
     if attempt.trouble:
         return End(code=attempt.trouble_code, lines=(*stuck, *attempt.trouble), may_start_again=attempt.asked_by is None)

@@ -48,6 +48,7 @@ class Layout:
     node_rank: int = 0
     nodes: int = 1
     master_addr: str = LOOPBACK_ADDRESS  # where the ranks' store is served
+    interface: str = ""  # by which this node reaches the others; "" where that is not known
 
     @classmethod
     def one_node(cls, nproc: int) -> Layout:
@@ -87,6 +88,7 @@ class LaunchPlan:
     hang_timeout_s: float | None = None
     stop_signal: int | None = None  # asks ranks to save and stop, besides SIGTERM
     bind: bool = False
+    says_own_end: bool = False  # the only process is a launcher itself, and says how it ended
     meeting: Meeting | None = None  # with the launchers of other nodes: the layout is only known after it
     output: OutputPlan = field(default_factory=OutputPlan)
 
@@ -178,6 +180,9 @@ def common_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[s
     }
     if plan.layout.nodes == 1:
         ours |= {wire.LOOPBACK: "1", wire.GLOO_INTERFACE: LOOPBACK_INTERFACE, wire.NCCL_INTERFACE: LOOPBACK_INTERFACE}
+    elif plan.layout.interface:  # gloo would take the one that the host name points to, which is often the loopback
+        interface = plan.layout.interface
+        ours |= {name: inherited.get(name) or interface for name in (wire.GLOO_INTERFACE, wire.NCCL_INTERFACE)}
     if plan.stop_signal is not None:
         ours[wire.STOP_SIGNAL] = str(plan.stop_signal)
     if plan.hang_timeout_s is not None:

@@ -11,8 +11,7 @@ import time
 
 import pytest
 
-from dtrain.launch.nodes import End, Ended, Failed, Joined, Notice, Over, Refused
-from dtrain.launch.nodes.messages import decode
+from dtrain.launch.nodes.messages import End, Ended, Failed, Joined, Notice, Over, Refused, decode
 from dtrain.launch.plan import Layout
 from hosts.agents import LONG_S
 
@@ -147,7 +146,7 @@ def test_a_stranger_is_turned_away_by_name_on_both_sides_and_the_job_goes_on(nod
 
 
 def test_a_second_node_of_one_rank_is_refused_and_named_to_who_waits_in_vain(nodes):
-    first, second, twin = nodes.start(0, 3, timeout_s=3), nodes.start(1, 3), None
+    first, second = nodes.start(0, 3, timeout_s=2), nodes.start(1, 3)
     nodes.read(0.5)
     twin = nodes.start(1, 3)
     (refusal,) = nodes.wait_for(Refused, twin)
@@ -260,15 +259,15 @@ def test_a_node_that_has_ended_may_leave_before_the_others(nodes):
 
 
 def test_a_silent_node_is_lost_in_seconds_and_one_that_only_stood_still_is_not(nodes):
-    started = joined(nodes, 3, silence_s=5)
+    started = joined(nodes, 3, silence_s=4)
     os.kill(started[2].agent.pid, signal.SIGSTOP)
-    time.sleep(3)
+    time.sleep(2.5)
     os.kill(started[2].agent.pid, signal.SIGCONT)
     nodes.read(1)
     assert not any(node.only(End) for node in started)
     os.kill(started[1].agent.pid, signal.SIGSTOP)
     ends = nodes.wait_for(End, started[0], started[2])
-    assert {end.line for end in ends} == {f"node 1 ({socket.gethostname()}) was silent for 5 s"}
+    assert {end.line for end in ends} == {f"node 1 ({socket.gethostname()}) was silent for 4 s"}
 
 
 @pytest.mark.parametrize(

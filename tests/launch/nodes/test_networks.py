@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -14,8 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dtrain.launch.nodes import End, Ended, Failed, Joined, Notice, Over, Refused
-from dtrain.launch.nodes.messages import Message, decode, encode
+from dtrain.launch.nodes.messages import End, Ended, Failed, Joined, Message, Notice, Over, Refused, decode, encode
 from hosts import speaker
 from hosts.agents import LONG_S
 from hosts.network import ADDRS, ADDRS6, Network, network
@@ -116,23 +114,11 @@ def test_the_hub_listens_on_the_master_address_alone(hosts):
     assert not any(isinstance(message, Notice) for node in nodes for message in node.said)
 
 
-def test_a_host_that_dies_ends_the_others(hosts):
-    nodes = start_all(hosts)
-    os.kill(nodes[2].process.pid, signal.SIGKILL)
-    for node in nodes[:2]:
-        assert node.wait_for(End).line.startswith("node 2 (host2) is lost: ")
-
-
-@pytest.mark.parametrize("cut", [0, 2], ids=["from the hub's host", "from another"])
-def test_a_cut_cable_ends_both_sides_of_it(hosts, cut):
-    nodes = start_all(hosts, silence_s=5)
-    hosts.network.plug(cut, "down")
-    if cut == 2:
-        assert [node.wait_for(End).line for node in nodes[:2]] == ["node 2 (host2) was silent for 5 s"] * 2
-        assert nodes[2].wait_for(End).line == "node 0 (host0) was silent for 5 s"
-    else:
-        assert [node.wait_for(End).line for node in nodes[1:]] == ["node 0 (host0) was silent for 5 s"] * 2
-        assert nodes[0].wait_for(End).line.endswith("was silent for 5 s")
+def test_a_cut_cable_ends_both_sides_of_it(hosts):
+    nodes = start_all(hosts, silence_s=4)
+    hosts.network.plug(2, "down")
+    assert [node.wait_for(End).line for node in nodes[:2]] == ["node 2 (host2) was silent for 4 s"] * 2
+    assert nodes[2].wait_for(End).line == "node 0 (host0) was silent for 4 s"
 
 
 def test_a_host_whose_network_comes_up_late_still_joins(hosts):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from hosts import task
-from hosts.slurm import Cluster, cluster
+from hosts.slurm import LONG_S, Cluster, cluster
 
 TASK = (sys.executable, task.__file__)
 
@@ -54,5 +55,9 @@ def test_a_batch_script_without_a_step_is_one_node(slurm):
     out = slurm.folder / "batch.out"
     script = slurm.folder / "batch.sh"
     script.write_text(f"#!/bin/bash\n{TASK[0]} {TASK[1]}\n")
-    assert slurm.run("sbatch", "-Q", "-W", "-N2", "-o", out, script).returncode == 0
+    assert slurm.run("sbatch", "-Q", "-N2", "-o", out, script).returncode == 0
+    deadline = time.monotonic() + LONG_S
+    while not out.exists() or not out.read_text():  # --wait asks every ten seconds only
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert out.read_text() == "one node\n"

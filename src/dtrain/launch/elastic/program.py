@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dtrain import wire
+from dtrain.launch.cores import core_count
 from dtrain.launch.elastic.request import ElasticRequest, failure_file
 from dtrain.launch.nodes.addresses import interface_of, resolve
 from dtrain.launch.verdict import exit_code, signal_name
@@ -37,6 +38,7 @@ _ALIVE_S = 2  # between signs of life of a node; it is lost when three of them a
 def main() -> int:
     """Run the ranks of this node until the job is over, and return the exit code."""
     request = ElasticRequest.parse(sys.argv[1])
+    os.environ.pop(wire.PULSE_FD, None)  # the pipe is this program's, and ranks do not inherit it
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters of it is said below, in a line
@@ -50,9 +52,12 @@ def main() -> int:
         _say(f"told to end by {signal_name(error.sigval)}; ranks ended")
         return 128 + int(error.sigval)
     except (RendezvousError, OSError, TimeoutError, RuntimeError) as error:
-        cause = error.__cause__ or error
-        what = " ".join(str(cause).split("\n")[0].split()) or type(cause).__name__
-        _say(f"the nodes did not meet at {request.elastic.endpoint}: {what}; is that address right, and did its node start?")
+        cause = error.__cause__ or error  # torch's own error only says that there was one
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(cause)
+        what = " ".join(said.split("\n")[0].split()) or type(cause).__name__
+        _say(
+            f"the meeting of nodes at {request.elastic.endpoint} failed: {what}; is that address right, and does its node run?"
+        )
         return 1
     return 0
 
@@ -95,9 +100,8 @@ def _environment(request: ElasticRequest, own: str) -> dict[str, str]:
         wire.RUN_DIR: request.run_dir,
         "PYTHONUNBUFFERED": "1",
     }
-    usual = {wire.THREADS: str(max(1, len(os.sched_getaffinity(0)) // request.elastic.nproc))}
-    if interface:
-        usual |= {wire.GLOO_INTERFACE: interface, wire.NCCL_INTERFACE: interface}
+    ours[wire.THREADS] = request.threads or str(max(1, int(core_count()) // request.elastic.nproc))
+    usual = {wire.GLOO_INTERFACE: interface, wire.NCCL_INTERFACE: interface} if interface else {}
     return ours | {name: value for name, value in usual.items() if not os.environ.get(name)}
 
 

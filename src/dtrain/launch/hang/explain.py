@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,9 +67,9 @@ def explain(evidence: Collection[Evidence], *, world_size: int, timeout_s: float
     culprits, reason = _cause(by_rank, stops)
     who = f"{name_ranks(culprits)} of {world_size}"
     lines = [f"dtrain: launch: hang: {who} {reason.format(time=f'{timeout_s:g} s')}; see the stacks in {folder}"]
-    lines += _first(_place(by_rank[rank], named=True) for rank in culprits if not by_rank[rank].gone)
+    lines += _first(_places([by_rank[rank] for rank in culprits if not by_rank[rank].gone]))
     lines += _first(_describe(stop, by_rank) for stop in stops)
-    lines += _first(_others([one for rank, one in by_rank.items() if rank not in culprits and not one.gone]))
+    lines += _first(_places([one for rank, one in by_rank.items() if rank not in culprits and not one.gone]))
     return ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
 
 
@@ -157,22 +157,21 @@ def _describe(stop: Stop, by_rank: Mapping[int, Evidence]) -> str:
     return f"{waiting} in {what} {group}, and all its ranks have come: is the network between them sound?"
 
 
-def _place(one: Evidence, *, named: bool) -> str:
+def _place(one: Evidence) -> str:
     """Where a rank stands: in the program, and as its last point of progress."""
     frame = own_frame(one.stacks)
     where = ("..." + frame[-_MESSAGE:] if len(frame) > _MESSAGE else frame) if frame is not None else "its stack is not known"
     later = "" if one.record is not None else " or later"  # not every point is reported
     doing = f" ({one.doing}, point of progress {one.passed}{later})" if one.doing else ""
-    return f"{name_ranks([one.rank])}: {where}{doing}" if named else f"{where}{doing}"
+    return f"{where}{doing}"
 
 
-def _others(others: Iterable[Evidence]) -> Iterator[str]:
-    """Where the other ranks stand, those together that stand in the same place."""
+def _places(ranks: Iterable[Evidence]) -> list[str]:
+    """Where ranks stand, those together that stand in the same place, and the odd ones first: they are looked for."""
     places: dict[str, list[int]] = {}
-    for one in others:
-        places.setdefault(_place(one, named=False), []).append(one.rank)
-    for place, ranks in places.items():
-        yield f"{name_ranks(ranks)}: {place}"
+    for one in ranks:
+        places.setdefault(_place(one), []).append(one.rank)
+    return [f"{name_ranks(there)}: {place}" for place, there in sorted(places.items(), key=lambda item: len(item[1]))]
 
 
 def _first(lines: Iterable[str]) -> list[str]:

@@ -11,22 +11,3 @@ that does not read never holds up the supervisor. The agent of node 0 is also th
 decides. What travels is JSON, one bounded line a message; nothing that is received is ever executed, and a peer that sends
 anything else is dropped.
 """
-
-from dtrain.launch.nodes.addresses import listen
-from dtrain.launch.nodes.agent import Agent, start_agent
-from dtrain.launch.nodes.meeting import Meeting
-from dtrain.launch.nodes.messages import End, Ended, Failed, Joined, Notice, Over, Refused
-
-__all__ = [
-    "Agent",
-    "End",
-    "Ended",
-    "Failed",
-    "Joined",
-    "Meeting",
-    "Notice",
-    "Over",
-    "Refused",
-    "listen",
-    "start_agent",
-]

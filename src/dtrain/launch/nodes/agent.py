@@ -149,6 +149,7 @@ class _Process:
 
     def run(self) -> None:
         """Until the supervisor has gone."""
+        self._turn(time.monotonic())
         while not self._supervisor.lost:
             self._answer(_TICK_S)
             now = time.monotonic()

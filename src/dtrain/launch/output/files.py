@@ -10,6 +10,7 @@ from dtrain.launch.output.lines import LONGEST_LINE
 from dtrain.launch.output.lost import count_lines, describe
 
 _OPEN_AT_ONCE = 64  # files; two for each of 256 ranks would pass the usual limit on descriptors
+_NAMED = 2  # files that lack lines: hundreds of ranks share one full disk
 _LINE_FEED = ord("\n")
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 # Non-blocking for the sake of a name that is a pipe: one without a reader, or with a slow one, must not stop the job.
@@ -56,8 +57,10 @@ class LogFiles:
             os.close(self._open.pop(path))
 
     def lost(self) -> list[str]:
-        """One line for each file that lacks lines."""
-        return [line for file in self._files.values() if (line := file.lost()) is not None]
+        """What files lack lines: a line for each of the first two, and one for all others."""
+        lines = [line for file in self._files.values() if (line := file.lost()) is not None]
+        more = len(lines) - _NAMED
+        return lines if more <= 0 else [*lines[:_NAMED], f"lines are missing in {more} more files; is the disk full?"]
 
     def close(self) -> None:
         """Close every file; a later write opens it again."""

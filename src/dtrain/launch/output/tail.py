@@ -34,9 +34,19 @@ class Tail:
 
 
 def last_lines(tails: tuple[Tail, Tail], n: int) -> list[str]:
-    """The last ``n`` lines of both streams that are not empty, in the order in which they ended."""
-    lines = sorted((line for tail in tails for line in tail.lines()), key=lambda line: line[0])
-    return [text for _, text in lines[-n:]] if n > 0 else []
+    """The last ``n`` lines of both streams that are not empty, in the order in which they ended.
+
+    Half of them are kept for the second stream: what a rank says about its end must not be lost in what it prints.
+    """
+    out, err = (tail.lines() for tail in tails)
+    kept = len(err) - min(len(err), n // 2)
+    others = sorted([*out, *err[:kept]], key=_at)
+    rest = n - (len(err) - kept)
+    return [text for _, text in sorted([*(others[-rest:] if rest > 0 else []), *err[kept:]], key=_at)]
+
+
+def _at(line: tuple[int, str]) -> int:
+    return line[0]
 
 
 def _last_drawn(line: bytes) -> str:

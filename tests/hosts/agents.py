@@ -1,0 +1,88 @@
+"""Several agents in one test, each with the supervisor's end of it, and what they said so far."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from dtrain.launch.nodes.agent import Agent, start_agent
+from dtrain.launch.nodes.meeting import Meeting
+from dtrain.launch.nodes.messages import Message
+
+LONG_S = 90  # no promise: how long a busy test machine may take
+
+
+@dataclass(kw_only=True)
+class Node:
+    agent: Agent
+    said: list[Message] = field(default_factory=list)
+
+    def only(self, kind: type[Message]) -> list[Message]:
+        return [message for message in self.said if isinstance(message, kind)]
+
+
+@dataclass(kw_only=True)
+class Nodes:
+    """All agents of a test; ``port`` is where the first one listens unless the test says otherwise."""
+
+    port: int
+    started: list[Node] = field(default_factory=list)
+
+    def start(self, node_rank: int, nodes: int | None = 2, *, nproc: int = 1, **settings: object) -> Node:
+        given = {"addr": "127.0.0.1", "port": self.port, "timeout_s": LONG_S, "run_name": "run" if node_rank == 0 else ""}
+        meeting = Meeting(node_rank=node_rank, nodes=nodes, nproc=nproc, **{**given, **settings})
+        self.started.append(Node(agent=start_agent(meeting)))
+        return self.started[-1]
+
+    def wait(self, done: Callable[[], object], *, within_s: float = LONG_S) -> None:
+        """Read what all agents say until ``done()`` is true."""
+        deadline = time.monotonic() + within_s
+        while not done():
+            assert time.monotonic() < deadline, [node.said for node in self.started]
+            self.read(0.05)
+
+    def read(self, wait_s: float) -> None:
+        open_ = {node.agent.fileno(): node for node in self.started if node.agent.fileno() != -1 and not node.agent.gone}
+        for fd in select.select(list(open_), [], [], wait_s)[0]:
+            open_[fd].said += open_[fd].agent.read()
+
+    def wait_for(self, kind: type[Message], *nodes: Node) -> list[Message]:
+        """The first message of this kind from each of ``nodes``."""
+        self.wait(lambda: all(node.only(kind) for node in nodes))
+        return [node.only(kind)[0] for node in nodes]
+
+    def end(self) -> None:
+        for node in self.started:
+            node.agent.close()
+        for node in self.started:
+            _reap(node.agent.pid)
+
+
+def _reap(pid: int) -> None:
+    deadline = time.monotonic() + LONG_S / 3
+    with contextlib.suppress(ChildProcessError):  # the test has waited for it
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            os.kill(pid, signal.SIGCONT)
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                raise AssertionError(f"agent {pid} outlived its supervisor")
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def several() -> Iterator[Nodes]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = Nodes(port=port)
+    try:
+        yield nodes
+    finally:
+        nodes.end()

@@ -1,0 +1,149 @@
+"""Whole jobs on several hosts: ``dtrain launch`` in network namespaces, and started by a real Slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hosts.network import ADDRS, Network, network
+from hosts.slurm import LONG_S, Cluster, cluster, processes_with
+
+LAUNCH = (sys.executable, "-m", "dtrain", "launch", "-n", "2", "--no-preload", "--grace", "1")
+UP = "import os, pathlib, time; pathlib.Path('up' + os.environ['RANK']).touch(); time.sleep(1000)"
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A launcher on each host; ``folder`` is where all of them run, ``mark`` is in the environment of all that they start."""
+
+    network: Network
+    folder: Path
+    mark: str
+    launchers: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, place: int, *, nodes: int, source: str, options: tuple[str, ...] = ()) -> None:
+        script = self.folder / "script.py"
+        script.write_text(source)
+        where = ("--nnodes", nodes, "--node-rank", place, "--master-addr", ADDRS[0], "--master-port", 29500)
+        command = self.network.on(place, *LAUNCH, *where, "--run-dir", f"run{place}", *options, script)
+        pipe, mark = subprocess.PIPE, {**os.environ, "JOB_MARK": self.mark}
+        self.launchers.append(subprocess.Popen(command, cwd=self.folder, env=mark, stdout=pipe, stderr=pipe, text=True))
+
+    def wait_for_ranks(self, count: int) -> None:
+        deadline = time.monotonic() + LONG_S
+        while len(list(self.folder.glob("up*"))) < count:
+            assert time.monotonic() < deadline
+            assert not any(launcher.poll() for launcher in self.launchers)
+            time.sleep(0.02)
+
+    def end(self, place: int) -> tuple[int, str]:
+        """The exit code of a launcher, and its own lines."""
+        _, err = self.launchers[place].communicate(timeout=LONG_S)
+        return self.launchers[place].returncode, "\n".join(line for line in err.splitlines() if line.startswith("dtrain: "))
+
+    def processes(self) -> list[int]:
+        return processes_with(f"JOB_MARK={self.mark}")
+
+
+@pytest.fixture(scope="module")
+def built() -> Iterator[Network]:
+    with network() as built:
+        yield built
+
+
+@pytest.fixture
+def job(built: Network, tmp_path: Path) -> Iterator[Job]:
+    """At the end of the test nothing of it is left."""
+    for place in range(len(ADDRS)):
+        built.plug(place, "up")
+    job = Job(network=built, folder=tmp_path, mark=uuid.uuid4().hex)
+    yield job
+    deadline = time.monotonic() + LONG_S / 3
+    while (left := job.processes()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    for launcher in job.launchers:
+        launcher.communicate(timeout=LONG_S)
+    assert left == []
+
+
+def test_a_host_whose_launcher_is_killed_ends_the_job_on_the_other(job):
+    for place in range(2):
+        job.start(place, nodes=2, source=UP)
+    job.wait_for_ranks(4)
+    job.launchers[1].kill()
+    code, said = job.end(0)
+    assert code == 1
+    assert said.startswith("dtrain: launch: node 1 (host1) is lost: ")
+
+
+def test_ranks_of_all_hosts_reach_each_other_by_the_interface_that_the_launchers_did(job):
+    source = """
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(total := torch.ones(1))
+print(total.item(), os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
+dist.destroy_process_group()
+"""
+    for place in range(2):
+        job.start(place, nodes=2, source=source, options=("--log-ranks", "all"))
+    for launcher in job.launchers:
+        out, err = launcher.communicate(timeout=LONG_S)
+        assert launcher.returncode == 0, err
+        assert {line.split("] ")[1] for line in out.splitlines()} == {"4.0 eth0 eth0"}
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    with cluster() as started:
+        yield started
+
+
+def test_srun_starts_a_job_on_all_its_nodes(slurm, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'GROUP_RANK')), flush=True)")
+    step = slurm.srun("-N2", "--ntasks-per-node=1", "-D", tmp_path, *LAUNCH, "--log-ranks", "all", script)
+    assert step.returncode == 0, step
+    said = sorted(step.stdout.splitlines())
+    assert said == ["[rank 0] 0 4 0", "[rank 1] 1 4 0", "[rank 2] 2 4 1", "[rank 3] 3 4 1"]
+
+
+def test_srun_exits_with_the_code_of_the_rank_that_failed(slurm, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, time; sys.exit(3) if os.environ['RANK'] == '2' else time.sleep(1000)")
+    step = slurm.srun("-N2", "--ntasks-per-node=1", "-D", tmp_path, *LAUNCH, script)
+    assert step.returncode == 3, step
+    assert "rank 2 of 4 failed with exit code 3" in step.stderr
+
+
+def test_scancel_ends_all_ranks(slurm, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UP)
+    slurm.run("sbatch", "-Q", "-N2", "-D", tmp_path, "-o", "out", "-J", "victim", _batch(tmp_path, script))
+    deadline = time.monotonic() + LONG_S
+    while len(list(tmp_path.glob("up*"))) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert slurm.run("scancel", "-n", "victim").returncode == 0
+    while processes_with("SLURM_JOB_NAME=victim"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "Traceback" not in (tmp_path / "out").read_text()
+
+
+def _batch(folder: Path, script: Path) -> Path:
+    batch = folder / "batch.sh"
+    batch.write_text(f"#!/bin/bash\nexec srun --ntasks-per-node=1 {' '.join(LAUNCH)} {script}\n")
+    return batch
