@@ -26,10 +26,11 @@ def place(port, *, of=2):
 def nodes(start):
     """``nodes(source, ...)`` starts the launchers of a job, one per node; settings that are lists differ between nodes."""
 
-    def start_nodes(source, *, count=2, options=(), own=((), ()), **settings):
+    def start_nodes(source, *args, count=2, options=(), own=((), ()), **settings):
         where = place(free_port(), of=count)
         return [
-            start(source, options=[*where, "--node-rank", str(node), *options, *own[node]], **settings) for node in range(count)
+            start(source, *args, options=[*where, "--node-rank", str(node), *options, *own[node]], **settings)
+            for node in range(count)
         ]
 
     return start_nodes
@@ -194,3 +195,39 @@ def test_restarts_are_refused_on_several_nodes(start):
     result = start(WHO, options=[*place(free_port()), "--node-rank", "0", "--max-restarts", "2"]).wait()
     assert (result.code, len(result.err.splitlines())) == (2, 1)
     assert "--max-restarts" in result.err
+
+
+TRAINS = """
+    import os, sys, time
+    import torch, dtrain as dt
+
+    def loss_fn(model, batch):
+        return dt.LossSum(total=model(batch).square().sum(), weight=torch.tensor(float(len(batch))))
+
+    last = int(sys.argv[1])
+    with dt.init_dist() as dist:
+        torch.manual_seed(0)
+        model = dt.shard_model(torch.nn.Linear(4, 4), dt.build_mesh(), strategy="full_shard")
+        step = dt.compose_step(loss_fn)
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        restored = dt.load_sharded("ckpt", state, missing_ok=True)
+        state = restored.state
+        print("from", restored.step, "on", dist.world_size, flush=True)
+        while state.step < last:
+            state, _ = step(state, torch.ones(2, 4))
+            dt.save_sharded("ckpt", state, keep_last=2)
+        if dist.world_size == 2:
+            open(f"{os.environ['FOLDER']}/{dist.rank}", "w").write("trained")
+            time.sleep(600)
+"""
+
+
+def test_job_with_one_node_fewer_goes_on_where_the_checkpoint_is(start, nodes):
+    first, second = nodes(TRAINS, "3", n=1)
+    first.wait_for("0", "1")
+    os.kill(second.pid, signal.SIGKILL)
+    assert first.wait().out == "[rank 0] from None on 2\n"
+    second.wait()
+    second.wait_until_gone()
+    result = start(TRAINS, "5", n=1).wait()
+    assert (result.code, result.out) == (0, "from 3 on 1\n"), result.err
