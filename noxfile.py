@@ -1,4 +1,4 @@
-"""Sessions: ``nox -s tests``, ``nox -s lint``, ``nox -s types``. Each installs what it needs into an environment of its own."""
+"""Sessions: ``nox -s tests``, ``nox -s full``, ``nox -s lint``, ``nox -s types``. Each installs what it needs into an environment of its own."""
 
 import nox
 
@@ -17,6 +17,13 @@ def tests(session: nox.Session) -> None:
     """Everything that runs in minutes on two cores."""
     install(session, "-e", ".[test]")
     session.run("pytest", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """Everything, also what takes too long for every change."""
+    install(session, "-e", ".[test]")
+    session.run("pytest", "--slow", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

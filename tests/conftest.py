@@ -18,6 +18,17 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
         signal.signal(number, usual)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that take too long for every change, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs --slow"))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """``ranks(n)``: ``n`` processes with an open process group; ``ranks(n).run(fn, *args)`` runs a test's part on each."""

@@ -164,11 +164,3 @@ def test_full_log_folder_does_not_stop_training_and_costs_one_line(start):
     assert (result.code, len(result.out.splitlines())) == (0, 3000)
     assert (job.folder / "done-1").exists()
     assert result.summary == ["dtrain: launch: 6000 lines are missing in '/dev/full': No space left on device"]
-
-
-@pytest.mark.parametrize("options", [[], ["--no-preload"]])
-def test_two_ranks_need_few_descriptors(run, tmp_path, options):
-    limit = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash"]
-    result = run(SAY, shown=None, options=["--run-dir", "r", *options], wrap=limit)
-    assert (result.code, result.out) == (0, "[rank 0] out of 0\n")
-    assert (tmp_path / "r" / "logs" / "rank-00001.stdout").read_text() == "out of 1\n"

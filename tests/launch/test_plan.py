@@ -117,7 +117,14 @@ def test_ranks_are_kept_on_loopback_where_all_of_them_are_here(nodes, interface)
 
 
 def test_variables_of_an_outer_launch_go_and_others_stay():
-    given = {"RANK": "3", "DTRAIN_RUN_DIR": "/old", "TORCHELASTIC_ERROR_FILE": "/old", "MASTER_PORT": "1", "A": "b", "RANKS": "8"}
+    given = {
+        "RANK": "3",
+        "DTRAIN_RUN_DIR": "/old",
+        "TORCHELASTIC_ERROR_FILE": "/old",
+        "MASTER_PORT": "1",
+        "A": "b",
+        "RANKS": "8",
+    }
     assert stale_variables(given) == ["DTRAIN_RUN_DIR", "MASTER_PORT", "RANK", "TORCHELASTIC_ERROR_FILE"]
     common = common_environment(PLAN, given)
     assert "TORCHELASTIC_ERROR_FILE" not in common

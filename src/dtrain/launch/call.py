@@ -28,6 +28,7 @@ GRACE_S = 5.0
 """Between asking a rank to end and killing it, in seconds."""
 
 _LOOK_S = 0.05  # how often ends of processes are looked for; what they report wakes the loop at once
+_ASK_AGAIN_S = 2.5
 _COLLECT_S = 0.5  # after the first failure: a peer may die of it before the culprit's own report is here
 
 
@@ -184,12 +185,14 @@ def _how(cause: Cause) -> str:
 def _end(job: _Job) -> None:
     """End every rank that runs, gently first; no process of the job is left, nor a zombie. Ctrl-C makes it shorter."""
     try:
-        for rank in job.alive():
-            send(rank.pid, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_S
-        while job.alive() and time.monotonic() < deadline:
-            job.collect()
-            time.sleep(_LOOK_S / 5)
+        # Asked twice: a rank that could save takes the first signal for a request to do so, and the second one for the end.
+        for patience_s in (_ASK_AGAIN_S, GRACE_S - _ASK_AGAIN_S):
+            for rank in job.alive():
+                send(rank.pid, signal.SIGTERM)
+            deadline = time.monotonic() + patience_s
+            while job.alive() and time.monotonic() < deadline:
+                job.collect()
+                time.sleep(_LOOK_S / 5)
     finally:
         for rank in job.alive():
             rank.kill_family()

@@ -147,8 +147,15 @@ def all_but(odd: Evidence, written: str = WAITS) -> list[Evidence]:
         pytest.param(
             [rank(number, None) for number in range(4)],
             "ranks 0, 1, 2, 3 of 4 made no progress for 30 s",
-            ["rank 0: /home/me/loop.py:30 in train (step, point of progress 5 or later)", "... and 2 more like these"],
+            ["ranks 0, 1, 2, 3: /home/me/loop.py:30 in train (step, point of progress 5 or later)"],
             id="no-records-at-all",
+        ),
+        pytest.param(
+            [rank(number, None, line=30 + (number == 3)) for number in range(4)],
+            "ranks 0, 1, 2, 3 of 4 made no progress for 30 s",
+            ["rank 3: /home/me/loop.py:31 in train (step, point of progress 5 or later)",
+             "ranks 0, 1, 2: /home/me/loop.py:30 in train (step, point of progress 5 or later)"],
+            id="one-elsewhere-and-no-records",
         ),
         pytest.param(
             [rank(number, record(passed=8 + (number != 2))) for number in range(4)],

@@ -105,6 +105,19 @@ def test_file_that_cannot_be_opened_is_one_line_in_the_end(files, tmp_path, wher
     assert line.startswith(f"6 lines are missing in {str(path)!r}: ")
 
 
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+def test_many_files_on_a_full_disk_are_three_lines_in_the_end(files, tmp_path):
+    for number in range(5):
+        path = tmp_path / str(number)
+        path.symlink_to(FULL)
+        files.stream(path, number).feed(b"1\n")
+    first, second, rest = files.lost()
+    assert (first, second) == tuple(
+        f"1 lines are missing in {str(tmp_path / name)!r}: No space left on device" for name in "01"
+    )
+    assert rest == "lines are missing in 3 more files; is the disk full?"
+
+
 def test_files_stay_few_and_the_one_silent_longest_is_closed(files, tmp_path, monkeypatch):
     monkeypatch.setattr(files_module, "_OPEN_AT_ONCE", 3)
     before = len(os.listdir("/proc/self/fd"))

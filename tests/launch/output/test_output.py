@@ -98,6 +98,14 @@ def test_last_lines_of_both_streams_come_in_their_order(make):
     assert job.output.tail(0, 4) == job.output.tail(7, 4) == job.output.tail(1, 0) == []
 
 
+def test_last_lines_have_those_of_the_second_stream_though_the_first_is_read_after_it(make):
+    job = make()
+    job.write(1, b"a\nb\nc\nOSError\n", stream=1)
+    job.write(1, b"printed\n" * 100)
+    assert job.output.tail(1, 4) == ["c", "OSError", "printed", "printed"]
+    assert job.output.tail(1, 1) == ["printed"]
+
+
 def test_last_lines_are_those_at_the_end_of_a_long_chunk_and_of_a_progress_bar(make):
     job = make()
     job.write(1, b"".join(b"%d\n" % number for number in range(5000)) + b"\r 1%\r 2%\r")
