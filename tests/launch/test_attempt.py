@@ -145,9 +145,11 @@ def test_traceback_of_a_rank_that_was_not_shown_is_said_with_its_mark(attempt):
     except ValueError as error:
         record(attempt, 1, error)
     ended(attempt, 1, 1, now=1.0)
-    said = describe_log(attempt, end_of(attempt), lambda rank, n: pytest.fail("its log is not needed"))
-    assert said[0] == "<1> Traceback (most recent call last):"
+    log = ["step 1", "[rank1]: Traceback (most recent call last):", "[rank1]: ValueError: boo", "step 2", "a", "b", "c"]
+    said = describe_log(attempt, end_of(attempt), lambda rank, n: log)
+    assert said[:5] == ["<1> step 2", "<1> a", "<1> b", "<1> c", "<1> Traceback (most recent call last):"]
     assert said[-1] == "<1> ValueError: boo"
+    assert len([line for line in said if "Traceback" in line]) == 1
 
 
 def test_last_lines_of_a_rank_that_left_no_traceback_are_said(attempt):

@@ -149,7 +149,8 @@ def test_one_request_that_is_delivered_twice_is_one_request(start):
             sys.exit(75)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, save)
-        open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w").write("ready")
+        with open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w") as file:
+            file.write("ready")
         time.sleep(600)
         """,
         options=["--grace", "60"],
@@ -203,7 +204,8 @@ def test_signal_for_the_ranks_reaches_them_and_not_what_they_have_started(start,
             sys.exit(0)
         signal.signal(signal.SIGUSR1, asked)
         signal.signal(signal.SIGUSR2, asked)
-        open(f"{folder}/{rank}", "w").write("ready")
+        with open(f"{folder}/{rank}", "w") as file:  # or the handler's exit may come in its finalizer, and is lost there
+            file.write("ready")
         time.sleep(600)
         """
     )

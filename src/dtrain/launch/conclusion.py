@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +12,9 @@ from dtrain.launch.attempt import Attempt
 from dtrain.launch.output.templates import fill
 from dtrain.launch.processes import descendants
 
-_LAST_LINES = 8  # of the log of a rank that left no traceback
+_LAST_LINES = 8  # of the log of a rank that left no traceback; half as many before one
+_LOOKED_AT = 50
+_TORCHS_MARK = re.compile(r"^\[rank[0-9]+\]: ")
 
 Tail = Callable[[int, int], list[str]]
 """The last lines of a rank's output: rank and how many."""
@@ -67,14 +70,15 @@ def conclude(attempt: Attempt, *, host: str, killed_for_memory: bool, codes: Map
 
 
 def describe_log(attempt: Attempt, end: End, tail: Tail) -> list[str]:
-    """What the rank that failed had to say, if the terminal has not shown it: its traceback, or the last lines of its log."""
+    """What the rank that failed had to say, if the terminal has not shown it: the last lines of its log, and its traceback."""
     if end.culprit is None or attempt.cause is None:
         return []
-    failure = attempt.cause.failure
     mark = fill("--prefix", attempt.plan.output.prefix, attempt.plan.layout, end.culprit)
-    if failure is not None and failure.kind != "SystemExit":
-        return [mark + line for line in failure.frames.rstrip("\n").splitlines()]
-    return [mark + line for line in tail(end.culprit, _LAST_LINES)]
+    failure = attempt.cause.failure
+    trace = [] if failure is None or failure.kind == "SystemExit" else failure.frames.rstrip("\n").splitlines()
+    printed = set(trace)  # the log ends with it; torch marks each of its lines with the rank
+    said = [line for line in tail(end.culprit, _LOOKED_AT) if _TORCHS_MARK.sub("", line) not in printed]
+    return [mark + line for line in (*said[-(_LAST_LINES // 2 if trace else _LAST_LINES) :], *trace)]
 
 
 def _describe_stuck(attempt: Attempt) -> tuple[str, ...]:
