@@ -1,4 +1,4 @@
-"""Sessions: ``nox -s tests``, ``nox -s full``, ``nox -s lint``, ``nox -s types``. Each installs what it needs into an environment of its own."""
+"""Sessions: ``nox -s tests``, ``full``, ``lint``, ``types``. Each installs what it needs into an environment of its own."""
 
 import nox
 

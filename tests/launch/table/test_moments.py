@@ -1,0 +1,28 @@
+"""A signal that comes at any moment of the start ends the job as later ones do, and nothing is left."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+STAYS = "import time\ntime.sleep(600)\n"
+WHOLE_START_S = 1.2  # the launcher and both ranks, on a machine with something else to do
+PRELOADED, PLAIN = ("--preload", "json"), ("--no-preload",)
+
+
+@pytest.mark.parametrize("moments", [4, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [PRELOADED, PLAIN], ids=["preloaded", "plain"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_signal_at_any_moment_of_the_start_leaves_nothing(start, name, options, moments):
+    number = signal.Signals[name]
+    for moment in range(moments):
+        job = start(STAYS, options=[*options, "--grace", "60"])
+        time.sleep(WHOLE_START_S * moment / moments)
+        job.process.send_signal(number)
+        result = job.wait()
+        job.wait_until_gone()
+        # Before it has its handlers, Python itself ends by the signal.
+        assert result.code in (128 + number, -number), result.err
+        assert len(result.summary) <= 1

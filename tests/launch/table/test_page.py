@@ -1,0 +1,46 @@
+"""The page about the truth table has its rows, and what it says of dtrain is what the rows hold it to."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from table.rows import ROWS, Row
+
+PAGE = Path(__file__).parents[3] / "docs" / "truth-table.md"
+CELL = re.compile(r"(-?\d+), (\d+), (\d+), \d+\.\d s")
+
+
+def printed() -> dict[str, list[str]]:
+    """The cells of each row on the page, by its name."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    begin = next(k for k, line in enumerate(lines) if line.startswith("| what happens |"))
+    table = [line for line in lines[begin + 2 :] if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return {name: cells for name, *cells in rows}
+
+
+def agrees(row: Row, cell: str) -> bool:
+    """Whether a cell of dtrain's says what the row has."""
+    match = CELL.fullmatch(cell)
+    if match is None:
+        return False
+    code, lines, left = (int(text) for text in match.groups())
+    fewest, most = row.lines
+    return code == row.code and fewest <= lines <= most and left == 0
+
+
+def test_page_has_the_rows_in_their_order():
+    assert list(printed()) == [row.name for row in ROWS]
+
+
+def test_page_shows_for_dtrain_what_the_rows_say():
+    cells = printed()
+    assert [row.name for row in ROWS if not agrees(row, cells[row.name][0])] == []
+
+
+def test_cell_that_differs_is_found():
+    (row,) = (row for row in ROWS if row.name == "one rank exits with 3")
+    assert agrees(row, "3, 1, 0, 0.5 s")
+    wrong = ["1, 1, 0, 0.5 s", "3, 13, 0, 0.5 s", "3, 0, 0, 0.5 s", "3, 1, 2, 0.5 s", "did not end in 45 s"]
+    assert [cell for cell in wrong if agrees(row, cell)] == []
