@@ -25,7 +25,7 @@ def pipe():
 
 def received(read):
     try:
-        return list(pulse.decode(os.read(read, 1 << 16)))
+        return pulse.Decoder().feed(os.read(read, 1 << 16))
     except BlockingIOError:
         return []
 
@@ -37,11 +37,50 @@ def test_record_is_decoded_as_it_was_sent():
     ]
     data = b"".join(record.encode() for record in sent)
     assert len(data) == 2 * pulse.RECORD_BYTES
-    assert list(pulse.decode(data)) == sent
+    assert pulse.Decoder().feed(data) == sent
+
+
+@pytest.mark.parametrize("size", [1, 7, 63, 64, 65, 1000])
+def test_records_are_found_in_pieces_and_among_what_is_none_of_ours(size):
+    sent = [Pulse(kind=Kind.COMMITTED, rank=1, value=step, at=0.5) for step in range(5)]
+    unknown = Pulse(kind=Kind.OPENED, rank=1, value=0, at=0.0).encode().replace(b"dtrP\x01", b"dtrP\x63")
+    data = (
+        b"hello\n"
+        + sent[0].encode()
+        + b"dtr"
+        + sent[1].encode()
+        + unknown
+        + b"\0" * 100
+        + b"".join(r.encode() for r in sent[2:])
+    )
+    decoder, found = pulse.Decoder(), []
+    for begin in range(0, len(data), size):
+        found += decoder.feed(data[begin : begin + size])
+    assert found == sent
+
+
+def test_variable_is_taken_once_and_is_not_passed_on():
+    read, write = os.pipe()
+    environment = {"DTRAIN_PULSE_FD": str(write)}
+    pulse.connect_by(environment, rank=2)
+    assert environment == {}
+    pulse.report(Kind.CLOSED)
+    assert [record.rank for record in received(read)] == [2]
+    pulse.connect_by({}, rank=5)
+    assert pulse._PROCESS.rank == 2
+    pulse._PROCESS.fd = None
+    os.close(write)
+    os.close(read)
+
+
+@pytest.mark.parametrize("value", ["nonsense", "999999", "0x1"])
+def test_variable_of_somebody_elses_launch_is_ignored(value):
+    pulse.connect_by({"DTRAIN_PULSE_FD": value}, rank=0)
+    assert pulse._PROCESS.fd is None
 
 
 def test_long_description_is_cut():
-    (record,) = pulse.decode(Pulse(kind=Kind.PROGRESS, rank=0, value=1, at=0.0, doing="ü" * 100).encode())
+    (record,) = pulse.Decoder().feed(Pulse(kind=Kind.PROGRESS, rank=0, value=1, at=0.0, doing="ü" * 100).encode())
     assert record.doing.startswith("ü" * 19)
     assert len(record.doing.encode()) <= 44
 

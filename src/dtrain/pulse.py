@@ -6,17 +6,21 @@ a thread of its own would go on saying "alive" while the training is stuck in a 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-_RECORD = struct.Struct("<IIqd40s")  # 64 bytes: far below what a pipe takes in whole (PIPE_BUF)
+from dtrain.wire import PULSE_FD
+
+_RECORD = struct.Struct("<4sHHqd40s")  # 64 bytes: far below what a pipe takes in whole (PIPE_BUF)
+_MARK = b"dtrP"  # begins each record: whatever a program writes into the pipe by mistake is passed over
 _AT_MOST_EVERY_S = 0.1  # a record of progress; in between it is only counted
 RECORD_BYTES = _RECORD.size
 
@@ -29,6 +33,10 @@ class Kind(IntEnum):
     COMMITTED = 3  # the step of a checkpoint that is durable now
     LEAVING = 4  # the rank leaves ``init_dist``'s block: it waits for the others there; progress
     CLOSED = 5  # it has left; its pid
+    FAILED = 6  # its script was left by an exception, of which there is a record now; the exit code that is due
+
+
+_KINDS = frozenset(Kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +51,33 @@ class Pulse:
 
     def encode(self) -> bytes:
         """The record as bytes, ``RECORD_BYTES`` of them."""
-        return _RECORD.pack(self.kind, self.rank, self.value, self.at, self.doing.encode(errors="replace")[:40])
+        return _RECORD.pack(_MARK, self.kind, self.rank, self.value, self.at, self.doing.encode(errors="replace")[:40])
 
 
-def decode(data: bytes) -> Iterator[Pulse]:
-    """The records in ``data``, which ends where a record does."""
-    for kind, rank, value, at, doing in _RECORD.iter_unpack(data):
-        text = doing.rstrip(b"\0").decode(errors="replace")
-        yield Pulse(kind=Kind(kind), rank=rank, value=value, at=at, doing=text)
+class Decoder:
+    """The launcher's end: makes records of what comes out of the pipe, in pieces of any length."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Pulse]:
+        """The records that ``data`` completes. What is none of ours is passed over. Mutates: this decoder."""
+        data, records = self._rest + data, []
+        at = data.find(_MARK)
+        while 0 <= at <= len(data) - RECORD_BYTES:
+            record = _decoded(data[at : at + RECORD_BYTES])
+            if record is not None:
+                records.append(record)
+            at = data.find(_MARK, at + (len(_MARK) if record is None else RECORD_BYTES))
+        self._rest = data[at:] if at >= 0 else data[-len(_MARK) :]
+        return records
+
+
+def _decoded(data: bytes) -> Pulse | None:
+    _, kind, rank, value, at, doing = _RECORD.unpack(data)
+    if kind not in _KINDS:
+        return None
+    return Pulse(kind=Kind(kind), rank=rank, value=value, at=at, doing=doing.rstrip(b"\0").decode(errors="replace"))
 
 
 @dataclass(slots=True)
@@ -82,6 +109,17 @@ def connect(fd: int, rank: int) -> None:
     os.set_blocking(fd, False)
     _PROCESS.fd, _PROCESS.pid, _PROCESS.rank = fd, os.getpid(), rank
     _PROCESS.passed, _PROCESS.doing, _PROCESS.written_at = 0, "", 0.0
+
+
+def connect_by(environment: MutableMapping[str, str], rank: int) -> None:
+    """``connect`` to where the launcher has said, unless it has said nothing, or the pipe is not there.
+
+    Mutates: ``environment``: what this process starts would inherit the variable and not the pipe, whose number is free there.
+    """
+    number = environment.pop(PULSE_FD, None)
+    if number is not None:
+        with contextlib.suppress(OSError, ValueError):  # of somebody else's launch: this process has nobody to report to
+            connect(int(number), rank)
 
 
 def beat(doing: str) -> None:

@@ -73,6 +73,7 @@ class Failure:
             OSError: the folder is gone, or the disk is full.
         """
         partial = path.with_suffix(".partial")
+        path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
         partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
         os.replace(partial, path)
 

@@ -222,7 +222,7 @@ def test_ranks_report_what_they_do(tmp_path, monkeypatch):
     os.set_blocking(read, False)
     try:
         codes, said = endings(partial(reporting, folder=tmp_path), 2, tmp_path, **{wire.PULSE_FD: str(write)})
-        pulses = list(pulse.decode(os.read(read, 1 << 16)))
+        pulses = pulse.Decoder().feed(os.read(read, 1 << 16))
     finally:
         os.close(read)
         os.close(write)
@@ -242,7 +242,7 @@ def test_a_failed_rank_does_not_say_that_it_waits_for_the_others(tmp_path):
     read, write = os.pipe()
     try:
         codes, _ = endings(put_back_after_an_exception, 1, tmp_path, **{wire.PULSE_FD: str(write)})
-        pulses = list(pulse.decode(os.read(read, 1 << 16)))
+        pulses = pulse.Decoder().feed(os.read(read, 1 << 16))
     finally:
         os.close(read)
         os.close(write)

@@ -112,9 +112,41 @@ def test_request_to_end_before_any_rank_has_started_is_kept(attempt):
     assert end_of(attempt).code == 143
 
 
+def test_failure_that_was_seen_before_a_request_to_end_is_the_cause(attempt):
+    ended(attempt, 1, 3, now=1.0)  # without a record: a peer's failure may still turn up
+    attempt.ask_to_end(signal.SIGTERM, 1.1)
+    assert end_of(attempt).code == 3
+
+
+def test_rank_that_raised_and_does_not_end_is_named_after_the_grace(attempt):
+    record(attempt, 1, ValueError("boo"))
+    attempt.raised(1.0)
+    attempt.advance(5.9)
+    assert not attempt.ending
+    assert 6.0 in attempt.deadlines()
+    attempt.advance(6.1)
+    assert (attempt.ending, attempt.cause.rank) == (True, 1)
+
+
+def test_rank_that_saved_and_takes_its_time_is_no_failure(attempt):
+    record(attempt, 1, SystemExit(75))
+    attempt.raised(1.0)
+    attempt.advance(100.0)
+    assert not attempt.ending
+
+
+def test_one_request_while_the_others_end_after_a_failure_leaves_them_their_grace(attempt):
+    ended(attempt, 1, -signal.SIGKILL, now=1.0)
+    assert (attempt.ending, attempt.kill_at) == (True, 6.0)
+    attempt.ask_to_end(signal.SIGINT, 2.0)
+    assert attempt.kill_at == 6.0
+    attempt.ask_to_end(signal.SIGINT, 3.0)
+    assert attempt.kill_at == 3.0
+
+
 def test_ranks_that_never_came_are_forgotten(attempt):
     attempt.pids[2] = None
-    assert attempt.forget_unborn() == [2]
+    attempt.forget([2])
     assert attempt.alive == [0, 1]
 
 

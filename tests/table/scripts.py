@@ -126,7 +126,6 @@ def hangs(how: str) -> str:
         import re
         if "DTRAIN_PULSE_FD" in os.environ:
             from dtrain import pulse
-            pulse.connect(int(os.environ["DTRAIN_PULSE_FD"]), rank)
             pulse.report(pulse.Kind.OPENED, os.getpid())
             pulse.beat("step")
         meet()

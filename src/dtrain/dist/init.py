@@ -6,7 +6,6 @@ module and ``place`` are the only ones that read the environment of a rank.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import weakref
@@ -270,12 +269,9 @@ def _open_own_groups(
 
 
 def _report_to_launcher(rank: int) -> None:
-    # Taken out: what this rank starts from here on would inherit the variable and not the descriptor, whose number is free.
-    number = os.environ.pop(wire.PULSE_FD, None)
-    if number is not None:
-        # A variable without its pipe is from somebody else's launch: this rank has nobody to report to.
-        with contextlib.suppress(OSError, ValueError):
-            pulse.connect(int(number), rank)
+    pulse.connect_by(
+        os.environ, rank
+    )  # where the launcher's bootstrap has not done so: it has started a program of another kind
     pulse.report(pulse.Kind.OPENED, os.getpid())
 
 

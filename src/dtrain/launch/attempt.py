@@ -40,6 +40,7 @@ class Attempt:
     ended_ranks: frozenset[int] = frozenset()  # those that ran on until they were asked to end
     orphans_asked: bool = False
     decide_at: float | None = None
+    raised_until: float | None = None  # a rank has raised: by then it should have ended
     preempted_until: float | None = None
     kill_at: float | None = None
     give_up_at: float | None = None
@@ -113,12 +114,15 @@ class Attempt:
         self.forward(signal.SIGCONT)  # one that is stopped gets no other signal
         self.kill_at = now + grace_s
 
-    def forget_unborn(self) -> list[int]:
-        """Strike off the ranks that were asked for and never came; returns them."""
-        unborn = [rank for rank, pid in self.pids.items() if pid is None]
-        for rank in unborn:
-            del self.pids[rank]
-        return unborn
+    def raised(self, now: float) -> None:
+        """A rank's script was left by an exception. It may take long to end, or for ever: its threads may not."""
+        if self.raised_until is None:
+            self.raised_until = now + self.plan.grace_after_failure_s
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Strike off ranks that were asked for and will not come."""
+        for rank in ranks:
+            self.pids.pop(rank, None)
 
     def forward(self, number: int) -> None:
         """Pass a signal on to the ranks themselves: what they have started is their business."""
@@ -129,10 +133,12 @@ class Attempt:
         """Somebody wants the job to end: pass it on the first time, kill at once the second time."""
         if self.asked_by is None and self.alive:
             self.asked_by, self.asked_at = number, now
-            if not self.ending:
+            if self.decide_at is not None and not self.ending:  # a rank had failed before: that is the cause
+                self.cause = self._first_failure()
+            if self.ending:
+                self.forward(number)
+            else:
                 self.end(now, number, self.plan.grace_after_signal_s)
-                return
-            self.kill_at = now  # already ending because of a failure, and somebody does not want to wait for it
         elif self.asked_by is None or now - self.asked_at > _REPEAT_S:
             self.asked_by = self.asked_by or number
             self.ending, self.kill_at = True, now
@@ -145,7 +151,7 @@ class Attempt:
         """When something is due."""
         due = [self.kill_at, self.give_up_at]
         if not self.ending:
-            due += [self.decide_at, self.preempted_until]
+            due += [self.decide_at, self.raised_until, *([self.preempted_until] if self.alive else [])]
         return [at for at in due if at is not None]
 
     def _decide(self, now: float) -> None:
@@ -154,6 +160,8 @@ class Attempt:
         if self.decide_at is None and any(map(verdict.is_failure, exits)):
             first = self._first_failure()
             self.decide_at = now if first is not None and verdict.is_certain(first) else now + _COLLECT_S
+        if self.decide_at is None and self.raised_until is not None and now >= self.raised_until:
+            self.decide_at, self.raised_until = now if self._first_failure() is not None else None, None
         if self.preempted_until is None and any(exit_.code == wire.PREEMPTED for exit_ in exits):
             self.preempted_until = now + self.plan.grace_after_signal_s
         if self.decide_at is not None and (now >= self.decide_at or not alive):

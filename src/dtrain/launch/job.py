@@ -16,6 +16,7 @@ from dtrain.launch.output.output import Output
 from dtrain.launch.plan import LaunchPlan
 from dtrain.launch.restarts import Restarts
 from dtrain.launch.start.starter import Starter
+from dtrain.pulse import Decoder
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -29,6 +30,7 @@ class Job:
     attempt: Attempt
     restarts: Restarts
     pulses: tuple[int, int]  # the pipe in which the ranks report
+    decoder: Decoder
     null: int
     oom_kills: int | None
     listener: socket.socket | None = None  # of the ranks' store, until a process serves it

@@ -40,4 +40,4 @@ class Restarts:
     def describe_next(self) -> str:
         """What is about to happen, for the user."""
         wait = f" in {self.delay_s:g} s" if self.delay_s else ""
-        return f"starting all ranks again{wait} ({self.fruitless + 1} of {self.most} times without a new checkpoint)"
+        return f"starting all ranks again{wait} (restart {self.fruitless + 1} of at most {self.most} without a new checkpoint)"

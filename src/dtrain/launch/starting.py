@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from dtrain import wire
 from dtrain.launch.cores import core_count, share_cores, usable_cores
@@ -23,8 +25,8 @@ def start_ranks(job: Job) -> None:
     """Have all ranks of this node started; they meet at ``job.store_port``."""
     plan, layout = job.plan, job.plan.layout
     for rank in layout.ranks:
-        plan.failure_file(rank).unlink(missing_ok=True)
-    wire.failed_file(plan.run_dir).unlink(missing_ok=True)
+        _remove(plan.failure_file(rank))
+    _remove(wire.failed_file(plan.run_dir))
     if plan.hang_timeout_s is not None:
         job.guard = Guard(run_dir=plan.run_dir, world_size=layout.world_size, timeout_s=plan.hang_timeout_s)
     cores, count = usable_cores(), core_count()
@@ -40,9 +42,20 @@ def start_ranks(job: Job) -> None:
         handle(job, job.starter.start(request))
 
 
+def _remove(file: Path) -> None:
+    """What an earlier start has left. Where that cannot be removed, it can hardly be there."""
+    with contextlib.suppress(OSError):
+        file.unlink()
+
+
 def _rank_request(job: Job, rank: int, own: dict[str, str], cores: list[int]) -> Request:
     out, out_write = os.pipe()
-    err, err_write = os.pipe()
+    try:
+        err, err_write = os.pipe()
+    except OSError:
+        os.close(out)
+        os.close(out_write)
+        raise
     job.output.open(rank, out, err)
     for fd in (out, err):
         os.set_blocking(fd, False)
@@ -130,6 +143,9 @@ def handle(job: Job, events: Iterable[Event]) -> None:
             job.attempt.services.add(event.pid)
         elif event.error is None:
             job.attempt.started(event.id, event.pid, time.monotonic())
-        elif event.id in job.attempt.pids or event.id == STORE_ID:
-            job.attempt.pids.pop(event.id, None)
-            _could_not_start(job, max(event.id, 0), event.error)
+        elif event.id == STORE_ID:
+            trouble = f"dtrain: launch: the process for the ranks' store could not be started: {event.error}; use fewer ranks"
+            job.attempt.fail([trouble], time.monotonic())
+        elif event.id in job.attempt.pids:
+            del job.attempt.pids[event.id]
+            _could_not_start(job, event.id, event.error)

@@ -55,6 +55,7 @@ def supervise(plan: LaunchPlan, *, front_alive: int) -> int:
             attempt=Attempt(plan=plan, services=set()),
             restarts=Restarts(most=plan.max_restarts),
             pulses=os.pipe(),
+            decoder=pulse.Decoder(),
             null=os.open(os.devnull, os.O_RDONLY),
             oom_kills=oom_kills(),
         )
@@ -67,7 +68,7 @@ def supervise(plan: LaunchPlan, *, front_alive: int) -> int:
             companions.join(job, plan.meeting, lambda wanted: _loop(job, wanted))
         if not job.attempt.ending:
             job.starter.common = common_environment(job.plan, os.environ)
-            job.starter.preload(plan.preload, job.plan.run_dir / "logs" / "preload.log")
+            job.starter.preload(plan.preload, job.plan.run_dir / "logs" / "launcher.log")
             watch_starter(job)
         end = _run_attempts(job)
         _end_services(job)
@@ -165,11 +166,14 @@ def _look_for_hang(job: Job, now: float) -> None:
 
 
 def _forget_unborn(job: Job) -> None:
-    """Ranks that are still to come must not: end the process that would fork them."""
-    if job.starter.preloaded is not None:
+    """Ranks that are still to come must not. The few that the preloaded process is forking already are told when they come."""
+    if job.starter.preloaded is not None and job.starter.preloaded.ready:
+        job.attempt.forget(job.starter.withdraw())
+        return
+    if job.starter.preloaded is not None:  # it may import for long
         job.selector.unregister(job.starter.preloaded.channel)
         job.starter.abandon()
-    job.attempt.forget_unborn()
+    job.attempt.forget([rank for rank, pid in job.attempt.pids.items() if pid is None])
 
 
 def _wait_s(job: Job, now: float, wake_at: float | None) -> float | None:
@@ -183,7 +187,8 @@ def _wait_s(job: Job, now: float, wake_at: float | None) -> float | None:
 
 def _read_signals(job: Job, wake: int) -> None:
     for number in os.read(wake, _CHUNK):
-        if number in ENDING_SIGNALS:
+        nobody_hears = number == job.plan.stop_signal and not job.attempt.running()
+        if number in ENDING_SIGNALS or nobody_hears:
             job.attempt.ask_to_end(number, time.monotonic())
         elif number in PASSED_ON:
             job.attempt.forward(number)
@@ -198,14 +203,16 @@ def _on_front_gone(job: Job, front_alive: int) -> None:
 
 def _read_pulses(job: Job) -> None:
     try:
-        data = os.read(job.pulses[0], _CHUNK // pulse.RECORD_BYTES * pulse.RECORD_BYTES)
+        data = os.read(job.pulses[0], _CHUNK)
     except BlockingIOError:
         return
-    for record in pulse.decode(data):
+    for record in job.decoder.feed(data):
         if job.guard is not None:
             job.guard.feed(record)
         if record.kind == pulse.Kind.COMMITTED:
             job.restarts = job.restarts.saw_commit(record.value)
+        if record.kind == pulse.Kind.FAILED:
+            job.attempt.raised(time.monotonic())
 
 
 def _watch_room(job: Job) -> None:
@@ -223,6 +230,7 @@ def _close_attempt(job: Job) -> None:
     for fd in job.output.fds():
         job.selector.unregister(fd)
     job.output.drain()
+    _read_pulses(job)  # a rank's last commit may have come together with its end
     if job.guard is not None:
         job.guard.close()
         job.guard = None

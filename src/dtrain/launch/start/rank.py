@@ -23,7 +23,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from dtrain import wire
+from dtrain import pulse, wire
 from dtrain.launch.hang.stacks import register_stacks
 
 _INTERRUPTED = 130
@@ -49,6 +49,7 @@ def run(kind: str, target: str, args: list[str]) -> None:
     sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), target, *args]
     owner = os.getpid()  # a copy that the script forks is not the rank: its exceptions are not the rank's
     rank, record = int(os.environ[wire.RANK]), Path(os.environ[wire.FAILURE_FILE])
+    pulse.connect_by(os.environ, rank)
     if wire.ASK_FD in os.environ:
         register_stacks(wire.stacks_file(Path(os.environ[wire.RUN_DIR]), rank))
     try:
@@ -120,6 +121,7 @@ def _record(rank: int, path: Path, error: BaseException, owner: int) -> None:
         return
     try:
         failure.write(path)
+        pulse.report(pulse.Kind.FAILED, failure.exit_code)  # it may take long to end, or for ever
     except OSError as problem:  # a full disk costs the record, not the traceback that follows
         print(f"dtrain: launch: rank {rank} could not record its failure: {problem}", file=sys.stderr)
 

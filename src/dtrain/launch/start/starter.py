@@ -75,10 +75,12 @@ class Starter:
         events: list[Event] = []
         for message in [] if self.preloaded is None else list(self.preloaded.read()):
             if "ended" in message:
-                events += self._fall_back("the preloaded process has ended")
+                events += self._fall_back("the preloaded process has ended", ended=True)
             elif "unsafe" in message:
                 if message["unsafe"] is not None:
                     events += self._fall_back(message["unsafe"])
+                elif self.preloaded is not None:
+                    self.preloaded.ready = True
             else:
                 self.asked.discard(message["id"])
                 self._release(self.pending.pop(message["id"]))
@@ -86,10 +88,18 @@ class Starter:
         self._ask()
         return events
 
-    def abandon(self) -> None:
-        """End the preloaded process and forget what it was asked for."""
+    def withdraw(self) -> list[int]:
+        """Take back what the preloaded process does not know of yet; the ids."""
+        ids = [number for number in self.pending if number not in self.asked]
+        for number in ids:
+            self._release(self.pending.pop(number))
+        return ids
+
+    def abandon(self, *, ended: bool = False) -> None:
+        """End the preloaded process, unless it has ``ended``, and forget what it was asked for."""
         if self.preloaded is not None:
-            processes.send(self.preloaded.pid, signal.SIGKILL)
+            if not ended:
+                processes.send(self.preloaded.pid, signal.SIGKILL)
             self.preloaded.channel.close()
             self.preloaded = None
         for request in self.pending.values():
@@ -107,12 +117,12 @@ class Starter:
                     self.preloaded.ask(request)
                     self.asked.add(number)
 
-    def _fall_back(self, why: str) -> list[Event]:
+    def _fall_back(self, why: str, *, ended: bool = False) -> list[Event]:
         """Start plain interpreters from now on, and what was asked for and is not there."""
         missing, self.pending = list(self.pending.values()), {}
-        self.abandon()
+        self.abandon(ended=ended)
         notice = Event(error=f"{why}; starting plain interpreters (--no-preload does so at once)")
-        return [notice, *(self._start_plain(request) for request in missing)]
+        return [notice, *(self._start_plain(request) for request in missing)] if missing else []
 
     def _start_plain(self, request: Request) -> Event:
         command = rank_command(self.target)
