@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -161,7 +162,7 @@ def test_one_request_that_is_delivered_twice_is_one_request(start):
     assert job.wait().code == 75
 
 
-def test_signal_while_a_failed_job_is_ending_kills_at_once_and_keeps_the_cause(start):
+def test_second_signal_while_a_failed_job_is_ending_kills_at_once_and_keeps_the_cause(start):
     job = start(
         """
         import os, signal, sys, time
@@ -170,6 +171,7 @@ def test_signal_while_a_failed_job_is_ending_kills_at_once_and_keeps_the_cause(s
             def stay(number, frame):
                 open(folder + "/asked", "w").write("yes")
                 time.sleep(600)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, stay)
             open(folder + "/up", "w").close()
             time.sleep(600)
@@ -180,6 +182,9 @@ def test_signal_while_a_failed_job_is_ending_kills_at_once_and_keeps_the_cause(s
         options=["--grace", "3600"],
     )
     job.wait_for("asked")
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(1)  # longer than the time in which a repetition counts as the same request
+    assert job.process.poll() is None
     job.process.send_signal(signal.SIGINT)
     result = job.wait()
     assert result.code == 8
@@ -299,3 +304,67 @@ def test_rank_that_cannot_be_started_ends_those_that_were(run, tmp_path, module,
     assert re.fullmatch(r"dtrain: launch: rank 2 of 4 could not be started: Resource .*; use fewer", result.summary[0]), (
         result.err
     )
+
+
+def test_rank_that_raised_and_never_ends_is_noticed(run):
+    source = """
+    import os, threading, time
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        raise ValueError("boo")
+    time.sleep(600)
+    """
+    result = run(source, options=["--grace", "0.5"])
+    assert result.code == 1
+    assert "rank 1 of 2 failed" in result.summary[0]
+    assert "ValueError: boo" in result.summary[0]
+
+
+@pytest.mark.parametrize("when", ["while the ranks are on their way", "between two starts"])
+def test_signal_to_stop_that_no_rank_can_hear_ends_the_job(start, tmp_path, when):
+    (tmp_path / "slow").mkdir()
+    slow = "import os, time; open(os.environ['FOLDER'] + '/importing', 'w').write('x'); time.sleep(600)"
+    (tmp_path / "slow" / "slow_module.py").write_text(slow)
+    options = ["--stop-signal", "USR1", "--max-restarts", "50"]
+    if when == "between two starts":
+        job = start("import sys; sys.exit(5)", options=options)
+        line = ""
+        while "in 8 s" not in line:
+            line = job.process.stderr.readline()
+            assert line, "the launcher has ended"
+    else:
+        job = start("pass", options=[*options, "--preload", "slow_module"], env={"PYTHONPATH": str(tmp_path / "slow")})
+        job.wait_for("importing")
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.wait().code == 128 + signal.SIGUSR1
+
+
+def test_what_a_program_writes_into_the_pipe_of_reports_does_no_harm(run):
+    result = run(
+        "", n=1, options=["-c"], target=["bash", "-c", "echo hello >&$DTRAIN_PULSE_FD; sleep 0.3; echo done"], shown=None
+    )
+    assert (result.code, result.out, result.err) == (0, "done\n", "")
+
+
+def test_end_of_the_store_is_said_beside_the_failure_that_it_caused(start):
+    job = start(
+        """
+        import os, time
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+        with open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w") as file:
+            file.write(str(os.getpid()))
+        while True:
+            store.set("alive", "yes")
+            time.sleep(0.01)
+        """
+    )
+    ranks = {int(pid) for pid in job.wait_for("0", "1")}
+    children = Path(f"/proc/{job.supervisor()}/task/{job.supervisor()}/children").read_text().split()
+    listening = [int(pid) for pid in children if int(pid) not in ranks and len(os.listdir(f"/proc/{pid}/task")) > 1]
+    assert len(listening) == 1  # the preloaded process has one thread, the store's has more
+    os.kill(listening[0], signal.SIGKILL)
+    result = job.wait()
+    assert result.code != 0
+    assert "the process that serves the ranks' store had ended before (killed by SIGKILL)" in result.summary[-1]

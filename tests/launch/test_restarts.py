@@ -84,7 +84,8 @@ def test_job_that_was_asked_to_end_is_not_started_again(start):
     job = start(
         """
         import os, time
-        open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w").write("ready")
+        with open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w") as file:
+            file.write("ready")
         time.sleep(600)
         """,
         options=["--max-restarts", "5"],
@@ -104,3 +105,30 @@ def test_signal_between_two_starts_ends_the_job(start):
         assert line, "the launcher has ended"
     job.process.terminate()
     assert job.wait().code == 143
+
+
+def test_last_commit_of_a_start_is_not_lost(run):
+    source = """
+    import os, sys
+    from dtrain import pulse
+    count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    pulse.report(pulse.Kind.COMMITTED, count + 1)
+    if count < 20:
+        os._exit(5)
+    """
+    result = run(source, n=1, options=["--max-restarts", "1", "--preload", "json"])
+    assert result.code == 0
+
+
+def test_ranks_that_are_started_again_after_an_early_failure_are_forks_too(run):
+    source = """
+    import os, sys, time
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        sys.exit(5) if os.environ["RANK"] == "0" else time.sleep(600)
+    print("colorsys" in sys.modules)
+    """
+    result = run(source, n=24, options=["--max-restarts", "1", "--preload", "colorsys"])
+    assert result.code == 0, result.err
+    last = result.out.splitlines()
+    assert len(last) == 24
+    assert all(line.endswith("True") for line in last)

@@ -158,7 +158,8 @@ def test_all_nodes_are_preempted_together(nodes):
     source = """
     import os, signal, sys, time
     signal.signal(signal.SIGTERM, lambda *_: open(os.environ["FOLDER"] + "/stop", "w").close())
-    open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w").write("ready")
+    with open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w") as file:
+        file.write("ready")
     while not os.path.exists(os.environ["FOLDER"] + "/stop"):
         time.sleep(0.01)
     sys.exit(75)

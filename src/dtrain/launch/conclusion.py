@@ -30,7 +30,14 @@ class End:
     culprit: int | None = None  # the rank that failed first
 
 
-def conclude(attempt: Attempt, *, host: str, killed_for_memory: bool, codes: Mapping[int, int] | None = None) -> End:
+def conclude(
+    attempt: Attempt,
+    *,
+    host: str,
+    killed_for_memory: bool,
+    codes: Mapping[int, int] | None = None,
+    lost_store: int | None = None,
+) -> End:
     """The end of an attempt in which nothing runs any more.
 
     Args:
@@ -38,6 +45,7 @@ def conclude(attempt: Attempt, *, host: str, killed_for_memory: bool, codes: Map
         host: name of this host.
         killed_for_memory: the kernel has killed a process of this job for want of memory, by the control group's own count.
         codes: of the ranks of all nodes, where there are several and all have ended; else those of this node decide.
+        lost_store: the code with which the process ended that serves the ranks' store, if it did: ranks fail because of that.
     """
     world_size = attempt.plan.layout.world_size
     stuck = _describe_stuck(attempt)
@@ -57,6 +65,8 @@ def conclude(attempt: Attempt, *, host: str, killed_for_memory: bool, codes: Map
             returned_early=sorted(exit_.rank for exit_ in exits if exit_.code == 0 and exit_.rank not in attempt.ended_ranks),
             killed_for_memory=killed_for_memory,
         )
+        if lost_store is not None:
+            line += f"; the process that serves the ranks' store had ended before ({verdict.describe_end(lost_store)})"
         again = attempt.asked_by is None
         return End(code=code, lines=(*stuck, line), may_start_again=again, culprit=attempt.cause.rank)
     if attempt.trouble:

@@ -35,6 +35,7 @@ class Job:
     oom_kills: int | None
     listener: socket.socket | None = None  # of the ranks' store, until a process serves it
     store: int | None = None  # that process
+    lost_store: int | None = None  # the code with which it ended while there were ranks
     guard: Guard | None = None  # against hangs
     agent: Agent | None = None  # the process that talks to the other nodes
     store_port: int = 0  # where the ranks meet

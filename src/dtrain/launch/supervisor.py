@@ -68,7 +68,8 @@ def supervise(plan: LaunchPlan, *, front_alive: int) -> int:
             companions.join(job, plan.meeting, lambda wanted: _loop(job, wanted))
         if not job.attempt.ending:
             job.starter.common = common_environment(job.plan, os.environ)
-            job.starter.preload(plan.preload, job.plan.run_dir / "logs" / "launcher.log")
+            job.starter.log = job.plan.run_dir / "logs" / "launcher.log"
+            job.starter.preload(plan.preload)
             watch_starter(job)
         end = _run_attempts(job)
         _end_services(job)
@@ -103,8 +104,8 @@ def _run_attempts(job: Job) -> End:
                 open_store(job, listen_on_loopback())
             start_ranks(job)
         _loop(job)
-        _close_attempt(job)
         end = _concluded(job)
+        _close_attempt(job)
         companions.wait_for_all(job, end, lambda wanted: _loop(job, wanted))
         delay_s = job.restarts.delay_s
         if not end.may_start_again or delay_s is None or job.front_gone or job.agent is not None:
@@ -112,7 +113,7 @@ def _run_attempts(job: Job) -> End:
         for line in _last_words(job, end):
             job.output.say(line)
         job.output.say(f"dtrain: launch: {job.restarts.describe_next()}")
-        job.restarts = job.restarts.begun()
+        job.restarts, job.lost_store = job.restarts.begun(), None
         job.attempt = Attempt(plan=job.plan, services=job.attempt.services)
         begin_at = time.monotonic() + delay_s
         _loop(job, lambda at=begin_at: time.monotonic() < at, wake_at=begin_at)  # type: ignore[misc]
@@ -122,7 +123,15 @@ def _run_attempts(job: Job) -> End:
 
 def _concluded(job: Job) -> End:
     codes = None if job.over is None else job.over.codes
-    return conclude(job.attempt, host=socket.gethostname(), killed_for_memory=_killed_for_memory(job), codes=codes)
+    if job.store is not None and job.store in job.attempt.unclaimed:
+        job.lost_store = job.attempt.unclaimed[job.store].code
+    return conclude(
+        job.attempt,
+        host=socket.gethostname(),
+        killed_for_memory=_killed_for_memory(job),
+        codes=codes,
+        lost_store=job.lost_store,
+    )
 
 
 def _last_words(job: Job, end: End) -> list[str]:

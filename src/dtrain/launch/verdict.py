@@ -142,6 +142,11 @@ def describe_interrupt(number: int) -> str:
     return f"dtrain: launch: {words.get(signal.Signals(number), signal_name(number))}; ranks ended"
 
 
+def describe_end(code: int) -> str:
+    """How a process ended whose code, as in ``Exit``, this is."""
+    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+
+
 def signal_name(number: int) -> str:
     """``SIGKILL`` for 9; ``signal 40`` for one without a name."""
     try:

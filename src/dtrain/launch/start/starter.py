@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dtrain.launch import processes
@@ -33,17 +33,17 @@ class Starter:
     """How the processes of one job are started. It closes what descriptors a request owns, once they are passed on."""
 
     target: Target
+    log: Path = Path(os.devnull)  # for what the processes print that are no ranks
     common: Mapping[str, str] = field(default_factory=dict)  # the environment of all ranks
     preloaded: Preloaded | None = None
     pending: dict[int, Request] = field(default_factory=dict)  # not there yet, in the order in which they came
     asked: set[int] = field(default_factory=set)  # those of them that the preloaded process knows of
 
-    def preload(self, asked: Sequence[str] | None, log: Path) -> None:
+    def preload(self, asked: Sequence[str] | None) -> None:
         """Start the preloaded process, where it has something to load.
 
         Args:
             asked: modules that the user wants to have loaded; None: what the program seems to import.
-            log: file for what is printed while importing.
 
         Raises:
             OSError: no more processes or files.
@@ -53,10 +53,7 @@ class Starter:
         modules = modules_to_load(self.target) if asked is None else Modules(needed=tuple(asked))
         if not modules.needed:
             return
-        try:
-            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError:  # a run folder that is full or gone costs the log only
-            fd = os.open(os.devnull, os.O_WRONLY)
+        fd = self._open_log()
         try:
             self.preloaded = start_preloaded(self.target, modules, self.common, log=fd)
         finally:
@@ -64,6 +61,9 @@ class Starter:
 
     def start(self, request: Request) -> list[Event]:
         """Have a process started; its event comes now, or later from ``read``."""
+        if request.kind == "store":
+            log = {"stdout": self._open_log(), "stderr": self._open_log()}
+            request = replace(request, fds={**request.fds, **log}, owned=request.owned | set(log))
         if self.preloaded is None:
             return [self._start_plain(request)]
         self.pending[request.id] = request
@@ -123,6 +123,12 @@ class Starter:
         self.abandon(ended=ended)
         notice = Event(error=f"{why}; starting plain interpreters (--no-preload does so at once)")
         return [notice, *(self._start_plain(request) for request in missing)] if missing else []
+
+    def _open_log(self) -> int:
+        try:
+            return os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError:  # a run folder that is full or gone costs the log only
+            return os.open(os.devnull, os.O_WRONLY)
 
     def _start_plain(self, request: Request) -> Event:
         command = rank_command(self.target)
