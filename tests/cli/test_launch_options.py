@@ -38,6 +38,8 @@ def launch(here, monkeypatch, capfd):
     def launch_with(*args: str) -> tuple[LaunchPlan | None, str, str]:
         plans: list[LaunchPlan] = []
         monkeypatch.setattr(front, "launch", lambda plan: plans.append(plan) or 0)
+        # A folder is taken until the launcher ends, and here all launchers are one process.
+        monkeypatch.setattr("dtrain.cli.launch.claim_run_dir", lambda folder, node_rank: None)
         monkeypatch.setattr(sys, "argv", ["dtrain", "launch", *args])
         with pytest.raises(SystemExit) as end:
             run()

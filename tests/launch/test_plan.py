@@ -146,18 +146,6 @@ def test_default_run_folder_is_new_each_time(tmp_path, monkeypatch):
     assert made == [tmp_path / "runs" / f"2031-02-03T04-05-06{end}" for end in ("", "-2", "-3")]
 
 
-def test_run_folder_that_is_used_again_loses_old_records_only(tmp_path):
-    (tmp_path / "failures").mkdir()
-    for name in ("rank-00000.json", "rank-00001.partial", "mine.json"):
-        (tmp_path / "failures" / name).write_text("{}")
-    (tmp_path / "rank-00000.json").write_text("{}")
-    assert create_run_dir(str(tmp_path), now=NOW) == tmp_path
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")) == [
-        "failures/mine.json",
-        "rank-00000.json",
-    ]
-
-
 def test_run_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for asked in ("file", "file/below"):

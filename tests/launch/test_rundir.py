@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.launch.rundir import create_run_dir
+from dtrain.launch.rundir import claim_run_dir, create_run_dir
 
 NOW = datetime(2026, 3, 1, 11, 40, 7)
 
@@ -32,7 +32,8 @@ def test_folder_that_was_asked_for_loses_old_failures_and_nothing_else(here):
     (folder / "failures" / "rank-00000.partial").touch()
     (folder / "notes.txt").touch()
     assert create_run_dir("mine", now=NOW) == here / "mine" == folder
-    assert sorted(path.name for path in folder.rglob("*")) == ["failures", "notes.txt"]
+    os.close(claim_run_dir(folder, 0))
+    assert sorted(path.name for path in folder.rglob("*")) == ["failures", "lock-0", "notes.txt"]
 
 
 def test_folder_that_node_0_has_named_is_shared_and_keeps_what_its_ranks_wrote(here):
@@ -63,3 +64,20 @@ def test_folder_that_cannot_be_used_is_refused(here, asked, message):
     with pytest.raises(ConfigError, match=f"^launch: {message}"):
         create_run_dir(asked, now=NOW)
     assert os.listdir(here) == ["file"]
+
+
+def test_second_launch_in_one_folder_is_refused_and_leaves_its_records(here):
+    folder = create_run_dir("mine", now=NOW)
+    first = claim_run_dir(folder, 0)
+    (folder / "failures" / "rank-00000.json").touch()
+    with pytest.raises(ConfigError, match="another launch runs in"):
+        claim_run_dir(folder, 0)
+    assert (folder / "failures" / "rank-00000.json").exists()
+    os.close(claim_run_dir(folder, 1))  # another node's
+    os.close(first)
+    os.close(claim_run_dir(folder, 0))
+
+
+def test_folder_that_cannot_be_claimed_is_refused(here):
+    with pytest.raises(ConfigError, match=r"cannot use .*: No such file or directory; choose another"):
+        claim_run_dir(here / "gone", 0)

@@ -61,13 +61,6 @@ def test_exit_code_is_that_of_a_shell(code, expected):
     assert verdict.exit_code(code) == expected
 
 
-def test_all_preempted_needs_every_rank():
-    both = [exited(0, 75, 1), exited(1, 75, 2)]
-    assert verdict.all_preempted(both, 2)
-    assert not verdict.all_preempted(both, 3)
-    assert not verdict.all_preempted([both[0], exited(1, 0, 2)], 2)
-
-
 @pytest.mark.parametrize(
     ("failure", "code", "expected"),
     [

@@ -21,7 +21,7 @@ from dtrain.launch.output.shown import list_ranks, parse_log_ranks
 from dtrain.launch.output.templates import check_output
 from dtrain.launch.plan import Kind, LaunchPlan, Layout, OutputPlan, Target, default_nproc, parse_nproc, parse_seconds
 from dtrain.launch.record import write_record
-from dtrain.launch.rundir import create_run_dir, default_run_dir
+from dtrain.launch.rundir import claim_run_dir, create_run_dir, default_run_dir
 from dtrain.launch.schedulers import scheduled
 from dtrain.launch.target import check_command, check_module, check_script
 from dtrain.launch.topology import Asked, Topology, infer
@@ -107,6 +107,8 @@ def launch(
     first = layout.node_rank == 0 or run_dir is not None
     # Last of the checks: a typing error leaves nothing behind. On a later node it waits for the name that node 0 gives it.
     folder = create_run_dir(run_dir, now=now) if first else default_run_dir(now)
+    if run_dir is not None:
+        claim_run_dir(folder, layout.node_rank)  # until this process ends
     plan = LaunchPlan(
         target=target,
         layout=layout,

@@ -11,7 +11,6 @@ from datetime import datetime
 
 from dtrain import wire
 from dtrain.errors import ConfigError
-from dtrain.launch.attempt import Attempt
 from dtrain.launch.conclusion import End
 from dtrain.launch.job import Job
 from dtrain.launch.nodes.addresses import listen
@@ -91,13 +90,13 @@ def _take_place(job: Job, joined: Joined) -> None:
         job.output.say(f"dtrain: {warning}")
 
 
-def tell_of_failure(job: Job, conclude: Callable[[Attempt], End]) -> None:
+def tell_of_failure(job: Job, conclude: Callable[[], End]) -> None:
     """As soon as the ranks here have failed, or were told to end and did not save: the other nodes need not wait for them."""
     attempt = job.attempt
     if job.agent is None or job.told or not (attempt.cause or attempt.trouble):
         return
     job.told = True
-    end = conclude(attempt)
+    end = conclude()
     job.agent.send(Failed(rank=-1 if end.culprit is None else end.culprit, code=end.code, line=_bare(end)))
 
 

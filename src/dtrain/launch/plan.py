@@ -1,4 +1,4 @@
-"""What a launch is to do, decided and checked before anything is started. Pure: reads no file, starts nothing."""
+"""What a launch is to do, decided and checked before anything is started. Pure, but for the search of a program on ``PATH``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Literal
 
 from dtrain import wire
 from dtrain.errors import ConfigError
+from dtrain.launch.start.interpreter import flags_to_pass_on
 
 if TYPE_CHECKING:
     from dtrain.launch.nodes.meeting import Meeting  # its room knows the layout from here
 
-MAX_RANKS = 256  # two pipes a rank: more would pass the usual limit of 1024 open files
+MAX_RANKS = 256  # of a node: no machine has so many GPUs, and each rank costs the launcher two pipes and two files
 MAX_GRACE_S = 86_400.0
 DEFAULT_GRACE_S = 5.0
 SAVING_GRACE_S = 30.0
@@ -228,7 +229,9 @@ def _is_of_a_launch(name: str) -> bool:
 
 
 def rank_command(target: Target) -> list[str]:
-    """The command line of every rank: this interpreter, the bootstrap, and the script with its arguments; or the command.
+    """The command line of every rank: this interpreter, its own options, the bootstrap, and the script with its arguments.
+
+    Or the command.
 
     The bootstrap is named by its file: ``-m`` would put the current folder in front of the standard library, which
     ``python script.py`` does not do.
@@ -236,4 +239,4 @@ def rank_command(target: Target) -> list[str]:
     if target.kind == "command":
         return [shutil.which(target.name) or target.name, *target.args]
     bootstrap = Path(__file__).parent / "start" / "rank.py"
-    return [sys.executable, os.fspath(bootstrap), target.kind, target.name, *target.args]
+    return [sys.executable, *flags_to_pass_on(), os.fspath(bootstrap), target.kind, target.name, *target.args]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from datetime import datetime
 from itertools import count
@@ -15,8 +16,8 @@ RUNS = "runs"
 def create_run_dir(asked: str | None, *, now: datetime, name: str | None = None) -> Path:
     """Make the folder of a launch and return its absolute path.
 
-    ``asked`` may exist already: records of an earlier launch in it are removed, nothing else is touched. By default it
-    is ``runs/<date and time>`` in the current folder, which is always a new one.
+    ``asked`` may exist already: ``claim_run_dir`` tells whether another launch is in there. By default it is
+    ``runs/<date and time>`` in the current folder, which is always a new one.
 
     Args:
         asked: the folder that the user named, or None.
@@ -36,9 +37,6 @@ def create_run_dir(asked: str | None, *, now: datetime, name: str | None = None)
         run_dir = _make(wanted.absolute(), reuse=asked is not None or name is not None)
         failures = run_dir / "failures"
         failures.mkdir(exist_ok=True)
-        if name is None:  # else another node's ranks may have written theirs already
-            for stale in (*failures.glob("rank-*.json"), *failures.glob("rank-*.partial")):
-                stale.unlink()
         if not os.access(failures, os.W_OK | os.X_OK):
             raise PermissionError(0, "not writable")
     except OSError as error:
@@ -46,6 +44,37 @@ def create_run_dir(asked: str | None, *, now: datetime, name: str | None = None)
             f"launch: cannot use {str(wanted)!r} as the run folder: {error.strerror}; choose one with --run-dir"
         ) from None
     return run_dir
+
+
+def claim_run_dir(run_dir: Path, node_rank: int) -> int | None:
+    """Take a folder that exists for this launch, and remove the failure records of an earlier one.
+
+    Two launches in one folder would remove each other's records and mix their logs. Launchers of several nodes share one.
+
+    Returns:
+        A descriptor: the folder is taken for as long as it is open here or in a fork of this process. None on a file system
+        that has no locks.
+
+    Raises:
+        ConfigError: another launch is in there, or it cannot be written.
+    """
+    try:
+        lock = os.open(run_dir / f"lock-{node_rank}", os.O_RDWR | os.O_CREAT, 0o666)
+        held: int | None = lock
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ConfigError(f"launch: another launch runs in {str(run_dir)!r}; choose another with --run-dir") from None
+        except OSError:
+            os.close(lock)
+            held = None
+        failures = run_dir / "failures"
+        for stale in (*failures.glob("rank-*.json"), *failures.glob("rank-*.partial")) if node_rank == 0 else ():
+            stale.unlink()
+    except OSError as error:
+        raise ConfigError(f"launch: cannot use {str(run_dir)!r}: {error.strerror}; choose another with --run-dir") from None
+    return held
 
 
 def default_run_dir(now: datetime) -> Path:

@@ -153,7 +153,7 @@ def _loop(job: Job, wanted: Callable[[], bool] = lambda: False, *, wake_at: floa
         job.attempt.collect(processes.reap()[0], now)
         job.attempt.advance(now)
         _look_for_hang(job, now)
-        companions.tell_of_failure(job, lambda _: _concluded(job))
+        companions.tell_of_failure(job, lambda: _concluded(job))
         if job.attempt.ending and any(pid is None for pid in job.attempt.pids.values()):
             _forget_unborn(job)
         waiting = job.attempt.kill_at is None and wanted()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dtrain.wire import PREEMPTED, Failure
@@ -86,11 +86,6 @@ def is_certain(cause: Cause) -> bool:
 def exit_code(code: int) -> int:
     """A code as in ``Exit``, as a shell would give it: 128 + signal for a killed process."""
     return code if code >= 0 else 128 - code
-
-
-def all_preempted(exits: Collection[Exit], world_size: int) -> bool:
-    """Whether every rank has stopped and saved."""
-    return len(exits) == world_size and all(exit_.code == PREEMPTED for exit_ in exits)
 
 
 def describe_failure(

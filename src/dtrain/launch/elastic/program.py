@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 from dataclasses import fields
 from pathlib import Path
@@ -132,7 +133,10 @@ def _report(failures: dict[int, ProcessFailure], run_dir: Path) -> int:
         return wire.PREEMPTED
     records = {rank: wire.Failure.read(failure_file(run_dir, rank)) for rank in failures}
     found = {rank: record for rank, record in records.items() if record is not None}
-    silent = [rank for rank in failures if rank not in found and failures[rank].exitcode < 0]
+    asked = -signal.SIGTERM  # how torch's agent ends the others
+    silent = [
+        rank for rank in failures if rank not in found and failures[rank].exitcode < 0 and failures[rank].exitcode != asked
+    ]
     if silent or not found:  # killed: no record could be written, and the others failed because of it
         first = min(silent or failures, key=lambda rank: (failures[rank].timestamp, rank))
     else:
