@@ -62,7 +62,7 @@ class Failure:
             kind=type(error).__name__,
             message=_message(error),
             frames="".join(traceback.format_exception(error)),
-            exit_code=_exit_code(error),
+            exit_code=exit_code_of(error),
             maybe_of_a_peer=isinstance(error, OSError | EOFError | RuntimeError),
         )
 
@@ -96,8 +96,10 @@ def _message(error: BaseException) -> str:
         return ""
 
 
-def _exit_code(error: BaseException) -> int:
-    """What Python exits with when ``error`` leaves the main module."""
+def exit_code_of(error: BaseException) -> int:
+    """What Python exits with when ``error`` leaves the main module, as a shell gives it."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
     if not isinstance(error, SystemExit):
         return 1
     if error.code is None:
@@ -108,6 +110,11 @@ def _exit_code(error: BaseException) -> int:
 def failed_file(run_dir: Path) -> Path:
     """There once the job has failed: a signal that ranks get then is no request to save, for which all would be needed."""
     return run_dir / "failures" / "failed"
+
+
+def interrupted_file(run_dir: Path) -> Path:
+    """There once the launcher has passed a Ctrl-C on: ranks that end of it need not show where they were."""
+    return run_dir / "failures" / "interrupted"
 
 
 def stacks_file(run_dir: Path, rank: int) -> Path:

@@ -248,14 +248,23 @@ def test_ranks_have_default_signal_handling_whatever_the_launcher_inherited(run)
     assert (result.code, result.err) == (0, "")
 
 
-def test_interrupted_rank_is_quiet_and_exits_130(start):
+def test_rank_that_is_interrupted_alone_shows_where_and_exits_130(start):
     job = start(SLEEPING)
     pid = int(job.wait_for("0", "1")[1])
     os.kill(pid, signal.SIGINT)
     result = job.wait()
     assert result.code == 130
-    assert "Traceback" not in result.err
+    assert "[rank 1] KeyboardInterrupt" in result.err
     assert "rank 1 of 2 failed with exit code 130" in result.summary[0]
+    assert result.summary[0].endswith(": KeyboardInterrupt; the other ranks were ended")
+
+
+def test_ranks_that_a_passed_on_interrupt_ends_are_quiet(start):
+    job = start(SLEEPING)
+    job.wait_for("0", "1")
+    job.process.send_signal(signal.SIGINT)
+    result = job.wait()
+    assert (result.code, result.err) == (130, "dtrain: launch: interrupted; ranks ended\n")
 
 
 def few_files(most):

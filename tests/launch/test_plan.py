@@ -131,6 +131,20 @@ def test_variables_of_an_outer_launch_go_and_others_stay():
     assert (common["DTRAIN_RUN_DIR"], common["A"], common["RANKS"]) == ("/runs/one", "b", "8")
 
 
+@pytest.mark.parametrize(
+    ("given", "stale"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2"}, []),
+        ({"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}, ["MASTER_PORT"]),
+        ({"NODE_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, []),
+        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]),
+    ],
+    ids=["ranks here", "and a port", "a place", "a rank's"],
+)
+def test_variables_that_tell_the_launcher_its_place_are_of_no_other_launch(given, stale):
+    assert stale_variables(given) == stale
+
+
 def test_command_ends_with_the_script_and_its_arguments():
     assert rank_command(SCRIPT)[2:] == ["script", "a.py", "--lr", "1"]
     assert rank_command(Target(kind="module", name="a.b"))[2:4] == ["module", "a.b"]

@@ -232,12 +232,19 @@ def test_record_that_cannot_be_written_costs_the_record_only(run):
     source = """
     import os, shutil
     shutil.rmtree(os.environ["DTRAIN_RUN_DIR"])
+    open(os.environ["DTRAIN_RUN_DIR"], "w").close()  # a file in its place
     raise ValueError("still shown")
     """
     result = run(source, n=1)
     assert result.code == 1
     assert "could not record its failure" in result.err
     assert "ValueError: still shown" in result.err
+
+
+def test_record_is_written_though_somebody_has_tidied_up(run):
+    result = run("import os, shutil; shutil.rmtree(os.environ['DTRAIN_RUN_DIR']); raise ValueError('still named')", n=1)
+    assert result.code == 1
+    assert result.summary[-1].endswith(": ValueError: still named")
 
 
 def test_two_ranks_reduce_with_plain_torch(run):

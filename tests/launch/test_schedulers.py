@@ -127,18 +127,54 @@ def test_plain_variables_count_only_all_together():
 
 
 @pytest.mark.parametrize(
+    ("env", "place"),  # node_rank, base_rank, nproc, world_size, nodes
+    [
+        ({**PLAIN, "LOCAL_WORLD_SIZE": "2"}, (1, None, 2, 4, None)),
+        ({**PLAIN, "BASE_RANK": "3", "LOCAL_WORLD_SIZE": "1"}, (1, 3, 1, 4, None)),
+        ({**PLAIN, "NODE_RANK": "", "BASE_RANK": "2"}, (None, 2, None, 4, None)),
+        ({**PLAIN, "LOCAL_WORLD_SIZE": "0"}, (1, None, None, 4, None)),
+        ({"LOCAL_WORLD_SIZE": "2"}, (None, None, 2, None, 1)),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, (None, None, 2, None, 1)),
+    ],
+    ids=["ranks here", "nodes differ", "base rank", "no GPUs here", "ranks here alone", "some"],
+)
+def test_variables_that_composer_reads_say_which_ranks_are_here(env, place):
+    found = scheduled(env)
+    assert found is not None
+    assert (found.node_rank, found.base_rank, found.nproc, found.world_size, found.nodes) == place
+    assert set(found.variables) <= {name for name, value in env.items() if value}
+
+
+@pytest.mark.parametrize(
     "left_over",
     [
         {**STEP, "TORCHELASTIC_RUN_ID": "x"},
         {**MPI, "TORCHELASTIC_RUN_ID": "x"},
         {**PLAIN, "RANK": "0"},
         {**PLAIN, "LOCAL_RANK": "0"},
+        {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
+        {"LOCAL_WORLD_SIZE": "0"},
+        {"BASE_RANK": "0"},
         {**PLAIN, "NODE_RANK": "one"},
         {**PLAIN, "WORLD_SIZE": "-1"},
         {"OMPI_COMM_WORLD_RANK": "", "OMPI_COMM_WORLD_SIZE": ""},
         {},
     ],
-    ids=["slurm, in a rank", "mpi, in a rank", "a rank's", "a local rank's", "no number", "negative", "empty", "nothing"],
+    ids=[
+        "slurm, in a rank",
+        "mpi, in a rank",
+        "a rank's",
+        "a local rank's",
+        "ranks here, in a rank",
+        "ranks here, in a launch",
+        "no ranks here",
+        "base rank alone",
+        "no number",
+        "negative",
+        "empty",
+        "nothing",
+    ],
 )
 def test_variables_of_an_outer_rank_or_without_sense_are_no_scheduler(left_over):
     assert scheduled(left_over) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dtrain.errors import ConfigError
@@ -14,8 +16,20 @@ SLURM = Scheduled(
 )
 INDEXED = Scheduled(name="Kubernetes", node_rank=1, master_addr="a", master_port=23456, token="kubernetes j")
 ARRAY = Scheduled(name="Kubernetes", node_rank=1)
-PLAIN = Scheduled(name="the environment", node_rank=1, world_size=8, master_addr="a", master_port=29400)
+PLAIN = Scheduled(
+    name="the environment",
+    node_rank=1,
+    world_size=8,
+    master_addr="a",
+    master_port=29400,
+    variables=("LOCAL_WORLD_SIZE", "NODE_RANK", "B", "C"),
+)
+RANKS_HERE = Scheduled(name="the environment", nodes=1, nproc=2)
 PER_RANK = Scheduled(name="Slurm", node_rank=0, nodes=1, refusal="srun started 8 tasks on 1 node; start one launcher per node")
+
+
+def _with(scheduled: Scheduled, **changes: object) -> Scheduled:
+    return replace(scheduled, **changes)
 
 
 @pytest.mark.parametrize(
@@ -30,20 +44,17 @@ PER_RANK = Scheduled(name="Slurm", node_rank=0, nodes=1, refusal="srun started 8
         ({"nproc": 2}, ARRAY, 2),
         ({"nproc": 8}, PLAIN, 8),
         ({"nproc": 2, "base_rank": 0}, None, 2),
+        ({"nproc": 3}, RANKS_HERE, 3),
     ],
-    ids=["GPUs", "-n", "nothing given", "world", "slurm", "per rank", "array", "all in variables", "base 0"],
+    ids=["GPUs", "-n", "nothing given", "world", "slurm", "per rank", "array", "all in variables", "base 0", "ranks here"],
 )
 def test_one_node_is_what_is_meant_by(asked, scheduler, nproc):
-    scheduler = scheduler if scheduler is not PLAIN else Scheduled(**{**_fields(PLAIN), "node_rank": 0})
+    scheduler = scheduler if scheduler is not PLAIN else _with(PLAIN, node_rank=0)
     found = infer(Asked(**asked), scheduler, gpus=3)
     assert found.meeting is None
     assert found.layout is not None
     assert (found.layout.nproc, found.layout.world_size, found.layout.nodes) == (nproc, nproc, 1)
     assert found.notices == ()
-
-
-def _fields(record):
-    return {name: getattr(record, name) for name in record.__slots__}
 
 
 @pytest.mark.parametrize(
@@ -61,6 +72,12 @@ def _fields(record):
         ({"nproc": 4, "master_port": 7}, SLURM, (1, 2, 4, None, None, "n1", 7)),
         ({"nproc": 4, "nnodes": "2"}, INDEXED, (1, 2, 4, None, None, "a", 23456)),
         ({"nproc": 4}, PLAIN, (1, 2, 4, 4, 8, "a", 29400)),
+        ({}, _with(PLAIN, nproc=4), (1, 2, 4, 4, 8, "a", 29400)),
+        ({"nproc": 2}, _with(PLAIN, nproc=4), (1, 4, 2, 2, 8, "a", 29400)),
+        ({}, _with(PLAIN, nproc=4, node_rank=None, base_rank=4), (1, 2, 4, 4, 8, "a", 29400)),
+        ({}, _with(PLAIN, nproc=3, base_rank=5), (1, None, 3, 5, 8, "a", 29400)),
+        ({"node_rank": 0}, _with(PLAIN, nproc=4, base_rank=4), (0, 2, 4, 0, 8, "a", 29400)),
+        ({"nnodes": "3", "node_rank": 2, **HERE}, RANKS_HERE, (2, 3, 2, None, None, "a", 29400)),
         ({"nproc": 2, "nnodes": "3", "node_rank": 2, **HERE}, SLURM, (2, 3, 2, None, None, "a", 29400)),
     ],
     ids=[
@@ -76,6 +93,12 @@ def _fields(record):
         "slurm, own port",
         "kubernetes",
         "variables",
+        "variables, ranks here",
+        "variables, own ranks",
+        "variables, base rank",
+        "variables, nodes differ",
+        "variables, own place",
+        "ranks here alone",
         "all on the command line",
     ],
 )
@@ -111,7 +134,21 @@ def test_one_node_says_what_it_leaves_out(asked, notice):
 
 
 def test_variables_that_make_several_nodes_are_named():
-    assert "NODE_RANK" in infer(Asked(nproc=4), PLAIN, gpus=1).notices[0]
+    (notice,) = infer(Asked(nproc=4), PLAIN, gpus=1).notices
+    assert notice == "launch: node 1 of several, as NODE_RANK, B and C say"
+
+
+@pytest.mark.parametrize("scheduler", [RANKS_HERE, _with(PLAIN, nproc=2)], ids=["alone", "with a place"])
+def test_number_of_ranks_of_a_variable_is_said_and_the_command_line_goes_before_it(scheduler):
+    assert "launch: -n 2, as LOCAL_WORLD_SIZE says" in infer(Asked(), scheduler, gpus=3).notices
+    other = infer(Asked(nproc=4), scheduler, gpus=3)
+    assert other.nproc == 4
+    assert not any("LOCAL_WORLD_SIZE" in notice for notice in other.notices)
+
+
+def test_number_of_ranks_of_a_variable_must_be_possible():
+    with pytest.raises(ConfigError, match="-n must be from 1 to 256, got 1000"):
+        infer(Asked(), _with(RANKS_HERE, nproc=1000), gpus=3)
 
 
 @pytest.mark.parametrize(

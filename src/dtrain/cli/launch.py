@@ -197,3 +197,4 @@ def _say(*lines: str) -> None:
     stderr = Outlet(2, "standard error")
     for line in lines:
         stderr.put(harmless(f"dtrain: {line}".encode(errors="backslashreplace")) + b"\n")
+    stderr.close()

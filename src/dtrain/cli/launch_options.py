@@ -75,7 +75,7 @@ Preload = Annotated[
     ),
 ]
 NoPreload = Annotated[bool, _option(RANKS, "--no-preload", help="Start each rank as an interpreter of its own.")]
-Bind = Annotated[bool, _option(RANKS, "--bind", help="Keep each rank on its own share of the cores, on one memory node.")]
+Bind = Annotated[bool, _option(RANKS, "--bind", help="Keep each rank on physical cores of its own, on one NUMA node.")]
 
 Nnodes = Annotated[
     str | None,
@@ -163,7 +163,13 @@ HangTimeout = Annotated[
     ),
 ]
 MaxRestarts = Annotated[
-    str | None, _option(ENDING, "--max-restarts", metavar="K", help="Start all ranks again after a failure.  [default: 0]")
+    str | None,
+    _option(
+        ENDING,
+        "--max-restarts",
+        metavar="K",
+        help="Start all ranks again after a failure, up to K times in a row without a new checkpoint.  [default: 0]",
+    ),
 ]
 StopSignal = Annotated[
     str | None,

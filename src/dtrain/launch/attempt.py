@@ -9,6 +9,7 @@ import contextlib
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from dtrain import wire
 from dtrain.launch import processes, verdict
@@ -133,6 +134,8 @@ class Attempt:
         """Somebody wants the job to end: pass it on the first time, kill at once the second time."""
         if self.asked_by is None and self.alive:
             self.asked_by, self.asked_at = number, now
+            if number == signal.SIGINT:  # the ranks need not show where each of them was
+                self._leave(wire.interrupted_file(self.plan.run_dir))
             if self.decide_at is not None and not self.ending:  # a rank had failed before: that is the cause
                 self.cause = self._first_failure()
             if self.ending:
@@ -173,8 +176,12 @@ class Attempt:
 
     def _mark_as_failed(self) -> None:
         """Let ranks that would save when they are asked to end know that not all of them are there to do so."""
-        with contextlib.suppress(OSError):  # then they take their grace
-            wire.failed_file(self.plan.run_dir).touch()
+        self._leave(wire.failed_file(self.plan.run_dir))
+
+    @staticmethod
+    def _leave(file: Path) -> None:
+        with contextlib.suppress(OSError):  # it only makes ranks quicker or quieter
+            file.touch()
 
     def _first_failure(self) -> Cause | None:
         records = [Failure.read(self.plan.failure_file(rank)) for rank in self.pids]

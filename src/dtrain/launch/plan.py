@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dtrain import wire
 from dtrain.errors import ConfigError
+from dtrain.launch.schedulers import scheduled
 from dtrain.launch.start.interpreter import flags_to_pass_on
 
 if TYPE_CHECKING:
@@ -217,11 +218,13 @@ def own_environment(
 
 
 def stale_variables(inherited: Mapping[str, str]) -> list[str]:
-    """Variables of an outer launch, which those of this one replace."""
+    """Variables of an outer launch, which those of this one replace; not those that tell this launch where it is."""
     who = wire.rank_environment(
         rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, nodes=1, addr=LOOPBACK_ADDRESS, port=1
     )
-    return sorted(name for name in inherited if name in who or _is_of_a_launch(name))
+    told = scheduled(inherited)
+    ours = () if told is None else told.variables
+    return sorted(name for name in inherited if (name in who or _is_of_a_launch(name)) and name not in ours)
 
 
 def _is_of_a_launch(name: str) -> bool:

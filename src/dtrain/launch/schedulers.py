@@ -15,7 +15,8 @@ from dtrain import wire
 
 _PORTS = range(12_000, 28_000)  # below the range from which systems take ports for outgoing connections
 _MAX_HOSTS = 65_536  # what a node list may expand to
-_NODE_RANK, _PET_NODE_RANK, _PET_NODES = "NODE_RANK", "PET_NODE_RANK", "PET_NNODES"
+_PLAIN = "the environment"
+_NODE_RANK, _BASE_RANK, _PET_NODE_RANK, _PET_NODES = "NODE_RANK", "BASE_RANK", "PET_NODE_RANK", "PET_NNODES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,9 @@ class Scheduled:
     """
 
     name: str
-    node_rank: int
+    node_rank: int | None = None
+    base_rank: int | None = None
+    nproc: int | None = None  # ranks of this node
     nodes: int | None = None
     world_size: int | None = None
     master_addr: str = ""
@@ -35,6 +38,7 @@ class Scheduled:
     token: str = ""  # the same on all nodes of this job, and on no other job's
     hosts: tuple[str, ...] = ()  # by node rank, where the scheduler lists them
     refusal: str = ""
+    variables: tuple[str, ...] = ()  # that say so, where they may be left over from something else
 
 
 def scheduled(env: Mapping[str, str]) -> Scheduled | None:
@@ -111,12 +115,29 @@ def _kubernetes(env: Mapping[str, str]) -> Scheduled | None:
 
 
 def _plain(env: Mapping[str, str]) -> Scheduled | None:
-    """The variables by which other launchers are told: all four of them, and none that only a rank has."""
-    rank, world_size = _number(env, _NODE_RANK), _number(env, wire.WORLD_SIZE)
-    addr, port = env.get(wire.MASTER_ADDR, ""), _given_port(env)
-    if rank is None or not world_size or not addr or port is None or env.keys() & {wire.RANK, wire.LOCAL_RANK}:
+    """The variables by which other launchers are told. Together with one that only a rank has, they are left over from it.
+
+    Several nodes take all of them: a place, the number of ranks, address and port. The ranks of this node may be said alone.
+    """
+    if env.keys() & {wire.RANK, wire.LOCAL_RANK}:
         return None
-    return Scheduled(name="the environment", node_rank=rank, world_size=world_size, master_addr=addr, master_port=port)
+    node_rank, base_rank, world_size = (_number(env, name) for name in (_NODE_RANK, _BASE_RANK, wire.WORLD_SIZE))
+    nproc = _number(env, wire.LOCAL_WORLD_SIZE) or None  # 0 where they are the GPUs of a node that has none
+    here = (wire.LOCAL_WORLD_SIZE,) if nproc else ()
+    addr, port = env.get(wire.MASTER_ADDR, ""), _given_port(env)
+    if (node_rank is None and base_rank is None) or not world_size or not addr or port is None:
+        return Scheduled(name=_PLAIN, nodes=1, nproc=nproc, variables=here) if nproc else None
+    place = (name for name, value in ((_NODE_RANK, node_rank), (_BASE_RANK, base_rank)) if value is not None)
+    return Scheduled(
+        name=_PLAIN,
+        node_rank=node_rank,
+        base_rank=base_rank,
+        nproc=nproc,
+        world_size=world_size,
+        master_addr=addr,
+        master_port=port,
+        variables=(*here, *place, wire.WORLD_SIZE, wire.MASTER_ADDR, wire.MASTER_PORT),
+    )
 
 
 _READERS: tuple[Callable[[Mapping[str, str]], Scheduled | None], ...] = (

@@ -26,7 +26,8 @@ def start_ranks(job: Job) -> None:
     plan, layout = job.plan, job.plan.layout
     for rank in layout.ranks:
         _remove(plan.failure_file(rank))
-    _remove(wire.failed_file(plan.run_dir))
+    for mark in (wire.failed_file(plan.run_dir), wire.interrupted_file(plan.run_dir)):
+        _remove(mark)
     if plan.hang_timeout_s is not None:
         job.guard = Guard(run_dir=plan.run_dir, world_size=layout.world_size, timeout_s=plan.hang_timeout_s)
     cores, count = usable_cores(), core_count()

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from dtrain import wire
 from dtrain.errors import ConfigError
 from dtrain.launch.nodes.meeting import Meeting
 from dtrain.launch.plan import Layout, check_nproc
@@ -74,12 +75,15 @@ def infer(asked: Asked, scheduled: Scheduled | None, *, gpus: int) -> Topology:
 
     Args:
         scheduled: what the scheduler says; what the command line says goes before it.
-        gpus: ranks of this node when the command line does not say.
+        gpus: ranks of this node when neither of them says.
 
     Raises:
         ConfigError: the command line contradicts itself or the scheduler, or leaves something out.
     """
     _check_ranges(asked)
+    if asked.nproc == -1 and scheduled is not None and scheduled.nproc is not None:
+        said = infer(replace(asked, nproc=scheduled.nproc), scheduled, gpus=gpus)
+        return replace(said, notices=(f"launch: -n {scheduled.nproc}, as {wire.LOCAL_WORLD_SIZE} says", *said.notices))
     nproc = check_nproc(gpus if asked.nproc == -1 else asked.nproc)
     smallest, largest = _parse_nodes(asked.nnodes)
     if smallest != largest or asked.rdzv_endpoint:
@@ -168,6 +172,7 @@ def _place(asked: Asked, scheduled: Scheduled | None, *, nproc: int, nodes: int 
         nodes=all_nodes,
         world_size=world_size or scheduled.world_size,
         node_rank=scheduled.node_rank if _unplaced(given) else given.node_rank,
+        base_rank=scheduled.base_rank if _unplaced(given) else given.base_rank,
         master_addr=given.master_addr or scheduled.master_addr,
         master_port=given.master_port or scheduled.master_port,
         scheduler=scheduled,
@@ -265,8 +270,9 @@ def _several_nodes(asked: Asked, place: _Place) -> Topology:
         hosts=scheduler.hosts if scheduler else (),
     )
     notices: tuple[str, ...] = ()
-    if scheduler is not None and scheduler.name == "the environment":  # easily left over from something else
-        notices = (f"launch: node {node_rank} of several, as NODE_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say",)
+    if scheduler is not None and scheduler.variables:
+        *names, final = (name for name in scheduler.variables if name != wire.LOCAL_WORLD_SIZE)  # of which a notice tells
+        notices = (f"launch: node {node_rank} of several, as {', '.join(names)} and {final} say",)
     return Topology(nproc=place.nproc, meeting=meeting, notices=notices)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 
 # What a script can see of its interpreter; each entry is one fact.
 LOOK = """
-    import atexit, faulthandler, gc, json, locale, multiprocessing, os, signal, sys, threading, warnings
+    import atexit, faulthandler, gc, json, locale, logging, multiprocessing, os, signal, sys, threading, time, warnings
     import torch
 
     main = sys.modules["__main__"]
@@ -19,6 +20,14 @@ LOOK = """
     def disposition(number):
         handler = signal.getsignal(number)
         return str(handler) if isinstance(handler, signal.Handlers) or handler is None else handler.__qualname__
+
+    def began():
+        ticks = float(open("/proc/self/stat").read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks
+
+    def age_of_logging():  # a record knows the time since logging was loaded
+        record = logging.makeLogRecord({})
+        return record.created - logging.LogRecord("", 0, "", 0, "", None, None).relativeCreated / 1000
 
     facts = {
         "name": __name__,
@@ -33,6 +42,9 @@ LOOK = """
         "signals": {int(n): disposition(n) for n in sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})},
         "blocked signals": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
         "threads": [thread.name for thread in threading.enumerate()],
+        "kernel's number of the main thread": threading.main_thread().native_id - os.getpid(),
+        "logging began in this process": age_of_logging() > began() - 0.05,
+        "length of the key of multiprocessing": len(multiprocessing.current_process().authkey),
         "is main thread": threading.current_thread() is threading.main_thread(),
         "warning filters": [[f[0], str(f[1]), f[2].__name__, str(f[3]), f[4]] for f in warnings.filters],
         "exit handlers": atexit._ncallbacks(),
@@ -76,6 +88,9 @@ FACTS = [
     "signals",
     "blocked signals",
     "threads",
+    "kernel's number of the main thread",
+    "logging began in this process",
+    "length of the key of multiprocessing",
     "is main thread",
     "warning filters",
     "exit handlers",
@@ -153,9 +168,10 @@ PRELOAD = {"preloaded": ["--preload", "json"], "plain": ["--no-preload"]}
 @pytest.mark.parametrize("way", WAYS)
 def test_random_streams_differ_between_ranks(run, way):
     source = """
-    import json, os, random
+    import json, multiprocessing, os, random
     import numpy, torch
-    print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item()]))
+    key = multiprocessing.current_process().authkey.hex()
+    print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item(), key]))
     """
     options = ["--preload", "torch,numpy"] if way == "preloaded" else ["--no-preload"]
     result = run(source, options=["--log-ranks", "all", *options])
@@ -218,18 +234,68 @@ def test_processes_are_found_by_the_command_they_run(start, way):
     assert job.wait().code == 143
 
 
-def test_script_that_shadows_a_loaded_module_gets_its_own(run, tmp_path):
-    (tmp_path / "colorsys.py").write_text("HERE = True\n")
-    result = run("import colorsys; print(colorsys.HERE)", n=1, options=["--preload", "colorsys"])
+@pytest.mark.parametrize("own", ["colorsys.py", "colorsys.pyc", "colorsys/__init__.py"], ids=["file", "compiled", "package"])
+@pytest.mark.parametrize(
+    ("name", "target", "whose"),
+    [
+        ("script.py", None, "the script's folder"),
+        ("package/train.py", ["-m", "package.train"], "the current folder"),
+        ("script.py", ["-m", "script"], "the current folder"),
+    ],
+    ids=["script", "module of a package", "module"],
+)
+def test_program_that_shadows_a_loaded_module_gets_its_own(run, tmp_path, own, name, target, whose):
+    path = tmp_path / own
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("HERE = True\n")
+    if path.suffix == ".pyc":
+        py_compile.compile(str(path), cfile=str(path))
+    result = run("import colorsys; print(colorsys.HERE)", n=1, name=name, target=target, options=["--preload", "colorsys"])
     assert (result.code, result.out) == (0, "True\n")
     assert len(result.summary) == 1
-    assert "the script's folder has a 'colorsys' of its own; starting plain interpreters" in result.summary[0]
+    assert f"{whose} has a 'colorsys' of its own; starting plain interpreters" in result.summary[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("own", ["json.py", "traceback.py", "dataclasses.py", "logging/__init__.py"])
+def test_program_gets_its_own_modules_though_the_launchers_part_has_loaded_their_namesakes(run, tmp_path, way, own):
+    path = tmp_path / "program" / own  # not in the current folder, where they would be the launcher's, too
+    path.parent.mkdir(parents=True)
+    path.write_text("HERE = True\n")
+    module = own.partition(".")[0].partition("/")[0]
+    source = f"import {module}; print({module}.HERE); raise SystemExit('and its end is as usual')"
+    result = run(source, n=1, name="program/script.py", options=PRELOAD[way])
+    assert (result.code, result.out) == (1, "True\n")
+    assert "and its end is as usual\n" in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "env", "own"),
+    [
+        ("elsewhere/script.py", None, {}, "colorsys.py"),
+        ("script.py", None, {"PYTHONSAFEPATH": "1"}, "colorsys.py"),
+        ("script.py", None, {}, "colorsys.txt"),
+        ("script.py", None, {}, "colorsys/data"),
+        ("script.py", None, {}, "time.py"),
+    ],
+    ids=["another folder", "safe path", "no module", "no package", "built in"],
+)
+def test_files_that_python_would_not_import_shadow_nothing(run, tmp_path, name, target, env, own):
+    (tmp_path / own).parent.mkdir(exist_ok=True)
+    (tmp_path / own).write_text("raise ImportError('this one')\n")
+    source = "import colorsys, time; print(hasattr(colorsys, 'rgb_to_hsv'))"
+    result = run(source, n=1, name=name, target=target, env=env, options=["--preload", "colorsys"])
+    assert (result.code, result.out, result.err) == (0, "True\n", "")
 
 
 @pytest.mark.parametrize(
     ("module", "why"),
     [
-        ("import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()", "started 1 threads"),
+        (
+            "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+            "importing json, unsafe_module started 1 thread;",
+        ),
         ("raise RuntimeError('broken')", "unsafe_module cannot be imported here (RuntimeError: broken)"),
         ("import os; os._exit(5)", "the preloaded process has ended"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "the preloaded process has ended"),
@@ -240,7 +306,7 @@ def test_where_forking_is_unsafe_plain_interpreters_are_started_and_it_is_said(r
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "unsafe_module.py").write_text(module + "\n")
     env = {"PYTHONPATH": str(tmp_path / "elsewhere")}
-    options = ["--log-ranks", "all", "--preload", "unsafe_module"]
+    options = ["--log-ranks", "all", "--preload", "json,unsafe_module"]
     result = run("import os; print(os.environ['RANK'])", options=options, env=env)
     assert (result.code, sorted(result.out.splitlines())) == (0, ["[rank 0] 0", "[rank 1] 1"])
     assert len(result.summary) == 1

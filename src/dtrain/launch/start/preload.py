@@ -22,15 +22,17 @@ import importlib
 import json
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from dtrain.launch.processes import die_with_parent
-from dtrain.launch.start import rank, store
+from dtrain.launch.start import rank, shadow, store
 
 _LONGEST = 1 << 16
 _MOST_FDS = 8
+_AUTHKEY_BYTES = 32  # as many as Python draws
 _ORPHANED_S = 30.0
 
 
@@ -39,53 +41,51 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     needed, optional, kind, target, *args = sys.argv[2:]
-    problem = _load(needed.split(","), optional.split(",")) or _unsafe()
-    if kind == "script":
-        problem = problem or _shadowed(target)
-    _say(channel, {"unsafe": problem})
+    _say(channel, {"unsafe": _load(needed.split(","), optional.split(",")) or _shadowed(kind, target)})
     request, fds = _serve(channel)
     channel.close()
     _become(request, fds)
     if request["kind"] == "store":
         store.serve(fds["listener"], request["address"], request["port"])
-    _show_as([sys.executable, target, *args])
+    _show_as(rank.plain_command(kind, target, args))
     rank.run(kind, target, args)
 
 
 def _load(needed: list[str], optional: list[str]) -> str | None:
-    """Import modules; why one that is needed cannot be, if so. Of the others, the script is to say that they are missing."""
-    for name in filter(None, [*needed, *optional]):
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - the script is to fail with it, where people look for it
-            if name in needed:
-                return f"{name} cannot be imported here ({type(error).__name__}: {error})"
+    """Import modules; why this process must not be forked then, if so.
+
+    It is enough that one of those needed cannot be imported. Of the others, the script is to say that they are missing.
+    """
+    for names in (needed, optional):
+        for name in filter(None, names):
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # noqa: BLE001 - the script is to fail with it, where people look for it
+                if names is needed:
+                    return f"{name} cannot be imported here ({type(error).__name__}: {error})"
+        if (what := _started()) is not None:
+            return f"importing {', '.join(names)} started {what}"
     return None
 
 
-def _unsafe() -> str | None:
-    """Why this process must not be forked, if so."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"importing torch started {threads - 1} threads"
+def _started() -> str | None:
+    """What runs here that is not in a fork, if anything."""
+    threads = len(os.listdir("/proc/self/task")) - 1
+    if threads:
+        return f"{threads} thread{'s' * (threads > 1)}"
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "importing torch started CUDA"
-    return None
+    return "CUDA" if torch is not None and torch.cuda.is_initialized() else None
 
 
-def _shadowed(script: str) -> str | None:
-    """Why the script would import other modules than those loaded here: its own folder comes first in a plain interpreter."""
-    folder = Path(os.path.realpath(script)).parent
+def _shadowed(kind: str, target: str) -> str | None:
+    """Why the program would import other modules than those loaded here, if so."""
+    whose = "the script's folder" if kind == "script" else "the current folder"
     try:
-        here = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+        folder = shadow.first_folder(kind, target)
+        names = [] if folder is None else shadow.shadowed(folder)
     except OSError:
-        return "the folder of the script cannot be read"
-    for name in sorted(here & sys.modules.keys()):
-        file = getattr(sys.modules[name], "__file__", None)
-        if file is None or folder not in Path(os.path.realpath(file)).parents:
-            return f"the script's folder has a {name!r} of its own"
-    return None
+        return f"{whose} cannot be read"
+    return f"{whose} has a {names[0]!r} of its own" if names else None
 
 
 def _serve(channel: socket.socket) -> tuple[dict[str, Any], dict[str, int]]:
@@ -141,6 +141,19 @@ def _become(request: dict[str, Any], fds: dict[str, int]) -> None:
         os.environ[variable] = str(fds[name])
     if request["cores"]:
         os.sched_setaffinity(0, request["cores"])
+    _begin_anew()
+
+
+def _begin_anew() -> None:
+    """Give modules that are loaded already what they would have drawn or looked up when a process of its own loaded them."""
+    main = threading.main_thread()
+    if hasattr(main, "_set_native_id"):  # not in every version does Python do so by itself in a fork
+        main._set_native_id()
+    if "multiprocessing.process" in sys.modules:
+        sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(_AUTHKEY_BYTES)
+    began = getattr(sys.modules.get("logging"), "_startTime", None)
+    if began is not None:  # seconds, or in later versions of Python nanoseconds
+        sys.modules["logging"].__dict__["_startTime"] = time.time_ns() if isinstance(began, int) else time.time()
     # Python's own random numbers begin anew in a fork; those of NumPy and torch would be the same on all ranks.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()

@@ -15,6 +15,7 @@ from typing import Any
 
 from dtrain import wire
 from dtrain.launch.plan import Target
+from dtrain.launch.start.interpreter import flags_to_pass_on
 from dtrain.launch.start.plain import start_plain
 from dtrain.launch.start.request import Request
 from dtrain.launch.target import find_source
@@ -157,6 +158,7 @@ def start_preloaded(target: Target, modules: Modules, common: Mapping[str, str],
     request = Request(id=0, kind="rank", fds={"stdout": log, "stderr": log, "channel": theirs.fileno()}, environment=single)
     command = [
         sys.executable,
+        *flags_to_pass_on(),
         program,
         str(theirs.fileno()),
         ",".join(modules.needed),

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import sys
 
+# ruff: noqa: E402 - before anything is imported
+_FROM_THE_START = frozenset(sys.modules)
+
 if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # this file's folder: its modules must not shadow anybody's
 
@@ -25,8 +28,9 @@ from types import CodeType, ModuleType, TracebackType
 
 from dtrain import pulse, wire
 from dtrain.launch.hang.stacks import register_stacks
+from dtrain.launch.start.interpreter import flags_of
+from dtrain.launch.start.shadow import first_folder, shadowed
 
-_INTERRUPTED = 130
 _FRESH: dict[str, object] = {"__annotations__": {}, "__cached__": None}
 
 
@@ -37,7 +41,24 @@ def main() -> None:
             os.set_inheritable(
                 int(os.environ[variable]), False
             )  # they had to come through exec, and are for this process alone
-    run(sys.argv[1], sys.argv[2], sys.argv[3:])
+    kind, target, *args = sys.argv[1:]
+    _give_way(kind, target)
+    run(kind, target, args)
+
+
+def _give_way(kind: str, target: str) -> None:
+    """Let the program import modules of its own that have the name of one that was only loaded for this bootstrap.
+
+    Mutates: ``sys.modules``.
+    """
+    try:
+        folder = first_folder(kind, target)
+        names = set() if folder is None else set(shadowed(folder)) - _FROM_THE_START
+    except OSError:
+        return  # nothing can be imported from there
+    for name in list(sys.modules):
+        if name.partition(".")[0] in names:
+            del sys.modules[name]
 
 
 def run(kind: str, target: str, args: list[str]) -> None:
@@ -46,26 +67,32 @@ def run(kind: str, target: str, args: list[str]) -> None:
     Mutates: what a fresh interpreter would have set for it: ``sys.argv``, ``sys.path``, ``sys.modules["__main__"]``.
     """
     sys.argv = [target, *args]
-    sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), target, *args]
+    sys.orig_argv = plain_command(kind, target, args)
     owner = os.getpid()  # a copy that the script forks is not the rank: its exceptions are not the rank's
     rank, record = int(os.environ[wire.RANK]), Path(os.environ[wire.FAILURE_FILE])
     pulse.connect_by(os.environ, rank)
+    run_dir = Path(os.environ[wire.RUN_DIR])
+    interrupted = wire.interrupted_file(run_dir)
     if wire.ASK_FD in os.environ:
-        register_stacks(wire.stacks_file(Path(os.environ[wire.RUN_DIR]), rank))
+        register_stacks(wire.stacks_file(run_dir, rank))
     try:
         code, module = _load_script(target) if kind == "script" else _load_module(target)
         sys.modules["__main__"] = module
         exec(code, module.__dict__)
-    except KeyboardInterrupt:
-        raise SystemExit(_INTERRUPTED) from None
     except SystemExit as error:
         _record(rank, record, error, owner)
         raise
     except BaseException as error:  # noqa: BLE001 - everything else ends the interpreter as well; here it is reported
         error.with_traceback(_without_bootstrap(error.__traceback__))
         _record(rank, record, error, owner)
-        _show(error)
-        raise SystemExit(1) from None
+        if not (isinstance(error, KeyboardInterrupt) and interrupted.exists()):  # a Ctrl-C says where it came from by itself
+            _show(error)
+        raise SystemExit(wire.exit_code_of(error)) from None
+
+
+def plain_command(kind: str, target: str, args: list[str]) -> list[str]:
+    """The command line by which a plain interpreter would run the target."""
+    return [sys.executable, *flags_of(sys.orig_argv), *(["-m"] if kind == "module" else []), target, *args]
 
 
 def _load_script(path: str) -> tuple[CodeType, ModuleType]:
@@ -127,7 +154,13 @@ def _record(rank: int, path: Path, error: BaseException, owner: int) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """Print as the interpreter would, through the script's own ``sys.excepthook`` if it has one."""
+    """Print as the interpreter would, through the script's own ``sys.excepthook`` if it has one.
+
+    Mutates: ``sys.last_type`` and its like, by which exit handlers find the exception.
+    """
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except Exception:  # noqa: BLE001 - as the interpreter does: report the hook's error and print by the plain way
