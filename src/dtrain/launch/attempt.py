@@ -17,8 +17,9 @@ from dtrain.launch.plan import LaunchPlan
 from dtrain.launch.verdict import Cause, Exit
 from dtrain.wire import Failure
 
+REPEAT_S = 0.3  # `timeout` and a terminal may deliver one request twice; a person takes longer to repeat it
+
 _COLLECT_S = 0.5  # after the first failure: the culprit may still be in its exit handlers when a peer dies of it
-_REPEAT_S = 0.3  # `timeout` and a terminal may deliver one request twice; a person takes longer to repeat it
 _KILL_AGAIN_S = 0.05  # a process may fork while it is being killed
 _GIVE_UP_S = 10.0  # after the first kill: what is left then sits in the kernel, and no signal reaches it
 
@@ -37,6 +38,7 @@ class Attempt:
     trouble_code: int = 1
     asked_by: int | None = None  # the signal that asked for the end of the job
     asked_at: float = 0.0
+    insisted: bool = False  # somebody has asked again
     ending: bool = False  # ranks were asked to end: later exits say nothing
     ended_ranks: frozenset[int] = frozenset()  # those that ran on until they were asked to end
     orphans_asked: bool = False
@@ -142,7 +144,8 @@ class Attempt:
                 self.forward(number)
             else:
                 self.end(now, number, self.plan.grace_after_signal_s)
-        elif self.asked_by is None or now - self.asked_at > _REPEAT_S:
+        elif self.asked_by is None or now - self.asked_at > REPEAT_S:
+            self.insisted = self.asked_by is not None
             self.asked_by = self.asked_by or number
             self.ending, self.kill_at = True, now
 

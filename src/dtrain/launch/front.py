@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
+import time
 import traceback
 from typing import NoReturn
 
 from dtrain.launch import processes, verdict
+from dtrain.launch.attempt import REPEAT_S
+from dtrain.launch.output.outlet import Outlet
 from dtrain.launch.plan import LaunchPlan
 from dtrain.launch.supervisor import ENDING_SIGNALS, PASSED_ON, supervise
 
+_INSIST_S = 1.0  # what the supervisor has to end everything in, once it was asked twice
 _WITHIN_S = 10.0  # what does not die of SIGKILL in this time sits in the kernel
+# For ps, and none of the words that people give to pkill -f: what kills the front by its name must leave who ends the ranks.
+_SUPERVISOR = "rank-supervisor"
 
 
 def launch(plan: LaunchPlan) -> int:
@@ -21,10 +26,11 @@ def launch(plan: LaunchPlan) -> int:
     Mutates: the signal handling and the subreaper attribute of this process, for good: it should exit with the result.
     It must have a single thread.
     """
+    # A shell that became this process has left its children: `exec dtrain launch ... > >(tee log)`. They are not of the job.
+    strangers = processes.sessions_here()
     processes.become_subreaper()
-    watched = {signal.SIGCHLD, *ENDING_SIGNALS, *PASSED_ON}
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        watched.remove(signal.SIGHUP)  # started by nohup
+    heeded = {number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}  # nohup, sh -c '... &'
+    watched = {signal.SIGCHLD, *heeded, *PASSED_ON}
     for number in watched:
         signal.signal(number, lambda *_: None)  # an ignored signal might never become pending
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -34,40 +40,69 @@ def launch(plan: LaunchPlan) -> int:
         os.close(held)
         _be_supervisor(plan, front_alive)
     os.close(front_alive)
-    code = _wait_for(supervisor, watched)
-    processes.end_descendants(within_s=_WITHIN_S)
+    code, insisted = _wait_for(supervisor, watched)
+    processes.end_descendants(within_s=_WITHIN_S, spare_sessions=strangers)
     os.close(held)
+    if code == -signal.SIGKILL and insisted is not None:
+        _say(verdict.describe_interrupt(insisted))
+        return verdict.exit_code(-insisted)
     if code < 0:
-        name = verdict.signal_name(-code)
-        print(f"dtrain: launch: the supervisor was killed by {name} (pid {supervisor}); ranks ended", file=sys.stderr)
+        _say(f"dtrain: launch: the supervisor was killed by {verdict.signal_name(-code)} (pid {supervisor}); ranks ended")
     return verdict.exit_code(code)
 
 
-def occupy_standard_streams() -> None:
-    """Open what of the descriptors 0, 1 and 2 is closed, so that no pipe or socket of ours takes its place."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(fd, True)
-    os.close(fd)
+def _say(text: str) -> None:
+    """As far as there is room for it: the exit code is worth more than the line."""
+    stderr = Outlet(2, "standard error")
+    stderr.put(text.encode(errors="backslashreplace") + b"\n")
+    stderr.close()
 
 
 def _be_supervisor(plan: LaunchPlan, front_alive: int) -> NoReturn:
     code = 1
     try:
         os.setsid()  # Ctrl-C in a terminal reaches the front alone, which forwards it
+        processes.show_as([_SUPERVISOR], name=_SUPERVISOR)
         code = supervise(plan, front_alive=front_alive)
     except BaseException:  # noqa: BLE001 - a fork must not return into its parent's callers; the front ends what is left
-        traceback.print_exc()
+        _say(traceback.format_exc().rstrip("\n"))
     finally:
         os._exit(code)
 
 
-def _wait_for(supervisor: int, watched: set[signal.Signals]) -> int:
-    """Forward signals until the supervisor has ended; its exit code, or the negative signal that ended it."""
+def _wait_for(supervisor: int, watched: set[signal.Signals]) -> tuple[int, int | None]:
+    """Forward signals until the supervisor has ended; kill it when it does not obey in time.
+
+    Returns:
+        Its exit code, or the negative signal that ended it; and the signal that had asked for the end of the job, if the
+        supervisor was killed here: it was stopped, or waited for a disk or a network file system.
+    """
+    first: tuple[float, int] | None = None
+    kill_at: float | None = None
+    killed = False
     while True:
-        number = signal.sigwait(watched)
-        if number != signal.SIGCHLD:
+        number = _next_signal(watched, kill_at)
+        now = time.monotonic()
+        if kill_at is not None and now >= kill_at:
+            processes.send(supervisor, signal.SIGKILL)
+            killed, kill_at = True, None
+        if number == signal.SIGCHLD:
+            for pid, code in processes.reap()[0]:
+                if pid == supervisor:
+                    return code, first[1] if killed and first is not None else None
+        elif number is not None:
             processes.send(supervisor, number)
-            continue
-        for pid, code in processes.reap()[0]:
-            if pid == supervisor:
-                return code
+            if number not in ENDING_SIGNALS:
+                continue
+            if first is None:
+                first = now, number
+            elif now - first[0] > REPEAT_S and kill_at is None and not killed:
+                kill_at = now + _INSIST_S
+
+
+def _next_signal(watched: set[signal.Signals], until: float | None) -> int | None:
+    """The next signal, or None when there was none in time."""
+    if until is None:
+        return signal.sigwait(watched)
+    info = signal.sigtimedwait(watched, max(0.0, until - time.monotonic()))
+    return None if info is None else info.si_signo

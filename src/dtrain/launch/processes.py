@@ -12,8 +12,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
+from pathlib import Path
 
 _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
@@ -66,27 +67,62 @@ def reap() -> tuple[list[tuple[int, int]], bool]:
         ended.append((pid, os.waitstatus_to_exitcode(status)))
 
 
-def descendants() -> list[int]:
-    """The pids of all processes below this one, children before grandchildren; empty outside Linux."""
+def show_as(command: Sequence[str], *, name: str | None = None) -> None:
+    """Let ``ps`` and ``pkill -f`` find this process by ``command``, and what looks at names alone by ``name``. Linux only.
+
+    The kernel shows the memory that the arguments were in when the program began: nothing happens where they were shorter.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        if name is not None:
+            Path("/proc/self/comm").write_bytes(os.fsencode(name))
+        stat = Path("/proc/self/stat").read_bytes()
+        begin, end = (int(word) for word in stat[stat.rindex(b")") + 2 :].split()[45:47])
+        text = b"\0".join(os.fsencode(part) for part in command) + b"\0"
+        if 0 < begin < end and len(text) <= end - begin:
+            ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+def descendants(*, spare_sessions: Collection[int] = ()) -> list[int]:
+    """The pids of all processes below this one, children before grandchildren; empty outside Linux.
+
+    Children in ``spare_sessions`` are left out, with all below them.
+    """
     if not _LINUX:
         return []
     children: dict[int, list[int]] = {}
+    spared = set()
     for name in os.listdir("/proc"):
-        if name.isdecimal() and (parent := _parent(name)) is not None:
-            children.setdefault(parent, []).append(int(name))
-    found = list(children.get(os.getpid(), ()))
+        if name.isdecimal() and (place := _parent_and_session(name)) is not None:
+            children.setdefault(place[0], []).append(int(name))
+            if place[1] in spare_sessions:
+                spared.add(int(name))
+    found = [pid for pid in children.get(os.getpid(), ()) if pid not in spared]
     for pid in found:  # grows while it is walked
         found.extend(children.get(pid, ()))
     return found
 
 
-def _parent(pid: str) -> int | None:
+def sessions_here() -> frozenset[int]:
+    """The sessions of this process and of all below it.
+
+    A process can begin a session but not join one: what is started later and begins its own is in none of these, with
+    everything that it starts in turn.
+    """
+    found = set()
+    for pid in (os.getpid(), *descendants()):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            found.add(os.getsid(pid))
+    return frozenset(found)
+
+
+def _parent_and_session(pid: str) -> tuple[int, int] | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             stat = file.read()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None  # it ended while the folder was read, or belongs to somebody whose processes we may not see
-    return int(stat[stat.rindex(b")") + 1 :].split()[1])  # the name in brackets may hold anything, brackets too
+    _, parent, _, session = stat[stat.rindex(b")") + 1 :].split()[:4]  # the name in brackets may hold anything, brackets too
+    return int(parent), int(session)
 
 
 def send(pid: int, number: int) -> None:
@@ -105,14 +141,17 @@ def send_all(number: int, leaders: Iterable[int], *, spare: Collection[int] = ()
             send(-pid, number)
 
 
-def end_descendants(*, within_s: float) -> list[int]:
-    """Kill everything below this process and wait for it; returns the pids of what did not die ``within_s`` seconds."""
+def end_descendants(*, within_s: float, spare_sessions: Collection[int] = ()) -> list[int]:
+    """Kill everything below this process and wait for it; returns the pids of what did not die ``within_s`` seconds.
+
+    Children in ``spare_sessions`` are left alone, with all below them, and not waited for.
+    """
     deadline = time.monotonic() + within_s
     while True:
-        _, left = reap()
-        if not left:
-            return []
-        if time.monotonic() > deadline:
-            return descendants()
-        send_all(signal.SIGKILL, [])
+        _, any_left = reap()
+        left = descendants(spare_sessions=spare_sessions) if any_left else []
+        if not left or time.monotonic() > deadline:
+            return left
+        for pid in left:
+            send(pid, signal.SIGKILL)
         time.sleep(_KILL_AGAIN_S)

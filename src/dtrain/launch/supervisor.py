@@ -7,7 +7,9 @@ front process (end of file on a pipe that only it holds open), and a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -73,8 +75,17 @@ def supervise(plan: LaunchPlan, *, front_alive: int) -> int:
             watch_starter(job)
         end = _run_attempts(job)
         _end_services(job)
-        job.output.finish(_last_words(job, end), patience_s=_PATIENCE_S)
+        words = _last_words(job, end)
+        job.output.finish(words, patience_s=_PATIENCE_S, give_up=lambda: _nobody_waits(job, wake, front_alive))
     return end.code
+
+
+def _nobody_waits(job: Job, wake: int, front_alive: int) -> bool:
+    """Whether the user has had enough of waiting for a reader, or there is no front any more."""
+    with contextlib.suppress(BlockingIOError):
+        if any(number in ENDING_SIGNALS for number in os.read(wake, _CHUNK)):
+            return True
+    return job.attempt.insisted or job.front_gone or bool(select.select([front_alive], [], [], 0)[0])
 
 
 def _wake_up_pipe() -> int:
@@ -83,7 +94,9 @@ def _wake_up_pipe() -> int:
     os.set_blocking(read, False)
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    watched = (signal.SIGCHLD, *ENDING_SIGNALS, *PASSED_ON)
+    # The front has handlers for all that were not ignored when it started.
+    ending = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    watched = (signal.SIGCHLD, *ending, *PASSED_ON)
     for number in watched:
         signal.signal(number, lambda *_: None)  # a handler must exist, or nothing is written
     signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)

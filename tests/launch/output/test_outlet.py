@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from dtrain.launch.output import outlet as outlet_module
-from dtrain.launch.output.outlet import Outlet
+from dtrain.launch.output.outlet import Outlet, flush
 
 
 @pytest.fixture
@@ -130,3 +132,84 @@ open(sys.argv[1], "w").write(f"{links} {more}")
     closed = [sys.executable, "-c", code, str(tmp_path / "seen")]
     subprocess.run(closed, preexec_fn=lambda: [os.close(fd) for fd in (0, 1, 2)], timeout=90, check=True)
     assert (tmp_path / "seen").read_text() == "['/dev/null', '/dev/null', '/dev/null'] 3"
+
+
+@pytest.fixture
+def terminal():
+    """A terminal, as the descriptors of who reads it and of who writes to it, and an alarm for a write that blocks."""
+    reader, writer = pty.openpty()
+    handled = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("a write waited for a reader"))
+    signal.alarm(60)
+    yield reader, writer
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, handled)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_terminal_that_nobody_reads_keeps_nobody_waiting_and_loses_nothing_when_it_is_read(terminal):
+    reader, writer = terminal
+    outlet = Outlet(writer)
+    for number in range(2000):
+        outlet.put(b"%0999d\n" % number)
+    assert outlet.waiting
+    os.set_blocking(reader, False)
+    seen = b""
+    while outlet.waiting or seen.count(b"\n") < 2000:
+        outlet.pump()
+        with contextlib.suppress(BlockingIOError):
+            seen += os.read(reader, 1 << 16)
+    assert [int(line) for line in seen.split(b"\r\n") if line] == list(range(2000))
+    outlet.close()
+
+
+def test_mode_of_a_descriptor_that_others_use_is_left_alone(pipe):
+    outlet = Outlet(pipe[1])
+    assert os.get_blocking(pipe[1])
+    assert not os.get_blocking(outlet.fd)
+    outlet.close()
+
+
+def test_closed_outlet_has_no_descriptor_and_counts_what_it_is_given(pipe):
+    before = os.listdir("/proc/self/fd")
+    outlet = Outlet(pipe[1])
+    outlet.put(b"a\n")
+    outlet.close()
+    outlet.close()
+    assert os.listdir("/proc/self/fd") == before
+    outlet.put(b"b\n")
+    assert (outlet.waiting, outlet.dropped) == (False, 1)
+    os.close(pipe[1])
+    assert os.read(pipe[0], 100) == b"a\n"
+    assert os.read(pipe[0], 100) == b""  # its readers see the end of it
+
+
+def test_wait_for_readers_ends_when_somebody_has_had_enough(pipe):
+    outlet = Outlet(pipe[1])
+    outlet.put(b"x\n" * 100_000)
+    looks = iter([False, False, True])
+    flush([outlet], patience_s=3600, give_up=lambda: next(looks))
+    assert (outlet.waiting, next(looks, "none left")) == (False, "none left")
+    outlet.close()
+
+
+def test_reader_that_is_slow_gets_all_while_another_stream_has_no_reader(pipe):
+    read, write = os.pipe()
+    unread, slow = Outlet(pipe[1]), Outlet(write)
+    for outlet in (unread, slow):
+        outlet.put(b"x\n" * 100_000)
+    os.set_blocking(read, False)
+    seen = []
+
+    def read_some_or_have_enough() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            seen.append(os.read(read, 1 << 14))
+        return sum(map(len, seen)) == 200_000
+
+    flush([unread, slow], patience_s=3600, give_up=read_some_or_have_enough)
+    assert unread.dropped > 0
+    assert (slow.dropped, sum(map(len, seen))) == (0, 200_000)
+    for fd in (read, write):
+        os.close(fd)
+    unread.close()
+    slow.close()

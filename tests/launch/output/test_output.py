@@ -193,3 +193,21 @@ def test_reader_that_is_gone_is_told_of_on_the_other_stream(make, capfd):
 def test_line_of_the_launchers_own_is_valid_text(make, capfd):
     make().output.say("cannot run \udcff\x1b[2J\n!")
     assert capfd.readouterr().err == r"cannot run \udcff\x1b[2J\x0a!" + "\n"
+
+
+def test_end_waits_for_no_reader_when_somebody_has_had_enough(make):
+    read, write = os.pipe()
+    stdout = os.dup(1)
+    os.dup2(write, 1)
+    os.close(write)
+    try:
+        job = make()
+        for _ in range(3):
+            job.write(0, b"x\n" * 30_000)
+        assert any(outlet.waiting for outlet in job.output.outlets)
+        job.output.finish(["the last words"], patience_s=3600, give_up=lambda: True)
+        assert not any(outlet.waiting for outlet in job.output.outlets)
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(read)

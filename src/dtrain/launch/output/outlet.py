@@ -8,6 +8,7 @@ import select
 import stat
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from dtrain.launch.output.lost import count_lines, describe
 
@@ -17,17 +18,21 @@ _GONE = {errno.EPIPE, errno.EBADF, errno.EIO, errno.ENXIO, errno.ECONNRESET}
 _TOO_SLOW = "they came faster than they were read"
 _NOT_READ = "nobody read them"
 _LINE_FEED = ord("\n")
+_LOOK_AGAIN_S = 0.05  # whether somebody has had enough of the wait for a reader
+_FOR_US = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class Outlet:
     """One of the launcher's own output streams. A reader that is gone, or a full disk, costs the output only.
 
-    The descriptor is left in blocking mode, because that mode is shared with the shell and everybody else who has it
-    open; instead no more is written than it has room for.
+    The mode of the descriptor is shared with the shell and everybody else who has it open, and stays as it is. A pipe or
+    a terminal is opened once more, for us alone and non-blocking: a terminal polls as writable when it has room for one
+    character, and a blocking write of more would wait for its reader. ``close`` when nothing more is to be written.
     """
 
     def __init__(self, fd: int, name: str = "output") -> None:
-        self.fd = fd
+        self._ours = _opened_for_us(fd)
+        self.fd = fd = fd if self._ours is None else self._ours
         self.name = name
         self._queue: deque[tuple[memoryview, int]] = deque()  # what to write, and for a note how many lines it is about
         self._pending = 0  # bytes in the queue
@@ -78,7 +83,7 @@ class Outlet:
             data, about = self._queue[0]
             try:
                 count = os.write(self.fd, data if self._is_file else data[:_AT_ONCE])
-            except BlockingIOError:  # somebody else made it non-blocking
+            except BlockingIOError:  # room for less than that, or another writer was faster
                 break
             except OSError as error:
                 self._open = error.errno not in _GONE  # a full disk may have room again later
@@ -94,17 +99,24 @@ class Outlet:
 
     def flush(self, *, patience_s: float) -> None:
         """Write what waits; give up when the reader takes nothing for ``patience_s`` seconds."""
-        deadline = time.monotonic() + patience_s
+        flush([self], patience_s=patience_s)
+
+    def note_dropped(self) -> None:
+        """Have the stream say what it lacks, behind what waits already."""
         if self._open:
             self._note_dropped()
-        while self._queue:
-            if self.pump():
-                deadline = time.monotonic() + patience_s
-            left = deadline - time.monotonic()
-            if left <= 0:
-                self._forget(_NOT_READ)
-            elif self._queue:
-                self._poll.poll(left * 1000)
+
+    def give_up(self) -> None:
+        """Drop what nobody has read."""
+        self._forget(_NOT_READ)
+
+    def close(self) -> None:
+        """Write nothing from now on. What is put is counted as dropped."""
+        self._forget(_NOT_READ)
+        self._open = False
+        if self._ours is not None:
+            os.close(self._ours)
+            self._ours = None
 
     def _enqueue(self, data: bytes, about: int = 0) -> None:
         self._queue.append((memoryview(data), about))
@@ -125,6 +137,44 @@ class Outlet:
             note = f"{begin}dtrain: launch: {self._dropped} lines of output were dropped here: {self._reason}\n"
             self._enqueue(note.encode(), about=self._dropped)
             self._dropped = 0
+
+
+def flush(outlets: Sequence[Outlet], *, patience_s: float, give_up: Callable[[], bool] = lambda: False) -> None:
+    """Write what waits in all of ``outlets``.
+
+    Args:
+        outlets: written at the same time: one without a reader does not use up the time of the others.
+        patience_s: how long to wait while no reader takes anything.
+        give_up: whether somebody has had enough of the wait; looked at every now and then while it lasts.
+    """
+    deadline = time.monotonic() + patience_s
+    for outlet in outlets:
+        outlet.note_dropped()
+    while waiting := [outlet for outlet in outlets if outlet.waiting]:
+        now = time.monotonic()
+        if sum(outlet.pump() for outlet in waiting):
+            deadline = now + patience_s
+        elif now >= deadline or give_up():
+            for outlet in waiting:
+                outlet.give_up()
+        else:
+            _wait_for_room(waiting, min(deadline - now, _LOOK_AGAIN_S))
+
+
+def _wait_for_room(outlets: Sequence[Outlet], within_s: float) -> None:
+    room = select.poll()
+    for outlet in outlets:
+        room.register(outlet.fd, select.POLLOUT)
+    room.poll(within_s * 1000)
+
+
+def _opened_for_us(fd: int) -> int | None:
+    """Another descriptor of the same pipe or terminal, whose mode is ours to choose; None where there is none to be had."""
+    try:
+        mode = os.fstat(fd).st_mode
+        return os.open(f"/proc/self/fd/{fd}", _FOR_US) if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) else None
+    except OSError:  # closed, a pipe without a reader, no /proc, or a terminal that belongs to another user
+        return None
 
 
 def open_outlets() -> tuple[Outlet, Outlet]:

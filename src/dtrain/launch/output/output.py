@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from dtrain.launch.output.files import FileStream, LogFiles
 from dtrain.launch.output.lines import LineMarker, PlainText, harmless
-from dtrain.launch.output.outlet import Outlet, open_outlets
+from dtrain.launch.output.outlet import Outlet, flush, open_outlets
 from dtrain.launch.output.tail import Tail, last_lines
 from dtrain.launch.output.templates import fill, log_files
 from dtrain.launch.plan import Layout, OutputPlan
@@ -110,20 +110,22 @@ class Output:
                 _pass_on(stream, chunk)
             self._close(stream)
 
-    def finish(self, last_words: Iterable[str], *, patience_s: float) -> None:
+    def finish(self, last_words: Iterable[str], *, patience_s: float, give_up: Callable[[], bool] = lambda: False) -> None:
         """The end of the job: what is left to read, what the files lack, ``last_words``, and what nobody has read.
 
-        A reader that takes nothing is waited for ``patience_s`` seconds, and the last words come before that wait.
+        A reader that takes nothing is waited for ``patience_s`` seconds, or until ``give_up`` says that somebody has had
+        enough; the last words come before that wait. The launcher's own streams are closed then.
         """
         self.drain()
         self._files.close()
         for line in [*(f"dtrain: launch: {lost}" for lost in self._files.lost()), *last_words]:
             self.say(line)
-        for outlet in self.outlets:
-            outlet.flush(patience_s=patience_s)
+        flush(self.outlets, patience_s=patience_s, give_up=give_up)
         if self._stdout is not self._stderr and self._stdout.dropped:
             self.say(f"dtrain: launch: {self._stdout.dropped} lines of standard output were dropped: {self._stdout.reason}")
             self._stderr.flush(patience_s=0.0)
+        for outlet in self.outlets:
+            outlet.close()
 
     def _lines(self, rank: int) -> LineMarker | PlainText:
         if self._layout.world_size == 1:

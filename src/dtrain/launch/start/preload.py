@@ -15,8 +15,6 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # this file's folder: its modules must not shadow anybody's
 
-import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -24,10 +22,9 @@ import os
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
-from dtrain.launch.processes import die_with_parent
+from dtrain.launch.processes import die_with_parent, show_as
 from dtrain.launch.start import rank, shadow, store
 
 _LONGEST = 1 << 16
@@ -47,7 +44,7 @@ def main() -> None:
     _become(request, fds)
     if request["kind"] == "store":
         store.serve(fds["listener"], request["address"], request["port"])
-    _show_as(rank.plain_command(kind, target, args))
+    show_as(rank.plain_command(kind, target, args))
     rank.run(kind, target, args)
 
 
@@ -168,19 +165,6 @@ def _threads(text: str) -> int:
     """The number of threads of the outermost level, as OpenMP reads its variable; 1 where it says nothing of use."""
     first = text.partition(",")[0].strip()
     return max(1, int(first)) if first.isdecimal() else 1
-
-
-def _show_as(command: list[str]) -> None:
-    """Let ``ps`` and ``pkill -f`` find this process by the command that a plain interpreter would have.
-
-    The kernel shows the memory that the arguments were in when the program began; they were longer than the new ones.
-    """
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        stat = Path("/proc/self/stat").read_bytes()
-        begin, end = (int(word) for word in stat[stat.rindex(b")") + 2 :].split()[45:47])
-        text = b"\0".join(os.fsencode(part) for part in command) + b"\0"
-        if 0 < begin < end and len(text) <= end - begin:
-            ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
 
 if __name__ == "__main__":
