@@ -1,6 +1,7 @@
 """Fixtures for all tests: real ranks, started once per world size and kept for the session."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 
@@ -8,14 +9,33 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share two
 import pytest
 import torch
 
+import leftovers
 from dtrain.testing import Ranks
 
 torch.set_num_threads(1)
+
+BEFORE = pytest.StashKey[leftovers.Before]()
 
 # A shell starts jobs in the background deaf to Ctrl-C, and nohup to a lost terminal, with all that they start: tests send both.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BEFORE] = leftovers.look()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the run when it leaves something behind; no test of its own could see that."""
+    left = leftovers.left_since(session.config.stash[BEFORE])
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line("")
+        for line in left:
+            reporter.write_line(f"LEFT BEHIND: {line}", red=True)
+    shutil.rmtree(session.config.stash[BEFORE].temporary, ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -269,6 +269,7 @@ def test_what_a_rank_started_is_ended_with_it(tmp_path):
 
     (pid,) = spawned(run, nproc=1)
     wait_until(lambda: gone(pid))
+    assert gone(pid)
 
 
 def test_output_passes_through_once(capfd):
@@ -347,6 +348,7 @@ def test_ranks_die_with_their_caller(tmp_path):
     caller.kill()
     caller.wait()
     wait_until(lambda: all(gone(int(file.read_text())) for file in files))
+    assert caller.returncode == -signal.SIGKILL
 
 
 def test_ranks_that_cannot_be_started_are_an_error_and_none_stays(monkeypatch):

@@ -7,6 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 
 from dtrain.cli import launch_options as given
 from dtrain.cli.values import parse_duration, parse_host, parse_modules, parse_restarts, parse_stop_signal, parse_whole
@@ -103,12 +104,7 @@ def launch(
         raise ConfigError("launch: --max-restarts is for one node, and for --nnodes MIN:MAX; leave it out")
     output = _output(layout, log_ranks=log_ranks, prefix=prefix, stdout=stdout, stderr=stderr)
     allow_open_files(layout.nproc)
-    now = datetime.now()
-    first = layout.node_rank == 0 or run_dir is not None
-    # Last of the checks: a typing error leaves nothing behind. On a later node it waits for the name that node 0 gives it.
-    folder = create_run_dir(run_dir, now=now) if first else default_run_dir(now)
-    if run_dir is not None:
-        claim_run_dir(folder, layout.node_rank)  # until this process ends
+    folder = _folder(run_dir, layout)  # last of the checks: a typing error leaves nothing behind
     plan = LaunchPlan(
         target=target,
         layout=layout,
@@ -123,10 +119,25 @@ def launch(
         output=output,
     )
     _say(*topology.notices, *([_describe(plan)] if verbose else []), *(_record(plan) if meeting is None else []))
-    if topology.elastic is not None:
-        plan = elastic_plan(plan, topology.elastic, threads=os.environ.get(THREADS, ""))
+    return _run(plan, topology)
+
+
+def _folder(run_dir: str | None, layout: Layout) -> Path:
+    """The folder of this launch; on a later node it is not made before node 0 has named it, unless the user did."""
+    now = datetime.now()
+    if layout.node_rank > 0 and run_dir is None:
+        return default_run_dir(now)
+    folder = create_run_dir(run_dir, now=now)
+    if run_dir is not None:
+        claim_run_dir(folder, layout.node_rank)  # until this process ends
+    return folder
+
+
+def _run(plan: LaunchPlan, topology: Topology) -> int:
     from dtrain.launch.front import launch as run_job  # not before it is needed: a refusal should come at once
 
+    if topology.elastic is not None:
+        plan = elastic_plan(plan, topology.elastic, threads=os.environ.get(THREADS, ""))
     return run_job(plan)
 
 

@@ -87,7 +87,7 @@ def test_a_node_that_left_before_the_start_may_come_again(nodes):
     nodes.read(0.3)
     os.kill(second.agent.pid, signal.SIGKILL)
     nodes.wait_for(Refused, second)
-    nodes.wait_for(Joined, first, nodes.start(1, 3), nodes.start(2, 3))
+    assert len(nodes.wait_for(Joined, first, nodes.start(1, 3), nodes.start(2, 3))) == 3
 
 
 def test_who_is_missing_is_named_when_the_time_is_over(nodes):

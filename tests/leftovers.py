@@ -1,0 +1,82 @@
+"""What a run of the tests must not leave: processes, and with them their sockets; files in shared memory; temporary files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARED = Path("/dev/shm")
+MARK = "TESTS_OF_DTRAIN"
+
+_PATIENCE_S = 15.0  # for processes that are ending
+_END_WITH_US = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")  # they wait for the end of a pipe of ours
+_CACHES = ("torchinductor_", "pytest-of-")  # kept on purpose, by torch's compiler and by pytest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """How it was when the tests began."""
+
+    mark: str
+    temporary: Path
+    shared: frozenset[int]  # inodes
+
+
+def look() -> Before:
+    """Begin: all processes from here on carry a mark, and put their temporary files into a folder of their own.
+
+    Mutates: this process's environment, and where ``tempfile`` works.
+    """
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own folders stay where they are
+    temporary = tempfile.mkdtemp(prefix="tests-")
+    mark = uuid.uuid4().hex
+    os.environ[MARK], os.environ["TMPDIR"], tempfile.tempdir = mark, temporary, temporary
+    return Before(mark=mark, temporary=Path(temporary), shared=frozenset(_shared()))
+
+
+def left_since(before: Before) -> list[str]:
+    """What is there now and was not before, one line each."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while (alive := _marked(before.mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    files = [path.name for path in before.temporary.iterdir() if not path.name.startswith(_CACHES)]
+    new = {inode: name for inode, name in _shared().items() if inode not in before.shared}
+    used = _mapped() if new else set()
+    shared = [name for inode, name in _shared().items() if inode in new and inode not in used]
+    return [
+        *(f"process {pid} is alive: {command}" for pid, command in alive.items()),
+        *(f"temporary file {name}" for name in files),
+        *(f"{SHARED}/{name}" for name in shared),
+    ]
+
+
+def _marked(mark: str) -> dict[int, str]:
+    """Processes that began below these tests, by pid with their command lines."""
+    found = {}
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            if f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if not any(word in command for word in _END_WITH_US):
+                    found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()
+    return found
+
+
+def _shared() -> dict[int, str]:
+    """The files in the memory that processes share: name by inode."""
+    return {entry.inode(): entry.name for entry in os.scandir(SHARED)} if SHARED.exists() else {}
+
+
+def _mapped() -> set[int]:
+    """Inodes of those that a process has mapped: others use this machine, too. A semaphore is mapped under another name."""
+    found = set()
+    for pid in (name for name in os.listdir("/proc") if name.isdecimal()):
+        with suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {int(line.split()[4]) for line in lines if f" {SHARED}/" in line}
+    return found

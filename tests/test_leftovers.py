@@ -1,0 +1,51 @@
+"""The check at the end of a run finds what was left, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+LEAVING = {
+    "a process": "subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)",
+    "a temporary file": "tempfile.mkstemp()",
+    "shared memory": "open(f'/dev/shm/left-{os.getpid()}', 'w').close()",
+}
+
+
+def look_after(statement, tmp_path):
+    """What the check says in a process of its own after ``statement``."""
+    source = f"""
+    import os, subprocess, tempfile
+    import leftovers
+    leftovers._PATIENCE_S = 1.0
+    before = leftovers.look()
+    {statement}
+    print("\\n".join(leftovers.left_since(before)))
+    """
+    tests = os.path.dirname(os.path.abspath(__file__))
+    environment = {**os.environ, "PYTHONPATH": tests, "TMPDIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:-1]
+
+
+@pytest.mark.parametrize("what", LEAVING)
+def test_thing_that_was_left_is_found(what, tmp_path):
+    lines = look_after(LEAVING[what], tmp_path)
+    for line in lines:  # so that this very run leaves nothing
+        if line.startswith("process "):
+            os.kill(int(line.split()[1]), 9)
+        if line.startswith("/dev/shm/"):
+            os.unlink(line)
+    assert len(lines) == 1, lines
+    assert lines[0].startswith({"a process": "process ", "a temporary file": "temporary file "}.get(what, "/dev/shm/"))
+
+
+def test_nothing_is_found_where_nothing_was_left(tmp_path):
+    assert look_after("subprocess.run(['true'])", tmp_path) == [""]
