@@ -120,6 +120,7 @@ def test_ranks_that_saved_and_stopped_make_the_exit_code_75(nodes):
     assert (process.returncode, err) == (75, "")
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_one_node_fewer_when_a_node_dies(nodes):
     source = """
     import os, pathlib, time

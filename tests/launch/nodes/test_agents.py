@@ -258,6 +258,7 @@ def test_a_node_that_has_ended_may_leave_before_the_others(nodes):
     assert not started[0].only(End)
 
 
+@pytest.mark.slow
 def test_a_silent_node_is_lost_in_seconds_and_one_that_only_stood_still_is_not(nodes):
     started = joined(nodes, 3, silence_s=4)
     os.kill(started[2].agent.pid, signal.SIGSTOP)
