@@ -17,7 +17,8 @@ torch.set_num_threads(1)
 BEFORE = pytest.StashKey[leftovers.Before]()
 
 # A shell starts jobs in the background deaf to Ctrl-C, and nohup to a lost terminal, with all that they start: tests send both.
-for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+USUAL = ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL))
+for number, usual in USUAL:
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
