@@ -1,5 +1,6 @@
 """Fixtures for all tests: real ranks, started once per world size and kept for the session."""
 
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run when it leaves something behind; no test of its own could see that."""
+    multiprocessing.util._run_finalizers()  # its temporary folder would be there until this process ends
     left = leftovers.left_since(session.config.stash[BEFORE])
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -13,7 +13,7 @@ from pathlib import Path
 SHARED = Path("/dev/shm")
 MARK = "TESTS_OF_DTRAIN"
 
-_PATIENCE_S = 15.0  # for processes that are ending
+_PATIENCE_S = 60.0  # for processes that are ending
 _END_WITH_US = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")  # they wait for the end of a pipe of ours
 _CACHES = ("torchinductor_", "pytest-of-")  # kept on purpose, by torch's compiler and by pytest
 

@@ -187,7 +187,8 @@ def test_a_finished_run_says_so(straight, tmp_path):
 
 
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]], ids=["python", "torchrun"])
-def test_it_runs_without_our_launcher(straight, tmp_path, launcher):
+def test_it_runs_without_our_launcher(straight, tmp_path, monkeypatch, launcher):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder behind
     out = only_the_middle(straight, tmp_path / "out")
     text = run(command(*launcher, out=out), tmp_path)
     assert text.count("held-out loss") == 1
