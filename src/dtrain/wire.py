@@ -107,6 +107,11 @@ def exit_code_of(error: BaseException) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
+def failure_file(run_dir: Path, rank: int) -> Path:
+    """Where ``rank`` records the exception that leaves its script."""
+    return run_dir / "failures" / f"rank-{rank:05d}.json"
+
+
 def failed_file(run_dir: Path) -> Path:
     """There once the job has failed: a signal that ranks get then is no request to save, for which all would be needed."""
     return run_dir / "failures" / "failed"

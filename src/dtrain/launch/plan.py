@@ -113,7 +113,7 @@ class LaunchPlan:
 
     def failure_file(self, rank: int) -> Path:
         """Where ``rank`` records the exception that leaves its script."""
-        return self.run_dir / "failures" / f"rank-{rank:05d}.json"
+        return wire.failure_file(self.run_dir, rank)
 
 
 def parse_nproc(text: str) -> int:

@@ -50,6 +50,18 @@ def die_with_parent(parent: int) -> None:
             os._exit(128 + signal.SIGKILL)
 
 
+def forget_signals(*, ignore: Collection[int] = ()) -> None:
+    """In a fresh fork: Python's default handling of every signal, and none blocked, whatever the parent had; some are ignored.
+
+    Mutates: this process's signal handling.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(number) is not None:  # None: the C library keeps it for itself
+            signal.signal(number, signal.SIG_IGN if number in ignore else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def reap() -> tuple[list[tuple[int, int]], bool]:
     """Collect every child that has ended, without waiting.
 

@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dtrain import wire
 from dtrain.launch.cores import core_count
-from dtrain.launch.elastic.request import ElasticRequest, failure_file
+from dtrain.launch.elastic.request import ElasticRequest
 from dtrain.launch.nodes.addresses import interface_of, resolve
 from dtrain.launch.verdict import exit_code, signal_name
 
@@ -131,7 +131,7 @@ def _report(failures: dict[int, ProcessFailure], run_dir: Path) -> int:
     """Name the rank that failed first on this node: by its own record, which tells when; else by torch's whole seconds."""
     if all(failure.exitcode == wire.PREEMPTED for failure in failures.values()):
         return wire.PREEMPTED
-    records = {rank: wire.Failure.read(failure_file(run_dir, rank)) for rank in failures}
+    records = {rank: wire.Failure.read(wire.failure_file(run_dir, rank)) for rank in failures}
     found = {rank: record for rank, record in records.items() if record is not None}
     asked = -signal.SIGTERM  # how torch's agent ends the others
     silent = [

@@ -48,11 +48,6 @@ class ElasticRequest:
         return json.dumps(asdict(self))
 
 
-def failure_file(run_dir: Path, rank: int) -> Path:
-    """Where ``rank`` records the exception that leaves its script; as in ``LaunchPlan``."""
-    return run_dir / "failures" / f"rank-{rank:05d}.json"
-
-
 def elastic_command(request: ElasticRequest) -> list[str]:
     """The command line of the program. It exits as ``dtrain launch`` does, and writes the summary line itself."""
     return [sys.executable, os.fspath(Path(__file__).with_name("program.py")), request.encode()]

@@ -15,13 +15,12 @@ import os
 from pathlib import Path
 
 from dtrain import wire
-from dtrain.launch.elastic.request import failure_file
 from dtrain.launch.plan import Target, rank_command
 
 
 def main() -> None:
     kind, name, args = json.loads(sys.argv[1])
-    record = failure_file(Path(os.environ[wire.RUN_DIR]), int(os.environ[wire.RANK]))
+    record = wire.failure_file(Path(os.environ[wire.RUN_DIR]), int(os.environ[wire.RANK]))
     record.unlink(missing_ok=True)  # an earlier rank of this number left it
     os.environ[wire.FAILURE_FILE] = os.fspath(record)
     command = rank_command(Target(kind=kind, name=name, args=tuple(args)))

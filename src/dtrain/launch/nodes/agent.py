@@ -20,7 +20,7 @@ from dtrain.launch.nodes.lines import Lines
 from dtrain.launch.nodes.meeting import Meeting
 from dtrain.launch.nodes.member import Member
 from dtrain.launch.nodes.messages import End, Ended, Failed, Hello, Joined, Message, Notice, Refused
-from dtrain.launch.processes import die_with_parent
+from dtrain.launch.processes import die_with_parent, forget_signals
 
 _TICK_S = 0.2
 _STOOD_STILL_S = 2.0  # between two turns: this process was stopped, or its machine asleep
@@ -104,12 +104,9 @@ def _be_agent(meeting: Meeting, sock: socket.socket, parent: int) -> NoReturn:
     """Turn this fresh fork into the agent."""
     try:
         die_with_parent(parent)
-        signal.set_wakeup_fd(-1)
-        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-            if signal.getsignal(number) is not None:  # None: the C library keeps it for itself
-                # A scheduler signals everything at once. The agent must outlive that, to say how the node ended.
-                signal.signal(number, signal.SIG_IGN if number in _HARMLESS else signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        forget_signals(
+            ignore=_HARMLESS
+        )  # a scheduler signals everything at once: it must outlive that, to say how the node ended
         _keep_only(sock.fileno())
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the hub has a connection to every node

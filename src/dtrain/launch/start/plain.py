@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 
-from dtrain.launch.processes import die_with_parent
+from dtrain.launch.processes import die_with_parent, forget_signals
 from dtrain.launch.start.request import Request
 
 _CANNOT_START = 127  # what a shell exits with for a command that it cannot run
@@ -43,11 +43,7 @@ def _become(request: Request, command: Sequence[str], common: Mapping[str, str],
     try:
         os.setsid()
         die_with_parent(parent)
-        signal.set_wakeup_fd(-1)
-        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-            if signal.getsignal(number) is not None:  # None: the C library keeps it for itself
-                signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        forget_signals()
         for name, fd in request.fds.items():
             if name in _STREAMS:
                 os.dup2(fd, _STREAMS[name])
