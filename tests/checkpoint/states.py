@@ -118,7 +118,7 @@ def write_of_another_version(step: Path) -> None:
 
 
 class WatchedOs:
-    """Stands in for ``os`` inside ``dtrain.storage``: records every call that touches files, and acts at the k-th."""
+    """Stands in for ``os`` inside ``dtrain.storage.local``: records every call that touches files, and acts at the k-th."""
 
     CHANGING = frozenset({"open", "write", "fsync", "rename", "unlink", "rmdir", "mkdir", "makedirs"})
     WATCHED = CHANGING | {"listdir", "preadv", "close"}
@@ -158,11 +158,11 @@ class watching:
         self.watched = WatchedOs(**options)
 
     def __enter__(self) -> WatchedOs:
-        storage.os = self.watched
+        storage.local.os = self.watched
         return self.watched
 
     def __exit__(self, *_: object) -> None:
-        storage.os = os
+        storage.local.os = os
 
 
 def names(folder: Path) -> list[str]:

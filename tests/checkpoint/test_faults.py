@@ -97,14 +97,14 @@ def test_a_disk_that_stays_full_publishes_nothing(tmp_path):
 
     state = saves(tmp_path)
     before = (tmp_path / "step-00000002" / "manifest.json").read_bytes()
-    storage.os = Full(kind="write")
+    storage.local.os = Full(kind="write")
     try:
         with pytest.raises(
             CheckpointError, match=r"No space left on device: '.*rank-00000.safetensors'; nothing was published"
         ):
             save_sharded(tmp_path, state)
     finally:
-        storage.os = os
+        storage.local.os = os
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
     assert (tmp_path / "step-00000002" / "manifest.json").read_bytes() == before
 
@@ -118,7 +118,7 @@ def test_short_writes_are_completed(tmp_path, monkeypatch):
             return (lambda handle, data: real(handle, data[:1000])) if name == "write" else real
 
     state = train(plain_state(), 1)
-    monkeypatch.setattr(storage, "os", Short())
+    monkeypatch.setattr(storage.local, "os", Short())
     save_sharded(tmp_path, state)
     verify_checkpoint(tmp_path)
 

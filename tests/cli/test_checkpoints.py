@@ -146,7 +146,7 @@ def test_a_root_that_cannot_be_read_is_one_line(checkpoints, root, monkeypatch, 
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(storage.os, "listdir", refuse)
+    monkeypatch.setattr(storage.local.os, "listdir", refuse)
     code, out, err = checkpoints(command, "root")
     assert (code, out) == (1, "")
     assert err.startswith(f"dtrain: checkpoints: {command}: [Errno 13] Permission denied: ")

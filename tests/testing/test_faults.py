@@ -102,7 +102,7 @@ def test_an_error_at_a_point_is_reported_for_the_rank_it_was_meant_for(name, tmp
 
 
 def kill_at_second_sync(root: str) -> None:
-    with fault("kill", at="dtrain.storage.os.fsync", rank=1, call=2):
+    with fault("kill", at="dtrain.storage.local.os.fsync", rank=1, call=2):
         storage.write_file(Path(root, f"{current().rank}-a"), b"1")
         storage.write_file(Path(root, f"{current().rank}-b"), b"2")
         storage.write_file(Path(root, f"{current().rank}-c"), b"3")
@@ -142,7 +142,7 @@ def test_the_default_error_is_an_oserror_and_storage_names_the_file(tmp_path):
 
 
 def test_only_the_module_on_the_path_is_affected(tmp_path):
-    with fault("raise", at="dtrain.storage.os.mkdir", call=2) as point:
+    with fault("raise", at="dtrain.storage.local.os.mkdir", call=2) as point:
         storage.make_folder(tmp_path / "a")
         os.mkdir(tmp_path / "b")
         with pytest.raises(OSError, match="call 2"):
@@ -150,11 +150,11 @@ def test_only_the_module_on_the_path_is_affected(tmp_path):
         storage.make_folder(tmp_path / "d")
     assert (point.calls, point.fired) == (3, 1)
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "d"]
-    assert storage.os is os
+    assert storage.local.os is os
 
 
 def test_after_means_that_the_call_has_been_made(tmp_path):
-    with pytest.raises(OSError, match="injected"), fault("raise", at="dtrain.storage.os.mkdir", when="after"):
+    with pytest.raises(OSError, match="injected"), fault("raise", at="dtrain.storage.local.os.mkdir", when="after"):
         storage.make_folder(tmp_path / "a")
     assert os.listdir(tmp_path) == ["a"]
 
@@ -195,7 +195,7 @@ def test_a_method_that_is_only_inherited_is_wrapped_for_the_class_on_the_path():
 
 
 def test_everything_is_undone_after_an_error_of_the_bodys_own():
-    kept = (nn.Module.__call__, torch.Tensor.backward, storage.os)
+    kept = (nn.Module.__call__, torch.Tensor.backward, storage.local.os)
     with (
         pytest.raises(KeyError, match="mine"),
         fault("raise", at="forward"),
@@ -205,7 +205,7 @@ def test_everything_is_undone_after_an_error_of_the_bodys_own():
         fault("raise", at="optimizer"),
     ):
         raise KeyError("mine")
-    assert (nn.Module.__call__, torch.Tensor.backward, storage.os) == kept
+    assert (nn.Module.__call__, torch.Tensor.backward, storage.local.os) == kept
     param = nn.Parameter(torch.ones(1))
     param.grad = torch.ones(1)
     torch.optim.SGD([param], lr=1.0).step()
@@ -237,9 +237,9 @@ def test_calls_of_several_threads_are_counted_once_each():
     [
         ({"at": "nope.f"}, "fault: there is nothing at 'nope.f': it begins with no module"),
         ({"at": "gathr"}, "fault: there is nothing at 'gathr': it begins with no module; give a short name"),
-        ({"at": "dtrain.storage.os.nope"}, "'dtrain.storage.os.nope': os has no 'nope'; .*from x import f"),
+        ({"at": "dtrain.storage.local.os.nope"}, "'dtrain.storage.local.os.nope': os has no 'nope'; .*from x import f"),
         ({"at": "dtrain.nope.f"}, "'dtrain.nope.f': dtrain has no 'nope'"),
-        ({"at": "dtrain.storage.os"}, "fault: 'dtrain.storage.os' is no function but module; only calls can fail"),
+        ({"at": "dtrain.storage.local.os"}, "fault: 'dtrain.storage.local.os' is no function but module; only calls can fail"),
         ({"at": "builtins.int.bit_length"}, "fault: 'builtins.int.bit_length' belongs to int, which is built in"),
         ({"at": ".f"}, r"fault: '\.f' is no import path; give a short name"),
         ({"at": "torch..f"}, r"fault: 'torch\.\.f' is no import path"),

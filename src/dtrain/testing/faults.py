@@ -28,9 +28,9 @@ POINTS = {
     "gather": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_all_gather",
     "reduce": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
     "vote": "dtrain.dist.control.all_gather_numbers",
-    "write": "dtrain.storage.os.write",
-    "sync": "dtrain.storage.os.fsync",
-    "rename": "dtrain.storage.os.rename",
+    "write": "dtrain.storage.local.os.write",
+    "sync": "dtrain.storage.local.os.fsync",
+    "rename": "dtrain.storage.local.os.rename",
 }
 """Short names of the usual points. One more, ``"optimizer"``, is the ``step`` of every torch optimizer."""
 
@@ -74,7 +74,7 @@ def fault(
         at: a short name (``forward``, ``backward``, ``gather``, ``reduce``, ``vote``, ``optimizer``, ``write``, ``sync``,
             ``rename``; see ``POINTS``), or the import path of any function or method, as the code under test looks it up:
             ``from x import f`` copies ``f``, so the point is then ``"importing_module.f"``. A path that goes through a module
-            imported elsewhere (``"dtrain.storage.os.fsync"``) changes what *that* module sees, and nobody else.
+            imported elsewhere (``"dtrain.storage.local.os.fsync"``) changes what *that* module sees, and nobody else.
         rank: the rank that fails; None means every rank. The others run as if there were no fault.
         call: which call fires, counted from 1 on each rank; None means every call.
         when: ``"before"`` the call, in place of it where the action raises or kills, or ``"after"`` it has returned.
@@ -92,7 +92,7 @@ def fault(
 
     Example:
         >>> from dtrain import storage
-        >>> with fault("raise", at="dtrain.storage.os.mkdir", error=PermissionError("not here")):
+        >>> with fault("raise", at="dtrain.storage.local.os.mkdir", error=PermissionError("not here")):
         ...     storage.make_folder("/new")
         Traceback (most recent call last):
         PermissionError: not here

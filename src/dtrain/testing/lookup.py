@@ -19,7 +19,7 @@ def wrapped(path: str, *, before: Callable[[], None] | None = None, after: Calla
     """Call ``before`` and ``after`` around the function at ``path``, for as long as the context is open.
 
     Only those who look the function up by this path are affected. For a path that leads through a module into one that it
-    has imported (``"dtrain.storage.os.fsync"``), the first of them gets a stand-in for the second: ``os`` stays as it is.
+    has imported (``"dtrain.storage.local.os.fsync"``), the first of them gets a stand-in for the second: ``os`` stays as it is.
 
     Mutates: one attribute of a module or class; put back on leaving.
 

@@ -51,7 +51,7 @@ def test_removing_a_folder_takes_the_first_name_first_and_follows_no_link(tmp_pa
         def __getattr__(self, name):
             return (lambda path: (order.append(path.name), real(path))) if name == "unlink" else getattr(os, name)
 
-    monkeypatch.setattr(storage, "os", Watched())
+    monkeypatch.setattr(storage.local, "os", Watched())
     storage.remove_folder(folder, first="manifest.json")
     assert order == ["manifest.json", "a", "x", "link"]
     assert not folder.exists()
@@ -79,7 +79,7 @@ def test_errors_of_a_handle_carry_the_path(tmp_path, monkeypatch):
 
             return fail
 
-    monkeypatch.setattr(storage, "os", Failing())
+    monkeypatch.setattr(storage.local, "os", Failing())
     with pytest.raises(OSError, match=r"Input/output error: '.*/file'"):
         storage.write_file(tmp_path / "file", b"x")
     with pytest.raises(OSError, match="Input/output error: '"):

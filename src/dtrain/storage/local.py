@@ -1,4 +1,4 @@
-"""The only module that touches files: create, write, sync, rename, list, remove, read a range.
+"""Files of this machine: create, write, sync, rename, list, remove, read a range.
 
 Every operation is one call of ``os``, made through the name ``os`` of this module, so that a test can fail, kill or record
 the k-th one by putting something else in its place. Errors are ``OSError`` that carry the path.
