@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from dtrain.launch.attempt import Attempt
 from dtrain.launch.conclusion import conclude, describe_log
 from dtrain.launch.plan import LaunchPlan, Layout, OutputPlan, Target
+from dtrain.launch.processes import descendants
 from dtrain.wire import Failure
 
 SCRIPT = Target(kind="script", name="a.py")
@@ -22,13 +21,10 @@ SCRIPT = Target(kind="script", name="a.py")
 def attempt(tmp_path):
     plan = LaunchPlan(target=SCRIPT, layout=Layout.one_node(3), run_dir=tmp_path, output=OutputPlan(prefix="<{rank}> "))
     (tmp_path / "failures").mkdir()
+    # What other tests have running below this process, however deep, is none of the attempt's: it would signal all of it.
+    others = set(descendants())
     # Pids that no process has: the kernel's highest is 2**22.
-    return Attempt(plan=plan, services=set(os_children()), pids={0: 2**22 + 1, 1: 2**22 + 2, 2: 2**22 + 3})
-
-
-def os_children():
-    """What other tests have running below this process is none of the attempt's."""
-    return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
+    return Attempt(plan=plan, services=others, pids={0: 2**22 + 1, 1: 2**22 + 2, 2: 2**22 + 3})
 
 
 def ended(attempt, rank, code, now):
