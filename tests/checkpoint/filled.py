@@ -126,7 +126,7 @@ def save_filled(root: str, strategy: str) -> list:
     state = sharded_state(strategy, filled=True)
     seed_all("stream", current().rank)
     handle = save_sharded(root, state, extra={"history": [1, 2]})
-    return [str(handle.path), handle.bytes, rng_digest()]
+    return [str(handle.path), handle.result().bytes, rng_digest()]
 
 
 def rng_digest() -> str:

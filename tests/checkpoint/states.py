@@ -120,7 +120,9 @@ def write_of_another_version(step: Path) -> None:
 class WatchedOs:
     """Stands in for ``os`` inside ``dtrain.storage.local``: records every call that touches files, and acts at the k-th."""
 
-    CHANGING = frozenset({"open", "write", "fsync", "rename", "unlink", "rmdir", "mkdir", "makedirs"})
+    CHANGING = frozenset(
+        {"open", "write", "pwritev", "link", "replace", "fsync", "rename", "unlink", "rmdir", "mkdir", "makedirs"}
+    )
     WATCHED = CHANGING | {"listdir", "preadv", "close"}
 
     def __init__(self, *, at: int | None = None, kind: str | None = None, action: str = "fail") -> None:

@@ -11,7 +11,10 @@ from dtrain.errors import CheckpointError, DamagedCheckpointError
 
 RUN = "0123456789abcdef" * 2
 FILES = layout.RankFiles(
-    index="rank-00000.json", index_bytes=5, index_sha256="a" * 64, data="rank-00000.safetensors", data_bytes=64
+    index="rank-00000.json",
+    index_bytes=5,
+    index_sha256="a" * 64,
+    data=(layout.DataFile(name="rank-00000.safetensors", bytes=64),),
 )
 MANIFEST = layout.Manifest(
     run_id=RUN,
@@ -22,7 +25,7 @@ MANIFEST = layout.Manifest(
     ranks=(FILES,),
 )
 ENTRY = layout.Entry(key="params/w", dtype="F32", shape=(4, 3), offset=(2, 0), size=(2, 3), begin=16, end=40)
-INDEX = layout.RankIndex(rank=0, boxes=(ENTRY,), own=(), chunks=("b" * 64,), values={"x": 1}, shared={"seed": 0})
+INDEX = layout.RankIndex(rank=0, boxes=(ENTRY,), own=(), chunks=(("b" * 32,),), values={"x": 1}, shared={"seed": 0})
 
 
 def signed(body: dict) -> bytes:
@@ -38,13 +41,29 @@ def rank_files(**changes) -> list:
     return [{**changed()["ranks"][0], **changes}]
 
 
-@pytest.mark.parametrize("manifest", [MANIFEST, replace(MANIFEST, parent_step=3, step=10**9)])
+def data_file(**changes) -> list:
+    return [{**changed()["ranks"][0]["data"][0], **changes}]
+
+
+FROZEN = layout.DataFile(name="rank-00000-frozen.safetensors", bytes=0)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        MANIFEST,
+        replace(MANIFEST, parent_step=3, step=10**9),
+        replace(MANIFEST, only=("model",), states=("generator", "critic")),
+        replace(MANIFEST, only=("trainable",), ranks=(replace(FILES, data=(*FILES.data, FROZEN)),)),
+    ],
+    ids=["whole", "with a parent", "model of two states", "two files"],
+)
 def test_manifest_comes_back(manifest):
     assert layout.parse_manifest(layout.encode_manifest(manifest)) == manifest
 
 
 def test_index_comes_back():
-    assert layout.parse_index(layout.encode_index(INDEX), 0, 64) == INDEX
+    assert layout.parse_index(layout.encode_index(INDEX), 0, [64]) == INDEX
 
 
 def test_every_changed_byte_of_a_manifest_is_seen():
@@ -75,12 +94,22 @@ BAD_MANIFESTS = {
     "axes": changed(layout={"strategy": "x", "axes": [1], "shape": []}),
     "no ranks": changed(ranks=[]),
     "ranks of no list": changed(ranks={}),
-    "path upwards": changed(ranks=rank_files(data="../rank-00000.safetensors")),
+    "path upwards": changed(ranks=rank_files(data=data_file(name="../rank-00000.safetensors"))),
     "absolute path": changed(ranks=rank_files(index="/etc/passwd")),
-    "file of another rank": changed(ranks=rank_files(data="rank-00001.safetensors")),
+    "file of another rank": changed(ranks=rank_files(data=data_file(name="rank-00001.safetensors"))),
     "digest": changed(ranks=rank_files(index_sha256="A" * 64)),
-    "size": changed(ranks=rank_files(data_bytes=-1)),
+    "size": changed(ranks=rank_files(data=data_file(bytes=-1))),
     "file field": changed(ranks=rank_files(more=1)),
+    "data file field": changed(ranks=rank_files(data=data_file(more=1))),
+    "no data file": changed(ranks=rank_files(data=[])),
+    "a data file twice": changed(ranks=rank_files(data=data_file() * 2)),
+    "a third data file": changed(
+        ranks=rank_files(data=[*data_file(), *data_file(name="rank-00000-frozen.safetensors"), *data_file()])
+    ),
+    "only": changed(only=["optimizer"]),
+    "only of no list": changed(only="model"),
+    "states of no text": changed(states=[1]),
+    "a state twice": changed(states=["a", "a"]),
 }
 
 
@@ -110,7 +139,10 @@ BAD_INDEXES = {
     "rank": index_with(rank=1),
     "chunk size": index_with(chunk_bytes=1),
     "number of chunks": index_with(chunks=[]),
-    "chunk digest": index_with(chunks=["b" * 63]),
+    "chunk digest": index_with(chunks=[["b" * 31]]),
+    "digests of no file": index_with(chunks=[["b" * 32], []]),
+    "kind of digest": index_with(digest="crc32"),
+    "file of an entry": entry_with(file=1),
     "no shared": index_with(shared=None),
     "shared of no dict": index_with(shared=[]),
     "format": index_with(format=layout.FORMAT),
@@ -129,12 +161,12 @@ BAD_INDEXES = {
 @pytest.mark.parametrize("data", BAD_INDEXES.values(), ids=BAD_INDEXES)
 def test_index_schema_is_closed(data):
     with pytest.raises(DamagedCheckpointError, match=r"rank-00000.json: "):
-        layout.parse_index(data, 0, 64)
+        layout.parse_index(data, 0, [64])
 
 
 def test_a_later_version_of_an_index_is_refused():
     with pytest.raises(CheckpointError, match="format version 7"):
-        layout.parse_index(index_with(version=7), 0, 64)
+        layout.parse_index(index_with(version=7), 0, [64])
 
 
 def test_an_index_too_large_to_be_read_is_not_written(monkeypatch):

@@ -111,10 +111,10 @@ def attempt_save(root: str, failing_rank: int, at: int, kind: str) -> list:
     unchanged = digest(state) == before
     all_gather_json(None)  # rank 0 removes the side folder, and only then comes here
     found = names(Path(root))
-    return [failed, fired, unchanged, found, save_sharded(root, state).written]
+    return [failed, fired, unchanged, found, save_sharded(root, state).result().written]
 
 
-@pytest.mark.parametrize(("kind", "at"), [("write", 0), ("write", 1), ("fsync", 0), ("fsync", 1), ("open", 0)])
+@pytest.mark.parametrize(("kind", "at"), [("pwritev", 0), ("write", 0), ("fsync", 0), ("fsync", 1), ("open", 0)])
 def test_a_failing_write_on_one_rank_fails_the_save_on_all(tmp_path, ranks, kind, at):
     results = ranks(3).run(attempt_save, str(tmp_path), 1, at, kind)
     for rank, (failed, fired, unchanged, found, written) in enumerate(results):
@@ -255,8 +255,8 @@ def retention_on_ranks(root: str) -> list:
     state = sharded_state("full_shard", filled=True)
     handles = []
     for _ in range(3):
-        handles.append(save_sharded(root, state, keep_last=1).written)
-        handles.append(save_sharded(root, state, keep_last=1).written)
+        handles.append(save_sharded(root, state, keep_last=1).result().written)
+        handles.append(save_sharded(root, state, keep_last=1).result().written)
         state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0, end_of_epoch=False))
     reshard(state.model)
     return [handles, state.shared.run_id, state.shared.parent_step, sorted(state.shared.committed[root])]

@@ -114,7 +114,7 @@ def test_every_dtype_and_shape_survives(tmp_path):
     content = everything_in_one_slice()
     path = save_sharded(tmp_path, replace(plain_state(), slices={"t": content})).path
     data_bytes = (path / "rank-00000.safetensors").stat().st_size
-    for entry in parse_index((path / "rank-00000.json").read_bytes(), 0, data_bytes).boxes:
+    for entry in parse_index((path / "rank-00000.json").read_bytes(), 0, [data_bytes]).boxes:
         assert entry.begin % DTYPES[entry.dtype].itemsize == 0, "every box is aligned"
     state = load_sharded(tmp_path, replace(plain_state(1), slices={"t": with_tensors_cleared(content)})).state
     back = state.slices["t"]
@@ -195,32 +195,32 @@ def test_the_description_of_a_step(tmp_path):
     second = save_sharded(tmp_path, train(state, 4))
     one, two = list_checkpoints(tmp_path)
     assert (one.step, one.parent_step, one.path, one.world_size, one.serial) == (1, None, first.path, 1, 1)
-    assert (two.step, two.parent_step, two.path, two.bytes, two.serial) == (5, 1, second.path, second.bytes, 2)
+    assert (two.step, two.parent_step, two.path, two.bytes, two.serial) == (5, 1, second.path, second.result().bytes, 2)
     assert one.run_id == two.run_id == state.shared.run_id
     assert names(tmp_path) == ["step-00000001", "step-00000005"]
-    assert sum(p.stat().st_size for p in second.path.iterdir() if p.name != "manifest.json") == second.bytes
+    assert sum(p.stat().st_size for p in second.path.iterdir() if p.name != "manifest.json") == second.result().bytes
     assert verify_checkpoint(tmp_path) == two
     assert verify_checkpoint(first.path) == one
 
 
 def test_a_step_that_this_process_committed_or_loaded_is_not_written_again(tmp_path):
     state = train(plain_state(), 1)
-    assert save_sharded(tmp_path, state).written
+    assert save_sharded(tmp_path, state).result().written
     manifest = tmp_path / "step-00000001" / "manifest.json"
     before = manifest.stat()
     again = save_sharded(tmp_path, state)
-    assert (again.written, again.bytes, again.path) == (False, 0, manifest.parent)
+    assert (again.result().written, again.result().bytes, again.path) == (False, 0, manifest.parent)
     loaded = load_sharded(tmp_path, plain_state()).state
-    assert not save_sharded(tmp_path, loaded).written
+    assert not save_sharded(tmp_path, loaded).result().written
     assert (manifest.stat().st_mtime_ns, manifest.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
-    assert save_sharded(tmp_path / "elsewhere", loaded).written, "another root does not have it"
+    assert save_sharded(tmp_path / "elsewhere", loaded).result().written, "another root does not have it"
 
 
 def test_a_committed_step_that_has_gone_is_written_again(tmp_path):
     state = train(plain_state(), 1)
     (save_sharded(tmp_path, state).path / "manifest.json").unlink()
     with pytest.warns(UserWarning, match=r"step-00000001 is not a valid checkpoint; it is now step-00000001.aside-"):
-        assert save_sharded(tmp_path, state).written
+        assert save_sharded(tmp_path, state).result().written
     verify_checkpoint(tmp_path)
     assert len(names(tmp_path)) == 2, "what was there is kept aside"
 
@@ -247,7 +247,7 @@ def test_going_back_supersedes_the_later_steps(tmp_path):
     back = load_sharded(tmp_path / "step-00000010", plain_state()).state
     torch.manual_seed(99)
     back = train(back, 10)
-    assert save_sharded(tmp_path, back).written
+    assert save_sharded(tmp_path, back).result().written
     assert names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
     assert (tmp_path / "step-00000020" / "rank-00000.safetensors").read_bytes() != old
     assert [(c.step, c.parent_step) for c in list_checkpoints(tmp_path)] == [(10, None), (30, 20), (20, 10)]
@@ -266,7 +266,7 @@ def test_going_back_in_one_process_supersedes_its_own_steps(tmp_path):
     state = load_sharded(tmp_path / "step-00000001", state).state
     torch.manual_seed(99)
     state = train(state, 1)
-    assert save_sharded(tmp_path, state).written, "step 2 of the lineage that was left is another step 2"
+    assert save_sharded(tmp_path, state).result().written, "step 2 of the lineage that was left is another step 2"
     assert digest(load_sharded(tmp_path, plain_state()).state) == digest(state)
 
 
@@ -391,7 +391,7 @@ def test_relative_paths_and_links_are_the_same_root(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "root")
     monkeypatch.chdir(tmp_path)
     for root in ("root", Path("link"), tmp_path / "x" / ".." / "root"):
-        assert not save_sharded(root, state).written
+        assert not save_sharded(root, state).result().written
 
 
 @pytest.mark.gpu

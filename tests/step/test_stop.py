@@ -45,7 +45,7 @@ def train(rank, *, folder, asks=True, saves="after", number=signal.SIGTERM, step
             if saves == "always" or (stop and saves in ("after", "twice")):
                 dt.save_sharded(folder / "ckpt", state)
             if stop and saves == "twice":
-                assert not dt.save_sharded(folder / "ckpt", state).written
+                assert not dt.save_sharded(folder / "ckpt", state).result().written
             if saves == "before" and now == AT - 1:
                 dt.save_sharded(folder / "ckpt", state)
             if stop:

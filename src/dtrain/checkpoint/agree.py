@@ -34,13 +34,15 @@ class Agreed:
         raise_together(error, where=self._where, group=self._group)
 
 
-def decided_by_rank_0(where: str, decide: Callable[[], Plain], *, advice: str = "") -> Plain:
+def decided_by_rank_0(
+    where: str, decide: Callable[[], Plain], *, group: GroupName = "control", advice: str = ""
+) -> Plain:
     """What ``decide`` returns on rank 0, where alone it is called, on every rank; if it raises, all ranks do.
 
-    Collective: two exchanges of JSON on the control group.
+    Collective: two exchanges of JSON.
     """
     decision: Plain = None
-    with Agreed(where, advice=advice):
+    with Agreed(where, group=group, advice=advice):
         if current().rank == 0:
             decision = decide()
-    return broadcast_json(decision)
+    return broadcast_json(decision, group=group, where=where)

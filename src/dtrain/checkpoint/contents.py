@@ -13,26 +13,27 @@ and of each rank::
 
     rng/...                             its random state
     buffers/<name>                      its persistent buffers, where each rank has its own (``buffers="local"``)
+
+Several named states lie below ``states/<name>/``; ``extra`` and ``rng`` stay where they are.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from dtrain.checkpoint import closed, plain
-from dtrain.dist.collectives import all_gather_json
+from dtrain.checkpoint import closed, layout, plain
 from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
 from dtrain.names import clean_buffers
 from dtrain.state import TrainState
 from dtrain.tensors import is_distributed
 
-SECTIONS = ("params", "buffers", "optimizer", "slices", "clock", "seed", "extra")
 # How torch computes a step, not what it computes: belongs to the machine and the program, which may differ after a resume.
 MACHINE_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_STORED = MACHINE_FLAGS | {"params", "param_names"}
@@ -58,16 +59,30 @@ class Contents:
         tensors: tensors of the run by key: DTensors, and plain ones that are equal on every rank.
         values: encoded values of this rank.
         own: tensors of this rank by key.
+        frozen: the keys of parameters that are not trained.
     """
 
     shared: dict[str, Any]
     tensors: dict[str, Tensor]
     values: Any
     own: dict[str, Tensor]
+    frozen: frozenset[str]
 
 
-def collect(state: TrainState, extra: Mapping[str, Any]) -> Contents:
-    """The contents of a checkpoint of ``state``; the tensors are those of the state, not copies.
+States = Mapping[str, TrainState]
+"""Named states that are one checkpoint; a single one without a name has the name ``""``."""
+
+
+def collect(
+    states: States, extra: Mapping[str, Any], *, only: tuple[str, ...] = (), cast: torch.dtype | None = None
+) -> Contents:
+    """The contents of a checkpoint of ``states``; the tensors are those of the states, not copies (``cast`` ones are).
+
+    Args:
+        states: by name.
+        extra: of the run as a whole; left out by ``only``.
+        only: what to limit the contents to; see ``layout.sections_of``.
+        cast: the dtype of floating-point parameters.
 
     Raises:
         ConfigError: something that is neither a tensor nor plain data, named by its path; a name in ``extra`` that is no text.
@@ -75,26 +90,57 @@ def collect(state: TrainState, extra: Mapping[str, Any]) -> Contents:
     bad = next((name for name in extra if type(name) is not str), None)
     if bad is not None:
         raise ConfigError(f"extra: names are text, got {type(bad).__name__} {bad!r}")
-    buffers = clean_buffers(state.model, persistent_only=True)
-    local = state.spec.buffers == "local"
-    tree = {
-        "params": dict(state.params),
-        "buffers": {} if local else buffers,
-        "optimizer": {"state": _optimizer_state(state), "groups": optimizer_groups(state)},
-        "slices": dict(state.slices),
-        "clock": state.clock.state_dict(),
-        "seed": state.seed,
-        "extra": {name: thing.state_dict() if _is_stateful(thing) else thing for name, thing in extra.items()},
-    }
-    shared, tensors = {}, {}
-    for section in SECTIONS:
-        shared[section], found = plain.encode(tree[section], section)
+    shared: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
+    for name, state in states.items():
+        path = plain.join(layout.STATES, name) if name else ""
+        place = shared.setdefault(layout.STATES, {}).setdefault(name, {}) if name else shared
+        for section, tree in _sections(state, only, cast).items():
+            place[section], found = plain.encode(tree, f"{path}/{section}".lstrip("/"))
+            tensors.update(found)
+        place, mine = values.setdefault(layout.STATES, {}).setdefault(name, {}) if name else values, _own_buffers(state, only)
+        place["buffers"], found = plain.encode(mine, f"{path}/buffers".lstrip("/"))
+        own.update(found)
+    if not only:
+        given = {name: thing.state_dict() if _is_stateful(thing) else thing for name, thing in extra.items()}
+        shared[layout.EXTRA], found = plain.encode(given, layout.EXTRA)
+        sharded = next((key for key, tensor in found.items() if is_distributed(tensor)), None)
+        if sharded is not None:
+            raise ConfigError(f"{sharded}: extra holds plain tensors, got a sharded one (DTensor); put it into a slice")
         tensors.update(found)
-    sharded = next((k for k, t in tensors.items() if k.startswith("extra/") and is_distributed(t)), None)
-    if sharded is not None:
-        raise ConfigError(f"{sharded}: extra holds plain tensors, got a sharded one (DTensor); put it into a slice")
-    values, own = plain.encode({"rng": rng_state(), "buffers": buffers if local else {}}, "")
-    return Contents(shared=shared, tensors=tensors, values=values, own=own)
+    values["rng"], found = plain.encode({} if only else rng_state(), "rng")
+    frozen = frozenset(
+        plain.join(f"{plain.join(layout.STATES, name)}/params" if name else "params", key)
+        for name, state in states.items()
+        for key, param in state.params.items()
+        if not param.requires_grad
+    )
+    return Contents(shared=shared, tensors=tensors, values=values, own={**own, **found}, frozen=frozen)
+
+
+def _sections(state: TrainState, only: tuple[str, ...], cast: torch.dtype | None) -> dict[str, Any]:
+    """What is stored of a state and is the same on all ranks, by section."""
+    params = {name: param for name, param in state.params.items() if only != ("trainable",) or param.requires_grad}
+    tree: dict[str, Callable[[], Any]] = {
+        "params": lambda: {name: _cast(param, cast) for name, param in params.items()},
+        "buffers": lambda: {} if state.spec.buffers == "local" else clean_buffers(state.model, persistent_only=True),
+        "optimizer": lambda: {"state": _optimizer_state(state), "groups": optimizer_groups(state)},
+        "slices": lambda: dict(state.slices),
+        "clock": lambda: state.clock.state_dict(),
+        "seed": lambda: state.seed,
+    }
+    return {section: tree[section]() for section in layout.sections_of(only)}
+
+
+def _own_buffers(state: TrainState, only: tuple[str, ...]) -> dict[str, Tensor]:
+    local = state.spec.buffers == "local" and "buffers" in layout.sections_of(only)
+    return clean_buffers(state.model, persistent_only=True) if local else {}
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _is_stateful(thing: Any) -> bool:
@@ -130,18 +176,20 @@ def optimizer_groups(state: TrainState) -> list[dict[str, Any]]:
     ]
 
 
-def check_equal_on_ranks(contents: Contents) -> None:
+def fingerprints(contents: Contents) -> dict[str, str]:
+    """A digest of each part that must be the same on all ranks: values; of tensors names, shapes and dtypes, not data."""
+    return {path: hashlib.sha256(closed.canonical(values)).hexdigest() for path, values in _parts(contents.shared)}
+
+
+def check_equal(everyone: Sequence[Mapping[str, str]]) -> None:
     """Refuse contents whose shared part differs between ranks: one rank's values would be saved for all.
 
-    Values are compared, and names, shapes and dtypes of tensors; not the data of tensors.
-
-    Collective: one exchange of JSON.
+    Args:
+        everyone: the fingerprints of each rank.
 
     Raises:
         ConfigError: on all ranks alike, with the first part that differs.
     """
-    mine = {path: hashlib.sha256(closed.canonical(values)).hexdigest() for path, values in _parts(contents.shared)}
-    everyone = cast(list[dict[str, str]], all_gather_json(cast(Any, mine)))
     for rank, theirs in enumerate(everyone):
         differing = [path for path in {**everyone[0], **theirs} if everyone[0].get(path) != theirs.get(path)]
         if differing:
@@ -151,10 +199,14 @@ def check_equal_on_ranks(contents: Contents) -> None:
             )
 
 
-def _parts(shared: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _parts(shared: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """The sections, those with several contributors by contributor. Dicts in the encoded form of ``plain``."""
     for section, values in shared.items():
-        if section in ("slices", "extra") and plain.TAG not in values:
-            yield from ((plain.join(section, name), part) for name, part in values.items())
+        here = plain.join(path, section)
+        if section == layout.STATES:
+            for name, sections in values.items():
+                yield from _parts(sections, plain.join(here, name))
+        elif section in ("slices", layout.EXTRA) and plain.TAG not in values:
+            yield from ((plain.join(here, name), part) for name, part in values.items())
         else:
-            yield section, values
+            yield here, values

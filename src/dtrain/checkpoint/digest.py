@@ -1,96 +1,22 @@
-"""Digests of a data file in chunks: computed by a second thread while it is written, checked whenever it is read."""
+"""Digests of a data file in chunks: computed by the threads that write it, checked whenever it is read."""
 
 from __future__ import annotations
 
-import hashlib
-import queue
-import threading
 from collections.abc import Iterable
-from types import TracebackType
+
+import xxhash
 
 from dtrain.checkpoint.layout import CHUNK_BYTES
 from dtrain.errors import DamagedCheckpointError
 from dtrain.storage import Buffer, FileReader
 
 
-class ChunkDigests:
-    """The sha256 of each ``CHUNK_BYTES`` of a stream, the last chunk being as short as it comes."""
-
-    def __init__(self) -> None:
-        self._done: list[str] = []
-        self._open = hashlib.sha256()
-        self._filled = 0
-
-    def update(self, data: Buffer) -> None:
-        """Take the next bytes of the stream."""
-        rest = memoryview(data).cast("B")
-        while rest:
-            part = rest[: CHUNK_BYTES - self._filled]
-            self._open.update(part)
-            self._filled += len(part)
-            rest = rest[len(part) :]
-            if self._filled == CHUNK_BYTES:
-                self._close()
-
-    def finish(self) -> tuple[str, ...]:
-        """The digests of all that was taken."""
-        if self._filled:
-            self._close()
-        return tuple(self._done)
-
-    def _close(self) -> None:
-        self._done.append(self._open.hexdigest())
-        self._open, self._filled = hashlib.sha256(), 0
-
-
-class DigestThread:
-    """``ChunkDigests`` computed by a thread of its own (hashing releases the interpreter lock). A context manager.
-
-    ``put`` hands over bytes that nobody changes until ``finish``. At most ``depth`` pieces wait, so a slow digest slows the
-    writer down instead of holding memory. An error in the thread is raised by the next call.
-    """
-
-    def __init__(self, *, depth: int = 4) -> None:
-        self._waiting: queue.Queue[Buffer | None] = queue.Queue(depth)
-        self._digests = ChunkDigests()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="dtrain-digest", daemon=True)
-        self._thread.start()
-
-    def put(self, data: Buffer) -> None:
-        """Hash these bytes after those before."""
-        self._check()
-        self._waiting.put(data)
-
-    def finish(self) -> tuple[str, ...]:
-        """The digests of all that was put."""
-        self._stop()
-        self._check()
-        return self._digests.finish()
-
-    def __enter__(self) -> DigestThread:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stop()
-
-    def _run(self) -> None:
-        # After an error it goes on taking pieces: a writer that waits for room in the queue must not wait for ever.
-        while (data := self._waiting.get()) is not None:
-            if self._error is None:
-                try:
-                    self._digests.update(data)
-                except BaseException as error:  # noqa: BLE001  # raised again in the writing thread
-                    self._error = error
-
-    def _stop(self) -> None:
-        if self._thread.is_alive():
-            self._waiting.put(None)
-            self._thread.join()
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+def digest_of(buffers: Iterable[Buffer]) -> str:
+    """The digest of a chunk, whose bytes are those of ``buffers`` one after the other."""
+    state = xxhash.xxh3_128()
+    for buffer in buffers:
+        state.update(buffer)
+    return state.hexdigest()
 
 
 def chunks_of(begin: int, end: int) -> range:
@@ -105,8 +31,8 @@ class VerifiedReader:
     """
 
     def __init__(self, file: FileReader, name: str, chunks: tuple[str, ...]) -> None:
-        self._file, self._name, self._chunks = file, name, chunks
-        self._buffer = bytearray(min(CHUNK_BYTES, file.size))
+        self.file, self.name, self.chunks = file, name, chunks
+        self._buffer = bytearray()
         self._held: int | None = None
 
     def verify(self, chunks: Iterable[int]) -> None:
@@ -129,12 +55,14 @@ class VerifiedReader:
 
     def _fetch(self, chunk: int) -> memoryview:
         start = chunk * CHUNK_BYTES
-        view = memoryview(self._buffer)[: min(CHUNK_BYTES, self._file.size - start)]
+        if not self._buffer:
+            self._buffer = bytearray(min(CHUNK_BYTES, self.file.size))
+        view = memoryview(self._buffer)[: min(CHUNK_BYTES, self.file.size - start)]
         if self._held == chunk:
             return view
         self._held = None
-        got = self._file.read_into(start, view)
-        if got != len(view) or hashlib.sha256(view).hexdigest() != self._chunks[chunk]:
-            raise DamagedCheckpointError(f"{self._name}: bytes from {start} on do not match their sha256")
+        got = self.file.read_into(start, view)
+        if got != len(view) or digest_of([view]) != self.chunks[chunk]:
+            raise DamagedCheckpointError(f"{self.name}: bytes from {start} on do not match their digest")
         self._held = chunk
         return view

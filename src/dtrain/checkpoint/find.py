@@ -23,6 +23,7 @@ class Committed:
         serial: place in the order of commits of its root.
         world_size: ranks that wrote it.
         bytes: size of their files.
+        only: what the save was limited to, () for all of a state.
     """
 
     step: int
@@ -32,6 +33,7 @@ class Committed:
     serial: int
     world_size: int
     bytes: int
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,7 @@ def describe(folder: Path, step: int | None = None) -> Committed:
         serial=manifest.serial,
         world_size=len(manifest.ranks),
         bytes=manifest.bytes,
+        only=manifest.only,
     )
 
 

@@ -4,8 +4,9 @@
 
     root/step-00000100/
         manifest.json            run, step, mesh, the files with sizes and digests; written last, digested by itself
-        rank-00000.json          what is where in the data file, sha256 of its chunks, plain values; digested by the manifest
+        rank-00000.json          what is where in the data files, their digests, plain values; digested by the manifest
         rank-00000.safetensors   the tensor boxes of rank 0, an ordinary safetensors file; digested chunk by chunk
+        rank-00000-frozen.safetensors   of incremental saves: the boxes of parameters that are not trained
         rank-00001.json ...
 
 While it is written, a folder is called ``step-00000100.tmp-<run>-<random>``; one on its way out
@@ -17,9 +18,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,7 +30,26 @@ from dtrain.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT, INDEX_FORMAT, VERSION = "dtrain-checkpoint", "dtrain-checkpoint-rank", 1
 MANIFEST = "manifest.json"
+DIGEST = "xxh3-128"
+"""Of data, because it costs next to nothing (sha256 costs more than the disk). It finds what happens to bytes by accident; who
+can write into the folder can write a digest as well, whichever it is. JSON files, which are small, are digested by sha256."""
 CHUNK_BYTES = 16 * 2**20
+
+Only = Literal["model", "trainable"]
+STATE_SECTIONS = ("params", "buffers", "optimizer", "slices", "clock", "seed")
+_SECTIONS_OF: dict[tuple[str, ...], tuple[str, ...]] = {
+    (): STATE_SECTIONS,
+    ("model",): ("params", "buffers", "clock", "seed"),
+    ("trainable",): ("params", "clock", "seed"),
+}
+EXTRA, STATES = "extra", "states"
+"""The section of what the caller added, and, where several named states are one checkpoint, the one that they are below."""
+
+
+def sections_of(only: tuple[str, ...]) -> tuple[str, ...]:
+    """What is stored of a state by a save that was limited to ``only``: the names of sections."""
+    return _SECTIONS_OF[only]
+
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -51,6 +72,7 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
+_XXH3 = re.compile(r"[0-9a-f]{32}")
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 _LEFTOVER = re.compile(r"step-[0-9]{8,18}\.(?:tmp|old)-([0-9a-f]{8})-[0-9a-f]{8}")
 
@@ -77,9 +99,9 @@ def is_leftover(name: str, run_id: str) -> bool:
     return match is not None and match[1] == run_id[:8]
 
 
-def data_name(rank: int) -> str:
-    """The file of a rank's tensors."""
-    return f"rank-{rank:05d}.safetensors"
+def data_name(rank: int, *, frozen: bool = False) -> str:
+    """The file of a rank's tensors, or of those that are parameters that are not trained."""
+    return f"rank-{rank:05d}{'-frozen' * frozen}.safetensors"
 
 
 def index_name(rank: int) -> str:
@@ -89,7 +111,10 @@ def index_name(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One stored box: part ``[offset, offset + size)`` of the tensor ``key`` of ``shape``, at bytes ``[begin, end)``."""
+    """One stored box: part ``[offset, offset + size)`` of the tensor ``key`` of ``shape``.
+
+    It is the bytes ``[begin, end)`` of data file number ``file`` of its rank.
+    """
 
     key: str
     dtype: str
@@ -98,6 +123,7 @@ class Entry:
     size: tuple[int, ...]
     begin: int
     end: int
+    file: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +134,7 @@ class RankIndex:
         rank: which.
         boxes: parts of tensors that belong to the run as a whole.
         own: tensors that belong to this rank alone.
-        chunks: sha256 of each ``CHUNK_BYTES`` of the data file, the last one shorter.
+        chunks: of each data file, the digests of each ``CHUNK_BYTES``, the last one shorter.
         values: the rank's own plain values, encoded.
         shared: the plain values of the run as a whole, encoded, by section; only rank 0 has them.
     """
@@ -116,20 +142,32 @@ class RankIndex:
     rank: int
     boxes: tuple[Entry, ...]
     own: tuple[Entry, ...]
-    chunks: tuple[str, ...]
+    chunks: tuple[tuple[str, ...], ...]
     values: Any
     shared: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """A file of tensors: its name in the step's folder, and its size."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankFiles:
-    """The two files of a rank as the manifest knows them: the digest of the index covers those of the data."""
+    """The files of a rank as the manifest knows them: the digest of the index covers those of the data."""
 
     index: str
     index_bytes: int
     index_sha256: str
-    data: str
-    data_bytes: int
+    data: tuple[DataFile, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes by file name."""
+        return {self.index: self.index_bytes, **{file.name: file.bytes for file in self.data}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +190,8 @@ class Manifest:
         serial: this was the how-manieth commit in its root. The newest checkpoint is the one with the highest serial,
             which after going back to an older step is not the one with the highest step.
         layout: mesh and strategy.
+        only: what the save was limited to, () for all of a state.
+        states: the names of the states, () for one without a name.
         ranks: the files, by rank.
     """
 
@@ -160,24 +200,34 @@ class Manifest:
     parent_step: int | None
     serial: int
     layout: Layout
+    only: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
     ranks: tuple[RankFiles, ...]
 
     @property
-    def names(self) -> set[str]:
-        """Every file that the folder holds."""
-        return {MANIFEST, *(r.index for r in self.ranks), *(r.data for r in self.ranks)}
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file that the folder holds besides the manifest, by name."""
+        return {name: size for files in self.ranks for name, size in files.sizes.items()}
 
     @property
     def bytes(self) -> int:
         """Size of all ranks' files."""
-        return sum(r.index_bytes + r.data_bytes for r in self.ranks)
+        return sum(self.sizes.values())
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        """The sections of a state that are stored."""
+        return sections_of(self.only)
 
 
-_MANIFEST_FIELDS = ("format", "version", "run_id", "step", "parent_step", "serial", "layout", "ranks")
-_RANK_FIELDS = ("index", "index_bytes", "index_sha256", "data", "data_bytes")
+_MANIFEST_FIELDS = (
+    "format", "version", "run_id", "step", "parent_step", "serial", "layout", "only", "states", "ranks",
+)  # fmt: skip
+_RANK_FIELDS = ("index", "index_bytes", "index_sha256", "data")
+_FILE_FIELDS = ("name", "bytes")
 _LAYOUT_FIELDS = ("strategy", "axes", "shape")
-_INDEX_FIELDS = ("format", "version", "rank", "chunk_bytes", "chunks", "boxes", "own", "values", "shared")
-_ENTRY_FIELDS = ("key", "dtype", "shape", "offset", "size", "begin", "end")
+_INDEX_FIELDS = ("format", "version", "rank", "chunk_bytes", "digest", "chunks", "boxes", "own", "values", "shared")
+_ENTRY_FIELDS = ("key", "dtype", "shape", "offset", "size", "begin", "end", "file")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -206,10 +256,11 @@ def parse_manifest(data: bytes) -> Manifest:
     if _signed(body) != data:
         raise DamagedCheckpointError(f"{MANIFEST}: the text was altered (the values were not)")
     raw = closed.record(body, MANIFEST, _MANIFEST_FIELDS)
-    ranks = closed.items(raw["ranks"], f"{MANIFEST}: ranks", _rank_files)
+    ranks = closed.items(raw["ranks"], f"{MANIFEST}: ranks", rank_files)
     for rank, files in enumerate(ranks):
-        if (files.index, files.data) != (index_name(rank), data_name(rank)):
-            raise DamagedCheckpointError(f"{MANIFEST}: ranks[{rank}]: foreign file names {files.index!r}, {files.data!r}")
+        names, known = [file.name for file in files.data], [data_name(rank), data_name(rank, frozen=True)]
+        if files.index != index_name(rank) or not names or names != known[: len(names)]:
+            raise DamagedCheckpointError(f"{MANIFEST}: ranks[{rank}]: foreign file names {closed.kind([files.index, *names])}")
     if not ranks:
         raise DamagedCheckpointError(f"{MANIFEST}: ranks: needs at least one")
     return Manifest(
@@ -218,8 +269,24 @@ def parse_manifest(data: bytes) -> Manifest:
         parent_step=closed.optional(raw["parent_step"], f"{MANIFEST}: parent_step", closed.whole),
         serial=closed.whole(raw["serial"], f"{MANIFEST}: serial"),
         layout=_parse_layout(raw["layout"], f"{MANIFEST}: layout"),
+        only=_parse_only(raw["only"]),
+        states=_parse_states(raw["states"]),
         ranks=ranks,
     )
+
+
+def _parse_only(value: Any) -> tuple[str, ...]:
+    only = closed.items(value, f"{MANIFEST}: only", closed.text)
+    if only not in _SECTIONS_OF:
+        raise DamagedCheckpointError(f"{MANIFEST}: only: unknown value {closed.kind(value)}")
+    return only
+
+
+def _parse_states(value: Any) -> tuple[str, ...]:
+    names = closed.items(value, f"{MANIFEST}: states", closed.text)
+    if len(set(names)) != len(names):
+        raise DamagedCheckpointError(f"{MANIFEST}: states: a name is given twice: {closed.kind(value)}")
+    return names
 
 
 def _check_format(body: Any, where: str, name: str) -> None:
@@ -233,15 +300,24 @@ def _check_format(body: Any, where: str, name: str) -> None:
         )
 
 
-def _rank_files(value: Any, where: str) -> RankFiles:
+def rank_files(value: Any, where: str = "rank files") -> RankFiles:
+    """The files of a rank from their JSON form.
+
+    Raises:
+        DamagedCheckpointError: not of that form.
+    """
     raw = closed.record(value, where, _RANK_FIELDS)
     return RankFiles(
         index=closed.text(raw["index"], f"{where}: index"),
         index_bytes=closed.whole(raw["index_bytes"], f"{where}: index_bytes"),
         index_sha256=closed.text(raw["index_sha256"], f"{where}: index_sha256", closed.SHA256),
-        data=closed.text(raw["data"], f"{where}: data"),
-        data_bytes=closed.whole(raw["data_bytes"], f"{where}: data_bytes"),
+        data=closed.items(raw["data"], f"{where}: data", _data_file),
     )
+
+
+def _data_file(value: Any, where: str) -> DataFile:
+    raw = closed.record(value, where, _FILE_FIELDS)
+    return DataFile(name=closed.text(raw["name"], f"{where}: name"), bytes=closed.whole(raw["bytes"], f"{where}: bytes"))
 
 
 def _parse_layout(value: Any, where: str) -> Layout:
@@ -259,7 +335,7 @@ def encode_index(index: RankIndex) -> bytes:
     Raises:
         CheckpointError: more JSON than would be read back.
     """
-    body = {"format": INDEX_FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(index)}
+    body = {"format": INDEX_FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES, "digest": DIGEST, **_plain_index(index)}
     data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     if len(data) > closed.MAX_JSON_BYTES:
         raise CheckpointError(
@@ -269,8 +345,16 @@ def encode_index(index: RankIndex) -> bytes:
     return data
 
 
-def parse_index(data: bytes, rank: int, data_bytes: int) -> RankIndex:
-    """The index of ``rank``, whose data file has ``data_bytes``.
+def _plain_index(index: RankIndex) -> dict[str, Any]:
+    # asdict() would copy all values, and costs ten times as much for each entry.
+    entries = {
+        name: [{f: getattr(entry, f) for f in _ENTRY_FIELDS} for entry in getattr(index, name)] for name in ("boxes", "own")
+    }
+    return {"rank": index.rank, **entries, "chunks": index.chunks, "values": index.values, "shared": index.shared}
+
+
+def parse_index(data: bytes, rank: int, sizes: Sequence[int]) -> RankIndex:
+    """The index of ``rank``, whose data files have ``sizes`` bytes.
 
     Raises:
         DamagedCheckpointError: not what ``encode_index`` writes, or boxes that leave their tensor or the file.
@@ -280,11 +364,13 @@ def parse_index(data: bytes, rank: int, data_bytes: int) -> RankIndex:
     body = closed.parse(data, where)
     _check_format(body, where, INDEX_FORMAT)
     raw = closed.record(body, where, _INDEX_FIELDS)
-    if raw["rank"] != rank or raw["chunk_bytes"] != CHUNK_BYTES:
-        raise DamagedCheckpointError(f"{where}: is of rank {raw['rank']!r} with chunks of {raw['chunk_bytes']!r} bytes")
-    chunks = closed.items(raw["chunks"], f"{where}: chunks", _sha256)
-    if len(chunks) != -(-data_bytes // CHUNK_BYTES):
-        raise DamagedCheckpointError(f"{where}: {len(chunks)} chunk digests for {data_bytes} bytes")
+    found = raw["rank"], raw["chunk_bytes"], raw["digest"]
+    if found != (rank, CHUNK_BYTES, DIGEST):
+        raise DamagedCheckpointError(f"{where}: is of rank {found[0]!r} with {found[2]!r} of chunks of {found[1]!r} bytes")
+    chunks = closed.items(raw["chunks"], f"{where}: chunks", _digests)
+    counts = [len(of_file) for of_file in chunks]
+    if counts != [-(-size // CHUNK_BYTES) for size in sizes]:
+        raise DamagedCheckpointError(f"{where}: {counts} chunk digests for files of {list(sizes)} bytes")
     if (raw["shared"] is None) != (rank != 0) or (rank == 0 and type(raw["shared"]) is not dict):
         raise DamagedCheckpointError(f"{where}: shared: rank 0 and no other holds an object of shared values")
     index = RankIndex(
@@ -296,12 +382,16 @@ def parse_index(data: bytes, rank: int, data_bytes: int) -> RankIndex:
         shared=raw["shared"],
     )
     for entry in (*index.boxes, *index.own):
-        _check_entry(entry, where, data_bytes)
+        _check_entry(entry, where, sizes)
     return index
 
 
-def _sha256(value: Any, where: str) -> str:
-    return closed.text(value, where, closed.SHA256)
+def _digests(value: Any, where: str) -> tuple[str, ...]:
+    return closed.items(value, where, _digest)
+
+
+def _digest(value: Any, where: str) -> str:
+    return closed.text(value, where, _XXH3)
 
 
 def _parse_entry(value: Any, where: str) -> Entry:
@@ -314,10 +404,11 @@ def _parse_entry(value: Any, where: str) -> Entry:
         size=closed.wholes(raw["size"], where),
         begin=closed.whole(raw["begin"], where),
         end=closed.whole(raw["end"], where),
+        file=closed.whole(raw["file"], where),
     )
 
 
-def _check_entry(entry: Entry, where: str, data_bytes: int) -> None:
+def _check_entry(entry: Entry, where: str, sizes: Sequence[int]) -> None:
     if entry.dtype not in DTYPES:
         raise DamagedCheckpointError(f"{where}: {entry.key}: unknown dtype {entry.dtype!r}")
     inside = len(entry.shape) == len(entry.offset) == len(entry.size) and all(
@@ -325,8 +416,10 @@ def _check_entry(entry: Entry, where: str, data_bytes: int) -> None:
     )
     if not inside:
         raise DamagedCheckpointError(f"{where}: {entry.key}: box {entry.offset}+{entry.size} leaves its shape {entry.shape}")
-    needed = prod(entry.size) * DTYPES[entry.dtype].itemsize
-    if entry.end - entry.begin != needed or entry.end > data_bytes:
+    if entry.file >= len(sizes):
+        raise DamagedCheckpointError(f"{where}: {entry.key}: lies in data file {entry.file} of {len(sizes)}")
+    needed, size = prod(entry.size) * DTYPES[entry.dtype].itemsize, sizes[entry.file]
+    if entry.end - entry.begin != needed or entry.end > size:
         raise DamagedCheckpointError(
-            f"{where}: {entry.key}: bytes [{entry.begin}, {entry.end}) for a box of {needed} bytes in a file of {data_bytes}"
+            f"{where}: {entry.key}: bytes [{entry.begin}, {entry.end}) for a box of {needed} bytes in a file of {size}"
         )

@@ -10,9 +10,10 @@ from pathlib import Path
 from dtrain.checkpoint import plain
 from dtrain.checkpoint.fill import OpenFile
 from dtrain.checkpoint.find import read_manifest_bytes
+from dtrain.checkpoint.opened import open_checkpoint, with_buffers_of
 from dtrain.checkpoint.plain import TensorRef
 from dtrain.checkpoint.plan import Read, StoredBox
-from dtrain.checkpoint.verify import check_ranges, open_checkpoint, with_buffers_of
+from dtrain.checkpoint.verify import check_ranges
 
 _SECTIONS = ("params", "buffers")
 
@@ -47,7 +48,7 @@ def in_checkpoint(folder: Path, rank: int) -> Stored:
         DamagedCheckpointError: it fails verification.
     """
     opened = open_checkpoint(folder)
-    opened = with_buffers_of(opened, rank % len(opened.indexes))
+    opened = with_buffers_of(opened, rank % opened.world_size)
     keys = {plain.unescaped(key.split("/")[1]): key for key in opened.refs if key.split("/")[0] in _SECTIONS}
     return Stored(
         identity=hashlib.sha256(read_manifest_bytes(folder)).hexdigest(),

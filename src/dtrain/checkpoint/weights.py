@@ -169,7 +169,7 @@ def _bytes_of(stored: Stored, name: str, region: Region) -> bytes:
     stored.check(reads)
     made = torch.empty(region.size, dtype=layout.DTYPES[stored.refs[name].dtype])
     fill_({name: made}, reads, stored.refs, stored.open_file)
-    return bytes(as_bytes(made, region.size))
+    return bytes(as_bytes(made))
 
 
 def _check_equal(stored: Stored, path: Path, match: Match) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain import pulse, wire
 from dtrain.dist import stopping
 from dtrain.dist.blackbox import close_blackbox, open_blackbox
+from dtrain.dist.closing import finish_all
 from dtrain.dist.place import choose_device, read_address, read_place, read_stop_signals
 from dtrain.dist.rendezvous import Meeting, connect, meet
 from dtrain.dist.timeouts import Lookout, leave_note, naming_missing, post_lookout
@@ -35,8 +36,9 @@ class DistInfo:
     group carries the training. No group is used from two threads. The groups are None in a process that never called
     ``init_dist``, where everything is one rank. ``run_dir`` is the launcher's folder of this launch, None without it.
 
-    Leaving the context after an exception runs no collective, so a failed rank never waits for the others. Leaving it after
-    ``should_stop`` was true and a state was saved since exits with code 75: preempted and saved.
+    Leaving the context waits for saves that are under way in the background, and raises what went wrong with them. After an
+    exception it runs no collective besides theirs, so a failed rank never waits for what the others would do next. Leaving it
+    after ``should_stop`` was true and a state was saved since exits with code 75: preempted and saved.
     """
 
     rank: int = 0
@@ -61,7 +63,13 @@ class DistInfo:
             return
         preempted = False
         try:
-            _close(self, error=error)
+            try:
+                finish_all(error)
+            except BaseException as failure:
+                error = failure
+                raise
+            finally:
+                _close(self, error=error)
             preempted = error is None and stopping.saved()
         finally:
             stopping.finish(preempted=preempted)

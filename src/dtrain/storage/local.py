@@ -6,14 +6,20 @@ the k-th one by putting something else in its place. Errors are ``OSError`` that
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
+from dtrain.storage.parts import for_each_part
+
 Buffer = bytes | bytearray | memoryview
+_MOST_BUFFERS = 1024  # that the system takes in one call (IOV_MAX)
 
 
 @contextmanager
@@ -142,12 +148,75 @@ class FileWriter:
         with _naming(self._path):
             os.close(self._handle)
 
+    def write_at(self, begin: int, buffers: Sequence[Buffer]) -> None:
+        """Put the buffers one after the other at byte ``begin``. Threads may call it for ranges that do not overlap."""
+        rest = [view for data in buffers if len(view := memoryview(data).cast("B"))]
+        with _naming(self._path):
+            while rest:
+                taken = os.pwritev(self._handle, rest[:_MOST_BUFFERS], begin)
+                begin += taken
+                rest = _without(rest, taken)
+
+
+def _without(buffers: list[memoryview], taken: int) -> list[memoryview]:
+    """What is left of the buffers when their first ``taken`` bytes are gone."""
+    for index, view in enumerate(buffers):
+        if taken < len(view):
+            return [view[taken:], *buffers[index + 1 :]]
+        taken -= len(view)
+    return []
+
 
 def write_file(path: Path, data: Buffer) -> None:
-    """Create a file with this content, on the disk when this returns."""
+    """Create a file with this content, on the disk when this returns.
+
+    Raises:
+        FileExistsError: the name is taken.
+    """
     with FileWriter(path) as file:
         file.write(data)
         file.sync()
+
+
+def create_file(path: Path, data: Buffer) -> None:
+    """``write_file``, durably as far as the name goes, too: of several that try, one succeeds."""
+    write_file(path, data)
+    sync_folder(path.parent)
+
+
+def replace_file(path: Path, data: Buffer) -> None:
+    """Give the file this content, durably; whoever reads meanwhile gets the old content or the new, whole."""
+    side = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        write_file(side, data)
+        os.rename(side, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(side)
+        raise
+    sync_folder(path.parent)
+
+
+def remove_file(path: Path) -> None:
+    """Remove one file, or a link; its name is gone for good when the folder is synced."""
+    os.unlink(path)
+
+
+def link_file(old: Path, new: Path) -> None:
+    """Give a file one more name, ``new``, without copying it.
+
+    Raises:
+        OSError: ``new`` is taken, or the file system has no such links (other devices, some network shares).
+    """
+    os.link(old, new, follow_symlinks=False)
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes that this user can still write where ``path`` is, or will be; None when that is not known."""
+    while not exists(path) and path != path.parent:
+        path = path.parent
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
 
 
 class FileReader:
@@ -200,6 +269,33 @@ def read_file(path: Path, *, limit: int) -> bytes:
             raise OSError(f"{path} has {file.size} bytes, at most {limit} are read")
         out = bytearray(file.size)
         return bytes(out[: file.read_into(0, memoryview(out))])
+
+
+def write_parts(path: Path, sizes: Sequence[int], part_of: Callable[[int], Sequence[Buffer]], *, threads: int) -> None:
+    """Create a file of parts that lie one after the other, on the disk when this returns.
+
+    Args:
+        path: a name that is not taken.
+        sizes: bytes of each part.
+        part_of: called once per part, in no fixed order, from the thread that writes it (which may as well compute a digest):
+            the part's bytes in one or more buffers, which nobody changes until this returns.
+        threads: that write side by side; with 1 no thread is started.
+
+    Raises:
+        OSError: the first one, when no thread writes any more. What is there of the file by then stays.
+    """
+    begins = list(accumulate(sizes, initial=0))
+    with FileWriter(path) as file:
+
+        def write(part: int) -> None:
+            buffers = part_of(part)
+            assert sum(memoryview(data).nbytes for data in buffers) == sizes[part], (
+                f"part {part} has another size than announced"
+            )
+            file.write_at(begins[part], buffers)
+
+        for_each_part(len(sizes), write, threads=threads, name="dtrain-write")
+        file.sync()
 
 
 def append_line(path: Path, line: str) -> None:

@@ -28,7 +28,7 @@ POINTS = {
     "gather": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_all_gather",
     "reduce": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
     "vote": "dtrain.dist.control.all_gather_numbers",
-    "write": "dtrain.storage.local.os.write",
+    "write": "dtrain.storage.local.os.pwritev",
     "sync": "dtrain.storage.local.os.fsync",
     "rename": "dtrain.storage.local.os.rename",
 }

@@ -1,0 +1,73 @@
+"""Work on numbered parts by several threads: they are taken in order, the first error ends all, and no thread is left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class _Turns:
+    """Hands out the numbers 0 to ``count`` - 1, until an error."""
+
+    def __init__(self, count: int) -> None:
+        self._lock = threading.Lock()
+        self._next, self._count = 0, count
+        self.error: BaseException | None = None
+
+    def take(self) -> int | None:
+        with self._lock:
+            if self._next == self._count:
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Hand out no more. The first error is kept."""
+        with self._lock:
+            self._next = self._count
+            if self.error is None:
+                self.error = error
+
+    def work(self, do: Callable[[int], None]) -> None:
+        """A thread's whole life."""
+        try:
+            while (part := self.take()) is not None:
+                do(part)
+        except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
+            self.stop(error)
+
+
+def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: str) -> None:
+    """``do(0)`` to ``do(count - 1)``, each once, by ``threads`` threads that take them in order; all are done on return.
+
+    Args:
+        count: of parts.
+        do: called from several threads at a time.
+        threads: at most so many; with 1 everything happens in the calling thread.
+        name: of the threads.
+
+    Raises:
+        BaseException: the first that ``do`` raised, when no thread works any more. An interrupt (Ctrl-C) comes through as late.
+    """
+    threads = min(threads, count)
+    if threads <= 1:
+        for part in range(count):
+            do(part)
+        return
+    turns = _Turns(count)
+    workers = [
+        threading.Thread(target=turns.work, args=(do,), name=f"{name}-{number}", daemon=True) for number in range(threads)
+    ]
+    started: list[threading.Thread] = []
+    try:
+        for worker in workers:
+            worker.start()
+            started.append(worker)
+        for worker in started:
+            worker.join()
+    finally:
+        turns.stop()  # when this is an interrupt, or a thread could not be had
+        for worker in started:
+            worker.join()
+    if turns.error is not None:
+        raise turns.error
