@@ -85,7 +85,7 @@ def main() -> None:
                 print(f"step {state.step} of {steps}: loss {numbers['loss']:.3f}, accuracy {numbers['accuracy']:.2f}")
             stop = dt.should_stop(state)
             if stop or state.crossed(args.save_every) or state.step == steps:
-                dt.save_sharded(checkpoints, state, extra={"loader": loader}, keep_last=2)
+                dt.save_sharded(checkpoints, state, extra={"loader": loader}, mode="async", keep_last=2)
             if stop:
                 return
 

@@ -75,9 +75,9 @@ def main() -> None:
                 shown = state.clock
             stop = dt.should_stop(state)
             if stop or state.crossed(args.save_every) or state.step == args.steps:
-                dt.save_sharded(checkpoints, state, extra={"loader": loader}, keep_last=3)
+                dt.save_sharded(checkpoints, state, extra={"loader": loader}, mode="async", keep_last=3)
             if stop:
-                say(f"asked to stop: step {state.step} is saved, the same command goes on")
+                say(f"asked to stop: step {state.step} will be saved, the same command goes on")
                 return
 
         quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)

@@ -12,7 +12,7 @@ from dtrain.tensors import extent, global_norm, lerp_, scale_, shard_extent
 def test_shards_cut_as_torch_chunk_does(rows, places):
     pieces = torch.arange(rows).chunk(places)
     for index in range(places):
-        box = shard_extent((rows, 2), (places,), (index,), [Shard(0)])
+        box = shard_extent((rows, 2), (places,), (index,), (Shard(0),))
         expected = pieces[index].tolist() if index < len(pieces) else []
         assert list(range(box.offset[0], box.offset[0] + box.size[0])) == expected
 
@@ -20,7 +20,7 @@ def test_shards_cut_as_torch_chunk_does(rows, places):
 def test_boxes_of_a_two_dimensional_mesh_cover_each_element_once_per_copy():
     seen = torch.zeros(5, 6)
     for coordinate in itertools.product(range(2), range(3), range(2)):
-        box = shard_extent((5, 6), (2, 3, 2), coordinate, [Replicate(), Shard(1), Shard(0)])
+        box = shard_extent((5, 6), (2, 3, 2), coordinate, (Replicate(), Shard(1), Shard(0)))
         assert (box.copy, box.copies) == (coordinate[0], 2)
         seen[box.offset[0] : box.offset[0] + box.size[0], box.offset[1] : box.offset[1] + box.size[1]] += 1
     assert seen.eq(2).all()
@@ -33,7 +33,7 @@ def test_plain_tensor_is_its_own_extent():
 
 def test_unknown_placement_is_refused():
     with pytest.raises(ConfigError, match="dtrain knows Replicate and Shard"):
-        shard_extent((4,), (2,), (0,), [Partial()])
+        shard_extent((4,), (2,), (0,), (Partial(),))
 
 
 def test_global_norm_of_plain_tensors():

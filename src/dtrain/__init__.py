@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from dtrain.algorithms.scale_lr import scale_lr
     from dtrain.batch import BatchSpec, batch_spec, split_batch
     from dtrain.checkpoint.find import Committed, latest_checkpoint, list_checkpoints
+    from dtrain.checkpoint.job import SavedStep
     from dtrain.checkpoint.load import Restored, load_sharded
+    from dtrain.checkpoint.retention import prune_checkpoints
     from dtrain.checkpoint.save import SaveHandle, save_sharded
     from dtrain.checkpoint.verify import verify_checkpoint
     from dtrain.checkpoint.weights import LoadedWeights, load_weights_
@@ -72,7 +74,9 @@ _HOME = {
     "algorithms.scale_lr": "scale_lr",
     "batch": "BatchSpec batch_spec split_batch",
     "checkpoint.find": "Committed latest_checkpoint list_checkpoints",
+    "checkpoint.job": "SavedStep",
     "checkpoint.load": "Restored load_sharded",
+    "checkpoint.retention": "prune_checkpoints",
     "checkpoint.save": "SaveHandle save_sharded",
     "checkpoint.verify": "verify_checkpoint",
     "checkpoint.weights": "LoadedWeights load_weights_",
@@ -157,6 +161,7 @@ __all__ = [
     "RankError",
     "Restored",
     "SaveHandle",
+    "SavedStep",
     "Schedule",
     "ShardSpec",
     "Slice",
@@ -206,6 +211,7 @@ __all__ = [
     "on_batch",
     "optimizer_step",
     "progress_line",
+    "prune_checkpoints",
     "read_jsonl",
     "reduce_max",
     "reduce_mean",

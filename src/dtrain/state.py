@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Literal
@@ -65,7 +65,8 @@ class Shared:
 
     ``generation`` is that of the newest state; ``weight`` is the global weight of the last step on its way to the host. The
     rest is the run's place among checkpoints: its identity, the step it committed or loaded last, the folder that this
-    process resumed from, and by root the steps that this process committed or loaded.
+    process resumed from, and by root the steps that this process committed or loaded. ``make_slices`` makes the slices of all
+    transforms for a state, as ``Step.init`` did: for weights that are loaded into a new run.
     """
 
     generation: int = 0
@@ -74,6 +75,8 @@ class Shared:
     parent_step: int | None = None
     resumed_from: str | None = None
     committed: dict[str, set[int]] = field(default_factory=dict)
+    locks: dict[str, object] = field(default_factory=dict)
+    make_slices: Callable[[TrainState], dict[str, Slice]] | None = None
 
 
 class HostScalar:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dtrain.errors import ConfigError
 
@@ -27,6 +29,27 @@ def is_distributed(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """The shard that this rank holds (sharing storage), or the tensor itself when it is not distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_shard(like: Tensor, shard: Tensor) -> Tensor:
+    """A tensor of the shape and layout of ``like`` whose part on this rank is ``shard``: of another dtype, perhaps.
+
+    For a plain ``like`` that is ``shard`` itself.
+    """
+    if not isinstance(like, DTensor):
+        return shard
+    spec = like._spec
+    if shard.dtype != like.dtype:
+        meta = TensorMeta(shape=like.shape, stride=like.stride(), dtype=shard.dtype)
+        spec = DTensorSpec(mesh=spec.mesh, placements=spec.placements, tensor_meta=meta)
+    return DTensor(shard, spec, requires_grad=False)  # a tenth of what from_local costs, which is made for autograd
+
+
+def copied_like(like: Tensor, whole: Tensor) -> Tensor:
+    """``whole``, which all ranks hold, as a tensor on the mesh of ``like``; for a plain ``like`` that is ``whole`` itself."""
+    if not isinstance(like, DTensor):
+        return whole
+    return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -59,19 +82,25 @@ class Extent:
     copies: int = 1
 
 
+@lru_cache(maxsize=4096)
+def whole_extent(shape: tuple[int, ...], copy: int = 0, copies: int = 1) -> Extent:
+    """All of a tensor, which so many ranks hold."""
+    return Extent(shape=shape, offset=(0,) * len(shape), size=shape, copy=copy, copies=copies)
+
+
 def extent(tensor: Tensor) -> Extent:
     """Where this rank's shard of ``tensor`` lies in the global tensor. A plain tensor is its own only copy."""
     if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        return Extent(shape=shape, offset=(0,) * len(shape), size=shape)
+        return whole_extent(tuple(tensor.shape))
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ConfigError(f"tensor of shape {tuple(tensor.shape)} lives on a mesh that this rank is not part of")
     return shard_extent(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements)
 
 
+@lru_cache(maxsize=4096)  # of the many tensors of a model few have a shape of their own
 def shard_extent(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: Sequence[Any]
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
 ) -> Extent:
     """The box at ``coordinate`` of a tensor placed on a mesh, a pure function.
 

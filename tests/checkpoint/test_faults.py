@@ -80,7 +80,7 @@ def test_a_failing_operation_anywhere_leaves_the_earlier_steps_and_publishes_not
         # The same state is saved as soon as the file system works again, and nothing is left lying about.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert save_sharded(root, state).written == (handle is None)
+            assert save_sharded(root, state).result().written == (handle is None)
         save_sharded(root, train(state, 1))
         assert names(root) == ["step-00000001", "step-00000002", "step-00000003"], f"after {calls[at]} failed"
     assert raised > len(calls) / 2

@@ -129,9 +129,14 @@ def index_with(**changes) -> bytes:
     return json.dumps({**json.loads(layout.encode_index(INDEX)), **changes}).encode()
 
 
-def entry_with(**changes) -> bytes:
-    entry = json.loads(layout.encode_index(INDEX))["boxes"][0]
-    return index_with(boxes=[{**entry, **changes}])
+def kind_with(**changes) -> bytes:
+    kind = json.loads(layout.encode_index(INDEX))["kinds"][0]
+    return index_with(kinds=[{**kind, **changes}])
+
+
+def row_with(at: int, value) -> bytes:
+    row = json.loads(layout.encode_index(INDEX))["boxes"][0]
+    return index_with(boxes=[[*row[:at], value, *row[at + 1 :]]])
 
 
 BAD_INDEXES = {
@@ -142,19 +147,24 @@ BAD_INDEXES = {
     "chunk digest": index_with(chunks=[["b" * 31]]),
     "digests of no file": index_with(chunks=[["b" * 32], []]),
     "kind of digest": index_with(digest="crc32"),
-    "file of an entry": entry_with(file=1),
+    "file of a kind": kind_with(file=1),
     "no shared": index_with(shared=None),
     "shared of no dict": index_with(shared=[]),
     "format": index_with(format=layout.FORMAT),
-    "entry field": entry_with(more=1),
-    "dtype": entry_with(dtype="C64"),
-    "box outside": entry_with(offset=[3, 0]),
-    "dims": entry_with(offset=[0]),
-    "negative": entry_with(offset=[-1, 0]),
-    "bytes of another size": entry_with(end=41),
-    "bytes backwards": entry_with(begin=64, end=40),
-    "bytes outside": entry_with(begin=48, end=72),
-    "key": entry_with(key=3),
+    "kind field": kind_with(more=1),
+    "dtype": kind_with(dtype="C64"),
+    "box outside": kind_with(offset=[3, 0]),
+    "dims": kind_with(offset=[0]),
+    "negative": kind_with(offset=[-1, 0]),
+    "bytes before": row_with(2, -8),
+    "bytes outside": row_with(2, 48),
+    "a byte that is true": row_with(2, True),
+    "no such kind": row_with(1, 9),
+    "a kind before the first": row_with(1, -1),
+    "key": row_with(0, 3),
+    "more in a row": index_with(boxes=[["params/w", 0, 0, 0]]),
+    "a row of no list": index_with(boxes=[{}]),
+    "boxes of no list": index_with(boxes={}),
 }
 
 

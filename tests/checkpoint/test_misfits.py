@@ -84,17 +84,17 @@ def stacked(width: int, layers: int, *, name: str = "layers") -> TrainState:
 OTHER_MODELS = {
     "wider": (
         lambda: stacked(4, 6),
-        "12 entries differ (12 unequal)",
+        "12 entries differ (12 of another shape)",
         ["params/layers.0.weight: checkpoint F32 [3, 3], here F32 [4, 4]"],
     ),
     "deeper": (
         lambda: stacked(3, 7),
-        "2 entries differ (2 only here)",
+        "2 entries differ (2 missing)",
         ["params/layers.6.weight: checkpoint nothing, here F32 [3, 3]"],
     ),
     "wider and shallower": (
         lambda: stacked(4, 2),
-        "12 entries differ (4 unequal, 8 only in the checkpoint)",
+        "12 entries differ (4 of another shape, 8 unexpected)",
         [
             "params/layers.0.bias: checkpoint F32 [3], here F32 [4]",
             "params/layers.2.weight: checkpoint F32 [3, 3], here nothing",
@@ -102,7 +102,7 @@ OTHER_MODELS = {
     ),
     "other names": (
         lambda: stacked(3, 6, name="blocks"),
-        "24 entries differ (12 only in the checkpoint, 12 only here)",
+        "24 entries differ (12 unexpected, 12 missing)",
         ["layers.0.weight: checkpoint F32 [3, 3], here nothing", "blocks.0.weight: checkpoint nothing, here F32 [3, 3]"],
     ),
 }

@@ -281,8 +281,8 @@ def test_keep_last_keeps_the_last_and_the_one_resumed_from(tmp_path):
         state = train(state, 5)
         save_sharded(tmp_path, state, keep_last=1)
     assert names(tmp_path) == ["step-00000003", "step-00000018"]
-    for path in tmp_path.iterdir():
-        verify_checkpoint(path)
+    for name in names(tmp_path):
+        verify_checkpoint(tmp_path / name)
 
 
 def test_keep_last_leaves_other_runs_alone(tmp_path):
@@ -379,9 +379,9 @@ def test_bad_arguments_and_spent_states_are_refused(tmp_path):
 
 def test_a_root_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "root").write_text("")
-    with pytest.raises(CheckpointError, match="Not a directory"):
+    with pytest.raises(CheckpointError, match=r"[nN]ot a directory"):
         save_sharded(tmp_path / "root", plain_state())
-    with pytest.raises(CheckpointError, match="Not a directory"):
+    with pytest.raises(CheckpointError, match=r"[nN]ot a directory"):
         load_sharded(tmp_path / "root", plain_state(), missing_ok=True)
 
 

@@ -1,51 +1,21 @@
-"""``dtrain checkpoints``: what is listed and verified, and what damage does to both."""
+"""``dtrain checkpoints list`` and ``verify``: what is listed and verified, and what damage does to both."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-import sys
+from datetime import datetime
 
 import pytest
 
 from checkpoint.states import plain_state, train, write_of_another_version
+from dtrain.checkpoint import layout
 from dtrain.checkpoint.save import save_sharded
-from dtrain.cli import main
 
-VALID = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +[0-9.]+ KiB +1 +[0-9a-f]{8} "
-
-
-@pytest.fixture(scope="module")
-def clean(tmp_path_factory):
-    """Steps 1 and 2 of one run."""
-    root = tmp_path_factory.mktemp("checkpoints") / "root"
-    state = train(plain_state(), 1)
-    save_sharded(root, state)
-    save_sharded(root, train(state, 1))
-    return root
-
-
-@pytest.fixture
-def root(clean, tmp_path, monkeypatch):
-    """A copy of the checkpoints, named ``root`` in the current folder."""
-    shutil.copytree(clean, tmp_path / "root")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "root"
-
-
-@pytest.fixture
-def checkpoints(monkeypatch, capsys):
-    """``checkpoints(*args)``: the exit code of the command, what it printed, and what it complained about."""
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["dtrain", "checkpoints", *args])
-        with pytest.raises(SystemExit) as end:
-            main.run()
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return run
+VALID = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +[0-9.]+ KiB +1 +all +[0-9a-f]{8} "
+DAMAGED = r"\*  2 +[-0-9]+ [0-9:]+  - +- +- +- +- +damaged: manifest.json: .*"
 
 
 def flip(path, at=0.5):
@@ -77,7 +47,7 @@ def test_list_shows_a_damaged_manifest_and_that_loading_would_meet_it(checkpoint
     code, out, err = checkpoints("list", "root")
     assert (code, err) == (0, "")
     assert re.fullmatch(rf"   1     {VALID} +- +valid", out.splitlines()[1])
-    assert re.fullmatch(r"\*  2 +[-0-9]+ [0-9:]+  -  +-  +-  +-  +damaged: manifest.json: .*", out.splitlines()[2])
+    assert re.fullmatch(DAMAGED, out.splitlines()[2])
 
 
 def test_list_says_when_there_is_nothing(checkpoints, root):
@@ -87,9 +57,9 @@ def test_list_says_when_there_is_nothing(checkpoints, root):
 
 def test_verify_takes_the_newest_step_of_a_root(checkpoints, root):
     flip(root / "step-00000001" / "rank-00000.safetensors")
-    code, out, err = checkpoints("verify", "root")
+    code, out, err = checkpoints("verify", "--deep", "root")
     assert (code, err) == (0, "")
-    assert re.fullmatch(r"step-00000002: ok, [0-9.]+ KiB of 1 rank\n", out)
+    assert re.fullmatch(r"step-00000002: ok, [0-9.]+ KiB of 1 rank \(every byte read\)\n", out)
 
 
 def test_verify_takes_a_step(checkpoints, root):
@@ -99,16 +69,83 @@ def test_verify_takes_a_step(checkpoints, root):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.json", "rank-00000.safetensors"])
-def test_verify_finds_a_flipped_bit_and_names_the_file(checkpoints, root, name):
+def test_verify_deep_finds_a_flipped_bit_and_names_the_file(checkpoints, root, name):
     flip(root / "step-00000002" / name)
-    code, out, err = checkpoints("verify", "root")
+    code, out, err = checkpoints("verify", "root", "--deep")
     assert (code, err) == (1, "")
     assert re.fullmatch(rf"step-00000002: damaged: {name}: .*\n", out)
 
 
+def test_verify_reads_no_tensor_unless_asked_and_says_so(checkpoints, root):
+    flip(root / "step-00000002" / "rank-00000.safetensors")
+    code, out, err = checkpoints("verify", "root")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"step-00000002: ok, .* of 1 rank \(manifest, sizes and indexes; --deep reads every byte\)\n", out)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.json"])
+def test_verify_finds_a_flipped_bit_of_what_it_reads(checkpoints, root, name):
+    flip(root / "step-00000002" / name)
+    code, out, _ = checkpoints("verify", "root")
+    assert code == 1
+    assert re.fullmatch(rf"step-00000002: damaged: {name}: .*\n", out)
+
+
+def test_verify_finds_a_file_that_is_too_short_or_gone(checkpoints, root):
+    path = root / "step-00000002" / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert re.fullmatch(r"step-00000002: damaged: rank-00000.safetensors: has .* bytes, .*\n", checkpoints("verify", "root")[1])
+    path.unlink()
+    assert checkpoints("verify", "root")[:2] == (1, "step-00000002: damaged: rank-00000.safetensors: is missing\n")
+
+
+def test_verify_json_has_a_record_for_every_step(checkpoints, root):
+    flip(root / "step-00000001" / "rank-00000.safetensors")
+    code, out, err = checkpoints("verify", "root", "--all", "--deep", "--json")
+    found = json.loads(out)
+    first, second = found["steps"]
+    assert (code, err, found["deep"]) == (1, "", True)
+    assert (first["path"], first["ok"], first["removed"]) == (str(root / "step-00000001"), False, False)
+    assert first["problem"].startswith("damaged: rank-00000.safetensors: ")
+    assert list(first) == list(second)
+    assert {"step": 2, "ok": True, "problem": None, "world_size": 1}.items() <= second.items()
+
+
+def test_list_json_has_stable_fields(checkpoints, root):
+    flip(root / "step-00000002" / "manifest.json")
+    code, out, err = checkpoints("list", "root", "--json")
+    found = json.loads(out)
+    good, bad = found["steps"]
+    assert (code, err, found["root"]) == (0, "", str(root))
+    assert list(good) == list(bad)
+    assert {
+        "step": 1,
+        "path": str(root / "step-00000001"),
+        "latest": False,
+        "valid": True,
+        "problem": None,
+    }.items() <= good.items()
+    assert {"world_size": 1, "only": [], "holds": list(layout.STATE_SECTIONS), "parent_step": None}.items() <= good.items()
+    assert datetime.fromisoformat(good["committed_at"]).tzinfo is not None
+    assert {"step": 2, "latest": True, "valid": False, "bytes": None}.items() <= bad.items()
+    assert bad["problem"].startswith("manifest.json: ")
+
+
+def test_list_json_of_nothing_is_an_empty_list(checkpoints, root):
+    (root.parent / "empty").mkdir()
+    assert json.loads(checkpoints("list", "empty", "--json")[1]) == {"root": str(root.parent / "empty"), "steps": []}
+
+
+def test_list_says_which_steps_hold_a_model_only(checkpoints, root):
+    save_sharded("weights", train(plain_state(), 3), only=("model",))
+    for name, expected in (("root", "all"), ("weights", "model")):
+        lines = checkpoints("list", name)[1].splitlines()
+        assert {line.split()[-4] for line in lines[1:]} == {expected}
+
+
 def test_verify_all_has_a_line_for_every_step(checkpoints, root):
     flip(root / "step-00000001" / "rank-00000.safetensors")
-    code, out, _ = checkpoints("verify", "root", "--all")
+    code, out, _ = checkpoints("verify", "root", "--all", "--deep")
     first, second = out.splitlines()
     assert code == 1
     assert first.startswith("step-00000001: damaged: rank-00000.safetensors: ")
@@ -209,6 +246,6 @@ def test_verify_does_not_call_a_step_damaged_that_a_run_removes_meanwhile(checkp
 def test_nothing_is_changed(checkpoints, root):
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in root.rglob("*")}
     checkpoints("list", "root")
-    checkpoints("verify", "--all", "root")
+    checkpoints("verify", "--all", "--deep", "root")
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in root.rglob("*")} == before
     assert os.listdir(root.parent) == ["root"]

@@ -95,3 +95,64 @@ def test_questions_about_names_that_are_not_there(tmp_path):
     assert storage.file_size(tmp_path / "dangling") is None
     with pytest.raises(FileNotFoundError):
         storage.list_names(tmp_path / "none")
+
+
+class Recorded:
+    """Stands in for ``os``: notes the names of calls, and fails those named."""
+
+    def __init__(self, *, failing=()):
+        self.calls, self.failing = [], failing
+
+    def __getattr__(self, name):
+        def call(*args, **options):
+            self.calls.append(name)
+            if name in self.failing:
+                raise OSError(5, "Input/output error")
+            return getattr(os, name)(*args, **options)
+
+        return call if callable(getattr(os, name)) else getattr(os, name)
+
+
+def test_a_created_file_is_durable_with_its_name_and_created_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage.local, "os", recorded := Recorded())
+    storage.create_file(tmp_path / "file", b"first")
+    assert recorded.calls == ["open", "write", "fsync", "close", "open", "fsync", "close"]
+    with pytest.raises(FileExistsError):
+        storage.create_file(tmp_path / "file", b"second")
+    assert (tmp_path / "file").read_bytes() == b"first"
+
+
+def test_a_file_is_replaced_at_once_and_durably(tmp_path, monkeypatch):
+    storage.replace_file(tmp_path / "file", b"old")
+    monkeypatch.setattr(storage.local, "os", recorded := Recorded())
+    storage.replace_file(tmp_path / "file", b"new")
+    assert recorded.calls == ["open", "write", "fsync", "close", "rename", "open", "fsync", "close"]
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
+def test_a_failed_replacement_leaves_the_old_content_and_nothing_beside_it(tmp_path, monkeypatch, call):
+    storage.write_file(tmp_path / "file", b"old")
+    monkeypatch.setattr(storage.local, "os", Recorded(failing=[call]))
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.replace_file(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_link_is_one_more_name_of_the_same_file(tmp_path):
+    storage.write_file(tmp_path / "old", b"data")
+    storage.link_file(tmp_path / "old", tmp_path / "new")
+    storage.remove_file(tmp_path / "old")
+    assert (tmp_path / "new").read_bytes() == b"data"
+    storage.write_file(tmp_path / "taken", b"")
+    with pytest.raises(FileExistsError):
+        storage.link_file(tmp_path / "new", tmp_path / "taken")
+
+
+def test_free_space_is_that_of_the_nearest_folder_that_is_there(tmp_path):
+    free = storage.free_bytes(tmp_path / "not" / "yet")
+    found = os.statvfs(tmp_path)
+    assert free is not None
+    assert abs(free - found.f_bavail * found.f_frsize) < 2**30, "others write meanwhile"

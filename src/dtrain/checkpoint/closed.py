@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from math import inf
 from typing import Any, NoReturn, TypeVar
 
 from dtrain.errors import DamagedCheckpointError
@@ -31,7 +32,9 @@ def parse(data: bytes, where: str) -> Any:
     if len(data) > MAX_JSON_BYTES:
         raise DamagedCheckpointError(f"{where}: {len(data)} bytes of JSON, at most {MAX_JSON_BYTES} are read")
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_without_twins, parse_constant=_refuse_constant)
+        return json.loads(
+            data.decode("utf-8"), object_pairs_hook=_without_twins, parse_constant=_refuse_constant, parse_float=_finite
+        )
     except RecursionError:
         raise DamagedCheckpointError(f"{where}: JSON is nested too deeply") from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors, so is a number of 5,000 digits
@@ -45,6 +48,13 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twin = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"key {twin!r} is given twice")
     return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (inf, -inf):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return value
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -1,7 +1,8 @@
-"""Rank 0's part of a save: what is to be done about the step, and the rename that makes it a checkpoint.
+"""Rank 0's part of a save: what is to be done about the step, and what makes it a checkpoint.
 
-Until the rename nothing under a step's name has changed, so whatever fails before it leaves the earlier steps as they were,
-and what a killed save leaves behind is a side folder that no one reads and the run's next save removes.
+On a file system that is a rename. Until then nothing under a step's name has changed, so whatever fails before it leaves the
+earlier steps as they were, and what a killed save leaves behind is a side folder that no one reads and the run's next save
+removes. An object store renames nothing: there it is the manifest, which is put last, and only if there is none.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import secrets
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from dtrain import storage
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.find import survey
+from dtrain.checkpoint.find import has_manifest, survey
 from dtrain.checkpoint.layout import Manifest
-from dtrain.checkpoint.retention import remove_leftovers
+from dtrain.checkpoint.lock import Lock, hold
+from dtrain.checkpoint.retention import discard, remove_leftovers
 from dtrain.errors import CheckpointError
 from dtrain.state import Shared
+from dtrain.storage import Place
 
 Action = Literal["write", "skip"]
 
@@ -32,7 +34,7 @@ class Order:
         action: write the step, or leave it: this process has committed or loaded it.
         root: where, as rank 0 calls it.
         run_id: of the run.
-        side: the folder to write into, beside the step's.
+        side: the folder to write into: one beside the step's, or where nothing can be renamed the step's own.
         serial: of the commit.
         replaces: whether the run has a step of this number, of a lineage that it has left.
         previous: the name of the run's newest step, whose files may serve again; None without one.
@@ -47,7 +49,7 @@ class Order:
     previous: str | None
 
 
-def prepare(root: Path, run: Sequence[Shared], step: int, only: tuple[str, ...], where: str) -> Order:
+def prepare(root: Place, run: Sequence[Shared], step: int, only: tuple[str, ...], where: str) -> Order:
     """Look at the root, decide, and make the side folder.
 
     Args:
@@ -57,21 +59,48 @@ def prepare(root: Path, run: Sequence[Shared], step: int, only: tuple[str, ...],
         only: what the save is limited to.
         where: begins messages.
 
-    Mutates: files: moves aside what has the step's name and is no checkpoint, removes what killed saves of the run left.
+    Mutates: ``run`` (the lock on the root is kept there); files: moves aside what has the step's name and is no checkpoint,
+    removes what killed saves of the run left.
 
     Raises:
         CheckpointError: the step belongs to another run, or the root holds steps of the other kind (whole or limited).
         OSError: the file system refuses.
     """
-    order = _decide(root, run, step, only, where)
+    if storage.exists(root) and not storage.is_folder(root):
+        raise CheckpointError(f"{where}: {root} is not a directory; name the folder that steps are to be in")
+    run_id = run[0].run_id or secrets.token_hex(16)
+    keep_others_out(root, run, run_id, where)
+    order = _decide(root, run, run_id, step, only, where)
     if order.action == "write":
         storage.make_folders(root)
         remove_leftovers(root, order.run_id)
+        if order.replaces and not storage.renames(root):
+            discard(root / order.side, step, order.run_id)  # it is of a lineage that the run has left
         storage.make_folder(root / order.side)
     return order
 
 
-def _decide(root: Path, run: Sequence[Shared], step: int, only: tuple[str, ...], where: str) -> Order:
+def keep_others_out(root: Place, run: Sequence[Shared], run_id: str, where: str) -> None:
+    """Hold the root for this run, or raise because somebody else does."""
+    try:
+        lock = run[0].locks.get(str(root))
+        if not isinstance(lock, Lock):
+            lock = run[0].locks[str(root)] = hold(root, run_id, protected=resumed_from(root, run))
+        lock.check()
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
+def resumed_from(root: Place, run: Sequence[Shared]) -> set[int]:
+    """The step of this root that the process has loaded, if any."""
+    if run[0].resumed_from is None:
+        return set()
+    folder = storage.place(run[0].resumed_from)
+    step = layout.step_of(folder.name) if folder.parent == root else None
+    return set() if step is None else {step}
+
+
+def _decide(root: Place, run: Sequence[Shared], run_id: str, step: int, only: tuple[str, ...], where: str) -> Order:
     committed, _ = survey(root)
     other = next((c for c in committed if c.only != only), None)
     if other is not None:
@@ -80,13 +109,12 @@ def _decide(root: Path, run: Sequence[Shared], step: int, only: tuple[str, ...],
             f"{where}: {root} holds {held} (step {other.step}), this save has only={only or None}; a run is resumed from its "
             "newest step, so save into another root"
         )
-    run_id = run[0].run_id or secrets.token_hex(16)
     mine = [c for c in committed if c.run_id == run_id]
     order = Order(
         action="write",
         root=str(root),
         run_id=run_id,
-        side=layout.side_name(step, "tmp", run_id, secrets.token_hex(4)),
+        side=layout.side_name(step, "tmp", run_id, secrets.token_hex(4)) if storage.renames(root) else layout.step_name(step),
         serial=1 + max((c.serial for c in committed), default=0),
         replaces=False,
         previous=mine[-1].path.name if mine else None,
@@ -104,28 +132,36 @@ def _decide(root: Path, run: Sequence[Shared], step: int, only: tuple[str, ...],
     return replace(order, action="skip" if ours else "write", replaces=not ours)
 
 
-def _move_aside(folder: Path, where: str) -> None:
+def _move_aside(folder: Place, where: str) -> None:
     """Free a step's name from something that is no valid checkpoint, without destroying it."""
-    if storage.exists(folder):
+    if storage.exists(folder) and not storage.renames(folder):
+        if has_manifest(folder):
+            raise CheckpointError(f"{where}: {folder} is not a valid checkpoint, and cannot be moved aside there; remove it")
+    elif storage.exists(folder):
         aside = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
         storage.rename(folder, aside)
         warnings.warn(f"{where}: {folder} is not a valid checkpoint; it is now {aside.name}", stacklevel=2)
 
 
-def publish(order: Order, manifest: Manifest) -> None:
+def publish(order: Order, run: Sequence[Shared], manifest: Manifest, where: str) -> None:
     """Write the manifest and give the side folder the step's name, durably, or leave things as they were.
 
     Mutates: files.
 
     Raises:
+        CheckpointError: the lock on the root was lost meanwhile.
         OSError: the file system refuses; nothing is published then.
     """
-    root = Path(order.root)
+    root = storage.place(order.root)
+    keep_others_out(root, run, order.run_id, where)  # writing may have taken longer than a lock lives without its holder
     side, final = root / order.side, root / layout.step_name(manifest.step)
+    if not storage.renames(root):
+        storage.create_file(final / layout.MANIFEST, layout.encode_manifest(manifest))  # all else is there already
+        return
     storage.write_file(side / layout.MANIFEST, layout.encode_manifest(manifest))
     storage.sync_folder(side)
     superseded = root / layout.side_name(manifest.step, "old", order.run_id, secrets.token_hex(4))
-    undo: list[tuple[Path, Path]] = []
+    undo: list[tuple[Place, Place]] = []
     try:
         if order.replaces:
             storage.rename(final, superseded)
@@ -139,7 +175,7 @@ def publish(order: Order, manifest: Manifest) -> None:
         raise
 
 
-def try_to_remove(folder: Path, where: str) -> None:
+def try_to_remove(folder: Place, where: str) -> None:
     """Remove a folder where possible; failing to is a warning."""
     try:
         if storage.exists(folder):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,24 +22,24 @@ from torch import Tensor
 from dtrain import storage
 from dtrain.checkpoint.digest import digest_of
 from dtrain.checkpoint.layout import CHUNK_BYTES, DTYPES
-from dtrain.storage import Buffer
+from dtrain.storage import Buffer, Place
 
 _SMALL_BYTES = 64 * 2**10  # what is smaller is gathered, to spare a call for each
 _RUN_BYTES = 32 * 2**20  # gathered at once: it is a copy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
-    """A tensor of the file: its name there, dtype by its safetensors name, and shape."""
+class Box(NamedTuple):
+    """A tensor of the file: its name there, dtype by its safetensors name, shape, and bytes of data."""
 
     key: str
     dtype: str
     size: tuple[int, ...]
+    nbytes: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of data."""
-        return prod(self.size) * DTYPES[self.dtype].itemsize
+    @classmethod
+    def of(cls, key: str, dtype: str, size: tuple[int, ...]) -> Box:
+        """The box with its size in bytes."""
+        return cls(key, dtype, size, prod(size) * DTYPES[dtype].itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ def _nothing() -> None:
     """For callers who do not watch."""
 
 
-def write_data_file(path: Path, image: Image, *, threads: int = 1, on_part: Callable[[], None] = _nothing) -> tuple[str, ...]:
+def write_data_file(path: Place, image: Image, *, threads: int = 1, on_part: Callable[[], None] = _nothing) -> tuple[str, ...]:
     """Write a new file in chunks, on the disk when this returns.
 
     Args:

@@ -2,18 +2,70 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Literal
 
+from dtrain.checkpoint.plain import TensorRef
 from dtrain.errors import CheckpointMismatchError
 
 SHOWN = 10
-Row = tuple[str, str | None, str | None]
-"""A name, what is stored under it, and what is here; None for nothing."""
+Kind = Literal["shape", "dtype", "unexpected", "missing", "other"]
+_COUNTED: dict[Kind, str] = {
+    "shape": "of another shape",
+    "dtype": "of another dtype",
+    "unexpected": "unexpected",
+    "missing": "missing",
+    "other": "other",
+}
 
 
-def mismatch(where: str, rows: Sequence[Row], *, source: str, advice: str) -> CheckpointMismatchError:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One line of the table.
+
+    Args:
+        name: of what differs.
+        kind: ``"missing"`` is here and not stored, ``"unexpected"`` is stored and not here.
+        stored: what is stored under the name, None for nothing.
+        here: what is here.
+        label: the name as it is shown, where that says more.
+    """
+
+    name: str
+    kind: Kind
+    stored: str | None
+    here: str | None
+    label: str = ""
+
+
+def missing(name: str, here: str) -> Difference:
+    """Something that is here and not stored."""
+    return Difference(name=name, kind="missing", stored=None, here=here)
+
+
+def unexpected(name: str, stored: str, *, label: str = "") -> Difference:
+    """Something that is stored and not here."""
+    return Difference(name=name, kind="unexpected", stored=stored, here=None, label=label)
+
+
+def unequal(name: str, stored: TensorRef, here: TensorRef, *, label: str = "") -> Difference:
+    """A tensor that is stored in another shape, or else in another dtype."""
+    kind: Kind = "shape" if stored.shape != here.shape else "dtype"
+    return Difference(name=name, kind=kind, stored=str(stored), here=str(here), label=label)
+
+
+def other(name: str, stored: str, here: str) -> Difference:
+    """Something that is no tensor."""
+    return Difference(name=name, kind="other", stored=stored, here=here)
+
+
+def mismatch(where: str, rows: Sequence[Difference], *, source: str, advice: str) -> CheckpointMismatchError:
     """The error that says how many entries differ in which way, with at most ten of them in a table.
+
+    A name that only one side has is shown with the nearest of those that only the other side has: it may have been renamed.
 
     Args:
         where: the call, and what it was given.
@@ -21,22 +73,25 @@ def mismatch(where: str, rows: Sequence[Row], *, source: str, advice: str) -> Ch
         source: what the stored side is called, such as ``"checkpoint"``.
         advice: what to do.
     """
-    kinds = {
-        "unequal": [row for row in rows if row[1] is not None and row[2] is not None],
-        f"only in the {source}": [row for row in rows if row[2] is None],
-        "only here": [row for row in rows if row[1] is None],
-    }
-    counts = ", ".join(f"{len(of_kind)} {how}" for how, of_kind in kinds.items() if of_kind)
+    kinds = {kind: [row for row in rows if row.kind == kind] for kind in _COUNTED}
+    counts = ", ".join(f"{len(of_kind)} {_COUNTED[kind]}" for kind, of_kind in kinds.items() if of_kind)
     # In turns, so that a kind of which there are hundreds does not hide the others.
     turns = (row for turn in zip_longest(*kinds.values()) for row in turn if row is not None)
-    shown = {row for row, _ in zip(turns, range(SHOWN), strict=False)}
+    shown = {id(row) for row, _ in zip(turns, range(SHOWN), strict=False)}
+    only_one_side = {"missing": [row.name for row in kinds["unexpected"]], "unexpected": [row.name for row in kinds["missing"]]}
     lines = [
-        f"  {name}: {source} {theirs or 'nothing'}, here {ours or 'nothing'}"
-        for of_kind in kinds.values()
-        for name, theirs, ours in of_kind
-        if (name, theirs, ours) in shown
+        f"  {row.label or row.name}: {source} {row.stored or 'nothing'}, here {row.here or 'nothing'}"
+        + _nearest(row.name, only_one_side.get(kind, ()))
+        for kind, of_kind in kinds.items()
+        for row in of_kind
+        if id(row) in shown
     ]
     if len(rows) > len(lines):
         lines.append(f"  and {len(rows) - len(lines)} more")
     table = "\n".join(lines)
     return CheckpointMismatchError(f"{where} does not fit, {len(rows)} entries differ ({counts}); {advice}\n{table}")
+
+
+def _nearest(name: str, others: Sequence[str]) -> str:
+    found = difflib.get_close_matches(name, others, n=1)
+    return f" (nearest: {found[0]})" if found else ""

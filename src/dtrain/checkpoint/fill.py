@@ -1,34 +1,134 @@
-"""Carries out a plan of reads: byte ranges of files into tensors that are there."""
+"""Carries out a plan of reads: byte ranges of files into host memory, verified on the way, each chunk fetched once.
+
+Chunk by chunk, several at a time: what is large goes from the file to where it stays, what is small and what nobody wants
+through a buffer. Then the digest of the chunk is computed over what is in memory, and the small things are taken out of the
+buffer. So what was verified is what is there afterwards, and memory beyond that is a buffer per thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from itertools import groupby
-from typing import Protocol, TypeAlias
+from math import prod
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from dtrain.checkpoint import layout
+from dtrain.checkpoint.digest import chunks_of, digest_of
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.plain import TensorRef
 from dtrain.checkpoint.plan import Read
+from dtrain.errors import DamagedCheckpointError
+from dtrain.storage import FileReader
+from dtrain.storage.parts import for_each_part
 from dtrain.tensors import local
 
-
-class RangeReader(Protocol):
-    """An open file that gives byte ranges, whole or not at all."""
-
-    def read(self, begin: int, end: int) -> bytearray:
-        """The bytes ``[begin, end)``."""
+THREADS = 2  # that read; one fetches while another digests
+_THREADED_CHUNKS = 4  # fewer are not worth the threads
+_LARGE_BYTES = 64 * 2**10  # what is smaller is copied out of a buffer, to spare a system call for each
 
 
-OpenFile: TypeAlias = Callable[[int], AbstractContextManager[RangeReader]]
+class OpenedFile(Protocol):
+    """A data file: open, its name, and the digests of its chunks; None for a file of others, which has none."""
+
+    @property
+    def file(self) -> FileReader:
+        """What reads it."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def chunks(self) -> tuple[str, ...] | None:
+        """The digests."""
+
+
+OpenFile: TypeAlias = Callable[[int], AbstractContextManager[OpenedFile]]
 """Opens the file of this number."""
 
 
+class _Block:
+    """Rows of a stored box that do not lie in their tensor as they lie in the file: whole in memory before they are copied."""
+
+    def __init__(self, read: Read, dtype: torch.dtype, into: Tensor) -> None:
+        self._read, self._dtype, self._into = read, dtype, into
+        self._lock = threading.Lock()
+        self._data: Tensor | None = None
+        self._missing = read.end - read.begin
+
+    def view(self, begin: int, end: int) -> memoryview:
+        """The memory for bytes ``[begin, end)`` of the file."""
+        with self._lock:
+            if self._data is None:
+                self._data = torch.empty(self._read.end - self._read.begin, dtype=torch.uint8)
+        return _bytes_of(self._data)[begin - self._read.begin : end - self._read.begin]
+
+    def came(self, count: int) -> None:
+        """So many more bytes are there; with the last of them the block is copied and its memory freed."""
+        with self._lock:
+            self._missing -= count
+            if self._missing:
+                return
+            data, self._data = self._data, None
+        assert data is not None, "bytes came into a view"
+        block = data.view(self._dtype).view(self._read.block)
+        source, target = (tuple(slice(*span) for span in spans) for spans in (self._read.source, self._read.target))
+        self._into[target].copy_(block[source])
+
+
+class _Piece(NamedTuple):
+    """Bytes ``[begin, end)`` of a file, inside of one chunk, and where they go: into memory, a block, or a small new tensor."""
+
+    begin: int
+    end: int
+    key: str
+    memory: memoryview | None
+    block: _Block | None
+
+
+def land(
+    sizes: Mapping[str, tuple[int, ...]], reads: Iterable[Read], refs: Mapping[str, TensorRef], open_file: OpenFile
+) -> dict[str, Tensor]:
+    """New tensors on the CPU, of the stored dtypes, filled with what is read.
+
+    Args:
+        sizes: the shape of each tensor's part that is wanted here, by key.
+        reads: that fill all of them, in the order of the files.
+        refs: the stored dtypes, by key.
+        open_file: gives the files.
+
+    Raises:
+        DamagedCheckpointError: bytes that do not have their digest, or a file that ends too early.
+        OSError: a file cannot be read.
+    """
+    landed = _Landed(sizes, refs)
+    with torch.no_grad(), ExitStack() as stack:
+        for layer in _layers(list(reads)):
+            work: dict[tuple[int, int], list[_Piece]] = defaultdict(list)
+            for read in layer:
+                landed.place(read, work)
+            files = {number: stack.enter_context(open_file(number)) for number in {number for number, _ in work}}
+            chunks = [(files[number], chunk, pieces) for (number, chunk), pieces in work.items()]
+            buffers: list[Tensor] = []
+
+            def fetch(at: int) -> None:
+                file, chunk, pieces = chunks[at]  # noqa: B023  # called before the next turn
+                with torch.no_grad():  # which belongs to a thread
+                    _fetch(file, chunk, pieces, landed, buffers)  # noqa: B023
+
+            threads = THREADS if len(chunks) >= _THREADED_CHUNKS else 1
+            for_each_part(len(chunks), fetch, threads=threads, name="dtrain-read")
+    return landed.tensors
+
+
 def fill_(tensors: Mapping[str, Tensor], reads: Iterable[Read], refs: Mapping[str, TensorRef], open_file: OpenFile) -> None:
-    """Copy what is read into the local shards of ``tensors``, cast to their dtypes.
+    """Copy what is read into the local shards of ``tensors``, cast to their dtypes, when all of it has been verified.
 
     Args:
         tensors: by key; those that no read names stay as they are.
@@ -38,11 +138,179 @@ def fill_(tensors: Mapping[str, Tensor], reads: Iterable[Read], refs: Mapping[st
 
     Mutates: ``tensors``.
     """
-    for number, of_file in groupby(reads, key=lambda read: read.file):
-        with torch.no_grad(), open_file(number) as file:
-            for read in of_file:
-                block = as_tensor(file.read(read.begin, read.end), refs[read.key].dtype, read.block)
-                _copy_box(local(tensors[read.key]), read, block)
+    planned = list(reads)
+    with torch.no_grad():
+        into = {key: local(tensors[key]) for key in {read.key for read in planned}}
+        copy_into_(into, land({key: tuple(tensor.shape) for key, tensor in into.items()}, planned, refs, open_file))
+
+
+def copy_into_(targets: Mapping[str, Tensor], landed: Mapping[str, Tensor]) -> None:
+    """Copy each landed tensor into the plain tensor of the same key, cast to its dtype.
+
+    Mutates: ``targets``.
+    """
+    groups: dict[tuple[torch.dtype, torch.dtype, torch.device], list[str]] = defaultdict(list)
+    for key, target in targets.items():
+        groups[target.dtype, landed[key].dtype, target.device].append(key)
+    with torch.no_grad():
+        for keys in groups.values():
+            torch._foreach_copy_([targets[key] for key in keys], [landed[key] for key in keys])
+
+
+def _layers(reads: list[Read]) -> Iterator[list[Read]]:
+    """The reads in lists within which no byte is asked for twice: one list, unless two names stand for the same bytes."""
+    while reads:
+        layer, rest, number, reach = [], [], -1, 0
+        for read in reads:
+            if read.file == number and read.begin < reach:
+                rest.append(read)
+            else:
+                layer.append(read)
+                number, reach = read.file, read.end
+        yield layer
+        reads = rest
+
+
+class _Landed:
+    """The tensors that are filled, and for the large ones their memory."""
+
+    def __init__(self, sizes: Mapping[str, tuple[int, ...]], refs: Mapping[str, TensorRef]) -> None:
+        self._sizes, self._refs = sizes, refs
+        self._memory: dict[str, memoryview] = {}
+        self.tensors: dict[str, Tensor] = {key: self._new(key) for key, size in sizes.items() if 0 in size}
+
+    def _new(self, key: str) -> Tensor:
+        return torch.empty(self._sizes[key], dtype=DTYPES[self._refs[key].dtype])
+
+    def place(self, read: Read, work: dict[tuple[int, int], list[_Piece]]) -> None:
+        """Append where the bytes of a read go to the work on the chunks that they lie in."""
+        number, begin, end, key = read.file, read.begin, read.end, read.key
+        chunks = chunks_of(begin, end)
+        dtype = DTYPES[self._refs[key].dtype]
+        row = prod(self._sizes[key][1:]) * dtype.itemsize
+        whole = row * self._sizes[key][0] if self._sizes[key] else row
+        if read.straight and len(chunks) == 1 and end - begin == whole < _LARGE_BYTES:
+            work[number, chunks[0]].append(_Piece(begin, end, key, None, None))
+            return
+        if key not in self.tensors:
+            self.tensors[key] = self._new(key)
+        block = None if read.straight else _Block(read, dtype, self.tensors[key])
+        if read.straight and key not in self._memory:
+            self._memory[key] = _bytes_of(self.tensors[key])
+        at = read.target[0][0] * row if read.target else 0
+        for chunk in chunks:
+            low, high = max(begin, chunk * layout.CHUNK_BYTES), min(end, (chunk + 1) * layout.CHUNK_BYTES)
+            memory = None if block is not None else self._memory[key][at + low - begin : at + high - begin]
+            work[number, chunk].append(_Piece(low, high, key, memory, block))
+
+    def carve(self, buffer: Tensor, start: int, pieces: Sequence[_Piece]) -> None:
+        """New tensors for small pieces that lie in ``buffer``, whose first byte is byte ``start`` of the file."""
+        for name, of_dtype in groupby(pieces, key=lambda piece: self._refs[piece.key].dtype):
+            dtype = DTYPES[name]
+            run: list[_Piece] = []
+            for piece in of_dtype:
+                if run and (piece.begin - run[-1].end) % dtype.itemsize:  # a file of others may lie anyhow
+                    self._carve_run(buffer, start, run, dtype)
+                    run = []
+                run.append(piece)
+            self._carve_run(buffer, start, run, dtype)
+
+    def _carve_run(self, buffer: Tensor, start: int, run: Sequence[_Piece], dtype: torch.dtype) -> None:
+        low, high = run[0].begin - start, run[-1].end - start
+        data = buffer[low:high]
+        typed = (data if low % dtype.itemsize == 0 else data.clone()).view(dtype)
+        counts: list[int] = []
+        keys: list[str | None] = []  # None for what lies between
+        at = run[0].begin
+        for piece in run:
+            if piece.begin > at:
+                counts.append((piece.begin - at) // dtype.itemsize)
+                keys.append(None)
+            counts.append((piece.end - piece.begin) // dtype.itemsize)
+            keys.append(piece.key)
+            at = piece.end
+        for key, part in zip(keys, typed.split_with_sizes(counts), strict=True):
+            if key is not None:
+                self.tensors[key] = part.clone().view(self._sizes[key])
+
+
+def _fetch(file: OpenedFile, chunk: int, pieces: Sequence[_Piece], landed: _Landed, buffers: list[Tensor]) -> None:
+    """Read a chunk, verify it, and put its pieces where they belong."""
+    start = chunk * layout.CHUNK_BYTES
+    size = max(0, min(layout.CHUNK_BYTES, file.file.size - start))  # the file may have shrunk since
+    parts = list(_parts(file, pieces, start, start + size))
+    buffer = _take(buffers, size) if any(memory is None for _, _, memory in parts) else None
+    held = memoryview(b"") if buffer is None else _bytes_of(buffer)
+    views = []
+    for begin, end, memory in parts:
+        views.append(held[begin - start : end - start] if memory is None else memory)
+        got = file.file.read_into(begin, views[-1])
+        if got != end - begin:
+            raise DamagedCheckpointError(f"{file.name}: ends at byte {begin + got}, {end} or more were promised")
+    if file.chunks is not None and digest_of(views) != file.chunks[chunk]:
+        raise DamagedCheckpointError(f"{file.name}: bytes from {start} on do not match their digest")
+    _deliver(pieces, landed, buffer, held, start)
+    if buffer is not None:
+        buffers.append(buffer)
+
+
+def _take(buffers: list[Tensor], size: int) -> Tensor:
+    """A buffer that no other thread has, of at least this size."""
+    try:
+        found = buffers.pop()
+    except IndexError:
+        return torch.empty(size, dtype=torch.uint8)
+    return found if len(found) >= size else torch.empty(size, dtype=torch.uint8)
+
+
+def _parts(file: OpenedFile, pieces: Sequence[_Piece], start: int, stop: int) -> Iterator[tuple[int, int, memoryview | None]]:
+    """What to read of ``[start, stop)`` in which order, each part into this memory, or None for the buffer.
+
+    Where there is a digest, that is everything; otherwise the pieces, and together those that touch and go
+    through the buffer.
+    """
+    at = start
+    low = None  # where the stretch for the buffer begins that ends at ``at``
+    for piece in pieces:
+        if piece.begin > at and file.chunks is None:  # nobody wants what is between
+            if low is not None:
+                yield low, at, None
+            low, at = None, piece.begin
+        if not _is_direct(piece):
+            low = at if low is None else low
+        else:
+            low = at if low is None and piece.begin > at else low
+            if low is not None:
+                yield low, piece.begin, None
+            low = None
+            yield piece.begin, piece.end, piece.memory if piece.block is None else piece.block.view(piece.begin, piece.end)
+        at = piece.end
+    if file.chunks is not None and at < stop:
+        low, at = at if low is None else low, stop
+    if low is not None:
+        yield low, at, None
+
+
+def _is_direct(piece: _Piece) -> bool:
+    return (piece.memory is not None or piece.block is not None) and piece.end - piece.begin >= _LARGE_BYTES
+
+
+def _deliver(pieces: Sequence[_Piece], landed: _Landed, buffer: Tensor | None, held: memoryview, start: int) -> None:
+    """What went through the buffer goes on to where it stays."""
+    small = []
+    for piece in pieces:
+        begin, end = piece.begin - start, piece.end - start
+        if piece.block is not None:
+            if not _is_direct(piece):
+                piece.block.view(piece.begin, piece.end)[:] = held[begin:end]
+            piece.block.came(end - begin)
+        elif piece.memory is None:
+            small.append(piece)
+        elif not _is_direct(piece):
+            piece.memory[:] = held[begin:end]
+    if small:
+        assert buffer is not None, "small pieces went through a buffer"
+        landed.carve(buffer, start, small)
 
 
 def as_tensor(data: bytearray, dtype: str, shape: Sequence[int]) -> Tensor:
@@ -52,6 +320,6 @@ def as_tensor(data: bytearray, dtype: str, shape: Sequence[int]) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[dtype]).reshape(tuple(shape))
 
 
-def _copy_box(target: Tensor, read: Read, block: Tensor) -> None:
-    into = target[tuple(slice(*span) for span in read.target)]
-    into.copy_(block[tuple(slice(*span) for span in read.source)])
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data.cast("B")

@@ -9,6 +9,7 @@ from pathlib import Path
 from dtrain import storage
 from dtrain.checkpoint import closed, layout
 from dtrain.errors import CheckpointError, DamagedCheckpointError
+from dtrain.storage import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class Committed:
     """
 
     step: int
-    path: Path
+    path: Place
     run_id: str
     parent_step: int | None
     serial: int
@@ -41,16 +42,16 @@ class Damaged:
     """A folder with a manifest that cannot be believed."""
 
     step: int
-    path: Path
+    path: Place
     reason: str
 
 
-def has_manifest(folder: Path) -> bool:
+def has_manifest(folder: Place) -> bool:
     """Whether the folder claims to be a checkpoint."""
     return storage.exists(folder / layout.MANIFEST)
 
 
-def read_manifest(folder: Path) -> layout.Manifest:
+def read_manifest(folder: Place) -> layout.Manifest:
     """The manifest of a step's folder.
 
     Raises:
@@ -60,7 +61,7 @@ def read_manifest(folder: Path) -> layout.Manifest:
     return layout.parse_manifest(read_manifest_bytes(folder))
 
 
-def read_manifest_bytes(folder: Path) -> bytes:
+def read_manifest_bytes(folder: Place) -> bytes:
     """What ``manifest.json`` holds.
 
     Raises:
@@ -72,7 +73,7 @@ def read_manifest_bytes(folder: Path) -> bytes:
     return storage.read_file(path, limit=closed.MAX_JSON_BYTES)
 
 
-def survey(root: Path) -> tuple[list[Committed], list[Damaged]]:
+def survey(root: Place) -> tuple[list[Committed], list[Damaged]]:
     """All steps with a valid manifest, in the order of their commits, and all with a damaged one, by step.
 
     Raises:
@@ -93,7 +94,7 @@ def survey(root: Path) -> tuple[list[Committed], list[Damaged]]:
     return sorted(committed, key=lambda c: (c.serial, c.step)), sorted(damaged, key=lambda d: d.step)
 
 
-def describe(folder: Path, step: int | None = None) -> Committed:
+def describe(folder: Place, step: int | None = None) -> Committed:
     """What the manifest of a folder says. ``step``, when given, must be the one it says."""
     manifest = read_manifest(folder)
     if step is not None and manifest.step != step:
@@ -119,7 +120,7 @@ def list_checkpoints(root: Path | str) -> list[Committed]:
         CheckpointError: a root that cannot be read, or a step of another format version.
     """
     try:
-        committed, damaged = survey(storage.real_path(root))
+        committed, damaged = survey(storage.place(root))
     except OSError as error:
         raise CheckpointError(f"list_checkpoints: {error}") from error
     for bad in damaged:
@@ -127,13 +128,51 @@ def list_checkpoints(root: Path | str) -> list[Committed]:
     return committed
 
 
-def latest_checkpoint(root: Path | str) -> Path | None:
+def latest_checkpoint(root: Path | str) -> Place | None:
     """The folder of the newest committed step of a root: the one committed last; None when there is none.
 
-    After going back to an older step and saving from there, that is not the highest step.
+    After going back to an older step and saving from there, that is not the highest step. The folder of a step stands for
+    itself.
 
     Raises:
-        CheckpointError: as ``list_checkpoints``.
+        CheckpointError: as ``list_checkpoints``; or the folder of a step whose save was not completed.
+        DamagedCheckpointError: the folder of a step whose manifest is damaged.
     """
+    try:
+        step = step_itself(storage.place(root), "latest_checkpoint")
+        if step is not None:
+            describe(step, layout.step_of(step.name))
+            return step
+    except OSError as error:
+        raise CheckpointError(f"latest_checkpoint: {error}") from error
+    except CheckpointError as error:
+        raise type(error)(f"latest_checkpoint: {root}: {error}") from None
     committed = list_checkpoints(root)
     return committed[-1].path if committed else None
+
+
+def step_itself(path: Place, where: str) -> Place | None:
+    """``path`` if it is the folder of a step, None if it is a root, or nothing.
+
+    Raises:
+        CheckpointError: a step's folder without a manifest.
+    """
+    if has_manifest(path):
+        return path
+    if layout.step_of(path.name) is not None and storage.is_folder(path):
+        raise CheckpointError(f"{where}: {path} has no {layout.MANIFEST}: the save was not completed; load another step")
+    return None
+
+
+def passed_over(root: Place, folder: Place) -> dict[str, str]:
+    """Why the folders of a root that look newer than ``folder``, the step to be taken, are not taken; by name."""
+    step = layout.step_of(folder.name)
+    committed, damaged = survey(root)
+    reasons = {c.path.name: "committed before; the run has gone back since" for c in committed if c.path != folder}
+    reasons |= {d.path.name: f"damaged: {d.reason}" for d in damaged}
+    found = {}
+    for name in storage.list_names(root):
+        theirs = layout.step_of(name.partition(".tmp-")[0])
+        if theirs is not None and name != folder.name and (step is None or theirs > step):
+            found[name] = reasons.get(name, "its save was not completed")
+    return found

@@ -25,14 +25,16 @@ from dtrain import storage
 from dtrain.checkpoint import closed
 from dtrain.checkpoint.layout import DTYPES, Entry
 from dtrain.checkpoint.plain import TensorRef
-from dtrain.checkpoint.plan import Read, stored_boxes
+from dtrain.checkpoint.plan import stored_boxes
 from dtrain.checkpoint.stored import Stored
-from dtrain.errors import DamagedCheckpointError
+from dtrain.errors import CheckpointError, DamagedCheckpointError
+from dtrain.storage import Place
 
 SUFFIX = ".safetensors"
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
 _ENTRY_FIELDS = ("dtype", "shape", "data_offsets")
+_NOT_READ = frozenset({"C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})  # which the format knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,26 +45,28 @@ class _Header:
     digest: str
 
 
-class _PlainReader:
-    """Byte ranges of a file without digests."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class _PlainFile:
+    """A file without digests."""
 
-    def __init__(self, file: storage.FileReader, name: str) -> None:
-        self._file, self._name = file, name
+    file: storage.FileReader
+    name: str
+    chunks: None = None
 
-    def read(self, begin: int, end: int) -> bytearray:
+    def read(self, begin: int, end: int) -> bytes:
         """The bytes ``[begin, end)``.
 
         Raises:
             DamagedCheckpointError: the file ends before.
         """
         out = bytearray(end - begin)
-        got = self._file.read_into(begin, memoryview(out))
+        got = self.file.read_into(begin, memoryview(out))
         if got != len(out):
-            raise DamagedCheckpointError(f"{self._name}: ends at byte {begin + got}, its header promises {end} or more")
-        return out
+            raise DamagedCheckpointError(f"{self.name}: ends at byte {begin + got}, {end} or more were promised")
+        return bytes(out)
 
 
-def in_file(path: Path) -> Stored:
+def in_file(path: Place) -> Stored:
     """The tensors of one safetensors file.
 
     Raises:
@@ -72,12 +76,12 @@ def in_file(path: Path) -> Stored:
     return _stored(path.parent, [path.name], [_read_header(path)])
 
 
-def is_model_folder(path: Path) -> bool:
+def is_model_folder(path: Place) -> bool:
     """Whether ``in_folder`` is for this folder."""
     return storage.exists(path / MODEL) or storage.exists(path / INDEX)
 
 
-def in_folder(folder: Path) -> Stored:
+def in_folder(folder: Place) -> Stored:
     """The tensors of a folder that holds ``model.safetensors``, or else ``model.safetensors.index.json``.
 
     Raises:
@@ -101,11 +105,11 @@ def in_folder(folder: Path) -> Stored:
     return _stored(folder, names, headers)
 
 
-def _stored(folder: Path, names: Sequence[str], headers: Sequence[_Header]) -> Stored:
+def _stored(folder: Place, names: Sequence[str], headers: Sequence[_Header]) -> Stored:
     @contextmanager
-    def open_file(number: int) -> Iterator[_PlainReader]:
+    def open_file(number: int) -> Iterator[_PlainFile]:
         with storage.FileReader(folder / names[number]) as file:
-            yield _PlainReader(file, names[number])
+            yield _PlainFile(file=file, name=names[number])
 
     entries = [entry for header in headers for entry in header.entries]
     return Stored(
@@ -113,15 +117,10 @@ def _stored(folder: Path, names: Sequence[str], headers: Sequence[_Header]) -> S
         refs={e.key: TensorRef(dtype=e.dtype, shape=e.shape, distributed=False) for e in entries},
         boxes=stored_boxes([header.entries for header in headers]),
         open_file=open_file,
-        check=_nothing_to_check,
     )
 
 
-def _nothing_to_check(reads: Sequence[Read]) -> None:
-    """Sizes were checked with the header, and there are no digests."""
-
-
-def _read_index(folder: Path) -> dict[str, str]:
+def _read_index(folder: Place) -> dict[str, str]:
     """The file of each tensor, by name, all of them in the folder itself."""
     content = closed.parse(storage.read_file(folder / INDEX, limit=closed.MAX_JSON_BYTES), INDEX)
     found = content.get("weight_map") if type(content) is dict else None
@@ -135,10 +134,10 @@ def _read_index(folder: Path) -> dict[str, str]:
     return found
 
 
-def _read_header(path: Path) -> _Header:
+def _read_header(path: Place) -> _Header:
     """The header of a file, which describes all of its bytes."""
     with storage.FileReader(path) as file:
-        reader = _PlainReader(file, path.name)
+        reader = _PlainFile(file=file, name=path.name)
         if file.size < 8:
             raise DamagedCheckpointError(f"{path.name}: {file.size} bytes are no safetensors file")
         length = int.from_bytes(reader.read(0, 8), "little")
@@ -147,7 +146,7 @@ def _read_header(path: Path) -> _Header:
                 f"{path.name}: its header would have {length} bytes, the file has {file.size}; it is truncated or no "
                 "safetensors file"
             )
-        text = bytes(reader.read(8, 8 + length))
+        text = reader.read(8, 8 + length)
         entries = _entries(closed.parse(text, path.name), path.name, 8 + length)
         _check_cover(entries, path.name, 8 + length, file.size)
         digest = hashlib.sha256(text + str(file.size).encode()).hexdigest()
@@ -164,6 +163,8 @@ def _entry(key: str, value: Any, where: str, data_begin: int) -> Entry:
     raw = closed.record(value, where, _ENTRY_FIELDS)
     dtype, shape = closed.text(raw["dtype"], where), closed.wholes(raw["shape"], where)
     offsets = closed.wholes(raw["data_offsets"], where)
+    if dtype in _NOT_READ:
+        raise CheckpointError(f"{where}: is of dtype {dtype}, which dtrain does not read; convert the file without it")
     if dtype not in DTYPES:
         raise DamagedCheckpointError(f"{where}: unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
     needed = prod(shape) * DTYPES[dtype].itemsize

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,7 +14,7 @@ from dtrain import pulse, storage
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.agree import Agreed, decided_by_rank_0
 from dtrain.checkpoint.background import Task
-from dtrain.checkpoint.commit import Order, prepare, publish, try_to_remove
+from dtrain.checkpoint.commit import Order, prepare, publish, resumed_from, try_to_remove
 from dtrain.checkpoint.data_file import Image, digests_of, write_data_file
 from dtrain.checkpoint.find import read_manifest_bytes
 from dtrain.checkpoint.layout import Layout, Manifest, RankFiles
@@ -27,7 +25,9 @@ from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
 from dtrain.errors import CheckpointError
 from dtrain.state import Shared
+from dtrain.storage import Place
 
+THREADS = 2  # that digest and write, on each rank: they wait for the disk most of the time, and more of them gain nothing
 _ADVICE = "; nothing was published and earlier steps are untouched: free space or repair the file system, then save again"
 
 
@@ -43,7 +43,7 @@ class SavedStep:
     """
 
     step: int
-    path: Path
+    path: Place
     bytes: int
     written: bool
 
@@ -53,7 +53,7 @@ class Save:
     """What the thread needs to know of a save; nothing of it changes while training goes on."""
 
     where: str
-    root: Path | str
+    root: Place | str
     run: Sequence[Shared]  # the place among checkpoints of each of the states
     step: int
     layout: Layout
@@ -83,7 +83,7 @@ def _saved(save: Save, task: Task[SavedStep]) -> SavedStep:
     order = _agree_on_order(save)
     for shared in save.run:
         shared.run_id = order.run_id
-    root = Path(order.root)
+    root = storage.place(order.root)
     final = root / layout.step_name(save.step)
     if order.action == "skip":
         stopping.committed(since_agreed=save.since_agreed)
@@ -109,7 +109,7 @@ def _agree_on_order(save: Save) -> Order:
     """Rank 0 looks at the root, decides, and makes the side folder; every rank gets the decision."""
 
     def decide() -> dict[str, Any]:
-        root = storage.real_path(save.root)
+        root = storage.place(save.root)
         check_free(root, save.total_bytes)
         return asdict(prepare(root, save.run, save.step, save.only, save.where))
 
@@ -130,13 +130,13 @@ def _write_rank(order: Order, save: Save, task: Task[SavedStep]) -> RankFiles:
     """This rank's data files and index."""
     if save.copied is not None:
         save.copied.synchronize()
-    root = Path(order.root)
+    root = storage.place(order.root)
     side, share = root / order.side, save.share
     chunks = []
     for name, image in save.images.items():
         digests = digests_of(image) if _may_be_linked(name, order, save) else None
         if digests is None or not _linked(root / cast(str, order.previous), side, name, image.size, digests, share.rank):
-            digests = write_data_file(side / name, image, threads=_threads(), on_part=task.advance)
+            digests = write_data_file(side / name, image, threads=THREADS, on_part=task.advance)
         chunks.append(digests)
     index = layout.encode_index(index_of(share, chunks))
     storage.write_file(side / layout.index_name(share.rank), index)
@@ -153,7 +153,7 @@ def _may_be_linked(name: str, order: Order, save: Save) -> bool:
     return save.incremental and order.previous is not None and name == layout.data_name(save.share.rank, frozen=True)
 
 
-def _linked(previous: Path, side: Path, name: str, size: int, digests: tuple[str, ...], rank: int) -> bool:
+def _linked(previous: Place, side: Place, name: str, size: int, digests: tuple[str, ...], rank: int) -> bool:
     """Link a file of an earlier step into this one where it has the very content; whether that was so, and possible.
 
     A step that is being removed, or a file system without links, is no reason not to save.
@@ -174,12 +174,6 @@ def _linked(previous: Path, side: Path, name: str, size: int, digests: tuple[str
     return True
 
 
-def _threads() -> int:
-    """How many threads write and digest: the cores of the node, divided among its ranks; more than four do not help a disk."""
-    cores = os.cpu_count() or 1
-    return max(1, min(4, cores // max(1, current().local_world_size)))
-
-
 def _commit_together(order: Order, save: Save, files: list[RankFiles]) -> Manifest:
     """Rank 0 publishes the step; every rank returns when it is durable."""
     manifest = Manifest(
@@ -194,16 +188,13 @@ def _commit_together(order: Order, save: Save, files: list[RankFiles]) -> Manife
     )
     with Agreed(f"{save.where}: step {save.step}", group="background", advice=_ADVICE):
         if current().rank == 0:
-            publish(order, manifest)
+            publish(order, save.run, manifest, save.where)
     return manifest
 
 
-def _clean_up(root: Path, run_id: str, save: Save) -> None:
+def _clean_up(root: Place, run_id: str, save: Save) -> None:
     """Remove what the commit made superfluous. The step is durable: failing here is a warning."""
-    resumed_from = save.run[0].resumed_from
-    protected = {save.step}
-    if resumed_from is not None and Path(resumed_from).parent == root:
-        protected.add(layout.step_of(Path(resumed_from).name) or 0)
+    protected = {save.step, *resumed_from(root, save.run)}
     try:
         retain(
             root, run_id, keep_last=save.keep_last, keep_every=save.keep_every, pinned=save.pinned, protected=protected

@@ -21,7 +21,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ MANIFEST = "manifest.json"
 DIGEST = "xxh3-128"
 """Of data, because it costs next to nothing (sha256 costs more than the disk). It finds what happens to bytes by accident; who
 can write into the folder can write a digest as well, whichever it is. JSON files, which are small, are digested by sha256."""
-CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 4 * 2**20
 
 Only = Literal["model", "trainable"]
 STATE_SECTIONS = ("params", "buffers", "optimizer", "slices", "clock", "seed")
@@ -93,10 +93,10 @@ def side_name(step: int, purpose: str, run_id: str, random: str) -> str:
     return f"{step_name(step)}.{purpose}-{run_id[:8]}-{random}"
 
 
-def is_leftover(name: str, run_id: str) -> bool:
-    """Whether the folder is a side folder of this run."""
+def is_leftover(name: str, run_id: str | None) -> bool:
+    """Whether the folder is a side folder of this run, or with None of any."""
     match = _LEFTOVER.fullmatch(name)
-    return match is not None and match[1] == run_id[:8]
+    return match is not None and (run_id is None or match[1] == run_id[:8])
 
 
 def data_name(rank: int, *, frozen: bool = False) -> str:
@@ -109,11 +109,11 @@ def index_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(NamedTuple):
     """One stored box: part ``[offset, offset + size)`` of the tensor ``key`` of ``shape``.
 
-    It is the bytes ``[begin, end)`` of data file number ``file`` of its rank.
+    It is the bytes ``[begin, end)`` of data file number ``file`` of its rank. (A tuple, because there is one for every tensor
+    of every rank, which others make by the ten thousand.)
     """
 
     key: str
@@ -226,8 +226,8 @@ _MANIFEST_FIELDS = (
 _RANK_FIELDS = ("index", "index_bytes", "index_sha256", "data")
 _FILE_FIELDS = ("name", "bytes")
 _LAYOUT_FIELDS = ("strategy", "axes", "shape")
-_INDEX_FIELDS = ("format", "version", "rank", "chunk_bytes", "digest", "chunks", "boxes", "own", "values", "shared")
-_ENTRY_FIELDS = ("key", "dtype", "shape", "offset", "size", "begin", "end", "file")
+_INDEX_FIELDS = ("format", "version", "rank", "chunk_bytes", "digest", "chunks", "kinds", "boxes", "own", "values", "shared")
+_KIND_FIELDS = ("dtype", "shape", "offset", "size", "file")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -346,11 +346,26 @@ def encode_index(index: RankIndex) -> bytes:
 
 
 def _plain_index(index: RankIndex) -> dict[str, Any]:
-    # asdict() would copy all values, and costs ten times as much for each entry.
-    entries = {
-        name: [{f: getattr(entry, f) for f in _ENTRY_FIELDS} for entry in getattr(index, name)] for name in ("boxes", "own")
+    """The fields of the index. Boxes are rows ``[key, kind, begin]``; what they have in common is said once, in ``kinds``.
+
+    A model may have many boxes, all of which every rank parses when it loads, and has few kinds of them.
+    """
+    kinds: dict[tuple[Any, ...], int] = {}
+
+    def row(entry: Entry) -> list[Any]:
+        kind = (entry.dtype, entry.shape, entry.offset, entry.size, entry.file)
+        return [entry.key, kinds.setdefault(kind, len(kinds)), entry.begin]
+
+    boxes, own = [row(entry) for entry in index.boxes], [row(entry) for entry in index.own]
+    return {
+        "rank": index.rank,
+        "kinds": [dict(zip(_KIND_FIELDS, kind, strict=True)) for kind in kinds],
+        "boxes": boxes,
+        "own": own,
+        "chunks": index.chunks,
+        "values": index.values,
+        "shared": index.shared,
     }
-    return {"rank": index.rank, **entries, "chunks": index.chunks, "values": index.values, "shared": index.shared}
 
 
 def parse_index(data: bytes, rank: int, sizes: Sequence[int]) -> RankIndex:
@@ -373,17 +388,15 @@ def parse_index(data: bytes, rank: int, sizes: Sequence[int]) -> RankIndex:
         raise DamagedCheckpointError(f"{where}: {counts} chunk digests for files of {list(sizes)} bytes")
     if (raw["shared"] is None) != (rank != 0) or (rank == 0 and type(raw["shared"]) is not dict):
         raise DamagedCheckpointError(f"{where}: shared: rank 0 and no other holds an object of shared values")
-    index = RankIndex(
+    kinds = closed.items(raw["kinds"], f"{where}: kinds", lambda value, place: _parse_kind(value, place, sizes))
+    return RankIndex(
         rank=rank,
-        boxes=closed.items(raw["boxes"], f"{where}: boxes", _parse_entry),
-        own=closed.items(raw["own"], f"{where}: own", _parse_entry),
+        boxes=_parse_entries(raw["boxes"], f"{where}: boxes", kinds),
+        own=_parse_entries(raw["own"], f"{where}: own", kinds),
         chunks=chunks,
         values=raw["values"],
         shared=raw["shared"],
     )
-    for entry in (*index.boxes, *index.own):
-        _check_entry(entry, where, sizes)
-    return index
 
 
 def _digests(value: Any, where: str) -> tuple[str, ...]:
@@ -394,32 +407,46 @@ def _digest(value: Any, where: str) -> str:
     return closed.text(value, where, _XXH3)
 
 
-def _parse_entry(value: Any, where: str) -> Entry:
-    raw = closed.record(value, where, _ENTRY_FIELDS)
-    return Entry(
-        key=closed.text(raw["key"], where),
-        dtype=closed.text(raw["dtype"], where),
-        shape=closed.wholes(raw["shape"], where),
-        offset=closed.wholes(raw["offset"], where),
-        size=closed.wholes(raw["size"], where),
-        begin=closed.whole(raw["begin"], where),
-        end=closed.whole(raw["end"], where),
-        file=closed.whole(raw["file"], where),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What boxes have in common, how many bytes each of them has, and how many the file that they are in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: int
+    bytes: int
+    file_bytes: int
 
 
-def _check_entry(entry: Entry, where: str, sizes: Sequence[int]) -> None:
-    if entry.dtype not in DTYPES:
-        raise DamagedCheckpointError(f"{where}: {entry.key}: unknown dtype {entry.dtype!r}")
-    inside = len(entry.shape) == len(entry.offset) == len(entry.size) and all(
-        at + rows <= full for at, rows, full in zip(entry.offset, entry.size, entry.shape, strict=True)
-    )
-    if not inside:
-        raise DamagedCheckpointError(f"{where}: {entry.key}: box {entry.offset}+{entry.size} leaves its shape {entry.shape}")
-    if entry.file >= len(sizes):
-        raise DamagedCheckpointError(f"{where}: {entry.key}: lies in data file {entry.file} of {len(sizes)}")
-    needed, size = prod(entry.size) * DTYPES[entry.dtype].itemsize, sizes[entry.file]
-    if entry.end - entry.begin != needed or entry.end > size:
-        raise DamagedCheckpointError(
-            f"{where}: {entry.key}: bytes [{entry.begin}, {entry.end}) for a box of {needed} bytes in a file of {size}"
-        )
+def _parse_kind(value: Any, where: str, sizes: Sequence[int]) -> _Kind:
+    raw = closed.record(value, where, _KIND_FIELDS)
+    dtype, file = closed.text(raw["dtype"], where), closed.whole(raw["file"], where)
+    shape, offset, size = (closed.wholes(raw[name], where) for name in ("shape", "offset", "size"))
+    if dtype not in DTYPES:
+        raise DamagedCheckpointError(f"{where}: unknown dtype {dtype!r}")
+    if not len(shape) == len(offset) == len(size) or any(a + n > full for a, n, full in zip(offset, size, shape, strict=True)):
+        raise DamagedCheckpointError(f"{where}: box {offset}+{size} leaves its shape {shape}")
+    if file >= len(sizes):
+        raise DamagedCheckpointError(f"{where}: lies in data file {file} of {len(sizes)}")
+    nbytes = prod(size) * DTYPES[dtype].itemsize
+    return _Kind(dtype=dtype, shape=shape, offset=offset, size=size, file=file, bytes=nbytes, file_bytes=sizes[file])
+
+
+def _parse_entries(value: Any, where: str, kinds: Sequence[_Kind]) -> tuple[Entry, ...]:
+    if type(value) is not list:
+        raise DamagedCheckpointError(f"{where}: needs a list, got {closed.kind(value)}")
+    found = []
+    for row in value:
+        if type(row) is not list or [type(item) for item in row] != [str, int, int]:
+            raise DamagedCheckpointError(f"{where}: needs rows of a key, a kind, and a first byte, got {closed.kind(row)}")
+        key, number, begin = row
+        if not 0 <= number < len(kinds):
+            raise DamagedCheckpointError(f"{where}: {key}: is of kind {number}, of which there are {len(kinds)}")
+        kind = kinds[number]
+        end = begin + kind.bytes
+        if begin < 0 or end > kind.file_bytes:
+            raise DamagedCheckpointError(f"{where}: {key}: bytes [{begin}, {end}) in a file of {kind.file_bytes}")
+        found.append(Entry(key, kind.dtype, kind.shape, kind.offset, kind.size, begin, end, kind.file))
+    return tuple(found)

@@ -1,92 +1,130 @@
-"""``load_sharded``: verify and agree first, then copy in.
+"""``load_sharded``: read and verify everything into memory that is not yet the state, agree, then take it over.
 
-Pass 1 reads everything this rank will need, checks it against its digests, and checks that it fits; then all ranks agree.
-Only then does pass 2 read again (and verify again) and write into the state, so that memory stays near the rank's own
-shards and a checkpoint that is refused has changed nothing anywhere.
+Each chunk of a file that this rank needs is read once, and verified as it comes: new tensors of the optimizer become the
+state's own, the others are copied into those that are there. So a checkpoint that is refused has changed nothing anywhere, what
+was verified is what is taken over, and memory grows by this rank's own shards and a few buffers.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from dtrain import storage
-from dtrain.checkpoint import layout, plain
+from dtrain.checkpoint import background, closed, layout, plain
 from dtrain.checkpoint.agree import Agreed, decided_by_rank_0
 from dtrain.checkpoint.contents import stateful
-from dtrain.checkpoint.digest import VerifiedReader
-from dtrain.checkpoint.fill import as_tensor, fill_
-from dtrain.checkpoint.find import read_manifest_bytes
-from dtrain.checkpoint.layout import Entry
-from dtrain.checkpoint.plan import Read, plan_reads
-from dtrain.checkpoint.targets import Fit, Target, fit
-from dtrain.checkpoint.verify import Opened, check_ranges, choose, open_checkpoint, sound_steps_before, with_buffers_of
+from dtrain.checkpoint.differences import mismatch, missing
+from dtrain.checkpoint.fill import copy_into_, land
+from dtrain.checkpoint.find import passed_over, read_manifest_bytes
+from dtrain.checkpoint.opened import Opened, open_checkpoint, with_buffers_of
+from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
+from dtrain.checkpoint.plan import Read, Region, StoredBox, plan_reads, whole
+from dtrain.checkpoint.targets import Asked, Fit, fit
+from dtrain.checkpoint.tree import completed, leaves, merged, outlined
+from dtrain.checkpoint.verify import choose, sound_steps_before
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
-from dtrain.dist.rng import seed_all, set_rng_state
+from dtrain.dist.rng import rng_state, seed_all, set_rng_state
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, DamagedCheckpointError
+from dtrain.names import clean_buffers, matcher
 from dtrain.shard.whole import reshard
 from dtrain.state import TrainState
+from dtrain.storage import Place
+from dtrain.tensors import local
 
 OnDamaged = Literal["raise", "previous"]
+OneOrSeveral = TypeVar("OneOrSeveral", TrainState, Mapping[str, TrainState])
 _WHERE = "load_sharded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Restored:
+class Restored(Generic[OneOrSeveral]):
     """What ``load_sharded`` found.
 
     Args:
-        state: the restored state, in place of the one given; that one itself when nothing was there.
+        state: the restored state, or states by name, in place of what was given; that itself when nothing was there.
         extra: the values of ``extra`` that do not load themselves; as given when nothing was there.
-        step: the restored step, None when nothing was there.
+        step: the step that was read, None when nothing was there.
         path: its folder.
+        missing: with ``strict=False``, names in the model (or of transforms) that were not stored, and are as they were; of
+            several states, with the state's name and a slash before them.
+        unexpected: names that were stored and are not here.
     """
 
-    state: TrainState
+    state: OneOrSeveral
     extra: Mapping[str, Any]
     step: int | None
-    path: Path | None
+    path: Place | None
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class _Verified:
-    """What pass 1 found: a checkpoint that is sound, as far as this rank needs it, and fits."""
+class _Found:
+    """What was read and verified: a checkpoint that is sound, as far as this rank needs it, and fits.
+
+    Args:
+        opened: the checkpoint.
+        fits: by the name of each state.
+        landed: the tensors, by their key in the checkpoint, on the CPU.
+        extra: what was asked for of ``extra``.
+        rng: the random state of this rank; None when the checkpoint is of another number of ranks, or it was not asked for.
+    """
 
     opened: Opened
-    fit: Fit
-    reads: Sequence[Read]
+    fits: Mapping[str, Fit]
+    landed: Mapping[str, Tensor]
     extra: Mapping[str, Any]
     rng: dict[str, Any] | None
 
 
 def load_sharded(
     path: Path | str,
-    state: TrainState,
+    state: OneOrSeveral,
     *,
     extra: Mapping[str, Any] | None = None,
+    only: Sequence[Literal["model"]] | None = None,
+    strict: bool = True,
+    ignore: Sequence[str] = (),
+    cast: bool = False,
     missing_ok: bool = False,
     on_damaged: OnDamaged = "raise",
-) -> Restored:
-    """Put a checkpoint into ``state``, whatever world size, mesh and strategy it was saved with.
+) -> Restored[OneOrSeveral]:
+    """Put a checkpoint into ``state``, whatever world size, mesh and placements it was saved with.
 
     Args:
         path: the root given to ``save_sharded``, of which the step committed last is taken, or the folder of one step.
-        state: from ``Step.init`` or ``new_state``, with model, optimizer and transforms as in the run that was saved.
+        state: from ``Step.init`` or ``new_state``, with model, optimizer and transforms as in the run that was saved; or
+            several by name, as they were saved.
         extra: by name, objects whose ``load_state_dict`` is called, or default values of plain data. Each must be in the
             checkpoint; what else it holds under ``extra`` is left there. Tensors come back on the CPU.
+        only: ``("model",)`` takes parameters and buffers, of whole checkpoints or of those that hold only weights, and begins a
+            new run with them: optimizer, clock and random generators stay as they are, and transforms make their slices anew
+            from what was loaded, if ``Step.init`` made the state.
+        strict: whether parameters, buffers and transforms that only one side has are an error. Otherwise they are left as they
+            are, or left out, and named in what is returned.
+        ignore: patterns of names in the model (``*`` is text without a dot, ``**`` any text) that are left as they are whatever
+            is stored, such as a new head; with their part of the optimizer and of slices.
+        cast: whether floating-point tensors may be stored in another dtype than they have here; the optimizer's follow theirs.
         missing_ok: whether a root without any checkpoint is fine; the state then comes back as it is.
         on_damaged: what to do when the step fails verification: ``"raise"``, or take the newest older sound one
             (``"previous"``), with a warning.
 
     Returns:
-        The restored state (the one given is spent), plain extras, the step, and its folder.
+        The restored state (the one given is spent), plain extras, the step, its folder, and what was left. Rank 0 prints a line
+        to standard error that says which step of a root was taken, and why newer ones were not.
 
     Mutates: parameters, persistent buffers, the optimizer, tensors in slices, objects in ``extra``, and, last, the global
     random generators. At the world size of the save each rank's own stream goes on, at another one new streams are derived
@@ -94,54 +132,113 @@ def load_sharded(
     size`` if its model is laid out with ``buffers="local"`` too, and otherwise those of rank 0. When it raises before all
     ranks have verified and agreed, nothing has changed on any of them; an object in ``extra`` that refuses its state may
     leave those before it loaded. Optimizer flags of the machine (``foreach``, ``fused``, ``capturable``,
-    ``differentiable``) stay as they are.
+    ``differentiable``) stay as they are. Saves of this process that are under way are waited for.
     Collective: exchanges of JSON on the control group; every rank must call it. Every rank must see the same files.
 
     Raises:
         CheckpointError: nothing to load, or it cannot be read.
         DamagedCheckpointError: a committed step fails verification; names the file, and the newest older sound step.
         CheckpointMismatchError: sound, but it does not fit this state; the first ten differences.
+        ConfigError: an option that cannot be right.
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
     given = dict(extra or {})
+    states = {"": state} if isinstance(state, TrainState) else dict(state)
     with Agreed(_WHERE):
-        state.check_fresh(_WHERE)
-        if on_damaged not in ("raise", "previous"):
-            raise ConfigError(f"{_WHERE}: on_damaged must be 'raise' or 'previous', got {on_damaged!r}")
-    folder = _agree_on_folder(path)
+        _check(states, given, only, ignore, on_damaged)
+        asked = Asked(model_only=only is not None, strict=strict, ignored=matcher(ignore, where=f"{_WHERE}: ignore"), cast=cast)
+    background.make_room(1)
+    root = storage.place(path)
+    folder = _agree_on_folder(root)
     if folder is None:
         if not missing_ok:
             raise CheckpointError(f"{_WHERE}: there is no checkpoint in {path}; pass missing_ok=True to start without one")
+        _say(f"there is no checkpoint in {root}, beginning anew")
         plain_values = {name: value for name, value in given.items() if name not in stateful(given)}
         return Restored(state=state, extra=plain_values, step=None, path=None)
-    found = _verify_together(folder, state, given, on_damaged)
-    with Agreed(f"{_WHERE}: extra"):
-        for name, thing in stateful(given).items():
-            thing.load_state_dict(found.extra[name])
-    restored = _apply(found, state)
+    with _no_collection():
+        found = _read_together(folder, root, states, given, asked, on_damaged)
+        _load_extra(found, given)
+        restored = _take_over(found, states, asked)
     values = {name: found.extra[name] for name in given if name not in stateful(given)}
-    return Restored(state=restored, extra=values, step=restored.step, path=found.opened.folder)
+    result: Any = restored[""] if isinstance(state, TrainState) else restored
+    return Restored(
+        state=result,
+        extra=values,
+        step=found.opened.manifest.step,
+        path=found.opened.folder,
+        missing=tuple(_labelled(found, "missing")),
+        unexpected=tuple(_labelled(found, "unexpected")),
+    )
 
 
-def _agree_on_folder(path: Path | str) -> Path | None:
+def _check(states: Mapping[str, Any], extra: Mapping[str, Any], only: Any, ignore: Any, on_damaged: str) -> None:
+    """Refuse what cannot be right; nothing was looked at yet."""
+    if not states or any(type(name) is not str or not isinstance(state, TrainState) for name, state in states.items()):
+        raise ConfigError(f"{_WHERE}: needs a TrainState, or states by their names, got {list(map(type, states.values()))}")
+    for state in states.values():
+        state.check_fresh(_WHERE)
+    if on_damaged not in ("raise", "previous"):
+        raise ConfigError(f"{_WHERE}: on_damaged must be 'raise' or 'previous', got {on_damaged!r}")
+    if only is not None and (isinstance(only, str) or tuple(only) != ("model",)):
+        raise ConfigError(f"{_WHERE}: only must be ('model',) or None, got {only!r}")
+    if only is not None and extra:
+        raise ConfigError(f"{_WHERE}: only=('model',) takes no extra, got {sorted(extra)}; leave out one of the two")
+    if isinstance(ignore, str):
+        raise ConfigError(f"{_WHERE}: ignore takes a list of patterns, got the text {ignore!r}; write [{ignore!r}]")
+    names = [name for s in states.values() for name in (*s.params, *clean_buffers(s.model, persistent_only=True))]
+    for pattern in ignore:
+        if not any(map(matcher([pattern], where=f"{_WHERE}: ignore"), names)):
+            raise ConfigError(
+                f"{_WHERE}: ignore: no name of the model fits {pattern!r}; * stands for text without a dot, ** for any"
+            )
+
+
+def _labelled(found: _Found, what: Literal["missing", "unexpected"]) -> Iterator[str]:
+    for name, fitted in found.fits.items():
+        yield from (f"{name}/{left}" if name else left for left in getattr(fitted, what))
+
+
+def _say(line: str) -> None:
+    """One line for people, from rank 0."""
+    if current().rank == 0:
+        print(f"dtrain: {_WHERE}: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from looking for garbage. Of a large model's index, that takes several times as long as all else."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _agree_on_folder(root: Place) -> Place | None:
     """Rank 0's choice, on every rank."""
-    chosen = decided_by_rank_0(_WHERE, lambda: _text(choose(storage.real_path(path), _WHERE)))
-    return Path(cast(str, chosen)) if chosen is not None else None
+    chosen = decided_by_rank_0(_WHERE, lambda: _text(choose(root, _WHERE)))
+    return storage.place(cast(str, chosen)) if chosen is not None else None
 
 
-def _text(path: Path | None) -> str | None:
+def _text(path: Place | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _verify_together(folder: Path, state: TrainState, extra: Mapping[str, Any], on_damaged: OnDamaged) -> _Verified:
-    """Pass 1 on all ranks, on older and older steps if damaged ones may be passed over."""
+def _read_together(
+    folder: Place, root: Place, states: Mapping[str, TrainState], extra: Mapping[str, Any], asked: Asked, on_damaged: OnDamaged
+) -> _Found:
+    """What all ranks have read and agree on, of older and older steps if damaged ones may be passed over."""
+    refused: dict[str, str] = {}
     while True:
         found, damage, seen = None, None, ""
         with Agreed(_WHERE):
             try:
                 seen = hashlib.sha256(read_manifest_bytes(folder)).hexdigest()
-                found = _verify(folder, state, extra)
+                found = _read(folder, states, extra, asked)
             except DamagedCheckpointError as error:
                 damage = str(error)
             except CheckpointMismatchError:  # names the folder itself
@@ -153,12 +250,28 @@ def _verify_together(folder: Path, state: TrainState, extra: Mapping[str, Any], 
         if bad is None:
             if any(report[1] != seen for report in reports):
                 raise CheckpointError(f"{_WHERE}: ranks see different files in {folder}; all nodes must share its file system")
-            assert found is not None, "no damage was reported, so pass 1 returned"
+            assert found is not None, "no damage was reported, so all was read"
+            if folder != root:
+                _say_which(root, folder, refused)
             return found
+        del found  # its memory, before the next one is read
+        refused[folder.name] = f"damaged: {bad}"
         folder = _previous(folder, bad, on_damaged)
 
 
-def _previous(folder: Path, reason: str, on_damaged: OnDamaged) -> Path:
+def _say_which(root: Place, folder: Place, refused: Mapping[str, str]) -> None:
+    """Which step was taken, and why newer ones were not."""
+    if current().rank != 0:
+        return
+    try:
+        others = {**passed_over(root, folder), **refused}
+    except (OSError, CheckpointError):  # another process may change the root meanwhile: no reason to fail on this rank alone
+        others = dict(refused)
+    why = "; ".join(f"passed over {name} ({reason})" for name, reason in sorted(others.items()))
+    _say(f"taking {folder}{f'; {why}' if why else ''}")
+
+
+def _previous(folder: Place, reason: str, on_damaged: OnDamaged) -> Place:
     """The step to try instead of a damaged one, found by rank 0; or the error that offers it."""
     older = (candidate.path for candidate in sound_steps_before(folder))
     shared = cast(str | None, decided_by_rank_0(_WHERE, lambda: _text(next(older, None))))
@@ -171,85 +284,170 @@ def _previous(folder: Path, reason: str, on_damaged: OnDamaged) -> Path:
         )
     if current().rank == 0:
         warnings.warn(f"{_WHERE}: {folder} is damaged: {reason}; taking {shared} instead", stacklevel=4)
-    return Path(shared)
+    return storage.place(shared)
 
 
-def _verify(folder: Path, state: TrainState, extra: Mapping[str, Any]) -> _Verified:
-    """Pass 1: everything this rank needs is there, is as it was written, and fits. Changes nothing."""
+def _read(folder: Place, states: Mapping[str, TrainState], extra: Mapping[str, Any], asked: Asked) -> _Found:
+    """Everything this rank needs is there, is as it was written, fits, and is in memory. Changes nothing."""
     opened = open_checkpoint(folder)
-    # Ranks that do not keep buffers of their own must have equal ones: all take those of rank 0.
-    opened = with_buffers_of(opened, current().rank % len(opened.indexes) if state.spec.buffers == "local" else 0)
-    fitted = fit(opened, state, extra)
-    reads = plan_reads(opened.boxes, {key: target.region for key, target in fitted.tensors.items()})
-    check_ranges(opened, ((read.file, read.begin, read.end) for read in reads))
-    made = _fill(opened, fitted.extra, plan_reads(opened.boxes, {key: t.region for key, t in fitted.extra.items()}))
-    decoded = plain.decode(opened.shared["extra"], "extra", lambda key, ref: made.get(key))  # only what was asked for is read
-    decoded = {name: decoded[name] for name in extra}
-    return _Verified(opened=opened, fit=fitted, reads=reads, extra=decoded, rng=_rng(opened))
+    _check_holds(opened, states, asked)
+    work = _Work(opened)
+    fits = {}
+    for at, (name, state) in enumerate(states.items()):
+        part = opened.of_state(name) if name else opened
+        # Ranks that do not keep buffers of their own must have equal ones: all take those of rank 0.
+        part = with_buffers_of(part, current().rank % opened.world_size if state.spec.buffers == "local" else 0)
+        where = f"{_WHERE}: {folder}{f': {name}' if name else ''}"
+        fits[name] = fit(part, state, asked, where=where, first=at == 0)
+        work.add(part, fits[name].regions, prefix=_prefix(name))
+    outline = {} if asked.model_only else _outline_of_extra(opened, extra)
+    for tree in outline.values():
+        work.add_whole(opened.boxes, tree)
+    random = None if asked.model_only else _outline_of_rng(opened)
+    if random is not None:
+        work.add_whole({key: [box] for key, box in opened.own[current().rank].items()}, random)
+    landed = work.done()
+    return _Found(
+        opened=opened,
+        fits=fits,
+        landed=landed,
+        extra={name: completed(tree, lambda key, ref: landed[key]) for name, tree in outline.items()},
+        rng=None if random is None else completed(random, lambda key, ref: landed[key]),
+    )
 
 
-def _rng(opened: Opened) -> dict[str, Any] | None:
-    """The random state of this rank, or None when the checkpoint is of another number of ranks."""
+def _check_holds(opened: Opened, states: Mapping[str, TrainState], asked: Asked) -> None:
+    """Refuse a load that wants another kind of thing than was saved."""
+    where, there = f"{_WHERE}: {opened.folder}", opened.manifest.states
+    if opened.manifest.only and not asked.model_only:
+        raise CheckpointMismatchError(
+            f"{where}: holds only weights (it was saved with only={opened.manifest.only}); pass only=('model',) to load them"
+        )
+    if "" in states and there:
+        raise CheckpointMismatchError(f"{where}: holds the states {', '.join(there)}; pass a dict of states with these names")
+    if "" not in states and not there:
+        raise CheckpointMismatchError(f"{where}: holds one state without a name, got {sorted(states)}; pass the state itself")
+    strange = sorted(set(states) - set(there)) if there else []
+    left = sorted(set(there) - set(states)) if there and asked.strict and not asked.model_only else []
+    if strange or left:
+        what = f"has no state {strange[0]!r}" if strange else f"holds the state {left[0]!r}, too"
+        raise CheckpointMismatchError(f"{where}: {what}; it holds {', '.join(there)}, got {', '.join(states)}")
+
+
+def _prefix(name: str) -> str:
+    """What the keys of a state's tensors begin with in the checkpoint."""
+    return f"{plain.join(layout.STATES, name)}/" if name else ""
+
+
+class _Work:
+    """What is to be read, from several parts of a checkpoint, at once."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+        self._reads: list[Read] = []
+        self._sizes: dict[str, tuple[int, ...]] = {}
+        self._refs: dict[str, plain.TensorRef] = {}
+
+    def add(self, part: Opened, regions: Mapping[str, Region], *, prefix: str) -> None:
+        """The regions of one state's tensors."""
+        reads = plan_reads(part.boxes, regions)
+        self._reads += [read._replace(key=prefix + read.key) for read in reads] if prefix else reads
+        self._sizes.update((prefix + key, region.size) for key, region in regions.items())
+        self._refs.update((prefix + key, part.refs[key]) for key in regions)
+
+    def add_whole(self, boxes: Mapping[str, Sequence[StoredBox]], tree: Any) -> None:
+        """All of each tensor of a tree."""
+        found = {leaf.key: leaf.ref for leaf in leaves(tree)}
+        self._reads += plan_reads(boxes, {key: whole(ref.shape) for key, ref in found.items()})
+        self._sizes.update((key, ref.shape) for key, ref in found.items())
+        self._refs.update(found)
+
+    def done(self) -> dict[str, Tensor]:
+        """The tensors, read and verified."""
+        self._reads.sort(key=itemgetter(0, 1))  # in the order of the files
+        return land(self._sizes, self._reads, self._refs, self._opened.data)
+
+
+def _outline_of_extra(opened: Opened, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What is stored for each name of ``extra``, its tensors not read yet."""
+    outline = opened.outlines[layout.EXTRA]
+    if type(outline) is not dict:
+        raise DamagedCheckpointError(f"{layout.index_name(0)}: extra: needs a dict, got {closed.kind(outline)}")
+    rows = [missing(plain.join(layout.EXTRA, name), "given") for name in extra if name not in outline]
+    if rows:
+        advice = f"it holds {', '.join(map(str, outline)) or 'no extra'}; leave out what it lacks"
+        raise mismatch(f"{_WHERE}: {opened.folder}", rows, source="checkpoint", advice=advice)
+    return {name: outline[name] for name in extra}
+
+
+def _outline_of_rng(opened: Opened) -> dict[str, Any] | None:
+    """The random state of this rank, its tensors not read yet; None when the checkpoint is of another number of ranks."""
     info = current()
-    if len(opened.indexes) != info.world_size:
+    if opened.world_size != info.world_size:
         return None
-    index = opened.indexes[info.rank]
-    encoded = index.values.get("rng") if type(index.values) is dict else None
-    if type(encoded) is not dict:
+    values = opened.values[info.rank]
+    found = outlined(values.get("rng") if type(values) is dict else None, "rng")
+    if type(found) is not dict:
         raise DamagedCheckpointError(f"{layout.index_name(info.rank)}: values: no rng")
-    entries = {entry.key: entry for entry in index.own}
-    with opened.data(info.rank) as file:
-        return cast(dict[str, Any], plain.decode(encoded, "rng", lambda key, ref: _tensor_of(file, entries[key])))
+    return found
 
 
-def _tensor_of(file: VerifiedReader, entry: Entry) -> Tensor:
-    return as_tensor(file.read(entry.begin, entry.end), entry.dtype, entry.size)
+def _load_extra(found: _Found, given: Mapping[str, Any]) -> None:
+    """Give the objects of ``extra`` their states. They may draw random numbers before they refuse."""
+    random = rng_state()
+    try:
+        with Agreed(f"{_WHERE}: extra"):
+            for name, thing in stateful(given).items():
+                thing.load_state_dict(found.extra[name])
+    except Exception:
+        set_rng_state(random)
+        raise
 
 
-def _fill(opened: Opened, targets: Mapping[str, Target], reads: Iterable[Read]) -> dict[str, Tensor]:
-    """The targets' tensors, filled. Mutates: those that belong to the state."""
-    made = {key: target.tensor() for key, target in targets.items()}
-    fill_(made, reads, opened.refs, opened.data)
-    return made
-
-
-def _apply(found: _Verified, state: TrainState) -> TrainState:
-    """Pass 2. From its beginning the given state is spent: an error in it leaves parameters of two steps behind."""
-    fitted, opened = found.fit, found.opened
-    manifest = opened.manifest
-    fresh = state.successor(clock=fitted.clock, seed=fitted.seed)
+def _take_over(found: _Found, states: Mapping[str, TrainState], asked: Asked) -> dict[str, TrainState]:
+    """Put what was read into the states. From the beginning the given ones are spent: an error leaves tensors of two steps."""
+    fresh = {}
     advice = "; parameters may be half loaded: build the state anew and load again"
-    with Agreed(_WHERE, advice=advice):
-        reshard(state.model)  # a gathered copy of parameters would hide what is loaded into the shards
-        state.optimizer.state.clear()  # frees its memory before the new tensors are made
-        made = _fill(opened, fitted.tensors, found.reads)
-        optimizer = plain.decode(opened.shared["optimizer"], "optimizer", lambda key, ref: made[key])
-        slices = plain.decode(opened.shared["slices"], "slices", lambda key, ref: made[key])
-        _set_optimizer(fresh, optimizer)
-    shared = state.shared
-    shared.run_id, shared.parent_step = manifest.run_id, manifest.step
-    shared.committed.clear()  # what this process committed belongs to the lineage that it leaves
-    shared.committed[str(opened.folder.parent)] = {manifest.step}
-    shared.resumed_from = str(opened.folder)
+    with Agreed(_WHERE, advice=advice), torch.no_grad():
+        for name, state in states.items():
+            fitted = found.fits[name]
+            landed = {key: found.landed[_prefix(name) + key] for key in fitted.regions}
+            fresh[name] = _with_weights(state, fitted, landed) if asked.model_only else _resumed(state, fitted, landed)
+    if asked.model_only:
+        return fresh
+    manifest, folder = found.opened.manifest, found.opened.folder
+    for state in states.values():
+        shared = state.shared
+        shared.run_id, shared.parent_step = manifest.run_id, manifest.step
+        shared.committed.clear()  # what this process committed belongs to the lineage that it leaves
+        shared.committed[str(folder.parent)] = {manifest.step}
+        shared.resumed_from = str(folder)
     if found.rng is not None:
         set_rng_state(found.rng)
     else:
-        seed_all(fitted.seed, "resume", manifest.step, current().rank)
-    return _with_slices(fresh, slices)
+        seed_all(next(iter(fresh.values())).seed, "resume", manifest.step, current().rank)
+    return fresh
 
 
-def _with_slices(state: TrainState, slices: dict[str, Any]) -> TrainState:
-    for name, content in slices.items():
-        state = state.with_slice(name, content)
-    return state
+def _with_weights(state: TrainState, fitted: Fit, landed: Mapping[str, Tensor]) -> TrainState:
+    """The state with other weights, at the beginning of a run of its own."""
+    fresh = state.successor()
+    _copy(state, fitted, landed)
+    make = state.shared.make_slices
+    return fresh if make is None else fresh.but(slices=make(fresh))
 
 
-def _set_optimizer(state: TrainState, saved: dict[str, Any]) -> None:
-    """Assign the optimizer's state as it was saved. ``Optimizer.load_state_dict`` would cast it to the parameter's dtype.
+def _resumed(state: TrainState, fitted: Fit, landed: Mapping[str, Tensor]) -> TrainState:
+    """The state as it was saved."""
+    fresh = state.successor(clock=fitted.clock, seed=fitted.seed)
+    _copy(state, fitted, landed)
+    clear_optimizer_(state, fitted.left)  # frees its memory before more is made on the device
+    made = {key: make(landed[key]) for key, make in fitted.make.items()}
+    set_optimizer_(fresh, completed(fitted.optimizer, lambda key, ref: made[key]))
+    slices = merged(completed(fitted.slices, lambda key, ref: fitted.into[key]), state.slices, fitted.left)
+    return fresh.but(slices=slices)
 
-    Mutates: ``state.optimizer``.
-    """
-    for name, content in saved["state"].items():
-        state.optimizer.state[state.params[name]] = content
-    for group, values in zip(state.optimizer.param_groups, saved["groups"], strict=True):
-        group.update({key: value for key, value in values.items() if key != "params"})
+
+def _copy(state: TrainState, fitted: Fit, landed: Mapping[str, Tensor]) -> None:
+    reshard(state.model)  # a gathered copy of parameters would hide what is loaded into the shards
+    copy_into_({key: local(tensor) for key, tensor in fitted.into.items()}, landed)

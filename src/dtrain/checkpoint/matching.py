@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from dtrain.checkpoint import layout
-from dtrain.checkpoint.differences import Row, mismatch
+from dtrain.checkpoint import differences, layout, plain
+from dtrain.checkpoint.differences import Difference
 from dtrain.checkpoint.plain import TensorRef
 from dtrain.errors import CheckpointMismatchError, ConfigError
 from dtrain.names import clean_buffers, clean_modules, clean_parameters, matcher
@@ -57,7 +57,7 @@ def match_by_name(
     here, aliases = _tensors(model, where)
     allowed = _allowed(missing, {*here, *aliases}, where)
     names = _renamed(refs, rename, where)
-    rows: list[Row] = []
+    rows: list[Difference] = []
     stored_as: dict[str, str] = {}
     twins = []
     for name, wanted in names.items():
@@ -67,17 +67,19 @@ def match_by_name(
             continue
         stored_as[first] = name
         tensor = here.get(first)
-        if tensor is None or not _fits(refs[name], tensor):
-            label = name if name == wanted else f"{wanted} (stored as {name})"
-            rows.append((label, str(refs[name]), None if tensor is None else _described(tensor)))
+        label = name if name == wanted else f"{wanted} (stored as {name})"
+        if tensor is None:
+            rows.append(differences.unexpected(wanted, str(refs[name]), label=label))
+        elif not _fits(refs[name], tensor):
+            rows.append(differences.unequal(wanted, refs[name], plain.ref_of(tensor), label=label))
     every_name = defaultdict(set, {first: {first} for first in here})
     for alias, first in aliases.items():
         every_name[first].add(alias)
     absent = [first for first in here if first not in stored_as]
     kept = [first for first in absent if any(map(allowed, every_name[first]))]
-    rows.extend((first, None, _described(here[first])) for first in absent if first not in kept)
+    rows.extend(differences.missing(first, _described(here[first])) for first in absent if first not in kept)
     if rows:
-        raise mismatch(where, rows, source="file", advice=_ADVICE)
+        raise differences.mismatch(where, rows, source="file", advice=_ADVICE)
     if not stored_as:
         raise CheckpointMismatchError(
             f"{where}: none of the {len(refs)} tensors goes into the model; see rename=, which can leave them out"

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dtrain import storage
@@ -15,7 +14,9 @@ from dtrain.checkpoint.digest import VerifiedReader
 from dtrain.checkpoint.find import read_manifest_bytes
 from dtrain.checkpoint.layout import Entry, Manifest, RankIndex
 from dtrain.checkpoint.plan import StoredBox, stored_boxes
+from dtrain.checkpoint.tree import leaves, moved, outlined
 from dtrain.errors import CheckpointMismatchError, DamagedCheckpointError
+from dtrain.storage import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +40,18 @@ class Opened:
         boxes: the stored boxes of the tensors of the run, by key.
         refs: dtype and shape of the tensors of the run, by key.
         shared: the encoded values of the run: by section; where there are several states, below their names (``of_state``).
+        outlines: the same values decoded, with a ``Leaf`` in place of each tensor.
         own: by rank, the boxes of the tensors that it has for itself, by key.
         values: by rank, its encoded values.
     """
 
-    folder: Path
+    folder: Place
     manifest: Manifest
     files: tuple[DigestedFile, ...]
     boxes: Mapping[str, Sequence[StoredBox]]
     refs: Mapping[str, plain.TensorRef]
     shared: Mapping[str, Any]
+    outlines: Mapping[str, Any]
     own: tuple[Mapping[str, StoredBox], ...]
     values: tuple[Any, ...]
 
@@ -84,6 +87,7 @@ class Opened:
             boxes={k.removeprefix(prefix): _named(boxes, prefix) for k, boxes in self.boxes.items() if _inside(k, prefix)},
             refs={k.removeprefix(prefix): ref for k, ref in self.refs.items() if _inside(k, prefix)},
             shared={**self.shared[layout.STATES][name], **kept},
+            outlines={section: moved(tree, prefix) for section, tree in self.outlines[layout.STATES][name].items()},
             own=tuple(
                 {k.removeprefix(prefix): _named([box], prefix)[0] for k, box in own.items() if _inside(k, prefix)}
                 for own in self.own
@@ -107,10 +111,10 @@ def _inside(key: str, prefix: str) -> bool:
 
 
 def _named(boxes: Sequence[StoredBox], prefix: str) -> list[StoredBox]:
-    return [replace(box, entry=replace(box.entry, key=box.entry.key.removeprefix(prefix))) for box in boxes]
+    return [box._replace(entry=box.entry._replace(key=box.entry.key.removeprefix(prefix))) for box in boxes]
 
 
-def open_checkpoint(folder: Path) -> Opened:
+def open_checkpoint(folder: Place) -> Opened:
     """Read and verify all of a step but the tensor data.
 
     Raises:
@@ -129,7 +133,8 @@ def open_checkpoint(folder: Path) -> Opened:
     )
     shared = _shared(indexes[0], manifest)
     boxes = stored_boxes(_by_file([index.boxes for index in indexes], manifest))
-    refs = {key: ref for section, part in shared.items() for key, ref in plain.refs(part, section).items()}
+    outlines = {section: outlined(part, section) for section, part in shared.items()}
+    refs = {leaf.key: leaf.ref for leaf in leaves(outlines)}
     _check_boxes(boxes, refs, files)
     own = tuple(_own(index, first) for index, first in zip(indexes, _firsts(manifest), strict=True))
     return Opened(
@@ -139,12 +144,13 @@ def open_checkpoint(folder: Path) -> Opened:
         boxes=boxes,
         refs=refs,
         shared=shared,
+        outlines=outlines,
         own=own,
         values=tuple(index.values for index in indexes),
     )
 
 
-def _check_files(folder: Path, manifest: Manifest) -> None:
+def _check_files(folder: Place, manifest: Manifest) -> None:
     found, expected = set(storage.list_names(folder)), {layout.MANIFEST, *manifest.sizes}
     if found != expected:
         missing, foreign = sorted(expected - found), sorted(found - expected)
@@ -157,7 +163,7 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpointError(f"{name}: {what}")
 
 
-def _read_index(folder: Path, manifest: Manifest, rank: int) -> RankIndex:
+def _read_index(folder: Place, manifest: Manifest, rank: int) -> RankIndex:
     files = manifest.ranks[rank]
     data = storage.read_file(folder / files.index, limit=closed.MAX_JSON_BYTES)
     if hashlib.sha256(data).hexdigest() != files.index_sha256:

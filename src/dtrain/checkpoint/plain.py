@@ -18,6 +18,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from dtrain.errors import ConfigError, DamagedCheckpointError
 from dtrain.tensors import is_distributed
 
 TAG = "$"
+_TENSOR_FIELDS = frozenset({TAG, "dtype", "shape", "distributed"})
 MAX_DEPTH = 64
 MAX_INT_BITS = 4096  # Python refuses to print integers of more than 4,300 digits
 _DICTS = (dict, OrderedDict, Counter)  # all come back as dict, which their own load_state_dict accepts
@@ -48,12 +50,14 @@ class TensorRef:
 
 def ref_of(tensor: Tensor) -> TensorRef:
     """What describes a tensor of a dtype that can be stored."""
-    return TensorRef(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), distributed=is_distributed(tensor))
+    return _ref(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), is_distributed(tensor))
 
 
 def join(path: str, key: str | int) -> str:
     """The path of an item: ``join("a", "b/c") == "a/b~1c"``."""
-    token = str(key).replace("~", "~0").replace("/", "~1")
+    token = str(key)
+    if "~" in token or "/" in token:
+        token = token.replace("~", "~0").replace("/", "~1")
     return f"{path}/{token}" if path else token
 
 
@@ -120,7 +124,12 @@ def _encode_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Any
             "a checkpoint holds dense real tensors that have data"
         )
     tensors[path] = tensor
-    ref = ref_of(tensor)
+    return _encoded(ref_of(tensor))
+
+
+@lru_cache(maxsize=4096)
+def _encoded(ref: TensorRef) -> dict[str, Any]:
+    # One object for all tensors of a kind, of which nobody changes any: there are many tensors and few kinds.
     return {TAG: "tensor", "dtype": ref.dtype, "shape": list(ref.shape), "distributed": ref.distributed}
 
 
@@ -148,11 +157,10 @@ def _decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any], 
 def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, TensorRef], Any], depth: int) -> Any:
     where, tag = f"values: {path}", values[TAG]
     if tag == "tensor":
-        raw = closed.record(values, where, (TAG, "dtype", "shape", "distributed"))
+        raw = values if values.keys() == _TENSOR_FIELDS else closed.record(values, where, tuple(_TENSOR_FIELDS))
         if type(raw["dtype"]) is not str or raw["dtype"] not in DTYPES or type(raw["distributed"]) is not bool:
             raise DamagedCheckpointError(f"{where}: not a tensor: {closed.kind(values)}")
-        shape = closed.wholes(raw["shape"], where)
-        return tensor_of(path, TensorRef(dtype=raw["dtype"], shape=shape, distributed=raw["distributed"]))
+        return tensor_of(path, _ref(raw["dtype"], closed.wholes(raw["shape"], where), raw["distributed"]))
     if tag == "float":
         value = closed.record(values, where, (TAG, "value"))["value"]
         if value not in ("nan", "inf", "-inf"):
@@ -167,6 +175,11 @@ def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, 
     if tag == "dict" and pairs:
         return {key: _decode(item, join(path, key), tensor_of, depth + 1) for key, item in content}
     raise DamagedCheckpointError(f"{where}: unknown value {closed.kind(values)}")
+
+
+@lru_cache(maxsize=4096)
+def _ref(dtype: str, shape: tuple[int, ...], distributed: bool) -> TensorRef:
+    return TensorRef(dtype=dtype, shape=shape, distributed=distributed)
 
 
 def refs(values: Any, path: str) -> dict[str, TensorRef]:

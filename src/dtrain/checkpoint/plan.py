@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 from dtrain.checkpoint.layout import DTYPES, Entry
 from dtrain.errors import DamagedCheckpointError
 
-READ_BYTES = 32 * 2**20  # of one read at most, unless a single row is larger
+READ_BYTES = 8 * 2**20  # of one read at most, unless a single row is larger
 Span = tuple[int, int]
+_FEW = 8  # so many boxes are looked at one by one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class Region(NamedTuple):
     """A box of a global tensor: ``[offset, offset + size)`` in each dim."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+def whole(shape: tuple[int, ...]) -> Region:
+    """The region that is all of a tensor."""
+    return Region(offset=(0,) * len(shape), size=shape)
+
+
+class Read(NamedTuple):
     """Bytes ``[begin, end)`` of a file: ``block`` whole rows of a stored box, part of which is wanted.
 
-    ``block[source]`` goes to ``target`` of the local tensor ``key``; both are one ``(start, stop)`` per dim.
+    ``block[source]`` goes to ``target`` of the local tensor ``key``; both are one ``(start, stop)`` per dim. ``straight`` says
+    that these bytes lie in the local tensor one after the other, too. (A tuple, because there is one for every tensor.)
     """
 
     file: int
@@ -36,10 +44,10 @@ class Read:
     block: tuple[int, ...]
     source: tuple[Span, ...]
     target: tuple[Span, ...]
+    straight: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBox:
+class StoredBox(NamedTuple):
     """An entry, and the number of the file it is in: in a checkpoint of ours, the rank that wrote it."""
 
     file: int
@@ -78,70 +86,137 @@ def stored_boxes(by_file: Sequence[Sequence[Entry]]) -> dict[str, list[StoredBox
 def plan_reads(index: Mapping[str, Sequence[StoredBox]], targets: Mapping[str, Region]) -> list[Read]:
     """What to read to fill the targets, in the order of the files.
 
+    Of a tensor's boxes, those that a target may touch are found by bisection, and whether they cover it exactly once is told
+    from their order: the work grows with the boxes that are there, not with the pairs of them.
+
     Args:
-        index: the stored boxes by key, in order of their offset.
+        index: the stored boxes by key, in order of their offset, each with as many dims as its target.
         targets: the region of each tensor that is wanted here; an empty one needs nothing.
 
     Raises:
         DamagedCheckpointError: a target that the stored boxes do not cover exactly once.
     """
     reads: list[Read] = []
+    plans: dict[Any, list[_Stretch]] = {}
     for key, target in targets.items():
-        wanted = prod(target.size)
-        if wanted:
-            parts = [(box, part) for box in index.get(key, ()) if (part := _overlap(box.entry, target)) is not None]
-            _check_cover(key, [part for _, part in parts], wanted)
-            for box, part in parts:
-                reads.extend(_reads(box, part, target))
-    return sorted(reads, key=lambda read: (read.file, read.begin))
+        boxes = index.get(key, ())
+        # Most tensors are stored like many others, and are to be cut like them: what to read of their boxes is the same.
+        alike = (target, *[(entry.dtype, entry.offset, entry.size) for _, entry in boxes])
+        plan = plans.get(alike)
+        if plan is None:
+            plan = plans[alike] = _plan(key, boxes, target)
+        for at, begin, end, block, source, into, straight in plan:
+            file, entry = boxes[at]
+            reads.append(Read(file, entry.begin + begin, entry.begin + end, key, block, source, into, straight))
+    reads.sort(key=itemgetter(0, 1))
+    return reads
 
 
-def _overlap(entry: Entry, target: Region) -> Region | None:
-    """The part of the target that the box holds, or None. The shapes have as many dims."""
-    low = tuple(map(max, entry.offset, target.offset))
-    high = tuple(min(a + n, b + m) for a, n, b, m in zip(entry.offset, entry.size, target.offset, target.size, strict=True))
-    if any(start >= stop for start, stop in zip(low, high, strict=True)):
-        return None
-    return Region(offset=low, size=tuple(stop - start for start, stop in zip(low, high, strict=True)))
+_Stretch: TypeAlias = tuple[int, int, int, tuple[int, ...], tuple[Span, ...], tuple[Span, ...], bool]
+"""Bytes of a stored box, which has this place among the tensor's; the rest is as in ``Read``."""
 
 
-def _check_cover(key: str, parts: Sequence[Region], wanted: int) -> None:
+def _plan(key: str, boxes: Sequence[StoredBox], target: Region) -> list[_Stretch]:
+    """What to read of the boxes of one tensor."""
+    wanted = prod(target.size)
+    if not wanted:
+        return []
+    parts = _parts(boxes, target)
+    _check_cover(key, parts, wanted)
+    return [stretch for part in parts for stretch in _stretches(boxes[part.at].entry, part, target)]
+
+
+class _Part(NamedTuple):
+    """What the stored box at this place among the tensor's has of a target: ``[low, high)`` of the global tensor."""
+
+    at: int
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+
+def _parts(boxes: Sequence[StoredBox], target: Region) -> list[_Part]:
+    begins, ends = target.offset, tuple(at + n for at, n in zip(target.offset, target.size, strict=True))
+    found = []
+    for at in _candidates(boxes, begins, ends):
+        entry = boxes[at].entry
+        low = tuple(map(max, entry.offset, begins))
+        high = tuple(min(at + n, end) for at, n, end in zip(entry.offset, entry.size, ends, strict=True))
+        if all(map(int.__lt__, low, high)):
+            found.append(_Part(at, low, high))
+    return found
+
+
+def _candidates(boxes: Sequence[StoredBox], begins: tuple[int, ...], ends: tuple[int, ...]) -> range:
+    """The places of the boxes that may touch ``[begins, ends)``: those that do along the first dim in which they differ.
+
+    In order of their offset, they are in order along that dim.
+    """
+    if len(boxes) <= _FEW:
+        return range(len(boxes))
+    differing = (dim for dim, (a, b) in enumerate(zip(boxes[0].entry.offset, boxes[-1].entry.offset, strict=True)) if a != b)
+    dim = next(differing, None)
+    if dim is None:
+        return range(len(boxes))
+    stop = bisect_left(boxes, ends[dim], key=lambda box: box.entry.offset[dim])
+    # Where boxes lie inside others, their ends are not in order; the furthest end so far is.
+    reach = list(accumulate((box.entry.offset[dim] + box.entry.size[dim] for box in boxes[:stop]), max))
+    return range(bisect_right(reach, begins[dim]), stop)
+
+
+def _check_cover(key: str, parts: Sequence[_Part], wanted: int) -> None:
     """Disjoint parts inside a target cover it if their sizes add up to its own."""
-    for at, part in enumerate(parts):
-        for other in parts[at + 1 :]:
-            if not part.size or other.offset[0] >= part.offset[0] + part.size[0]:
-                break  # in order of the first offset: no later one overlaps either
-            if _meet(part, other):
-                raise DamagedCheckpointError(f"{key}: two stored boxes overlap at {other.offset}")
-    have = sum(prod(part.size) for part in parts)
+    twice = _overlap(parts) if len(parts) > 1 else None
+    if twice is not None:
+        raise DamagedCheckpointError(f"{key}: two stored boxes overlap at {twice}")
+    have = sum(prod(map(int.__sub__, high, low)) for _, low, high in parts)
     if have != wanted:
         raise DamagedCheckpointError(f"{key}: stored boxes hold {have} of the {wanted} elements needed")
 
 
-def _meet(a: Region, b: Region) -> bool:
-    return all(x < y + m and y < x + n for x, n, y, m in zip(a.offset, a.size, b.offset, b.size, strict=True))
+def _overlap(parts: Sequence[_Part]) -> tuple[int, ...] | None:
+    """Where two of the parts share an element, or None.
+
+    Parts that fall into groups with a cut between them along some dim are looked at group by group; a grid, and whatever else
+    comes from cutting boxes in two, falls apart into single ones. Only where no cut goes through are pairs compared.
+    """
+    for dim in range(len(parts[0].low)):
+        groups = _groups(parts, dim)
+        if len(groups) > 1:
+            found = (_overlap(group) for group in groups if len(group) > 1)
+            return next((at for at in found if at is not None), None)
+    for number, (_, low, high) in enumerate(parts):
+        for _, other_low, other_high in parts[number + 1 :]:
+            at = tuple(map(max, low, other_low))
+            if all(map(int.__lt__, at, map(min, high, other_high))):
+                return at
+    return None
 
 
-def _reads(box: StoredBox, part: Region, target: Region) -> Iterable[Read]:
+def _groups(parts: Sequence[_Part], dim: int) -> list[list[_Part]]:
+    """The parts in groups that do not meet along ``dim``."""
+    groups: list[list[_Part]] = []
+    reach = -1
+    for part in sorted(parts, key=lambda part: part.low[dim]):
+        if part.low[dim] >= reach:
+            groups.append([])
+        groups[-1].append(part)
+        reach = max(reach, part.high[dim])
+    return groups
+
+
+def _stretches(entry: Entry, part: _Part, target: Region) -> Iterator[_Stretch]:
     """The rows of the box that ``part`` touches, in runs of at most ``READ_BYTES``; whole rows are read."""
-    entry = box.entry
+    at, low, high = part
     if not entry.size:
-        yield Read(file=box.file, begin=entry.begin, end=entry.end, key=entry.key, block=(), source=(), target=())
+        yield at, 0, entry.end - entry.begin, (), (), (), True
         return
     row_bytes = prod(entry.size[1:]) * DTYPES[entry.dtype].itemsize
-    inner = tuple((at - base, at - base + n) for at, base, n in zip(part.offset, entry.offset, part.size, strict=True))[1:]
-    outer = tuple((at - base, at - base + n) for at, base, n in zip(part.offset, target.offset, part.size, strict=True))[1:]
+    inner = tuple((a - base, b - base) for a, b, base in zip(low[1:], high[1:], entry.offset[1:], strict=True))
+    outer = tuple((a - base, b - base) for a, b, base in zip(low[1:], high[1:], target.offset[1:], strict=True))
+    straight = entry.size[1:] == target.size[1:] and entry.offset[1:] == target.offset[1:]
     run = max(1, READ_BYTES // row_bytes)
-    stop = part.offset[0] + part.size[0]
-    for row in range(part.offset[0], stop, run):
-        rows = min(run, stop - row)
-        begin = entry.begin + (row - entry.offset[0]) * row_bytes
-        yield Read(
-            file=box.file,
-            begin=begin,
-            end=begin + rows * row_bytes,
-            key=entry.key,
-            block=(rows, *entry.size[1:]),
-            source=((0, rows), *inner),
-            target=((row - target.offset[0], row - target.offset[0] + rows), *outer),
-        )
+    for row in range(low[0], high[0], run):
+        rows = min(run, high[0] - row)
+        begin, into = (row - entry.offset[0]) * row_bytes, row - target.offset[0]
+        source, to = ((0, rows), *inner), ((into, into + rows), *outer)
+        yield at, begin, begin + rows * row_bytes, (rows, *entry.size[1:]), source, to, straight

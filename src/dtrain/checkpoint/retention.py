@@ -1,42 +1,256 @@
-"""Which steps to remove: a pure function, and the removal, which takes the manifest first."""
+"""Which steps are removed, and how: what has a step's name is a checkpoint at every moment, and litter can be told from it.
+
+A removal first renames the folder, and then removes the manifest before all else. The rename is one operation: the name stands
+for a whole checkpoint before it and for nothing after it, and an interrupted removal leaves a side folder that says whose it
+was. Without it, a folder without a manifest would lie under the step's name, and nobody could tell it from a broken save.
+Object stores rename nothing: the manifest goes first there, and what is left of the step is found by the lack of one.
+"""
 
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from dtrain import storage
 from dtrain.checkpoint import layout
-from dtrain.errors import ConfigError
+from dtrain.checkpoint.find import Committed, has_manifest, read_manifest, survey
+from dtrain.checkpoint.lock import Lock, held_here, hold, protected_here
+from dtrain.checkpoint.verify import verify_deeply
+from dtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from dtrain.storage import Place
+
+_PRUNE = "prune_checkpoints"
 
 
-def plan_retention(steps: Sequence[int], keep_last: int | None, protected: Collection[int] = ()) -> list[int]:
-    """The steps to remove so that the last ``keep_last`` remain, and all protected ones.
+def plan_retention(
+    steps: Sequence[int],
+    keep_last: int | None,
+    *,
+    keep_every: int | None = None,
+    pinned: Collection[int] = (),
+    protected: Collection[int] = (),
+) -> list[int]:
+    """The steps to remove so that the last ``keep_last`` remain, and all others that there is a reason to keep.
 
     Args:
         steps: the committed steps, in the order in which they were committed.
         keep_last: how many of the last ones stay, at least 1; None keeps all.
-        protected: steps that stay in any case.
+        keep_every: steps that are multiples of it stay.
+        pinned: steps that the user wants to keep.
+        protected: steps that are needed.
 
-    >>> plan_retention([100, 200, 300, 400], 2, protected={100})
-    [200]
+    >>> plan_retention([100, 200, 250, 300, 400], 1, keep_every=200, protected={100})
+    [250, 300]
 
     Raises:
-        ConfigError: ``keep_last`` is neither None nor a whole number of at least 1.
+        ConfigError: ``keep_last`` or ``keep_every`` is neither None nor a whole number of at least 1, or a pin is no step.
     """
+    for name, value, none in (("keep_last", keep_last, "keep all"), ("keep_every", keep_every, "keep none for its number")):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name} must be a whole number of at least 1, or None to {none}, got {value!r}")
+    strange = [step for step in pinned if type(step) is not int]
+    if strange:
+        raise ConfigError(f"pinned must be steps, which are whole numbers, got {strange[0]!r}")
     if keep_last is None:
         return []
-    if type(keep_last) is not int or keep_last < 1:
-        raise ConfigError(f"keep_last must be a whole number of at least 1, or None to keep all, got {keep_last!r}")
-    return [step for step in steps[:-keep_last] if step not in protected]
+    kept = {*pinned, *protected}
+    return [step for step in steps[:-keep_last] if step not in kept and (keep_every is None or step % keep_every != 0)]
 
 
-def discard(folder: Path, step: int, run_id: str) -> None:
-    """Remove a step for good: first its name, in one rename, so that it is a checkpoint or is not; then its manifest.
+def prune_checkpoints(
+    root: Path | str,
+    *,
+    keep_last: int | None,
+    keep_every: int | None = None,
+    pinned: Collection[int] = (),
+    dry_run: bool = False,
+) -> list[Committed]:
+    """Remove steps of a root where no job is running, and what killed saves left there.
 
-    What an interrupted removal leaves is a side folder of the run, which its next save removes.
+    The last step that can be relied on is never removed: what is kept is read and verified from the newest on, and where none
+    of it passes, the newest step that does is kept as well. If there is no such step, nothing is removed.
+
+    Args:
+        root: a folder of steps.
+        keep_last: how many of the last steps of each run stay; None removes only what killed saves left.
+        keep_every: steps that are multiples of it stay.
+        pinned: these steps stay.
+        dry_run: remove nothing.
+
+    Returns:
+        The steps that were removed, or would be, in the order of their commits.
+
+    Mutates: files. Steps with a damaged manifest, and folders that were moved aside, stay.
+
+    Raises:
+        ConfigError: as ``plan_retention``.
+        CheckpointError: a live job uses the root (give ``keep_last`` to its saves instead), it cannot be read or written, or
+            it is the folder of a step.
     """
-    aside = folder.with_name(layout.side_name(step, "old", run_id, secrets.token_hex(4)))
-    storage.rename(folder, aside)
-    storage.remove_folder(aside, first=layout.MANIFEST)
+    plan_retention([], keep_last, keep_every=keep_every, pinned=pinned)
+    folder = storage.place(root)
+    try:
+        if has_manifest(folder):
+            raise CheckpointError(f"{_PRUNE}: {folder} is one step; give the folder that it lies in")
+        if dry_run or not storage.exists(folder):
+            return _superfluous(folder, keep_last, keep_every, pinned)
+        busy = held_here(folder)
+        with _alone(folder):
+            if not busy:  # else a side folder may be that of a save under way in this process
+                _remove_leftovers(folder, None, _PRUNE)
+            removed = _superfluous(folder, keep_last, keep_every, pinned)
+            for step in removed:
+                discard(step.path, step.step, step.run_id)
+        return removed
+    except OSError as error:
+        raise CheckpointError(f"{_PRUNE}: {error}") from error
+
+
+def _alone(root: Place) -> Lock:
+    try:
+        return hold(root, _PRUNE)
+    except CheckpointError as error:
+        raise CheckpointError(f"{_PRUNE}: {error}; a job that runs removes its own steps with keep_last") from None
+
+
+def _superfluous(root: Place, keep_last: int | None, keep_every: int | None, pinned: Collection[int]) -> list[Committed]:
+    """The steps to remove, run by run, in the order of their commits."""
+    committed, _ = survey(root)
+    needed = protected_here(root)
+    found = []
+    for run_id in dict.fromkeys(step.run_id for step in committed):
+        run = [step for step in committed if step.run_id == run_id]
+        going = plan_retention([c.step for c in run], keep_last, keep_every=keep_every, pinned=pinned, protected=needed)
+        found += _without_the_last_sound(run, set(going)) if going else []
+    return sorted(found, key=committed.index)
+
+
+def _without_the_last_sound(run: Sequence[Committed], going: set[int]) -> list[Committed]:
+    """The steps of a run that may go: not the newest sound one, unless a sound one stays."""
+    kept = [step for step in run if step.step not in going]
+    leaving = [step for step in run if step.step in going]
+    if any(_is_sound(step) for step in reversed(kept)):
+        return leaving
+    last = next((step for step in reversed(leaving) if _is_sound(step)), None)
+    if last is None:
+        warnings.warn(f"{_PRUNE}: no step of run {run[0].run_id} passes verification, so none is removed", stacklevel=4)
+        return []
+    warnings.warn(f"{_PRUNE}: {last.path} is kept: no step that was to stay passes verification", stacklevel=4)
+    return [step for step in leaving if step is not last]
+
+
+def _is_sound(step: Committed) -> bool:
+    try:
+        verify_deeply(step.path)
+    except (DamagedCheckpointError, OSError):
+        return False
+    return True
+
+
+def retain(
+    root: Place,
+    run_id: str,
+    *,
+    keep_last: int | None,
+    keep_every: int | None = None,
+    pinned: Collection[int] = (),
+    protected: Collection[int] = (),
+) -> list[int]:
+    """Remove what a commit of this process has made superfluous: older steps of the run, and what its killed saves left.
+
+    Args:
+        root: where.
+        run_id: of the run; steps of others are left alone.
+        keep_last: as for ``plan_retention``.
+        keep_every: likewise.
+        pinned: likewise.
+        protected: the step just committed, and the one that this process resumed from.
+
+    Returns:
+        The steps that were removed.
+
+    Mutates: files.
+
+    Raises:
+        CheckpointError: the run's last step is not all there; nothing is removed then.
+        OSError: a file operation failed; each step is whole or gone.
+    """
+    remove_leftovers(root, run_id)
+    if keep_last is None:
+        return []
+    run = [step for step in survey(root)[0] if step.run_id == run_id]
+    going = plan_retention([step.step for step in run], keep_last, keep_every=keep_every, pinned=pinned, protected=protected)
+    if not going:
+        return []
+    # Its bytes were digested on their way out and synced. Reading them again would double the cost of a save; this does not.
+    missing = [
+        name for name, size in read_manifest(run[-1].path).sizes.items() if storage.file_size(run[-1].path / name) != size
+    ]
+    if missing:
+        raise CheckpointError(f"{run[-1].path / missing[0]}: is not as it was written")
+    for step in run:
+        if step.step in going:
+            discard(step.path, step.step, run_id)
+    return going
+
+
+def remove_leftovers(root: Place, run_id: str, *, where: str = "save_sharded") -> None:
+    """Remove what killed saves and removals of this run left. Failing to is no reason not to save: it is a warning.
+
+    Mutates: files. Nothing of the run may be on its way when this is called.
+    """
+    _remove_leftovers(root, run_id, where)
+
+
+def _remove_leftovers(root: Place, run_id: str | None, where: str) -> None:
+    for name in storage.list_names(root):
+        if _is_leftover(root, name, run_id):
+            try:
+                storage.remove_folder(root / name, first=layout.MANIFEST)
+            except OSError as error:
+                warnings.warn(f"{where}: could not remove {root / name}: {error}", stacklevel=3)
+
+
+def _is_leftover(root: Place, name: str, run_id: str | None) -> bool:
+    if layout.is_leftover(name, run_id):
+        return True
+    # Where nothing is renamed, saves write under the step's name. Whose it was cannot be told, but that it is nobody's now can:
+    # of the live jobs only one writes into a root, and that is this one.
+    return layout.step_of(name) is not None and not storage.renames(root) and not has_manifest(root / name)
+
+
+def discard(folder: Place, step: int, run_id: str) -> None:
+    """Remove a step for good. What an interrupted removal leaves is litter of the run, which its next save removes.
+
+    Nothing is synced: what a power failure brings back is the whole step, or a part of it, which is refused.
+    """
+    if storage.renames(folder):
+        aside = folder.with_name(layout.side_name(step, "old", run_id, secrets.token_hex(4)))
+        storage.rename(folder, aside)
+        folder = aside
+    storage.remove_folder(folder, first=layout.MANIFEST)
+
+
+def check_free(root: Place, needed_bytes: int, *, where: str = "save_sharded") -> None:
+    """Raise if so many bytes do not fit where ``root`` is, or will be. Where that is not known they do.
+
+    Raises:
+        CheckpointError: with both figures.
+        OSError: the file system does not answer.
+    """
+    free = storage.free_bytes(root)
+    if free is not None and free < needed_bytes:
+        raise CheckpointError(
+            f"{where}: {root} has {_size(free)} free, this save needs {_size(needed_bytes)}; free space, or keep fewer steps "
+            "(keep_last)"
+        )
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:,.2f} GiB"

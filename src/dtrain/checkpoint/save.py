@@ -22,6 +22,7 @@ from dtrain.checkpoint.agree import Agreed
 from dtrain.checkpoint.background import Task
 from dtrain.checkpoint.contents import States, check_equal, collect, fingerprints
 from dtrain.checkpoint.data_file import Image, image_in_place
+from dtrain.checkpoint.garbage import no_collection
 from dtrain.checkpoint.job import Save, SavedStep, carry_out
 from dtrain.checkpoint.layout import Layout, Only
 from dtrain.checkpoint.retention import plan_retention
@@ -32,6 +33,7 @@ from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError
 from dtrain.state import TrainState
+from dtrain.storage import Place
 
 _WHERE = "save_sharded"
 _IN_FLIGHT = 2  # saves under way at a time: each holds a copy of the rank's shards
@@ -49,7 +51,7 @@ class SaveHandle:
     """
 
     step: int
-    path: Path
+    path: Place
     _task: Task[SavedStep] = field(repr=False)
     _copied: torch.cuda.Event | None = field(default=None, repr=False)
 
@@ -97,7 +99,7 @@ def save_sharded(
     by later saves, and may change the state at once. Leaving ``init_dist``'s block waits for what is under way.
 
     Args:
-        root: a folder on a file system that all ranks share; made if missing.
+        root: a folder on a file system that all ranks share, or a URL (``s3://bucket/run``, and so on); made if missing.
         state: the newest state of the run; or several by name (a GAN's two), which become one step together. The step is that
             of the first of them.
         extra: by name, objects with ``state_dict()``, or plain data; tensors are allowed inside, sharded ones are not. The
@@ -136,15 +138,16 @@ def save_sharded(
     """
     states = {"": state} if isinstance(state, TrainState) else dict(state)
     save = None
-    with Agreed(_WHERE):
+    with Agreed(_WHERE), no_collection(), torch.no_grad():  # a shard is had faster where no gradient could flow
         _check(states, mode, only, extra, cast)
         plan_retention([], keep_last, keep_every=keep_every, pinned=pinned)
         first = next(iter(states.values()))
         contents = collect(states, extra or {}, only=tuple(only or ()), cast=cast)
         share = share_of(contents, current().rank, current().world_size, frozen_apart=incremental)
-    total_bytes = _agree_on_contents(fingerprints(contents), share.data_bytes)
+        parts = fingerprints(contents)
+    total_bytes = _agree_on_contents(parts, share.data_bytes)
     background.make_room(_IN_FLIGHT)
-    with Agreed(_WHERE):
+    with Agreed(_WHERE), no_collection(), torch.no_grad():  # a shard is had faster where no gradient could flow
         images, buffers, copied = _images(share, mode)
         save = Save(
             where=_WHERE,
@@ -168,9 +171,7 @@ def save_sharded(
         )
     assert save is not None, "Agreed raises"
     task = background.submit(f"the save of step {first.step}", partial(carry_out, save))
-    handle = SaveHandle(
-        step=first.step, path=storage.real_path(root) / layout.step_name(first.step), _task=task, _copied=copied
-    )
+    handle = SaveHandle(step=first.step, path=storage.place(root) / layout.step_name(first.step), _task=task, _copied=copied)
     if mode == "sync":
         handle.wait()
     return handle

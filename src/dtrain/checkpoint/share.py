@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ from dtrain.checkpoint.contents import Contents
 from dtrain.checkpoint.data_file import Box, Placed, place
 from dtrain.checkpoint.layout import Entry, RankIndex
 from dtrain.checkpoint.plan import choose_writers
-from dtrain.tensors import Extent, extent, is_distributed, local
+from dtrain.tensors import Extent, extent, is_distributed, local, whole_extent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -61,7 +61,7 @@ def share_of(contents: Contents, rank: int, world_size: int, *, frozen_apart: bo
     apart = contents.frozen if frozen_apart else frozenset[str]()
     files = {
         layout.data_name(rank, frozen=frozen): place(
-            Box(key=key, dtype=layout.DTYPE_NAMES[tensors[key].dtype], size=extents[key].size)
+            Box.of(key, layout.DTYPE_NAMES[tensors[key].dtype], extents[key].size)
             for key in extents
             if (key in apart) is frozen
         )
@@ -73,14 +73,17 @@ def share_of(contents: Contents, rank: int, world_size: int, *, frozen_apart: bo
 
 def _boxes(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Extent]:
     """The boxes that this rank stores; empty ones nobody does."""
-    extents = {}
-    for key, tensor in tensors.items():
-        box = extent(tensor)
+    extents = {
         # Of a plain tensor all ranks hold all.
-        extents[key] = box if is_distributed(tensor) else replace(box, copy=rank, copies=world_size)
-    sizes = {key: prod(box.shape) * tensors[key].itemsize for key, box in extents.items()}
-    writers = choose_writers((key, sizes[key], box.copies) for key, box in extents.items())
-    return {key: box for key, box in extents.items() if writers[key] == box.copy and 0 not in box.size}
+        key: extent(tensor) if is_distributed(tensor) else whole_extent(tuple(tensor.shape), rank, world_size)
+        for key, tensor in tensors.items()
+    }
+    held = {key: box for key, box in extents.items() if box.copies > 1}
+    sizes = {key: prod(box.shape) * tensors[key].itemsize for key, box in held.items()}
+    # The largest first: what comes last evens out what went before.
+    order = sorted(held, key=lambda key: -sizes[key])
+    writers = choose_writers((key, sizes[key], held[key].copies) for key in order)
+    return {key: box for key, box in extents.items() if writers.get(key, box.copy) == box.copy and 0 not in box.size}
 
 
 def index_of(share: Share, chunks: Sequence[tuple[str, ...]]) -> RankIndex:
@@ -90,12 +93,9 @@ def index_of(share: Share, chunks: Sequence[tuple[str, ...]]) -> RankIndex:
 
     def entries(extents: Mapping[str, Extent]) -> tuple[Entry, ...]:
         return tuple(
-            Entry(
-                key=key, dtype=names[key], shape=e.shape, offset=e.offset, size=e.size,
-                begin=where[key][1], end=where[key][2], file=where[key][0],
-            )
+            Entry(key, names[key], e.shape, e.offset, e.size, where[key][1], where[key][2], where[key][0])
             for key, e in extents.items()
-        )  # fmt: skip
+        )
 
     return RankIndex(
         rank=share.rank,

@@ -23,6 +23,8 @@ class Buffer:
     def fill(self, placed: Placed, tensors: Mapping[str, Tensor]) -> Image:
         """The file's image, copied. From a GPU the copy is asked for, in the order of its stream, and not waited for.
 
+        To be called where no gradients are recorded.
+
         Mutates: the memory.
         """
         if self.header != placed.header:
@@ -42,11 +44,10 @@ class Buffer:
 
 
 def _copy(tensors: Sequence[Tensor], into: Tensor) -> None:
-    with torch.no_grad():
-        if len(tensors) > 1 and tensors[0].device == into.device:
-            torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=into)
-        else:
-            into.copy_(joined(tensors), non_blocking=True)
+    if len(tensors) > 1 and tensors[0].device == into.device:
+        torch.cat([tensor.reshape(-1) for tensor in tensors], out=into)
+    else:
+        into.copy_(joined(tensors), non_blocking=True)
 
 
 class Staging:

@@ -2,221 +2,246 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from dtrain.checkpoint import closed, layout, plain
-from dtrain.checkpoint.contents import optimizer_groups
-from dtrain.checkpoint.differences import Row, mismatch
+from dtrain.checkpoint.differences import Difference, mismatch, missing, unequal, unexpected
+from dtrain.checkpoint.opened import Opened
+from dtrain.checkpoint.optimizer_state import Make, group_differences, place_optimizer, stray_state
 from dtrain.checkpoint.plain import TensorRef
 from dtrain.checkpoint.plan import Region
-from dtrain.checkpoint.verify import Opened
 from dtrain.clock import Clock
 from dtrain.errors import DamagedCheckpointError
 from dtrain.names import clean_buffers
 from dtrain.state import TrainState
 from dtrain.tensors import extent
 
-_ADVICE = "build model, optimizer and transforms as in the run that wrote it, or load another checkpoint"
-# Hyperparameters that a schedule adds to a group on its first use, after the optimizer of a resumed run was built.
-_ADDED_LATER = frozenset({"initial_lr"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class Target:
-    """Which region of a stored tensor this rank needs, and the tensor to put it into (made when it is asked for)."""
+class Asked:
+    """What the caller of a load has asked for.
 
-    region: Region
-    tensor: Callable[[], Tensor]
+    Args:
+        model_only: parameters and buffers, and nothing else.
+        strict: whether names that only one side has are an error.
+        ignored: whether a name of the model is left out, whatever is stored under it.
+        cast: whether floating-point tensors may be stored in another dtype than they have here.
+    """
+
+    model_only: bool
+    strict: bool
+    ignored: Callable[[str], bool]
+    cast: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Fit:
-    """How a checkpoint fits a state: a target for every tensor, and the plain values, tensors of ``extra`` apart."""
+    """How a checkpoint fits a state.
 
-    tensors: Mapping[str, Target]
-    extra: Mapping[str, Target]
-    clock: Clock
-    seed: int
+    Args:
+        regions: which part of each stored tensor this rank needs, by key.
+        into: for those that the state has already, its tensor.
+        make: for the others, what makes the state's tensor of the one that was read.
+        optimizer: its tree, and that of the slices; None with ``model_only``, as are clock and seed.
+        left: names in the model that are neither written nor removed.
+        missing: names that only the state has.
+        unexpected: names that only the checkpoint has.
+    """
+
+    regions: Mapping[str, Region]
+    into: Mapping[str, Tensor]
+    make: Mapping[str, Make]
+    optimizer: dict[str, Any] | None
+    slices: dict[str, Any] | None
+    clock: Clock | None
+    seed: int | None
+    left: frozenset[str]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
 
 
-def fit(opened: Opened, state: TrainState, extra: Mapping[str, Any]) -> Fit:
+def fit(opened: Opened, state: TrainState, asked: Asked, *, where: str, first: bool = True) -> Fit:
     """The targets of a checkpoint in ``state``; nothing is changed.
+
+    Args:
+        opened: the checkpoint, or the part of it that belongs to one of several states.
+        state: what it is to go into.
+        asked: what is wanted.
+        where: begins a message.
+        first: of several states, the one whose step is that of the checkpoint.
 
     Raises:
         CheckpointMismatchError: names, shapes, dtypes or hyperparameters that differ, the first ten in a table.
         DamagedCheckpointError: values that make no sense.
     """
-    tensors: dict[str, Target] = {}
-    rows: list[Row] = []
-    here: dict[str, Tensor] = {}
-    buffers = clean_buffers(state.model, persistent_only=True)
-    for section, tree in (("params", state.params), ("buffers", buffers), ("slices", state.slices)):
-        here.update(plain.encode(dict(tree), section)[1])
-    stored = {key: ref for key, ref in opened.refs.items() if key.split("/")[0] in ("params", "buffers", "slices")}
-    for key in {**stored, **here}:
-        theirs, ours = stored.get(key), plain.ref_of(here[key]) if key in here else None
-        if theirs is None or ours is None or (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
-            rows.append((key, str(theirs) if theirs else None, str(ours) if ours else None))
-        else:
-            tensors[key] = Target(region=_region(here[key]), tensor=partial(_given, here[key]))
-    rows.extend(_slice_rows(opened, state))
-    rows.extend(_group_rows(opened, state))
-    known = _decoded(opened, "extra")
-    rows.extend((plain.join("extra", name), None, "given") for name in extra if name not in known)
-    if rows:
-        raise mismatch(f"load_sharded: {opened.folder}", _causes(rows), source="checkpoint", advice=_ADVICE)
-    # From here on the optimizer's names are parameters, here and there.
-    for key, ref in _section(opened, "optimizer"):
-        name = plain.unescaped(key.split("/")[2])
-        if key.startswith("optimizer/groups/"):
-            tensors[key] = _whole(ref, _group_device(key, state))
-        else:
-            tensors[key] = _optimizer_target(key, ref, state, name, opened.refs[plain.join("params", name)])
-    wanted = {plain.join("extra", name) for name in extra}
+    found = _Comparison(asked, partial=opened.manifest.only == ("trainable",))
+    for section, tensors in (("params", state.params), ("buffers", clean_buffers(state.model, persistent_only=True))):
+        found.compare_model(section, _section(opened, section), tensors)
+    optimizer = slices = clock = seed = None
+    if not asked.model_only:
+        slices = dict(_dict_of(opened, "slices"))
+        found.compare_slices(_section(opened, "slices"), slices, state)
+        optimizer = closed.record(_dict_of(opened, "optimizer"), f"{layout.index_name(0)}: optimizer", ("state", "groups"))
+        found.rows.extend(stray_state(optimizer, state, found.touched, strict=asked.strict))
+        found.rows.extend(group_differences(optimizer, state, found.touched))
+    if found.rows:
+        raise mismatch(where, found.rows, source="checkpoint", advice=_advice(found.rows, asked))
+    if optimizer is not None:
+        clock, seed = _clock(opened, check_step=first), _seed(opened)
+        kept = {
+            name: content for name, content in optimizer["state"].items() if name in state.params and name not in found.touched
+        }
+        optimizer = {**optimizer, "state": kept}
+        place_optimizer(optimizer, state, opened.refs, found, cast=asked.cast)
     return Fit(
-        tensors=tensors,
-        extra={k: _whole(r, torch.device("cpu")) for k, r in _section(opened, "extra") if "/".join(k.split("/")[:2]) in wanted},
-        clock=_clock(opened),
-        seed=_seed(opened),
+        regions=found.regions,
+        into=found.into,
+        make=found.make,
+        optimizer=optimizer,
+        slices=slices,
+        clock=clock,
+        seed=seed,
+        left=frozenset(found.touched),
+        missing=tuple(found.missing),
+        unexpected=tuple(found.unexpected),
     )
 
 
-def _causes(rows: list[Row]) -> list[Row]:
-    """``rows`` without those that follow from others: slices, optimizer state and groups of parameters that differ."""
-    params = {key.split("/")[1] for key, _, _ in rows if key.startswith("params/")}
-    others = any(theirs is None or ours is None for key, theirs, ours in rows if key.startswith("params/"))
+@dataclass(slots=True, eq=False, repr=False)
+class _Comparison:
+    """What was found so far; ``touched`` are the names in the model about which the two sides do not agree."""
 
-    def follows(key: str) -> bool:
-        section, *parts = key.split("/")
-        of_group = section == "optimizer" and parts[0] == "groups" and parts[-1] == "params"
-        return section in ("slices", "optimizer") and (not params.isdisjoint(parts) or (of_group and others))
+    asked: Asked
+    partial: bool
+    rows: list[Difference] = field(default_factory=list)
+    touched: set[str] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    regions: dict[str, Region] = field(default_factory=dict)
+    into: dict[str, Tensor] = field(default_factory=dict)
+    make: dict[str, Make] = field(default_factory=dict)
+    _known: dict[Any, Region] = field(default_factory=dict)
 
-    return [row for row in rows if not follows(row[0])]
+    def region_of(self, tensor: Tensor) -> Region:
+        """The part of a tensor that this rank has; computed once for all that lie alike."""
+        lies = (tensor.shape, getattr(tensor, "placements", None), id(getattr(tensor, "device_mesh", None)))
+        region = self._known.get(lies)
+        if region is None:
+            box = extent(tensor)
+            region = self._known[lies] = Region(offset=box.offset, size=box.size)
+        return region
+
+    def compare_model(self, section: str, stored: Mapping[str, TensorRef], here: Mapping[str, Tensor]) -> None:
+        """Parameters, or buffers."""
+        left = {plain.join(section, name): name for name in here}
+        for key, ref in stored.items():
+            name = left.pop(key, None)
+            if name is not None and not self.asked.ignored(name):
+                if self._matches(key, ref, here[name]):
+                    self._take(key, here[name])
+                else:
+                    self.touched.add(name)
+            elif name is not None:
+                self.touched.add(name)
+            else:
+                self._unexpected(plain.unescaped(key.partition("/")[2]), key, ref)
+        for key, name in left.items():
+            if self.asked.ignored(name):
+                self.touched.add(name)
+            elif not self.partial or (section == "params" and here[name].requires_grad):
+                self._missing(name, key, str(plain.ref_of(here[name])))
+
+    def compare_slices(self, stored: Mapping[str, TensorRef], tree: dict[str, Any], state: TrainState) -> None:
+        """Transforms by name, and the tensors of those that are on both sides."""
+        for name in state.slices:
+            if name not in tree:
+                self._missing(name, plain.join("slices", name), "a transform")
+        for name in [name for name in tree if name not in state.slices]:
+            self._unexpected(name, plain.join("slices", name), "a transform")
+            if not self.asked.strict:
+                del tree[name]
+        here = plain.encode({name: content for name, content in state.slices.items() if name in tree}, "slices")[1]
+        for key in {**stored, **here}:
+            if self._is_touched(key):
+                continue
+            ref, tensor = stored.get(key), here.get(key)
+            if ref is None:
+                self.rows.append(missing(key, str(plain.ref_of(here[key]))))
+            elif tensor is None:
+                self.rows.append(unexpected(key, str(ref)))
+            elif self._matches(key, ref, tensor):
+                self._take(key, tensor)
+
+    def _is_touched(self, key: str) -> bool:
+        """Whether a tensor of a slice belongs to something about which enough was said."""
+        return bool(self.touched) and not self.touched.isdisjoint(map(plain.unescaped, key.split("/")[1:]))
+
+    def _matches(self, key: str, ref: TensorRef, tensor: Tensor) -> bool:
+        dtype = layout.DTYPES[ref.dtype]
+        if ref.shape == tuple(tensor.shape):
+            if dtype == tensor.dtype:
+                return True
+            if self.asked.cast and dtype.is_floating_point and tensor.dtype.is_floating_point:
+                return True
+        self.rows.append(unequal(key, ref, plain.ref_of(tensor)))
+        return False
+
+    def _take(self, key: str, tensor: Tensor) -> None:
+        self.regions[key], self.into[key] = self.region_of(tensor), tensor
+
+    def _missing(self, name: str, key: str, here: str) -> None:
+        self.touched.add(name)
+        if self.asked.strict:
+            self.rows.append(missing(key, here))
+        else:
+            self.missing.append(name)
+
+    def _unexpected(self, name: str, key: str, stored: TensorRef | str) -> None:
+        self.touched.add(name)
+        if self.asked.ignored(name):
+            return
+        if self.asked.strict:
+            self.rows.append(unexpected(key, str(stored)))
+        else:
+            self.unexpected.append(name)
 
 
-def _region(tensor: Tensor) -> Region:
-    box = extent(tensor)
-    return Region(offset=box.offset, size=box.size)
+def _advice(rows: list[Difference], asked: Asked) -> str:
+    """What to do, by what there is to be done."""
+    kinds = {row.kind for row in rows}
+    ways = ["build model, optimizer and transforms as in the run that wrote it, or load another checkpoint"]
+    if asked.strict and kinds <= {"missing", "unexpected"}:
+        ways.append("strict=False leaves what only one side has")
+    if kinds == {"dtype"} and not asked.cast:
+        ways.append("cast=True converts floating-point dtypes")
+    return "; ".join(ways)
 
 
-def _given(tensor: Tensor) -> Tensor:
-    return tensor
+def _section(opened: Opened, name: str) -> dict[str, TensorRef]:
+    begin = f"{name}/"
+    return {key: ref for key, ref in opened.refs.items() if key.startswith(begin)}
 
 
-def _whole(ref: TensorRef, device: torch.device) -> Target:
-    """A new plain tensor that holds all of the stored one."""
-    make = partial(torch.empty, ref.shape, dtype=layout.DTYPES[ref.dtype], device=device)
-    return Target(region=Region(offset=(0,) * len(ref.shape), size=ref.shape), tensor=make)
-
-
-def _optimizer_target(key: str, ref: TensorRef, state: TrainState, name: str, saved_param: TensorRef) -> Target:
-    """A new tensor of an optimizer's state, laid out as the optimizer itself would.
-
-    What has the parameter's shape lies like the parameter. ``step`` does not, even for a scalar parameter, and stays on
-    the CPU unless the optimizer counts on the device: both are torch's own convention. What lay with the parameter in
-    another shape (a factored second moment) is whole on every rank, a DTensor if the parameter is one.
-    """
-    param, dtype = state.params[name], layout.DTYPES[ref.dtype]
-    counts = key.rsplit("/", 1)[-1] == "step" and not ref.distributed
-    if ref.shape == tuple(param.shape) and not counts:
-        return Target(region=_region(param), tensor=partial(torch.empty_like, param, dtype=dtype, requires_grad=False))
-    on_host = counts and not _counts_on_device(state, param)
-    whole = _whole(ref, torch.device("cpu") if on_host else param.device)
-    lay_with_param = ref.distributed or (ref.shape != () and not saved_param.distributed)
-    # DTensor.new_empty of another shape is replicated, of a plain tensor plain.
-    return Target(region=whole.region, tensor=partial(param.new_empty, ref.shape, dtype=dtype)) if lay_with_param else whole
-
-
-def _group_device(key: str, state: TrainState) -> torch.device:
-    """Where a hyperparameter that is a tensor goes: to the one that is there, or else to the CPU."""
-    _, _, group, name, *_ = key.split("/")
-    there = state.optimizer.param_groups[int(group)].get(plain.unescaped(name))
-    return there.device if isinstance(there, Tensor) else torch.device("cpu")
-
-
-def _counts_on_device(state: TrainState, param: Tensor) -> bool:
-    group = next(g for g in state.optimizer.param_groups if any(p is param for p in g["params"]))
-    return bool(group.get("capturable") or group.get("fused"))
-
-
-def _section(opened: Opened, name: str) -> Iterator[tuple[str, TensorRef]]:
-    return ((key, ref) for key, ref in opened.refs.items() if key.startswith(f"{name}/"))
-
-
-def _decoded(opened: Opened, section: str) -> dict[str, Any]:
-    """A section with references in place of tensors, which must be a dict with text keys."""
-    found = plain.decode(opened.shared[section], section, lambda key, ref: ref)
+def _dict_of(opened: Opened, section: str) -> dict[str, Any]:
+    """A section with a ``Leaf`` in place of each tensor, which must be a dict with text keys."""
+    found = opened.outlines[section]
     if type(found) is not dict or not all(type(key) is str for key in found):
         raise DamagedCheckpointError(f"{layout.index_name(0)}: {section}: needs a dict, got {closed.kind(found)}")
     return found
 
 
-def _slice_rows(opened: Opened, state: TrainState) -> Iterator[Row]:
-    theirs, what = _decoded(opened, "slices"), "a transform"
-    for name in {**theirs, **state.slices}:
-        if name not in theirs:
-            yield plain.join("slices", name), None, what
-        elif name not in state.slices:
-            yield plain.join("slices", name), what, None
-
-
-def _group_rows(opened: Opened, state: TrainState) -> Iterator[Row]:
-    """Parameter groups must hold the same parameters; hyperparameters may be new here, but not unknown here."""
-    optimizer = closed.record(_decoded(opened, "optimizer"), f"{layout.index_name(0)}: optimizer", ("state", "groups"))
-    for name, content in _dict(optimizer["state"], "optimizer/state").items():
-        _dict(content, f"optimizer/state/{name}")
-        if name not in state.params:
-            yield plain.join("optimizer/state", name), "state", None
-    theirs, ours = optimizer["groups"], optimizer_groups(state)
-    if type(theirs) is not list or len(theirs) != len(ours):
-        yield "optimizer/groups", f"{len(theirs)} groups", f"{len(ours)} groups"
-        return
-    for at, (saved, group) in enumerate(zip(theirs, ours, strict=True)):
-        where = f"optimizer/groups/{at}"
-        _dict(saved, where)
-        if saved.get("params") != group["params"]:
-            first = next((a or b for a, b in _pairs(saved.get("params"), group["params"]) if a != b), "?")
-            yield f"{where}/params", f"{_count(saved.get('params'))} (first difference: {first})", f"{len(group['params'])}"
-        for key in saved:
-            if key not in group and key not in _ADDED_LATER:
-                yield f"{where}/{key}", "a hyperparameter", None
-
-
-def _pairs(a: Any, b: list[str]) -> Iterator[tuple[Any, Any]]:
-    a = a if type(a) is list else []
-    for at in range(max(len(a), len(b))):
-        yield (a[at] if at < len(a) else None), (b[at] if at < len(b) else None)
-
-
-def _count(names: Any) -> int:
-    return len(names) if type(names) is list else 0
-
-
-def _dict(value: Any, where: str) -> dict[str, Any]:
-    """``value`` as a dict of the decoded values.
-
-    Raises:
-        DamagedCheckpointError: it is none.
-    """
-    if type(value) is not dict:
-        raise DamagedCheckpointError(f"{layout.index_name(0)}: {where}: needs a dict, got {closed.kind(value)}")
-    return value
-
-
-def _clock(opened: Opened) -> Clock:
+def _clock(opened: Opened, *, check_step: bool) -> Clock:
     where = f"{layout.index_name(0)}: clock"
-    raw = closed.record(_decoded(opened, "clock"), where, tuple(Clock().state_dict()))
+    raw = closed.record(_dict_of(opened, "clock"), where, tuple(Clock().state_dict()))
     seconds = raw["seconds"]
     if type(seconds) is not float:
         raise DamagedCheckpointError(f"{where}: seconds: needs a float, got {closed.kind(seconds)}")
     counts = {name: closed.whole(value, f"{where}: {name}") for name, value in raw.items() if name != "seconds"}
-    if counts["step"] != opened.manifest.step:
+    if check_step and counts["step"] != opened.manifest.step:
         raise DamagedCheckpointError(f"{where}: is at step {counts['step']}, the manifest at step {opened.manifest.step}")
     return Clock(**cast(dict[str, Any], counts), seconds=seconds)
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from dtrain import storage
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.digest import chunks_of
-from dtrain.checkpoint.find import Committed, Damaged, describe, has_manifest, survey
+from dtrain.checkpoint.find import Committed, Damaged, describe, step_itself, survey
 from dtrain.checkpoint.opened import Opened, open_checkpoint
-from dtrain.checkpoint.plan import Region, plan_reads
+from dtrain.checkpoint.plan import plan_reads, whole
 from dtrain.errors import CheckpointError, DamagedCheckpointError
+from dtrain.storage import Place
 
 
 def check_ranges(opened: Opened, ranges: Iterable[tuple[int, int, int]]) -> None:
@@ -29,7 +30,7 @@ def check_ranges(opened: Opened, ranges: Iterable[tuple[int, int, int]]) -> None
             file.verify(sorted(needed[number]))
 
 
-def verify_deeply(folder: Path) -> Opened:
+def verify_deeply(folder: Place) -> Opened:
     """Verify every byte of a step, and that each tensor is stored once and whole.
 
     Raises:
@@ -37,7 +38,7 @@ def verify_deeply(folder: Path) -> Opened:
     """
     opened = open_checkpoint(folder)
     check_ranges(opened, ((number, 0, file.bytes) for number, file in enumerate(opened.files)))
-    plan_reads(opened.boxes, {key: Region(offset=(0,) * len(ref.shape), size=ref.shape) for key, ref in opened.refs.items()})
+    plan_reads(opened.boxes, {key: whole(ref.shape) for key, ref in opened.refs.items()})
     return opened
 
 
@@ -52,7 +53,7 @@ def verify_checkpoint(path: Path | str) -> Committed:
         CheckpointError: there is no checkpoint, or it cannot be read.
     """
     try:
-        folder = choose(storage.real_path(path), "verify_checkpoint")
+        folder = choose(storage.place(path), "verify_checkpoint")
         if folder is None:
             raise CheckpointError(f"verify_checkpoint: there is no checkpoint in {path}")
         return _described_if_sound(folder)
@@ -60,7 +61,7 @@ def verify_checkpoint(path: Path | str) -> Committed:
         raise CheckpointError(f"verify_checkpoint: {error}") from error
 
 
-def _described_if_sound(folder: Path) -> Committed:
+def _described_if_sound(folder: Place) -> Committed:
     try:
         verify_deeply(folder)
         return describe(folder)
@@ -68,7 +69,7 @@ def _described_if_sound(folder: Path) -> Committed:
         raise type(error)(f"verify_checkpoint: {folder}: {error}") from None
 
 
-def choose(path: Path, where: str) -> Path | None:
+def choose(path: Place, where: str) -> Place | None:
     """The step that a path stands for: itself, or the newest of a root, None when the root holds none.
 
     A damaged manifest does not make its step older: it is chosen, for verification to refuse it.
@@ -76,10 +77,9 @@ def choose(path: Path, where: str) -> Path | None:
     Raises:
         CheckpointError: a step's folder without a manifest.
     """
-    if has_manifest(path):
-        return path
-    if layout.step_of(path.name) is not None and storage.is_folder(path):
-        raise CheckpointError(f"{where}: {path} has no {layout.MANIFEST}: the save was not completed; load another step")
+    step = step_itself(path, where)
+    if step is not None:
+        return step
     committed, damaged = survey(path)
     newest: Committed | Damaged | None = committed[-1] if committed else None
     if damaged and (newest is None or damaged[-1].step > newest.step):
@@ -87,7 +87,7 @@ def choose(path: Path, where: str) -> Path | None:
     return newest.path if newest else None
 
 
-def sound_steps_before(folder: Path) -> Iterable[Committed]:
+def sound_steps_before(folder: Place) -> Iterable[Committed]:
     """The steps beside ``folder`` that were committed before it and pass deep verification, newest first."""
     committed, _ = survey(folder.parent)
     serials = [c.serial for c in committed if c.path == folder]

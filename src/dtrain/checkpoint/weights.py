@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dtrain import storage
-from dtrain.checkpoint import closed, foreign, layout
+from dtrain.checkpoint import closed, foreign
 from dtrain.checkpoint.agree import Agreed, decided_by_rank_0
 from dtrain.checkpoint.data_file import as_bytes
-from dtrain.checkpoint.fill import fill_
+from dtrain.checkpoint.fill import copy_into_, land
 from dtrain.checkpoint.find import has_manifest
 from dtrain.checkpoint.matching import Match, Rename, match_by_name
 from dtrain.checkpoint.plan import Region, plan_reads
@@ -27,7 +27,7 @@ from dtrain.dist.init import current
 from dtrain.errors import CheckpointError, CheckpointMismatchError
 from dtrain.shard.whole import reshard
 from dtrain.state import spec_of
-from dtrain.tensors import extent
+from dtrain.tensors import extent, local
 
 _WHERE = "load_weights_"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -91,11 +91,10 @@ def load_weights_(
         stored = _open(path, model)
         match = match_by_name(stored.refs, model, rename, missing, where=f"{_WHERE}: {path}")
         _check_twins(stored, path, match)
-        reads = plan_reads(stored.boxes, {name: _region(tensor) for name, tensor in match.targets.items()})
-        stored.check(reads)
+        landed = _read(stored, {name: _region(tensor) for name, tensor in match.targets.items()})
     _check_equal(stored, path, match)
-    with Agreed(_WHERE, advice="; the model may be half loaded: build it anew"), _naming(path):
-        fill_(match.targets, reads, stored.refs, stored.open_file)
+    with torch.no_grad():
+        copy_into_({name: local(tensor) for name, tensor in match.targets.items()}, landed)
     loaded = tuple(match.names[name] for name in match.targets)
     return LoadedWeights(path=path, loaded=loaded, kept=tuple(match.kept), left_out=tuple(match.left_out))
 
@@ -164,12 +163,13 @@ def _check_twins(stored: Stored, path: Path, match: Match) -> None:
             )
 
 
+def _read(stored: Stored, regions: Mapping[str, Region]) -> dict[str, Tensor]:
+    sizes = {name: region.size for name, region in regions.items()}
+    return land(sizes, plan_reads(stored.boxes, regions), stored.refs, stored.open_file)
+
+
 def _bytes_of(stored: Stored, name: str, region: Region) -> bytes:
-    reads = plan_reads(stored.boxes, {name: region})
-    stored.check(reads)
-    made = torch.empty(region.size, dtype=layout.DTYPES[stored.refs[name].dtype])
-    fill_({name: made}, reads, stored.refs, stored.open_file)
-    return bytes(as_bytes(made))
+    return bytes(as_bytes(_read(stored, {name: region})[name]))
 
 
 def _check_equal(stored: Stored, path: Path, match: Match) -> None:

@@ -50,6 +50,22 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
+def check_rng_state(state: dict[str, Any]) -> None:
+    """See whether ``set_rng_state`` would take this, with generators that nobody uses.
+
+    Raises:
+        ValueError: it would not, or not all of it.
+    """
+    try:
+        python, numpy = state["python"], state["numpy"]
+        random.Random().setstate((python["version"], tuple(python["internal"]), python["gauss"]))
+        keys = numpy["keys"].numpy().astype(np.uint32)
+        np.random.RandomState().set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+        torch.Generator().set_state(state["torch"])
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"not a state of the random generators ({type(error).__name__}: {error})") from None
+
+
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore what ``rng_state`` returned.
 

@@ -13,7 +13,7 @@ from dtrain.state import TrainState, new_state
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import apply_gradients, tick
 from dtrain.transform import GradFn, GradStep, Transform, UpdateFn, check_transform, context_for
-from dtrain.types import Batch, LossFn, Metrics
+from dtrain.types import Batch, LossFn, Metrics, Slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -41,7 +41,11 @@ class Step:
             ConfigError: parameters on the meta device, or an optimizer that holds others than the model's.
         """
         state = new_state(model, optimizer, seed=seed)
-        return replace(state, slices={t.name: t.init(state) for t in self.transforms})
+        state.shared.make_slices = self._slices
+        return replace(state, slices=self._slices(state))
+
+    def _slices(self, state: TrainState) -> dict[str, Slice]:
+        return {t.name: t.init(state) for t in self.transforms}
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step over ``batch``: gradients, update, and one tick of the clock. Spends ``state``.

@@ -1,10 +1,8 @@
-"""The only package that touches files: create, write, sync, rename, list, remove, read a range."""
+"""The only package that touches files: create, write, sync, rename, list, remove, read a range. Here or on a server."""
 
-from dtrain.storage.local import (
-    Buffer,
+from dtrain.storage.files import (
     FileReader,
     FileWriter,
-    append_line,
     create_file,
     exists,
     file_size,
@@ -15,20 +13,24 @@ from dtrain.storage.local import (
     make_folder,
     make_folders,
     read_file,
-    real_path,
     remove_file,
     remove_folder,
     rename,
+    renames,
     replace_file,
     sync_folder,
     write_file,
     write_parts,
 )
+from dtrain.storage.local import Buffer, append_line, real_path
+from dtrain.storage.places import Place, RemotePath, place
 
 __all__ = [
     "Buffer",
     "FileReader",
     "FileWriter",
+    "Place",
+    "RemotePath",
     "append_line",
     "create_file",
     "exists",
@@ -39,11 +41,13 @@ __all__ = [
     "list_names",
     "make_folder",
     "make_folders",
+    "place",
     "read_file",
     "real_path",
     "remove_file",
     "remove_folder",
     "rename",
+    "renames",
     "replace_file",
     "sync_folder",
     "write_file",

@@ -16,10 +16,12 @@ from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
+from dtrain.storage.direct import DirectWriter
 from dtrain.storage.parts import for_each_part
 
 Buffer = bytes | bytearray | memoryview
 _MOST_BUFFERS = 1024  # that the system takes in one call (IOV_MAX)
+_DIRECT_FROM = 16 * 2**20  # bytes of a file: what is smaller, the page cache takes as fast
 
 
 @contextmanager
@@ -145,6 +147,10 @@ class FileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
         with _naming(self._path):
             os.close(self._handle)
 
@@ -255,44 +261,29 @@ class FileReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
         os.close(self._handle)
 
 
-def read_file(path: Path, *, limit: int) -> bytes:
-    """The content of a file of at most ``limit`` bytes.
-
-    Raises:
-        OSError: no regular file, or a larger one.
-    """
-    with FileReader(path) as file:
-        if file.size > limit:
-            raise OSError(f"{path} has {file.size} bytes, at most {limit} are read")
-        out = bytearray(file.size)
-        return bytes(out[: file.read_into(0, memoryview(out))])
-
-
 def write_parts(path: Path, sizes: Sequence[int], part_of: Callable[[int], Sequence[Buffer]], *, threads: int) -> None:
-    """Create a file of parts that lie one after the other, on the disk when this returns.
-
-    Args:
-        path: a name that is not taken.
-        sizes: bytes of each part.
-        part_of: called once per part, in no fixed order, from the thread that writes it (which may as well compute a digest):
-            the part's bytes in one or more buffers, which nobody changes until this returns.
-        threads: that write side by side; with 1 no thread is started.
+    """Create a file of parts that lie one after the other, on the disk when this returns; as ``files.write_parts`` has it.
 
     Raises:
         OSError: the first one, when no thread writes any more. What is there of the file by then stays.
     """
     begins = list(accumulate(sizes, initial=0))
-    with FileWriter(path) as file:
+    with FileWriter(path) as file, DirectWriter(path, os, wanted=begins[-1] >= _DIRECT_FROM) as direct:
 
         def write(part: int) -> None:
-            buffers = part_of(part)
-            assert sum(memoryview(data).nbytes for data in buffers) == sizes[part], (
-                f"part {part} has another size than announced"
-            )
-            file.write_at(begins[part], buffers)
+            buffers = [memoryview(data).cast("B") for data in part_of(part)]
+            assert sum(map(len, buffers)) == sizes[part], f"part {part} has another size than announced"
+            with _naming(path):
+                done = direct.write_at(begins[part], buffers)
+            if done < sizes[part]:
+                file.write_at(begins[part] + done, _without(buffers, done))
 
         for_each_part(len(sizes), write, threads=threads, name="dtrain-write")
         file.sync()

@@ -1,0 +1,72 @@
+"""Writes the folder of ``torch.distributed.checkpoint``, by torch's own writer, which is handed one tensor at a time."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dtrain import storage
+from dtrain.checkpoint.convert.pieces import read, whole
+from dtrain.checkpoint.convert.weights import Weights
+from dtrain.checkpoint.layout import DTYPES
+from dtrain.errors import CheckpointError
+
+
+class _OneByOne(DefaultSavePlanner):  # type: ignore[misc,unused-ignore]
+    """Plans with tensors that have no data, and reads each when it is about to be written."""
+
+    def __init__(self, given: Weights, names: dict[str, str]) -> None:
+        super().__init__()
+        self._given, self._names = given, names
+        self._last: Tensor | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The tensor of one item; that of the item before has been written."""
+        if self._last is not None:
+            # The writer keeps a reference to every tensor until the end of its file.
+            self._last.untyped_storage().resize_(0)
+        name = self._names[write_item.index.fqn]
+        found = read(self._given.stored, {name: whole(self._given.stored.refs[name])}, self._given.dtypes)[name]
+        self._last = found.clone()  # memory that NumPy has seen cannot be given back
+        self._given.wrote(found.nbytes)
+        return self._last
+
+
+def write_distributed(folder: Path, given: Weights, *, key: str | None) -> None:
+    """Write the folder's files, on the disk when this returns.
+
+    Args:
+        folder: there, and empty.
+        given: what is written.
+        key: name of a dict that the tensors are in, as ``"model"`` for ``load({"model": model.state_dict()})``; None for
+            ``load(model.state_dict())``.
+
+    Raises:
+        OSError: a file cannot be written.
+        CheckpointError: torch refuses, or a tensor cannot be read.
+    """
+    tensors: dict[str, Any] = {
+        name: torch.empty(given.stored.refs[name].shape, dtype=DTYPES[dtype], device="meta")
+        for name, dtype in given.dtypes.items()
+    }
+    names = {name if key is None else f"{key}.{name}": name for name in tensors}
+    # With one thread and nothing copied ahead, an item is written before the next one is asked for.
+    writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        try:
+            save(
+                tensors if key is None else {key: tensors}, storage_writer=writer, planner=_OneByOne(given, names), no_dist=True
+            )
+        except CheckpointException as error:  # which is no Exception
+            cause, _ = next(iter(error.failures.values()))
+            raise cause if isinstance(cause, CheckpointError | OSError) else CheckpointError(f"convert: {cause}") from None
+    storage.sync_folder(folder)

@@ -1,0 +1,334 @@
+"""One live job per root: ``run.lock``, held by rank 0 from its first save on and renewed every few seconds.
+
+It keeps out a second job that was started by mistake into the same folder. It does not make commits atomic, which they are
+without it, and who only reads takes none. What a killed job leaves is taken over. Nothing but creating a file that must not
+exist, replacing one and removing one is needed, so it works on object stores as well.
+
+Taking over is for one process at a time: who wants to replace the lock with token T must first create ``run.lock.T``, and then
+still find what it judged. A holder that was taken for dead and is not (stopped for minutes, say) finds another's token in the
+file, and its next save raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import threading
+import time
+import weakref
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from dtrain import storage
+from dtrain.checkpoint import holder as holders
+from dtrain.checkpoint.holder import Holder
+from dtrain.errors import CheckpointError
+from dtrain.storage import Place
+
+LOCK = "run.lock"
+HEARTBEAT = "dtrain-heartbeat"  # the name of the thread
+_LEFT = re.compile(r"run\.lock\.([0-9a-f]{16}|[0-9a-f]{8}\.tmp)")  # claims, and what a killed replacement leaves
+_POLL_S = 0.2
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A lock file of this process; ``handles`` are the ``Lock`` objects on it."""
+
+    root: Place
+    me: Holder
+    handles: int = 0
+    protected: set[int] = field(default_factory=set)
+    lost: str | None = None
+    released: bool = False
+
+    @property
+    def path(self) -> Place:
+        return self.root / LOCK
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """What this process holds, by root. ``guard`` is reentrant: the garbage collector may release a lock anywhere."""
+
+    pid: int = field(default_factory=os.getpid)
+    held: dict[str, _Held] = field(default_factory=dict)
+    guard: threading.RLock = field(default_factory=threading.RLock)
+    taking: threading.Lock = field(default_factory=threading.Lock)
+    stop: threading.Event | None = None  # of the thread that renews; None while there is none
+
+
+_PROCESS = _Process()
+
+
+def _process() -> _Process:
+    """The record of this process. A fork begins with an empty one: it holds nothing, and its locks may be in any state."""
+    global _PROCESS
+    if _PROCESS.pid != os.getpid():
+        _PROCESS = _Process()
+    return _PROCESS
+
+
+class Lock:
+    """One hold on a root. Released by ``release``, with the last reference to it, or when the interpreter ends normally.
+
+    A root may be held several times by one process; the file goes with the last hold.
+    """
+
+    __slots__ = ("__weakref__", "_finish", "_held", "_of")
+
+    def __init__(self, of: _Process, held: _Held) -> None:
+        self._of, self._held = of, held
+        held.handles += 1
+        self._finish = weakref.finalize(self, _drop, of, held)
+
+    def __repr__(self) -> str:
+        return f"Lock({str(self._held.path)!r})"
+
+    @property
+    def root(self) -> Place:
+        """What is held."""
+        return self._held.root
+
+    def protect(self, steps: Collection[int]) -> None:
+        """Keep these steps of the root from ``prune_checkpoints`` in this process. Mutates: this hold's record."""
+        self._held.protected.update(steps)
+
+    def check(self) -> None:
+        """Make sure that the lock is still ours. A file that somebody has removed meanwhile is put back.
+
+        Raises:
+            CheckpointError: another process has taken it over, or this hold was released or belongs to the parent process.
+            OSError: the file cannot be read.
+        """
+        if self._of.pid != os.getpid():
+            raise CheckpointError(f"{self.root}: is held by the process that this one is a fork of; save from that one")
+        with self._of.guard:
+            if not self._finish.alive:
+                raise CheckpointError(f"{self.root}: the lock was released; take it again before saving")
+            if not _look(self._held) and self._held.lost is None:
+                _create(self._held.path, self._held.me)
+                _look(self._held)  # somebody else may have been faster
+            if self._held.lost is not None:
+                raise CheckpointError(
+                    f"{self.root}: another process has taken the lock of this run ({self._held.lost}): this one was silent for "
+                    "so long that it was taken for dead; end one of the two, then load the latest step"
+                )
+
+    def release(self) -> None:
+        """Give up this hold. A second call does nothing. Mutates: the lock file goes with the last hold."""
+        self._finish()
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def hold(root: Place, run_id: str, *, protected: Collection[int] = ()) -> Lock:
+    """Hold ``root`` for a run of this process, or raise because another live process does.
+
+    Args:
+        root: a folder, made if missing; its one true name (``storage.real_path``).
+        run_id: of the run, for the message that others get.
+        protected: steps of the root that this process still needs: the one resumed from.
+
+    Returns:
+        A hold, which counts as long as the object lives. When this process holds the root already, one more on the same file.
+
+    Mutates: ``run.lock``; a thread renews it every few seconds until the last hold of this process is released.
+    Waits: for up to a minute, when the holder is on another host or in another container and was alive less than a minute ago:
+    it either renews its lock, and is refused with its name, or has died, and is taken over. On the same host that is known at
+    once.
+
+    Raises:
+        CheckpointError: a live process holds the root.
+        OSError: a file operation failed.
+    """
+    process = _process()
+    with process.taking:  # so that two threads of this process do not take each other for strangers
+        made = _one_more(process, root)
+        if made is None:
+            storage.make_folders(root)
+            held = _Held(root=root, me=_take(root / LOCK, holders.this_process(run_id, now=time.time())))
+            with process.guard:
+                process.held[str(root)] = held
+                made = Lock(process, held)
+                _start(process)
+            _sweep(held)
+    made.protect(protected)
+    return made
+
+
+def _one_more(process: _Process, root: Place) -> Lock | None:
+    """A hold on what this process holds already, None when it holds nothing, or holds it no longer."""
+    with process.guard:
+        held = process.held.get(str(root))
+        return Lock(process, held) if held is not None and held.lost is None else None
+
+
+def held_here(root: Place) -> bool:
+    """Whether this process holds the root."""
+    return str(root) in _process().held
+
+
+def protected_here(root: Place) -> frozenset[int]:
+    """The steps of the root that its holds in this process need."""
+    held = _process().held.get(str(root))
+    return frozenset() if held is None else frozenset(held.protected)
+
+
+def _take(path: Place, me: Holder) -> Holder:
+    """Make ``path`` a file that names this process, as soon as no live one is named there."""
+    watched, since = b"", time.monotonic()
+    while True:
+        now = time.time()
+        me = replace(me, since=now, beat=now)
+        if _create(path, me):
+            return me
+        found = _read(path)
+        if found is None:
+            continue  # released between the two
+        holder = holders.parse(found)
+        if found != watched:
+            before = holders.parse(watched)
+            if holder is not None and before is not None and holder.token == before.token:
+                raise _in_use(path, holder)  # it has renewed its heartbeat
+            watched, since = found, time.monotonic()
+        verdict = holders.judge(holder, me, now=now, unchanged_s=time.monotonic() - since)
+        if holder is not None and holders.same_process(holder, me):
+            verdict = "dead"  # this process holds nothing here: its last attempt failed half way
+        if verdict == "live":
+            assert holder is not None, "what names nobody is not alive"
+            raise _in_use(path, holder)
+        if verdict == "dead" and _supersede(path, found, me):
+            return me
+        time.sleep(_POLL_S)
+
+
+def _supersede(path: Place, found: bytes, me: Holder) -> bool:
+    """Put ``me`` in the place of a dead holder, if what was judged is still there. The claim on it is a lock like any other."""
+    dead = holders.parse(found)
+    token = hashlib.sha256(found).hexdigest()[:16] if dead is None else dead.token
+    claim = path.with_name(f"{LOCK}.{token}")
+    claimed = _take(claim, replace(me, token=holders.new_token()))
+    try:
+        if _read(path) != found:
+            return False  # another one was faster, or the holder lives after all
+        storage.replace_file(path, me.encode())
+        return True
+    finally:
+        _remove_if_of(claim, claimed)
+
+
+def _in_use(path: Place, holder: Holder) -> CheckpointError:
+    return CheckpointError(
+        f"{path.parent}: is in use by another live job ({holder.describe()}); save into another root, or end that job first"
+    )
+
+
+def _create(path: Place, me: Holder) -> bool:
+    """Create the file; False when there is one."""
+    data = me.encode()
+    try:
+        storage.create_file(path, data)
+    except FileExistsError:
+        return False
+    except OSError:
+        # What we began must not stand in the way of the next attempt, and nobody else's file is a part of ours.
+        with suppress(OSError):
+            found = _read(path)
+            if found is not None and data.startswith(found):
+                storage.remove_file(path)
+        raise
+    return True
+
+
+def _read(path: Place) -> bytes | None:
+    """The content of a lock file, None when there is none, nothing when it cannot be one."""
+    try:
+        size = storage.file_size(path)
+        if size is None:
+            return b"" if storage.exists(path) else None
+        return b"" if size > holders.MAX_BYTES else storage.read_file(path, limit=holders.MAX_BYTES)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return None  # removed or replaced while it was read, here or on a network's server
+        raise
+
+
+def _look(held: _Held) -> bool:
+    """Whether the file is there and ours; the lock is lost if it is another's, or we may have missed one. Mutates: ``held``."""
+    found = _read(held.path)
+    if found is None:
+        # Removed by hand, unless we were silent for so long that somebody may have come and gone.
+        if time.time() - held.me.beat >= holders.DEAD_AFTER_S:
+            held.lost = "one that has ended since"
+        return False
+    holder = holders.parse(found)
+    if holder is not None and holder.token == held.me.token:
+        return held.lost is None
+    held.lost = "one that cannot be read" if holder is None else holder.describe()
+    return False
+
+
+def _remove_if_of(path: Place, me: Holder) -> None:
+    """Remove a lock file if it is ours. Failing to leaves one whose holder is dead, or will be."""
+    with suppress(OSError):
+        found = holders.parse(_read(path) or b"")
+        if found is not None and found.token == me.token:
+            storage.remove_file(path)
+
+
+def _sweep(held: _Held) -> None:
+    """Remove what was left by those that died while taking over or renewing. No claim on a lock that is gone can succeed."""
+    with suppress(OSError):
+        for name in storage.list_names(held.root):
+            if _LEFT.fullmatch(name) and name != f"{LOCK}.{held.me.token}":
+                with suppress(OSError):
+                    storage.remove_file(held.root / name)
+
+
+def _drop(process: _Process, held: _Held) -> None:
+    """The end of one hold, in whatever thread."""
+    if process.pid != os.getpid():
+        return  # a fork of the holder ends
+    with process.guard:
+        held.handles -= 1
+        if held.handles > 0:
+            return
+        held.released = True
+        _remove_if_of(held.path, held.me)
+        if process.held.get(str(held.root)) is held:
+            del process.held[str(held.root)]
+        if not process.held and process.stop is not None:
+            process.stop.set()
+            process.stop = None
+
+
+def _start(process: _Process) -> None:
+    """Have a thread renew what is held, if none does."""
+    if process.stop is None:
+        process.stop = threading.Event()
+        threading.Thread(target=_beat, args=(process, process.stop), name=HEARTBEAT, daemon=True).start()
+
+
+def _beat(process: _Process, stop: threading.Event) -> None:
+    while not stop.wait(holders.BEAT_S):
+        for held in list(process.held.values()):
+            _renew(process, held)
+
+
+def _renew(process: _Process, held: _Held) -> None:
+    """One heartbeat. Failing is no reason to end: the disk may be full for a while."""
+    with process.guard, suppress(OSError):
+        if not held.released and _look(held):
+            me = holders.renewed(held.me, now=time.time())
+            storage.replace_file(held.path, me.encode())
+            held.me = me
+            if held.released:  # by the garbage collector, just now, in this thread
+                _remove_if_of(held.path, me)

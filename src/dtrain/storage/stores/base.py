@@ -1,0 +1,125 @@
+"""What every server is asked, and the answers of those that fsspec makes look alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dtrain.storage.retry import TruncatedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a name stands for: a file with its size, or a folder (``size`` is None)."""
+
+    size: int | None
+
+
+class Upload(Protocol):
+    """A file on its way to the server in parts, which nobody sees before ``finish``."""
+
+    def part(self, number: int, begin: int, data: bytes) -> None:
+        """Send a part: its number from 0 on, the byte it begins at. Threads may send several at a time, and each again."""
+
+    def finish(self) -> None:
+        """Make the file of all parts. ``FileExistsError`` when the name is taken."""
+
+    def is_there(self) -> bool:
+        """Whether the name has this upload's content: ``finish`` was done, though the answer was lost."""
+
+    def clear(self, *, finished: bool) -> None:
+        """Remove what was sent and is no part of a finished file."""
+
+
+class Store(Protocol):
+    """One bucket, or one server. Keys are names from the top, ``RemotePath.key``."""
+
+    renames: bool
+    """Whether folders are real and can be given another name, all at once."""
+
+    part_bytes: int
+    """Parts of an upload have at least so many bytes, but for the last."""
+
+    def look(self, key: str) -> Found | None:
+        """What the name stands for, if anything."""
+
+    def names(self, key: str) -> list[str]:
+        """Names in a folder."""
+
+    def files(self, key: str) -> list[str]:
+        """Keys of all files below a folder."""
+
+    def get(self, key: str, begin: int, end: int) -> bytes:
+        """Bytes ``[begin, end)`` of a file, all of them."""
+
+    def put(self, key: str, data: bytes, *, create: bool) -> None:
+        """Set the content of a file at once; with ``create`` it is a ``FileExistsError`` when the name is taken."""
+
+    def upload(self, key: str, count: int) -> Upload:
+        """Begin a new file of ``count`` parts."""
+
+    def copy(self, old: str, new: str) -> None:
+        """Make ``new`` the same as ``old`` without sending its bytes. ``OSError`` where the server does not."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file or folder another name. Only where ``renames``."""
+
+    def make_folder(self, key: str) -> None:
+        """Create a folder that must not exist; nothing where folders are not real."""
+
+    def remove(self, key: str) -> None:
+        """Remove a file."""
+
+    def remove_folder(self, key: str) -> None:
+        """Remove an empty folder; nothing where folders are not real."""
+
+    def close(self) -> None:
+        """Let go of the connections."""
+
+
+class ObjectStore:
+    """A store without real folders, through its fsspec file system. ``put`` and ``upload`` are each server's own."""
+
+    renames = False
+    part_bytes = 8 * 2**20
+
+    def __init__(self, fs: Any) -> None:
+        self.fs = fs
+
+    def look(self, key: str) -> Found | None:
+        try:
+            info = self.fs.info(key)
+        except FileNotFoundError:
+            return None
+        return Found(size=None if info["type"] == "directory" else int(info["size"]))
+
+    def names(self, key: str) -> list[str]:
+        found = (entry["name"].strip("/") for entry in self.fs.ls(key, detail=True))
+        return [name.rsplit("/", 1)[-1] for name in found if name != key.strip("/")]  # a folder may have an object of its name
+
+    def files(self, key: str) -> list[str]:
+        return [str(name) for name in self.fs.find(key)]
+
+    def get(self, key: str, begin: int, end: int) -> bytes:
+        data = bytes(self.fs.cat_file(key, start=begin, end=end))
+        if len(data) != end - begin:
+            raise TruncatedError(f"{len(data)} bytes came of {end - begin}")
+        return data
+
+    def copy(self, old: str, new: str) -> None:
+        self.fs.cp_file(old, new)
+
+    def rename(self, old: str, new: str) -> None:
+        raise NotImplementedError("objects have no folders to rename")
+
+    def make_folder(self, key: str) -> None:
+        """Nothing: a folder is there when something is in it."""
+
+    def remove(self, key: str) -> None:
+        self.fs.rm_file(key)
+
+    def remove_folder(self, key: str) -> None:
+        """Nothing: it has gone with what was in it."""
+
+    def close(self) -> None:
+        """Nothing; the file system's own end closes its connections."""

@@ -1,0 +1,54 @@
+"""Oracle's object storage. Creating is a put with ``If-None-Match: *``, by the SDK client that ocifs holds."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from dtrain.storage.stores.base import ObjectStore, Upload
+
+OPTIONS: dict[str, Any] = {"use_listings_cache": False}
+_MARK = "dtrain-upload"
+
+
+class OciStore(ObjectStore):
+    """A bucket, ``bucket@namespace`` in the URL."""
+
+    def put(self, key: str, data: bytes, *, create: bool) -> None:
+        bucket, namespace, name = self.fs.split_path(key)
+        self.fs.oci_client.put_object(namespace, bucket, name, data, **({"if_none_match": "*"} if create else {}))
+
+    def upload(self, key: str, count: int) -> Upload:
+        return _Multipart(self.fs, key)
+
+
+class _Multipart:
+    def __init__(self, fs: Any, key: str) -> None:
+        from oci.object_storage.models import CreateMultipartUploadDetails
+
+        self._client = fs.oci_client
+        bucket, namespace, self._name = fs.split_path(key)
+        self._where = (namespace, bucket)
+        self._mark = secrets.token_hex(16)
+        details = CreateMultipartUploadDetails(object=self._name, metadata={_MARK: self._mark})
+        self._id = self._client.create_multipart_upload(*self._where, details, if_none_match="*").data.upload_id
+        self._tags: dict[int, str] = {}
+
+    def part(self, number: int, begin: int, data: bytes) -> None:
+        sent = self._client.upload_part(*self._where, self._name, self._id, number + 1, data)
+        self._tags[number] = sent.headers["etag"]
+
+    def finish(self) -> None:
+        from oci.object_storage.models import CommitMultipartUploadDetails, CommitMultipartUploadPartDetails
+
+        parts = [CommitMultipartUploadPartDetails(part_num=number + 1, etag=tag) for number, tag in sorted(self._tags.items())]
+        details = CommitMultipartUploadDetails(parts_to_commit=parts)
+        self._client.commit_multipart_upload(*self._where, self._name, self._id, details, if_none_match="*")
+
+    def is_there(self) -> bool:
+        found = self._client.head_object(*self._where, self._name)
+        return bool(found.headers.get(f"opc-meta-{_MARK}") == self._mark)
+
+    def clear(self, *, finished: bool) -> None:
+        if not finished:
+            self._client.abort_multipart_upload(*self._where, self._name, self._id)

@@ -1,0 +1,66 @@
+"""Amazon S3 and what speaks its language. Creating is a put with ``If-None-Match: *``."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from dtrain.storage.stores.base import ObjectStore, Upload
+
+OPTIONS: dict[str, Any] = {
+    "use_listings_cache": False,
+    "config_kwargs": {
+        "retries": {"total_max_attempts": 1},
+        "connect_timeout": 10,
+        "read_timeout": 60,
+        "max_pool_connections": 32,
+    },
+}
+_MARK = "dtrain-upload"
+
+
+class S3Store(ObjectStore):
+    """A bucket."""
+
+    def __init__(self, fs: Any) -> None:
+        super().__init__(fs)
+        fs.retries = 1  # tries of s3fs for each request
+
+    def put(self, key: str, data: bytes, *, create: bool) -> None:
+        bucket, name = key.split("/", 1)
+        self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=data, **({"IfNoneMatch": "*"} if create else {}))
+
+    def upload(self, key: str, count: int) -> Upload:
+        return _Multipart(self.fs, key)
+
+
+class _Multipart:
+    def __init__(self, fs: Any, key: str) -> None:
+        self._fs = fs
+        bucket, name = key.split("/", 1)
+        self._where = {"Bucket": bucket, "Key": name}
+        self._mark = secrets.token_hex(16)  # tells this upload from another of the same name when an answer is lost
+        made = fs.call_s3("create_multipart_upload", **self._where, Metadata={_MARK: self._mark})
+        self._id = made["UploadId"]
+        self._tags: dict[int, str] = {}
+
+    def part(self, number: int, begin: int, data: bytes) -> None:
+        sent = self._fs.call_s3("upload_part", **self._where, UploadId=self._id, PartNumber=number + 1, Body=data)
+        self._tags[number] = sent["ETag"]
+
+    def finish(self) -> None:
+        parts = [{"PartNumber": number + 1, "ETag": self._tags[number]} for number in sorted(self._tags)]
+        self._fs.call_s3(
+            "complete_multipart_upload", **self._where, UploadId=self._id, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
+        )
+
+    def is_there(self) -> bool:
+        try:
+            found = self._fs.call_s3("head_object", **self._where)
+        except FileNotFoundError:
+            return False
+        return bool(found.get("Metadata", {}).get(_MARK) == self._mark)
+
+    def clear(self, *, finished: bool) -> None:
+        if not finished:
+            self._fs.call_s3("abort_multipart_upload", **self._where, UploadId=self._id)

@@ -1,0 +1,101 @@
+"""The checkpoint benchmark at tiny sizes: every way saves and loads, and what is printed says what was measured."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpoint_claims import LARGE, SMALL, Claim, claim_row, judged, time_rows
+from checkpoint_peers import LOADS, SAVES
+from checkpoint_ranks import dip, leave, loads, memory, saves
+from measure import Figure
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "checkpoint.py"
+MODELS = [pytest.param("small", 3, id="small"), pytest.param("large", 720, id="large")]
+
+
+@pytest.mark.parametrize(("model", "size"), MODELS)
+def test_every_way_to_save_is_timed_and_leaves_nothing(ranks, tmp_path, model, size):
+    one, other = ranks(2).run(saves, model, size, str(tmp_path), list(SAVES), 1)
+    timings = one["timings"]
+    assert timings == other["timings"]  # all ranks wait for the slowest
+    assert timings.keys() | {"raw write past the page cache + fsync"} == SAVES.keys()
+    assert all(len(rounds) == 1 and min(rounds[0]) > 0 for moments in timings.values() for rounds in moments.values())
+    assert {name for name, moments in timings.items() if "held" in moments} == {name for name in SAVES if "async" in name}
+    assert not [*tmp_path.rglob("step-*"), *tmp_path.rglob("rank-*")]
+    assert one["bytes"] > 12 * size  # parameters and two averages
+
+
+@pytest.mark.parametrize(("model", "size"), MODELS)
+def test_every_way_to_load_brings_back_what_was_saved(ranks, tmp_path, model, size):
+    report = ranks(2).run(loads, model, size, str(tmp_path), list(LOADS), 1)[0]
+    assert report["timings"].keys() == LOADS.keys()  # each was checked once, or this would have raised
+
+
+def test_memory_of_a_load_at_another_world_size_is_reported(ranks, tmp_path):
+    ranks(2).run(leave, "large", 720, str(tmp_path), ["dtrain", "DCP"])
+    for name in ("dtrain", "DCP"):
+        (report,) = ranks(1).run(memory, "large", 720, str(tmp_path), name)
+        assert report["own"] > 12 * 720
+        assert report["above"] >= 0
+
+
+def test_dip_trains_while_a_save_is_under_way(ranks, tmp_path):
+    found = ranks(1).run(dip, 720, str(tmp_path), "cpu", 2)[0]
+    assert 0 < found["held_s"] <= found["window_s"]
+    assert found["before"] > 0
+    assert found["during"] >= 0
+
+
+def test_claims_name_ways_and_moments_that_are_measured():
+    moments = {(name, moment) for name in SAVES for moment in ("held", "done")}
+    for claims in (SMALL, LARGE):
+        assert all({claim.of, claim.against} <= moments for claim in claims["save"])
+        assert all({claim.of[0], claim.against[0]} <= LOADS.keys() for claim in claims["load"])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        pytest.param(0.9, 1.2, "met", id="met"),
+        pytest.param(1.2, 1.3, "not resolved", id="in-the-band"),
+        pytest.param(1.3, 1.6, "**missed by 20%**", id="missed"),
+    ],
+)
+def test_verdict_says_by_how_much_a_target_was_missed(low, high, expected):
+    assert judged(Figure(value=1.5, low=low, high=high), 1.25) == expected
+    assert judged(Figure(value=1.5, low=low, high=high), None) == ""
+
+
+def test_claim_row_shows_both_times_the_ratio_and_the_verdict():
+    claim = Claim(what="save", of=("a", "done"), against=("b", "done"), at_most=0.6)
+    timings = {"a": {"done": [(0.5, 0.5)] * 3}, "b": {"done": [(1.0, 1.0)] * 3}}
+    assert claim_row(claim, timings) == "| save | 500 ms / 1.00 s | 0.500 | 0.500 to 0.500 | 0.6 | met |"
+    assert claim_row(claim, {"a": timings["a"]}) is None
+
+
+def test_time_row_shows_the_stall_only_where_training_goes_on():
+    rows = time_rows({"a": {"held": [(0.1, 0.1)], "done": [(0.5, 0.5)]}, "b": {"done": [(2.0, 2.0)]}}, 10**9)
+    assert rows == ["| a | 100 ms | 500 ms | 500 ms to 500 ms | 2.00 |", "| b |  | 2.00 s | 2.00 s to 2.00 s | 0.50 |"]
+
+
+@pytest.mark.slow
+def test_script_prints_every_table(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--size", "20k", "--tensors", "5", "--rounds", "1", "--root", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [line for line in done.stdout.splitlines() if line.startswith("### ")] == [
+        "### 5 small tensors with AdamW's state: save 1.54e-05 GB in all",
+        "### 5 small tensors with AdamW's state: load 1.54e-05 GB in all",
+        "### 5 small tensors with AdamW's state: claims",
+        "### 0.02 M parameters with AdamW's state: save 0.0002 GB in all",
+        "### 0.02 M parameters with AdamW's state: load 0.0002 GB in all",
+        "### 0.02 M parameters with AdamW's state: claims",
+        "### Peak resident memory of a load at another world size, above that before it",
+        "### On a GPU: training while an async save is under way",
+    ]
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,71 @@
+"""Pieces: in order, none left out, none too large."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from dtrain.checkpoint.convert.pieces import cut, nbytes, read
+from dtrain.checkpoint.foreign import in_file
+from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.plain import TensorRef
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+REFS = st.dictionaries(
+    st.text("abc", min_size=1, max_size=3),
+    st.builds(TensorRef, dtype=st.sampled_from(["F32", "I64", "U8"]), shape=SHAPES, distributed=st.just(False)),
+    max_size=6,
+)
+
+
+@given(refs=REFS, limit=st.integers(1, 200))
+def test_batches_hold_every_row_in_order_within_the_limit(refs, limit):
+    rows = {name: [] for name in refs}
+    order = []
+    for batch in cut(refs, refs, limit=limit):
+        size = 0
+        for name, region in batch.items():
+            order.append(name)
+            assert region.size[1:] == refs[name].shape[1:]
+            assert not any(region.offset[1:])
+            rows[name] += range(region.offset[0], region.offset[0] + region.size[0]) if region.size else [0]
+            size += prod(region.size) * DTYPES[refs[name].dtype].itemsize
+        one_row = len(batch) == 1 and (not region.size or region.size[0] == 1)
+        assert size <= limit or one_row
+    assert list(dict.fromkeys(order)) == list(refs)
+    assert order == sorted(order, key=list(refs).index)
+    assert rows == {name: list(range(ref.shape[0])) if ref.shape else [0] for name, ref in refs.items()}
+
+
+@pytest.mark.parametrize("limit", [1, 40, 10_000])
+def test_what_is_read_is_what_was_stored_whatever_the_limit(tmp_path, limit):
+    tensors = {
+        "a": torch.randn(7, 3),
+        "b": torch.randn(2, 3, 4).to(torch.bfloat16),
+        "none": torch.zeros(0, 4),
+        "scalar": torch.tensor(5),
+        "flags": torch.tensor([True, False]),
+    }
+    save_file(tensors, tmp_path / "x.safetensors")
+    stored = in_file(tmp_path / "x.safetensors")
+    found = {name: [] for name in tensors}
+    for batch in cut(stored.refs, tensors, limit=limit):
+        for name, tensor in read(stored, batch).items():
+            found[name].append(tensor)
+    for name, tensor in tensors.items():
+        together = torch.cat(found[name]) if tensor.dim() else found[name][0]
+        assert together.dtype == tensor.dtype
+        assert torch.equal(together, tensor), name
+        assert nbytes(stored.refs[name]) == tensor.nbytes
+
+
+def test_a_cast_is_that_of_torch(tmp_path):
+    tensor = torch.randn(50, 3)
+    save_file({"a": tensor}, tmp_path / "x.safetensors")
+    stored = in_file(tmp_path / "x.safetensors")
+    pieces = [read(stored, batch, {"a": "BF16"})["a"] for batch in cut(stored.refs, ["a"], limit=100)]
+    assert len(pieces) > 1
+    assert torch.equal(torch.cat(pieces), tensor.to(torch.bfloat16))

@@ -1,0 +1,260 @@
+"""SIGKILL of one rank, of all ranks, or of the launcher, at a random time of a run; then it is resumed, and killed again.
+
+Two ranks, a save every two steps, until the run is done. After each kill every committed step is read to the last byte; what
+the next attempt loads is compared with the run that nothing happened to, and so are all losses and the final weights.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from checkpoint.faults.nursery import LONG_S, Child, apart, end_all, fork
+from checkpoint.faults.outcome import Outcome, plain
+from checkpoint.faults.training import EVERY, Run, look, read_log, train
+
+RANKS, STEPS = 2, 24
+TARGETS = ("one rank", "all ranks", "the launcher")
+SHARE = 0.25  # a kill comes within this part of a whole run's time, so that a run takes many
+EARLY = 0.15  # of the kills come before the run has begun to train
+MOST = 60  # kills of one run: it must come to an end
+IN_FLIGHT = {"sync": 1, "async": 2}  # intervals of work at risk: an asynchronous save may be on its way when the next is due
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undisturbed:
+    """The run that nothing happened to: what every rank logged, and how long it trained."""
+
+    losses: dict[int, str]
+    digests: dict[tuple[int, int], str]
+    ends: list[dict[str, Any]]
+    seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One start of the run, and what ended it."""
+
+    target: str
+    newest: int | None = None
+    lost: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+_KNOWN: list[Undisturbed] = []  # of this process: it is the same for all draws
+
+
+def undisturbed() -> Undisturbed:
+    """Trained once per process."""
+    if not _KNOWN:
+        with scratch() as folder:
+            run = Run(folder=folder, steps=STEPS)
+            fork_and_finish(run)
+            logs = [read_log(folder, rank) for rank in range(RANKS)]
+        lines = [(rank, line) for rank, log in enumerate(logs) for line in log]
+        times = [line["attempt"] for _, line in lines if "attempt" in line]
+        _KNOWN.append(
+            Undisturbed(
+                losses={line["step"]: line["loss"] for line in logs[0] if "step" in line},
+                digests={(rank, line["saving"]): line["digest"] for rank, line in lines if "saving" in line},
+                ends=[next(line for line in log if "done" in line) for log in logs],
+                seconds=time.monotonic() - min(times),
+            )
+        )
+    return _KNOWN[0]
+
+
+def fork_and_finish(run: Run) -> None:
+    """Run it to its end, launcher and all."""
+    child = fork(launch, asdict(run), RANKS)
+    try:
+        child.answer()
+    finally:
+        child.close()
+        end_all()
+
+
+def launch(values: dict[str, Any], ranks: int) -> list[int]:
+    """What the launcher's process does. Its own noise goes into a file beside the logs."""
+    from dtrain.dist import timeouts
+    from dtrain.launch import call
+
+    timeouts.GRACE_S, call._COLLECT_S = 0.3, 0.1  # how long the ranks that are left wait for word from a dead one
+    noise = os.open(Path(values["folder"]) / "stderr", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(noise, 2)
+    return call.spawn(train, values, nproc=ranks)
+
+
+@contextmanager
+def scratch() -> Iterator[str]:
+    """A folder that is gone afterwards."""
+    folder = tempfile.mkdtemp(prefix="faults-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def draw(seed: int, k: int) -> list[dict[str, Any]]:
+    """One run, killed until it is done: an outcome for each kill. To be asked of a nursery."""
+    dice = random.Random(f"kills {seed} {k}")
+    known = undisturbed()
+    mode = ("sync", "async")[k % 2]
+    with scratch() as folder:
+        run = Run(folder=folder, steps=STEPS, mode=mode)
+        attempts = []
+        while (attempt := _attempt(run, dice, known, last=len(attempts) >= MOST)) is not None:
+            attempts.append(attempt)
+            if attempt.problems:
+                break
+        else:
+            problems = _compare(run, known, attempts)
+            if problems and attempts:
+                attempts[-1].problems += problems
+            elif problems:
+                raise AssertionError(f"a run that was not killed: {problems}")
+    return plain([_outcome(attempt, mode) for attempt in attempts])
+
+
+def _outcome(attempt: Attempt, mode: str) -> Outcome:
+    came = "began anew, nothing was committed yet" if attempt.newest is None else "resumed"
+    return Outcome(
+        fault=f"{attempt.target}, {mode}",
+        came="failed" if attempt.problems else came,
+        wrong="; ".join(attempt.problems),
+        numbers={f"steps of work lost, {mode}": attempt.lost},
+    )
+
+
+def _attempt(run: Run, dice: random.Random, known: Undisturbed, *, last: bool) -> Attempt | None:
+    """Start the run and kill it; None when it was done before that."""
+    attempt = Attempt(target=dice.choice(TARGETS))
+    early, delay, who = dice.random() < EARLY, dice.random() * known.seconds * SHARE, dice.randrange(RANKS)
+    before = len([line for line in read_log(run.folder) if "attempt" in line])
+    child = fork(launch, asdict(run), RANKS)
+    try:
+        if last:
+            child.answer()
+            return None
+        if not early:
+            _await_begin(run, child, before + 1)
+        time.sleep(delay)
+        if _has_answered(child):
+            child.answer()  # raises if it failed by itself
+            return None
+        _kill(child, attempt, who)
+    except (ChildProcessError, TimeoutError) as error:
+        attempt.problems.append(f"the run failed by itself: {error}")
+    finally:
+        child.close()
+        late = end_all()
+    if late:
+        attempt.problems.append(f"processes {late} lived on")
+    _judge(run, attempt)
+    return attempt
+
+
+def _await_begin(run: Run, child: Child, attempts: int) -> None:
+    """Until every rank has loaded, and so begins to train."""
+    deadline = time.monotonic() + LONG_S
+    while any(
+        sum("attempt" in line for line in read_log(run.folder, rank)) < attempts for rank in range(RANKS)
+    ) and not _has_answered(child):
+        if time.monotonic() > deadline:
+            raise TimeoutError("the ranks never began")
+        time.sleep(0.002)
+
+
+def _has_answered(child: Child) -> bool:
+    return bool(select.select([child.pipe], [], [], 0)[0])
+
+
+def _kill(child: Child, attempt: Attempt, who: int) -> None:
+    """SIGKILL, and wait until the launcher has drawn its conclusions, when it was not the one that was killed."""
+    ranks = _children(child.pid)
+    if len(ranks) < RANKS:
+        attempt.target = "the launcher"  # it has not started them all
+    victims = {"one rank": ranks[who : who + 1], "all ranks": ranks, "the launcher": [child.pid]}[attempt.target]
+    for pid in victims:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    if attempt.target != "the launcher":
+        try:
+            child.answer()  # the run was done in this very moment
+        except ChildProcessError as error:
+            if "SIGKILL" not in str(error):
+                raise
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def _judge(run: Run, attempt: Attempt) -> None:
+    """Look at what the kill has left. Mutates: ``attempt``."""
+    seen = apart(look, asdict(run))
+    if seen["wrong"]:
+        attempt.problems.append(seen["wrong"])
+    lines = [line for rank in range(RANKS) for line in read_log(run.folder, rank)]
+    attempt.newest = max(seen["steps"], default=None)
+    newest = attempt.newest or 0
+    acknowledged = max((line["acknowledged"] for line in lines if "acknowledged" in line), default=0)
+    if newest < acknowledged:
+        attempt.problems.append(f"lost: step {acknowledged} was said to be saved, the newest is {newest}")
+    attempt.lost = max(_last_step(run) - newest, 0)
+    allowed = EVERY * IN_FLIGHT[run.mode]
+    if attempt.lost > allowed:
+        attempt.problems.append(f"{attempt.lost} steps of work lost, at most {allowed} may be")
+
+
+def _last_step(run: Run) -> int:
+    """The step that the last attempt had come to."""
+    reached = 0
+    for rank in range(RANKS):
+        at = 0
+        for line in read_log(run.folder, rank):
+            if "attempt" in line:
+                at = line["loaded"] or 0
+            at = line.get("step", at)
+        reached = max(reached, at)
+    return reached
+
+
+def _compare(run: Run, known: Undisturbed, attempts: list[Attempt]) -> list[str]:
+    """Hold a run that was killed and is done against the one that nothing happened to."""
+    problems = []
+    logs = [read_log(run.folder, rank) for rank in range(RANKS)]
+    for rank, log in enumerate(logs):
+        for line in log:
+            if "step" in line and line["loss"] != known.losses[line["step"]]:
+                problems.append(f"another loss at step {line['step']}")
+            if line.get("loaded") is not None and line["digest"] != known.digests[rank, line["loaded"]]:
+                problems.append(f"rank {rank} loaded another state than that of step {line['loaded']}")
+    ends = [[line for line in log if "done" in line] for log in logs]
+    for rank, (end, expected) in enumerate(zip(ends, known.ends, strict=True)):
+        different = [name for name in expected if not end or end[-1][name] != expected[name]]
+        if different:
+            problems.append(f"rank {rank} ended with another {', '.join(different)}")
+    newest = {attempt.newest for attempt in attempts}
+    for line in logs[0]:
+        if "attempt" in line and line["loaded"] not in newest | {None}:
+            problems.append(f"loaded step {line['loaded']}, which was never the newest")
+    litter = [name for name in os.listdir(run.root) if ".tmp-" in name or ".old-" in name]
+    if litter:
+        problems.append(f"litter: {litter}")
+    return problems

@@ -1,0 +1,512 @@
+"""Checkpoints made to do harm: programs in place of files, names that leave the folder, sizes and depths that exhaust.
+
+Each is looked at by every function that reads checkpoints, in a process with an audit hook: nothing may be executed, nothing
+outside the root opened, and it is refused within a second and 100 MB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint.faults.kills import scratch
+from checkpoint.faults.nursery import apart
+from checkpoint.faults.outcome import Outcome, plain
+from checkpoint.faults.payloads import payloads
+from checkpoint.faults.samples import EXTRA, sample, states_of, write
+
+KIND = "1 rank"
+BATCH = 20  # cases that share a process
+WITHIN_S = 1.0
+WITHIN_BYTES = 100e6
+
+Attack = Callable[[Path], None]
+"""Does it to the folder of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One attack.
+
+    Args:
+        fault: the kind, for a table.
+        name: which of its kind.
+        attack: changes a sound step.
+        believed: whether it may be loaded: numbers that the attacker has chosen and signed are numbers.
+        unread: whether only deep verification has to refuse it: a load leaves alone what nobody has asked for.
+        weights: whether it is a folder of plain safetensors files, which ``load_weights_`` reads.
+    """
+
+    fault: str
+    name: str
+    attack: Attack
+    believed: bool = False
+    unread: bool = False
+    weights: bool = False
+
+
+# --- attacks -------------------------------------------------------------------------------------------------------
+
+
+def sign(step: Path, *, index: bytes | None = None, change: Callable[[dict[str, Any]], object] | None = None) -> None:
+    """Give a step another index, or another manifest, with digests and sizes that are right: the attacker knows how."""
+    from dtrain.checkpoint import layout
+
+    body = json.loads((step / "manifest.json").read_text())
+    del body["sha256"]
+    rank = body["ranks"][0]
+    if index is not None:
+        (step / rank["index"]).write_bytes(index)
+        rank["index_bytes"], rank["index_sha256"] = len(index), hashlib.sha256(index).hexdigest()
+    rank["data"][0]["bytes"] = (step / "rank-00000.safetensors").stat().st_size
+    if change is not None:
+        change(body)
+    (step / "manifest.json").write_bytes(layout._signed(body))
+
+
+def _index_of(step: Path) -> dict[str, Any]:
+    return json.loads((step / "rank-00000.json").read_text())
+
+
+def _with_index(change: Callable[[dict[str, Any]], object]) -> Attack:
+    """An index that is changed and signed."""
+
+    def attack(step: Path) -> None:
+        body = _index_of(step)
+        change(body)
+        sign(step, index=json.dumps(body, separators=(",", ":")).encode())
+
+    return attack
+
+
+def _with_text(old: str, new: Callable[[], str]) -> Attack:
+    """An index whose text is changed, where no value would come out as that text, and signed."""
+
+    def attack(step: Path) -> None:
+        text = (step / "rank-00000.json").read_text()
+        assert old in text, f"the index has no {old}"
+        sign(step, index=text.replace(old, new(), 1).encode("utf-8", "surrogatepass"))
+
+    return attack
+
+
+def _with_manifest(change: Callable[[dict[str, Any]], object]) -> Attack:
+    return lambda step: sign(step, change=change)
+
+
+def _with_data(content: bytes) -> Attack:
+    """A data file that is something else, of the length that it had, with digests that are right."""
+
+    def attack(step: Path) -> None:
+        from dtrain.checkpoint.digest import digest_of
+
+        path = step / "rank-00000.safetensors"
+        size = path.stat().st_size
+        data = content[:size].ljust(size, b"\0")
+        path.write_bytes(data)
+        body = _index_of(step)
+        body["chunks"] = [[digest_of([memoryview(data)])]]
+        sign(step, index=json.dumps(body, separators=(",", ":")).encode())
+
+    return attack
+
+
+def _with_file(name: str, content: bytes) -> Attack:
+    return lambda step: (step / name).write_bytes(content) and None
+
+
+def _sparse(name: str, begin: bytes, size: int, *, signed: bool = False) -> Attack:
+    """A file that claims to be very large, and is, though not on the disk."""
+
+    def attack(step: Path) -> None:
+        with open(step / name, "wb") as file:
+            file.write(begin)
+            file.truncate(size)
+        if signed:
+            sign(step, change=lambda body: body["ranks"][0].update(index_bytes=size))
+
+    return attack
+
+
+def _set(*path: Any, to: Any) -> Callable[[Any], None]:
+    def change(body: Any) -> None:
+        for key in path[:-1]:
+            body = body[key]
+        body[path[-1]] = to
+
+    return change
+
+
+def _weights(header: bytes, *, length: int | None = None, size: int | None = None) -> Attack:
+    """A folder with a plain safetensors file instead."""
+
+    def attack(step: Path) -> None:
+        for path in step.iterdir():
+            path.unlink()
+        with open(step / "model.safetensors", "wb") as file:
+            file.write((len(header) if length is None else length).to_bytes(8, "little") + header)
+            if size is not None:
+                file.truncate(size)
+
+    return attack
+
+
+# --- the cases -----------------------------------------------------------------------------------------------------
+
+_NAMES = ("manifest.json", "rank-00000.json", "rank-00000.safetensors", "../run.lock", "../latest")
+
+
+def cases() -> list[Case]:
+    """All of them. To be asked of a nursery."""
+    return [*_programs(), *_names(), *_numbers(), *_texts(), *_large(), *_tags(), *_foreign()]
+
+
+def _programs() -> Iterator[Case]:
+    for what, content in payloads("touch /tmp/payload-was-run").items():
+        for name in _NAMES:
+            beside = name.startswith("..")
+            fault = f"a program as {name.removeprefix('../')}"
+            yield Case(fault=fault, name=what, attack=_with_file(name, content), believed=beside)
+        yield Case(fault="a program as an index, signed", name=what, attack=lambda step, index=content: sign(step, index=index))
+        yield Case(fault="a program as data, signed", name=what, attack=_with_data(content), believed=True)
+        yield Case(fault="a program as model.safetensors", name=what, attack=_program_as_weights(content), weights=True)
+
+
+def _program_as_weights(content: bytes) -> Attack:
+    def attack(step: Path) -> None:
+        for path in step.iterdir():
+            path.unlink()
+        (step / "model.safetensors").write_bytes(content)
+
+    return attack
+
+
+TRAVERSALS = [
+    "../rank-00000.json", "../../rank-00000.json", "../step-00000001/rank-00000.json", "./rank-00000.json",
+    "rank-00000.json/../../step-00000001/rank-00000.json", "/etc/passwd", "//etc/passwd", "/../etc/passwd",
+    "../../../../../../../../etc/passwd", "../" * 100 + "etc/passwd", "/proc/self/environ", "/proc/self/mem", "/dev/zero",
+    "/dev/stdin", "/dev/fd/0", "~/.ssh/id_rsa", "~root/.bashrc", "$HOME/.netrc",
+    "%2e%2e%2fetc%2fpasswd", "..%2f..%2fetc/passwd",
+    "..%252f..%252fetc%252fpasswd", "..\\..\\etc\\passwd", "C:\\Windows\\win.ini", "\\\\host\\share\\file",
+    "\N{FULLWIDTH FULL STOP}\N{FULLWIDTH FULL STOP}/etc/passwd", "..\N{DIVISION SLASH}etc/passwd", "..\0/etc/passwd",
+    "rank-00000.json\0.safetensors", "rank-00000.json\n", " rank-00000.json", "rank-00000.json ", "", ".", "..", "/",
+    "file:///etc/passwd", "http://127.0.0.1:9/x", "s3://bucket/key", "step-00000001/../../../x", "-rank-00000.json",
+    "rank-00000.json:stream", "con", "rank-00001.json", "manifest.json",
+]  # fmt: skip
+
+
+def _names() -> Iterator[Case]:
+    for name in TRAVERSALS:
+        for field, path in {
+            "an index's": ("ranks", 0, "index"),
+            "a data file's": ("ranks", 0, "data", 0, "name"),
+            "a run's": ("run_id",),
+        }.items():
+            yield Case(
+                fault=f"{field} name that leaves the folder", name=repr(name), attack=_with_manifest(_set(*path, to=name))
+            )
+        attack = _with_manifest(_set("states", to=[name]))
+        yield Case(fault="a state's name that leaves the folder", name=repr(name), attack=attack)
+        for path in _leaves(str):
+            attack = _with_index(_set(*path, to=name))
+            yield Case(fault="a text of an index that leaves the folder", name=f"{_shown(path)} = {name!r}", attack=attack)
+
+
+def _leaves(kind: type) -> list[tuple[Any, ...]]:
+    """Where the index of a sample has values of a type, besides the plain data that it carries; of each list the first item."""
+    body = json.loads(sample(KIND)["step-00000002/rank-00000.json"])
+    found = []
+    left: list[tuple[tuple[Any, ...], Any]] = [((key,), body[key]) for key in body if key not in ("values", "shared")]
+    while left:
+        path, value = left.pop(0)
+        if type(value) is dict:
+            left += [((*path, key), item) for key, item in value.items()]
+        elif type(value) is list:
+            rows = all(type(item) in (str, int) for item in value)  # a row has a meaning for each place, a list one for all
+            left += [((*path, at), item) for at, item in enumerate(value[: None if rows and len(value) < 4 else 1])]
+        elif type(value) is kind:
+            found.append(path)
+    return found
+
+
+def _shown(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path))
+
+
+_HUGE = {"2**60": 2**60, "2**63": 2**63, "2**64 - 1": 2**64 - 1, "10**400": 10**400, "-1": -1, "-2**63": -(2**63)}
+_NOT_WHOLE = {"true": True, "1.0": 1.0, "null": None, "text": "1", "a list": [1], "an object": {}}
+
+
+def _numbers() -> Iterator[Case]:
+    manifest = {
+        "version": ("version",), "step": ("step",), "serial": ("serial",), "index_bytes": ("ranks", 0, "index_bytes"),
+        "bytes": ("ranks", 0, "data", 0, "bytes"), "layout.shape": ("layout", "shape"),
+    }  # fmt: skip
+    for shown, value in {**_HUGE, **_NOT_WHOLE}.items():
+        for field, path in manifest.items():
+            # A serial is any number, and a mesh any shape.
+            believed = (field, shown) == ("layout.shape", "a list") or (
+                field == "serial" and shown in ("2**60", "2**63", "2**64 - 1", "10**400")
+            )
+            attack = _with_manifest(_set(*path, to=value))
+            yield Case(fault="a number in the manifest", name=f"{field} = {shown}", attack=attack, believed=believed)
+        for path in _leaves(int):
+            attack = _with_index(_set(*path, to=value))
+            yield Case(fault="a number in an index", name=f"{_shown(path)} = {shown}", attack=attack)
+    for path in sorted({path[:-1] for path in (*_leaves(int), *_leaves(str)) if type(path[-1]) is int}, key=_shown):
+        attack = _with_index(_set(*path, to=[1] * 100_000))
+        yield Case(fault="a list of 100,000", name=_shown(path), attack=attack)
+
+
+def _texts() -> Iterator[Case]:
+    whole = {
+        "nothing": b"", "a byte order mark": b"\xef\xbb\xbf{}", "UTF-16": "{}".encode("utf-16"),
+        "not UTF-8": b'{"a": "\xff\xfe"}',
+        "two values": b"{}{}", "a comment": b"{} // hello", "single quotes": b"{'a': 1}", "null": b"null", "a number": b"1",
+        "5,000 digits": b"1" * 5000, "zeros": bytes(1000), "an overlong slash": b'{"a": "..\xc0\xaf"}',
+    }  # fmt: skip
+    for what, content in whole.items():
+        yield Case(fault="text that is no manifest", name=what, attack=_with_file("manifest.json", content))
+        yield Case(fault="text that is no index", name=what, attack=lambda step, index=content: sign(step, index=index))
+    tokens = ["NaN", "Infinity", "-Infinity", "nan", "1e999", "-1e999", "0x10", "01", "1_000", "1.", ".5", "+1", "9" * 5000]
+    for token in tokens:
+        text = _with_text('"seed":0', lambda token=token: f'"seed":{token}')
+        yield Case(fault="a token that is no JSON number", name=token[:20], attack=text)
+    fields = list(json.loads(sample(KIND)["step-00000002/rank-00000.json"]))
+    for field in fields:
+        text = _with_text(f'"{field}":', lambda field=field: f'"{field}":0,"{field}":')
+        yield Case(fault="a key given twice", name=field, attack=text)
+        attack = _twice_in_manifest(field)
+        yield Case(fault="a key given twice", name=f"{field} in the manifest", attack=attack)
+    for what, text in {"a lone surrogate": "\\ud800", "a NUL": "\\u0000", "a raw surrogate": "\ud800"}.items():
+        attack = _with_text('"params/first.weight"', lambda text=text: f'"params/{text}"')
+        yield Case(fault="a name that is no text", name=what, attack=attack)
+    for field in fields:
+        yield Case(fault="a field too few", name=field, attack=_with_index(lambda body, field=field: body.pop(field)))
+    yield Case(fault="a field too many", name="an index", attack=_with_index(_set("more", to=1)))
+    yield Case(fault="a field too many", name="a manifest", attack=_with_manifest(_set("more", to=1)))
+
+
+def _twice_in_manifest(field: str) -> Attack:
+    def attack(step: Path) -> None:
+        text = (step / "manifest.json").read_text()
+        (step / "manifest.json").write_text(text.replace("{", f'{{"{field}": 0, "{field}": 0,', 1))
+
+    return attack
+
+
+def _large() -> Iterator[Case]:
+    for depth in (100, 300, 600, 900, 990, 1500, 10_000, 100_000):
+        for kind, (opening, closing) in {"lists": ("[", "]"), "objects": ('{"a":', "}")}.items():
+            inner = "0" if kind == "objects" else ""
+            nested = opening * depth + inner + closing * depth
+            name = f"{depth:,} {kind}"
+            yield Case(
+                fault="nested deeply", name=f"{name} as the manifest", attack=_with_file("manifest.json", nested.encode())
+            )
+            for where in ('"values":', '"shared":', '"boxes":'):
+                attack = _with_text(where, lambda where=where, nested=nested: f'{where}{nested},"_":')
+                yield Case(fault="nested deeply", name=f"{name} in {where}", attack=attack)
+            attack = _with_text('"seed":0', lambda nested=nested: f'"seed":{nested}')
+            # Plain data that is nested like this is odd, not harmful, as long as it is not too deep to be read.
+            yield Case(fault="nested deeply", name=f"{name} as a value", attack=attack)
+    for size in (2**30, 2**40):
+        begin = b'{"format": "'
+        yield Case(fault=f"a string of {size:,} bytes", name="manifest", attack=_sparse("manifest.json", begin, size))
+        attack = _sparse("rank-00000.json", begin, size)
+        yield Case(fault=f"a string of {size:,} bytes", name="index", attack=attack)
+        attack = _sparse("rank-00000.json", begin, size, signed=True)
+        yield Case(fault=f"a string of {size:,} bytes", name="index, signed", attack=attack)
+
+
+def _tags() -> Iterator[Case]:
+    for what, value in {
+        "an unknown tag": {"$": "object", "class": "os.system"},
+        "a tag that is no text": {"$": ["tensor"]},
+        "a tensor without fields": {"$": "tensor"},
+        "a tensor of an unknown dtype": {"$": "tensor", "dtype": "O", "shape": [1], "distributed": False},
+        "a tensor of 2**60 bytes": {"$": "tensor", "dtype": "U8", "shape": [2**60], "distributed": False},
+        "a tensor of 2**36 bytes": {"$": "tensor", "dtype": "U8", "shape": [2**36], "distributed": False},
+        "a tensor that is nowhere": {"$": "tensor", "dtype": "U8", "shape": [3], "distributed": False},
+        "a tensor of -1 rows": {"$": "tensor", "dtype": "U8", "shape": [-1], "distributed": False},
+    }.items():
+        for section in ("params", "optimizer", "slices", "extra"):
+            attack = _with_index(lambda body, section=section, value=value: body["shared"][section].update({"x": value}))
+            unread = section == "extra" and what.startswith("a tensor") and "fields" not in what and "unknown" not in what
+            yield Case(fault="a value made up", name=f"{what} in {section}", attack=attack, unread=unread)
+        yield Case(fault="a value made up", name=f"{what} among a rank's", attack=_with_index(_set("values", "x", to=value)))
+
+
+def _foreign() -> Iterator[Case]:
+    entry = '{"a": {"dtype": "F32", "shape": [%s], "data_offsets": [%s]}}'
+    headers: dict[str, Attack] = {
+        **{f"a header of 2**{n} bytes": _weights(b"{}", length=min(2**n, 2**64 - 1)) for n in (31, 40, 60, 63, 64)},
+        "a header longer than the file": _weights(b"{}", length=99_000_000),
+        "a header of 1 GB": _weights(b'{"a', length=2**30, size=2**30 + 8),
+        "a header of 100,000 lists": _weights(b"[" * 100_000 + b"]" * 100_000),
+        "a header with NaN": _weights((entry % ("NaN", "0, 4")).encode()),
+        "a key given twice": _weights(b'{"a": 0, "a": 0}'),
+        "a tensor of 2**60 rows": _weights((entry % (2**60, "0, 4")).encode()),
+        "data beyond the end": _weights((entry % (1, f"{2**60}, {2**60 + 4}")).encode()),
+        "data before the begin": _weights((entry % (1, "-4, 0")).encode()),
+        "data backwards": _weights((entry % (1, "4, 0")).encode()),
+    }
+    for name, attack in headers.items():
+        yield Case(fault="a header of a safetensors file", name=name, attack=attack, weights=True)
+    for name in TRAVERSALS:
+        attack = _index_of_weights(name)
+        yield Case(fault="a weight map that leaves the folder", name=repr(name), attack=attack, weights=True)
+
+
+def _index_of_weights(name: str) -> Attack:
+    def attack(step: Path) -> None:
+        for path in step.iterdir():
+            path.unlink()
+        index = {"metadata": {}, "weight_map": {"first.weight": name}}
+        (step / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return attack
+
+
+# --- running them --------------------------------------------------------------------------------------------------
+
+_RUNS = {
+    "exec", "compile", "import", "marshal.loads", "pickle.find_class", "code.__new__", "function.__new__", "subprocess.Popen",
+    "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn", "socket.connect",
+    "ctypes.dlopen", "webbrowser.open", "shutil.unpack_archive", "urllib.Request",
+}  # fmt: skip
+_TOUCHES = {
+    "open", "os.listdir", "os.scandir", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink",
+    "os.truncate",
+}  # fmt: skip
+
+
+class Hook:
+    """Notes what is run, and what is touched outside of a root. Once set it cannot be taken away, only told to look away."""
+
+    def __init__(self) -> None:
+        self.root: str | None = None
+        self.seen: list[str] = []
+        sys.addaudithook(self)
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.root is None:
+            return
+        if event in _RUNS:
+            self.seen.append(f"{event} {args!r}"[:200])
+        elif event in _TOUCHES and not isinstance(args[0], int):
+            path = os.path.realpath(os.fsdecode(args[0]))
+            if not path.startswith(self.root):
+                self.seen.append(f"{event} {path}")
+
+
+def count_draws() -> int:
+    """How many draws hold all cases."""
+    return -(-len(cases()) // BATCH)
+
+
+def draw(seed: int, k: int) -> list[dict[str, Any]]:
+    """Batch ``k`` of the cases; ``seed`` changes nothing. To be asked of a nursery."""
+    chosen = cases()[k * BATCH : (k + 1) * BATCH]
+    with scratch() as folder:
+        files = sample(KIND)
+        for number in range(len(chosen)):
+            write(files, Path(folder) / str(number))
+        write(files, Path(folder) / "sound")
+        return apart(_try_all, folder, k) if chosen else []
+
+
+def _try_all(folder: str, k: int) -> list[dict[str, Any]]:
+    hook, sound = Hook(), Path(folder) / "sound" / "step-00000002"
+    for weights in (False, True):
+        _look_at(sound, hook, weights=weights)  # what is imported late is imported here
+    (sound / "manifest.json").write_bytes(b"{}")
+    for weights in (False, True):
+        _look_at(sound, hook, weights=weights)  # and what words of refusal need, here
+    return plain([
+        _try(case, Path(folder) / str(number) / "step-00000002", hook)
+        for number, case in enumerate(cases()[k * BATCH : (k + 1) * BATCH])
+    ])  # fmt: skip
+
+
+def _try(case: Case, step: Path, hook: Hook) -> Outcome:
+    case.attack(step)
+    believers, problems, seconds, nbytes = _look_at(step, hook, weights=case.weights)
+    refused = case.believed or not believers - ({"load_sharded", "load_sharded of the root"} if case.unread else set())
+    came = "read as plain numbers, nothing run" if case.believed else "refused"
+    if not refused:
+        problems.insert(0, f"was believed by {', '.join(sorted(believers))}")
+    return Outcome(
+        fault=case.fault,
+        came="failed" if problems else came,
+        wrong=f"{case.name}: {'; '.join(problems)}" if problems else "",
+        numbers={"seconds until refused": seconds, "MB until refused": nbytes / 1e6},
+    )
+
+
+def _look_at(step: Path, hook: Hook, *, weights: bool) -> tuple[set[str], list[str], float, float]:
+    """Have everything read it that reads checkpoints: which did not refuse it, what was wrong, the most seconds and bytes."""
+    import dtrain as dt
+
+    given = states_of(KIND, 7)
+
+    def load(path: Path) -> None:
+        nonlocal given
+        dt.load_sharded(path, given, extra=dict.fromkeys(EXTRA))
+        given = states_of(KIND, 7)
+
+    readers: dict[str, Callable[[], object]] = {
+        "verify_checkpoint": lambda: dt.verify_checkpoint(step),
+        "load_sharded": lambda: load(step),
+        "load_sharded of the root": lambda: load(step.parent),
+        "list_checkpoints": lambda: dt.list_checkpoints(step.parent),
+    }
+    if weights:
+        readers = {"load_weights_": lambda: dt.load_weights_(given.model, step)}
+    believers, problems, longest, most = set(), [], 0.0, 0.0
+    for name, read in readers.items():
+        hook.seen.clear()
+        before = _peak_from_here()
+        hook.root, begun = os.path.realpath(step.parent), time.perf_counter()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                read()
+            if name != "list_checkpoints":  # which leaves out what it does not believe
+                believers.add(name)
+        except (dt.CheckpointError, dt.ConfigError):
+            pass
+        except BaseException as error:  # noqa: BLE001 - any other way to end is a finding
+            problems.append(f"{name} raised {type(error).__name__}: {str(error)[:200]}")
+        longest = max(longest, time.perf_counter() - begun)
+        hook.root = None
+        most = max(most, _peak() - before)
+        problems += [f"{name}: {event}" for event in hook.seen]
+    if longest > WITHIN_S:
+        problems.append(f"took {longest:.2f} s")
+    if most > WITHIN_BYTES:
+        problems.append(f"took {most / 1e6:.0f} MB")
+    return believers, problems, longest, most
+
+
+def _peak_from_here() -> float:
+    """Forget the peak of resident memory so far. Returns the memory now."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return _peak()
+
+
+def _peak() -> float:
+    with open("/proc/self/status") as file:
+        return next(float(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+
+__all__: Sequence[str] = ("TRAVERSALS", "Case", "Hook", "cases", "count_draws", "draw")

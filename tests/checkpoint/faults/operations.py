@@ -1,0 +1,413 @@
+"""A kill, an error or a short write at every single file operation of a save, on one rank.
+
+The save is one that goes through every branch: the run has gone back to step 1, a step 2 of its old lineage is in the way, a
+killed save has left a side folder, and older steps are to be removed. Chunks are small, so that a small state has many.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from checkpoint.faults.kills import scratch
+from checkpoint.faults.nursery import apart, fork_ranks
+from checkpoint.faults.outcome import Outcome, plain
+from checkpoint.faults.watched import ACTIONS, ERRORS, WRITES, watching
+
+LATE_S = 10.0  # within which every rank has raised
+CHUNK = 1024
+BATCH = 16  # faults that share the start of the ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """One way to save."""
+
+    mode: str
+    ranks: int
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.mode}, {self.ranks} rank{'s' * (self.ranks > 1)}, {self.threads} thread{'s' * (self.threads > 1)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What happens to which operation of which rank."""
+
+    rank: int
+    at: int
+    action: str
+
+
+EVERY_WAY = tuple(How(mode=m, ranks=r, threads=t) for m, r, t in product(("sync", "async"), (1, 2), (1, 4)))
+SIMPLEST = EVERY_WAY[0]
+
+
+# --- on the ranks --------------------------------------------------------------------------------------------------
+
+
+def _small_chunks(threads: int) -> None:
+    """Mutates: this process's dtrain."""
+    from dtrain.checkpoint import save
+    from dtrain.dist import timeouts
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("dtrain.checkpoint") and hasattr(module, "CHUNK_BYTES"):
+            module.CHUNK_BYTES = CHUNK  # type: ignore[attr-defined]
+    save._threads = lambda: threads
+    timeouts.GRACE_S = 0.5
+
+
+def _joined(ranks: int) -> Any:
+    """The groups of several ranks; one rank needs none, and is quicker without."""
+    import dtrain as dt
+    from dtrain.dist.init import current
+
+    return dt.init_dist(device="cpu") if ranks > 1 else nullcontext(current())
+
+
+def _begin(root: Path) -> Any:
+    """The state that is about to be saved as step 2 again."""
+    from checkpoint.states import plain_state, train
+    from dtrain.checkpoint.load import load_sharded
+    from dtrain.dist.rng import seed_all
+
+    state = load_sharded(root / "step-00000001", plain_state()).state
+    seed_all(5)  # other draws than in the old lineage, and so another step 2
+    return train(state, 1)
+
+
+def _save(root: Path, state: Any, mode: str, *, keep_last: int | None = 1) -> bool:
+    """Whether anything was written."""
+    from dtrain.checkpoint.save import save_sharded
+
+    return bool(save_sharded(root, state, keep_last=keep_last, mode=mode).result().written)  # type: ignore[arg-type]
+
+
+def prepare(root: str) -> None:
+    """Make the root that every draw begins with."""
+    import dtrain as dt
+    from checkpoint.states import plain_state, train
+    from dtrain.checkpoint.save import save_sharded
+
+    _small_chunks(1)
+    with dt.init_dist(device="cpu") as info:
+        state = train(plain_state(), 1)
+        for _ in range(2):
+            save_sharded(root, state).result()
+            last, state = state, train(state, 1)
+        if info.rank == 0:
+            leftover = Path(root) / f"step-00000009.tmp-{last.shared.run_id[:8]}-01234567"
+            leftover.mkdir()
+            (leftover / "rank-00000.json").touch()
+
+
+def record(root: str, how: dict[str, Any]) -> dict[str, Any]:
+    """The operations of a save that nothing happens to, and digests of what it saves."""
+    from checkpoint.states import digest
+
+    _small_chunks(how["threads"])
+    with _joined(how["ranks"]):
+        state = _begin(Path(root))
+        with watching() as watched, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _save(Path(root), state, how["mode"])
+        return {"calls": watched.calls, "digest": digest(state, rng=False)}
+
+
+def suffer(folder: str, how: dict[str, Any], faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Save once for each fault, each in a root of its own, and say what came of it on this rank."""
+
+    _small_chunks(how["threads"])
+    with _joined(how["ranks"]) as info:
+        return [
+            _suffer(Path(folder) / str(number), How(**how), Fault(**fault), info.rank) for number, fault in enumerate(faults)
+        ]
+
+
+def _suffer(root: Path, how: How, fault: Fault, rank: int) -> dict[str, Any]:
+    from checkpoint.states import digest, train
+
+    state = _begin(root)
+    before = digest(state)
+    mine = fault.rank == rank
+    error, written, begun = None, False, time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with watching(at=fault.at if mine else None, action=fault.action) as watched:
+            try:
+                written = _save(root, state, how.mode)
+            except Exception as problem:  # noqa: BLE001 - which it is, is judged elsewhere
+                error = problem
+            seconds = time.monotonic() - begun
+    answer = {
+        "fired": watched.fired,
+        "error": type(error).__name__ if error else "",
+        "text": str(error) if error else "",
+        "warned": [str(each.message) for each in caught],
+        "seconds": seconds,
+        "same": digest(state) == before,
+        "written": written,
+        "manifest": _manifest(root),
+    }
+    if fault.action == "kill":
+        return answer  # this is a survivor: it has lost its peer for good
+    answer["invalid"] = _invalid(root)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            answer["again"] = _save(root, state, how.mode, keep_last=None)
+            _save(root, train(state, 1), how.mode, keep_last=None)
+        except Exception as problem:  # noqa: BLE001
+            answer["again"] = f"{type(problem).__name__}: {problem}"
+    return answer
+
+
+def _invalid(root: Path) -> str:
+    """Which of the two steps cannot be believed."""
+    import dtrain as dt
+
+    try:
+        for name in ("step-00000001", "step-00000002"):
+            dt.verify_checkpoint(root / name)
+    except dt.CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _manifest(root: Path) -> str:
+    from dtrain.checkpoint.layout import MANIFEST
+
+    path = root / "step-00000002" / MANIFEST
+    return path.read_text() if path.exists() else ""
+
+
+def check(roots: list[str]) -> list[dict[str, Any]]:
+    """What roots hold: their steps, read to the last byte; what the newest restores; and whether a run goes on from there."""
+    _small_chunks(1)
+    return [_check(root) for root in roots]
+
+
+def _check(root: str) -> dict[str, Any]:
+    import dtrain as dt
+    from checkpoint.states import digest, plain_state, train
+
+    try:
+        found = dt.list_checkpoints(root)
+        for each in found:
+            dt.verify_checkpoint(each.path)
+        restored = dt.load_sharded(root, plain_state())
+        loaded = digest(restored.state, rng=False)
+        dt.save_sharded(root, train(restored.state, 5)).result()
+    except (dt.DtrainError, UserWarning) as error:
+        return {"wrong": f"{type(error).__name__}: {error}"}
+    return {
+        "wrong": "",
+        "steps": sorted(each.step for each in found),
+        "step": restored.step,
+        "digest": loaded,
+        "names": _folders(Path(root)),
+    }
+
+
+def _folders(root: Path) -> list[str]:
+    return sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+
+
+# --- in the nursery ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A way to save, when nothing happens to it."""
+
+    calls: tuple[tuple[str, ...], ...]
+    manifest: str
+    old: str
+    new: str
+
+
+_KNOWN: dict[How, Known] = {}
+
+
+def _known(how: How, folder: Path) -> Known:
+    """Recorded once per process."""
+    if how not in _KNOWN:
+        root = _copy(how, folder / "recorded")
+        found = _ask_all(how.ranks, record, str(root), asdict(how))
+        untouched = _copy(how, folder / "untouched")
+        manifest = _manifest(untouched)
+        before, after = apart(check, [str(untouched), str(root)])
+        assert (before["wrong"], before["step"], before["steps"]) == ("", 2, [1, 2]), before
+        assert after["wrong"] == "", after
+        assert after["digest"] == found[0]["digest"] != before["digest"], "the new step is as the old one: nothing to tell"
+        calls = tuple(tuple(each["calls"]) for each in found)
+        _KNOWN[how] = Known(calls=calls, manifest=manifest, old=before["digest"], new=after["digest"])
+    return _KNOWN[how]
+
+
+@cache
+def _template(ranks: int) -> dict[str, bytes]:
+    """The files of the root that every draw begins with."""
+    with scratch() as folder:
+        root = Path(folder) / "root"
+        _ask_all(ranks, prepare, str(root))
+        names = [path for path in root.rglob("*") if path.is_file() and path.parent != root]  # a lock is its holder's alone
+        return {str(path.relative_to(root)): path.read_bytes() for path in names}
+
+
+def _copy(how: How, root: Path) -> Path:
+    for name, data in _template(how.ranks).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
+
+
+def _ask_all(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    with fork_ranks(ranks, fn, *args) as children:
+        return [child.answer() for child in children]
+
+
+def faults_of(how: How, *, actions: Sequence[str] = ACTIONS) -> list[Fault]:
+    """Every fault of a way to save."""
+    with scratch() as folder:
+        calls = _known(how, Path(folder)).calls
+    return [
+        Fault(rank=rank, at=at, action=action)
+        for rank, names in enumerate(calls)
+        for at, name in enumerate(names)
+        for action in actions
+        if action != "short write" or name in WRITES
+    ]
+
+
+def outcomes(how: How, faults: Sequence[Fault]) -> list[Outcome]:
+    """What came of these faults; those whose operation the save did not come to are left out."""
+    if not faults:
+        return []
+    with scratch() as folder:
+        known = _known(how, Path(folder))
+        errors = [fault for fault in faults if fault.action != "kill"]
+        kills = [fault for fault in faults if fault.action == "kill"]
+        roots = [_copy(how, Path(folder) / "errors" / str(number)) for number in range(len(errors))]
+        answers = _ask_all(how.ranks, suffer, str(Path(folder) / "errors"), asdict(how), list(map(asdict, errors)))
+        left = [_copy(how, Path(folder) / "kills" / str(number) / "0") for number in range(len(kills))]
+        survivors = [_kill(how, fault, root) for fault, root in zip(kills, left, strict=True)]
+        after = apart(check, [str(root) for root in [*roots, *left]])
+    found = [
+        _of_error(how, known, fault, [answer[number] for answer in answers], after[number])
+        for number, fault in enumerate(errors)
+    ]
+    found += [
+        None if told is None else _outcome(how, known, fault, *_after_kill(known, fault, told, seen))
+        for fault, told, seen in zip(kills, survivors, after[len(errors) :], strict=True)
+    ]
+    return [outcome for outcome in found if outcome is not None]
+
+
+def _outcome(how: How, known: Known, fault: Fault, came: str, problems: list[str], seconds: float = 0.0) -> Outcome:
+    names = known.calls[fault.rank]
+    place = f"operation {fault.at} ({names[fault.at] if fault.at < len(names) else 'one more'}) of rank {fault.rank}"
+    wrong = f"{fault.action} at {place}: {'; '.join(problems)}" if problems else ""
+    return Outcome(fault=f"{fault.action}; {how}", came=came, wrong=wrong, numbers={"seconds until all had raised": seconds})
+
+
+def _of_error(how: How, known: Known, fault: Fault, answers: list[dict[str, Any]], after: dict[str, Any]) -> Outcome | None:
+    """Judge an operation that failed: all raise and nothing has changed, or none does and the step is there."""
+    if not answers[fault.rank]["fired"]:
+        return None
+    raised = [answer["error"] for answer in answers]
+    problems = [f"rank {rank}: the training state changed" for rank, answer in enumerate(answers) if not answer["same"]]
+    problems += [answer["invalid"] for answer in answers if answer["invalid"]]
+    problems += [f"{name}: {a['text']}" for name, a in zip(raised, answers, strict=True) if name not in _CLEAN]
+    slowest = max(answer["seconds"] for answer in answers)
+    if slowest > LATE_S:
+        problems.append(f"took {slowest:.1f} s")
+    if any(raised) and not all(raised):
+        problems.append(f"raised on some ranks only: {raised}")
+    published = answers[0]["manifest"] != known.manifest
+    if published == any(raised):
+        problems.append(f"raised {raised}, and the step was {'' if published else 'not '}published")
+    if any(answer["again"] is not any(raised) for answer in answers):
+        problems.append(f"saving again: {[answer['again'] for answer in answers]}")
+    if after["wrong"] or after["steps"] != [1, 2, 3]:
+        problems.append(f"afterwards: {after}")
+    elif any("." in name for name in after["names"]):
+        problems.append(f"litter: {after['names']}")
+    told = any(answer["warned"] for answer in answers)
+    came = "raised, nothing published" if any(raised) else f"harmless{', with a warning' if told else ''}"
+    return _outcome(how, known, fault, came, problems, slowest if any(raised) else 0.0)
+
+
+_CLEAN = ("", "CheckpointError", "PeerError")
+
+
+def _kill(how: How, fault: Fault, root: Path) -> dict[int, dict[str, Any]] | None:
+    """Kill a rank in an operation. Returns what the others said; None when the save did not come to the operation."""
+    survivors = {}
+    with fork_ranks(how.ranks, suffer, str(root.parent), asdict(how), [asdict(fault)]) as children:
+        for rank, child in enumerate(children):
+            try:
+                survivors[rank] = child.answer()[0]
+            except ChildProcessError as error:
+                if rank != fault.rank or "before it answered" not in str(error):
+                    raise
+    return None if fault.rank in survivors else survivors
+
+
+def _after_kill(
+    known: Known, fault: Fault, survivors: dict[int, dict[str, Any]], after: dict[str, Any]
+) -> tuple[str, list[str], float]:
+    problems = [f"rank {rank}: the training state changed" for rank, answer in survivors.items() if not answer["same"]]
+    slowest = max((answer["seconds"] for answer in survivors.values()), default=0.0)
+    if slowest > LATE_S:
+        problems.append(f"took {slowest:.1f} s")
+    if after["wrong"]:
+        return "failed", [*problems, after["wrong"]], slowest
+    states = {(1, 2): {known.old: "the older step 2 stays", known.new: "the new step 2 is committed"}}
+    came = states.get(tuple(after["steps"]), {}).get(after["digest"], "")
+    if after["steps"] == [1]:
+        came = "between the renames, step 1 is the newest"
+    if not came:
+        problems.append(f"loads neither of the two states: {after}")
+    if any("." in name for name in after["names"]):
+        problems.append(f"litter: {after['names']}")
+    if any(not answer["error"] for answer in survivors.values()) and "new" not in came:
+        problems.append(f"a rank was told of a success: {survivors}")
+    return came, problems, slowest
+
+
+def draw(seed: int, k: int) -> list[dict[str, Any]]:
+    """Batch ``k`` of all faults, each way to save in turn, in an order drawn from ``seed``. To be asked of a nursery."""
+    how = EVERY_WAY[k % len(EVERY_WAY)]
+    every = faults_of(how)
+    random.Random(f"operations {seed} {how}").shuffle(every)
+    at = k // len(EVERY_WAY) * BATCH
+    return plain(outcomes(how, every[at : at + BATCH]))
+
+
+def draw_simplest(seed: int, k: int) -> list[dict[str, Any]]:
+    """Batch ``k`` of every operation of the simplest save: a kill, and one of the errors in turn. To be asked of a nursery."""
+    named = tuple(ERRORS)
+    every = [
+        fault
+        for fault in faults_of(SIMPLEST)
+        if fault.action not in ERRORS or fault.action == named[(seed + fault.at) % len(named)]
+    ]
+    return plain(outcomes(SIMPLEST, every[k * BATCH : (k + 1) * BATCH]))
+
+
+def count_draws(simplest: bool) -> int:
+    """How many draws there are until every fault was made once; each of the later ones is empty."""
+    longest = max(len(faults_of(how)) for how in EVERY_WAY[: 1 if simplest else None])
+    return -(-longest // BATCH) * (1 if simplest else len(EVERY_WAY))

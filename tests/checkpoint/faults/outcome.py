@@ -1,0 +1,83 @@
+"""What came of one fault, and how many of them are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One fault.
+
+    Args:
+        fault: its kind, as a row of a table would name it.
+        came: what it came to, in a word or two ("resumed", "refused", "harmless").
+        wrong: what must not have happened and did; empty when all is well.
+        numbers: figures whose largest is reported, by name.
+    """
+
+    fault: str
+    came: str
+    wrong: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+Draw = Callable[[int, int], list[Outcome]]
+"""``draw(seed, k)``: the outcomes of the ``k``-th draw, the same for the same two numbers as far as the faults go."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """The sum of many outcomes. Plain data, so that a program can be interrupted and go on."""
+
+    count: int = 0
+    kinds: dict[str, dict[str, int]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    wrong_count: int = 0
+    largest: dict[str, float] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome, *, where: str = "") -> None:
+        """Count one. Mutates: this tally."""
+        self.count += 1
+        came = self.kinds.setdefault(outcome.fault, {})
+        came[outcome.came] = came.get(outcome.came, 0) + 1
+        for name, value in outcome.numbers.items():
+            self.largest[name] = max(value, self.largest.get(name, value))
+        if outcome.wrong:
+            self.wrong_count += 1
+            if len(self.wrong) < _KEPT:
+                self.wrong.append(f"{where}{outcome.fault}: {outcome.wrong}")
+
+    @property
+    def bound(self) -> float:
+        """With 95% confidence the rate of what went wrong is below this, when nothing did: 3/N (the rule of three)."""
+        return 3 / self.count if self.count else 1.0
+
+
+_KEPT = 20  # a thousand equal complaints would only hide the first
+
+
+def tally(draw: Draw, *, seed: int, count: int, first: int = 0) -> Tally:
+    """At least ``count`` outcomes, from draw ``first`` on."""
+    found = Tally()
+    for k, outcomes in draws(draw, seed=seed, first=first):
+        for outcome in outcomes:
+            found.add(outcome, where=f"seed {seed}, draw {k}: ")
+        if found.count >= count:
+            return found
+    raise AssertionError("draws never end")
+
+
+def draws(draw: Draw, *, seed: int, first: int = 0) -> Iterator[tuple[int, list[Outcome]]]:
+    """One draw after the other, without end."""
+    k = first
+    while True:
+        yield k, draw(seed, k)
+        k += 1
+
+
+def plain(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """Outcomes as a process hands them to another."""
+    return [{"fault": o.fault, "came": o.came, "wrong": o.wrong, "numbers": dict(o.numbers)} for o in outcomes]

@@ -1,0 +1,78 @@
+"""Stands between ``dtrain.storage.local`` and the operating system: counts its file operations, and acts at one of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from dtrain.storage import local
+
+WRITES = {"write", "pwrite", "writev", "pwritev"}
+CALLS = frozenset(
+    {
+        *WRITES, "open", "close", "read", "pread", "preadv", "fsync", "fdatasync", "sync_file_range", "fstat", "stat", "lstat",
+        "listdir", "scandir", "mkdir", "makedirs", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink",
+        "readlink", "truncate", "ftruncate", "posix_fallocate", "statvfs", "fstatvfs", "utime", "chmod",
+    }
+)  # fmt: skip
+ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EACCES": errno.EACCES}
+ACTIONS = (*ERRORS, "short write", "kill")
+
+_Call = Callable[..., Any]
+
+
+class Faulty:
+    """``os`` for a module. At call number ``at`` (from 0, of all threads together) it does ``action``, else what it is told."""
+
+    def __init__(self, *, at: int | None = None, action: str = "") -> None:
+        self.at, self.action = at, action
+        self.calls: list[str] = []
+        self.fired = ""
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return partial(self._call, name, real) if name in CALLS else real
+
+    def _call(self, name: str, real: _Call, *args: Any, **options: Any) -> Any:
+        with self._lock:
+            number = len(self.calls)
+            self.calls.append(name)
+        if number != self.at:
+            return real(*args, **options)
+        self.fired = name
+        if self.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.action == "short write":
+            return _half(name, real, args, options)
+        if name == "close":
+            real(*args, **options)  # a close that fails has let go of the file all the same
+        raise OSError(ERRORS[self.action], os.strerror(ERRORS[self.action]))
+
+
+def _half(name: str, real: _Call, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A write that takes half of what it is given; any other call as it is."""
+    if name not in WRITES:
+        return real(*args, **options)
+    handle, data, *rest = args
+    if name in ("write", "pwrite"):
+        return real(handle, memoryview(data).cast("B")[: max(1, len(data) // 2)], *rest, **options)
+    first = memoryview(data[0]).cast("B")
+    return real(handle, [first[: max(1, len(first) // 2)]], *rest, **options)
+
+
+@contextmanager
+def watching(*, at: int | None = None, action: str = "") -> Iterator[Faulty]:
+    """Have the module of local files work through a ``Faulty``."""
+    faulty = Faulty(at=at, action=action)
+    local.os = faulty  # type: ignore[assignment]
+    try:
+        yield faulty
+    finally:
+        local.os = os

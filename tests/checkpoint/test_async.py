@@ -1,0 +1,274 @@
+"""Saves in the background: what is saved is the state as it was, a failure is never lost, and nothing is published by one."""
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from checkpoint.states import digest, names, plain_state, train, watching
+from dtrain import storage
+from dtrain.checkpoint import background
+from dtrain.checkpoint.find import latest_checkpoint
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.save import save_sharded
+from dtrain.checkpoint.verify import verify_checkpoint
+from dtrain.dist.init import init_dist
+from dtrain.errors import CheckpointError, ConfigError
+
+LONG_S = 90
+
+
+@pytest.fixture(autouse=True)
+def nothing_under_way():
+    """Each test begins without saves of others, and leaves none."""
+    yield
+    with pytest.MonkeyPatch.context():
+        for task in background._here().tasks:
+            background.wait(task)
+            task.seen = True
+
+
+class Held:
+    """Stands in for ``os`` in the storage: the first ``pwritev`` of every save waits until it is let go."""
+
+    def __init__(self):
+        self.go, self.reached = threading.Event(), threading.Event()
+
+    def __getattr__(self, name):
+        if name != "pwritev":
+            return getattr(os, name)
+        return self._wait
+
+    def _wait(self, *args):
+        self.reached.set()
+        assert self.go.wait(LONG_S)
+        return os.pwritev(*args)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    stand_in = Held()
+    monkeypatch.setattr(storage.local, "os", stand_in)
+    yield stand_in
+    stand_in.go.set()
+    background.drain()
+
+
+def spoil(state):
+    """Overwrite everything that a state holds, in place."""
+    with torch.no_grad():
+        tensors = [*state.params.values(), *(b for _, b in state.model.named_buffers())]
+        tensors += [t for content in state.optimizer.state.values() for t in content.values() if isinstance(t, torch.Tensor)]
+        tensors += [t for tree in state.slices.values() for t in tree.values() if isinstance(t, torch.Tensor)]
+        for tensor in tensors:
+            tensor.fill_(77)
+    return len(tensors)
+
+
+def with_average(state):
+    return replace(state, slices={"ema": {name: param.detach().clone() for name, param in state.params.items()}})
+
+
+def test_what_is_saved_is_the_state_as_it_was_at_the_call(tmp_path, held):
+    state = with_average(train(plain_state(), 2))
+    before = digest(state, rng=False)
+    handle = save_sharded(tmp_path, state, mode="async")
+    handle.staged()
+    assert spoil(state) > 10
+    assert held.reached.wait(LONG_S)
+    assert not handle.done, "nothing was written yet"
+    held.go.set()
+    assert handle.result(LONG_S).written
+    back = load_sharded(tmp_path, with_average(plain_state(1))).state
+    assert digest(back, rng=False) == before
+
+
+def test_saves_in_a_row_use_the_same_memory_again(tmp_path, monkeypatch):
+    made, empty = [], torch.empty
+    state = plain_state()
+    for _ in range(4):
+        state = train(state, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *a, **o: made.append(a) or empty(*a, **o))
+            save_sharded(tmp_path, state, mode="async").wait()
+        expected = digest(state, rng=False)
+        assert digest(load_sharded(tmp_path, plain_state(1)).state, rng=False) == expected
+    assert len(made) <= 1
+
+
+def test_two_saves_may_be_under_way_and_the_third_waits(tmp_path, held):
+    state = train(plain_state(), 1)
+    handles = [save_sharded(tmp_path, state, mode="async")]
+    state = train(state, 1)
+    handles.append(save_sharded(tmp_path, state, mode="async"))
+    state = train(state, 1)
+    third = []
+    thread = threading.Thread(target=lambda: third.append(save_sharded(tmp_path, state, mode="async")))
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()
+    assert third == []
+    held.go.set()
+    thread.join(LONG_S)
+    assert [handle.result(LONG_S).step for handle in (*handles, *third)] == [1, 2, 3]
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (1, 2, 3)]
+
+
+def full_disk(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def failed(tmp_path, monkeypatch):
+    """A state of which step 1 is saved and the save of step 2 has failed in the background, unseen."""
+    state = train(plain_state(), 1)
+    save_sharded(tmp_path, state)
+    state = train(state, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.local, "os", Failing())
+        handle = save_sharded(tmp_path, state, mode="async")
+        background.wait(handle._task)
+    assert handle.done
+    assert latest_checkpoint(tmp_path).name == "step-00000001"
+    return state, handle
+
+
+class Failing:
+    def __getattr__(self, name):
+        return full_disk if name == "pwritev" else getattr(os, name)
+
+
+def test_a_failure_is_raised_by_the_handle(failed, tmp_path):
+    _, handle = failed
+    for call in (handle.wait, handle.result):
+        with pytest.raises(CheckpointError, match=r"No space left on device.*nothing was published"):
+            call(LONG_S)
+    background.drain()  # it was seen
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_failure_is_raised_by_the_next_save_and_the_one_after_works(failed, tmp_path):
+    state, _ = failed
+    with pytest.raises(CheckpointError, match=r"step 2.*No space left on device"):
+        save_sharded(tmp_path, state, mode="async")
+    assert latest_checkpoint(tmp_path).name == "step-00000001"
+    assert save_sharded(tmp_path, state).result().written
+    assert verify_checkpoint(tmp_path).step == 2
+
+
+def test_a_failure_is_raised_on_leaving_the_block(tmp_path, monkeypatch):
+    def loop():
+        with init_dist(), monkeypatch.context() as patch:
+            patch.setattr(storage.local, "os", Failing())
+            background.wait(save_sharded(tmp_path, train(plain_state(), 1), mode="async")._task)
+
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        loop()
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_a_failure_does_not_hide_the_error_of_the_loop(tmp_path, monkeypatch):
+    def loop():
+        with init_dist(), monkeypatch.context() as patch:
+            patch.setattr(storage.local, "os", Failing())
+            background.wait(save_sharded(tmp_path, train(plain_state(), 1), mode="async")._task)
+            raise ValueError("of the loop")
+
+    with pytest.raises(ValueError, match="of the loop") as caught:
+        loop()
+    assert "No space left on device" in "".join(caught.value.__notes__)
+
+
+def test_leaving_the_block_waits_for_the_commit_also_after_an_error(tmp_path, monkeypatch):
+    stand_in = Held()
+    monkeypatch.setattr(storage.local, "os", stand_in)
+    threading.Timer(0.5, stand_in.go.set).start()
+
+    def loop():
+        with init_dist():
+            save_sharded(tmp_path, train(plain_state(), 1), mode="async")
+            raise ValueError("of the loop")
+
+    with pytest.raises(ValueError, match="of the loop"):
+        loop()
+    assert verify_checkpoint(tmp_path).step == 1
+
+
+SCRIPT = """
+    import errno, os, sys, time, torch
+    import dtrain as dt
+    from dtrain import storage
+
+    class Slow:
+        def __getattr__(self, name):
+            real = getattr(os, name)
+            def slow(*args):
+                time.sleep(0.5)
+                if "fail" in sys.argv:
+                    raise OSError(errno.ENOSPC, "full")
+                return real(*args)
+            return slow if name == "pwritev" else real
+
+    def main():
+        model = torch.nn.Linear(2, 2)
+        state = dt.compose_step(len, []).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        storage.local.os = Slow()
+        dt.save_sharded("ckpt", state, mode="async")
+        print("the loop has ended", flush=True)
+
+    if "block" in sys.argv:
+        with dt.init_dist():
+            main()
+    else:
+        main()
+"""
+
+
+@pytest.mark.parametrize("block", [True, False], ids=["in init_dist", "without"])
+@pytest.mark.parametrize("fails", [False, True], ids=["works", "fails"])
+def test_the_end_of_the_process_waits_and_its_exit_code_tells(tmp_path, block, fails):
+    (tmp_path / "loop.py").write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, "loop.py", *["block"] * block, *["fail"] * fails]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LONG_S)
+    assert done.stdout == "the loop has ended\n"
+    assert done.returncode == int(fails), done.stderr
+    assert ("CheckpointError: save_sharded: step 0: [Errno 28] full" in done.stderr) is fails
+    assert (latest_checkpoint(tmp_path / "ckpt") is None) is fails
+
+
+def test_a_load_finds_what_is_still_being_written(tmp_path, monkeypatch):
+    stand_in = Held()
+    monkeypatch.setattr(storage.local, "os", stand_in)
+    state = train(plain_state(), 1)
+    save_sharded(tmp_path, state, mode="async")
+    threading.Timer(0.3, stand_in.go.set).start()
+    assert load_sharded(tmp_path, plain_state(1)).step == 1
+
+
+def test_waiting_may_be_given_up_and_the_save_goes_on(tmp_path, held):
+    handle = save_sharded(tmp_path, train(plain_state(), 1), mode="async")
+    with pytest.raises(TimeoutError, match="the save of step 1 has not ended yet"):
+        handle.wait(0.2)
+    held.go.set()
+    assert handle.result(LONG_S).step == 1
+
+
+def test_a_failing_operation_is_raised_by_the_background_save_too(tmp_path):
+    state = train(plain_state(), 1)
+    with watching(at=0, kind="fsync") as watched:
+        handle = save_sharded(tmp_path, state, mode="async")
+        with pytest.raises(CheckpointError, match="No space left"):
+            handle.wait(LONG_S)
+    assert watched.fired
+
+
+def test_an_unknown_mode_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="mode must be 'sync' or 'async', got 'fast'"):
+        save_sharded(tmp_path, plain_state(), mode="fast")
+    assert names(tmp_path) == []

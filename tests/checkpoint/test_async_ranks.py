@@ -1,0 +1,97 @@
+"""Saves in the background of several ranks: their own group, one verdict for all, and the exit code of a preempted run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint.filled import sharded_state
+from checkpoint.states import digest, names, watching
+from dtrain.checkpoint import background, save
+from dtrain.checkpoint.find import latest_checkpoint
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.save import save_sharded
+from dtrain.checkpoint.verify import verify_checkpoint
+from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.init import current
+from dtrain.errors import DtrainError
+from dtrain.testing.collectives import count_collectives
+
+
+def later(state):
+    return state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0, end_of_epoch=False))
+
+
+def groups_used(root: str, mode: str) -> list:
+    state = sharded_state("full_shard", filled=True)
+    inside: list[str] = []
+    carry_out = save.carry_out
+
+    def watched(*args):
+        with count_collectives() as seen:  # of the thread that it is entered in
+            saved = carry_out(*args)
+        inside.extend(record.group for record in seen.records)
+        return saved
+
+    with pytest.MonkeyPatch.context() as patch, count_collectives() as seen:
+        patch.setattr(save, "carry_out", watched)
+        save_sharded(root, state, mode=mode).wait()
+    return [sorted({record.group for record in seen.records}), sorted(set(inside))]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_thread_uses_a_group_of_its_own(tmp_path, ranks, mode):
+    for used in ranks(2).run(groups_used, str(tmp_path), mode):
+        assert used == [["control"], ["background"]]
+
+
+def fails_on_one(root: str, failing_rank: int) -> list:
+    state = sharded_state("full_shard", filled=True)
+    save_sharded(root, state)
+    state = later(state)
+    before, said = digest(state), []
+    with watching(**({"at": 0, "kind": "pwritev"} if current().rank == failing_rank else {})):
+        handle = save_sharded(root, state, mode="async")
+        background.wait(handle._task)
+    all_gather_json(None)
+    try:  # the next save raises it on all ranks, before anything of its own
+        save_sharded(root, state, mode="async")
+    except DtrainError as error:
+        said.append(f"{type(error).__name__}: {error}")
+    found = [digest(state) == before, names(Path(root)), str(latest_checkpoint(root))]
+    all_gather_json(None)
+    return [said, *found, save_sharded(root, state).result().written]
+
+
+def test_a_failure_on_one_rank_is_raised_by_the_next_save_on_all(tmp_path, ranks):
+    for rank, (said, unchanged, found, latest, written) in enumerate(ranks(2).run(fails_on_one, str(tmp_path), 1)):
+        start = "CheckpointError: save_sharded: step 5: " if rank == 1 else "PeerError: save_sharded: step 5: rank 1 failed"
+        assert said[0].startswith(start)
+        assert "No space left on device" in said[0]
+        assert unchanged
+        assert found == ["step-00000004"]
+        assert latest.endswith("step-00000004")
+        assert written
+
+
+def goes_on_training(root: str) -> list:
+    """Every shard changes while the state is being written; a save of every step, each with all that there was then."""
+    state, digests = sharded_state("full_shard", filled=True), {}
+    for _ in range(5):
+        state = later(state)
+        with torch.no_grad():
+            for param in state.params.values():
+                param.add_(1.0)
+        digests[state.step] = digest(state, rng=False)
+        save_sharded(root, state, mode="async")
+    background.drain()
+    found = {}
+    for step in digests:
+        back = load_sharded(f"{root}/step-{step:08d}", sharded_state("full_shard", filled=False)).state
+        found[step] = digest(back, rng=False)
+    return [found == digests, len(set(digests.values())), verify_checkpoint(root).step]
+
+
+def test_training_goes_on_while_steps_are_written(tmp_path, ranks):
+    for result in ranks(2).run(goes_on_training, str(tmp_path)):
+        assert result == [True, 5, 9]

@@ -1,0 +1,168 @@
+"""What a save holds besides one whole state: several states, the weights alone, adapters, other dtypes, links."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import safetensors
+import torch
+
+from checkpoint.states import digest, names, plain_state, train
+from dtrain import storage
+from dtrain.checkpoint.find import list_checkpoints
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.opened import open_checkpoint
+from dtrain.checkpoint.save import save_sharded
+from dtrain.checkpoint.verify import verify_checkpoint
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
+
+
+def sections(folder):
+    return {key.split("/")[0] for key in open_checkpoint(folder).refs}
+
+
+def test_several_states_are_one_step(tmp_path):
+    pair = {"generator": train(plain_state(), 3), "critic/1": train(plain_state(5, optimizer="sgd"), 7)}
+    handle = save_sharded(tmp_path, pair, extra={"seen": torch.arange(3)})
+    assert handle.step == 3, "that of the first"
+    assert verify_checkpoint(tmp_path).step == 3
+    opened = open_checkpoint(handle.path)
+    assert opened.manifest.states == ("generator", "critic/1")
+    for name, state in pair.items():
+        part = opened.of_state(name)
+        assert {key for key in part.refs if key.startswith("params/")} == {f"params/{param}" for param in state.params}
+        assert part.refs.keys() >= {"extra/seen"}
+        assert part.boxes.keys() <= part.refs.keys()
+    with pytest.raises(CheckpointMismatchError, match="holds the states 'generator', 'critic/1', not 'discriminator'"):
+        opened.of_state("discriminator")
+    fresh = {"generator": plain_state(1), "critic/1": plain_state(2, optimizer="sgd")}
+    back = load_sharded(tmp_path, fresh, extra={"seen": None})
+    assert {name: digest(state, rng=False) for name, state in back.state.items()} == {
+        name: digest(state, rng=False) for name, state in pair.items()
+    }
+    assert torch.equal(back.extra["seen"], torch.arange(3))
+
+
+def test_states_of_different_runs_are_not_one_step(tmp_path):
+    first, second = train(plain_state(), 1), train(plain_state(5), 1)
+    save_sharded(tmp_path / "a", first)
+    save_sharded(tmp_path / "b", second)
+    with pytest.raises(ConfigError, match=r"the states \['a', 'b'\] belong to different runs"):
+        save_sharded(tmp_path / "c", {"a": first, "b": second})
+
+
+@pytest.mark.parametrize("bad", [{}, {1: None}, {"a": 3}, 3], ids=["none", "name", "value", "number"])
+def test_what_is_no_state_is_refused(tmp_path, bad):
+    if isinstance(bad, dict) and 1 in bad:
+        bad = {1: plain_state()}
+    with pytest.raises((ConfigError, TypeError), match=r"save_sharded: needs a|not iterable"):
+        save_sharded(tmp_path, bad)
+
+
+def test_the_model_alone_holds_no_more_and_whole_states_go_elsewhere(tmp_path):
+    state = train(plain_state(), 2)
+    handle = save_sharded(tmp_path, state, only=("model",))
+    assert sections(handle.path) == {"params", "buffers"}
+    assert open_checkpoint(handle.path).manifest.holds == ("params", "buffers", "clock", "seed")
+    assert [step.only for step in list_checkpoints(tmp_path)] == [("model",)]
+    with pytest.raises(CheckpointError, match=r"holds saves with only=\('model',\) \(step 2\), this save has only=None"):
+        save_sharded(tmp_path, state)
+    with pytest.raises(CheckpointError, match=r"this save has only=\('trainable',\)"):
+        save_sharded(tmp_path, state, only=("trainable",))
+
+
+def test_trainable_parameters_alone_are_an_adapter(tmp_path):
+    state = train(plain_state(), 2)
+    for name, param in state.params.items():
+        param.requires_grad_(name.startswith("last"))
+    handle = save_sharded(tmp_path, state, only=("trainable",))
+    with safetensors.safe_open(handle.path / "rank-00000.safetensors", "pt") as file:
+        assert sorted(file.keys()) == ["params/last.bias", "params/last.weight"]
+
+
+def test_cast_weights_are_smaller_and_nothing_else_changes(tmp_path):
+    state = train(plain_state(), 2)
+    handle = save_sharded(tmp_path, state, only=("model",), cast=torch.bfloat16)
+    with safetensors.safe_open(handle.path / "rank-00000.safetensors", "pt") as file:
+        for name, param in state.params.items():
+            assert torch.equal(file.get_tensor(f"params/{name}"), param.bfloat16())
+        assert file.get_tensor("buffers/seen").dtype == torch.int64
+    assert all(param.dtype == torch.float32 for param in state.params.values())
+
+
+BAD = {
+    "unknown part": ({"only": ("optimizer",)}, r"only must be \('model',\), \('trainable',\) or None, got \('optimizer',\)"),
+    "two parts": ({"only": ("model", "trainable")}, "only must be"),
+    "text": ({"only": "model"}, "only must be"),
+    "extra of a part": ({"only": ("model",), "extra": {"x": 1}}, r"saves no extra, got \['x'\]"),
+    "cast to integers": ({"cast": torch.int32}, "cast must be a floating-point dtype, got torch.int32"),
+    "keep none": ({"keep_last": 0}, "keep_last"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
+def test_options_that_cannot_be_right_are_refused_before_any_file_is_touched(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        save_sharded(tmp_path / "root", plain_state(), **options)
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.fixture
+def adapter():
+    """A state most of which is not trained."""
+    state = plain_state()
+    for name, param in state.params.items():
+        param.requires_grad_(name.startswith("last"))
+    optimizer = torch.optim.SGD([param for param in state.params.values() if param.requires_grad], lr=0.1)
+    return replace(state, optimizer=optimizer)
+
+
+def links(root):
+    return [os.stat(root / name / "rank-00000-frozen.safetensors").st_nlink for name in names(root)]
+
+
+def test_what_is_not_trained_is_written_once_and_linked(tmp_path, adapter):
+    for count in (1, 2, 3):
+        adapter = train(adapter, 1)
+        save_sharded(tmp_path, adapter, incremental=True, mode="async" if count == 3 else "sync").wait()
+        assert links(tmp_path) == [count] * count
+        assert verify_checkpoint(tmp_path).step == count
+    expected = digest(adapter, rng=False)
+    save_sharded(tmp_path, train(adapter, 1), incremental=True, keep_last=1)
+    assert links(tmp_path) == [1], "a step is whole without those that its files came from"
+    assert digest(load_sharded(tmp_path, plain_like(adapter)).state, rng=False) != expected
+    assert verify_checkpoint(tmp_path).step == 4
+
+
+def plain_like(state):
+    other = plain_state(1)
+    for name, param in other.params.items():
+        param.requires_grad_(state.params[name].requires_grad)
+    return replace(other, optimizer=torch.optim.SGD([p for p in other.params.values() if p.requires_grad], lr=0.1))
+
+
+def test_a_changed_file_is_not_linked(tmp_path, adapter):
+    save_sharded(tmp_path, train(adapter, 1), incremental=True)
+    with torch.no_grad():
+        adapter.params["first.bias"][0] += 1
+    state = load_sharded(tmp_path, plain_like(adapter)).state
+    with torch.no_grad():
+        state.params["first.bias"][0] += 1
+    save_sharded(tmp_path, train(state, 1), incremental=True)
+    assert links(tmp_path) == [1, 1]
+
+
+def test_a_file_system_without_links_gets_a_copy(tmp_path, adapter, monkeypatch):
+    class NoLinks:
+        def __getattr__(self, name):
+            return refuse if name == "link" else getattr(os, name)
+
+    def refuse(*args, **options):
+        raise OSError(95, "Operation not supported")
+
+    adapter = train(adapter, 1)
+    save_sharded(tmp_path, adapter, incremental=True)
+    monkeypatch.setattr(storage.local, "os", NoLinks())
+    save_sharded(tmp_path, train(adapter, 1), incremental=True)
+    assert links(tmp_path) == [1, 1]
+    assert verify_checkpoint(tmp_path).step == 2

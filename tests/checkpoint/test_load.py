@@ -1,0 +1,427 @@
+"""What a load can be asked for: weights alone, names that only one side has, other dtypes, several states; and what it says."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from checkpoint.states import Counter, Net, digest, plain_state, train, watching
+from dtrain.checkpoint.find import latest_checkpoint
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.save import save_sharded
+from dtrain.dist.rng import rng_state
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, DamagedCheckpointError
+from dtrain.state import TrainState, new_state
+
+SHADOW = "ema"
+
+
+def weights_of(state: TrainState) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in state.params.items()} | {"seen": state.model.seen.clone()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# Weights alone
+
+
+def test_weights_alone_leave_optimizer_clock_and_generators(tmp_path):
+    saved = train(plain_state(), 3)
+    save_sharded(tmp_path, saved)
+    state = train(plain_state(1), 1)
+    optimizer = {name: dict(state.optimizer.state[p]) for name, p in state.params.items()}
+    moments = {name: content["exp_avg"].clone() for name, content in optimizer.items()}
+    lr, random = state.optimizer.param_groups[0]["lr"], rng_state()
+    restored = load_sharded(tmp_path, state, only=("model",))
+    assert equal(weights_of(restored.state), weights_of(saved))
+    assert (restored.step, restored.state.step, restored.state.seed) == (3, 1, 1)
+    assert all(torch.equal(state.optimizer.state[p]["exp_avg"], moments[name]) for name, p in state.params.items())
+    assert state.optimizer.param_groups[0]["lr"] == lr
+    assert repr(rng_state()) == repr(random)
+    assert restored.state.shared.run_id is None, "it is a run of its own"
+    with pytest.raises(RuntimeError, match="stepped already"):
+        state.check_fresh("here")
+
+
+def begin(seed: int):
+    torch.manual_seed(seed)
+    model = Net()
+    step = dt.compose_step(dt.mean_loss(lambda m, x: m(x).square().mean(), weight=len), [dt.ema(0.5)])
+    return step, step.init(model, torch.optim.AdamW(model.parameters()), seed=seed)
+
+
+def test_transforms_begin_anew_from_weights_that_are_loaded_alone(tmp_path):
+    step, state = begin(0)
+    state, _ = step(state, torch.ones(4, 5))
+    save_sharded(tmp_path, state)
+    saved = weights_of(state)
+    _, other = begin(1)
+    state = load_sharded(tmp_path, other, only=("model",)).state
+    for name, average in state.slices[SHADOW]["params"].items():
+        assert torch.equal(average, saved[name]), "not the average of random weights"
+
+
+def test_a_checkpoint_of_weights_loads_as_such_and_only_so(tmp_path):
+    saved = train(plain_state(), 2)
+    save_sharded(tmp_path, saved, only=("model",))
+    state = plain_state(1)
+    before = digest(state)
+    with pytest.raises(CheckpointMismatchError, match=r"holds only weights .*pass only=\('model',\) to load them"):
+        load_sharded(tmp_path, state)
+    assert digest(state) == before
+    restored = load_sharded(tmp_path, state, only=("model",))
+    assert equal(weights_of(restored.state), weights_of(saved))
+
+
+def test_a_checkpoint_of_trained_parameters_needs_no_others(tmp_path):
+    def adapted(seed: int) -> TrainState:
+        torch.manual_seed(seed)
+        model = Net()
+        model.first.requires_grad_(False)
+        return new_state(model, torch.optim.AdamW(model.last.parameters()))
+
+    saved, state = adapted(0), adapted(1)
+    frozen = state.params["first.weight"].detach().clone()
+    save_sharded(tmp_path, saved, only=("trainable",))
+    load_sharded(tmp_path, state, only=("model",))
+    assert torch.equal(state.params["last.weight"], saved.params["last.weight"])
+    assert torch.equal(state.params["first.weight"], frozen)
+
+
+# Names and dtypes
+
+
+class Headed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 3)
+
+
+class Reheaded(Headed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 5)
+
+
+def state_of(kind: type[Net], seed: int, *, steps: int = 0) -> TrainState:
+    torch.manual_seed(seed)
+    model = kind()
+    state = new_state(model, torch.optim.AdamW(model.parameters()), seed=seed)
+    shadow = {name: p.detach().clone() for name, p in state.params.items()}
+    state = replace(state, slices={"ema": {"shadow": shadow, "updates": 0}})
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        state.optimizer.step()
+        state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0, end_of_epoch=False))
+    return state
+
+
+def test_names_that_only_one_side_has_are_left_and_named_when_asked_for(tmp_path):
+    saved = state_of(Net, 0, steps=1)
+    save_sharded(tmp_path, replace(saved, slices={**saved.slices, "gone": {"t": torch.ones(2)}}))
+    state = replace(state := state_of(Headed, 1), slices={**state.slices, "new": {"count": 7}})
+    head = [p.detach().clone() for p in state.model.head.parameters()]
+    with pytest.raises(
+        CheckpointMismatchError, match=r"\(1 unexpected, 3 missing\).*strict=False leaves what only one side has"
+    ):
+        load_sharded(tmp_path, state)
+    restored = load_sharded(tmp_path, state, strict=False)
+    assert restored.missing == ("head.weight", "head.bias", "new")
+    assert restored.unexpected == ("gone",)
+    now = restored.state
+    assert torch.equal(now.params["first.weight"], saved.params["first.weight"])
+    assert all(map(torch.equal, now.model.head.parameters(), head))
+    assert torch.equal(now.slices["ema"]["shadow"]["first.bias"], saved.slices["ema"]["shadow"]["first.bias"])
+    assert torch.equal(now.slices["ema"]["shadow"]["head.bias"], head[1]), "the slice knows of the new parameter"
+    assert now.slices["new"] == {"count": 7}
+    assert "gone" not in now.slices
+    assert now.params["head.weight"] not in now.optimizer.state
+    assert torch.equal(
+        now.optimizer.state[now.params["last.bias"]]["exp_avg"], saved.optimizer.state[saved.params["last.bias"]]["exp_avg"]
+    )
+    assert now.step == 1
+
+
+def test_parameters_that_are_no_longer_there_are_left_out_when_asked_for(tmp_path):
+    save_sharded(tmp_path, state_of(Headed, 0, steps=1))
+    restored = load_sharded(tmp_path, state_of(Net, 1), strict=False)
+    assert restored.unexpected == ("head.weight", "head.bias")
+    assert set(restored.state.slices["ema"]["shadow"]) == set(restored.state.params)
+    assert len(restored.state.optimizer.state) == 4
+
+
+@pytest.mark.parametrize("only", [None, ("model",)], ids=["all", "model"])
+def test_ignored_names_stay_as_they_are_whatever_is_stored(tmp_path, only):
+    save_sharded(tmp_path, saved := state_of(Headed, 0, steps=1))
+    state = state_of(Reheaded, 1, steps=1)
+    with pytest.raises(CheckpointMismatchError, match=r"2 of another shape"):
+        load_sharded(tmp_path, state, only=only)
+    head, average = state.model.head.weight.detach().clone(), state.slices["ema"]["shadow"]["head.weight"].clone()
+    moment = state.optimizer.state[state.model.head.weight]["exp_avg"].clone()
+    restored = load_sharded(tmp_path, state, only=only, ignore=["head.*"])
+    assert (restored.missing, restored.unexpected) == ((), ())
+    now = restored.state
+    assert torch.equal(now.model.head.weight, head)
+    assert torch.equal(now.slices["ema"]["shadow"]["head.weight"], average)
+    assert torch.equal(now.optimizer.state[now.model.head.weight]["exp_avg"], moment)
+    assert torch.equal(now.params["first.weight"], saved.params["first.weight"])
+
+
+def test_another_dtype_has_to_be_asked_for(tmp_path):
+    save_sharded(tmp_path, saved := state_of(Net, 0, steps=1))
+    torch.manual_seed(1)
+    model = Net().to(torch.bfloat16)
+    state = new_state(model, torch.optim.AdamW(model.parameters()))
+    state = replace(state, slices={"ema": {"shadow": {n: p.detach().clone() for n, p in state.params.items()}, "updates": 0}})
+    with pytest.raises(CheckpointMismatchError, match=r"8 of another dtype\).*cast=True converts floating-point dtypes"):
+        load_sharded(tmp_path, state)
+    now = load_sharded(tmp_path, state, cast=True).state
+    for name, param in now.params.items():
+        assert torch.equal(param, saved.params[name].bfloat16())
+        content = now.optimizer.state[param]
+        assert content["exp_avg"].dtype == torch.bfloat16, "as the optimizer would have made it"
+        assert torch.equal(content["exp_avg"], saved.optimizer.state[saved.params[name]]["exp_avg"].bfloat16())
+        assert content["step"].dtype == torch.float32
+    for p in now.params.values():
+        p.grad = torch.ones_like(p)
+    now.optimizer.step()
+
+
+def test_integers_are_not_cast(tmp_path):
+    save_sharded(tmp_path, plain_state())
+    state = plain_state(1)
+    state.model.seen = state.model.seen.int()
+    with pytest.raises(CheckpointMismatchError, match=r"buffers/seen: checkpoint I64 \[\], here I32 \[\]"):
+        load_sharded(tmp_path, state, cast=True)
+
+
+def test_weights_that_were_cast_when_saved_come_back_when_cast_is_given(tmp_path):
+    save_sharded(tmp_path, saved := plain_state(), only=("model",), cast=torch.bfloat16)
+    state = plain_state(1)
+    with pytest.raises(CheckpointMismatchError, match="of another dtype"):
+        load_sharded(tmp_path, state, only=("model",))
+    load_sharded(tmp_path, state, only=("model",), cast=True)
+    assert torch.equal(state.params["first.weight"], saved.params["first.weight"].bfloat16().float())
+
+
+def test_the_table_names_the_nearest_of_the_other_side(tmp_path):
+    class Renamed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.final = self.last
+            del self.last
+
+    save_sharded(tmp_path, plain_state())
+    model = Renamed()
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load_sharded(tmp_path, new_state(model, torch.optim.AdamW(model.parameters())), only=("model",))
+    text = str(caught.value)
+    assert "params/last.weight: checkpoint F32 [2, 7], here nothing (nearest: params/final.weight)" in text
+    assert "params/final.bias: checkpoint nothing, here F32 [2] (nearest: params/last.bias)" in text
+
+
+# Several states
+
+
+def pair(seed: int) -> dict[str, TrainState]:
+    return {"generator": train(plain_state(seed), 1), "critic": train(plain_state(seed + 10, optimizer="sgd"), 2)}
+
+
+def test_several_states_come_back_by_name(tmp_path):
+    saved = pair(0)
+    before = {name: digest(state, rng=False) for name, state in saved.items()}
+    save_sharded(tmp_path, saved, extra={"history": [1]})
+    restored = load_sharded(tmp_path, pair(5), extra={"history": None})
+    assert {name: digest(state, rng=False) for name, state in restored.state.items()} == before
+    assert restored.extra == {"history": [1]}
+    assert (restored.step, restored.state["critic"].step) == (1, 2)
+
+
+def test_several_states_are_loaded_all_or_none(tmp_path):
+    save_sharded(tmp_path, pair(0))
+    states = pair(5)
+    states["critic"] = plain_state(3)
+    before = {name: digest(state) for name, state in states.items()}
+    with pytest.raises(CheckpointMismatchError, match=r"step-00000001: critic does not fit"):
+        load_sharded(tmp_path, states)
+    assert {name: digest(state) for name, state in states.items()} == before
+
+
+STATES = {
+    "one for several": (pair, lambda: plain_state(), "holds the states generator, critic; pass a dict of states"),
+    "several for one": (lambda _: plain_state(), lambda: pair(1), "holds one state without a name"),
+    "another name": (pair, lambda: {"generator": plain_state(), "critics": plain_state()}, "has no state 'critics'"),
+    "one left": (pair, lambda: {"generator": train(plain_state(), 1)}, "holds the state 'critic', too"),
+}
+
+
+@pytest.mark.parametrize(("made", "given", "message"), STATES.values(), ids=STATES)
+def test_other_states_than_were_saved_are_refused(tmp_path, made, given, message):
+    save_sharded(tmp_path, made(0))
+    with pytest.raises(CheckpointMismatchError, match=message):
+        load_sharded(tmp_path, given())
+
+
+def test_the_weights_of_one_of_several_states_can_be_had(tmp_path):
+    saved = pair(0)
+    save_sharded(tmp_path, saved)
+    states = load_sharded(tmp_path, {"critic": plain_state(3)}, only=("model",)).state
+    assert equal(weights_of(states["critic"]), weights_of(saved["critic"]))
+
+
+# Options and messages
+
+BAD_OPTIONS = {
+    "only": ({"only": ("optimizer",)}, r"only must be \('model',\) or None"),
+    "only as text": ({"only": "model"}, r"only must be \('model',\) or None"),
+    "only and extra": ({"only": ("model",), "extra": {"a": 1}}, "takes no extra"),
+    "ignore as text": ({"ignore": "head.*"}, r"ignore takes a list of patterns"),
+    "ignore nothing": ({"ignore": ["head.*"]}, r"no name of the model fits 'head\.\*'"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_options_that_cannot_be_right_are_refused(tmp_path, options, message):
+    save_sharded(tmp_path, plain_state())
+    with pytest.raises(ConfigError, match=message):
+        load_sharded(tmp_path, plain_state(), **options)
+
+
+def test_something_that_is_no_state_is_refused(tmp_path):
+    for wrong in (Net(), {}, {1: plain_state()}, {"a": None}):
+        with pytest.raises((ConfigError, TypeError), match=r"needs a TrainState|not iterable|TrainState"):
+            load_sharded(tmp_path, wrong)
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    state = plain_state()
+    for _ in range(3):
+        state = train(state, 1)
+        save_sharded(tmp_path, state)
+    return tmp_path
+
+
+def said(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("dtrain: ")]
+
+
+def test_the_step_that_is_taken_is_said_in_one_line(root, capsys):
+    load_sharded(root, plain_state())
+    assert said(capsys) == [f"dtrain: load_sharded: taking {root}/step-00000003"]
+    load_sharded(root / "step-00000002", plain_state())
+    assert said(capsys) == [], "who names a step knows which"
+
+
+def test_nothing_to_resume_from_is_said(tmp_path, capsys):
+    load_sharded(tmp_path / "none", plain_state(), missing_ok=True)
+    assert said(capsys) == [f"dtrain: load_sharded: there is no checkpoint in {tmp_path}/none, beginning anew"]
+
+
+def test_why_newer_steps_are_not_taken_is_said(root, capsys):
+    (root / "step-00000003" / "rank-00000.safetensors").write_bytes(b"")
+    (root / "step-00000009.tmp-01234567-89abcdef").mkdir()
+    (root / "step-00000007").mkdir()
+    with pytest.warns(UserWarning, match="is damaged"):
+        load_sharded(root, plain_state(), on_damaged="previous")
+    (line,) = said(capsys)
+    assert line.startswith(
+        f"dtrain: load_sharded: taking {root}/step-00000002; passed over step-00000003 (damaged: rank 0: rank-0"
+    )
+    assert "passed over step-00000007 (its save was not completed)" in line
+    assert "passed over step-00000009.tmp-01234567-89abcdef (its save was not completed)" in line
+
+
+def test_a_lineage_that_was_left_is_said(root, capsys):
+    state = load_sharded(root / "step-00000001", plain_state()).state
+    save_sharded(root, train(state, 1))
+    load_sharded(root, plain_state())
+    (line,) = said(capsys)
+    assert line.endswith("step-00000002; passed over step-00000003 (committed before; the run has gone back since)")
+
+
+def test_the_latest_of_a_step_is_that_step(root):
+    assert latest_checkpoint(root) == root / "step-00000003"
+    assert latest_checkpoint(root / "step-00000002") == root / "step-00000002"
+    (root / "step-00000002" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"latest_checkpoint: .*has no manifest.json: the save was not completed"):
+        latest_checkpoint(root / "step-00000002")
+    (root / "step-00000001" / "manifest.json").write_text("{}")
+    with pytest.raises(DamagedCheckpointError, match=r"latest_checkpoint: .*step-00000001: manifest.json: "):
+        latest_checkpoint(root / "step-00000001")
+
+
+# Nothing changes when it fails
+
+
+def test_an_error_in_any_operation_on_files_changes_nothing(tmp_path):
+    path = save_sharded(tmp_path, train(plain_state(), 1), extra={"counter": Counter()}).path
+    with watching() as watched:
+        load_sharded(path, plain_state(), extra={"counter": Counter()})
+    state = train(plain_state(7), 2)
+    before = digest(state)
+    raised = 0
+    for at in range(len(watched.calls)):
+        with watching(at=at) as failing:
+            try:
+                load_sharded(path, state, extra={"counter": Counter()})
+            except CheckpointError:
+                raised += 1
+                assert digest(state) == before, (at, failing.calls[at])
+                state.check_fresh("here")
+            else:
+                assert failing.calls[at] == "close", failing.calls[at]
+                state = train(plain_state(7), 2)
+                before = digest(state)
+        assert failing.fired
+    assert raised >= len(watched.calls) // 2
+
+
+def test_a_bit_that_flips_on_the_way_in_is_seen_and_changes_nothing(tmp_path):
+    path = save_sharded(tmp_path, train(plain_state(), 1)).path
+    with watching(kind="preadv") as watched:
+        load_sharded(path, plain_state())
+    state = train(plain_state(7), 2)
+    before = digest(state)
+    for at in range(len(watched.calls)):
+        with watching(at=at, kind="preadv", action="flip") as flipping, pytest.raises(DamagedCheckpointError):
+            load_sharded(path, state)
+        assert flipping.fired
+        assert digest(state) == before
+        state.check_fresh("here")
+
+
+class Refusing(Counter):
+    """Draws random numbers, and then refuses its state."""
+
+    def load_state_dict(self, state) -> None:
+        torch.rand(3)
+        super().load_state_dict({"not": state})
+
+
+def test_an_object_that_refuses_its_state_leaves_the_generators_as_they_were(tmp_path):
+    save_sharded(tmp_path, train(plain_state(), 1), extra={"counter": Counter()})
+    state = plain_state(3)
+    before = digest(state)
+    with pytest.raises(ValueError, match="what is"):
+        load_sharded(tmp_path, state, extra={"counter": Refusing()})
+    assert digest(state) == before
+    state.check_fresh("here")
+
+
+def test_each_byte_of_the_tensors_is_fetched_once(tmp_path):
+    path = save_sharded(tmp_path, train(plain_state(), 1)).path
+    size = (path / "rank-00000.safetensors").stat().st_size
+    state = plain_state(1)
+    shutil.rmtree(tmp_path / "none", ignore_errors=True)
+    with watching(kind="preadv") as watched:
+        load_sharded(path, state)
+    assert size < 2**20
+    assert len(watched.calls) == 4, "the manifest twice, the index, and the tensors in one"

@@ -1,0 +1,656 @@
+"""One live job per root: who is refused, whose lock is taken over, and what is left behind."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from checkpoint.states import watching
+from dtrain import storage
+from dtrain.checkpoint import holder as holders
+from dtrain.checkpoint import lock as locks
+from dtrain.checkpoint.lock import LOCK, hold
+from dtrain.errors import CheckpointError
+
+RUN = "a" * 32
+OTHER = "b" * 32
+NOW = 1_000_000.0
+PATIENCE_S = 90.0
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    """No heartbeat of this process unless a test wants one, and no waiting for what is torn."""
+    monkeypatch.setattr(holders, "BEAT_S", 3600.0)
+    monkeypatch.setattr(holders, "TORN_AFTER_S", 0.05)
+    monkeypatch.setattr(locks, "_POLL_S", 0.01)
+
+
+def names(root: Path) -> list[str]:
+    """All that is there."""
+    return sorted(os.listdir(root))
+
+
+def python(script: str, *args: object, **options) -> subprocess.Popen[str]:
+    """A process of its own, without torch: it is there in a tenth of a second."""
+    imports = (
+        "import os, sys, time; from pathlib import Path; from dtrain import storage; from dtrain.checkpoint import holder, lock"
+    )
+    command = [sys.executable, "-c", f"{imports}\n{script}", *map(str, args)]
+    return subprocess.Popen(
+        command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What a process that was to end well has printed."""
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err
+    return out
+
+
+@contextmanager
+def holding(root: Path):
+    """Another process, which holds the root until the block ends. It is killed then, so that the lock file stays."""
+    process = python(f"held = lock.hold(Path(sys.argv[1]), {OTHER!r}); print('held', flush=True); sys.stdin.read()", root)
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=PATIENCE_S)
+
+
+def on_disk(root: Path) -> holders.Holder:
+    found = holders.parse((root / LOCK).read_bytes())
+    assert found is not None
+    return found
+
+
+def somebody(**changes: object) -> holders.Holder:
+    """A holder on another host, alive now."""
+    known = {"host": "elsewhere", "pid": 17, "started": 5, "boot": "other-boot", "space": "pid:[1]", "run_id": OTHER}
+    return replace(holders.Holder(token="0123456789abcdef", since=time.time(), beat=time.time(), **known), **changes)
+
+
+def test_a_lock_is_there_while_it_is_held_and_gone_with_the_last_hold(tmp_path):
+    root = tmp_path / "new" / "root"
+    first = hold(root, RUN, protected=[3])
+    second = hold(root, OTHER, protected=[4])
+    assert (on_disk(root).pid, on_disk(root).run_id) == (os.getpid(), RUN), "the second changed nothing"
+    assert locks.protected_here(root) == {3, 4}
+    first.release()
+    first.release()
+    second.check()
+    assert locks.held_here(root)
+    with pytest.raises(CheckpointError, match="the lock was released; take it again before saving"):
+        first.check()
+    second.release()
+    assert names(root) == []
+    assert not locks.held_here(root)
+    assert locks.protected_here(root) == set()
+
+
+def test_a_lock_that_nobody_refers_to_is_released(tmp_path):
+    held = hold(tmp_path, RUN)
+    assert repr(held) == f"Lock('{tmp_path / LOCK}')"
+    del held
+    gc.collect()
+    assert names(tmp_path) == []
+    with hold(tmp_path, RUN) as held:
+        assert held.root == tmp_path
+    assert names(tmp_path) == []
+    assert locks.HEARTBEAT not in {thread.name for thread in threading.enumerate() if not thread.daemon}
+
+
+def test_the_heartbeat_ends_with_the_last_lock(tmp_path):
+    with hold(tmp_path / "a", RUN), hold(tmp_path / "b", RUN):
+        assert [thread.name for thread in threading.enumerate()].count(locks.HEARTBEAT) >= 1
+    beating = [thread for thread in threading.enumerate() if thread.name == locks.HEARTBEAT]
+    for thread in beating:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in beating)
+
+
+def test_a_root_of_another_live_process_is_refused_by_name(tmp_path):
+    with holding(tmp_path) as process:
+        there = on_disk(tmp_path)
+        with pytest.raises(CheckpointError) as refused:
+            hold(tmp_path, RUN)
+        assert str(refused.value) == (
+            f"{tmp_path}: is in use by another live job (host {there.host}, pid {process.pid}, since "
+            f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(there.since))}, run {OTHER}); "
+            "save into another root, or end that job first"
+        )
+        assert on_disk(tmp_path) == there
+        assert names(tmp_path) == [LOCK]
+    assert not locks.held_here(tmp_path)
+
+
+def test_a_stopped_process_is_alive(tmp_path):
+    with holding(tmp_path) as process:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(CheckpointError, match=f"pid {process.pid}"):
+            hold(tmp_path, RUN)
+
+
+@pytest.mark.parametrize("reaped", [True, False], ids=["gone", "zombie"])
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, reaped):
+    with holding(tmp_path) as process:
+        process.kill()
+        if reaped:
+            process.wait(PATIENCE_S)
+        else:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert on_disk(tmp_path).pid == process.pid, "SIGKILL leaves it"
+        with hold(tmp_path, RUN):
+            assert on_disk(tmp_path).pid == os.getpid()
+            assert names(tmp_path) == [LOCK]
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError"])
+def test_a_process_that_ends_normally_leaves_no_lock(tmp_path, end):
+    process = python(
+        f"held = lock.hold(Path(sys.argv[1]), {RUN!r})\nassert Path(sys.argv[1], 'run.lock').exists()\n{end}", tmp_path
+    )
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == {"": 0, "sys.exit(3)": 3, "raise ValueError": 1}[end]
+    assert names(tmp_path) == []
+
+
+def test_a_program_that_replaces_itself_takes_its_lock_again(tmp_path):
+    script = """
+root = Path(sys.argv[1])
+if (root / "run.lock").exists():
+    held = lock.hold(root, "b" * 32)
+    held.check()
+    print(holder.parse((root / "run.lock").read_bytes()).run_id)
+else:
+    held = lock.hold(root, "a" * 32)
+    os.execv(sys.executable, [sys.executable, "-c", Path(sys.argv[2]).read_text(), *sys.argv[1:]])
+"""
+    process = python(script, tmp_path / "root", tmp_path / "script")
+    (tmp_path / "script").write_text(process.args[2])
+    assert finished(process) == OTHER + "\n"
+    assert names(tmp_path / "root") == []
+
+
+def test_a_fork_holds_nothing_and_removes_nothing(tmp_path):
+    script = """
+root = Path(sys.argv[1])
+held = lock.hold(root, "a" * 32)
+pid = os.fork()
+if pid == 0:
+    for attempt in (held.check, lambda: lock.hold(root, "a" * 32)):
+        try:
+            attempt()
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+    assert not lock.held_here(root)
+    held.release()
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+print((root / "run.lock").exists())
+held.check()
+"""
+    lines = finished(python(script, tmp_path)).splitlines()
+    assert lines[0].endswith("is held by the process that this one is a fork of; save from that one")
+    assert "is in use by another live job" in lines[1]
+    assert lines[2:] == ["True"]
+    assert names(tmp_path) == []
+
+
+ME = {"host": "here", "boot": "boot", "space": "pid:[1]"}
+ALIVE = {"pid": os.getpid(), "started": holders.look_at(os.getpid())}
+ENDED = {"pid": 2**31 - 1, "started": 7}
+VERDICTS = {
+    "this process": (ME | ALIVE, 1e9, "live"),
+    "a pid that does not exist": (ME | ENDED, 0.0, "dead"),
+    "a pid that was given out again": (ME | ALIVE | {"started": 7}, 0.0, "dead"),
+    "a start time that nobody wrote down": (ME | ALIVE | {"started": None}, 1e9, "live"),
+    "another user's process": (ME | {"pid": 1, "started": None}, 1e9, "live"),
+    "the same kernel by another name": (ME | ALIVE | {"host": "container"}, 1e9, "live"),
+    "another pid namespace, silent for 59 s": (ME | ENDED | {"space": "pid:[2]"}, 59.0, "unknown"),
+    "another pid namespace, silent for 60 s": (ME | ALIVE | {"space": "pid:[2]"}, 60.0, "dead"),
+    "another boot, silent for 19 s": (ME | ENDED | {"boot": "before"}, 19.0, "unknown"),
+    "another boot, silent for 20 s": (ME | ALIVE | {"boot": "before"}, 20.0, "dead"),
+    "another host, silent for 59 s": (ME | ENDED | {"host": "there", "boot": "its"}, 59.0, "unknown"),
+    "another host, silent for 60 s": (ME | ALIVE | {"host": "there", "boot": "its"}, 60.0, "dead"),
+    "another host, whose clock is an hour ahead": (ME | ALIVE | {"host": "there", "boot": "its"}, -3600.0, "unknown"),
+    "no /proc there": (ME | ENDED | {"boot": None, "space": None}, 30.0, "unknown"),
+}
+
+
+@pytest.mark.parametrize(("who", "silent_s", "verdict"), VERDICTS.values(), ids=VERDICTS)
+def test_who_lives_is_told_by_the_pid_where_it_means_something_and_by_the_heartbeat_elsewhere(who, silent_s, verdict):
+    me = somebody(**ME, **ALIVE)
+    holder = somebody(**{**who, "beat": NOW - silent_s})
+    assert holders.judge(holder, me, now=NOW, unchanged_s=0.0) == verdict
+
+
+def test_what_was_watched_for_long_enough_is_dead_whatever_its_clock_says():
+    holder, me = somebody(beat=NOW + 3600), somebody(**ME, **ALIVE)
+    assert holders.judge(holder, me, now=NOW, unchanged_s=59.0) == "unknown"
+    assert holders.judge(holder, me, now=NOW, unchanged_s=60.0) == "dead"
+
+
+def test_without_proc_the_heartbeat_decides():
+    bare = {"boot": None, "space": None, "started": None}
+    holder, me = somebody(**{**ME, **ENDED, **bare}, beat=NOW), somebody(**{**ME, **ALIVE, **bare})
+    assert holders.judge(holder, me, now=NOW + 59, unchanged_s=0.0) == "unknown"
+    assert holders.judge(holder, me, now=NOW + 60, unchanged_s=0.0) == "dead"
+
+
+def test_a_record_comes_back_and_nothing_else_is_taken_for_one():
+    me = holders.this_process(RUN, now=NOW)
+    data = me.encode()
+    assert holders.parse(data) == me
+    assert len(data) < holders.MAX_BYTES / 4
+    assert (me.pid, me.started) == (os.getpid(), holders.look_at(os.getpid()))
+    assert None not in (me.boot, me.space), "this is Linux"
+    assert data.startswith(b'{"token": "'), "a part of it is known by its token"
+    assert holders.parse(replace(me, pid=10**30).encode()).pid < 2**31, "what no process has can be asked about"
+    for wrong in (
+        *(data[:length] for length in range(len(data) - 2)),
+        data.replace(b'"version": 1', b'"version": 2'),
+        data.replace(b"dtrain-lock", b"other-lock"),
+        data.replace(b'"pid": ', b'"pid": -'),
+        data.replace(b'"since": 1000000.0', b'"since": 1e300'),
+        data.replace(b'"since": 1000000.0', b'"since": NaN'),
+        data.replace(RUN.encode(), b"\\u001b[2J"),
+        b"[" * 4000,
+    ):
+        assert holders.parse(wrong) is None, wrong
+
+
+def test_each_renewal_differs_even_when_the_clock_goes_back():
+    me = holders.this_process(RUN, now=NOW)
+    assert holders.renewed(me, now=NOW + 5).beat == NOW + 5
+    assert holders.renewed(me, now=NOW - 5).beat > NOW
+
+
+def test_a_holder_elsewhere_that_renews_its_lock_is_refused(tmp_path):
+    (tmp_path / LOCK).write_bytes(somebody().encode())
+    stop = threading.Event()
+
+    def renew():
+        while not stop.wait(0.05):
+            storage.replace_file(tmp_path / LOCK, somebody(beat=time.time()).encode())
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"in use by another live job \(host elsewhere, pid 17"):
+            hold(tmp_path, RUN)
+    finally:
+        stop.set()
+        thread.join()
+    assert names(tmp_path) == [LOCK]
+
+
+def test_a_holder_elsewhere_that_is_silent_is_watched_and_then_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(holders, "DEAD_AFTER_S", 0.3)
+    (tmp_path / LOCK).write_bytes(somebody(beat=time.time() + 1000).encode())
+    begun = time.monotonic()
+    with hold(tmp_path, RUN):
+        assert time.monotonic() - begun >= 0.3
+        assert on_disk(tmp_path).pid == os.getpid()
+
+
+def test_a_holder_elsewhere_that_has_been_silent_is_taken_over_without_waiting(tmp_path, monkeypatch):
+    (tmp_path / LOCK).write_bytes(somebody(beat=time.time() - 61).encode())
+    monkeypatch.setattr(locks.time, "sleep", lambda seconds: pytest.fail("waited"))
+    with hold(tmp_path, RUN):
+        assert on_disk(tmp_path).pid == os.getpid()
+    assert names(tmp_path) == []
+
+
+TORN = {"empty": b"", "half": somebody().encode()[:50], "text": b"mine!\n", "large": b"x" * 10_000, "binary": b"\xff\0" * 9}
+
+
+@pytest.mark.parametrize("content", TORN.values(), ids=TORN)
+def test_what_is_no_record_and_does_not_change_is_taken_over(tmp_path, content):
+    (tmp_path / LOCK).write_bytes(content)
+    with hold(tmp_path, RUN):
+        assert on_disk(tmp_path).pid == os.getpid()
+    assert names(tmp_path) == []
+
+
+def test_what_is_no_record_may_be_one_that_is_being_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(holders, "TORN_AFTER_S", PATIENCE_S)
+    with holding(tmp_path):
+        whole = (tmp_path / LOCK).read_bytes()
+        (tmp_path / LOCK).write_bytes(whole[:40])
+        timer = threading.Timer(0.2, (tmp_path / LOCK).write_bytes, [whole])
+        timer.start()
+        with pytest.raises(CheckpointError, match="in use by another live job"):
+            hold(tmp_path, RUN)
+        timer.join()
+
+
+def test_a_folder_in_the_place_of_the_lock_is_an_error_and_stays(tmp_path):
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(IsADirectoryError):
+        hold(tmp_path, RUN)
+    assert names(tmp_path) == [LOCK]
+
+
+def test_what_others_left_while_they_took_over_is_removed_and_files_of_the_user_are_not(tmp_path):
+    for name in (f"{LOCK}.0123456789abcdef", f"{LOCK}.01234567.tmp", f"{LOCK}.bak", "notes"):
+        (tmp_path / name).touch()
+    with hold(tmp_path, RUN):
+        assert names(tmp_path) == ["notes", LOCK, f"{LOCK}.bak"]
+
+
+def test_the_heartbeat_renews_the_lock_and_finds_out_when_another_has_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(holders, "BEAT_S", 0.02)
+    with hold(tmp_path, RUN) as held:
+        before, deadline = on_disk(tmp_path), time.monotonic() + PATIENCE_S
+        while on_disk(tmp_path).beat == before.beat:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        held.check()
+        assert replace(on_disk(tmp_path), beat=before.beat) == before
+        storage.replace_file(tmp_path / LOCK, somebody().encode())
+        while held._held.lost is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (tmp_path / LOCK).unlink()  # the other has ended, but what it did to the root is not known here
+        with pytest.raises(CheckpointError, match=r"another process has taken the lock of this run \(host elsewhere, pid 17"):
+            held.check()
+        with hold(tmp_path, RUN) as again:
+            again.check()
+            with pytest.raises(CheckpointError, match="another process has taken the lock"):
+                held.check()
+        assert names(tmp_path) == []
+
+
+def test_a_robbed_holder_leaves_the_lock_to_the_other(tmp_path):
+    with hold(tmp_path, RUN) as held:
+        storage.replace_file(tmp_path / LOCK, somebody().encode())
+        with pytest.raises(CheckpointError, match="was silent for so long that it was taken for dead; end one of the two"):
+            held.check()
+    assert on_disk(tmp_path) == replace(somebody(), since=on_disk(tmp_path).since, beat=on_disk(tmp_path).beat)
+
+
+def test_a_lock_that_was_removed_by_hand_is_put_back(tmp_path):
+    with hold(tmp_path, RUN) as held:
+        (tmp_path / LOCK).unlink()
+        locks._renew(held._of, held._held)
+        assert names(tmp_path) == [], "it may have gone with its folder: a save sees to it"
+        held.check()
+        assert on_disk(tmp_path).pid == os.getpid()
+
+
+def test_a_lock_that_is_gone_after_a_long_silence_may_have_been_anothers(tmp_path):
+    with hold(tmp_path, RUN) as held:
+        held._held.me = replace(held._held.me, beat=time.time() - 61)
+        (tmp_path / LOCK).unlink()
+        with pytest.raises(CheckpointError, match="one that has ended since"):
+            held.check()
+
+
+def test_a_root_that_was_removed_is_no_error_until_the_next_save(tmp_path):
+    with hold(tmp_path / "root", RUN) as held:
+        (tmp_path / "root" / LOCK).unlink()
+        (tmp_path / "root").rmdir()
+        locks._renew(held._of, held._held)
+        with pytest.raises(FileNotFoundError):
+            held.check()
+    assert names(tmp_path) == []
+
+
+def test_a_heartbeat_that_fails_is_tried_again(tmp_path):
+    with hold(tmp_path, RUN) as held:
+        before = on_disk(tmp_path)
+        with watching(at=0, kind="write") as watched:
+            locks._renew(held._of, held._held)
+        assert watched.fired
+        assert on_disk(tmp_path) == before
+        locks._renew(held._of, held._held)
+        assert on_disk(tmp_path).beat > before.beat
+        held.check()
+
+
+def test_a_lock_that_cannot_be_written_leaves_nothing(tmp_path):
+    with watching(at=0, kind="write") as watched, pytest.raises(OSError, match=r"No space left on device: '.*run.lock'"):
+        hold(tmp_path, RUN)
+    assert watched.fired
+    assert names(tmp_path) == []
+
+
+def test_a_lock_that_is_released_during_a_heartbeat_is_not_written_again(tmp_path, monkeypatch):
+    """The garbage collector runs anywhere, in the thread of the heartbeat as well."""
+    held = hold(tmp_path, RUN)
+    real = storage.replace_file
+
+    def replace_after_release(path, data):
+        held.release()
+        real(path, data)
+
+    monkeypatch.setattr(storage, "replace_file", replace_after_release)
+    locks._renew(held._of, held._held)
+    assert names(tmp_path) == []
+
+
+def test_an_object_store_has_the_same_lock(tmp_path):
+    """In this process's memory: a store that renames nothing and has no folders."""
+    root = storage.place(f"memory://{tmp_path.name}/root")
+    assert not storage.renames(root)
+    with hold(root, RUN) as held:
+        assert storage.list_names(root) == [LOCK]
+        locks._renew(held._of, held._held)
+        held.check()
+    assert not storage.exists(root)
+    storage.create_file(root / LOCK, replace(holders.this_process(OTHER, now=time.time()), **ENDED).encode())
+    with hold(root, RUN):
+        assert storage.list_names(root) == [LOCK]
+    assert not storage.exists(root)
+
+
+def test_threads_of_one_process_hold_a_root_together(tmp_path):
+    meet, held, errors = threading.Barrier(4), [], []
+
+    def take():
+        meet.wait(PATIENCE_S)
+        try:
+            held.append(hold(tmp_path, RUN))
+        except CheckpointError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert errors == []
+    for lock in held:
+        lock.check()
+        lock.release()
+    assert (len(held), names(tmp_path)) == (4, [])
+
+
+def left_by_the_dead(root: Path) -> None:
+    """The lock of a process of this host that has ended."""
+    root.mkdir(exist_ok=True)
+    (root / LOCK).write_bytes(replace(holders.this_process(OTHER, now=time.time()), **ENDED).encode())
+
+
+@pytest.mark.parametrize("begin", [Path.mkdir, left_by_the_dead], ids=["free", "dead"])
+def test_a_failing_operation_anywhere_is_raised_and_the_next_attempt_succeeds(tmp_path, begin):
+    with watching() as watched:
+        begin(tmp_path / "all")
+        hold(tmp_path / "all", RUN).release()
+    raised = 0
+    for at in range(len(watched.calls)):
+        root = tmp_path / str(at)
+        begin(root)
+        with watching(at=at) as watched:
+            try:
+                hold(root, RUN).release()
+            except OSError:
+                raised += 1
+        assert watched.fired
+        with hold(root, RUN) as held:
+            held.check()
+            assert names(root) == [LOCK], f"{watched.calls[at]} {at} failed"
+        assert names(root) == []
+    assert raised > len(watched.calls) / 4
+
+
+DYING = """
+import dataclasses
+class Dying:
+    def __init__(self, at):
+        self.left = at
+    def __getattr__(self, name):
+        real = getattr(os, name)
+        if name not in ("open", "write", "fsync", "close", "rename", "unlink", "listdir", "stat", "lstat", "preadv"):
+            return real
+        def counted(*args, **options):
+            if self.left == 0:
+                os._exit(9)
+            self.left -= 1
+            return real(*args, **options)
+        return counted
+
+holder.TORN_AFTER_S, lock._POLL_S = 0.05, 0.01
+ended = dataclasses.replace(holder.this_process("b" * 32, now=time.time()), pid=2**31 - 1)
+root, at, code = Path(sys.argv[1]), 0, 9
+root.mkdir()
+while code == 9:
+    if sys.argv[2] == "dead":
+        (root / "run.lock").write_bytes(ended.encode())
+    pid = os.fork()
+    if pid == 0:
+        storage.local.os = Dying(at)
+        held = lock.hold(root, "a" * 32)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with lock.hold(root, "c" * 32) as held:
+        held.check()
+        assert os.listdir(root) == ["run.lock"], (at, os.listdir(root))
+    assert os.listdir(root) == [], at
+    at += 1
+assert code == 0
+print(at)
+"""
+
+
+@pytest.mark.parametrize(("begin", "least"), [("free", 8), ("dead", 25)])
+def test_a_process_that_dies_anywhere_while_it_takes_the_lock_is_no_obstacle(tmp_path, begin, least):
+    assert int(finished(python(DYING, tmp_path / "root", begin))) > least
+
+
+class Interleaved:
+    """An ``os`` for ``dtrain.storage.local`` that lets another process act before the k-th operation on a file."""
+
+    def __init__(self, at: int, act) -> None:
+        self.left, self.act = at, act
+
+    def __getattr__(self, name: str):
+        real = getattr(os, name)
+        if name not in ("open", "rename", "unlink", "stat", "preadv"):
+            return real
+
+        def counted(*args, **options):
+            self.left -= 1
+            if self.left == -1:
+                self.act()
+            return real(*args, **options)
+
+        return counted
+
+
+def attempt(path: Path, who: holders.Holder) -> holders.Holder | None:
+    try:
+        return locks._take(path, who)
+    except CheckpointError:
+        return None
+
+
+def test_of_two_that_take_over_a_dead_lock_one_succeeds_whenever_the_other_comes(tmp_path):
+    """Both are live processes of this host; the second acts as a whole at every point of the first one's way."""
+    with holding(tmp_path / "a") as a, holding(tmp_path / "b") as b:
+        assert a.pid != b.pid
+        one, two = on_disk(tmp_path / "a"), on_disk(tmp_path / "b")
+        won, at, fired = [], 0, True
+        while fired:
+            root = tmp_path / str(at)
+            left_by_the_dead(root)
+            got: list[holders.Holder | None] = []
+
+            def act(root=root, got=got):
+                storage.local.os = os
+                got.append(attempt(root / LOCK, two))
+
+            storage.local.os = Interleaved(at, act)
+            try:
+                mine = attempt(root / LOCK, one)
+            finally:
+                storage.local.os = os
+            fired = bool(got)
+            if fired:
+                theirs = got[0]
+                assert (mine is None) != (theirs is None), f"at {at}: {mine}, {theirs}"
+                winner = mine or theirs
+                assert on_disk(root).token == winner.token
+                won.append(winner.pid)
+                assert names(root) == [LOCK]
+            at += 1
+    assert set(won) == {a.pid, b.pid}, "the second comes early enough, and too late"
+    assert len(won) > 10
+
+
+RACE = """
+ended = Path(sys.argv[1])
+go = Path(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(int(sys.argv[3])):
+    root = ended / str(number)
+    try:
+        held = lock.hold(root, "a" * 32)
+        held.check()
+        print("held", flush=True)
+    except Exception as error:
+        assert "in use by another live job" in str(error), error
+        print("refused", flush=True)
+    sys.stdin.readline()
+    held = None
+print("end", flush=True)
+"""
+
+
+def test_of_many_that_race_for_a_dead_lock_one_gets_it(tmp_path):
+    rounds = 20
+    for number in range(rounds):
+        left_by_the_dead(tmp_path / str(number))
+    racers = [python(RACE, tmp_path, tmp_path / "go", rounds) for _ in range(4)]
+    try:
+        assert [racer.stdout.readline() for racer in racers] == ["ready\n"] * 4
+        for number in range(rounds):
+            for racer in racers:
+                racer.stdin.write("\n")
+                racer.stdin.flush()
+            said = sorted(racer.stdout.readline() for racer in racers)
+            assert said == ["held\n", "refused\n", "refused\n", "refused\n"], number
+            assert names(tmp_path / str(number)) == [LOCK]
+        for racer in racers:
+            racer.stdin.write("\n")
+            racer.stdin.flush()
+            finished(racer)
+    finally:
+        for racer in racers:
+            racer.kill()
+            racer.communicate(timeout=PATIENCE_S)
+    assert [names(tmp_path / str(number)) for number in range(rounds)] == [[]] * rounds

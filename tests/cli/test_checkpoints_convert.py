@@ -1,0 +1,162 @@
+"""``dtrain checkpoints convert`` and ``prune``, tables and bars, and what the commands cost to start."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dtrain.cli.checkpoints.converting import parse_size
+from dtrain.cli.checkpoints.output import Bar, print_table
+from dtrain.errors import ConfigError
+
+
+def test_convert_says_what_it_wrote(checkpoints, root):
+    code, out, err = checkpoints("convert", "root", "hf", "--to", "hf", "--cast", "bf16")
+    assert (code, out, err) == (0, f"{root.parent / 'hf'}: 5 tensors, 124 B\n", "")
+    assert load_file("hf/model.safetensors")["first.weight"].dtype == torch.bfloat16
+
+
+def test_convert_json(checkpoints, root):
+    code, out, _ = checkpoints("convert", "root/step-00000001", "weights", "--to", "dtrain", "--step", "9", "--json")
+    path = root.parent / "weights" / "step-00000009"
+    assert (code, json.loads(out)) == (0, {"path": str(path), "tensors": 5, "bytes": 240})
+    assert checkpoints("verify", "--deep", "weights")[0] == 0
+
+
+def test_convert_options_reach_the_conversion(checkpoints, root):
+    save_file({"a": torch.ones(4), "b": torch.ones(4), "table": torch.ones(2)}, "x.safetensors")
+    args = ["--tie", "b=a", "--buffers", "tab*", "--from", "hf"]
+    assert checkpoints("convert", "x.safetensors", "out", "--to", "dtrain", *args)[0] == 0
+    shown = json.loads(checkpoints("show", "out", "--json")[1])
+    assert [tensor["key"] for tensor in shown["tensors"]] == ["params/a", "buffers/table"]
+    assert checkpoints("convert", "x.safetensors", "hf", "--to", "hf", "--max-shard-size", "16B")[0] == 2
+    assert checkpoints("convert", "x.safetensors", "hf", "--to", "hf", "--max-shard-size", "17")[0] == 0
+    assert len(os.listdir("hf")) == 4
+
+
+MISTAKES = {
+    "no source": (["nope", "out", "--to", "hf"], 2, "there is no file or folder "),
+    "an empty path": (["", "out", "--to", "hf"], 2, "a path is empty; name the checkpoint"),
+    "target": (["root", "out", "--to", "gguf"], 2, "to must be one of hf, dtrain, dcp, got 'gguf'"),
+    "existing": (["root", "root", "--to", "hf"], 2, "root exists; name a folder that does not"),
+    "size": (["root", "out", "--to", "hf", "--max-shard-size", "huge"], 2, "--max-shard-size must be a size as in 5GB"),
+    "tie": (["root", "out", "--to", "hf", "--tie", "x"], 2, "--tie takes ALIAS=NAME, got 'x'"),
+    "trust": (["x.pt", "out", "--to", "hf"], 2, "is a pickle: reading it runs what is in it; pass trust (--trust)"),
+    "nothing there": (["empty", "out", "--to", "hf"], 1, "is no checkpoint of dtrain"),
+    "a state": (["root", "out", "--to", "hf", "--state", "gan"], 1, "holds one state without a name, not 'gan'"),
+}
+
+
+@pytest.mark.parametrize(("args", "code", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_mistake_is_one_line_and_leaves_nothing(checkpoints, root, args, code, expected):
+    (root.parent / "x.pt").write_bytes(b"")
+    (root.parent / "empty").mkdir()
+    assert checkpoints("convert", *args)[:2] == (code, "")
+    err = checkpoints("convert", *args)[2]
+    assert err.startswith("dtrain: checkpoints: convert: ")
+    assert expected in err
+    assert err.count("\n") == 1
+    assert sorted(os.listdir(root.parent)) == ["empty", "root", "x.pt"]
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1GB", "5 XB", "1e9", "0.1B"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match="must be a size as in 5GB or 512MiB, got"):
+        parse_size("--max-shard-size", text)
+
+
+def test_prune_says_what_it_would_remove_and_removes_it(checkpoints, root):
+    before = sorted(os.listdir(root))
+    code, out, err = checkpoints("prune", "root", "--keep-last", "1", "--dry-run")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].startswith("step-00000001: would be removed, ")
+    assert sorted(os.listdir(root)) == before
+    assert checkpoints("prune", "root", "--keep-last", "1", "--pin", "1")[1] == "nothing to remove\n"
+    found = json.loads(checkpoints("prune", "root", "--keep-last", "1", "--json")[1])
+    assert [(step["step"], step["path"]) for step in found["removed"]] == [(1, str(root / "step-00000001"))]
+    assert (found["root"], found["dry_run"]) == (str(root), False)
+    assert not (root / "step-00000001").exists()
+    assert (root / "step-00000002").exists()
+
+
+def test_prune_mistakes_are_one_line(checkpoints, root):
+    for args in (["root", "--keep-last", "0"], ["root/step-00000001", "--keep-last", "1"], ["nope", "--keep-last", "1"]):
+        code, out, err = checkpoints("prune", *args)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith("dtrain: checkpoints: prune: ")
+
+
+class Terminal:
+    """A stream that takes itself for a terminal."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+        return len(text)
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return True
+
+
+def test_a_bar_is_drawn_on_a_terminal_once_it_takes_long():
+    slow, quick = Terminal(), Terminal()
+    with Bar("comparing", 100, after_s=0, stream=slow) as bar:
+        bar.advance(40)
+        bar.advance(60)
+    with Bar("comparing", 100, after_s=1000, stream=quick) as bar:
+        bar.advance(100)
+    assert "comparing" in slow.text
+    assert quick.text == ""
+
+
+def test_a_bar_is_not_drawn_into_a_file(tmp_path):
+    with open(tmp_path / "log", "w") as log, Bar("comparing", 100, after_s=0, stream=log) as bar:
+        bar.advance(100)
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_a_table_keeps_long_rows_whole_where_no_terminal_is(capsys):
+    print_table(("name", "size"), [("x" * 500, "1 B"), ("[bold]y", "20 B")], right=(1,))
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split() == ["name", "size"]
+    assert first == f"{'x' * 500}   1 B"
+    assert second.split() == ["[bold]y", "20", "B"]
+
+
+def test_a_table_fits_a_terminal_and_cannot_steer_it(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    print_table(("name", "size"), [("y" * 90 + "\x1b]0;x\x07", "1 B")])
+    lines = terminal.text.splitlines()
+    assert max(map(len, lines[1:])) <= 40
+    assert "".join(line.split()[0] for line in lines[1:]) == "y" * 90 + r"\x1b]0;x\x07"
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "show", "diff", "prune", "convert"])
+def test_help_imports_nothing_heavy(command):
+    code = f"""
+import sys
+import typer
+before = set(sys.modules)  # older releases import rich at once
+sys.argv = ["dtrain", "checkpoints", {command!r}, "--help"]
+from dtrain.cli.main import run
+try:
+    run()
+finally:
+    print("LOADED", [name for name in ("torch", "numpy", "rich") if name in sys.modules and name not in before])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert result.stdout.splitlines()[-1] == "LOADED []", result
+    assert "Exit codes: 0 " in result.stdout
+    assert result.returncode == 0

@@ -1,0 +1,229 @@
+"""Files on real servers: one contract for all of them, as local files keep it."""
+
+import os
+import threading
+
+import pytest
+
+from dtrain import storage
+from dtrain.storage import remote
+from dtrain.storage.stores import base, s3, sftp
+from places import servers
+
+PLACES = ["memory", "s3", "az", "gs", "sftp"]
+SIZES = [300_000, 5, 0, 400_000, 70_001]
+CONTENT = os.urandom(sum(SIZES))
+
+
+def part_of(part):
+    """In two buffers, of which one cannot be changed and one can."""
+    begin = sum(SIZES[:part])
+    data = CONTENT[begin : begin + SIZES[part]]
+    return [data[:1000], bytearray(data[1000:])]
+
+
+@pytest.fixture(params=PLACES)
+def root(request, reach, monkeypatch):
+    """An empty folder on a server that takes small parts."""
+    for store in (base.ObjectStore, sftp.SftpStore):
+        monkeypatch.setattr(store, "part_bytes", 2**18)
+    monkeypatch.setattr(remote, "_PIECE_BYTES", 100_000)
+    folder = storage.place(reach(request.param).root())
+    storage.make_folders(folder)
+    return folder
+
+
+def test_what_a_file_is(root):
+    assert not storage.exists(root / "file")
+    assert storage.file_size(root / "file") is None
+    storage.write_file(root / "file", b"0123456789")
+    assert storage.exists(root / "file")
+    assert storage.file_size(root / "file") == 10
+    assert not storage.is_folder(root / "file")
+    assert storage.is_folder(root)
+    assert storage.file_size(root) is None
+    assert storage.free_bytes(root) is None
+
+
+def test_ranges_of_a_file(root):
+    storage.write_file(root / "file", b"0123456789")
+    with storage.FileReader(root / "file") as file:
+        out = bytearray(4)
+        assert (file.size, file.read_into(3, memoryview(out)), bytes(out)) == (10, 4, b"3456")
+        assert (file.read_into(8, memoryview(out)), bytes(out)) == (2, b"8956"), "the end of the file"
+        assert file.read_into(10, memoryview(out)) == 0
+    with pytest.raises(OSError, match="has 10 bytes, at most 9 are read"):
+        storage.read_file(root / "file", limit=9)
+
+
+def test_what_is_not_there_is_said_with_its_name(root):
+    with pytest.raises(FileNotFoundError, match=f"'{root}/none'"):
+        storage.FileReader(root / "none")
+    with pytest.raises(FileNotFoundError, match=f"'{root}/none'"):
+        storage.list_names(root / "none")
+    storage.make_folders(root / "folder")
+    storage.write_file(root / "folder" / "file", b"")
+    with pytest.raises(OSError, match="not a regular file"):
+        storage.FileReader(root / "folder")
+
+
+def test_an_empty_file_is_a_file(root):
+    storage.create_file(root / "file", b"")
+    storage.write_parts(root / "parts", [], part_of, threads=4)
+    assert storage.list_names(root) == ["file", "parts"]
+    assert storage.read_file(root / "file", limit=0) == b"" == storage.read_file(root / "parts", limit=0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_file_of_parts_comes_back_whole(root, threads):
+    asked = []
+
+    def once(part):
+        asked.append(part)
+        return part_of(part)
+
+    storage.write_parts(root / "data", SIZES, once, threads=threads)
+    assert sorted(asked) == list(range(len(SIZES)))
+    assert storage.list_names(root) == ["data"], "and nothing beside it"
+    assert storage.read_file(root / "data", limit=2**30) == CONTENT
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("dtrain-")] == []
+
+
+def test_a_failed_source_leaves_no_file(root):
+    def fails(part):
+        if part == 3:
+            raise ValueError("the source")
+        return part_of(part)
+
+    with pytest.raises(ValueError, match="the source"):
+        storage.write_parts(root / "data", SIZES, fails, threads=2)
+    assert not storage.exists(root / "data")
+    storage.create_file(root / "other", b"")
+    assert storage.list_names(root) == ["other"]
+
+
+def test_a_writer_sends_when_it_is_synced(root):
+    with storage.FileWriter(root / "file") as file:
+        file.write(CONTENT[:400_000])
+        file.write(CONTENT[400_000:])
+        assert file.written == len(CONTENT)
+        assert not storage.exists(root / "file")
+        file.sync()
+    assert storage.read_file(root / "file", limit=2**30) == CONTENT
+    with pytest.raises(FileExistsError):
+        storage.FileWriter(root / "file")
+
+
+@pytest.mark.parametrize("how", ["create", "write", "parts"])
+def test_existing_files_are_never_overwritten(root, how):
+    storage.create_file(root / "file", b"old")
+    again = {
+        "create": lambda: storage.create_file(root / "file", b"new"),
+        "write": lambda: storage.write_file(root / "file", b"new"),
+        "parts": lambda: storage.write_parts(root / "file", SIZES, part_of, threads=2),
+    }
+    with pytest.raises(FileExistsError, match=rf"^\[Errno 17\] File exists: '{root}/file'$"):
+        again[how]()
+    assert storage.read_file(root / "file", limit=9) == b"old"
+    assert storage.list_names(root) == ["file"]
+
+
+def test_of_many_that_create_a_file_one_succeeds(root):
+    ready = threading.Barrier(6, timeout=servers.LONG_S)
+    won, lost = [], []
+
+    def create(number):
+        ready.wait()
+        try:
+            storage.create_file(root / "manifest.json", b"%d" % number)
+            won.append(number)
+        except FileExistsError:
+            lost.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(servers.LONG_S)
+    assert (len(won), len(lost)) == (1, 5)
+    assert storage.read_file(root / "manifest.json", limit=9) == b"%d" % won[0]
+    assert storage.list_names(root) == ["manifest.json"]
+
+
+def test_a_file_is_replaced(root):
+    for content in (b"old", b"newer"):
+        storage.replace_file(root / "latest", content)
+        assert storage.read_file(root / "latest", limit=9) == content
+    assert storage.list_names(root) == ["latest"]
+
+
+def test_removing_takes_the_folder_and_no_neighbour(root):
+    for name in ("step-1", "step-10", "step-1.tmp"):
+        for below in ("manifest.json", "data", "deep/down/file"):
+            folder = (root / name / below).parent
+            storage.make_folders(folder)
+            storage.create_file(root / name / below, b"x")
+    storage.remove_folder(root / "step-1", first="manifest.json")
+    assert storage.list_names(root) == ["step-1.tmp", "step-10"]
+    assert not storage.exists(root / "step-1")
+    assert storage.list_names(root / "step-10") == ["data", "deep", "manifest.json"]
+    storage.remove_file(root / "step-10" / "manifest.json")
+    assert storage.list_names(root / "step-10") == ["data", "deep"]
+
+
+def test_removing_takes_the_first_name_first(root, monkeypatch):
+    storage.make_folders(root / "step")
+    for name in ("a", "manifest.json", "z"):
+        storage.create_file(root / "step" / name, b"x")
+    store = type(remote.store_of(root))
+    order, real = [], store.remove
+    monkeypatch.setattr(store, "remove", lambda self, key: (order.append(key.rsplit("/")[-1]), real(self, key))[1])
+    storage.remove_folder(root / "step", first="manifest.json")
+    assert order[0] == "manifest.json"
+    assert sorted(order) == ["a", "manifest.json", "z"]
+
+
+def test_a_copy_costs_no_upload_where_the_server_makes_it(root, monkeypatch):
+    storage.write_parts(root / "data", SIZES, part_of, threads=2)
+    if storage.renames(root):
+        with pytest.raises(OSError, match="no links and no copies"):
+            storage.link_file(root / "data", root / "copy")
+        return
+    storage.link_file(root / "data", root / "copy")
+    with pytest.raises(FileExistsError):
+        storage.link_file(root / "data", root / "copy")
+    storage.remove_file(root / "data")
+    assert storage.read_file(root / "copy", limit=2**30) == CONTENT
+
+
+def test_folders_are_real_where_they_are_renamed(root):
+    if not storage.renames(root):
+        storage.make_folder(root / "folder")
+        assert not storage.exists(root / "folder"), "of an object store: until there is something in it"
+        return
+    storage.make_folder(root / "side")
+    with pytest.raises(FileExistsError):
+        storage.make_folder(root / "side")
+    storage.create_file(root / "side" / "file", b"x")
+    storage.rename(root / "side", root / "step")
+    assert (storage.list_names(root), storage.list_names(root / "step")) == (["step"], ["file"])
+    storage.make_folder(root / "side")
+    storage.create_file(root / "side" / "file", b"y")
+    with pytest.raises(OSError, match="side'"):
+        storage.rename(root / "side", root / "step")
+
+
+def test_strange_names_are_names(root):
+    names = ["a b", "ü", "x?y=1&z", "h#sh", "per%20cent", "st*r[0]", "plus+"]
+    for name in names:
+        storage.create_file(root / name, name.encode())
+    assert storage.list_names(root) == sorted(names)
+    assert [storage.read_file(root / name, limit=99).decode() for name in names] == names
+
+
+def test_parts_of_an_upload_are_as_large_as_the_server_wants():
+    assert s3.S3Store.part_bytes >= 5 * 2**20, "the least that S3 takes"
+    sizes = [16 * 2**20, 2**20, 2**20, 8 * 2**20, 3]
+    assert remote._groups(sizes, 8 * 2**20) == [range(1), range(1, 4), range(4, 5)]
+    assert remote._groups([], 8) == []
+    assert remote._groups([0, 0], 8) == [range(2)]

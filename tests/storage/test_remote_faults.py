@@ -1,0 +1,209 @@
+"""Networks that fail under the storage layer: what passes is tried again, what does not is raised, and nothing is done twice."""
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+
+from dtrain import storage
+from dtrain.storage import remote
+from dtrain.storage.stores import base, sftp
+from places import servers
+from places.proxy import Fault
+
+HTTP = ["s3", "az", "gs"]
+SIZES = [300_000, 300_000, 70_001]
+CONTENT = os.urandom(sum(SIZES))
+
+
+def part_of(part):
+    return [CONTENT[sum(SIZES[:part]) : sum(SIZES[: part + 1])]]
+
+
+# Which request it is, by server. The object of a file is called "file", that of many parts "data", the folder "folder".
+WHICH = {
+    ("s3", "create"): lambda r: r.method == "PUT" and r.path.endswith("/file"),
+    ("s3", "begin"): lambda r: r.method == "POST" and r.path.endswith("?uploads"),
+    ("s3", "part"): lambda r: r.method == "PUT" and "partNumber=2" in r.path,
+    ("s3", "finish"): lambda r: r.method == "POST" and "uploadId=" in r.path,
+    ("s3", "read"): lambda r: r.method == "GET" and r.path.endswith("/data"),
+    ("s3", "look"): lambda r: r.method == "HEAD",
+    ("s3", "list"): lambda r: r.method == "GET" and "list-type=2" in r.path,
+    ("az", "create"): lambda r: r.method == "PUT" and r.path.endswith("/file"),
+    ("az", "part"): lambda r: r.method == "PUT" and "comp=block&" in r.path,
+    ("az", "finish"): lambda r: r.method == "PUT" and "comp=blocklist" in r.path,
+    ("az", "read"): lambda r: r.method == "GET" and r.path.endswith("/data"),
+    ("az", "look"): lambda r: r.method == "HEAD",
+    ("az", "list"): lambda r: r.method == "GET" and "comp=list" in r.path,
+    ("gs", "create"): lambda r: r.method == "POST" and b'file"}' in r.body,
+    ("gs", "part"): lambda r: r.method == "POST" and b"/data." in r.body and "/upload/" in r.path,
+    ("gs", "finish"): lambda r: r.method == "POST" and "/compose" in r.path,
+    ("gs", "read"): lambda r: r.method == "GET" and "/download/" in r.path,
+    ("gs", "look"): lambda r: r.method == "GET" and r.path.endswith("%2Fdata"),
+    ("gs", "list"): lambda r: r.method == "GET" and "/o?" in r.path,
+    **{(place, "remove"): lambda r: r.method == "DELETE" for place in HTTP},
+}
+KINDS = {
+    "create": ["500", "503", "unsent", "lost"],
+    "begin": ["503", "lost"],
+    "part": ["500", "503", "unsent", "lost"],
+    "finish": ["500", "503", "unsent", "lost"],
+    "read": ["500", "503", "unsent", "reset", "truncated"],
+    "look": ["503", "unsent"],
+    "list": ["503", "reset", "truncated", "slow"],
+    "remove": ["503", "lost"],
+}
+AFTER = {"reset": 1000, "truncated": 1000, "slow": 0.3}
+SHORT = {"list": 100}  # a listing is no longer than that
+CASES = [(place, what, kind) for place in HTTP for what in KINDS for kind in KINDS[what] if (place, what) in WHICH]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Parts and pieces that are small enough to be many."""
+    for store in (base.ObjectStore, sftp.SftpStore):
+        monkeypatch.setattr(store, "part_bytes", 2**18)
+    monkeypatch.setattr(remote, "_PIECE_BYTES", 100_000)
+
+
+def fault_of(place, what, kind, *, times=None):
+    after = SHORT.get(what, AFTER.get(kind, 0)) if kind != "slow" else AFTER[kind]
+    return Fault(
+        kind=int(kind) if kind.isdecimal() else kind,
+        matches=WHICH[place, what],
+        times=times or (2 if kind.isdecimal() else 1),
+        after=after,
+    )
+
+
+@pytest.mark.parametrize(("place", "what", "kind"), CASES, ids=["-".join(case) for case in CASES])
+def test_a_fault_that_passes_is_not_noticed(place, what, kind, reach, small):
+    server = reach(place)
+    root = storage.place(server.root())
+    folder = root / "folder"
+    doing = server.proxy.doing(fault_of(place, what, kind))
+    if what == "create":
+        with doing:
+            storage.create_file(folder / "file", CONTENT)
+        assert storage.read_file(folder / "file", limit=2**30) == CONTENT
+        assert storage.list_names(folder) == ["file"]
+    elif what in ("begin", "part", "finish"):
+        with doing:
+            storage.write_parts(folder / "data", SIZES, part_of, threads=2)
+        assert storage.read_file(folder / "data", limit=2**30) == CONTENT
+        assert storage.list_names(folder) == ["data"]
+    else:
+        storage.write_parts(folder / "data", SIZES, part_of, threads=2)
+        storage.create_file(folder / "file", b"x")
+        with doing:
+            assert storage.read_file(folder / "data", limit=2**30) == CONTENT
+            assert storage.list_names(folder) == ["data", "file"]
+            storage.remove_folder(folder, first="file")
+        assert not storage.exists(folder)
+
+
+@pytest.mark.parametrize("place", HTTP)
+def test_a_server_that_stays_busy_is_given_up_after_a_bounded_number_of_tries(place, reach, monkeypatch):
+    server = reach(place)
+    monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, tries=4))
+    root = storage.place(server.root())
+    before = len(server.proxy.requests)
+    with (
+        server.proxy.doing(fault_of(place, "create", "503", times=99)),
+        pytest.raises(OSError, match=rf"\(tried 4 times\): '{root}/file'$") as caught,
+    ):
+        storage.create_file(root / "file", b"x")
+    assert "\n" not in str(caught.value)
+    assert len([r for r in server.proxy.since(before) if WHICH[place, "create"](r)]) == 4, "libraries' tries would multiply"
+    assert not storage.exists(root / "file")
+
+
+@pytest.mark.parametrize("place", HTTP)
+@pytest.mark.parametrize(("status", "raised"), [(403, PermissionError), (404, FileNotFoundError)])
+def test_what_is_forbidden_or_missing_is_asked_for_once(place, status, raised, reach):
+    server = reach(place)
+    root = storage.place(server.root())
+    before = len(server.proxy.requests)
+    with server.proxy.doing(fault_of(place, "create", str(status), times=99)), pytest.raises(raised, match=f"'{root}/file'$"):
+        storage.create_file(root / "file", b"x")
+    assert len([r for r in server.proxy.since(before) if WHICH[place, "create"](r)]) == 1
+
+
+@pytest.mark.parametrize("place", HTTP)
+def test_after_a_lost_answer_the_file_of_another_is_not_taken_for_ours(place, reach):
+    server = reach(place)
+    root = storage.place(server.root())
+    made = []
+
+    def rival(request):
+        if WHICH[place, "create"](request) and not made:
+            made.append(request)
+            storage.replace_file(root / "file", b"theirs")
+            return True
+        return False
+
+    fault = Fault(kind="unsent", matches=rival)
+    server.proxy.faults.append(fault)
+    try:
+        with pytest.raises(FileExistsError):
+            storage.create_file(root / "file", b"ours!!")
+    finally:
+        server.proxy.faults.remove(fault)
+    assert fault.fired == 1
+    assert storage.read_file(root / "file", limit=9) == b"theirs"
+
+
+@pytest.mark.parametrize("place", HTTP)
+def test_an_upload_that_fails_for_good_leaves_nothing(place, reach, small, monkeypatch):
+    server = reach(place)
+    monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, tries=2))
+    folder = storage.place(server.root()) / "folder"
+    storage.create_file(folder / "file", b"x")
+    with server.proxy.doing(fault_of(place, "finish", "503", times=99)), pytest.raises(OSError, match="tried 2 times"):
+        storage.write_parts(folder / "data", SIZES, part_of, threads=2)
+    assert storage.list_names(folder) == ["file"]
+
+
+# A connection of SSH ends after so many bytes, before, while and after the server has done what was asked.
+CUTS = [(way, random.Random(f"{way}{draw}").randrange(1, 12_000)) for way in ("cut_sent", "cut_answered") for draw in range(4)]
+
+
+@pytest.mark.parametrize(("way", "after"), CUTS, ids=[f"{way}-{after}" for way, after in CUTS])
+def test_a_connection_of_sftp_that_breaks_is_not_noticed(way, after, reach, small):
+    server = reach("sftp")
+    assert server.broken is not None
+    root = storage.place(server.root())
+    storage.make_folders(root)
+    cuts = server.broken.cuts
+    setattr(server.broken, way, after)
+    for turn in range(20):  # until so many bytes have gone that way
+        folder = root / f"folder-{turn}"
+        storage.make_folder(folder)
+        storage.write_parts(folder / "data", SIZES, part_of, threads=2)
+        storage.create_file(folder / "file", CONTENT[:5000])
+        assert storage.read_file(folder / "data", limit=2**30) == CONTENT
+        assert storage.read_file(folder / "file", limit=2**30) == CONTENT[:5000]
+        storage.rename(folder, root / f"step-{turn}")
+        storage.remove_file(root / f"step-{turn}" / "file")
+        assert storage.list_names(root / f"step-{turn}") == ["data"]
+        if server.broken.cuts > cuts:
+            break
+    assert server.broken.cuts == cuts + 1, "the fault has fired"
+
+
+def test_an_sftp_server_that_nobody_knows_is_refused(reach, monkeypatch, tmp_path):
+    server = reach("sftp")
+    remote_root = storage.place(server.root())
+    from dtrain.storage.stores.connect import disconnect
+
+    disconnect()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(PermissionError, match=r"its host key \(ssh-ed25519\) is not in .*known_hosts; compare it") as caught:
+        storage.exists(remote_root)
+    assert "\n" not in str(caught.value)
+
+
+def test_servers_were_tested_or_said_why_not():
+    assert {place for place, _ in WHICH} == set(HTTP)
+    assert all(hasattr(servers, place) for place in [*HTTP, "sftp", "memory"])

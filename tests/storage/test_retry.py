@@ -1,0 +1,133 @@
+"""Trying again: what for, how often, and with what pauses."""
+
+import errno
+import http.client
+
+import pytest
+
+from dtrain.storage.retry import Retry, TruncatedError, is_passing, status_of
+
+
+def failing(*errors):
+    """A function that raises these, one at each call, and then returns "done"; and the list of its calls."""
+    left, calls = list(errors), []
+
+    def do():
+        calls.append(1)
+        if left:
+            raise left.pop(0)
+        return "done"
+
+    return do, calls
+
+
+def retry(draw=1.0, **options):
+    slept = []
+    return Retry(sleep=slept.append, draw=lambda: draw, **options), slept
+
+
+class Answered(Exception):
+    def __init__(self, status):
+        super().__init__(f"answered {status}")
+        self.status_code = status
+
+
+@pytest.mark.parametrize(
+    ("draw", "expected"), [(0.0, [0.125, 0.25, 0.5, 1, 2, 4]), (1.0, [0.25, 0.5, 1, 2, 4, 8])], ids=["short", "long"]
+)
+def test_pauses_grow_and_are_drawn(draw, expected):
+    trying, slept = retry(draw)
+    do, _ = failing(*[ConnectionResetError()] * 6)
+    assert trying.call("file", do) == "done"
+    assert slept == expected
+
+
+def test_a_pause_has_a_longest():
+    trying, _ = retry(tries=20, first_s=1, longest_s=3)
+    assert max(trying.pauses()) == 3
+
+
+def test_tries_are_bounded_and_the_error_says_how_many_and_for_what():
+    trying, slept = retry(tries=3)
+    do, calls = failing(*[Answered(503)] * 9)
+    with pytest.raises(OSError, match=r"^\[Errno 5\] answered 503 \(tried 3 times\): 's3://bucket/x'$"):
+        trying.call("s3://bucket/x", do)
+    assert (len(calls), len(slept)) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *[Answered(status) for status in (408, 429, 500, 502, 503, 504)],
+        ConnectionResetError(),
+        ConnectionRefusedError(),
+        TimeoutError(),
+        TruncatedError("3 bytes came of 4"),
+        EOFError(),
+        http.client.IncompleteRead(b""),
+        OSError(errno.EHOSTUNREACH, "no route"),
+    ],
+    ids=str,
+)
+def test_what_may_pass_is_tried_again(error):
+    trying, slept = retry()
+    do, calls = failing(error)
+    assert trying.call("file", do) == "done"
+    assert (len(calls), len(slept)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (Answered(400), OSError),
+        (Answered(401), OSError),
+        (Answered(403), PermissionError),
+        (Answered(404), FileNotFoundError),
+        (Answered(412), FileExistsError),
+        (Answered(501), OSError),
+        (FileNotFoundError(2, "x"), FileNotFoundError),
+        (FileExistsError("x"), FileExistsError),
+        (PermissionError(13, "x"), PermissionError),
+        (ValueError("a bug\nwith two lines"), OSError),
+        (OSError(errno.ENOSPC, "full"), OSError),
+    ],
+    ids=lambda value: str(value).split("\n")[0] if isinstance(value, Exception) else "",
+)
+def test_what_stays_is_raised_at_once_as_an_os_error_with_the_name(error, raised):
+    trying, slept = retry()
+    do, calls = failing(error)
+    with pytest.raises(raised, match=r"'the file'$") as caught:
+        trying.call("the file", do)
+    assert (len(calls), slept) == (1, [])
+    assert caught.value.__cause__ is error
+    assert "\n" not in str(caught.value)
+    assert caught.value.errno == (errno.ENOSPC if "full" in str(error) else caught.value.errno)
+
+
+def test_an_interrupt_is_not_tried_again():
+    trying, slept = retry()
+    do, calls = failing(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        trying.call("file", do)
+    assert (len(calls), slept) == (1, [])
+
+
+def test_the_status_is_found_in_a_cause():
+    outer = OSError(errno.EBUSY, "slow down")
+    outer.__cause__ = Answered(503)
+    assert status_of(outer) == 503
+    assert is_passing(outer)
+    assert status_of(OSError("nothing said")) is None
+
+
+def test_errors_of_the_libraries_are_known():
+    exceptions = pytest.importorskip("botocore.exceptions")
+    answer = {"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}
+    assert is_passing(exceptions.ClientError(answer, "PutObject"))
+    assert is_passing(exceptions.EndpointConnectionError(endpoint_url="x"))
+    assert not is_passing(exceptions.NoCredentialsError())
+    aiohttp = pytest.importorskip("aiohttp")
+    assert is_passing(aiohttp.ClientPayloadError("short"))
+    azure = pytest.importorskip("azure.core.exceptions")
+    assert is_passing(azure.ServiceRequestError("no connection"))
+    assert not is_passing(azure.ResourceNotFoundError("none"))
