@@ -93,7 +93,7 @@ def on_cuda(size: int, root: str) -> None:
     lost = 1 - found["during"] / found["before"]
     rate = f"{found['before']:.0f} | {found['during']:.0f} | {lost:.1%}"
     row = f"| {found['held_s'] * 1e3:.1f} ms | {found['window_s']:.2f} s | {rate} |"
-    table("training held | save, to the end | rows a second before | meanwhile | dip", [row])
+    table("training held | save, to the end | tokens (rows) a second before | meanwhile | dip", [row])
 
 
 def number(text: str) -> int:

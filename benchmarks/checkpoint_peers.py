@@ -70,7 +70,8 @@ class Run:
         """What this rank has to save: parameters and optimizer state, as plain tensors that share memory with them."""
         found = {f"params/{name}": param.detach() for name, param in self.state.params.items()}
         for name, param in self.state.params.items():
-            found |= {f"optimizer/{name}/{key}": value for key, value in self.state.optimizer.state[param].items()}
+            content = self.state.optimizer.state.get(param, {})  # asking with [] would put an empty one there
+            found |= {f"optimizer/{name}/{key}": value for key, value in content.items()}
         return {key: local(tensor) for key, tensor in found.items()}
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -204,7 +205,7 @@ def _dcp(run: Run, folder: Path) -> Moments:
 def _dcp_async(run: Run, folder: Path, stager: DefaultStager | None = None) -> Moments:
     """With no stager of ours, the call returns when all is staged; with one, a future tells."""
     tree = _tree(run)
-    group = run.once("group", lambda: dist.new_group(backend="gloo"))  # its thread must not meet ours on one
+    group = run.once("group", lambda: dist.new_group(backend="gloo"))  # its thread uses it alone
     with _quietly():
         begun = now()
         answer = dcp.async_save(tree, checkpoint_id=folder, async_stager=stager, process_group=group)
@@ -312,15 +313,17 @@ def _memcpy(run: Run, folder: Path) -> Moments:
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether the file system takes writes past the page cache."""
-    probe = folder / "direct"
+    """Whether the file system takes writes past the page cache, on every rank."""
+    probe = folder / f"probe-{dist.get_rank()}"
+    takes = torch.ones(1)
     try:
         _write(probe, memoryview(mmap.mmap(-1, mmap.PAGESIZE)), direct=True)
     except OSError:
-        return False
+        takes.zero_()
     finally:
         probe.unlink(missing_ok=True)
-    return True
+    dist.all_reduce(takes, op=dist.ReduceOp.MIN)
+    return bool(takes.item())
 
 
 SAVES = {

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dtrain.algorithms.ema import ema, update_ema_
     from dtrain.algorithms.scale_lr import scale_lr
     from dtrain.batch import BatchSpec, batch_spec, split_batch
+    from dtrain.checkpoint.convert.convert import Converted, convert_checkpoint
     from dtrain.checkpoint.find import Committed, latest_checkpoint, list_checkpoints
     from dtrain.checkpoint.job import SavedStep
     from dtrain.checkpoint.load import Restored, load_sharded
@@ -73,6 +74,7 @@ _HOME = {
     "algorithms.ema": "ema update_ema_",
     "algorithms.scale_lr": "scale_lr",
     "batch": "BatchSpec batch_spec split_batch",
+    "checkpoint.convert.convert": "Converted convert_checkpoint",
     "checkpoint.find": "Committed latest_checkpoint list_checkpoints",
     "checkpoint.job": "SavedStep",
     "checkpoint.load": "Restored load_sharded",
@@ -139,6 +141,7 @@ __all__ = [
     "Clock",
     "Committed",
     "ConfigError",
+    "Converted",
     "DamagedCheckpointError",
     "Determinism",
     "DistError",
@@ -185,6 +188,7 @@ __all__ = [
     "clip_grad_norm_",
     "compose_step",
     "constant",
+    "convert_checkpoint",
     "cosine",
     "derive_seed",
     "describe",

@@ -64,17 +64,16 @@ class Shared:
     """The one mutable part of a state, shared by all states of a run: what must not be copied to be true.
 
     ``generation`` is that of the newest state; ``weight`` is the global weight of the last step on its way to the host. The
-    rest is the run's place among checkpoints: its identity, the step it committed or loaded last, the folder that this
-    process resumed from, and by root the steps that this process committed or loaded. ``make_slices`` makes the slices of all
-    transforms for a state, as ``Step.init`` did: for weights that are loaded into a new run.
+    rest is the run's place among checkpoints: its identity, the folder that this process resumed from, by root the steps that it
+    committed or loaded, in that order, each with what it holds, and by root what keeps other jobs out as long as this lives.
+    ``make_slices`` makes the slices of all transforms for a state, as ``Step.init`` did: for weights loaded into a new run.
     """
 
     generation: int = 0
     weight: HostScalar | None = None
     run_id: str | None = None
-    parent_step: int | None = None
     resumed_from: str | None = None
-    committed: dict[str, set[int]] = field(default_factory=dict)
+    committed: dict[str, dict[int, object]] = field(default_factory=dict)
     locks: dict[str, object] = field(default_factory=dict)
     make_slices: Callable[[TrainState], dict[str, Slice]] | None = None
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -225,16 +226,18 @@ SCRIPT = """
     if "block" in sys.argv:
         with dt.init_dist():
             main()
+            if "exit" in sys.argv:
+                sys.exit(0)
     else:
         main()
 """
 
 
-@pytest.mark.parametrize("block", [True, False], ids=["in init_dist", "without"])
+@pytest.mark.parametrize("how", [["block"], ["block", "exit"], []], ids=["in init_dist", "by sys.exit", "without"])
 @pytest.mark.parametrize("fails", [False, True], ids=["works", "fails"])
-def test_the_end_of_the_process_waits_and_its_exit_code_tells(tmp_path, block, fails):
+def test_the_end_of_the_process_waits_and_its_exit_code_tells(tmp_path, how, fails):
     (tmp_path / "loop.py").write_text(textwrap.dedent(SCRIPT))
-    command = [sys.executable, "loop.py", *["block"] * block, *["fail"] * fails]
+    command = [sys.executable, "loop.py", *how, *["fail"] * fails]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LONG_S)
     assert done.stdout == "the loop has ended\n"
     assert done.returncode == int(fails), done.stderr
@@ -272,3 +275,68 @@ def test_an_unknown_mode_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="mode must be 'sync' or 'async', got 'fast'"):
         save_sharded(tmp_path, plain_state(), mode="fast")
     assert names(tmp_path) == []
+
+
+def test_an_interrupted_save_of_live_memory_is_given_up(tmp_path, held, monkeypatch):
+    """The loop may catch the interrupt and go on: what it changes then must not be committed."""
+    state = train(plain_state(), 1)
+    result = background.Task.result
+
+    def interrupted(task, timeout_s=None):
+        monkeypatch.setattr(background.Task, "result", result)
+        assert held.reached.wait(LONG_S)
+        threading.Timer(0.2, held.go.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(background.Task, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_sharded(tmp_path, state)
+    spoil(state)
+    assert names(tmp_path) == []
+    background.drain()  # whoever was interrupted knows
+
+
+def test_a_save_that_outlives_the_groups_publishes_nothing(tmp_path, held, monkeypatch):
+    """A second Ctrl-C ends the wait at the end of the block; without the groups each rank would seem to be the only one."""
+    handles = []
+
+    def impatient(*_):
+        raise KeyboardInterrupt
+
+    def loop():
+        with init_dist():
+            handles.append(save_sharded(tmp_path, train(plain_state(), 1), mode="async"))
+            assert held.reached.wait(LONG_S)
+            monkeypatch.setattr(background, "drain", impatient)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    monkeypatch.undo()
+    held.go.set()
+    with pytest.raises(CheckpointError, match="the process groups were closed while step 1 was being written"):
+        handles[0].wait(LONG_S)
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_what_was_copied_is_not_kept_alive(tmp_path, held):
+    state = with_average(train(plain_state(), 1))
+    old = weakref.ref(next(iter(state.slices["ema"].values())))
+    save_sharded(tmp_path, state, mode="async")
+    state = replace(state, slices={})
+    assert held.reached.wait(LONG_S)
+    assert old() is None
+
+
+def test_the_copy_is_on_the_host_whatever_the_default_device(tmp_path):
+    state = train(plain_state(), 1)
+    with torch.device("meta"):
+        save_sharded(tmp_path, state, mode="async").wait(LONG_S)
+    assert verify_checkpoint(tmp_path).step == 1
+
+
+def test_a_request_to_stop_is_met_before_an_old_failure_is_raised(failed, tmp_path, monkeypatch):
+    state, _ = failed
+    monkeypatch.setattr("dtrain.dist.stopping.agreed", lambda: True)
+    assert save_sharded(tmp_path, state).result().written
+    with pytest.raises(CheckpointError, match="No space left"):
+        background.drain()

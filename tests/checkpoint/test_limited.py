@@ -51,11 +51,15 @@ def test_states_of_different_runs_are_not_one_step(tmp_path):
         save_sharded(tmp_path / "c", {"a": first, "b": second})
 
 
-@pytest.mark.parametrize("bad", [{}, {1: None}, {"a": 3}, 3], ids=["none", "name", "value", "number"])
+@pytest.mark.parametrize(
+    "bad",
+    [{}, {1: None}, {"a": 3}, 3, {"": None}, {"$": None}],
+    ids=["none", "number", "value", "no states", "empty name", "taken name"],
+)
 def test_what_is_no_state_is_refused(tmp_path, bad):
-    if isinstance(bad, dict) and 1 in bad:
-        bad = {1: plain_state()}
-    with pytest.raises((ConfigError, TypeError), match=r"save_sharded: needs a|not iterable"):
+    if isinstance(bad, dict):
+        bad = {name: plain_state() if value is None else value for name, value in bad.items()}
+    with pytest.raises(ConfigError, match=r"save_sharded: (needs a TrainState|states have names|a: needs a TrainState)"):
         save_sharded(tmp_path, bad)
 
 
@@ -166,3 +170,67 @@ def test_a_file_system_without_links_gets_a_copy(tmp_path, adapter, monkeypatch)
     save_sharded(tmp_path, train(adapter, 1), incremental=True)
     assert links(tmp_path) == [1, 1]
     assert verify_checkpoint(tmp_path).step == 2
+
+
+def test_a_step_that_holds_something_else_is_written_again(tmp_path):
+    first, second = train(plain_state(), 2), train(plain_state(5), 2)
+    pair = {"a": first, "b": second}
+    assert save_sharded(tmp_path, pair).result().written
+    assert not save_sharded(tmp_path, pair).result().written
+    pair["b"] = train(second, 1)
+    assert save_sharded(tmp_path, pair).result().written, "its number is that of the first, but the second has moved on"
+    back = load_sharded(tmp_path, {"a": plain_state(1), "b": plain_state(2)}).state
+    assert digest(back["b"], rng=False) == digest(pair["b"], rng=False)
+    assert not save_sharded(tmp_path, back).result().written
+
+
+def test_a_damaged_file_is_not_handed_on(tmp_path, adapter):
+    adapter = train(adapter, 1)
+    path = save_sharded(tmp_path, adapter, incremental=True).path / "rank-00000-frozen.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    save_sharded(tmp_path, train(adapter, 1), incremental=True)
+    assert links(tmp_path) == [1, 1]
+    assert verify_checkpoint(tmp_path).step == 2
+
+
+def test_a_link_needs_no_space(tmp_path, adapter, monkeypatch):
+    adapter = train(adapter, 1)
+    save_sharded(tmp_path, adapter, incremental=True)
+    main, _ = (
+        (tmp_path / names(tmp_path)[0] / f"rank-00000{kind}.safetensors").stat().st_size for kind in ("", "-frozen")
+    )
+    monkeypatch.setattr("dtrain.storage.free_bytes", lambda path: main)
+    save_sharded(tmp_path, train(adapter, 1), incremental=True)
+    with pytest.raises(CheckpointError, match="this save needs"):
+        save_sharded(tmp_path / "whole", train(plain_like(adapter), 1))
+
+
+def test_a_parent_is_a_step_of_the_same_root(tmp_path):
+    state = train(plain_state(), 1)
+    save_sharded(tmp_path / "a", state)
+    save_sharded(tmp_path / "weights", state, only=("model",))
+    state = train(state, 1)
+    save_sharded(tmp_path / "b", state)
+    save_sharded(tmp_path / "a", state)
+    assert [step.parent_step for step in list_checkpoints(tmp_path / "b")] == [None]
+    assert [step.parent_step for step in list_checkpoints(tmp_path / "a")] == [None, 1]
+
+
+def test_weights_alone_do_not_make_a_preempted_run_a_saved_one(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("dtrain.dist.stopping.agreed", lambda: True)
+    monkeypatch.setattr("dtrain.dist.stopping.committed", lambda *, since_agreed: said.append(since_agreed))
+    state = train(plain_state(), 1)
+    save_sharded(tmp_path / "weights", state, only=("model",))
+    save_sharded(tmp_path / "whole", state)
+    assert said == [False, True]
+
+
+def test_negative_views_are_saved_as_they_read(tmp_path):
+    big = torch.complex(torch.zeros(40_000), torch.arange(40_000.0)).conj().imag
+    assert big.is_neg()
+    path = save_sharded(tmp_path, plain_state(), extra={"x": big}).path
+    with safetensors.safe_open(path / "rank-00000.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("extra/x"), -torch.arange(40_000.0))

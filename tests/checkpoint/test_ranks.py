@@ -166,6 +166,36 @@ def test_damage_in_the_file_of_one_rank_is_refused_by_all(saved, ranks, tmp_path
         assert fresh
 
 
+class Refusing:
+    """Refuses its state on rank 1, after it has drawn random numbers."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        torch.rand(3)
+        if current().rank == 1:
+            raise ValueError("not on this rank")
+
+
+def attempt_extra(root: str) -> list:
+    save_sharded(root, sharded_state("full_shard", filled=True), extra={"loader": Refusing()})
+    state = sharded_state("full_shard", filled=False)
+    before = digest(state)
+    try:
+        load_sharded(root, state, extra={"loader": Refusing()})
+    except (DtrainError, ValueError) as error:
+        return [f"{type(error).__name__}: {error}", digest(state) == before, state.generation == state.shared.generation]
+    return ["nothing"]
+
+
+def test_an_object_that_refuses_its_state_on_one_rank_stops_the_load_on_all(tmp_path, ranks):
+    (first, *unchanged), (second, *also) = ranks(2).run(attempt_extra, str(tmp_path))
+    assert first.startswith("PeerError: load_sharded: extra: rank 1 failed (1 of 2 ranks did): ValueError: not on this rank")
+    assert second == "ValueError: not on this rank"
+    assert unchanged == also == [True, True], "tensors, generators, and the state itself"
+
+
 @pytest.mark.parametrize("name", ["rank-00000.json", "rank-00001.json"])
 def test_files_of_two_ranks_swapped_are_refused(saved, ranks, tmp_path, name):
     path = tmp_path / "step-00000004"
@@ -228,11 +258,9 @@ def other_folder(path: str, elsewhere: str) -> str:
     """Rank 1 sees other content under the same name, as without a shared file system."""
     import dtrain.checkpoint.load as module
 
+    original = module.open_checkpoint
     if current().rank == 1:
-        original = module._verify
-        module._verify = lambda folder, *rest: original(Path(elsewhere), *rest)
-        seen = module.read_manifest_bytes
-        module.read_manifest_bytes = lambda folder: seen(Path(elsewhere))
+        module.open_checkpoint = lambda folder: original(Path(elsewhere))
     state = sharded_state("full_shard", filled=False)
     before = digest(state)
     try:
@@ -241,8 +269,7 @@ def other_folder(path: str, elsewhere: str) -> str:
         assert digest(state) == before
         return str(error)
     finally:
-        if current().rank == 1:
-            module._verify, module.read_manifest_bytes = original, seen
+        module.open_checkpoint = original
     return "nothing"
 
 
@@ -259,14 +286,14 @@ def retention_on_ranks(root: str) -> list:
         handles.append(save_sharded(root, state, keep_last=1).result().written)
         state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0, end_of_epoch=False))
     reshard(state.model)
-    return [handles, state.shared.run_id, state.shared.parent_step, sorted(state.shared.committed[root])]
+    return [handles, state.shared.run_id, list(state.shared.committed[root])]
 
 
 def test_retention_and_the_place_in_the_run_on_ranks(tmp_path, ranks):
     first, second = ranks(2).run(retention_on_ranks, str(tmp_path))
     assert first == second
     assert first[0] == [True, False] * 3
-    assert first[2:] == [6, [4, 5, 6]]
+    assert first[2] == [4, 5, 6]
     assert names(tmp_path) == ["step-00000006"]
     assert json.loads((tmp_path / "step-00000006" / "manifest.json").read_text())["layout"] == {
         "strategy": "full_shard", "axes": ["dp_replicate", "dp_shard"], "shape": [1, 2]

@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import dtrain as dt
 from dtrain.dist.init import current
 from dtrain.dist.rng import seed_all
+from dtrain.tensors import gathered
 
 TOTAL, FIRST = 20, 7
 
@@ -87,6 +89,66 @@ def test_twenty_steps_equal_seven_and_thirteen(ranks, tmp_path, world_size, stra
     expected = ranks(world_size).run(straight, strategy)
     assert ranks(world_size).run(interrupted, strategy, str(tmp_path)) == expected
     assert [result[3:] for result in expected] == [[20, 2, 112]] * world_size  # two epochs of 50 samples, and two batches
+
+
+class Indices:
+    """Samples that are their own numbers."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), float(index))
+
+
+def samples_of(root: str, first: int, until: int) -> list:
+    """The samples of each step until then, the weights, and what each generator draws next.
+
+    Args:
+        root: of the checkpoint that is loaded, unless ``first`` is 0, and of the one that is saved.
+        first: the step to begin at.
+        until: the step to end at.
+    """
+    mesh = dt.build_mesh()
+    torch.manual_seed(1)
+    net = dt.shard_model(nn.Linear(4, 1), mesh)
+    loader = dt.build_loader(Indices(), mesh=mesh, global_batch_size=6, seed=2)
+    step = dt.compose_step(dt.mean_loss(lambda m, x: m(x / 50).square().mean(), weight=len))
+    state = step.init(net, torch.optim.AdamW(net.parameters(), lr=0.1), seed=3)
+    seed_all(99, current().rank)
+    if first:
+        state = dt.load_sharded(root, state, extra={"loader": loader}).state
+    assert state.step == first
+    draws = [random.random(), float(np.random.rand()), torch.rand(()).item()]
+    seen = []
+    for batch in loader.until(until):
+        seen.append(batch[:, 0].tolist())
+        state, _ = step(state, batch)
+    if until > first:
+        dt.save_sharded(root, state, extra={"loader": loader})
+    return [seen, [full.flatten().tolist() for full in map(gathered, state.params.values())], draws]
+
+
+def steps_of(results: list) -> list[list[float]]:
+    """The samples of each step on all ranks, in order."""
+    return [sorted(chain.from_iterable(parts)) for parts in zip(*(seen for seen, _, _ in results), strict=True)]
+
+
+def test_at_other_world_sizes_the_samples_go_on_and_the_generators_begin_streams_of_their_own(ranks, tmp_path):
+    """Three parts on 2, 3 and 1 ranks are the run on 1, up to the order of sums: no sample twice, none left out."""
+    (straight,) = ranks(1).run(samples_of, str(tmp_path / "straight"), 0, 17)
+    root = str(tmp_path / "parts")
+    parts = [
+        ranks(2).run(samples_of, root, 0, 6),
+        ranks(3).run(samples_of, root, 6, 11),
+        ranks(1).run(samples_of, root, 11, 17),
+    ]
+    assert list(chain.from_iterable(map(steps_of, parts))) == steps_of([straight])
+    torch.testing.assert_close(torch.tensor(parts[-1][0][1][0]), torch.tensor(straight[1][0]), rtol=1e-5, atol=1e-6)
+    draws = [tuple(drawn) for part in parts[1:] for _, _, drawn in part]
+    assert len(set(draws)) == 4, "each rank of each part has a stream of its own"
+    again = ranks(3).run(samples_of, str(tmp_path / "parts" / "step-00000006"), 6, 6)
+    assert [drawn for _, _, drawn in again] == [drawn for _, _, drawn in parts[1]], "which is the same every time"
 
 
 def with_an_idle_rank(root: str | None) -> list:

@@ -231,19 +231,19 @@ def test_what_does_not_fit_is_refused_with_a_table(tmp_path):
     tensors |= {"last.weight": torch.zeros(3, 7), "seen": torch.zeros(()), "cls.bias": torch.zeros(2, dtype=torch.bfloat16)}
     del tensors["first.bias"]
     assert complaint(tensors, tmp_path) == (
-        f"CheckpointMismatchError: load_weights_: {tmp_path / 'there'} does not fit, 4 entries differ (2 unequal, 1 only in "
-        "the file, 1 only here); rename= gives stored tensors their names in the model, or leaves them out; "
-        "missing= allows what need not be stored\n"
+        f"CheckpointMismatchError: load_weights_: {tmp_path / 'there'} does not fit, 4 entries differ (1 of another shape, "
+        "1 of another dtype, 1 unexpected, 1 missing); rename= gives stored tensors their names in the model, or leaves them "
+        "out; missing= allows what need not be stored\n"
         "  last.weight: file F32 [3, 7], here F32 [2, 7]\n"
         "  seen: file F32 [], here I64 []\n"
-        "  cls.bias: file BF16 [2], here nothing\n"
-        "  first.bias: file nothing, here F32 [7]"
+        "  cls.bias: file BF16 [2], here nothing (nearest: first.bias)\n"
+        "  first.bias: file nothing, here F32 [7] (nearest: cls.bias)"
     )
 
 
 def test_the_table_is_short_and_shows_each_kind_of_difference(tmp_path):
     text = complaint({f"bert.{at}": torch.zeros(1) for at in range(50)} | {"last.bias": torch.zeros(9)}, tmp_path)
-    assert "55 entries differ (1 unequal, 50 only in the file, 4 only here)" in text
+    assert "55 entries differ (1 of another shape, 50 unexpected, 4 missing)" in text
     assert text.count("\n") == 11
     assert text.endswith("\n  and 45 more")
     for row in ("last.bias: file F32 [9], here F32 [2]", "bert.0: file F32 [1], here nothing", "first.weight: file nothing"):
@@ -355,7 +355,7 @@ MALFORMED = {
     "no text": (safetensors_bytes(b"\xff\xfe"), "model.safetensors: not valid JSON"),
     "list": (safetensors_bytes([]), "model.safetensors: header: needs an object, got list"),
     "twice": (safetensors_bytes(b'{"a":{},"a":{}}'), "key 'a' is given twice"),
-    "unknown dtype": (one(dtype="F4"), "model.safetensors: w: unknown dtype 'F4'; known are BOOL, U8"),
+    "unknown dtype": (one(dtype="F5"), "model.safetensors: w: unknown dtype 'F5'; known are BOOL, U8"),
     "field": (one(more=1), r"model.safetensors: w: fields \[\] are missing, fields \['more'\] are unknown"),
     "shape": (one(shape=[3]), r"w: data_offsets \[0, 8\] for 12 bytes of F32 \[3\]"),
     "negative shape": (one(shape=[-2]), "w.* at least 0"),
@@ -364,6 +364,14 @@ MALFORMED = {
     "overlap": (safetensors_bytes({"a": PAIR, "b": {**PAIR, "data_offsets": [2, 6]}}, bytes(6)), "b: begins at byte .*, the"),
     "hole": (safetensors_bytes({"a": PAIR, "b": {**PAIR, "data_offsets": [6, 10]}}, bytes(10)), "b: begins at byte .*, the"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["C64", "F4", "F8_E8M0"])
+def test_a_dtype_that_is_not_read_is_not_called_damage(tmp_path, dtype):
+    (tmp_path / "model.safetensors").write_bytes(one(dtype=dtype))
+    with pytest.raises(CheckpointError, match=f"w: is of dtype {dtype}, which dtrain does not read") as caught:
+        load_weights_(net(), tmp_path)
+    assert not isinstance(caught.value, DamagedCheckpointError)
 
 
 @pytest.mark.parametrize(("content", "message"), MALFORMED.values(), ids=MALFORMED)
@@ -445,7 +453,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path, monkeypatch):
         return original(self, begin, out)
 
     monkeypatch.setattr(storage.FileReader, "read_into", shrinking)
-    with pytest.raises(DamagedCheckpointError, match=r"model.safetensors: ends at byte \d+, its header promises \d+ or more"):
+    with pytest.raises(DamagedCheckpointError, match=r"model.safetensors: ends at byte \d+, \d+ or more were promised"):
         load_weights_(net(), tmp_path)
 
 

@@ -47,7 +47,7 @@ from gcp_storage_emulator.server import create_server
 import threading
 server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
 server.start()
-print("port", server._api._httpd.server_port if hasattr(server._api, "_httpd") else "?", flush=True)
+print("port", server._api._httpd.server_port, flush=True)
 threading.Event().wait()
 """
 
@@ -60,15 +60,16 @@ class Server:
     top: str
     options: dict[str, Any] = field(repr=False)
     proxy: Proxy | None = None
+    sshd: Sshd | None = None
     folders: int = 0
-    broken: Sshd | None = None
     home: Path | None = None
     """Where ``~`` has to be."""
 
     @property
     def environment(self) -> dict[str, str]:
         """What programs need to reach it."""
-        return {f"FSSPEC_{self.protocol.upper()}": json.dumps(self.options), **_NO_GRPC}
+        home = {} if self.home is None else {"HOME": str(self.home)}
+        return {f"FSSPEC_{self.protocol.upper()}": json.dumps(self.options), **_NO_GRPC, **home}
 
     def root(self) -> str:
         self.folders += 1
@@ -293,7 +294,7 @@ def sftp() -> Iterator[Server]:
             protocol="sftp",
             top=f"sftp://{getpass.getuser()}@127.0.0.1:{server.port}{folder}/files",
             options=options,
-            broken=server,
+            sshd=server,
             home=folder,
         )
 

@@ -1,6 +1,8 @@
 """Large files go past the page cache where the file system lets them, and are the same in any case."""
 
+import ctypes
 import errno
+import mmap
 import os
 
 import pytest
@@ -108,3 +110,22 @@ def test_small_files_take_the_usual_way(tmp_path, monkeypatch):
     storage.write_parts(tmp_path / "file", SIZES, part_of, threads=1)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert system.handle is None
+
+
+@pytest.mark.parametrize("shift", [0, 8], ids=["at-a-page", "elsewhere"])
+def test_memory_that_begins_at_a_page_is_written_from_where_it_is(tmp_path, monkeypatch, shift):
+    memory = memoryview(mmap.mmap(-1, 2 * MIB))[shift : shift + MIB]
+    memory[:] = CONTENT[:MIB]
+    given = []
+
+    def note(handle, buffers, begin):
+        given.append(ctypes.addressof(ctypes.c_char.from_buffer(buffers[0])))
+        return os.pwritev(handle, buffers, begin)
+
+    monkeypatch.setattr(storage.local, "os", Recording(note))
+    monkeypatch.setattr(storage.local, "_DIRECT_FROM", 1)
+    storage.write_parts(tmp_path / "file", [MIB], lambda part: [memory], threads=1)
+    assert (tmp_path / "file").read_bytes() == CONTENT[:MIB]
+    (address,) = given
+    assert address % 4096 == 0
+    assert (address == ctypes.addressof(ctypes.c_char.from_buffer(memory))) is (shift == 0)

@@ -5,6 +5,7 @@ import http.client
 
 import pytest
 
+from dtrain.errors import ConfigError
 from dtrain.storage.retry import Retry, TruncatedError, is_passing, status_of
 
 
@@ -131,3 +132,11 @@ def test_errors_of_the_libraries_are_known():
     azure = pytest.importorskip("azure.core.exceptions")
     assert is_passing(azure.ServiceRequestError("no connection"))
     assert not is_passing(azure.ResourceNotFoundError("none"))
+
+
+def test_our_own_errors_come_through_as_they_are():
+    trying, slept = retry()
+    do, calls = failing(ConfigError("no account"))
+    with pytest.raises(ConfigError, match="no account"):
+        trying.call("file", do)
+    assert (len(calls), slept) == (1, [])

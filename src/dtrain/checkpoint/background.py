@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from dtrain import pulse
 from dtrain.dist.closing import before_closing
+from dtrain.errors import CheckpointError
 
 T = TypeVar("T")
 _LOOK_S = 0.5  # while waiting: how often to tell the launcher that the save gets on
@@ -31,10 +32,21 @@ class Task(Generic[T]):
     future: Future[T] = field(init=False, repr=False)
     moved: int = 0  # goes up with every piece that is done
     seen: bool = False  # somebody was told that it failed
+    given_up: bool = False  # nobody waits for it any more, and what it works on may change
 
     def advance(self) -> None:
-        """Note that the work gets on. Called by the threads that do it."""
+        """Note that the work gets on. Called by the threads that do it.
+
+        Raises:
+            CheckpointError: it was given up.
+        """
         self.moved += 1
+        self.check()
+
+    def check(self) -> None:
+        """Raise if the work is not wanted any more."""
+        if self.given_up:
+            raise CheckpointError(f"{self.name} was interrupted")
 
     def result(self, timeout_s: float | None = None) -> T:
         """What the work returned; waits for it.
@@ -51,9 +63,9 @@ class Task(Generic[T]):
             try:
                 result = self.future.result(step_s)
             except NotYet:
-                if self.future.done():  # it was the work that ran out of time
-                    self.seen = True
-                    raise
+                if self.future.done():  # just now; or it was the work that ran out of time
+                    self.seen = self.future.exception() is not None
+                    return self.future.result()
                 if timeout_s is not None and (timeout_s := timeout_s - step_s) <= 0:
                     raise TimeoutError(f"{self.name} has not ended yet") from None
                 if self.moved != moved:
@@ -157,7 +169,7 @@ def _finish(error: BaseException | None) -> None:
     try:
         drain()
     except Exception as failure:
-        if error is None:
+        if error is None or isinstance(error, SystemExit):  # a program that thinks that all is well
             raise
         error.add_note(f"besides, a save in the background failed: {failure}")
 
@@ -172,4 +184,5 @@ def _exit(pid: int) -> None:
         traceback.print_exception(failure)
         message = "dtrain: a save in the background failed and the program has ended without asking for it"
         print(message, file=sys.stderr, flush=True)
+        sys.stdout.flush()
         os._exit(1)

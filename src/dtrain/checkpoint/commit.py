@@ -36,7 +36,7 @@ class Order:
         run_id: of the run.
         side: the folder to write into: one beside the step's, or where nothing can be renamed the step's own.
         serial: of the commit.
-        replaces: whether the run has a step of this number, of a lineage that it has left.
+        replaces: whether the run has a step of this number, of a lineage that it has left, or that holds something else.
         previous: the name of the run's newest step, whose files may serve again; None without one.
     """
 
@@ -49,7 +49,7 @@ class Order:
     previous: str | None
 
 
-def prepare(root: Place, run: Sequence[Shared], step: int, only: tuple[str, ...], where: str) -> Order:
+def prepare(root: Place, run: Sequence[Shared], step: int, only: tuple[str, ...], holds: object, where: str) -> Order:
     """Look at the root, decide, and make the side folder.
 
     Args:
@@ -57,6 +57,7 @@ def prepare(root: Place, run: Sequence[Shared], step: int, only: tuple[str, ...]
         run: the run's place among checkpoints, once for each of its states.
         step: to be saved.
         only: what the save is limited to.
+        holds: what the step will hold; see ``contents.identity``.
         where: begins messages.
 
     Mutates: ``run`` (the lock on the root is kept there); files: moves aside what has the step's name and is no checkpoint,
@@ -70,7 +71,7 @@ def prepare(root: Place, run: Sequence[Shared], step: int, only: tuple[str, ...]
         raise CheckpointError(f"{where}: {root} is not a directory; name the folder that steps are to be in")
     run_id = run[0].run_id or secrets.token_hex(16)
     keep_others_out(root, run, run_id, where)
-    order = _decide(root, run, run_id, step, only, where)
+    order = _decide(root, run, run_id, step, only, holds, where)
     if order.action == "write":
         storage.make_folders(root)
         remove_leftovers(root, order.run_id)
@@ -100,7 +101,9 @@ def resumed_from(root: Place, run: Sequence[Shared]) -> set[int]:
     return set() if step is None else {step}
 
 
-def _decide(root: Place, run: Sequence[Shared], run_id: str, step: int, only: tuple[str, ...], where: str) -> Order:
+def _decide(
+    root: Place, run: Sequence[Shared], run_id: str, step: int, only: tuple[str, ...], holds: object, where: str
+) -> Order:
     committed, _ = survey(root)
     other = next((c for c in committed if c.only != only), None)
     if other is not None:
@@ -128,7 +131,7 @@ def _decide(root: Place, run: Sequence[Shared], run_id: str, step: int, only: tu
             f"{where}: {there.path} belongs to run {there.run_id}, this run is {run_id}; save into another root, load that "
             "checkpoint to continue its run, or remove the folder"
         )
-    ours = step in run[0].committed.get(str(root), ())
+    ours = run[0].committed.get(str(root), {}).get(step) == holds
     return replace(order, action="skip" if ours else "write", replaces=not ours)
 
 

@@ -73,6 +73,11 @@ States = Mapping[str, TrainState]
 """Named states that are one checkpoint; a single one without a name has the name ``""``."""
 
 
+def identity(states: States, only: tuple[str, ...], cast: torch.dtype | None) -> object:
+    """What a save of these states would hold: two saves of the same are one."""
+    return (tuple((name, state.step) for name, state in states.items()), only, cast)
+
+
 def collect(
     states: States, extra: Mapping[str, Any], *, only: tuple[str, ...] = (), cast: torch.dtype | None = None
 ) -> Contents:

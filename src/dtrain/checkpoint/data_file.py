@@ -178,4 +178,4 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def _bytes_of(flat: Tensor) -> memoryview:
-    return memoryview(flat.cpu().view(torch.uint8).numpy().data)
+    return memoryview(flat.cpu().resolve_neg().view(torch.uint8).numpy().data)

@@ -29,6 +29,7 @@ from dtrain.storage.parts import for_each_part
 from dtrain.tensors import local
 
 THREADS = 2  # that read; one fetches while another digests
+REQUESTS = 8  # to a server at a time
 _THREADED_CHUNKS = 4  # fewer are not worth the threads
 _LARGE_BYTES = 64 * 2**10  # what is smaller is copied out of a buffer, to spare a system call for each
 
@@ -53,31 +54,52 @@ OpenFile: TypeAlias = Callable[[int], AbstractContextManager[OpenedFile]]
 """Opens the file of this number."""
 
 
-class _Block:
-    """Rows of a stored box that do not lie in their tensor as they lie in the file: whole in memory before they are copied."""
+class _Memory:
+    """Memory that is used again: what threads free goes back to the allocator, but often not to the system."""
 
-    def __init__(self, read: Read, dtype: torch.dtype, into: Tensor) -> None:
-        self._read, self._dtype, self._into = read, dtype, into
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, size: int) -> Tensor:
+        """At least so many bytes, which nobody else has."""
+        try:
+            found = self._free.pop()
+        except IndexError:
+            found = torch.empty(size, dtype=torch.uint8)
+        return found if len(found) >= size else torch.empty(size, dtype=torch.uint8)
+
+    def give(self, memory: Tensor) -> None:
+        """Take back what nobody needs any more."""
+        self._free.append(memory)
+
+
+class _Block:
+    """Rows of a stored box that do not lie in their tensor as they lie in the file, and are copied when they are all there."""
+
+    def __init__(self, read: Read, dtype: torch.dtype, into: Tensor, memory: _Memory) -> None:
+        self._read, self._dtype, self._into, self._memory = read, dtype, into, memory
         self._lock = threading.Lock()
-        self._data: Tensor | None = None
+        self._gathered: Tensor | None = None
         self._missing = read.end - read.begin
 
-    def view(self, begin: int, end: int) -> memoryview:
-        """The memory for bytes ``[begin, end)`` of the file."""
-        with self._lock:
-            if self._data is None:
-                self._data = torch.empty(self._read.end - self._read.begin, dtype=torch.uint8)
-        return _bytes_of(self._data)[begin - self._read.begin : end - self._read.begin]
+    def put(self, begin: int, data: Tensor) -> None:
+        """Take the bytes of the file from ``begin`` on, which have been verified."""
+        if len(data) == self._read.end - self._read.begin:
+            self._copy(data)
+            return
+        with self._lock:  # the rest is in another chunk, which another thread may have
+            if self._gathered is None:
+                self._gathered = self._memory.take(self._read.end - self._read.begin)
+            at = begin - self._read.begin
+            self._gathered[at : at + len(data)].copy_(data)
+            self._missing -= len(data)
+            if self._missing == 0:
+                self._copy(self._gathered[: self._read.end - self._read.begin])
+                self._memory.give(self._gathered)
+                self._gathered = None
 
-    def came(self, count: int) -> None:
-        """So many more bytes are there; with the last of them the block is copied and its memory freed."""
-        with self._lock:
-            self._missing -= count
-            if self._missing:
-                return
-            data, self._data = self._data, None
-        assert data is not None, "bytes came into a view"
-        block = data.view(self._dtype).view(self._read.block)
+    def _copy(self, data: Tensor) -> None:
+        block = _typed(data, self._dtype).view(self._read.block)
         source, target = (tuple(slice(*span) for span in spans) for spans in (self._read.source, self._read.target))
         self._into[target].copy_(block[source])
 
@@ -115,14 +137,15 @@ def land(
                 landed.place(read, work)
             files = {number: stack.enter_context(open_file(number)) for number in {number for number, _ in work}}
             chunks = [(files[number], chunk, pieces) for (number, chunk), pieces in work.items()]
-            buffers: list[Tensor] = []
+            buffers = _Memory()
 
             def fetch(at: int) -> None:
                 file, chunk, pieces = chunks[at]  # noqa: B023  # called before the next turn
                 with torch.no_grad():  # which belongs to a thread
                     _fetch(file, chunk, pieces, landed, buffers)  # noqa: B023
 
-            threads = THREADS if len(chunks) >= _THREADED_CHUNKS else 1
+            remote = any(file.file.is_remote for file in files.values())
+            threads = REQUESTS if remote else THREADS if len(chunks) >= _THREADED_CHUNKS else 1
             for_each_part(len(chunks), fetch, threads=threads, name="dtrain-read")
     return landed.tensors
 
@@ -176,7 +199,9 @@ class _Landed:
 
     def __init__(self, sizes: Mapping[str, tuple[int, ...]], refs: Mapping[str, TensorRef]) -> None:
         self._sizes, self._refs = sizes, refs
+        self._bytes: dict[tuple[tuple[int, ...], str], tuple[int, int]] = {}  # of a row, and of all, by size and dtype
         self._memory: dict[str, memoryview] = {}
+        self._blocks = _Memory()
         self.tensors: dict[str, Tensor] = {key: self._new(key) for key, size in sizes.items() if 0 in size}
 
     def _new(self, key: str) -> Tensor:
@@ -184,21 +209,23 @@ class _Landed:
 
     def place(self, read: Read, work: dict[tuple[int, int], list[_Piece]]) -> None:
         """Append where the bytes of a read go to the work on the chunks that they lie in."""
-        number, begin, end, key = read.file, read.begin, read.end, read.key
-        chunks = chunks_of(begin, end)
-        dtype = DTYPES[self._refs[key].dtype]
-        row = prod(self._sizes[key][1:]) * dtype.itemsize
-        whole = row * self._sizes[key][0] if self._sizes[key] else row
-        if read.straight and len(chunks) == 1 and end - begin == whole < _LARGE_BYTES:
-            work[number, chunks[0]].append(_Piece(begin, end, key, None, None))
+        number, begin, end, key, *_, straight = read
+        size, stored = self._sizes[key], self._refs[key].dtype
+        if (size, stored) not in self._bytes:
+            dtype = DTYPES[stored]
+            self._bytes[size, stored] = prod(size[1:]) * dtype.itemsize, prod(size) * dtype.itemsize
+        row, whole = self._bytes[size, stored]
+        first = begin // layout.CHUNK_BYTES
+        if straight and end - begin == whole < _LARGE_BYTES and end <= (first + 1) * layout.CHUNK_BYTES:
+            work[number, first].append(_Piece(begin, end, key, None, None))
             return
         if key not in self.tensors:
             self.tensors[key] = self._new(key)
-        block = None if read.straight else _Block(read, dtype, self.tensors[key])
-        if read.straight and key not in self._memory:
+        block = None if straight else _Block(read, DTYPES[stored], self.tensors[key], self._blocks)
+        if straight and key not in self._memory:
             self._memory[key] = _bytes_of(self.tensors[key])
         at = read.target[0][0] * row if read.target else 0
-        for chunk in chunks:
+        for chunk in chunks_of(begin, end):
             low, high = max(begin, chunk * layout.CHUNK_BYTES), min(end, (chunk + 1) * layout.CHUNK_BYTES)
             memory = None if block is not None else self._memory[key][at + low - begin : at + high - begin]
             work[number, chunk].append(_Piece(low, high, key, memory, block))
@@ -217,8 +244,12 @@ class _Landed:
 
     def _carve_run(self, buffer: Tensor, start: int, run: Sequence[_Piece], dtype: torch.dtype) -> None:
         low, high = run[0].begin - start, run[-1].end - start
-        data = buffer[low:high]
-        typed = (data if low % dtype.itemsize == 0 else data.clone()).view(dtype)
+        typed = _typed(buffer[low:high], dtype)
+        sizes = {self._sizes[piece.key] for piece in run}
+        if len(sizes) == 1 and len(typed) == len(run) * prod(size := sizes.pop()):  # all alike, and nothing between them
+            for piece, part in zip(run, typed.view(len(run), *size).unbind(), strict=True):
+                self.tensors[piece.key] = part.clone()
+            return
         counts: list[int] = []
         keys: list[str | None] = []  # None for what lies between
         at = run[0].begin
@@ -234,12 +265,12 @@ class _Landed:
                 self.tensors[key] = part.clone().view(self._sizes[key])
 
 
-def _fetch(file: OpenedFile, chunk: int, pieces: Sequence[_Piece], landed: _Landed, buffers: list[Tensor]) -> None:
+def _fetch(file: OpenedFile, chunk: int, pieces: Sequence[_Piece], landed: _Landed, buffers: _Memory) -> None:
     """Read a chunk, verify it, and put its pieces where they belong."""
     start = chunk * layout.CHUNK_BYTES
     size = max(0, min(layout.CHUNK_BYTES, file.file.size - start))  # the file may have shrunk since
     parts = list(_parts(file, pieces, start, start + size))
-    buffer = _take(buffers, size) if any(memory is None for _, _, memory in parts) else None
+    buffer = buffers.take(size) if any(memory is None for _, _, memory in parts) else None
     held = memoryview(b"") if buffer is None else _bytes_of(buffer)
     views = []
     for begin, end, memory in parts:
@@ -249,18 +280,9 @@ def _fetch(file: OpenedFile, chunk: int, pieces: Sequence[_Piece], landed: _Land
             raise DamagedCheckpointError(f"{file.name}: ends at byte {begin + got}, {end} or more were promised")
     if file.chunks is not None and digest_of(views) != file.chunks[chunk]:
         raise DamagedCheckpointError(f"{file.name}: bytes from {start} on do not match their digest")
-    _deliver(pieces, landed, buffer, held, start)
+    _deliver(file, pieces, landed, buffer, held, start)
     if buffer is not None:
-        buffers.append(buffer)
-
-
-def _take(buffers: list[Tensor], size: int) -> Tensor:
-    """A buffer that no other thread has, of at least this size."""
-    try:
-        found = buffers.pop()
-    except IndexError:
-        return torch.empty(size, dtype=torch.uint8)
-    return found if len(found) >= size else torch.empty(size, dtype=torch.uint8)
+        buffers.give(buffer)
 
 
 def _parts(file: OpenedFile, pieces: Sequence[_Piece], start: int, stop: int) -> Iterator[tuple[int, int, memoryview | None]]:
@@ -276,14 +298,14 @@ def _parts(file: OpenedFile, pieces: Sequence[_Piece], start: int, stop: int) ->
             if low is not None:
                 yield low, at, None
             low, at = None, piece.begin
-        if not _is_direct(piece):
+        if not _is_direct(file, piece):
             low = at if low is None else low
         else:
             low = at if low is None and piece.begin > at else low
             if low is not None:
                 yield low, piece.begin, None
             low = None
-            yield piece.begin, piece.end, piece.memory if piece.block is None else piece.block.view(piece.begin, piece.end)
+            yield piece.begin, piece.end, piece.memory
         at = piece.end
     if file.chunks is not None and at < stop:
         low, at = at if low is None else low, stop
@@ -291,26 +313,35 @@ def _parts(file: OpenedFile, pieces: Sequence[_Piece], start: int, stop: int) ->
         yield low, at, None
 
 
-def _is_direct(piece: _Piece) -> bool:
-    return (piece.memory is not None or piece.block is not None) and piece.end - piece.begin >= _LARGE_BYTES
+def _is_direct(file: OpenedFile, piece: _Piece) -> bool:
+    """Whether a piece is read to where it stays. A server is asked for chunks as whole as can be."""
+    if piece.memory is None:
+        return False
+    return piece.end - piece.begin >= (layout.CHUNK_BYTES if file.file.is_remote else _LARGE_BYTES)
 
 
-def _deliver(pieces: Sequence[_Piece], landed: _Landed, buffer: Tensor | None, held: memoryview, start: int) -> None:
+def _deliver(
+    file: OpenedFile, pieces: Sequence[_Piece], landed: _Landed, buffer: Tensor | None, held: memoryview, start: int
+) -> None:
     """What went through the buffer goes on to where it stays."""
     small = []
     for piece in pieces:
         begin, end = piece.begin - start, piece.end - start
         if piece.block is not None:
-            if not _is_direct(piece):
-                piece.block.view(piece.begin, piece.end)[:] = held[begin:end]
-            piece.block.came(end - begin)
+            assert buffer is not None, "blocks go through the buffer"
+            piece.block.put(piece.begin, buffer[begin:end])
         elif piece.memory is None:
             small.append(piece)
-        elif not _is_direct(piece):
+        elif not _is_direct(file, piece):
             piece.memory[:] = held[begin:end]
     if small:
         assert buffer is not None, "small pieces went through a buffer"
         landed.carve(buffer, start, small)
+
+
+def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as values; a copy where they lie at an address that such values cannot have."""
+    return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)
 
 
 def as_tensor(data: bytearray, dtype: str, shape: Sequence[int]) -> Tensor:

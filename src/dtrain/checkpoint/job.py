@@ -16,13 +16,14 @@ from dtrain.checkpoint.agree import Agreed, decided_by_rank_0
 from dtrain.checkpoint.background import Task
 from dtrain.checkpoint.commit import Order, prepare, publish, resumed_from, try_to_remove
 from dtrain.checkpoint.data_file import Image, digests_of, write_data_file
+from dtrain.checkpoint.digest import VerifiedReader
 from dtrain.checkpoint.find import read_manifest_bytes
 from dtrain.checkpoint.layout import Layout, Manifest, RankFiles
 from dtrain.checkpoint.retention import check_free, retain
 from dtrain.checkpoint.share import Share, index_of
 from dtrain.dist import stopping
 from dtrain.dist.collectives import all_gather_json
-from dtrain.dist.init import current
+from dtrain.dist.init import DistInfo, current
 from dtrain.errors import CheckpointError
 from dtrain.state import Shared
 from dtrain.storage import Place
@@ -62,7 +63,9 @@ class Save:
     share: Share
     images: Mapping[str, Image]
     total_bytes: int
-    copied: torch.cuda.Event | None
+    holds: object
+    info: DistInfo
+    copied: Sequence[torch.cuda.Event]
     release: Callable[[], None]
     since_agreed: bool
     incremental: bool
@@ -80,29 +83,44 @@ def carry_out(save: Save, task: Task[SavedStep]) -> SavedStep:
 
 
 def _saved(save: Save, task: Task[SavedStep]) -> SavedStep:
+    _check_may_go_on(save, task)
     order = _agree_on_order(save)
     for shared in save.run:
         shared.run_id = order.run_id
     root = storage.place(order.root)
     final = root / layout.step_name(save.step)
     if order.action == "skip":
-        stopping.committed(since_agreed=save.since_agreed)
+        stopping.committed(since_agreed=_counts(save))
         return SavedStep(step=save.step, path=final, bytes=0, written=False)
     try:
         files = _write_together(order, save, task)
-        manifest = _commit_together(order, save, files)
+        manifest = _commit_together(order, save, files, task)
     except Exception:
-        if current().rank == 0:
+        if save.info.rank == 0:
             try_to_remove(root / order.side, save.where)
         raise
     for shared in save.run:
-        shared.committed.setdefault(order.root, set()).add(save.step)
-        shared.parent_step = save.step
-    stopping.committed(since_agreed=save.since_agreed)
-    if current().rank == 0:
+        shared.committed.setdefault(order.root, {})[save.step] = save.holds
+    stopping.committed(since_agreed=_counts(save))
+    if save.info.rank == 0:
         pulse.report(pulse.Kind.COMMITTED, save.step)
         _clean_up(root, order.run_id, save)
     return SavedStep(step=save.step, path=final, bytes=manifest.bytes, written=True)
+
+
+def _counts(save: Save) -> bool:
+    """Whether a run that was asked to stop can be resumed from this step."""
+    return save.since_agreed and not save.only
+
+
+def _check_may_go_on(save: Save, task: Task[SavedStep]) -> None:
+    """Stop before a phase that would publish what is not whole.
+
+    Without the groups this process seems to be the only rank, and would agree with itself.
+    """
+    task.check()
+    if current() is not save.info:
+        raise CheckpointError(f"{save.where}: the process groups were closed while step {save.step} was being written")
 
 
 def _agree_on_order(save: Save) -> Order:
@@ -111,7 +129,7 @@ def _agree_on_order(save: Save) -> Order:
     def decide() -> dict[str, Any]:
         root = storage.place(save.root)
         check_free(root, save.total_bytes)
-        return asdict(prepare(root, save.run, save.step, save.only, save.where))
+        return asdict(prepare(root, save.run, save.step, save.only, save.holds, save.where))
 
     decided = decided_by_rank_0(save.where, decide, group="background", advice=_ADVICE)
     return Order(**cast(dict[str, Any], decided))
@@ -123,13 +141,14 @@ def _write_together(order: Order, save: Save, task: Task[SavedStep]) -> list[Ran
     with Agreed(f"{save.where}: step {save.step}", group="background", advice=_ADVICE):
         mine = _write_rank(order, save, task)
     everyone = all_gather_json(cast(Any, asdict(mine)), group="background")
+    _check_may_go_on(save, task)
     return [layout.rank_files(files) for files in everyone]
 
 
 def _write_rank(order: Order, save: Save, task: Task[SavedStep]) -> RankFiles:
     """This rank's data files and index."""
-    if save.copied is not None:
-        save.copied.synchronize()
+    for event in save.copied:
+        event.synchronize()
     root = storage.place(order.root)
     side, share = root / order.side, save.share
     chunks = []
@@ -168,18 +187,23 @@ def _linked(previous: Place, side: Place, name: str, size: int, digests: tuple[s
         index = layout.parse_index(storage.read_file(previous / files.index, limit=files.index_bytes), rank, sizes)
         if index.chunks[names.index(name)] != digests:
             return False
+        # What is linked is read once: else the damage of one file would be handed on from step to step.
+        with storage.FileReader(previous / name) as file:
+            if file.size != size:
+                return False
+            VerifiedReader(file, name, digests).verify(range(len(digests)))
         storage.link_file(previous / name, side / name)
     except (OSError, CheckpointError):
         return False
     return True
 
 
-def _commit_together(order: Order, save: Save, files: list[RankFiles]) -> Manifest:
+def _commit_together(order: Order, save: Save, files: list[RankFiles], task: Task[SavedStep]) -> Manifest:
     """Rank 0 publishes the step; every rank returns when it is durable."""
     manifest = Manifest(
         run_id=order.run_id,
         step=save.step,
-        parent_step=save.run[0].parent_step,
+        parent_step=_parent(order, save),
         serial=order.serial,
         layout=save.layout,
         only=save.only,
@@ -187,9 +211,15 @@ def _commit_together(order: Order, save: Save, files: list[RankFiles]) -> Manife
         ranks=tuple(files),
     )
     with Agreed(f"{save.where}: step {save.step}", group="background", advice=_ADVICE):
-        if current().rank == 0:
+        task.check()
+        if save.info.rank == 0:
             publish(order, save.run, manifest, save.where)
     return manifest
+
+
+def _parent(order: Order, save: Save) -> int | None:
+    """The step of this root that the run committed or loaded last."""
+    return next((step for step in reversed(save.run[0].committed.get(order.root, {})) if step != save.step), None)
 
 
 def _clean_up(root: Place, run_id: str, save: Save) -> None:

@@ -228,6 +228,7 @@ _FILE_FIELDS = ("name", "bytes")
 _LAYOUT_FIELDS = ("strategy", "axes", "shape")
 _INDEX_FIELDS = ("format", "version", "rank", "chunk_bytes", "digest", "chunks", "kinds", "boxes", "own", "values", "shared")
 _KIND_FIELDS = ("dtype", "shape", "offset", "size", "file")
+_ROW = [str, int, int]
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -284,8 +285,8 @@ def _parse_only(value: Any) -> tuple[str, ...]:
 
 def _parse_states(value: Any) -> tuple[str, ...]:
     names = closed.items(value, f"{MANIFEST}: states", closed.text)
-    if len(set(names)) != len(names):
-        raise DamagedCheckpointError(f"{MANIFEST}: states: a name is given twice: {closed.kind(value)}")
+    if len(set(names)) != len(names) or "" in names:
+        raise DamagedCheckpointError(f"{MANIFEST}: states: a name is given twice, or empty: {closed.kind(value)}")
     return names
 
 
@@ -437,16 +438,25 @@ def _parse_kind(value: Any, where: str, sizes: Sequence[int]) -> _Kind:
 def _parse_entries(value: Any, where: str, kinds: Sequence[_Kind]) -> tuple[Entry, ...]:
     if type(value) is not list:
         raise DamagedCheckpointError(f"{where}: needs a list, got {closed.kind(value)}")
-    found = []
     for row in value:
-        if type(row) is not list or [type(item) for item in row] != [str, int, int]:
+        if (
+            type(row) is not list
+            or len(row) != 3
+            or type(row[0]) is not str
+            or type(row[1]) is not int
+            or type(row[2]) is not int
+        ):
             raise DamagedCheckpointError(f"{where}: needs rows of a key, a kind, and a first byte, got {closed.kind(row)}")
         key, number, begin = row
         if not 0 <= number < len(kinds):
             raise DamagedCheckpointError(f"{where}: {key}: is of kind {number}, of which there are {len(kinds)}")
-        kind = kinds[number]
-        end = begin + kind.bytes
-        if begin < 0 or end > kind.file_bytes:
-            raise DamagedCheckpointError(f"{where}: {key}: bytes [{begin}, {end}) in a file of {kind.file_bytes}")
-        found.append(Entry(key, kind.dtype, kind.shape, kind.offset, kind.size, begin, end, kind.file))
-    return tuple(found)
+        if begin < 0 or begin + kinds[number].bytes > kinds[number].file_bytes:
+            raise DamagedCheckpointError(
+                f"{where}: {key}: {kinds[number].bytes} bytes from {begin} on, in a file of {kinds[number].file_bytes}"
+            )
+    common = [(kind.dtype, kind.shape, kind.offset, kind.size, kind.bytes, kind.file) for kind in kinds]
+    return tuple(
+        Entry(key, dtype, shape, offset, size, begin, begin + nbytes, file)
+        for key, number, begin in value
+        for dtype, shape, offset, size, nbytes, file in (common[number],)
+    )

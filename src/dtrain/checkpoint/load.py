@@ -7,15 +7,12 @@ was verified is what is taken over, and memory grows by this rank's own shards a
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
@@ -24,10 +21,11 @@ from torch import Tensor
 from dtrain import storage
 from dtrain.checkpoint import background, closed, layout, plain
 from dtrain.checkpoint.agree import Agreed, decided_by_rank_0
-from dtrain.checkpoint.contents import stateful
+from dtrain.checkpoint.contents import identity, stateful
 from dtrain.checkpoint.differences import mismatch, missing
 from dtrain.checkpoint.fill import copy_into_, land
-from dtrain.checkpoint.find import passed_over, read_manifest_bytes
+from dtrain.checkpoint.find import passed_over
+from dtrain.checkpoint.garbage import no_collection
 from dtrain.checkpoint.opened import Opened, open_checkpoint, with_buffers_of
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
 from dtrain.checkpoint.plan import Read, Region, StoredBox, plan_reads, whole
@@ -36,7 +34,7 @@ from dtrain.checkpoint.tree import completed, leaves, merged, outlined
 from dtrain.checkpoint.verify import choose, sound_steps_before
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
-from dtrain.dist.rng import rng_state, seed_all, set_rng_state
+from dtrain.dist.rng import check_rng_state, rng_state, seed_all, set_rng_state
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, DamagedCheckpointError
 from dtrain.names import clean_buffers, matcher
 from dtrain.shard.whole import reshard
@@ -91,7 +89,7 @@ class _Found:
 
 
 def load_sharded(
-    path: Path | str,
+    path: Place | str,
     state: OneOrSeveral,
     *,
     extra: Mapping[str, Any] | None = None,
@@ -105,7 +103,8 @@ def load_sharded(
     """Put a checkpoint into ``state``, whatever world size, mesh and placements it was saved with.
 
     Args:
-        path: the root given to ``save_sharded``, of which the step committed last is taken, or the folder of one step.
+        path: the root given to ``save_sharded``, a folder or a URL, of which the step committed last is taken; or the folder
+            of one step.
         state: from ``Step.init`` or ``new_state``, with model, optimizer and transforms as in the run that was saved; or
             several by name, as they were saved.
         extra: by name, objects whose ``load_state_dict`` is called, or default values of plain data. Each must be in the
@@ -128,10 +127,11 @@ def load_sharded(
 
     Mutates: parameters, persistent buffers, the optimizer, tensors in slices, objects in ``extra``, and, last, the global
     random generators. At the world size of the save each rank's own stream goes on, at another one new streams are derived
-    from seed, step and rank. Of buffers that were saved once per rank, rank ``r`` takes those of rank ``r % saved world
-    size`` if its model is laid out with ``buffers="local"`` too, and otherwise those of rank 0. When it raises before all
-    ranks have verified and agreed, nothing has changed on any of them; an object in ``extra`` that refuses its state may
-    leave those before it loaded. Optimizer flags of the machine (``foreach``, ``fused``, ``capturable``,
+    from seed, step and rank; a loader in ``extra`` goes on with the next sample at any of them. Of buffers that were saved
+    once per rank, rank ``r`` takes those of rank ``r % saved world size`` if its model is laid out with ``buffers="local"``
+    too, and otherwise those of rank 0. Memory grows by this rank's own shards meanwhile, and a few buffers. When it raises
+    before all ranks have verified and agreed, nothing has changed on any of them; an object in ``extra`` that refuses its
+    state may leave those before it loaded. Optimizer flags of the machine (``foreach``, ``fused``, ``capturable``,
     ``differentiable``) stay as they are. Saves of this process that are under way are waited for.
     Collective: exchanges of JSON on the control group; every rank must call it. Every rank must see the same files.
 
@@ -144,9 +144,8 @@ def load_sharded(
         PeerError: another rank failed.
     """
     given = dict(extra or {})
-    states = {"": state} if isinstance(state, TrainState) else dict(state)
     with Agreed(_WHERE):
-        _check(states, given, only, ignore, on_damaged)
+        _check({"": state} if isinstance(state, TrainState) else state, given, only, ignore, on_damaged)
         asked = Asked(model_only=only is not None, strict=strict, ignored=matcher(ignore, where=f"{_WHERE}: ignore"), cast=cast)
     background.make_room(1)
     root = storage.place(path)
@@ -157,15 +156,21 @@ def load_sharded(
         _say(f"there is no checkpoint in {root}, beginning anew")
         plain_values = {name: value for name, value in given.items() if name not in stateful(given)}
         return Restored(state=state, extra=plain_values, step=None, path=None)
-    with _no_collection():
-        found = _read_together(folder, root, states, given, asked, on_damaged)
-        _load_extra(found, given)
-        restored = _take_over(found, states, asked)
-    values = {name: found.extra[name] for name in given if name not in stateful(given)}
-    result: Any = restored[""] if isinstance(state, TrainState) else restored
+    with no_collection():
+        return _load(folder, root, state, given, asked, on_damaged)
+
+
+def _load(
+    folder: Place, root: Place, state: OneOrSeveral, extra: Mapping[str, Any], asked: Asked, on_damaged: OnDamaged
+) -> Restored[OneOrSeveral]:
+    """Read, agree, and take over."""
+    states = {"": state} if isinstance(state, TrainState) else dict(state)
+    found = _read_together(folder, root, states, extra, asked, on_damaged)
+    _load_extra(found, extra)
+    restored: Any = _take_over(found, states, asked)
     return Restored(
-        state=result,
-        extra=values,
+        state=restored[""] if isinstance(state, TrainState) else restored,
+        extra={name: found.extra[name] for name in extra if name not in stateful(extra)},
         step=found.opened.manifest.step,
         path=found.opened.folder,
         missing=tuple(_labelled(found, "missing")),
@@ -173,10 +178,13 @@ def load_sharded(
     )
 
 
-def _check(states: Mapping[str, Any], extra: Mapping[str, Any], only: Any, ignore: Any, on_damaged: str) -> None:
+def _check(states: Any, extra: Mapping[str, Any], only: Any, ignore: Any, on_damaged: str) -> None:
     """Refuse what cannot be right; nothing was looked at yet."""
-    if not states or any(type(name) is not str or not isinstance(state, TrainState) for name, state in states.items()):
-        raise ConfigError(f"{_WHERE}: needs a TrainState, or states by their names, got {list(map(type, states.values()))}")
+    kinds = list(states.items()) if isinstance(states, Mapping) else [("", states)]
+    strange = [thing for name, thing in kinds if type(name) is not str or not isinstance(thing, TrainState)]
+    if strange or not kinds:
+        kind = type(strange[0] if strange else states).__name__
+        raise ConfigError(f"{_WHERE}: needs a TrainState, or a dict of them by their names, got {kind}")
     for state in states.values():
         state.check_fresh(_WHERE)
     if on_damaged not in ("raise", "previous"):
@@ -206,18 +214,6 @@ def _say(line: str) -> None:
         print(f"dtrain: {_WHERE}: {line}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python from looking for garbage. Of a large model's index, that takes several times as long as all else."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _agree_on_folder(root: Place) -> Place | None:
     """Rank 0's choice, on every rank."""
     chosen = decided_by_rank_0(_WHERE, lambda: _text(choose(root, _WHERE)))
@@ -237,8 +233,8 @@ def _read_together(
         found, damage, seen = None, None, ""
         with Agreed(_WHERE):
             try:
-                seen = hashlib.sha256(read_manifest_bytes(folder)).hexdigest()
                 found = _read(folder, states, extra, asked)
+                seen = hashlib.sha256(layout.encode_manifest(found.opened.manifest)).hexdigest()
             except DamagedCheckpointError as error:
                 damage = str(error)
             except CheckpointMismatchError:  # names the folder itself
@@ -293,12 +289,13 @@ def _read(folder: Place, states: Mapping[str, TrainState], extra: Mapping[str, A
     _check_holds(opened, states, asked)
     work = _Work(opened)
     fits = {}
-    for at, (name, state) in enumerate(states.items()):
+    for name, state in states.items():
         part = opened.of_state(name) if name else opened
         # Ranks that do not keep buffers of their own must have equal ones: all take those of rank 0.
         part = with_buffers_of(part, current().rank % opened.world_size if state.spec.buffers == "local" else 0)
         where = f"{_WHERE}: {folder}{f': {name}' if name else ''}"
-        fits[name] = fit(part, state, asked, where=where, first=at == 0)
+        with torch.no_grad():  # in which a look at a shard costs next to nothing
+            fits[name] = fit(part, state, asked, where=where, first=name in ("", *opened.manifest.states[:1]))
         work.add(part, fits[name].regions, prefix=_prefix(name))
     outline = {} if asked.model_only else _outline_of_extra(opened, extra)
     for tree in outline.values():
@@ -312,7 +309,7 @@ def _read(folder: Place, states: Mapping[str, TrainState], extra: Mapping[str, A
         fits=fits,
         landed=landed,
         extra={name: completed(tree, lambda key, ref: landed[key]) for name, tree in outline.items()},
-        rng=None if random is None else completed(random, lambda key, ref: landed[key]),
+        rng=None if random is None else _sound_rng(completed(random, lambda key, ref: landed[key])),
     )
 
 
@@ -392,6 +389,15 @@ def _outline_of_rng(opened: Opened) -> dict[str, Any] | None:
     return found
 
 
+def _sound_rng(random: dict[str, Any]) -> dict[str, Any]:
+    """``random``, once it is sure that the generators will take it: they come last, when all else has changed."""
+    try:
+        check_rng_state(random)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{layout.index_name(current().rank)}: values: rng: {error}") from None
+    return random
+
+
 def _load_extra(found: _Found, given: Mapping[str, Any]) -> None:
     """Give the objects of ``extra`` their states. They may draw random numbers before they refuse."""
     random = rng_state()
@@ -418,14 +424,15 @@ def _take_over(found: _Found, states: Mapping[str, TrainState], asked: Asked) ->
     manifest, folder = found.opened.manifest, found.opened.folder
     for state in states.values():
         shared = state.shared
-        shared.run_id, shared.parent_step = manifest.run_id, manifest.step
+        shared.run_id = manifest.run_id
         shared.committed.clear()  # what this process committed belongs to the lineage that it leaves
-        shared.committed[str(folder.parent)] = {manifest.step}
+        shared.committed[str(folder.parent)] = {manifest.step: identity(fresh, (), None)}
         shared.resumed_from = str(folder)
     if found.rng is not None:
         set_rng_state(found.rng)
     else:
-        seed_all(next(iter(fresh.values())).seed, "resume", manifest.step, current().rank)
+        first = fresh.get(manifest.states[0] if manifest.states else "", next(iter(fresh.values())))
+        seed_all(first.seed, "resume", manifest.step, current().rank)
     return fresh
 
 
@@ -444,7 +451,7 @@ def _resumed(state: TrainState, fitted: Fit, landed: Mapping[str, Tensor]) -> Tr
     clear_optimizer_(state, fitted.left)  # frees its memory before more is made on the device
     made = {key: make(landed[key]) for key, make in fitted.make.items()}
     set_optimizer_(fresh, completed(fitted.optimizer, lambda key, ref: made[key]))
-    slices = merged(completed(fitted.slices, lambda key, ref: fitted.into[key]), state.slices, fitted.left)
+    slices = completed(merged(fitted.slices, state.slices, fitted.left), lambda key, ref: fitted.into[key])
     return fresh.but(slices=slices)
 
 

@@ -11,9 +11,11 @@ file, and its next save raises.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import hashlib
 import os
+import queue
 import re
 import threading
 import time
@@ -21,17 +23,19 @@ import weakref
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from dtrain import storage
 from dtrain.checkpoint import holder as holders
 from dtrain.checkpoint.holder import Holder
-from dtrain.errors import CheckpointError
+from dtrain.errors import CheckpointError, ConfigError
 from dtrain.storage import Place
 
 LOCK = "run.lock"
 HEARTBEAT = "dtrain-heartbeat"  # the name of the thread
 _LEFT = re.compile(r"run\.lock\.([0-9a-f]{16}|[0-9a-f]{8}\.tmp)")  # claims, and what a killed replacement leaves
 _POLL_S = 0.2
+_AT_EXIT_S = 10.0  # for servers to let go of locks; then others have to see that the process has gone
 
 
 @dataclass(slots=True, eq=False)
@@ -52,12 +56,16 @@ class _Held:
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """What this process holds, by root. ``guard`` is reentrant: the garbage collector may release a lock anywhere."""
+    """What this process holds, by root. ``guard`` is reentrant: the garbage collector may release a lock anywhere.
+
+    ``dropped`` has holds on servers that the garbage collector released, and None to wake the thread that renews and drops.
+    """
 
     pid: int = field(default_factory=os.getpid)
     held: dict[str, _Held] = field(default_factory=dict)
     guard: threading.RLock = field(default_factory=threading.RLock)
     taking: threading.Lock = field(default_factory=threading.Lock)
+    dropped: queue.SimpleQueue[_Held | None] = field(default_factory=queue.SimpleQueue)
     stop: threading.Event | None = None  # of the thread that renews; None while there is none
 
 
@@ -83,7 +91,8 @@ class Lock:
     def __init__(self, of: _Process, held: _Held) -> None:
         self._of, self._held = of, held
         held.handles += 1
-        self._finish = weakref.finalize(self, _drop, of, held)
+        self._finish = weakref.finalize(self, _let_go, of, held)
+        self._finish.atexit = isinstance(held.root, Path)
 
     def __repr__(self) -> str:
         return f"Lock({str(self._held.path)!r})"
@@ -120,7 +129,8 @@ class Lock:
 
     def release(self) -> None:
         """Give up this hold. A second call does nothing. Mutates: the lock file goes with the last hold."""
-        self._finish()
+        if self._finish.detach() is not None:
+            _drop(self._of, self._held)
 
     def __enter__(self) -> Lock:
         return self
@@ -278,7 +288,7 @@ def _look(held: _Held) -> bool:
 
 def _remove_if_of(path: Place, me: Holder) -> None:
     """Remove a lock file if it is ours. Failing to leaves one whose holder is dead, or will be."""
-    with suppress(OSError):
+    with suppress(OSError, ConfigError):
         found = holders.parse(_read(path) or b"")
         if found is not None and found.token == me.token:
             storage.remove_file(path)
@@ -291,6 +301,27 @@ def _sweep(held: _Held) -> None:
             if _LEFT.fullmatch(name) and name != f"{LOCK}.{held.me.token}":
                 with suppress(OSError):
                     storage.remove_file(held.root / name)
+
+
+def _let_go(process: _Process, held: _Held) -> None:
+    """The end of one hold by the garbage collector, whatever this thread is in the middle of.
+
+    That may be a request to the very server, whose answer no other request can wait for; so another thread does it there.
+    """
+    if isinstance(held.root, Path):
+        _drop(process, held)
+    elif process.pid == os.getpid():
+        process.dropped.put(held)
+
+
+def _let_go_at_exit() -> None:
+    """Holds on servers end with the interpreter, too, if the server answers soon; it may be what the process has ended of."""
+    process, deadline = _process(), time.monotonic() + _AT_EXIT_S
+    for held in [held for held in process.held.values() if not isinstance(held.root, Path)]:
+        held.handles = 1
+        process.dropped.put(held)
+        while str(held.root) in process.held and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def _drop(process: _Process, held: _Held) -> None:
@@ -308,24 +339,33 @@ def _drop(process: _Process, held: _Held) -> None:
         if not process.held and process.stop is not None:
             process.stop.set()
             process.stop = None
+            process.dropped.put(None)
 
 
 def _start(process: _Process) -> None:
     """Have a thread renew what is held, if none does."""
     if process.stop is None:
+        atexit.unregister(_let_go_at_exit)
+        atexit.register(_let_go_at_exit)
         process.stop = threading.Event()
         threading.Thread(target=_beat, args=(process, process.stop), name=HEARTBEAT, daemon=True).start()
 
 
 def _beat(process: _Process, stop: threading.Event) -> None:
-    while not stop.wait(holders.BEAT_S):
-        for held in list(process.held.values()):
-            _renew(process, held)
+    while not stop.is_set():
+        try:
+            dropped = process.dropped.get(timeout=holders.BEAT_S)
+        except queue.Empty:
+            for held in list(process.held.values()):
+                _renew(process, held)
+        else:
+            if dropped is not None:
+                _drop(process, dropped)
 
 
 def _renew(process: _Process, held: _Held) -> None:
     """One heartbeat. Failing is no reason to end: the disk may be full for a while."""
-    with process.guard, suppress(OSError):
+    with process.guard, suppress(OSError, ConfigError):  # the latter of a server that needs other credentials by now
         if not held.released and _look(held):
             me = holders.renewed(held.me, now=time.time())
             storage.replace_file(held.path, me.encode())

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from dtrain import storage
@@ -132,6 +133,8 @@ def open_checkpoint(folder: Place) -> Opened:
         for file, chunks in zip(manifest.ranks[rank].data, index.chunks, strict=True)
     )
     shared = _shared(indexes[0], manifest)
+    for file, entries in zip(files, _by_file([(*index.boxes, *index.own) for index in indexes], manifest), strict=True):
+        _check_apart(entries, f"{layout.index_name(file.rank)}: {file.name}")
     boxes = stored_boxes(_by_file([index.boxes for index in indexes], manifest))
     outlines = {section: outlined(part, section) for section, part in shared.items()}
     refs = {leaf.key: leaf.ref for leaf in leaves(outlines)}
@@ -184,6 +187,15 @@ def _by_file(entries: Sequence[Sequence[Entry]], manifest: Manifest) -> list[lis
         for entry in of_rank:
             found[first + entry.file].append(entry)
     return found
+
+
+def _check_apart(entries: Sequence[Entry], where: str) -> None:
+    """No byte of a file belongs to two boxes: a reader would fetch it for each of them."""
+    reach = 0
+    for entry in sorted(entries, key=attrgetter("begin")):
+        if entry.begin < reach and entry.end > entry.begin:
+            raise DamagedCheckpointError(f"{where}: {entry.key}: begins at byte {entry.begin}, inside of another box")
+        reach = max(reach, entry.end)
 
 
 def _shared(index: RankIndex, manifest: Manifest) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def group_differences(optimizer: dict[str, Any], state: TrainState, touched: Col
 
 
 def _names(names: Any, touched: Collection[str]) -> list[Any]:
-    return [name for name in names if name not in touched] if type(names) is list else []
+    return [name for name in names if type(name) is not str or name not in touched] if type(names) is list else []
 
 
 def _pairs(a: list[Any], b: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -97,11 +97,13 @@ def place_optimizer(
     on_device = _counted_on_device(state)
     for name, content in optimizer["state"].items():
         param = state.params[name]
+        mine = local(param)
         here = _Param(
             param=param,
             shape=tuple(param.shape),
             region=places.region_of(param),
             saved=refs[plain.join("params", name)],
+            as_read=mine.is_cpu and mine.is_contiguous(),
             counts_on=param.device if id(param) in on_device else torch.device("cpu"),
             cast=cast,
         )
@@ -129,6 +131,7 @@ class _Param:
     shape: tuple[int, ...]
     region: Region
     saved: TensorRef
+    as_read: bool
     counts_on: torch.device
     cast: bool
 
@@ -145,6 +148,8 @@ class _Param:
         return whole(ref.shape), partial(_to, self.param.device)
 
     def _like_param(self, ref: TensorRef) -> Make:
+        if self.as_read and not (self.cast and ref.dtype == self.saved.dtype):
+            return partial(with_shard, self.param)
         follows = self.cast and ref.dtype == self.saved.dtype and DTYPES[ref.dtype].is_floating_point
         return partial(_laid_out, self.param, self.param.dtype if follows else DTYPES[ref.dtype])
 
@@ -154,10 +159,8 @@ class _Param:
 
 def _laid_out(param: Tensor, dtype: torch.dtype, shard: Tensor) -> Tensor:
     mine = local(param)
-    if shard.dtype != dtype or shard.device != mine.device or shard.stride() != mine.stride():
-        # As zeros_like of the parameter is: strided like it, too, which fused kernels need.
-        shard = torch.empty_like(mine, dtype=dtype, requires_grad=False).copy_(shard)
-    return with_shard(param, shard)
+    # As zeros_like of the parameter is: strided like it, too, which fused kernels need.
+    return with_shard(param, torch.empty_like(mine, dtype=dtype, requires_grad=False).copy_(shard))
 
 
 def _to(device: torch.device, tensor: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from dtrain.tensors import is_distributed
 TAG = "$"
 _TENSOR_FIELDS = frozenset({TAG, "dtype", "shape", "distributed"})
 MAX_DEPTH = 64
+_MOST_IN_A_DIM = 2**48
 MAX_INT_BITS = 4096  # Python refuses to print integers of more than 4,300 digits
 _DICTS = (dict, OrderedDict, Counter)  # all come back as dict, which their own load_state_dict accepts
 
@@ -157,10 +158,7 @@ def _decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any], 
 def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, TensorRef], Any], depth: int) -> Any:
     where, tag = f"values: {path}", values[TAG]
     if tag == "tensor":
-        raw = values if values.keys() == _TENSOR_FIELDS else closed.record(values, where, tuple(_TENSOR_FIELDS))
-        if type(raw["dtype"]) is not str or raw["dtype"] not in DTYPES or type(raw["distributed"]) is not bool:
-            raise DamagedCheckpointError(f"{where}: not a tensor: {closed.kind(values)}")
-        return tensor_of(path, _ref(raw["dtype"], closed.wholes(raw["shape"], where), raw["distributed"]))
+        return tensor_of(path, _described(values, where))
     if tag == "float":
         value = closed.record(values, where, (TAG, "value"))["value"]
         if value not in ("nan", "inf", "-inf"):
@@ -177,8 +175,22 @@ def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, 
     raise DamagedCheckpointError(f"{where}: unknown value {closed.kind(values)}")
 
 
+def _described(values: dict[str, Any], where: str) -> TensorRef:
+    """What an encoded tensor says about itself."""
+    if values.keys() != _TENSOR_FIELDS:
+        closed.record(values, where, tuple(_TENSOR_FIELDS))
+    dtype, shape, distributed = values["dtype"], values["shape"], values["distributed"]
+    if type(dtype) is not str or type(distributed) is not bool or dtype not in DTYPES:
+        raise DamagedCheckpointError(f"{where}: not a tensor: {closed.kind(values)}")
+    if type(shape) is not list or not {int}.issuperset(map(type, shape)) or min(shape, default=0) < 0:
+        closed.wholes(shape, where)
+    return _ref(dtype, tuple(shape), distributed)
+
+
 @lru_cache(maxsize=4096)
 def _ref(dtype: str, shape: tuple[int, ...], distributed: bool) -> TensorRef:
+    if max(shape, default=0) > _MOST_IN_A_DIM:
+        raise DamagedCheckpointError(f"values: no tensor has the shape {closed.kind(list(shape))}")
     return TensorRef(dtype=dtype, shape=shape, distributed=distributed)
 
 

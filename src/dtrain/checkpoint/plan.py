@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 from dtrain.checkpoint.layout import DTYPES, Entry
 from dtrain.errors import DamagedCheckpointError
 
-READ_BYTES = 8 * 2**20  # of one read at most, unless a single row is larger
+READ_BYTES = 2**20  # of one read that is not straight, at most, unless a single row is larger: they need memory of their own
 Span = tuple[int, int]
 _FEW = 8  # so many boxes are looked at one by one
 
@@ -74,13 +73,19 @@ def choose_writers(tensors: Iterable[tuple[str, int, int]]) -> dict[str, int]:
 
 def stored_boxes(by_file: Sequence[Sequence[Entry]]) -> dict[str, list[StoredBox]]:
     """All entries by key, those of one tensor in order of their offset."""
-    found: dict[str, list[StoredBox]] = defaultdict(list)
+    found: dict[str, list[StoredBox]] = {}
+    several: set[str] = set()
     for file, entries in enumerate(by_file):
-        for entry in entries:
-            found[entry.key].append(StoredBox(file=file, entry=entry))
-    for boxes in found.values():
-        boxes.sort(key=lambda box: box.entry.offset)
-    return dict(found)
+        for box in map(StoredBox, repeat(file), entries):
+            key = box.entry.key
+            if key in found:
+                found[key].append(box)
+                several.add(key)
+            else:
+                found[key] = [box]
+    for key in several:
+        found[key].sort(key=lambda box: box.entry.offset)
+    return found
 
 
 def plan_reads(index: Mapping[str, Sequence[StoredBox]], targets: Mapping[str, Region]) -> list[Read]:
@@ -205,7 +210,7 @@ def _groups(parts: Sequence[_Part], dim: int) -> list[list[_Part]]:
 
 
 def _stretches(entry: Entry, part: _Part, target: Region) -> Iterator[_Stretch]:
-    """The rows of the box that ``part`` touches, in runs of at most ``READ_BYTES``; whole rows are read."""
+    """The rows of the box that ``part`` touches, straight in one, or else in runs of ``READ_BYTES``; whole rows are read."""
     at, low, high = part
     if not entry.size:
         yield at, 0, entry.end - entry.begin, (), (), (), True
@@ -214,7 +219,7 @@ def _stretches(entry: Entry, part: _Part, target: Region) -> Iterator[_Stretch]:
     inner = tuple((a - base, b - base) for a, b, base in zip(low[1:], high[1:], entry.offset[1:], strict=True))
     outer = tuple((a - base, b - base) for a, b, base in zip(low[1:], high[1:], target.offset[1:], strict=True))
     straight = entry.size[1:] == target.size[1:] and entry.offset[1:] == target.offset[1:]
-    run = max(1, READ_BYTES // row_bytes)
+    run = high[0] - low[0] if straight else max(1, READ_BYTES // row_bytes)
     for row in range(low[0], high[0], run):
         rows = min(run, high[0] - row)
         begin, into = (row - entry.offset[0]) * row_bytes, row - target.offset[0]

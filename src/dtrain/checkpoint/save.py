@@ -9,7 +9,7 @@ What this process knows of its own commits is in ``state.shared``.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -17,10 +17,10 @@ from typing import Any, Literal, cast
 import torch
 
 from dtrain import storage
-from dtrain.checkpoint import background, layout
+from dtrain.checkpoint import background, layout, plain
 from dtrain.checkpoint.agree import Agreed
 from dtrain.checkpoint.background import Task
-from dtrain.checkpoint.contents import States, check_equal, collect, fingerprints
+from dtrain.checkpoint.contents import States, check_equal, collect, fingerprints, identity
 from dtrain.checkpoint.data_file import Image, image_in_place
 from dtrain.checkpoint.garbage import no_collection
 from dtrain.checkpoint.job import Save, SavedStep, carry_out
@@ -31,7 +31,7 @@ from dtrain.checkpoint.staging import Buffer, Staging
 from dtrain.dist import stopping
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, PeerError
 from dtrain.state import TrainState
 from dtrain.storage import Place
 
@@ -53,7 +53,7 @@ class SaveHandle:
     step: int
     path: Place
     _task: Task[SavedStep] = field(repr=False)
-    _copied: torch.cuda.Event | None = field(default=None, repr=False)
+    _copied: Sequence[torch.cuda.Event] = field(default=(), repr=False)
 
     @property
     def done(self) -> bool:
@@ -62,8 +62,8 @@ class SaveHandle:
 
     def staged(self) -> None:
         """Return when the state has been copied. Where it lies on the CPU, it was when ``save_sharded`` returned."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        for event in self._copied:
+            event.synchronize()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the step is durable and verifiable on every rank.
@@ -132,20 +132,22 @@ def save_sharded(
             any file is touched.
         CheckpointError: the step exists and belongs to another run, another live job writes into ``root``, there is no space,
             or a file operation failed; nothing is published then. In ``"async"`` mode this is raised by the handle, by the
-            next save, or when ``init_dist``'s block is left: whichever comes first.
+            next save (not by one that ``should_stop`` asked for: that comes first), or when ``init_dist``'s block is left.
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
-    states = {"": state} if isinstance(state, TrainState) else dict(state)
+    states: dict[str, TrainState] = {}
     save = None
     with Agreed(_WHERE), no_collection(), torch.no_grad():  # a shard is had faster where no gradient could flow
+        states = _states(state)
         _check(states, mode, only, extra, cast)
         plan_retention([], keep_last, keep_every=keep_every, pinned=pinned)
         first = next(iter(states.values()))
         contents = collect(states, extra or {}, only=tuple(only or ()), cast=cast)
         share = share_of(contents, current().rank, current().world_size, frozen_apart=incremental)
         parts = fingerprints(contents)
-    total_bytes = _agree_on_contents(parts, share.data_bytes)
+    needed = share.data_bytes if not incremental else next(iter(share.files.values())).size  # the other may be a link
+    total_bytes = _agree_on_contents(parts, needed)
     background.make_room(_IN_FLIGHT)
     with Agreed(_WHERE), no_collection(), torch.no_grad():  # a shard is had faster where no gradient could flow
         images, buffers, copied = _images(share, mode)
@@ -157,9 +159,11 @@ def save_sharded(
             layout=_layout(first),
             only=tuple(only or ()),
             names=tuple(name for name in states if name),
-            share=share,
+            share=replace(share, tensors={}),  # the images have what they need; the rest may be freed
             images=images,
             total_bytes=total_bytes,
+            holds=identity(states, tuple(only or ()), cast),
+            info=current(),
             copied=copied,
             release=partial(_give_back, buffers),
             # In the middle of a step the ranks have agreed already, but the state is that before the step.
@@ -173,18 +177,43 @@ def save_sharded(
     task = background.submit(f"the save of step {first.step}", partial(carry_out, save))
     handle = SaveHandle(step=first.step, path=storage.place(root) / layout.step_name(first.step), _task=task, _copied=copied)
     if mode == "sync":
-        handle.wait()
+        _wait(task)
     return handle
+
+
+def _wait(task: Task[SavedStep]) -> None:
+    """Wait for a synchronous save, which writes the state's own memory: after an interrupt it must not go on."""
+    try:
+        task.result()
+    except BaseException:
+        task.given_up = True
+        background.wait(task)
+        task.seen = True
+        raise
+
+
+def _states(given: TrainState | Mapping[str, TrainState]) -> dict[str, TrainState]:
+    """The states by name; a single one has the empty name.
+
+    Raises:
+        ConfigError: something else was given, or a name that a checkpoint cannot hold.
+    """
+    if isinstance(given, TrainState):
+        return {"": given}
+    if not isinstance(given, Mapping) or not given:
+        raise ConfigError(f"{_WHERE}: needs a TrainState, or some of them by name, got {given!r}"[:300])
+    for name, state in given.items():
+        if type(name) is not str or name in ("", plain.TAG):
+            raise ConfigError(f"{_WHERE}: states have names (text, not empty, not {plain.TAG!r}), got {name!r}")
+        if not isinstance(state, TrainState):
+            raise ConfigError(f"{_WHERE}: {name}: needs a TrainState, got {type(state).__name__}")
+    return dict(given)
 
 
 def _check(
     states: States, mode: str, only: Sequence[str] | None, extra: Mapping[str, Any] | None, cast: torch.dtype | None
 ) -> None:
-    if not states or any(type(name) is not str for name in states):
-        raise ConfigError(f"{_WHERE}: needs a state, or states by their names, got {list(states)}")
     for state in states.values():
-        if not isinstance(state, TrainState):
-            raise ConfigError(f"{_WHERE}: needs a TrainState, got {type(state).__name__}")
         state.check_fresh(_WHERE)
     if len({state.shared.run_id for state in states.values()}) > 1:
         raise ConfigError(f"{_WHERE}: the states {list(states)} belong to different runs; load them from one checkpoint")
@@ -205,24 +234,27 @@ def _agree_on_contents(mine: Mapping[str, str], nbytes: int) -> int:
     """
     facts: Any = {"parts": mine, "bytes": nbytes, "failed": background.unseen_failure()}
     everyone = cast(list[dict[str, Any]], all_gather_json(facts, where=_WHERE))
-    if any(facts["failed"] for facts in everyone):
+    failed = [rank for rank, facts in enumerate(everyone) if facts["failed"]]
+    if failed and not stopping.agreed():  # then this save comes first; the failure is raised where the block is left
         background.drain()  # a save that fails does so on every rank, though not at the same time
+        raise PeerError(f"{_WHERE}: an earlier save failed on rank {failed[0]}; nothing of it was published, save again")
     check_equal([facts["parts"] for facts in everyone])
     return sum(facts["bytes"] for facts in everyone)
 
 
-def _images(share: Share, mode: Mode) -> tuple[dict[str, Image], list[Buffer], torch.cuda.Event | None]:
+def _images(share: Share, mode: Mode) -> tuple[dict[str, Image], list[Buffer], list[torch.cuda.Event]]:
     """The content of this rank's files: a copy of the tensors where training goes on, or where they are not on the CPU."""
     cuda = any(tensor.is_cuda for tensor in share.tensors.values())
     if mode == "sync" and not cuda:
-        return {name: image_in_place(placed, share.tensors) for name, placed in share.files.items()}, [], None
+        return {name: image_in_place(placed, share.tensors) for name, placed in share.files.items()}, [], []
     buffers = [_STAGING.take(placed.size, pinned=cuda) for placed in share.files.values()]
     pairs = zip(buffers, share.files.items(), strict=True)
     images = {name: buffer.fill(placed, share.tensors) for buffer, (name, placed) in pairs}
-    if not cuda:
-        return images, buffers, None
-    copied = torch.cuda.Event()
-    copied.record()
+    copied = []
+    for device in {tensor.device for tensor in share.tensors.values() if tensor.is_cuda}:
+        with torch.cuda.device(device):  # the copies are in the order of this device's current stream
+            copied.append(torch.cuda.Event())
+            copied[-1].record()
     return images, buffers, copied
 
 

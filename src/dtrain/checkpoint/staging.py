@@ -11,6 +11,8 @@ from torch import Tensor
 from dtrain.checkpoint.data_file import Box, Image, Placed, joined, runs
 from dtrain.checkpoint.layout import DTYPES
 
+PAGE_BYTES = 4096
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class Buffer:
@@ -18,7 +20,7 @@ class Buffer:
 
     memory: Tensor
     header: bytes = b""
-    views: dict[str, Tensor] = field(default_factory=dict)  # by the key of the first box of a run
+    views: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # by the first and last key of a run
 
     def fill(self, placed: Placed, tensors: Mapping[str, Tensor]) -> Image:
         """The file's image, copied. From a GPU the copy is asked for, in the order of its stream, and not waited for.
@@ -35,11 +37,12 @@ class Buffer:
         return Image.of([memoryview(self.memory[: placed.size].numpy().data)])
 
     def _view(self, placed: Placed, run: Sequence[Box]) -> Tensor:
-        view = self.views.get(run[0].key)
+        ends = run[0].key, run[-1].key  # tensors that have moved to another device make other runs
+        view = self.views.get(ends)
         if view is None:
             begin, end = placed.ranges[run[0].key][0], placed.ranges[run[-1].key][1]
             view = self.memory[begin:end].view(DTYPES[run[0].dtype])
-            self.views[run[0].key] = view
+            self.views[ends] = view
         return view
 
 
@@ -48,6 +51,13 @@ def _copy(tensors: Sequence[Tensor], into: Tensor) -> None:
         torch.cat([tensor.reshape(-1) for tensor in tensors], out=into)
     else:
         into.copy_(joined(tensors), non_blocking=True)
+
+
+def _aligned(size: int, pinned: bool) -> Tensor:
+    """Memory that begins at a page: the chunks of a file whose image it is go to the disk without another copy."""
+    memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    begin = -memory.data_ptr() % PAGE_BYTES
+    return memory[begin : begin + size]
 
 
 class Staging:
@@ -65,7 +75,7 @@ class Staging:
             return found
         if self._free:
             self._free.pop()  # too small for this run: do not keep both
-        return Buffer(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+        return Buffer(_aligned(size, pinned))
 
     def give(self, buffer: Buffer) -> None:
         """Take back a buffer."""

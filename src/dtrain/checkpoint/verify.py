@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 
 from dtrain import storage
 from dtrain.checkpoint import layout
@@ -42,7 +41,7 @@ def verify_deeply(folder: Place) -> Opened:
     return opened
 
 
-def verify_checkpoint(path: Path | str) -> Committed:
+def verify_checkpoint(path: Place | str) -> Committed:
     """Read all of a checkpoint and return its description if every byte is as it was written.
 
     Args:

@@ -27,6 +27,7 @@ from dtrain.dist.init import current
 from dtrain.errors import CheckpointError, CheckpointMismatchError
 from dtrain.shard.whole import reshard
 from dtrain.state import spec_of
+from dtrain.storage import Place
 from dtrain.tensors import extent, local
 
 _WHERE = "load_weights_"
@@ -44,14 +45,14 @@ class LoadedWeights:
         left_out: stored names that ``rename`` left out.
     """
 
-    path: Path
+    path: Place
     loaded: tuple[str, ...]
     kept: tuple[str, ...]
     left_out: tuple[str, ...]
 
 
 def load_weights_(
-    model: nn.Module, source: Path | str, *, rename: Rename | None = None, missing: Sequence[str] = ()
+    model: nn.Module, source: Place | str, *, rename: Rename | None = None, missing: Sequence[str] = ()
 ) -> LoadedWeights:
     """Copy stored weights into ``model`` by name, every rank reading the bytes of its own shards only.
 
@@ -85,7 +86,7 @@ def load_weights_(
         CheckpointMismatchError: names, shapes or dtypes that differ, the first ten in a table.
         PeerError: another rank failed.
     """
-    path = Path(cast(str, decided_by_rank_0(_WHERE, lambda: str(_choose(Path(source).absolute())))))
+    path = _place(cast(str, decided_by_rank_0(_WHERE, lambda: str(_choose(_place(source))))))
     with Agreed(_WHERE), _naming(path):
         reshard(model)  # a gathered copy of parameters would hide the shards, which are what is loaded into
         stored = _open(path, model)
@@ -100,7 +101,7 @@ def load_weights_(
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _naming(path: Place) -> Iterator[None]:
     """Put the path before what is wrong with one of its files."""
     try:
         yield
@@ -110,10 +111,16 @@ def _naming(path: Path) -> Iterator[None]:
         raise type(error)(f"{_WHERE}: {path}: {error}") from None
 
 
-def _choose(path: Path) -> Path:
+def _place(source: Place | str) -> Place:
+    """What ``source`` names. A link stays one: what it points to may have a name without a suffix."""
+    place = storage.place(source)
+    return place if isinstance(place, storage.RemotePath) else Path(str(source)).absolute()
+
+
+def _choose(path: Place) -> Place:
     """What to read: the file or folder itself, or the newest step of a root of ours."""
     if storage.file_size(path) is not None:
-        if path.suffix != foreign.SUFFIX:
+        if Path(path.name).suffix != foreign.SUFFIX:
             raise CheckpointError(f"{_WHERE}: {path} is no {foreign.SUFFIX} file{_about_pickles([path.name])}")
         return path
     if not storage.is_folder(path):
@@ -140,7 +147,7 @@ def _about_pickles(names: Iterable[str]) -> str:
     )
 
 
-def _open(path: Path, model: nn.Module) -> Stored:
+def _open(path: Place, model: nn.Module) -> Stored:
     if has_manifest(path):
         # Ranks that do not keep buffers of their own must have equal ones: all take those of rank 0.
         return in_checkpoint(path, current().rank if spec_of(model).buffers == "local" else 0)
@@ -152,7 +159,7 @@ def _region(tensor: Tensor) -> Region:
     return Region(offset=box.offset, size=box.size)
 
 
-def _check_twins(stored: Stored, path: Path, match: Match) -> None:
+def _check_twins(stored: Stored, path: Place, match: Match) -> None:
     """Tensors that go to one place must be equal there; files of models with tied weights may hold them twice."""
     for first, other in match.twins:
         region = _region(match.targets[first])
@@ -172,7 +179,7 @@ def _bytes_of(stored: Stored, name: str, region: Region) -> bytes:
     return bytes(as_bytes(_read(stored, {name: region})[name]))
 
 
-def _check_equal(stored: Stored, path: Path, match: Match) -> None:
+def _check_equal(stored: Stored, path: Place, match: Match) -> None:
     names = hashlib.sha256(closed.canonical(sorted(match.names.items()))).hexdigest()
     everyone = all_gather_json([stored.identity, names])
     for rank, theirs in enumerate(everyone):

@@ -73,7 +73,7 @@ def broadcast_json(obj: Plain, *, src: int = 0, group: GroupName = "control", wh
     text, lengths = _announce(obj if info.rank == src else None, group, where)
     if info.world_size == 1:
         return _parse([text])[0]
-    padded = _padded(text, lengths[src]) if info.rank == src else torch.empty(lengths[src], dtype=torch.uint8)
+    padded = _padded(text, lengths[src]) if info.rank == src else torch.empty(lengths[src], dtype=torch.uint8, device="cpu")
     with naming_missing(where, group=group):
         dist.broadcast(padded, src=src, group=_group(info, group))
     return _parse([padded.numpy().tobytes()])[0]
@@ -104,7 +104,7 @@ def _record(group: GroupName, world_size: int, n: int) -> tuple[Any, Any, Tensor
     One vote is on the path of every training step. Reuse is safe: a group belongs to one thread, and a call has read its rows
     before it returns.
     """
-    sent, received = torch.zeros(n, dtype=torch.float64), torch.zeros(world_size * n, dtype=torch.float64)
+    sent, received = (torch.zeros(size, dtype=torch.float64, device="cpu") for size in (n, world_size * n))
     return sent.numpy(), received.numpy().reshape(world_size, n), sent, received
 
 

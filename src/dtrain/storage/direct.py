@@ -63,7 +63,9 @@ class DirectWriter:
         return done
 
     def _gathered(self, buffers: Sequence[memoryview], size: int) -> memoryview:
-        """The bytes in memory that begins at a page; each thread has its own."""
+        """The bytes in memory that begins at a page: where they are, or a copy of the thread's own."""
+        if len(buffers) == 1 and _begins_at_a_page(buffers[0]):
+            return buffers[0]
         memory = getattr(self._memory, "own", None)
         if memory is None or len(memory) < size:
             memory = self._memory.own = mmap.mmap(-1, size)
@@ -79,6 +81,10 @@ class DirectWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._handle is not None:
             self._system.close(self._handle)
+
+
+def _begins_at_a_page(data: memoryview) -> bool:
+    return not data.readonly and ctypes.addressof(ctypes.c_char.from_buffer(data)) % _BLOCK == 0
 
 
 def _copy(memory: mmap.mmap, at: int, data: memoryview) -> None:

@@ -131,7 +131,7 @@ def write_parts(path: Place, sizes: Sequence[int], part_of: Callable[[int], Sequ
         sizes: bytes of each part.
         part_of: called once per part, in no fixed order, from the thread that writes it (which may as well compute a digest):
             the part's bytes in one or more buffers, which nobody changes until this returns.
-        threads: that write side by side; with 1 no thread is started for a local file. To a server, at least eight send.
+        threads: that write side by side; with 1 no thread is started. To a server up to eight send, whatever is given.
 
     Raises:
         OSError: the first one, when no thread writes any more. What is there of a local file by then stays; on a server there
@@ -184,10 +184,11 @@ class FileReader:
         OSError: there is no such file, or it is no regular file (a pipe is refused, not waited for).
     """
 
-    __slots__ = ("_file", "size")
+    __slots__ = ("_file", "is_remote", "size")
 
     def __init__(self, path: Place) -> None:
         self._file = remote.FileReader(path) if isinstance(path, RemotePath) else local.FileReader(path)
+        self.is_remote = isinstance(path, RemotePath)  # a request costs more than the bytes of many small reads
         self.size = self._file.size
 
     def read_into(self, begin: int, out: memoryview) -> int:

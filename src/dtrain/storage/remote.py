@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -18,7 +19,7 @@ from dtrain.storage.stores.connect import store_of
 Result = TypeVar("Result")
 
 RETRY = Retry()
-_SIDE_BY_SIDE = 8  # requests: one alone mostly waits for the network
+_MOST_PARTS = 9_000  # of one upload; S3 takes 10,000
 _PIECE_BYTES = 8 * 2**20  # of one read request
 
 
@@ -26,9 +27,13 @@ def _ask(path: RemotePath, do: Callable[[Store], Result]) -> Result:
     return RETRY.call(str(path), lambda: do(store_of(path)))
 
 
-def _once(path: RemotePath, do: Callable[[Store], None], is_done: Callable[[Store], bool]) -> None:
-    """What must not be done twice. After an answer that was lost, ``is_done`` tells whether "exists" is our own work."""
-    in_doubt = False
+def _once(path: RemotePath, do: Callable[[Store], None], is_done: Callable[[Store], bool], *, always: bool = False) -> None:
+    """What must not be done twice. After an answer that was lost, ``is_done`` tells whether "exists" is our own work.
+
+    ``always``: also after the first answer. Libraries of HTTP send a request again by themselves when the connection that they
+    kept has gone, and do not say so.
+    """
+    in_doubt = always
 
     def attempt(store: Store) -> None:
         nonlocal in_doubt
@@ -108,7 +113,8 @@ def remove_folder(path: RemotePath, *, first: str | None = None) -> None:
     if first is not None and file_size(path / first) is not None:
         _remove(path, (path / first).key)
     files = _ask(path, lambda store: store.files(path.key))
-    for_each_part(len(files), lambda number: _remove(path, files[number]), threads=_SIDE_BY_SIDE, name="dtrain-remove")
+    threads = _ask(path, lambda store: store.side_by_side)
+    for_each_part(len(files), lambda number: _remove(path, files[number]), threads=threads, name="dtrain-remove")
     if renames(path):
         _remove_empty(path)
 
@@ -138,7 +144,13 @@ def create_file(path: RemotePath, data: Buffer) -> None:
         FileExistsError: the name is taken.
     """
     content = bytes(data)
-    _once(path, lambda store: store.put(path.key, content, create=True), lambda store: _holds(store, path, content))
+    mark = secrets.token_hex(16)  # tells our file from one of the same content
+    _once(
+        path,
+        lambda store: store.put(path.key, content, mark=mark),
+        lambda store: store.is_ours(path.key, mark, content),
+        always=not renames(path),
+    )
     if not _ask(path, lambda store: _holds(store, path, content)):
         raise OSError(5, "the server does not give back what was written", str(path))
 
@@ -151,16 +163,17 @@ def _holds(store: Store, path: RemotePath, content: bytes) -> bool:
 def replace_file(path: RemotePath, data: Buffer) -> None:
     """Give the file this content; whoever reads meanwhile gets the old content or the new, whole."""
     content = bytes(data)
-    _ask(path, lambda store: store.put(path.key, content, create=False))
+    _ask(path, lambda store: store.put(path.key, content))
 
 
 def write_parts(path: RemotePath, sizes: Sequence[int], part_of: Callable[[int], Sequence[Buffer]], *, threads: int) -> None:
     """Create a file of parts that lie one after the other. What nobody finishes is not seen under the name.
 
-    Parts are sent side by side, small ones joined. Holds the bytes of as many as are under way.
+    Parts are sent side by side, small ones joined. Holds the bytes of as many as are under way. ``threads`` is of no concern:
+    what is waited for is the network.
     """
     store = _ask(path, lambda store: store)
-    groups = _groups(sizes, store.part_bytes)
+    groups = _groups(sizes, max(store.part_bytes, -(-sum(sizes) // _MOST_PARTS)))
     begins = list(accumulate((sum(sizes[part] for part in group) for group in groups), initial=0))
 
     def content(number: int) -> bytes:
@@ -179,7 +192,7 @@ def write_parts(path: RemotePath, sizes: Sequence[int], part_of: Callable[[int],
                 RETRY.call(str(path), lambda: upload.part(number, begins[number], data))
                 progress.advance(len(data))
 
-            for_each_part(len(groups), send, threads=max(threads, _SIDE_BY_SIDE), name="dtrain-send")
+            for_each_part(len(groups), send, threads=store.side_by_side, name="dtrain-send")
         _finish(path, upload, begins[-1])
         finished = True
     finally:
@@ -198,7 +211,7 @@ def _groups(sizes: Sequence[int], least: int) -> list[range]:
 
 
 def _finish(path: RemotePath, upload: Upload, size: int) -> None:
-    _once(path, lambda store: upload.finish(), lambda store: upload.is_there())
+    _once(path, lambda store: upload.finish(), lambda store: upload.is_there(), always=not renames(path))
     if (found := file_size(path)) != size:
         raise OSError(5, f"the server has {found} bytes of {size}", str(path))
 
@@ -260,7 +273,8 @@ class FileReader:
             out[low:high] = _ask(self._path, lambda store: store.get(self._path.key, begin + low, begin + high))
             self._progress.advance(high - low)
 
-        for_each_part(len(pieces), read, threads=_SIDE_BY_SIDE, name="dtrain-fetch")
+        threads = _ask(self._path, lambda store: store.side_by_side)
+        for_each_part(len(pieces), read, threads=threads, name="dtrain-fetch")
         return count
 
     def close(self) -> None:

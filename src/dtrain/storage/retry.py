@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from dtrain.errors import DtrainError
+
 Result = TypeVar("Result")
 
 _AGAIN = frozenset({408, 429, 500, 502, 503, 504})
@@ -26,11 +28,12 @@ _KINDS: tuple[tuple[type[OSError], int, int], ...] = (
     (PermissionError, errno.EACCES, 403),
 )
 _NETWORK = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EPIPE})
-# Errors of libraries that are no OSError, or of no use as one. Looked up by name: what is not imported has raised nothing.
+# Lost connections, time-outs and bodies cut short, as the libraries say it. Looked up by name: what is not imported has raised
+# nothing.
 _LIBRARY_ERRORS = {
     "aiohttp": ("ClientConnectionError", "ClientPayloadError"),
-    "azure.core.exceptions": ("ServiceRequestError", "ServiceResponseError", "IncompleteReadError"),
-    "botocore.exceptions": ("HTTPClientError", "IncompleteReadError", "ResponseStreamingError"),
+    "azure.core.exceptions": ("ServiceRequestError", "ServiceResponseError", "DecodeError"),
+    "botocore.exceptions": ("ConnectionError", "HTTPClientError", "IncompleteReadError", "ResponseStreamingError"),
     "botocore.parsers": ("ResponseParserError",),
     "fsspec.exceptions": ("FSTimeoutError",),
     "google.auth.exceptions": ("TransportError",),
@@ -69,16 +72,21 @@ class Retry:
 
         Raises:
             OSError: the last error, whatever the library made of it.
+            DtrainError: our own, as it is.
         """
         for pause in self.pauses():
             try:
                 return do()
+            except DtrainError:
+                raise
             except Exception as error:
                 if not is_passing(error):
                     raise as_os_error(error, name) from error
             self.sleep(pause)
         try:
             return do()
+        except DtrainError:
+            raise
         except Exception as error:
             tried = f" (tried {self.tries} times)" if is_passing(error) else ""
             raise as_os_error(error, name, tried) from error
@@ -88,14 +96,14 @@ def is_passing(error: BaseException) -> bool:
     """Whether the same request may succeed a little later."""
     if isinstance(error, _FINAL):
         return False
+    if any(isinstance(error, kind) for kind in _known_errors()):  # before the status: aiohttp gives one to a body cut short
+        return True
     code = status_of(error)
     if code is not None:
         return code in _AGAIN
-    if isinstance(error, ConnectionError | TimeoutError | EOFError):
-        return True
-    if isinstance(error, OSError) and error.errno in _NETWORK:
-        return True
-    return any(isinstance(error, kind) for kind in _known_errors())
+    return isinstance(error, ConnectionError | TimeoutError | EOFError) or (
+        isinstance(error, OSError) and error.errno in _NETWORK
+    )
 
 
 def _known_errors() -> Iterator[type]:
@@ -125,7 +133,8 @@ def status_of(error: BaseException) -> int | None:
 
 def as_os_error(error: Exception, name: str, more: str = "") -> OSError:
     """The error as an ``OSError`` of one line that carries the file's name; missing, taken and forbidden keep their classes."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") + more
+    said = (isinstance(error, OSError) and error.strerror) or str(error).strip() or type(error).__name__
+    text = said.splitlines()[0].rstrip(".") + more
     code = status_of(error)
     for kind, number, status in _KINDS:
         if isinstance(error, kind) or (code == status and not isinstance(error, _FINAL)):

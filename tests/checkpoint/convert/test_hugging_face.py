@@ -8,8 +8,6 @@ from safetensors import safe_open
 
 from checkpoint.convert.models import MODELS, TIED, config_of, loaded, logits, saved, state_of
 from dtrain.checkpoint.convert.convert import convert_checkpoint
-from dtrain.checkpoint.convert.hugging_face import plan_files
-from dtrain.checkpoint.data_file import Box
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.mesh import build_mesh
 from dtrain.shard.fsdp import shard_model
@@ -76,20 +74,3 @@ def test_tie_writes_a_weight_under_both_names(tmp_path, name):
         assert set(file.keys()) == set(model.state_dict())
         for key, tensor in model.state_dict().items():
             assert torch.equal(file.get_tensor(key), tensor), key
-
-
-def boxes(*sizes):
-    return [Box.of(str(at), "U8", (size,)) for at, size in enumerate(sizes)]
-
-
-PLANS = {
-    "all fit": (boxes(3, 3, 4), 10, [["0", "1", "2"]]),
-    "one more than fits": (boxes(3, 3, 5), 10, [["0", "1"], ["2"]]),
-    "larger than a file may be": (boxes(1, 30, 1), 10, [["0"], ["1"], ["2"]]),
-    "empty ones": (boxes(0, 10, 0), 10, [["0", "1", "2"]]),
-}
-
-
-@pytest.mark.parametrize(("given", "limit", "expected"), PLANS.values(), ids=PLANS)
-def test_files_are_filled_in_order(given, limit, expected):
-    assert plan_files(given, limit) == expected

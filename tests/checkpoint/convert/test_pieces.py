@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from dtrain.checkpoint.convert.pieces import cut, nbytes, read
+from dtrain.checkpoint.convert.pieces import cut, groups, nbytes, read
 from dtrain.checkpoint.foreign import in_file
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.plain import TensorRef
+from dtrain.checkpoint.plan import StoredBox
+from dtrain.checkpoint.stored import Stored
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 REFS = st.dictionaries(
@@ -38,6 +40,20 @@ def test_batches_hold_every_row_in_order_within_the_limit(refs, limit):
     assert list(dict.fromkeys(order)) == list(refs)
     assert order == sorted(order, key=list(refs).index)
     assert rows == {name: list(range(ref.shape[0])) if ref.shape else [0] for name, ref in refs.items()}
+
+
+GROUPS = {
+    "all fit": ((3, 3, 4), [["0", "1", "2"]]),
+    "one more than fits": ((3, 3, 5), [["0", "1"], ["2"]]),
+    "larger than a group may be": ((1, 30, 1), [["0"], ["1"], ["2"]]),
+    "empty ones": ((0, 10, 0), [["0", "1", "2"]]),
+    "none": ((), []),
+}
+
+
+@pytest.mark.parametrize(("sizes", "expected"), GROUPS.values(), ids=GROUPS)
+def test_groups_are_filled_in_order(sizes, expected):
+    assert list(groups({str(at): size for at, size in enumerate(sizes)}, limit=10)) == expected
 
 
 @pytest.mark.parametrize("limit", [1, 40, 10_000])
@@ -69,3 +85,22 @@ def test_a_cast_is_that_of_torch(tmp_path):
     pieces = [read(stored, batch, {"a": "BF16"})["a"] for batch in cut(stored.refs, ["a"], limit=100)]
     assert len(pieces) > 1
     assert torch.equal(torch.cat(pieces), tensor.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("limit", [1, 60, 10_000])
+def test_columns_of_several_files_become_whole_rows(tmp_path, limit):
+    """As tensor parallelism stores them."""
+    whole = torch.randn(7, 6)
+    halves = []
+    for at, columns in enumerate((whole[:, :4], whole[:, 4:])):
+        save_file({"x": columns.contiguous()}, tmp_path / f"{at}.safetensors")
+        halves.append(in_file(tmp_path / f"{at}.safetensors"))
+    boxes = []
+    for file, half in enumerate(halves):
+        entry = half.boxes["x"][0].entry
+        boxes.append(StoredBox(file=file, entry=entry._replace(shape=(7, 6), offset=(0, 4 * file))))
+    ref = TensorRef(dtype="F32", shape=(7, 6), distributed=True)
+    stored = Stored(identity="", refs={"x": ref}, boxes={"x": boxes}, open_file=lambda number: halves[number].open_file(0))
+    pieces = [read(stored, batch)["x"] for batch in cut(stored.refs, ["x"], limit=limit)]
+    assert len(pieces) == {1: 7, 60: 4, 10_000: 1}[limit]
+    assert torch.equal(torch.cat(pieces), whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +135,6 @@ DAMAGE: dict[str, Damage] = {
 }
 
 
-def cases() -> Iterator[tuple[str, str, str]]:
-    """All of them: kind of checkpoint, damage, file. To be asked of a nursery."""
-    for kind in KINDS:
-        names = sorted({path.split("/")[1] for path in sample(kind) if path.startswith("step-00000002/")})
-        yield from ((kind, damage, name) for damage in DAMAGE for name in names)
-
-
 def count_draws() -> int:
     """One draw for each kind of checkpoint and damage."""
     return len(KINDS) * len(DAMAGE)
@@ -149,7 +142,9 @@ def count_draws() -> int:
 
 def draw(seed: int, k: int) -> list[dict[str, Any]]:
     """One kind of damage to each file of one checkpoint; ``seed`` changes nothing. To be asked of a nursery."""
-    kind, damage = KINDS[k % len(KINDS)], list(DAMAGE)[k // len(KINDS) % len(DAMAGE)]
+    if k >= count_draws():
+        return []  # all were made
+    kind, damage = KINDS[k % len(KINDS)], list(DAMAGE)[k // len(KINDS)]
     root_files, other_files = sample(kind), sample(kind, 11)
     names = sorted({path.split("/")[1] for path in root_files if path.startswith("step-00000002/")})
     with scratch() as folder:

@@ -6,6 +6,7 @@ the next attempt loads is compared with the run that nothing happened to, and so
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import select
@@ -13,7 +14,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -105,7 +106,12 @@ def scratch() -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-def draw(seed: int, k: int) -> list[dict[str, Any]]:
+def draw_short(seed: int, k: int) -> list[dict[str, Any]]:
+    """One run, killed a few times. To be asked of a nursery."""
+    return draw(seed, k, 20)
+
+
+def draw(seed: int, k: int, most: int = MOST) -> list[dict[str, Any]]:
     """One run, killed until it is done: an outcome for each kill. To be asked of a nursery."""
     dice = random.Random(f"kills {seed} {k}")
     known = undisturbed()
@@ -113,7 +119,7 @@ def draw(seed: int, k: int) -> list[dict[str, Any]]:
     with scratch() as folder:
         run = Run(folder=folder, steps=STEPS, mode=mode)
         attempts = []
-        while (attempt := _attempt(run, dice, known, last=len(attempts) >= MOST)) is not None:
+        while (attempt := _attempt(run, dice, known, last=len(attempts) >= most)) is not None:
             attempts.append(attempt)
             if attempt.problems:
                 break
@@ -241,9 +247,9 @@ def _compare(run: Run, known: Undisturbed, attempts: list[Attempt]) -> list[str]
     logs = [read_log(run.folder, rank) for rank in range(RANKS)]
     for rank, log in enumerate(logs):
         for line in log:
-            if "step" in line and line["loss"] != known.losses[line["step"]]:
+            if "step" in line and line["loss"] != known.losses.get(line["step"]):
                 problems.append(f"another loss at step {line['step']}")
-            if line.get("loaded") is not None and line["digest"] != known.digests[rank, line["loaded"]]:
+            if line.get("loaded") is not None and line["digest"] != known.digests.get((rank, line["loaded"])):
                 problems.append(f"rank {rank} loaded another state than that of step {line['loaded']}")
     ends = [[line for line in log if "done" in line] for log in logs]
     for rank, (end, expected) in enumerate(zip(ends, known.ends, strict=True)):
@@ -254,7 +260,63 @@ def _compare(run: Run, known: Undisturbed, attempts: list[Attempt]) -> list[str]
     for line in logs[0]:
         if "attempt" in line and line["loaded"] not in newest | {None}:
             problems.append(f"loaded step {line['loaded']}, which was never the newest")
-    litter = [name for name in os.listdir(run.root) if ".tmp-" in name or ".old-" in name]
-    if litter:
-        problems.append(f"litter: {litter}")
+    problems += _litter(run, logs[0])
     return problems
+
+
+def _litter(run: Run, log: list[dict[str, Any]]) -> list[str]:
+    """What killed saves left and no later one has removed.
+
+    A start that was killed before its first commit was a run of its own, which nobody can go on with: what it was writing is
+    left to ``prune_checkpoints``. And a start that finds nothing more to do saves nothing.
+    """
+    last = max(at for at, line in enumerate(log) if "attempt" in line)
+    if not any("saving" in line for line in log[last:]):
+        return []
+    seen = apart(look, asdict(run))
+    found = [name for name in seen["names"] if "." in name and seen["run"] in name]
+    return [f"litter: {found}"] if found else []
+
+
+def spoiled() -> dict[str, list[str]]:
+    """What is said about runs that something did happen to: the judge has to see it. To be asked of a nursery."""
+    known, found = undisturbed(), {}
+    with scratch() as folder:
+        run = Run(folder=folder, steps=STEPS)
+        fork_and_finish(run)
+        for name, spoil in _SPOILS.items():
+            spoil(run)
+            attempt = Attempt(target="all ranks")
+            _judge(run, attempt)
+            found[name] = [*attempt.problems, *_compare(run, known, [attempt])]
+            for rank in range(RANKS):
+                log = Path(folder) / f"log-{rank}"
+                log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if "spoiled" not in line))
+    return found
+
+
+def _append(run: Run, **line: Any) -> None:
+    with open(Path(run.folder) / "log-0", "a") as file:
+        file.write(json.dumps({**line, "spoiled": True}) + "\n")
+
+
+def _flip_newest(run: Run) -> None:
+    path = run.root / f"step-{STEPS:08d}" / "rank-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+_SPOILS: dict[str, Callable[[Run], None]] = {
+    "nothing": lambda run: None,
+    "another loss": lambda run: _append(run, step=3, loss="0x1p+3"),
+    "another state loaded": lambda run: _append(run, attempt=0.0, loaded=STEPS, digest="0"),
+    "a commit lost": lambda run: _append(run, acknowledged=STEPS + EVERY),
+    "work lost": lambda run: _append(run, step=STEPS + 5, loss="0x1p+3"),
+    "litter": lambda run: (run.root / f"step-00000099.tmp-{_run_id(run)}-01234567").mkdir(),
+    "a flipped bit": _flip_newest,
+}
+
+
+def _run_id(run: Run) -> str:
+    return str(apart(look, asdict(run))["run"])

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from checkpoint.faults.payloads import payloads
 from checkpoint.faults.samples import EXTRA, sample, states_of, write
 
 KIND = "1 rank"
-BATCH = 20  # cases that share a process
-WITHIN_S = 1.0
+BATCH = 50  # cases that share a process
+WITHIN_S = 1.0  # of the processor: how long that takes is up to who else uses the machine
 WITHIN_BYTES = 100e6
 
 Attack = Callable[[Path], None]
@@ -164,9 +165,10 @@ def _weights(header: bytes, *, length: int | None = None, size: int | None = Non
 _NAMES = ("manifest.json", "rank-00000.json", "rank-00000.safetensors", "../run.lock", "../latest")
 
 
-def cases() -> list[Case]:
-    """All of them. To be asked of a nursery."""
-    return [*_programs(), *_names(), *_numbers(), *_texts(), *_large(), *_tags(), *_foreign()]
+@cache
+def cases() -> tuple[Case, ...]:
+    """All of them; made once per process. To be asked of a nursery."""
+    return (*_programs(), *_names(), *_numbers(), *_texts(), *_large(), *_tags(), *_foreign())
 
 
 def _programs() -> Iterator[Case]:
@@ -215,9 +217,11 @@ def _names() -> Iterator[Case]:
             )
         attack = _with_manifest(_set("states", to=[name]))
         yield Case(fault="a state's name that leaves the folder", name=repr(name), attack=attack)
-        for path in _leaves(str):
-            attack = _with_index(_set(*path, to=name))
-            yield Case(fault="a text of an index that leaves the folder", name=f"{_shown(path)} = {name!r}", attack=attack)
+    leaves = _leaves(str)
+    for number, name in enumerate(TRAVERSALS * 2):
+        path = leaves[number % len(leaves)]
+        attack = _with_index(_set(*path, to=name))
+        yield Case(fault="a text of an index that leaves the folder", name=f"{_shown(path)} = {name!r}", attack=attack)
 
 
 def _leaves(kind: type) -> list[tuple[Any, ...]]:
@@ -417,10 +421,12 @@ def draw(seed: int, k: int) -> list[dict[str, Any]]:
     """Batch ``k`` of the cases; ``seed`` changes nothing. To be asked of a nursery."""
     chosen = cases()[k * BATCH : (k + 1) * BATCH]
     with scratch() as folder:
-        files = sample(KIND)
-        for number in range(len(chosen)):
-            write(files, Path(folder) / str(number))
-        write(files, Path(folder) / "sound")
+        both = sample(KIND)
+        newest = {name: data for name, data in both.items() if name.startswith("step-00000002")}
+        for number, case in enumerate(chosen):
+            # An older step takes time to verify for every message, and is needed where a name may point at it.
+            write(both if "leaves the folder" in case.fault else newest, Path(folder) / str(number))
+        write(both, Path(folder) / "sound")
         return apart(_try_all, folder, k) if chosen else []
 
 
@@ -475,7 +481,7 @@ def _look_at(step: Path, hook: Hook, *, weights: bool) -> tuple[set[str], list[s
     for name, read in readers.items():
         hook.seen.clear()
         before = _peak_from_here()
-        hook.root, begun = os.path.realpath(step.parent), time.perf_counter()
+        hook.root, begun = os.path.realpath(step.parent), time.process_time()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -486,7 +492,7 @@ def _look_at(step: Path, hook: Hook, *, weights: bool) -> tuple[set[str], list[s
             pass
         except BaseException as error:  # noqa: BLE001 - any other way to end is a finding
             problems.append(f"{name} raised {type(error).__name__}: {str(error)[:200]}")
-        longest = max(longest, time.perf_counter() - begun)
+        longest = max(longest, time.process_time() - begun)
         hook.root = None
         most = max(most, _peak() - before)
         problems += [f"{name}: {event}" for event in hook.seen]
@@ -510,3 +516,49 @@ def _peak() -> float:
 
 
 __all__: Sequence[str] = ("TRAVERSALS", "Case", "Hook", "cases", "count_draws", "draw")
+
+
+def how_many_payloads_run() -> int:
+    """Unpickle the payloads that are pickle, in a fork, and count those that run their command. To be asked of a nursery."""
+    with scratch() as folder:
+        return int(apart(_run_payloads, folder))
+
+
+def _run_payloads(folder: str) -> int:
+    import pickle
+    from contextlib import suppress
+
+    found = 0
+    for number, (name, content) in enumerate(payloads(f"touch {folder}/mark").items()):
+        if any(word in name for word in ("execv", "pty", "browser", "open", "timeit", "torch", "numpy", "Popen", "NEWOBJ")):
+            continue  # these would end, outlive or outlast this process
+        with suppress(Exception):
+            pickle.loads(content)
+        mark = Path(folder) / "mark"
+        found += mark.exists()
+        if mark.exists():
+            mark.rename(Path(folder) / f"mark-{number}")
+    return found
+
+
+def what_the_hook_sees() -> list[str]:
+    """What is noted of an opened file outside a root, and of a payload. To be asked of a nursery."""
+    with scratch() as folder:
+        return list(apart(_watch_payload, folder))
+
+
+def _watch_payload(folder: str) -> list[str]:
+    import pickle
+
+    hook, inside, outside = Hook(), Path(folder) / "inside", Path(folder) / "outside"
+    inside.mkdir()
+    outside.touch()
+    (inside / "file").touch()
+    content = payloads("true")["REDUCE, protocol 2"]
+    hook.root = os.path.realpath(inside)
+    (inside / "file").read_bytes()
+    outside.read_bytes()
+    pickle.loads(content)
+    exec("1")
+    hook.root = None
+    return [event for event in hook.seen if not event.startswith("compile")]

@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
@@ -69,11 +68,11 @@ def _small_chunks(threads: int) -> None:
 
 
 def _joined(ranks: int) -> Any:
-    """The groups of several ranks; one rank needs none, and is quicker without."""
+    """Who this is. Groups stay open: who has lost a peer cannot close them, and the process ends anyway."""
     import dtrain as dt
     from dtrain.dist.init import current
 
-    return dt.init_dist(device="cpu") if ranks > 1 else nullcontext(current())
+    return dt.init_dist(device="cpu") if ranks > 1 else current()
 
 
 def _begin(root: Path) -> Any:
@@ -117,22 +116,20 @@ def record(root: str, how: dict[str, Any]) -> dict[str, Any]:
     from checkpoint.states import digest
 
     _small_chunks(how["threads"])
-    with _joined(how["ranks"]):
-        state = _begin(Path(root))
-        with watching() as watched, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _save(Path(root), state, how["mode"])
-        return {"calls": watched.calls, "digest": digest(state, rng=False)}
+    _joined(how["ranks"])
+    state = _begin(Path(root))
+    with watching() as watched, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _save(Path(root), state, how["mode"])
+    return {"calls": watched.calls, "digest": digest(state, rng=False)}
 
 
 def suffer(folder: str, how: dict[str, Any], faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Save once for each fault, each in a root of its own, and say what came of it on this rank."""
 
     _small_chunks(how["threads"])
-    with _joined(how["ranks"]) as info:
-        return [
-            _suffer(Path(folder) / str(number), How(**how), Fault(**fault), info.rank) for number, fault in enumerate(faults)
-        ]
+    rank = _joined(how["ranks"]).rank
+    return [_suffer(Path(folder) / str(number), How(**how), Fault(**each), rank) for number, each in enumerate(faults)]
 
 
 def _suffer(root: Path, how: How, fault: Fault, rank: int) -> dict[str, Any]:
@@ -397,17 +394,25 @@ def draw(seed: int, k: int) -> list[dict[str, Any]]:
 
 
 def draw_simplest(seed: int, k: int) -> list[dict[str, Any]]:
-    """Batch ``k`` of every operation of the simplest save: a kill, and one of the errors in turn. To be asked of a nursery."""
+    """Batch ``k`` of every operation of the simplest save. To be asked of a nursery."""
+    return plain(outcomes(SIMPLEST, _of_simplest(seed)[k * BATCH : (k + 1) * BATCH]))
+
+
+def count_simplest() -> int:
+    """How many faults that makes. To be asked of a nursery."""
+    return len(_of_simplest(0))
+
+
+def _of_simplest(seed: int) -> list[Fault]:
+    """At every operation a kill and one of the errors in turn, and at every write a short one."""
     named = tuple(ERRORS)
-    every = [
+    return [
         fault
         for fault in faults_of(SIMPLEST)
         if fault.action not in ERRORS or fault.action == named[(seed + fault.at) % len(named)]
     ]
-    return plain(outcomes(SIMPLEST, every[k * BATCH : (k + 1) * BATCH]))
 
 
-def count_draws(simplest: bool) -> int:
-    """How many draws there are until every fault was made once; each of the later ones is empty."""
-    longest = max(len(faults_of(how)) for how in EVERY_WAY[: 1 if simplest else None])
-    return -(-longest // BATCH) * (1 if simplest else len(EVERY_WAY))
+def count_draws() -> int:
+    """How many draws there are until every fault was made once; some of the last ones are empty. To be asked of a nursery."""
+    return -(-max(len(faults_of(how)) for how in EVERY_WAY) // BATCH) * len(EVERY_WAY)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+_KEPT = 20  # a thousand equal complaints would only hide the first
+_EMPTY_DRAWS = 100  # in a row: there is nothing left to draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,32 +55,22 @@ class Tally:
 
     @property
     def bound(self) -> float:
-        """With 95% confidence the rate of what went wrong is below this, when nothing did: 3/N (the rule of three)."""
-        return 3 / self.count if self.count else 1.0
+        """With 95% confidence the rate of what goes wrong is below this, when nothing did: 3/N (the rule of three)."""
+        return min(1.0, 3 / self.count) if self.count else 1.0
 
 
-_KEPT = 20  # a thousand equal complaints would only hide the first
-
-
-def tally(draw: Draw, *, seed: int, count: int, first: int = 0) -> Tally:
-    """At least ``count`` outcomes, from draw ``first`` on."""
-    found = Tally()
-    for k, outcomes in draws(draw, seed=seed, first=first):
+def tally(draw: Draw, *, seed: int, count: int) -> Tally:
+    """At least ``count`` outcomes, from the first draw on; fewer when draws stay empty."""
+    found, k, empty = Tally(), 0, 0
+    while found.count < count and empty < _EMPTY_DRAWS:
+        outcomes = draw(seed, k)
+        empty = 0 if outcomes else empty + 1
         for outcome in outcomes:
             found.add(outcome, where=f"seed {seed}, draw {k}: ")
-        if found.count >= count:
-            return found
-    raise AssertionError("draws never end")
-
-
-def draws(draw: Draw, *, seed: int, first: int = 0) -> Iterator[tuple[int, list[Outcome]]]:
-    """One draw after the other, without end."""
-    k = first
-    while True:
-        yield k, draw(seed, k)
         k += 1
+    return found
 
 
 def plain(outcomes: list[Outcome]) -> list[dict[str, Any]]:
     """Outcomes as a process hands them to another."""
-    return [{"fault": o.fault, "came": o.came, "wrong": o.wrong, "numbers": dict(o.numbers)} for o in outcomes]
+    return [asdict(outcome) for outcome in outcomes]

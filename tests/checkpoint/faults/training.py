@@ -138,10 +138,15 @@ def committed(run: Run) -> list[Committed]:
 
 
 def look(values: dict[str, Any]) -> dict[str, Any]:
-    """What a root holds: its committed steps, verified, and all names; or what is wrong with it."""
+    """What a root holds: its committed steps, verified, and all names, and the run; or what is wrong with it."""
     run = Run(**values)
     try:
-        steps = [each.step for each in committed(run)]
+        found = committed(run)
     except (dt.CheckpointError, UserWarning) as error:
-        return {"steps": [], "names": [], "wrong": f"{type(error).__name__}: {error}"}
-    return {"steps": steps, "names": sorted(os.listdir(run.root)) if run.root.exists() else [], "wrong": ""}
+        return {"steps": [], "names": [], "run": "", "wrong": f"{type(error).__name__}: {error}"}
+    return {
+        "steps": [each.step for each in found],
+        "names": sorted(os.listdir(run.root)) if run.root.exists() else [],
+        "run": found[-1].run_id[:8] if found else "",
+        "wrong": "",
+    }

@@ -1,4 +1,4 @@
-"""Writes the folder of ``torch.distributed.checkpoint``, by torch's own writer, which is handed one tensor at a time."""
+"""Writes the folder of ``torch.distributed.checkpoint``, by torch's own writer, which gets one tensor at a time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dtrain import storage
-from dtrain.checkpoint.convert.pieces import read, whole
+from dtrain.checkpoint.convert.pieces import groups, nbytes, read, whole
 from dtrain.checkpoint.convert.weights import Weights
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.errors import CheckpointError
 
 
 class _OneByOne(DefaultSavePlanner):  # type: ignore[misc,unused-ignore]
-    """Plans with tensors that have no data, and reads each when it is about to be written."""
+    """Plans with tensors that have no data, and reads them when they are about to be written."""
 
     def __init__(self, given: Weights, names: dict[str, str]) -> None:
         super().__init__()
         self._given, self._names = given, names
+        refs = given.stored.refs
+        sizes = {name: nbytes(refs[name]) for name in given.dtypes}
+        together = [{name: whole(refs[name]) for name in group} for group in groups(sizes)]
+        self._regions = {name: group for group in together for name in group}
+        self._read: dict[str, Tensor] = {}
         self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -34,9 +39,11 @@ class _OneByOne(DefaultSavePlanner):  # type: ignore[misc,unused-ignore]
             # The writer keeps a reference to every tensor until the end of its file.
             self._last.untyped_storage().resize_(0)
         name = self._names[write_item.index.fqn]
-        found = read(self._given.stored, {name: whole(self._given.stored.refs[name])}, self._given.dtypes)[name]
-        self._last = found.clone()  # memory that NumPy has seen cannot be given back
-        self._given.wrote(found.nbytes)
+        if name not in self._read:
+            # Neighbours together: each alone would fetch all of the chunk that it lies in.
+            self._read = read(self._given.stored, self._regions[name], self._given.dtypes)
+        self._last = self._read.pop(name).clone()  # memory that NumPy has seen cannot be given back
+        self._given.wrote(self._last.nbytes)
         return self._last
 
 

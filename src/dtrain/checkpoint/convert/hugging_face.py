@@ -13,28 +13,14 @@ A tied weight is there once, as ``save_pretrained`` leaves it; transformers ties
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from dtrain import storage
+from dtrain.checkpoint.convert.pieces import groups
 from dtrain.checkpoint.convert.weights import Weights, write_safetensors
-from dtrain.checkpoint.data_file import Box
 from dtrain.checkpoint.foreign import INDEX, MODEL
 
 CONFIG = "config.json"
-
-
-def plan_files(boxes: Sequence[Box], max_bytes: int) -> list[list[str]]:
-    """Which tensors share a file, in their order: as many as fit into ``max_bytes``, at least one. A pure function."""
-    files: list[list[str]] = [[]]
-    room = max_bytes
-    for box in boxes:
-        if files[-1] and box.nbytes > room:
-            files.append([])
-            room = max_bytes
-        files[-1].append(box.key)
-        room -= box.nbytes
-    return files
 
 
 def write_hugging_face(folder: Path, given: Weights, *, max_shard_bytes: int, config: bytes | None) -> None:
@@ -46,7 +32,7 @@ def write_hugging_face(folder: Path, given: Weights, *, max_shard_bytes: int, co
         max_shard_bytes: of one file's tensors; a larger tensor has a file of its own.
         config: the content of ``config.json``, None for none.
     """
-    files = plan_files(given.boxes, max_shard_bytes)
+    files = list(groups(given.sizes, limit=max_shard_bytes))
     if len(files) == 1:
         write_safetensors(folder / MODEL, given, files[0])
     else:

@@ -27,20 +27,25 @@ def cut(refs: Mapping[str, TensorRef], names: Iterable[str], *, limit: int = BUF
 
     One row may be larger than ``limit``. The data of all regions in their order are the data of all tensors, row by row.
     """
-    batch: dict[str, Region] = {}
-    room = limit
-    for name in names:
-        size = nbytes(refs[name])
-        if batch and size > room:
-            yield batch
-            batch, room = {}, limit
-        if size <= limit:
-            batch[name] = whole(refs[name])
-            room -= size
+    for group in groups({name: nbytes(refs[name]) for name in names}, limit=limit):
+        if len(group) == 1 and nbytes(refs[group[0]]) > limit:
+            yield from ({group[0]: rows} for rows in _rows(refs[group[0]], limit))
         else:
-            yield from ({name: rows} for rows in _rows(refs[name], limit))
-    if batch:
-        yield batch
+            yield {name: whole(refs[name]) for name in group}
+
+
+def groups(sizes: Mapping[str, int], *, limit: int = BUFFER_BYTES) -> Iterator[list[str]]:
+    """The names in their order, in groups of at most ``limit`` bytes; what is larger is alone."""
+    group: list[str] = []
+    room = limit
+    for name, size in sizes.items():
+        if group and size > room:
+            yield group
+            group, room = [], limit
+        group.append(name)
+        room -= size
+    if group:
+        yield group
 
 
 def whole(ref: TensorRef) -> Region:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dtrain.checkpoint.convert.pieces import BUFFER_BYTES
+from dtrain.checkpoint.convert.pieces import BUFFER_BYTES, groups
 from dtrain.checkpoint.convert.weights import as_bytes
 from dtrain.checkpoint.data_file import Box, place
 from dtrain.checkpoint.layout import DTYPE_NAMES
@@ -67,23 +67,12 @@ def _in_folder(source: str, key: str | None) -> tuple[list[Box], Callable[[Seque
     boxes = [_box(name, stored[old].properties.dtype, stored[old].size) for name, old in of.items()]
 
     def tensors(wanted: Sequence[Box]) -> Iterator[Tensor]:
-        for batch in _batches(wanted):
-            made = {of[b.key]: torch.empty(b.size, dtype=stored[of[b.key]].properties.dtype) for b in batch}
+        for group in groups({box.key: box.nbytes for box in wanted}, limit=BUFFER_BYTES):
+            made = {of[name]: torch.empty(stored[of[name]].size, dtype=stored[of[name]].properties.dtype) for name in group}
             load(made, storage_reader=FileSystemReader(source), no_dist=True)
             yield from made.values()
 
     return boxes, tensors
-
-
-def _batches(boxes: Sequence[Box]) -> Iterator[list[Box]]:
-    batch: list[Box] = []
-    for box in boxes:
-        if batch and sum(b.nbytes for b in batch) + box.nbytes > BUFFER_BYTES:
-            yield batch
-            batch = []
-        batch.append(box)
-    if batch:
-        yield batch
 
 
 def _box(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Box:

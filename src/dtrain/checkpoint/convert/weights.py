@@ -41,9 +41,14 @@ class Weights:
         return [Box.of(name, dtype, self.stored.refs[name].shape) for name, dtype in self.dtypes.items()]
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of what is written, by name."""
+        return {box.key: box.nbytes for box in self.boxes}
+
+    @property
     def bytes(self) -> int:
         """Size of what is written."""
-        return sum(box.nbytes for box in self.boxes)
+        return sum(self.sizes.values())
 
     def pieces(self, names: Iterable[str]) -> Iterator[Tensor]:
         """The data of these tensors, one after the other, row by row, in tensors of a handy size."""

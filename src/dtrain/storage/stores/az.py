@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,36 +23,64 @@ class AzStore(ObjectStore):
         if policy is not None:
             policy.total_retries = 0  # its own first pause is a quarter of a minute
 
-    def put(self, key: str, data: bytes, *, create: bool) -> None:
-        self.fs.pipe_file(key, data, overwrite=not create)
+    def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
+        metadata = {} if mark is None else {_MARK: mark}
+        _call(
+            self.fs,
+            key,
+            lambda client: client.upload_blob(data, overwrite=mark is None, metadata=metadata, **self.fs._timeout_kwargs),
+        )
+
+    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+        return _mark_of(self.fs, key) == mark
+
+    def copy(self, old: str, new: str) -> None:
+        super().copy(old, new)
+        while (copied := _call(self.fs, new, lambda client: client.get_blob_properties()).copy).status == "pending":
+            time.sleep(0.5)
+        if copied.status not in (None, "success"):
+            raise OSError(errno.EIO, f"the server has not copied {old}: {copied.status}", new)
 
     def upload(self, key: str, count: int) -> Upload:
         return _Blocks(self.fs, key)
 
 
+def _call(fs: Any, key: str, do: Callable[[Any], Awaitable[Any]]) -> Any:
+    """``do`` with the SDK's client of the blob."""
+    from azure.core.exceptions import ResourceExistsError
+    from fsspec.asyn import sync
+
+    container, name = key.split("/", 1)
+
+    async def with_client() -> Any:
+        async with fs.service_client.get_blob_client(container=container, blob=name) as client:
+            return await do(client)
+
+    try:
+        return sync(fs.loop, with_client)
+    except ResourceExistsError as error:
+        raise FileExistsError(key) from error
+
+
+def _mark_of(fs: Any, key: str) -> str | None:
+    from azure.core.exceptions import ResourceNotFoundError
+
+    try:
+        return str(_call(fs, key, lambda client: client.get_blob_properties()).metadata.get(_MARK))
+    except ResourceNotFoundError:
+        return None
+
+
 class _Blocks:
     def __init__(self, fs: Any, key: str) -> None:
         self._fs = fs
-        self._container, self._name = key.split("/", 1)
+        self._key = key
         self._mark = secrets.token_hex(16)
         self._ids: dict[int, str] = {}
 
-    def _do(self, do: Callable[[Any], Awaitable[Any]]) -> Any:
-        from azure.core.exceptions import ResourceExistsError
-        from fsspec.asyn import sync
-
-        async def with_client() -> Any:
-            async with self._fs.service_client.get_blob_client(container=self._container, blob=self._name) as client:
-                return await do(client)
-
-        try:
-            return sync(self._fs.loop, with_client)
-        except ResourceExistsError as error:
-            raise FileExistsError(self._name) from error
-
     def part(self, number: int, begin: int, data: bytes) -> None:
         block = f"{self._mark}-{number:06d}"  # all ids of a blob must have one length
-        self._do(lambda client: client.stage_block(block, data, length=len(data), **self._fs._timeout_kwargs))
+        _call(self._fs, self._key, lambda client: client.stage_block(block, data, length=len(data), **self._fs._timeout_kwargs))
         self._ids[number] = block
 
     def finish(self) -> None:
@@ -58,15 +88,16 @@ class _Blocks:
         from azure.storage.blob import BlobBlock
 
         blocks = [BlobBlock(block_id=self._ids[number]) for number in sorted(self._ids)]
-        self._do(
+        _call(
+            self._fs,
+            self._key,
             lambda client: client.commit_block_list(
                 blocks, metadata={_MARK: self._mark}, match_condition=MatchConditions.IfMissing, **self._fs._timeout_kwargs
-            )
+            ),
         )
 
     def is_there(self) -> bool:
-        found = self._do(lambda client: client.get_blob_properties())
-        return bool(found.metadata.get(_MARK) == self._mark)
+        return _mark_of(self._fs, self._key) == self._mark
 
     def clear(self, *, finished: bool) -> None:
         """Nothing: the service forgets blocks that no list names after a week."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +42,9 @@ class Store(Protocol):
     part_bytes: int
     """Parts of an upload have at least so many bytes, but for the last."""
 
+    side_by_side: int
+    """So many requests at a time, since one alone mostly waits for the network."""
+
     def look(self, key: str) -> Found | None:
         """What the name stands for, if anything."""
 
@@ -52,8 +57,11 @@ class Store(Protocol):
     def get(self, key: str, begin: int, end: int) -> bytes:
         """Bytes ``[begin, end)`` of a file, all of them."""
 
-    def put(self, key: str, data: bytes, *, create: bool) -> None:
-        """Set the content of a file at once; with ``create`` it is a ``FileExistsError`` when the name is taken."""
+    def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
+        """Set the content of a file at once. With a mark, which the file gets, ``FileExistsError`` when there is a file."""
+
+    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+        """Whether the file is there by a ``put`` of this content with this mark."""
 
     def upload(self, key: str, count: int) -> Upload:
         """Begin a new file of ``count`` parts."""
@@ -82,6 +90,7 @@ class ObjectStore:
 
     renames = False
     part_bytes = 8 * 2**20
+    side_by_side = 8
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
@@ -94,7 +103,10 @@ class ObjectStore:
         return Found(size=None if info["type"] == "directory" else int(info["size"]))
 
     def names(self, key: str) -> list[str]:
-        found = (entry["name"].strip("/") for entry in self.fs.ls(key, detail=True))
+        entries = self.fs.ls(key, detail=True)
+        if not entries:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
+        found = (entry["name"].strip("/") for entry in entries)
         return [name.rsplit("/", 1)[-1] for name in found if name != key.strip("/")]  # a folder may have an object of its name
 
     def files(self, key: str) -> list[str]:

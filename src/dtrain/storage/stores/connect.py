@@ -27,10 +27,10 @@ class _Connections:
 
     pid: int
     stores: dict[str, Store]
-    lock: threading.Lock
+    lock: threading.RLock  # the garbage collector may let somebody use a store in the middle of connecting
 
 
-_CONNECTIONS = _Connections(os.getpid(), {}, threading.Lock())
+_CONNECTIONS = _Connections(os.getpid(), {}, threading.RLock())
 
 
 def store_of(path: RemotePath) -> Store:
@@ -44,7 +44,7 @@ def store_of(path: RemotePath) -> Store:
         OSError: the server cannot be reached, or refuses.
     """
     if _CONNECTIONS.pid != os.getpid():
-        _CONNECTIONS.pid, _CONNECTIONS.stores, _CONNECTIONS.lock = os.getpid(), {}, threading.Lock()
+        _CONNECTIONS.pid, _CONNECTIONS.stores, _CONNECTIONS.lock = os.getpid(), {}, threading.RLock()
     name = f"{path.protocol}://{path.authority}"
     with _CONNECTIONS.lock:
         if name not in _CONNECTIONS.stores:

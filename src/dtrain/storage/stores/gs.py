@@ -11,6 +11,7 @@ from typing import Any
 from dtrain.storage.stores.base import ObjectStore, Upload
 
 OPTIONS: dict[str, Any] = {"use_listings_cache": False}
+_MARK = "dtrain-upload"
 _MOST_JOINED = 32  # objects that one call joins
 
 
@@ -27,12 +28,24 @@ class GsStore(ObjectStore):
 
             fs.requests_timeout = aiohttp.ClientTimeout(sock_connect=10, sock_read=60)
 
-    def put(self, key: str, data: bytes, *, create: bool) -> None:
+    def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
         from fsspec.asyn import sync
         from gcsfs.core import simple_upload
 
         bucket, name = key.split("/", 1)
-        sync(self.fs.loop, simple_upload, self.fs, bucket, name, data, mode="create" if create else "overwrite")
+        options = {} if mark is None else {"mode": "create", "metadatain": {_MARK: mark}}
+        sync(self.fs.loop, simple_upload, self.fs, bucket, name, data, **options)
+
+    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+        return self.mark_of(key) == mark
+
+    def mark_of(self, key: str) -> str | None:
+        """The mark that a file was created with."""
+        try:
+            _, answer = self.fs.call("GET", "b/{}/o/{}", *key.split("/", 1))
+        except FileNotFoundError:
+            return None
+        return str(json.loads(answer).get("metadata", {}).get(_MARK))
 
     def upload(self, key: str, count: int) -> Upload:
         return _Pieces(self, key)
@@ -48,7 +61,7 @@ class _Pieces:
 
     def part(self, number: int, begin: int, data: bytes) -> None:
         name = f"{self._name}.{self._mark}-{number:06d}"
-        self._store.put(f"{self._bucket}/{name}", data, create=False)
+        self._store.put(f"{self._bucket}/{name}", data)
         self._sent[number] = name
 
     def finish(self) -> None:
@@ -66,16 +79,12 @@ class _Pieces:
     def _join(self, names: list[str], into: str, **options: str) -> None:
         body = {
             "sourceObjects": [{"name": name} for name in names],
-            "destination": {"contentType": "application/octet-stream", "metadata": {"dtrain-upload": self._mark}},
+            "destination": {"contentType": "application/octet-stream", "metadata": {_MARK: self._mark}},
         }
         self._store.fs.call("POST", "b/{}/o/{}/compose", self._bucket, into, json=body, **options)
 
     def is_there(self) -> bool:
-        try:
-            _, answer = self._store.fs.call("GET", "b/{}/o/{}", self._bucket, self._name)
-        except FileNotFoundError:
-            return False
-        return bool(json.loads(answer).get("metadata", {}).get("dtrain-upload") == self._mark)
+        return self._store.mark_of(f"{self._bucket}/{self._name}") == self._mark
 
     def clear(self, *, finished: bool) -> None:
         for name in {*self._sent.values(), *self._joined}:

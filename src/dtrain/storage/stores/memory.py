@@ -14,9 +14,12 @@ _CREATING = threading.Lock()  # fsspec looks and then creates
 class MemoryStore(ObjectStore):
     """All of the process's ``memory://``."""
 
-    def put(self, key: str, data: bytes, *, create: bool) -> None:
+    def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
         with _CREATING:
-            self.fs.pipe_file(key, data, mode="create" if create else "overwrite")
+            self.fs.pipe_file(key, data, mode="overwrite" if mark is None else "create")
+
+    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+        return False  # no answer is ever lost
 
     def upload(self, key: str, count: int) -> Upload:
         return _Assembled(self, key)
@@ -31,10 +34,10 @@ class _Assembled:
         self._parts[number] = data
 
     def finish(self) -> None:
-        self._store.put(self._key, b"".join(self._parts[number] for number in sorted(self._parts)), create=True)
+        self._store.put(self._key, b"".join(self._parts[number] for number in sorted(self._parts)), mark="")
 
     def is_there(self) -> bool:
-        return False  # no answer is ever lost
+        return False
 
     def clear(self, *, finished: bool) -> None:
         self._parts.clear()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 from typing import Any
 
+from dtrain.storage.retry import TruncatedError
 from dtrain.storage.stores.base import ObjectStore, Upload
 
 OPTIONS: dict[str, Any] = {"use_listings_cache": False}
@@ -14,12 +16,43 @@ _MARK = "dtrain-upload"
 class OciStore(ObjectStore):
     """A bucket, ``bucket@namespace`` in the URL."""
 
-    def put(self, key: str, data: bytes, *, create: bool) -> None:
+    def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
         bucket, namespace, name = self.fs.split_path(key)
-        self.fs.oci_client.put_object(namespace, bucket, name, data, **({"if_none_match": "*"} if create else {}))
+        options = {} if mark is None else {"if_none_match": "*", "opc_meta": {_MARK: mark}}
+        self.fs.oci_client.put_object(namespace, bucket, name, data, **options)
+
+    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+        bucket, namespace, name = self.fs.split_path(key)
+        return _mark_of(self.fs.oci_client, namespace, bucket, name) == mark
+
+    def get(self, key: str, begin: int, end: int) -> bytes:
+        bucket, namespace, name = self.fs.split_path(key)
+        answer = self.fs.oci_client.get_object(namespace, bucket, name, range=f"bytes={begin}-{end - 1}")
+        data = bytes(answer.data.content)
+        if len(data) != end - begin:
+            raise TruncatedError(f"{len(data)} bytes came of {end - begin}")
+        return data
+
+    def remove(self, key: str) -> None:
+        bucket, namespace, name = self.fs.split_path(key)
+        self.fs.oci_client.delete_object(namespace, bucket, name)
+
+    def copy(self, old: str, new: str) -> None:
+        raise OSError(errno.EOPNOTSUPP, "copies are made by the server some time later, and not waited for")
 
     def upload(self, key: str, count: int) -> Upload:
         return _Multipart(self.fs, key)
+
+
+def _mark_of(client: Any, namespace: str, bucket: str, name: str) -> str | None:
+    from oci.exceptions import ServiceError
+
+    try:
+        return str(client.head_object(namespace, bucket, name).headers.get(f"opc-meta-{_MARK}"))
+    except ServiceError as error:
+        if error.status == 404:
+            return None
+        raise
 
 
 class _Multipart:
@@ -30,7 +63,7 @@ class _Multipart:
         bucket, namespace, self._name = fs.split_path(key)
         self._where = (namespace, bucket)
         self._mark = secrets.token_hex(16)
-        details = CreateMultipartUploadDetails(object=self._name, metadata={_MARK: self._mark})
+        details = CreateMultipartUploadDetails(object=self._name, metadata={f"opc-meta-{_MARK}": self._mark})
         self._id = self._client.create_multipart_upload(*self._where, details, if_none_match="*").data.upload_id
         self._tags: dict[int, str] = {}
 
@@ -46,8 +79,7 @@ class _Multipart:
         self._client.commit_multipart_upload(*self._where, self._name, self._id, details, if_none_match="*")
 
     def is_there(self) -> bool:
-        found = self._client.head_object(*self._where, self._name)
-        return bool(found.headers.get(f"opc-meta-{_MARK}") == self._mark)
+        return _mark_of(self._client, *self._where, self._name) == self._mark
 
     def clear(self, *, finished: bool) -> None:
         if not finished:

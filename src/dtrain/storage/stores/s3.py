@@ -26,19 +26,34 @@ class S3Store(ObjectStore):
         super().__init__(fs)
         fs.retries = 1  # tries of s3fs for each request
 
-    def put(self, key: str, data: bytes, *, create: bool) -> None:
-        bucket, name = key.split("/", 1)
-        self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=data, **({"IfNoneMatch": "*"} if create else {}))
+    def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
+        options = {} if mark is None else {"IfNoneMatch": "*", "Metadata": {_MARK: mark}}
+        self.fs.call_s3("put_object", **_where(key), Body=data, **options)
+
+    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+        return _mark_of(self.fs, key) == mark
 
     def upload(self, key: str, count: int) -> Upload:
         return _Multipart(self.fs, key)
 
 
+def _where(key: str) -> dict[str, str]:
+    bucket, name = key.split("/", 1)
+    return {"Bucket": bucket, "Key": name}
+
+
+def _mark_of(fs: Any, key: str) -> str | None:
+    try:
+        found = fs.call_s3("head_object", **_where(key))
+    except FileNotFoundError:
+        return None
+    return str(found.get("Metadata", {}).get(_MARK))
+
+
 class _Multipart:
     def __init__(self, fs: Any, key: str) -> None:
         self._fs = fs
-        bucket, name = key.split("/", 1)
-        self._where = {"Bucket": bucket, "Key": name}
+        self._key, self._where = key, _where(key)
         self._mark = secrets.token_hex(16)  # tells this upload from another of the same name when an answer is lost
         made = fs.call_s3("create_multipart_upload", **self._where, Metadata={_MARK: self._mark})
         self._id = made["UploadId"]
@@ -55,11 +70,7 @@ class _Multipart:
         )
 
     def is_there(self) -> bool:
-        try:
-            found = self._fs.call_s3("head_object", **self._where)
-        except FileNotFoundError:
-            return False
-        return bool(found.get("Metadata", {}).get(_MARK) == self._mark)
+        return _mark_of(self._fs, self._key) == self._mark
 
     def clear(self, *, finished: bool) -> None:
         if not finished:

@@ -34,11 +34,8 @@ def options() -> dict[str, Any]:
             known = Path("~/.ssh/known_hosts").expanduser()
             keys = paramiko.HostKeys(str(known) if known.exists() else None)
             if not keys.check(hostname, key):
-                raise PermissionError(
-                    errno.EACCES,
-                    f"host key of {hostname} ({key.get_name()}) is not in {known}; compare it, then ssh-keyscan",
-                    hostname,
-                )
+                text = f"its host key ({key.get_name()}) is not in {known}; compare it, then add it with ssh-keyscan"
+                raise PermissionError(errno.EACCES, text, hostname)
 
     return {"timeout": 10, "banner_timeout": 20, "auth_timeout": 20, "host_key_policy": KnownHosts()}
 
@@ -48,6 +45,7 @@ class SftpStore:
 
     renames = True
     part_bytes = 4 * 2**20
+    side_by_side = 2  # one is on the connection while the other gets its bytes together
 
     def __init__(self, fs: Any) -> None:
         self._fs = fs
@@ -112,12 +110,12 @@ class SftpStore:
             raise TruncatedError(f"{len(data)} bytes came of {end - begin}")
         return data
 
-    def put(self, key: str, data: bytes, *, create: bool) -> None:
+    def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
         side = f"{key}.{secrets.token_hex(4)}.tmp"
         with self.connected() as ftp:
             try:
                 _write(ftp, side, "wx", 0, data)
-                if create:
+                if mark is not None:
                     self.move_if_free(ftp, side, key)
                 else:
                     ftp.posix_rename(side, key)
@@ -125,6 +123,10 @@ class SftpStore:
                 with contextlib.suppress(Exception):
                     ftp.remove(side)
                 raise
+
+    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+        """Whether it has this content: files have nothing beside it that a mark could be in."""
+        return self.look(key) == Found(size=len(data)) and self.get(key, 0, len(data)) == data
 
     def move_if_free(self, ftp: Any, old: str, new: str) -> None:
         """Rename a file to a name that must not be taken."""

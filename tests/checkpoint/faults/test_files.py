@@ -1,0 +1,19 @@
+"""Whole files that are damaged, of another step, rank or run, missing or too many."""
+
+from checkpoint.faults import files
+from checkpoint.faults.files import DAMAGE
+from checkpoint.faults.samples import KINDS
+
+ALL = 10**6  # more than there are: the draws end when each was made
+
+
+def test_every_damaged_file_is_refused_by_name_with_the_older_step_offered(collect):
+    # One rank without anything special is ``test_damage.py``; several states are as one, as far as files go.
+    assert (KINDS[1::2], len(KINDS)) == (("2 ranks", "frozen apart"), 4)
+    found = collect(files.draw, count=ALL, first=1, stride=2)
+    assert found.wrong == []
+    assert set(found.kinds) == set(DAMAGE)
+    assert {came for fault in found.kinds.values() for came in fault} == {
+        "refused by name, the older step offered",
+        "not committed, the older step taken",
+    }

@@ -1,0 +1,31 @@
+"""Checkpoints made to do harm."""
+
+from pathlib import Path
+
+from checkpoint.faults import malicious
+from checkpoint.faults.malicious import TRAVERSALS, WITHIN_BYTES, WITHIN_S
+from checkpoint.faults.payloads import payloads
+
+ALL = 10**6  # more than there are
+
+
+def test_nothing_malicious_is_run_believed_or_costly(collect):
+    found = collect(malicious.draw, count=ALL)
+    assert found.wrong == []
+    assert found.count > 1000
+    assert len(TRAVERSALS) >= 40
+    assert found.largest["seconds until refused"] < WITHIN_S
+    assert found.largest["MB until refused"] < WITHIN_BYTES / 1e6
+    assert not Path("/tmp/payload-was-run").exists()
+    assert not Path("/tmp/payload-was-opened").exists()
+
+
+def test_payloads_would_run(nursery):
+    """They are what they are called: unpickled, most run their command. Only here, and in a process of its own."""
+    assert len(payloads("true")) >= 40
+    assert nursery.ask(malicious.how_many_payloads_run) >= 15
+
+
+def test_the_hook_sees_what_is_run_and_what_is_opened(nursery):
+    seen = nursery.ask(malicious.what_the_hook_sees)
+    assert [text.split()[0] for text in seen] == ["open", "pickle.find_class", "os.system", "exec"]

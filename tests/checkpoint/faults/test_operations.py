@@ -1,0 +1,32 @@
+"""Saves in which one file operation fails, is cut short, or is the last one of its process."""
+
+from checkpoint.faults import operations
+from checkpoint.faults.operations import BATCH, EVERY_WAY
+from checkpoint.faults.watched import ACTIONS, ERRORS
+
+
+def test_every_operation_of_the_simplest_save_may_fail_or_be_the_last(nursery, collect):
+    faults = nursery.ask(operations.count_simplest)
+    found = collect(operations.draw_simplest, count=faults)
+    assert found.wrong == []
+    assert found.count == faults, "an operation was not reached"
+    kinds = {fault.split(";")[0] for fault in found.kinds}
+    assert kinds == {*ERRORS, "kill", "short write"}
+    came = {came for fault in found.kinds.values() for came in fault}
+    assert came >= {"raised, nothing published", "the older step 2 stays", "the new step 2 is committed"}
+    assert found.largest["seconds until all had raised"] < operations.LATE_S
+
+
+def test_operations_of_other_saves_may_fail_or_be_the_last(collect):
+    """Seven draws, one for each of the other ways to save."""
+    kinds: set[str] = set()
+    count = 0
+    for k in range(1, len(EVERY_WAY)):
+        found = collect(operations.draw, count=1, first=k)
+        assert found.wrong == []
+        assert all(str(EVERY_WAY[k]) in fault for fault in found.kinds)
+        kinds |= {fault.split(";")[0] for fault in found.kinds}
+        count += found.count
+    assert count >= 100
+    assert kinds == set(ACTIONS)
+    assert BATCH * (len(EVERY_WAY) - 1) >= 100

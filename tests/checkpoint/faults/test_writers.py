@@ -1,0 +1,37 @@
+"""Two processes in one folder, their file operations interleaved."""
+
+import pytest
+
+from checkpoint.faults import writers
+from checkpoint.faults.writers import PAIRS
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_two_at_work_in_one_folder_leave_steps_that_somebody_saved(collect, count):
+    found = collect(writers.draw, count=count, seed=count)
+    assert found.wrong == []
+    assert set(found.kinds) == set(PAIRS)
+    came = {came for fault in found.kinds.values() for came in fault}
+    assert {"one was refused", "the reader got one of the states"} <= came
+
+
+def test_the_judge_sees_a_state_that_nobody_saved():
+    saved = {"saved": [[1, "a"]], "error": ""}
+    judged = [writers._judge([], {"one": saved}, {"wrong": "", "steps": after})[1] for after in ([[1, "a"]], [[1, "b"]], [])]
+    assert [len(problems) > 0 for problems in judged] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("reader", "problems"),
+    [
+        pytest.param({"error": "", "step": 1, "digest": "a"}, 0, id="one-of-the-states"),
+        pytest.param({"error": "", "step": 1, "digest": "b"}, 1, id="torn"),
+        pytest.param({"error": "CheckpointError: gone", "same": True}, 0, id="refused"),
+        pytest.param({"error": "CheckpointError: gone", "same": False}, 1, id="half-loaded"),
+        pytest.param({"error": "KeyError: gone", "same": True}, 1, id="unclean"),
+    ],
+)
+def test_the_judge_sees_a_reader_that_got_something_else(reader, problems):
+    writer = {"saved": [[1, "a"]], "error": ""}
+    came = writers._judge([], {"writer": writer, "reader": reader}, {"wrong": "", "steps": [[1, "a"]]})
+    assert len(came[1]) == problems

@@ -1,0 +1,67 @@
+"""How much memory a load takes, above what there was before it: this rank's own shards, and a few buffers."""
+
+import ctypes
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.save import save_sharded
+from dtrain.dist.init import current
+from dtrain.state import TrainState, new_state
+from dtrain.tensors import local
+
+SIDE, COUNT = 2048, 5  # 80 MiB of parameters, 240 with the optimizer's state
+ALLOWED = 1.15
+PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
+
+
+def sharded(placement: str | None, *, stepped: bool) -> TrainState:
+    model = nn.Module()
+    mesh = None if placement is None else init_device_mesh("cpu", (current().world_size,))
+    for at in range(COUNT):
+        value = torch.full((SIDE, SIDE), float(at))
+        placed = value if mesh is None else distribute_tensor(value, mesh, [PLACEMENTS[placement]])
+        model.register_parameter(f"w{at}", nn.Parameter(placed))
+    state = new_state(model, torch.optim.AdamW(model.parameters()))
+    if stepped:
+        for at, param in enumerate(state.params.values()):
+            moments = {key: torch.full_like(param.detach(), 100.0 + at) for key in ("exp_avg", "exp_avg_sq")}
+            state.optimizer.state[param] = {"step": torch.tensor(1.0), **moments}
+    return state
+
+
+def resident(what: str) -> int:
+    """Bytes: ``VmRSS``, now, or ``VmHWM``, the most since it was reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{what}:")))
+
+
+def load_and_measure(path: str, placement: str) -> list[float]:
+    state = sharded(placement, stepped=False)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests have freed would hide what the load takes
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    state = load_sharded(path, state).state
+    above = resident("VmHWM") - before
+    param = state.params["w3"]
+    content = state.optimizer.state[param]
+    right = bool((local(param) == 3).all()) and bool((local(content["exp_avg"]) == 103).all())
+    own = sum(3 * local(p).nbytes for p in state.params.values())
+    return [above / own, own / 2**20, float(right)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel does not tell the most memory that was held")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_load_at_another_world_size_takes_its_own_shards_and_little_more(tmp_path, ranks, placement):
+    path = save_sharded(tmp_path, sharded(None, stepped=True)).path
+    for above, own, right in ranks(2).run(load_and_measure, str(path), placement):
+        assert right
+        assert own == (240 if placement == "whole" else 120)
+        assert 0.5 < above <= ALLOWED, above

@@ -1,0 +1,146 @@
+"""Checkpoints on servers: the same saves and loads, the commit of an object store, and networks that fail meanwhile."""
+
+import contextlib
+import gc
+import queue
+import threading
+
+import fsspec.config
+import pytest
+
+from checkpoint.states import digest, plain_state, train
+from checkpoint.test_ranks import resume_on_ranks
+from dtrain import storage
+from dtrain.checkpoint import layout, lock
+from dtrain.checkpoint.find import latest_checkpoint, list_checkpoints
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.lock import HEARTBEAT, LOCK, hold
+from dtrain.checkpoint.save import save_sharded
+from dtrain.checkpoint.verify import verify_checkpoint
+from dtrain.dist.rng import seed_all
+from dtrain.storage.stores.connect import disconnect
+from dtrain.storage.stores.memory import MemoryStore
+from places import servers
+from places.proxy import Fault
+
+
+@pytest.fixture(scope="module")
+def server_of():
+    """Each server, started once, with this process set up for it."""
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        found: dict[str, servers.Server] = {}
+
+        def server(name: str) -> servers.Server:
+            if name not in found:
+                found[name] = stack.enter_context(getattr(servers, name)())
+                patch.setitem(fsspec.config.conf, name, found[name].options)
+            if found[name].home is not None:
+                patch.setenv("HOME", str(found[name].home))
+            return found[name]
+
+        yield server
+        gc.collect()  # of holds on the servers, while these are there
+        lock._let_go_at_exit()
+        disconnect()
+
+
+SAVES = [("memory", "sync"), ("memory", "async"), *((place, "async") for place in ("s3", "az", "gs", "sftp"))]
+
+
+@pytest.mark.parametrize(("place", "mode"), SAVES, ids=["-".join(save) for save in SAVES])
+def test_three_steps_and_two_more_equal_five(server_of, place, mode):
+    root = server_of(place).root()
+    seed_all("data")
+    expected = digest(train(plain_state(), 5))
+    seed_all("data")
+    state = plain_state()
+    for _ in range(3):
+        state = train(state, 1)
+        save_sharded(root, state, mode=mode, keep_last=2).wait()
+    assert [c.step for c in list_checkpoints(root)] == [2, 3]
+    assert latest_checkpoint(root).name == "step-00000003"
+    seed_all("other")
+    resumed = load_sharded(root, plain_state(1)).state
+    assert digest(train(resumed, 2)) == expected
+    assert str(verify_checkpoint(root).path) == f"{root}/step-00000003"
+
+
+def on_ranks(root: str, environment: dict[str, str]) -> list[str]:
+    """Save after three steps, go on from there with other generators, and say where that led; and where it should."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        fsspec.config.set_conf_env(fsspec.config.conf)
+        found = resume_on_ranks(root, "full_shard")
+        gc.collect()
+        lock._let_go_at_exit()
+        disconnect()
+    return list(found)
+
+
+@pytest.mark.parametrize(
+    "place", ["s3", "sftp", pytest.param("az", marks=pytest.mark.slow), pytest.param("gs", marks=pytest.mark.slow)]
+)
+def test_two_ranks_save_into_one_place(server_of, ranks, place):
+    server = server_of(place)
+    for resumed, straight in ranks(2).run(on_ranks, server.root(), server.environment):
+        assert resumed == straight
+
+
+@pytest.mark.parametrize("kind", ["503", "lost", "unsent"])
+@pytest.mark.parametrize("place", ["s3", "az", "gs"])
+def test_a_commit_whose_network_fails_for_a_moment_is_a_commit(server_of, place, kind):
+    server = server_of(place)
+    root = server.root()
+    fault = Fault(
+        kind=503 if kind == "503" else kind,
+        matches=lambda r: r.method in ("PUT", "POST") and layout.MANIFEST in r.path + repr(r.body[:400]),
+    )
+    with server.proxy.doing(fault):
+        state = train(plain_state(), 1)
+        save_sharded(root, state)
+    assert digest(load_sharded(root, plain_state(1)).state) == digest(state)
+
+
+@pytest.mark.parametrize("place", ["memory", "s3"])
+def test_a_save_that_did_not_commit_counts_for_nothing_and_is_cleared_away(server_of, place):
+    root = server_of(place).root()
+    state = train(plain_state(), 1)
+    save_sharded(root, state)
+    before = digest(state)
+    state = train(state, 1)
+    save_sharded(root, state)
+    last = storage.place(root) / "step-00000002"
+    storage.remove_file(last / layout.MANIFEST)  # what a save is that was killed before its end
+    assert latest_checkpoint(root).name == "step-00000001"
+    state = load_sharded(root, plain_state(1)).state
+    assert digest(state) == before
+    save_sharded(root, train(state, 1))
+    assert [c.step for c in list_checkpoints(root)] == [1, 2]
+    verify_checkpoint(last)
+
+
+def test_a_lock_that_the_garbage_collector_releases_is_removed_by_another_thread(server_of, monkeypatch):
+    root = storage.place(server_of("memory").root())
+    removed: queue.SimpleQueue[str] = queue.SimpleQueue()
+    real = MemoryStore.remove
+
+    def remove(store: MemoryStore, key: str) -> None:
+        real(store, key)
+        removed.put(threading.current_thread().name)
+
+    monkeypatch.setattr(MemoryStore, "remove", remove)
+    held = hold(root, "run")
+    del held
+    assert removed.get(timeout=servers.LONG_S) == HEARTBEAT, "this thread may be in the middle of a request"
+    assert not storage.exists(root / LOCK)
+
+
+@pytest.mark.parametrize("how", ["release", "exit"])
+def test_a_lock_on_a_server_is_gone_when_its_end_returns(server_of, how):
+    root = storage.place(server_of("memory").root())
+    held = hold(root, "run")
+    assert storage.exists(root / LOCK)
+    held.release() if how == "release" else lock._let_go_at_exit()
+    assert not storage.exists(root / LOCK)
+    hold(root, "other").release()

@@ -1,0 +1,81 @@
+"""Copies for saves in the background: the file's content byte for byte, in memory that is used again."""
+
+from __future__ import annotations
+
+import torch
+
+from dtrain.checkpoint import staging
+from dtrain.checkpoint.data_file import Box, place
+from dtrain.checkpoint.layout import DTYPE_NAMES
+from dtrain.checkpoint.staging import Staging
+
+
+def placed(tensors):
+    return place(Box.of(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items())
+
+
+def some_tensors(seed=0):
+    torch.manual_seed(seed)
+    return {
+        "large": torch.randn(200, 200),
+        "turned": torch.randn(300, 100).t(),  # not row by row in memory
+        **{f"small-{number}": torch.randn(number) for number in range(1, 9)},
+        "bytes": torch.randint(0, 255, (77,), dtype=torch.uint8),
+        "flag": torch.tensor(True),
+    }
+
+
+def content(buffer, tensors):
+    image = buffer.fill(placed(tensors), tensors)
+    return b"".join(bytes(view) for view in image.part(0, image.size))
+
+
+def expected(tensors):
+    plan = placed(tensors)
+    rows = (tensors[box.key].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for box in plan.boxes)
+    return plan.header + b"".join(rows)
+
+
+def test_image_is_the_file_byte_for_byte():
+    tensors = some_tensors()
+    assert content(Staging().take(placed(tensors).size, pinned=False), tensors) == expected(tensors)
+
+
+def test_image_does_not_change_with_the_tensors():
+    tensors = some_tensors()
+    image = Staging().take(placed(tensors).size, pinned=False).fill(placed(tensors), tensors)
+    wanted = expected(tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert b"".join(bytes(view) for view in image.part(0, image.size)) == wanted
+
+
+def test_memory_is_used_again_also_for_another_layout():
+    pool, first, other = Staging(), some_tensors(), {"only": torch.arange(10.0)}
+    buffer = pool.take(placed(first).size, pinned=False)
+    where = buffer.memory.data_ptr()
+    for tensors in (first, some_tensors(1), other, first):
+        assert content(buffer, tensors) == expected(tensors)
+        pool.give(buffer)
+        buffer = pool.take(placed(tensors).size, pinned=False)
+        assert buffer.memory.data_ptr() == where
+
+
+def test_saves_in_flight_have_memory_of_their_own():
+    pool = Staging()
+    one, other = pool.take(100, pinned=False), pool.take(100, pinned=False)
+    assert abs(one.memory.data_ptr() - other.memory.data_ptr()) >= 100
+
+
+def test_too_small_memory_is_let_go_for_a_larger():
+    pool = Staging()
+    pool.give(pool.take(100, pinned=False))
+    large = pool.take(10_000, pinned=False)
+    assert large.memory.numel() == 10_000
+    pool.give(large)
+    assert pool.take(50, pinned=False) is large
+
+
+def test_memory_begins_at_a_page():
+    pool = Staging()
+    assert all(pool.take(size, pinned=False).memory.data_ptr() % staging.PAGE_BYTES == 0 for size in (1, 4097, 10**6))
