@@ -64,8 +64,8 @@ class Shared:
     """The one mutable part of a state, shared by all states of a run: what must not be copied to be true.
 
     ``generation`` is that of the newest state; ``weight`` is the global weight of the last step on its way to the host. The
-    rest is the run's place among checkpoints: its identity, the folder that this process resumed from, by root the steps that it
-    committed or loaded, in that order, each with what it holds, and by root what keeps other jobs out as long as this lives.
+    rest is the run's place among checkpoints: its identity, the folder that this process resumed from, by root the steps that
+    it committed or loaded, in that order, each with what it holds, and by root what keeps other jobs out as long as this lives.
     ``make_slices`` makes the slices of all transforms for a state, as ``Step.init`` did: for weights loaded into a new run.
     """
 

@@ -15,9 +15,10 @@ from dtrain import storage
 from dtrain.checkpoint import digest as digest_module
 from dtrain.checkpoint import fill, layout, plan
 from dtrain.checkpoint.digest import digest_of
-from dtrain.checkpoint.layout import DTYPES, Entry
+from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.plain import TensorRef
 from dtrain.checkpoint.plan import Region, plan_reads, stored_boxes
+from dtrain.checkpoint.rank_index import Entry
 from dtrain.errors import DamagedCheckpointError
 
 

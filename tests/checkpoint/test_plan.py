@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dtrain.checkpoint import plan
 from dtrain.checkpoint.fill import as_tensor
-from dtrain.checkpoint.layout import Entry
 from dtrain.checkpoint.plan import Region, choose_writers, plan_reads, stored_boxes
+from dtrain.checkpoint.rank_index import Entry
 from dtrain.errors import DamagedCheckpointError
 
 HEADER = 24  # the boxes do not begin at the start of the file

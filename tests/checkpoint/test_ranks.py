@@ -256,7 +256,7 @@ def test_what_is_not_plain_on_one_rank_is_refused_by_all(tmp_path, ranks):
 
 def other_folder(path: str, elsewhere: str) -> str:
     """Rank 1 sees other content under the same name, as without a shared file system."""
-    import dtrain.checkpoint.load as module
+    import dtrain.checkpoint.reading as module
 
     original = module.open_checkpoint
     if current().rank == 1:

@@ -12,8 +12,9 @@ from torch import nn
 
 from checkpoint.states import Counter, digest, names, plain_state, train, write_of_another_version
 from dtrain.checkpoint.find import latest_checkpoint, list_checkpoints
-from dtrain.checkpoint.layout import DTYPES, parse_index
+from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.rank_index import parse_index
 from dtrain.checkpoint.save import save_sharded
 from dtrain.checkpoint.verify import verify_checkpoint
 from dtrain.dist.rng import seed_all

@@ -79,8 +79,14 @@ class Server:
 @contextlib.contextmanager
 def program(command: list[str], pattern: str, environment: dict[str, str] | None = None) -> Iterator[int]:
     """A server as a process of its own, ended with all it has started; the port that it announces on standard output."""
+    setpriv = shutil.which("setpriv")  # so that it ends with us even when we are killed
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True, env=environment
+        [*([setpriv, "--pdeathsig", "KILL"] if setpriv else []), *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=environment,
     )
     assert process.stdout is not None
     reading = threading.Thread(target=process.stdout.read, daemon=True)  # so that it never waits for a reader

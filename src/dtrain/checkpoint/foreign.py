@@ -23,9 +23,10 @@ from typing import Any
 
 from dtrain import storage
 from dtrain.checkpoint import closed
-from dtrain.checkpoint.layout import DTYPES, Entry
+from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.plain import TensorRef
 from dtrain.checkpoint.plan import stored_boxes
+from dtrain.checkpoint.rank_index import Entry
 from dtrain.checkpoint.stored import Stored
 from dtrain.errors import CheckpointError, DamagedCheckpointError
 from dtrain.storage import Place

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from dtrain import pulse, storage
-from dtrain.checkpoint import layout
+from dtrain.checkpoint import layout, rank_index
 from dtrain.checkpoint.agree import Agreed, decided_by_rank_0
 from dtrain.checkpoint.background import Task
 from dtrain.checkpoint.commit import Order, prepare, publish, resumed_from, try_to_remove
@@ -157,7 +157,7 @@ def _write_rank(order: Order, save: Save, task: Task[SavedStep]) -> RankFiles:
         if digests is None or not _linked(root / cast(str, order.previous), side, name, image.size, digests, share.rank):
             digests = write_data_file(side / name, image, threads=THREADS, on_part=task.advance)
         chunks.append(digests)
-    index = layout.encode_index(index_of(share, chunks))
+    index = rank_index.encode_index(index_of(share, chunks))
     storage.write_file(side / layout.index_name(share.rank), index)
     storage.sync_folder(side)
     return RankFiles(
@@ -184,7 +184,7 @@ def _linked(previous: Place, side: Place, name: str, size: int, digests: tuple[s
         names = [] if files is None else [file.name for file in files.data]
         if files is None or name not in names or sizes[names.index(name)] != size:
             return False
-        index = layout.parse_index(storage.read_file(previous / files.index, limit=files.index_bytes), rank, sizes)
+        index = rank_index.parse_index(storage.read_file(previous / files.index, limit=files.index_bytes), rank, sizes)
         if index.chunks[names.index(name)] != digests:
             return False
         # What is linked is read once: else the damage of one file would be handed on from step to step.

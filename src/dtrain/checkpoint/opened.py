@@ -10,11 +10,12 @@ from operator import attrgetter
 from typing import Any
 
 from dtrain import storage
-from dtrain.checkpoint import closed, layout, plain
+from dtrain.checkpoint import closed, layout, plain, rank_index
 from dtrain.checkpoint.digest import VerifiedReader
 from dtrain.checkpoint.find import read_manifest_bytes
-from dtrain.checkpoint.layout import Entry, Manifest, RankIndex
+from dtrain.checkpoint.layout import Manifest
 from dtrain.checkpoint.plan import StoredBox, stored_boxes
+from dtrain.checkpoint.rank_index import Entry, RankIndex
 from dtrain.checkpoint.tree import leaves, moved, outlined
 from dtrain.errors import CheckpointMismatchError, DamagedCheckpointError
 from dtrain.storage import Place
@@ -171,7 +172,7 @@ def _read_index(folder: Place, manifest: Manifest, rank: int) -> RankIndex:
     data = storage.read_file(folder / files.index, limit=closed.MAX_JSON_BYTES)
     if hashlib.sha256(data).hexdigest() != files.index_sha256:
         raise DamagedCheckpointError(f"{files.index}: its sha256 is not the one in the manifest")
-    return layout.parse_index(data, rank, [file.bytes for file in files.data])
+    return rank_index.parse_index(data, rank, [file.bytes for file in files.data])
 
 
 def _firsts(manifest: Manifest) -> list[int]:

@@ -9,7 +9,8 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
-from dtrain.checkpoint.layout import DTYPES, Entry
+from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.rank_index import Entry
 from dtrain.errors import DamagedCheckpointError
 
 READ_BYTES = 2**20  # of one read that is not straight, at most, unless a single row is larger: they need memory of their own

@@ -12,8 +12,8 @@ from torch import Tensor
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.contents import Contents
 from dtrain.checkpoint.data_file import Box, Placed, place
-from dtrain.checkpoint.layout import Entry, RankIndex
 from dtrain.checkpoint.plan import choose_writers
+from dtrain.checkpoint.rank_index import Entry, RankIndex
 from dtrain.tensors import Extent, extent, is_distributed, local, whole_extent
 
 

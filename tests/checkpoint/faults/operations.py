@@ -56,15 +56,27 @@ SIMPLEST = EVERY_WAY[0]
 
 
 def _small_chunks(threads: int) -> None:
-    """Mutates: this process's dtrain."""
-    from dtrain.checkpoint import save
+    """Small chunks, written by so many threads. Mutates: this process's dtrain."""
     from dtrain.dist import timeouts
+    from dtrain.storage import local
 
-    for name, module in list(sys.modules.items()):
-        if name.startswith("dtrain.checkpoint") and hasattr(module, "CHUNK_BYTES"):
-            module.CHUNK_BYTES = CHUNK  # type: ignore[attr-defined]
-    save._threads = lambda: threads
+    copies = [module for name, module in list(sys.modules.items()) if name.startswith("dtrain.") and _has_chunks(module)]
+    assert copies, "chunks have another name now"
+    for module in copies:
+        module.CHUNK_BYTES = CHUNK  # type: ignore[attr-defined]
+    local.for_each_part = _with_threads(local.for_each_part, threads)
     timeouts.GRACE_S = 0.5
+
+
+def _with_threads(for_each_part: Callable[..., None], number: int) -> Callable[..., None]:
+    def with_so_many(count: int, do: Callable[[int], None], *, threads: int, name: str) -> None:
+        for_each_part(count, do, threads=number, name=name)
+
+    return with_so_many
+
+
+def _has_chunks(module: object) -> bool:
+    return hasattr(module, "CHUNK_BYTES")
 
 
 def _joined(ranks: int) -> Any:
@@ -121,7 +133,7 @@ def record(root: str, how: dict[str, Any]) -> dict[str, Any]:
     with watching() as watched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _save(Path(root), state, how["mode"])
-    return {"calls": watched.calls, "digest": digest(state, rng=False)}
+    return {"calls": watched.calls, "digest": digest(state, rng=False), "writers": watched.writers}
 
 
 def suffer(folder: str, how: dict[str, Any], faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -248,6 +260,9 @@ def _known(how: How, folder: Path) -> Known:
         assert (before["wrong"], before["step"], before["steps"]) == ("", 2, [1, 2]), before
         assert after["wrong"] == "", after
         assert after["digest"] == found[0]["digest"] != before["digest"], "the new step is as the old one: nothing to tell"
+        parts = found[0]["calls"].count("pwritev")
+        assert parts >= 2 * how.threads, f"only {parts} parts for {how.threads} threads"
+        assert (found[0]["writers"] > 1) == (how.threads > 1), f"{found[0]['writers']} threads wrote, not {how.threads}"
         calls = tuple(tuple(each["calls"]) for each in found)
         _KNOWN[how] = Known(calls=calls, manifest=manifest, old=before["digest"], new=after["digest"])
     return _KNOWN[how]

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +36,12 @@ class Faulty:
         self.calls: list[str] = []
         self.fired = ""
         self._lock = threading.Lock()
+        self._writers: set[int] = set()
+
+    @property
+    def writers(self) -> int:
+        """How many threads have written parts of files."""
+        return len(self._writers)
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
@@ -44,6 +51,10 @@ class Faulty:
         with self._lock:
             number = len(self.calls)
             self.calls.append(name)
+            if name == "pwritev":
+                self._writers.add(threading.get_ident())
+        if name == "pwritev":
+            time.sleep(0.002)  # small parts are written so fast that one thread would write them all
         if number != self.at:
             return real(*args, **options)
         self.fired = name

@@ -13,10 +13,11 @@ import torch
 import xxhash
 
 from dtrain import storage
-from dtrain.checkpoint import layout, plain
+from dtrain.checkpoint import layout, plain, rank_index
 from dtrain.checkpoint.convert.weights import Weights, renamed, write_safetensors
 from dtrain.checkpoint.data_file import place
-from dtrain.checkpoint.layout import CHUNK_BYTES, DTYPES, DataFile, Entry, Layout, Manifest, RankFiles, RankIndex
+from dtrain.checkpoint.layout import CHUNK_BYTES, DTYPES, DataFile, Layout, Manifest, RankFiles
+from dtrain.checkpoint.rank_index import Entry, RankIndex
 from dtrain.clock import Clock
 from dtrain.names import matcher
 from dtrain.storage import Buffer
@@ -69,7 +70,7 @@ def write_step(folder: Path, given: Weights, *, step: int, buffers: Iterable[str
     name = layout.data_name(0)
     size = write_safetensors(folder / name, by_key, by_key.dtypes, chunks.put)
     chunks.close()
-    data = layout.encode_index(_index(by_key, _shared(given, keys, step), tuple(chunks.done)))
+    data = rank_index.encode_index(_index(by_key, _shared(given, keys, step), tuple(chunks.done)))
     storage.write_file(folder / layout.index_name(0), data)
     files = RankFiles(
         index=layout.index_name(0),
