@@ -457,3 +457,14 @@ def test_an_index_that_puts_two_boxes_in_one_place_is_refused(tmp_path):
     (path / "manifest.json").write_bytes(layout.encode_manifest(replace(manifest, ranks=(files,))))
     with pytest.raises(DamagedCheckpointError, match=r"rank-00000.json: rank-00000.safetensors: .*inside of another box"):
         load_sharded(path, plain_state())
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["nothing saved yet", "a step"])
+def test_a_root_without_space_for_the_next_save_is_told_at_the_start(tmp_path, monkeypatch, there):
+    if there:
+        save_sharded(tmp_path, train(plain_state(), 1))
+    monkeypatch.setattr("dtrain.storage.free_bytes", lambda path: 100)
+    with pytest.warns(UserWarning, match=r"the next save will fail: .* has 100 B free, this save needs"):
+        load_sharded(tmp_path, plain_state(1), missing_ok=True)
+    if there:  # who only reads a step is not bothered
+        assert load_sharded(tmp_path / "step-00000001", plain_state(1)).step == 1

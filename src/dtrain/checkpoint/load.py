@@ -26,6 +26,7 @@ from dtrain.checkpoint.find import passed_over
 from dtrain.checkpoint.garbage import no_collection
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
 from dtrain.checkpoint.reading import Found, prefix_of, read_checkpoint
+from dtrain.checkpoint.retention import check_free
 from dtrain.checkpoint.targets import Asked, Fit
 from dtrain.checkpoint.tree import completed, merged
 from dtrain.checkpoint.verify import choose, sound_steps_before
@@ -103,6 +104,8 @@ def load_sharded(
         The restored state (the one given is spent), plain extras, the step, its folder, and what was left. Rank 0 prints a line
         to standard error that says which step of a root was taken, and why newer ones were not.
 
+    Warns when there is no space in a root for a save of this state.
+
     Mutates: parameters, persistent buffers, the optimizer, tensors in slices, objects in ``extra``, and, last, the global
     random generators. At the world size of the save each rank's own stream goes on, at another one new streams are derived
     from seed, step and rank; a loader in ``extra`` goes on with the next sample at any of them. Of buffers that were saved
@@ -132,6 +135,7 @@ def load_sharded(
         if not missing_ok:
             raise CheckpointError(f"{_WHERE}: there is no checkpoint in {path}; pass missing_ok=True to start without one")
         _say(f"there is no checkpoint in {root}, beginning anew")
+        _warn_if_full(root, _least_bytes(state))
         plain_values = {name: value for name, value in given.items() if name not in stateful(given)}
         return Restored(state=state, extra=plain_values, step=None, path=None)
     with no_collection():
@@ -144,6 +148,8 @@ def _load(
     """Read, agree, and take over."""
     states = {"": state} if isinstance(state, TrainState) else dict(state)
     found = _read_together(folder, root, states, extra, asked, on_damaged)
+    if folder != root and not asked.model_only:
+        _warn_if_full(root, found.opened.manifest.bytes)
     _load_extra(found, extra)
     restored: Any = _take_over(found, states, asked)
     return Restored(
@@ -184,6 +190,21 @@ def _check(states: Any, extra: Mapping[str, Any], only: Any, ignore: Any, on_dam
 def _labelled(found: Found, what: Literal["missing", "unexpected"]) -> Iterator[str]:
     for name, fitted in found.fits.items():
         yield from (f"{name}/{left}" if name else left for left in getattr(fitted, what))
+
+
+def _least_bytes(state: TrainState | Mapping[str, TrainState]) -> int:
+    """What a save of the state takes at the least: the parameters of all ranks."""
+    states = [state] if isinstance(state, TrainState) else state.values()
+    return sum(param.numel() * param.itemsize for one in states for param in one.params.values())
+
+
+def _warn_if_full(root: Place, needed_bytes: int) -> None:
+    """Say at the start of a run what its first save would find out hours later. Rank 0 only."""
+    if current().rank == 0:
+        try:
+            check_free(root, needed_bytes, where=_WHERE)
+        except (OSError, CheckpointError) as error:
+            warnings.warn(f"the next save will fail: {error}", stacklevel=3)
 
 
 def _say(line: str) -> None:
