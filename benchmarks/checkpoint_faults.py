@@ -130,7 +130,7 @@ def go_on(row: Row, progress: Progress, *, seed: int, count: int | None, ask: As
         progress.seconds += time.monotonic() - begun
         progress.last_day = _today()
         yield
-    progress.done = count is None or row.count is None or count >= row.count
+    progress.done = _enough(progress, row.count, last)
 
 
 def _enough(progress: Progress, wanted: int | None, last: int | None) -> bool:

@@ -44,7 +44,10 @@ def test_a_report_of_another_seed_is_refused(tmp_path):
 def test_a_row_of_all_that_there_are_ends_with_the_last_draw():
     progress = Progress()
     row = Row(title="a row", draw=drawn, draws=lambda: 2)
-    assert len(list(go_on(row, progress, seed=0, count=None, ask=ask))) == 2
+    assert len(list(go_on(row, Progress(), seed=0, count=3, ask=ask))) == 1
+    list(go_on(row, progress, seed=0, count=3, ask=ask))
+    assert not progress.done
+    assert len(list(go_on(row, progress, seed=0, count=None, ask=ask))) == 1
     assert progress.done
 
 

@@ -198,9 +198,7 @@ def test_a_damaged_file_is_not_handed_on(tmp_path, adapter):
 def test_a_link_needs_no_space(tmp_path, adapter, monkeypatch):
     adapter = train(adapter, 1)
     save_sharded(tmp_path, adapter, incremental=True)
-    main, _ = (
-        (tmp_path / names(tmp_path)[0] / f"rank-00000{kind}.safetensors").stat().st_size for kind in ("", "-frozen")
-    )
+    main, _ = ((tmp_path / names(tmp_path)[0] / f"rank-00000{kind}.safetensors").stat().st_size for kind in ("", "-frozen"))
     monkeypatch.setattr("dtrain.storage.free_bytes", lambda path: main)
     save_sharded(tmp_path, train(adapter, 1), incremental=True)
     with pytest.raises(CheckpointError, match="this save needs"):

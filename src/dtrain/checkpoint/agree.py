@@ -34,9 +34,7 @@ class Agreed:
         raise_together(error, where=self._where, group=self._group)
 
 
-def decided_by_rank_0(
-    where: str, decide: Callable[[], Plain], *, group: GroupName = "control", advice: str = ""
-) -> Plain:
+def decided_by_rank_0(where: str, decide: Callable[[], Plain], *, group: GroupName = "control", advice: str = "") -> Plain:
     """What ``decide`` returns on rank 0, where alone it is called, on every rank; if it raises, all ranks do.
 
     Collective: two exchanges of JSON.
