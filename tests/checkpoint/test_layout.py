@@ -199,10 +199,9 @@ def test_other_names_are_no_steps(name):
     assert layout.step_of(name) is None
 
 
-def test_side_folders_are_known_by_their_run():
+def test_side_folders_are_known_by_their_names():
     for purpose in ("tmp", "old"):
         name = layout.side_name(100, purpose, RUN, "0123abcd")
         assert layout.step_of(name) is None
-        assert layout.is_leftover(name, RUN)
-        assert not layout.is_leftover(name, "f" * 32)
-    assert not layout.is_leftover(layout.step_name(100), RUN)
+        assert layout.is_leftover(name)
+    assert not layout.is_leftover(layout.step_name(100))

@@ -74,7 +74,7 @@ def prepare(root: Place, run: Sequence[Shared], step: int, only: tuple[str, ...]
     order = _decide(root, run, run_id, step, only, holds, where)
     if order.action == "write":
         storage.make_folders(root)
-        remove_leftovers(root, order.run_id)
+        remove_leftovers(root)
         if order.replaces and not storage.renames(root):
             discard(root / order.side, step, order.run_id)  # it is of a lineage that the run has left
         storage.make_folder(root / order.side)

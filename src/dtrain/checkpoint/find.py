@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtrain import storage
-from dtrain.checkpoint import closed, layout
+from dtrain.checkpoint import layout
 from dtrain.errors import CheckpointError, DamagedCheckpointError
 from dtrain.storage import Place
 
@@ -70,7 +70,7 @@ def read_manifest_bytes(folder: Place) -> bytes:
     path = folder / layout.MANIFEST
     if storage.file_size(path) is None:
         raise DamagedCheckpointError(f"{layout.MANIFEST}: not a file")
-    return storage.read_file(path, limit=closed.MAX_JSON_BYTES)
+    return storage.read_file(path, limit=layout.MAX_MANIFEST_BYTES)
 
 
 def survey(root: Place) -> tuple[list[Committed], list[Damaged]]:

@@ -28,6 +28,7 @@ from dtrain.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT, VERSION = "dtrain-checkpoint", 1
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 16 * 2**20  # of tens of thousands of ranks
 DIGEST = "xxh3-128"
 """Of data, because it costs next to nothing (sha256 costs more than the disk). It finds what happens to bytes by accident; who
 can write into the folder can write a digest as well, whichever it is. JSON files, which are small, are digested by sha256."""
@@ -71,7 +72,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
-_LEFTOVER = re.compile(r"step-[0-9]{8,18}\.(?:tmp|old)-([0-9a-f]{8})-[0-9a-f]{8}")
+_LEFTOVER = re.compile(r"step-[0-9]{8,18}\.(?:tmp|old)-[0-9a-f]{8}-[0-9a-f]{8}")
 
 
 def step_name(step: int) -> str:
@@ -90,10 +91,9 @@ def side_name(step: int, purpose: str, run_id: str, random: str) -> str:
     return f"{step_name(step)}.{purpose}-{run_id[:8]}-{random}"
 
 
-def is_leftover(name: str, run_id: str | None) -> bool:
-    """Whether the folder is a side folder of this run, or with None of any."""
-    match = _LEFTOVER.fullmatch(name)
-    return match is not None and (run_id is None or match[1] == run_id[:8])
+def is_leftover(name: str) -> bool:
+    """Whether the folder is a side folder."""
+    return _LEFTOVER.fullmatch(name) is not None
 
 
 def data_name(rank: int, *, frozen: bool = False) -> str:

@@ -14,9 +14,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from dtrain import storage
-from dtrain.checkpoint import layout
+from dtrain.checkpoint import background, layout
 from dtrain.checkpoint.find import Committed, has_manifest, read_manifest, survey
-from dtrain.checkpoint.lock import Lock, held_here, hold, protected_here
+from dtrain.checkpoint.lock import Lock, hold, protected_here
 from dtrain.checkpoint.verify import verify_deeply
 from dtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from dtrain.storage import Place
@@ -96,10 +96,9 @@ def prune_checkpoints(
             raise CheckpointError(f"{_PRUNE}: {folder} is one step; give the folder that it lies in")
         if dry_run or not storage.exists(folder):
             return _superfluous(folder, keep_last, keep_every, pinned)
-        busy = held_here(folder)
+        background.make_room(1)  # a side folder may be that of a save under way in this process
         with _alone(folder):
-            if not busy:  # else a side folder may be that of a save under way in this process
-                _remove_leftovers(folder, None, _PRUNE)
+            remove_leftovers(folder, where=_PRUNE)
             removed = _superfluous(folder, keep_last, keep_every, pinned)
             for step in removed:
                 discard(step.path, step.step, step.run_id)
@@ -177,7 +176,7 @@ def retain(
         CheckpointError: the run's last step is not all there; nothing is removed then.
         OSError: a file operation failed; each step is whole or gone.
     """
-    remove_leftovers(root, run_id)
+    remove_leftovers(root)
     if keep_last is None:
         return []
     run = [step for step in survey(root)[0] if step.run_id == run_id]
@@ -196,28 +195,25 @@ def retain(
     return going
 
 
-def remove_leftovers(root: Place, run_id: str, *, where: str = "save_sharded") -> None:
-    """Remove what killed saves and removals of this run left. Failing to is no reason not to save: it is a warning.
+def remove_leftovers(root: Place, *, where: str = "save_sharded") -> None:
+    """Remove what killed saves and removals left, of any run: of the live jobs only the one that holds the lock writes here.
 
-    Mutates: files. Nothing of the run may be on its way when this is called.
+    Failing to is no reason not to save: it is a warning.
+
+    Mutates: files. The lock must be held, and nothing may be on its way when this is called.
     """
-    _remove_leftovers(root, run_id, where)
-
-
-def _remove_leftovers(root: Place, run_id: str | None, where: str) -> None:
     for name in storage.list_names(root):
-        if _is_leftover(root, name, run_id):
+        if _is_leftover(root, name):
             try:
                 storage.remove_folder(root / name, first=layout.MANIFEST)
             except OSError as error:
                 warnings.warn(f"{where}: could not remove {root / name}: {error}", stacklevel=3)
 
 
-def _is_leftover(root: Place, name: str, run_id: str | None) -> bool:
-    if layout.is_leftover(name, run_id):
+def _is_leftover(root: Place, name: str) -> bool:
+    if layout.is_leftover(name):
         return True
-    # Where nothing is renamed, saves write under the step's name. Whose it was cannot be told, but that it is nobody's now can:
-    # of the live jobs only one writes into a root, and that is this one.
+    # Where nothing is renamed, saves write under the step's name.
     return layout.step_of(name) is not None and not storage.renames(root) and not has_manifest(root / name)
 
 
