@@ -110,6 +110,6 @@ def _load(file: Path) -> ModuleType:
             raise ConfigError(f"run_ranks: cannot import {file}; define the function at the top level of a file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        sys.path.insert(0, str(file.parent))
+        sys.path.append(str(file.parent))  # at the end: a neighbour of this file must not hide what the caller finds elsewhere
         spec.loader.exec_module(module)
     return sys.modules[name]
