@@ -337,6 +337,7 @@ def test_the_copy_is_on_the_host_whatever_the_default_device(tmp_path):
 def test_a_request_to_stop_is_met_before_an_old_failure_is_raised(failed, tmp_path, monkeypatch):
     state, _ = failed
     monkeypatch.setattr("dtrain.dist.stopping.agreed", lambda: True)
+    monkeypatch.setattr("dtrain.dist.stopping.committed", lambda *, since_agreed: None)  # else this process is a preempted one
     assert save_sharded(tmp_path, state).result().written
     with pytest.raises(CheckpointError, match="No space left"):
         background.drain()

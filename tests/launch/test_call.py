@@ -34,7 +34,7 @@ def nothing_left() -> Iterator[None]:
     before, files = children(), len(os.listdir("/proc/self/fd"))
     yield
     assert children() == before
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files  # connections of earlier tests may end meanwhile
 
 
 def spawned(fn, *args, nproc=2, timeout_s=LONG_S):

@@ -19,6 +19,7 @@ def _started() -> Iterator[Callable[[str], servers.Server]]:
 
         def server(name: str) -> servers.Server:
             if name not in found:
+                disconnect()  # a lock of an earlier test may have been given back meanwhile, to a server that was gone
                 try:
                     found[name] = stack.enter_context(getattr(servers, name)())
                 except BaseException as error:  # noqa: BLE001  # a skip, too, is for every test

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -73,8 +74,10 @@ class Task(Generic[T]):
                     pulse.beat("save")
             except BaseException:
                 self.seen = self.future.done()  # else an interrupt while waiting
+                _rest(wait=self.seen)
                 raise
             else:
+                _rest(wait=True)
                 return result
 
 
@@ -85,6 +88,9 @@ class _Process:
     pid: int = 0
     thread: ThreadPoolExecutor | None = None
     tasks: list[Task[object]] = field(default_factory=list)
+    registered: bool = False
+    ended: ThreadPoolExecutor | None = None  # the last one that has nothing to do any more
+    guard: threading.Lock = field(default_factory=threading.Lock)
 
 
 _PROCESS = _Process()
@@ -98,15 +104,34 @@ def submit(name: str, work: Callable[[Task[T]], T]) -> Task[T]:
         work: gets its own task, to tell how far it is.
     """
     process = _here()
-    if process.thread is None:
-        process.thread = ThreadPoolExecutor(1, thread_name_prefix="dtrain-save")
+    if not process.registered:
+        process.registered = True
         before_closing("saves", _finish)
         atexit.register(_exit, os.getpid())
     task: Task[T] = Task(name)
-    task.future = process.thread.submit(work, task)
-    process.tasks = [old for old in process.tasks if _matters(old)]
-    process.tasks.append(task)  # type: ignore[arg-type]
+    with process.guard:
+        if process.thread is None:
+            process.thread = ThreadPoolExecutor(1, thread_name_prefix="dtrain-save")
+        task.future = process.thread.submit(work, task)
+        process.tasks = [old for old in process.tasks if _matters(old)]
+        process.tasks.append(task)  # type: ignore[arg-type]
+    task.future.add_done_callback(_rest)
     return task
+
+
+def _rest(_: object = None, *, wait: bool = False) -> None:
+    """Let the thread end when it has nothing to do: a process without threads may be forked.
+
+    Called at the end of each task by the thread itself, and by who has waited for one.
+    """
+    process = _here()
+    with process.guard:
+        if process.thread is not None and all(task.future.done() for task in process.tasks):
+            process.ended, process.thread = process.thread, None
+            process.ended.shutdown(wait=False)
+        ended = process.ended
+    if wait and ended is not None:
+        ended.shutdown()
 
 
 def make_room(most: int) -> None:
@@ -152,7 +177,8 @@ def drain() -> None:
 
 def _here() -> _Process:
     if _PROCESS.pid != os.getpid():
-        _PROCESS.pid, _PROCESS.thread, _PROCESS.tasks = os.getpid(), None, []
+        _PROCESS.pid, _PROCESS.thread, _PROCESS.tasks, _PROCESS.registered = os.getpid(), None, [], False
+        _PROCESS.ended, _PROCESS.guard = None, threading.Lock()
     return _PROCESS
 
 

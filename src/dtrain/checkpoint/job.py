@@ -54,7 +54,7 @@ class Save:
     """What the thread needs to know of a save; nothing of it changes while training goes on."""
 
     where: str
-    root: Place | str
+    root: Place
     run: Sequence[Shared]  # the place among checkpoints of each of the states
     step: int
     layout: Layout
@@ -83,7 +83,7 @@ def carry_out(save: Save, task: Task[SavedStep]) -> SavedStep:
 
 
 def _saved(save: Save, task: Task[SavedStep]) -> SavedStep:
-    _check_may_go_on(save, task)
+    _check_groups(save)
     order = _agree_on_order(save)
     for shared in save.run:
         shared.run_id = order.run_id
@@ -113,12 +113,11 @@ def _counts(save: Save) -> bool:
     return save.since_agreed and not save.only
 
 
-def _check_may_go_on(save: Save, task: Task[SavedStep]) -> None:
+def _check_groups(save: Save) -> None:
     """Stop before a phase that would publish what is not whole.
 
     Without the groups this process seems to be the only rank, and would agree with itself.
     """
-    task.check()
     if current() is not save.info:
         raise CheckpointError(f"{save.where}: the process groups were closed while step {save.step} was being written")
 
@@ -127,9 +126,8 @@ def _agree_on_order(save: Save) -> Order:
     """Rank 0 looks at the root, decides, and makes the side folder; every rank gets the decision."""
 
     def decide() -> dict[str, Any]:
-        root = storage.place(save.root)
-        check_free(root, save.total_bytes)
-        return asdict(prepare(root, save.run, save.step, save.only, save.holds, save.where))
+        check_free(save.root, save.total_bytes)
+        return asdict(prepare(save.root, save.run, save.step, save.only, save.holds, save.where))
 
     decided = decided_by_rank_0(save.where, decide, group="background", advice=_ADVICE)
     return Order(**cast(dict[str, Any], decided))
@@ -141,7 +139,7 @@ def _write_together(order: Order, save: Save, task: Task[SavedStep]) -> list[Ran
     with Agreed(f"{save.where}: step {save.step}", group="background", advice=_ADVICE):
         mine = _write_rank(order, save, task)
     everyone = all_gather_json(cast(Any, asdict(mine)), group="background")
-    _check_may_go_on(save, task)
+    _check_groups(save)
     return [layout.rank_files(files) for files in everyone]
 
 

@@ -136,10 +136,9 @@ def save_sharded(
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
-    states: dict[str, TrainState] = {}
     save = None
     with Agreed(_WHERE), no_collection(), torch.no_grad():  # a shard is had faster where no gradient could flow
-        states = _states(state)
+        where, states = storage.place(root), _states(state)
         _check(states, mode, only, extra, cast)
         plan_retention([], keep_last, keep_every=keep_every, pinned=pinned)
         first = next(iter(states.values()))
@@ -153,7 +152,7 @@ def save_sharded(
         images, buffers, copied = _images(share, mode)
         save = Save(
             where=_WHERE,
-            root=root,
+            root=where,
             run=[s.shared for s in states.values()],
             step=first.step,
             layout=_layout(first),
@@ -175,7 +174,7 @@ def save_sharded(
         )
     assert save is not None, "Agreed raises"
     task = background.submit(f"the save of step {first.step}", partial(carry_out, save))
-    handle = SaveHandle(step=first.step, path=storage.place(root) / layout.step_name(first.step), _task=task, _copied=copied)
+    handle = SaveHandle(step=first.step, path=where / layout.step_name(first.step), _task=task, _copied=copied)
     if mode == "sync":
         _wait(task)
     return handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -57,7 +58,22 @@ def main(
 def run() -> NoReturn:
     """Run the command line of this process and exit with its code. A usage error is one line on stderr, and code 2."""
     occupy_standard_streams()
-    sys.exit(_invoke(sys.argv[1:]))
+    sys.exit(_written(_invoke(sys.argv[1:])))
+
+
+def _written(code: int) -> int:
+    """The exit code, once all output has gone where it should, or cannot go there.
+
+    Mutates: standard output when it is full: Python would try again at its end, and exit with a code of its own.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        code = code or _complain(str(error), _FAILED)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    return code
 
 
 def _invoke(args: list[str]) -> int:

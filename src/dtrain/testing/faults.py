@@ -28,7 +28,8 @@ POINTS = {
     "gather": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_all_gather",
     "reduce": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
     "vote": "dtrain.dist.control.all_gather_numbers",
-    "write": "dtrain.storage.local.os.pwritev",
+    "write": "dtrain.storage.local.os.write",
+    "write_data": "dtrain.storage.local.os.pwritev",
     "sync": "dtrain.storage.local.os.fsync",
     "rename": "dtrain.storage.local.os.rename",
 }
@@ -71,10 +72,10 @@ def fault(
         action: ``"raise"`` an exception, ``"kill"`` this process with SIGKILL, ``"stop"`` it with SIGSTOP (it neither runs
             nor ends, like a machine that hangs), ``"delay"`` it. The process is the one that calls: run the code with
             ``run_ranks``, or the test itself is killed.
-        at: a short name (``forward``, ``backward``, ``gather``, ``reduce``, ``vote``, ``optimizer``, ``write``, ``sync``,
-            ``rename``; see ``POINTS``), or the import path of any function or method, as the code under test looks it up:
-            ``from x import f`` copies ``f``, so the point is then ``"importing_module.f"``. A path that goes through a module
-            imported elsewhere (``"dtrain.storage.local.os.fsync"``) changes what *that* module sees, and nobody else.
+        at: a short name (``forward``, ``backward``, ``gather``, ``reduce``, ``vote``, ``optimizer``, ``write``, ``write_data``,
+            ``sync``, ``rename``; see ``POINTS``), or the import path of any function or method, as the code under test looks it
+            up: ``from x import f`` copies ``f``, so the point is then ``"importing_module.f"``. A path that goes through a
+            module imported elsewhere (``"dtrain.storage.local.os.fsync"``) changes what *that* module sees, and nobody else.
         rank: the rank that fails; None means every rank. The others run as if there were no fault.
         call: which call fires, counted from 1 on each rank; None means every call.
         when: ``"before"`` the call, in place of it where the action raises or kills, or ``"after"`` it has returned.
