@@ -66,10 +66,13 @@ def _written(code: int) -> int:
 
     Mutates: standard output when it is full: Python would try again at its end, and exit with a code of its own.
     """
+    if sys.stdout is None:  # it was closed when Python began
+        return code
     try:
         sys.stdout.flush()
     except OSError as error:
-        code = code or _complain(str(error), _FAILED)
+        if not isinstance(error, BrokenPipeError):  # whoever read it has seen enough
+            code = code or _complain(str(error), _FAILED)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
