@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from dtrain import storage
 from dtrain.checkpoint import layout
@@ -15,20 +14,6 @@ from dtrain.errors import CheckpointError, DamagedCheckpointError
 from dtrain.storage import Place
 
 
-def check_ranges(opened: Opened, ranges: Iterable[tuple[int, int, int]]) -> None:
-    """Verify the chunks that byte ranges ``(file, begin, end)`` lie in, each once.
-
-    Raises:
-        DamagedCheckpointError: with the file.
-    """
-    needed: dict[int, set[int]] = defaultdict(set)
-    for number, begin, end in ranges:
-        needed[number].update(chunks_of(begin, end))
-    for number in sorted(needed):
-        with opened.data(number) as file:
-            file.verify(sorted(needed[number]))
-
-
 def verify_deeply(folder: Place) -> Opened:
     """Verify every byte of a step, and that each tensor is stored once and whole.
 
@@ -36,9 +21,26 @@ def verify_deeply(folder: Place) -> Opened:
         DamagedCheckpointError: with the file and the reason.
     """
     opened = open_checkpoint(folder)
-    check_ranges(opened, ((number, 0, file.bytes) for number, file in enumerate(opened.files)))
-    plan_reads(opened.boxes, {key: whole(ref.shape) for key, ref in opened.refs.items()})
+    verify_data(opened)
     return opened
+
+
+def verify_data(opened: Opened, on_bytes: Callable[[int], object] = lambda _: None) -> None:
+    """Verify the tensor data of a checkpoint that is open: every byte, and that each tensor is stored once and whole.
+
+    Args:
+        opened: the checkpoint.
+        on_bytes: told how many bytes were read, chunk by chunk.
+
+    Raises:
+        DamagedCheckpointError: with the file and the reason.
+    """
+    for number, file in enumerate(opened.files):
+        with opened.data(number) as reader:
+            for chunk in chunks_of(0, file.bytes):
+                reader.verify([chunk])
+                on_bytes(min(layout.CHUNK_BYTES, file.bytes - chunk * layout.CHUNK_BYTES))
+    plan_reads(opened.boxes, {key: whole(ref.shape) for key, ref in opened.refs.items()})
 
 
 def verify_checkpoint(path: Place | str) -> Committed:

@@ -13,7 +13,6 @@ from dtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from dtrain.storage import Place
 
 _DAMAGED = 1
-_BLOCK_BYTES = 256 * 2**20  # verified between two strokes of the bar
 
 
 def verify(
@@ -61,19 +60,12 @@ def _verified(folder: Place, deep: bool) -> dict[str, Any]:
 
 
 def _verify_deeply(folder: Place) -> None:
-    from dtrain.checkpoint.convert.pieces import whole
     from dtrain.checkpoint.opened import open_checkpoint
-    from dtrain.checkpoint.plan import plan_reads
-    from dtrain.checkpoint.verify import check_ranges
+    from dtrain.checkpoint.verify import verify_data
 
     opened = open_checkpoint(folder)
     with Bar(folder.name, sum(file.bytes for file in opened.files)) as bar:
-        for number, file in enumerate(opened.files):
-            for begin in range(0, file.bytes, _BLOCK_BYTES):
-                end = min(begin + _BLOCK_BYTES, file.bytes)
-                check_ranges(opened, [(number, begin, end)])
-                bar.advance(end - begin)
-    plan_reads(opened.boxes, {key: whole(ref) for key, ref in opened.refs.items()})  # each tensor is there once and whole
+        verify_data(opened, bar.advance)
 
 
 def _text(facts: dict[str, Any], deep: bool) -> str:
