@@ -6,6 +6,7 @@
     ├── ConfigError (ValueError)            an argument, option or batch that cannot be right
     ├── StaleStateError (RuntimeError)      a TrainState that was already stepped is used again
     ├── StepError (RuntimeError)            a training step that cannot be made sense of (no weight, no gradient)
+    │   └── DoesNotFitError                 the smallest microbatch needs more memory than there is
     ├── DistError (RuntimeError)            ranks that did not meet, or that disagree
     │   └── PeerError                       this rank is fine; another one failed, and all of them stop
     ├── CheckpointError (RuntimeError)
@@ -34,6 +35,10 @@ class StaleStateError(DtrainError, RuntimeError):
 
 class StepError(DtrainError, RuntimeError):
     """A training step that cannot be made sense of: no weight anywhere, or no gradient."""
+
+
+class DoesNotFitError(StepError):
+    """The smallest microbatch that is allowed needs more memory than a rank has."""
 
 
 class DistError(DtrainError, RuntimeError):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dtrain.dist.init import current
 from dtrain.errors import DistError
-from dtrain.testing.dispatch import Watch
+from dtrain.dist.dispatch import Watch, arguments, group_of, is_collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,8 @@ def count_collectives() -> Iterator[SeenCollectives]:
     seen = SeenCollectives()
 
     def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            seen.records.extend(_record(func, args, kwargs))
+        if is_collective(func):
+            seen.records.extend(described(func, args, kwargs))
 
     with Watch(look):
         yield seen
@@ -146,16 +146,14 @@ _KINDS = {
 }
 
 
-def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Collective]:
-    """The record of one call; nothing for the namespaces' operations that talk to nobody (they take no group)."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    handle = given.get("process_group", given.get("group_name"))
-    if handle is None:
+def described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Collective]:
+    """The record of one call of a collective; nothing for the namespaces' operations that talk to nobody (they take no group)."""
+    given = arguments(func, args, kwargs)
+    group = group_of(given)
+    if group is None:
         return
-    group = _group(handle)
     kind = _KINDS.get(func.name().removesuffix(".default"), _Kind(func.name()))
-    tensors = list(_tensors(given[names[kind.measured]]))
+    tensors = list(_tensors(list(given.values())[kind.measured]))
     size = sum(t.numel() * t.element_size() for t in tensors) * (group.size() if kind.per_rank else 1)
     yield Collective(
         op=kind.op,
@@ -164,15 +162,6 @@ def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
         bytes=0 if kind.op == "barrier" else size,
         dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
     )
-
-
-def _group(handle: Any) -> dist.ProcessGroup:
-    """The group that a c10d operation (boxed) or a functional one (by name, or itself) was given."""
-    if isinstance(handle, dist.ProcessGroup):
-        return handle
-    by_name: Any = dist.distributed_c10d._resolve_process_group
-    found: dist.ProcessGroup = by_name(handle) if isinstance(handle, str) else dist.ProcessGroup.unbox(handle)
-    return found
 
 
 def _name_of(group: dist.ProcessGroup) -> str:

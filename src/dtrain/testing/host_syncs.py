@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.testing.dispatch import Watch
+from dtrain.dist.dispatch import Watch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,175 @@
+"""``Attempt``: one call of ``microbatch_step`` that may run out of memory on any rank, and leaves nothing when it did."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from dtrain.dist.control import Outcome, Tally, Verdict
+from dtrain.dist.replay import Part, PeerFailed, Replay, open_part
+from dtrain.dist.timeouts import is_of_a_collective
+from dtrain.errors import PeerError
+from dtrain.memory.failure import is_out_of_memory
+
+T = TypeVar("T")
+
+
+class Abandoned(Exception):  # between two modules of this room, never a user's
+    """A try of a step has failed for want of memory on some rank, and all ranks have left it.
+
+    Args:
+        tally: what the ranks had agreed before it.
+        verdicts: how it went, by rank.
+    """
+
+    def __init__(self, tally: Tally, verdicts: Sequence[Verdict]) -> None:
+        super().__init__("a try of a step was abandoned")
+        self.tally, self.verdicts = tally, tuple(verdicts)
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """What the caller asks of one try, and what it hears of it.
+
+    Args:
+        run: whose step it is, an object that only this run has.
+        replay: what is known of the model's collectives, kept from try to try.
+        shared: whether there are other ranks, who must not be left waiting.
+        at_most: run no more microbatches than these, and leave no gradient: a rehearsal. None runs them all.
+        on_failure: called where memory ran out, before anything is given back.
+        thrashed: called at the end of a try that fitted: whether it did so only because memory was given back in between.
+        samples: out: this rank's samples.
+        asked: out: the words of the allocator that refused on this rank.
+        verdict: out: how the try went on this rank; ``verdicts`` on all of them.
+    """
+
+    run: object
+    replay: Replay
+    shared: bool
+    at_most: int | None = None
+    on_failure: Callable[[], object] | None = None
+    thrashed: Callable[[], bool] | None = None
+    samples: int = 0
+    asked: str = ""
+    verdict: Verdict = Verdict.FINE
+    verdicts: Sequence[Verdict] = ()
+    error: Exception | None = None
+    part: Part | None = field(default=None, repr=False)
+
+    def script(self, microbatches: int) -> list[str]:
+        """The stretches of a step of so many microbatches. The first forward may gather what later ones find, and only the
+        last backward may reduce."""
+        names = ["before"]
+        for at in range(microbatches):
+            names.append("forward, first" if at == 0 else "forward, later")
+            names.append("backward, last" if at == microbatches - 1 else "backward, early")
+        return names
+
+    def microbatches(self, wanted: int) -> int:
+        """How many to run of those that the step needs."""
+        return wanted if self.at_most is None else min(wanted, self.at_most)
+
+    def enter(self, name: str) -> None:
+        """A stretch begins."""
+        if self.part is not None:
+            self.part.enter(name)
+
+    def guarded(self, body: Callable[[], T], *, microbatches: int, undo: Callable[[], None]) -> T | None:
+        """What ``body`` returns; None when it failed here or elsewhere: then nothing of it is left, and ``verdict`` says why.
+
+        Args:
+            body: forwards and backwards, up to the vote.
+            microbatches: how many it runs.
+            undo: gives back what a failed try holds; runs outside of it, so that its frames hold nothing any more.
+
+        Collective: those of ``body``, on every rank, also on one that failed; see ``dist/replay.py``.
+
+        Raises:
+            DistError: a collective failed: there is nobody to wait for any more.
+        """
+        self.part = open_part(self.replay, self.script(microbatches)) if self.shared else None
+        value, failed = None, False
+        try:
+            if self.part is None:
+                value = body()
+            else:
+                with self.part.watched():
+                    value = body()
+                    if self.part.done():
+                        self.verdict |= Verdict.OTHERWISE
+        except PeerFailed:
+            failed = True
+        except Exception as error:
+            if is_of_a_collective(error):
+                raise
+            failed = True
+            self._note(error)
+        if not failed:
+            if self.thrashed is not None and self.thrashed():
+                self.verdict |= Verdict.THRASHED
+            return value
+        gc.collect()  # an exception and its frames are a cycle, and hold what the frames hold
+        undo()
+        if self.part is not None:
+            self.part.stand_in()
+        return None
+
+    def _note(self, error: Exception) -> None:
+        if is_out_of_memory(error):
+            self.verdict |= Verdict.OUT_OF_MEMORY
+            self.asked = " ".join(str(error).split()) or type(error).__name__
+            if self.on_failure is not None:
+                self.on_failure()
+        else:
+            self.verdict |= Verdict.ERROR
+            self.error = error
+
+    def judge(self, outcome: Outcome | None, tally: Tally) -> None:
+        """After the vote: go on, or leave the step on all ranks.
+
+        Args:
+            outcome: of the vote; None where there are no other ranks.
+
+        Raises:
+            Abandoned: memory ran out on some rank, and nothing worse happened.
+            PeerError: something else happened to another rank. This rank's own error, if it is this one.
+        """
+        self.verdicts = [self.verdict] if outcome is None else outcome.verdicts
+        if self.part is not None and any(Verdict.OTHERWISE in verdict for verdict in self.verdicts):
+            self.part.differed()
+        if self.error is not None:
+            raise self.error
+        broken = [rank for rank, verdict in enumerate(self.verdicts) if Verdict.ERROR in verdict]
+        if broken:
+            raise PeerError(
+                f"microbatch_step: rank {broken[0]} failed ({len(broken)} of {len(self.verdicts)} ranks did); see its own error"
+            )
+        if any(verdict.failed for verdict in self.verdicts):
+            raise Abandoned(tally, self.verdicts)
+
+
+@dataclass(slots=True)
+class _Process:
+    attempt: Attempt | None = None
+
+
+_PROCESS = _Process()
+
+
+@contextmanager
+def attempting(attempt: Attempt) -> Iterator[None]:
+    """Let the next ``microbatch_step`` of its run be this attempt. Mutates: this process's record, while the block runs."""
+    before, _PROCESS.attempt = _PROCESS.attempt, attempt
+    try:
+        yield
+    finally:
+        _PROCESS.attempt = before
+
+
+def attempt_of(run: object) -> Attempt | None:
+    """The attempt that a step of ``run`` is, if it is one."""
+    attempt = _PROCESS.attempt
+    return attempt if attempt is not None and attempt.run is run else None

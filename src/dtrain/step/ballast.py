@@ -1,0 +1,48 @@
+"""Memory that an optimizer will take with its first step, held until then: so a search for what fits counts it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.tensors import local
+
+_PROBE = (2, 2)  # the smallest shape that optimizers for matrices take too
+
+
+def ballast_for(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Tensors as large as the state that ``optimizer`` does not have yet; none when it has all of it.
+
+    Which state there will be is found by one step of the same optimizer on a parameter of four numbers. The optimizer itself is
+    not touched: state of zeros is not the same as none where the first step is special (SGD with dampening).
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for it.
+    """
+    ballast: list[Tensor] = []
+    for group in optimizer.param_groups:
+        new = [param for param in group["params"] if param.requires_grad and not optimizer.state.get(param)]
+        copies = {param.dtype: _state_of(optimizer, group, param) for param in {p.dtype: p for p in new}.values()}
+        for param in new:
+            shard = local(param)
+            ballast += [torch.empty_like(shard, dtype=dtype) for dtype in copies[param.dtype]]
+    return ballast
+
+
+def _state_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> list[torch.dtype]:
+    """The dtypes of the state tensors that have a parameter's shape, for a parameter like ``param``."""
+    probe = torch.nn.Parameter(torch.zeros(_PROBE, dtype=param.dtype, device=local(param).device))
+    probe.grad = torch.zeros_like(probe)
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[{**group, "params": [probe]}])
+    step: Any = type(optimizer).step
+    step = getattr(step, "__wrapped__", step)  # past the hooks: nobody has asked for a step
+    try:
+        with torch.no_grad():
+            step(twin)
+    except Exception:  # noqa: BLE001  # an optimizer that needs more than this to make a step: its state is not known before
+        return []
+    return [value.dtype for value in twin.state[probe].values() if isinstance(value, Tensor) and value.shape == probe.shape]

@@ -1,0 +1,169 @@
+"""How large a microbatch may be, and the search for the largest that fits, by rehearsals of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from dtrain.clock import Duration
+from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist.init import current
+from dtrain.errors import ConfigError
+from dtrain.memory.snapshot import write_snapshot
+from dtrain.state import TrainState
+from dtrain.step.hopeless import raise_hopeless
+from dtrain.step.microbatch import microbatch_step
+from dtrain.step.search import Bounds, Try, propose
+from dtrain.step.trial import Trials, trials_for
+from dtrain.transform import GradFn, GradStep
+from dtrain.types import Batch, LossFn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What ``auto_microbatch`` was asked for; see there."""
+
+    initial: int | None = None
+    minimum: int = 1
+    divisor: int = 1
+    headroom: float = 0.05
+    grow: Duration | None = None
+    probe: int = 2
+    snapshot: Path | None = None
+
+    def bounds(self, largest: int, *, measurable: bool) -> Bounds:
+        """What a size may be for batches of ``largest`` samples."""
+        return Bounds(
+            minimum=min(self.minimum, largest),
+            largest=largest,
+            divisor=self.divisor,
+            headroom=self.headroom,
+            measurable=measurable,
+        )
+
+
+def checked_limits(
+    where: str,
+    initial: int | None,
+    minimum: int,
+    divisor: int | None,
+    headroom: float,
+    grow: Duration | int | str | None,
+    probe: int,
+    snapshot: str | Path | None,
+) -> Limits:
+    for name, value in (("initial", initial), ("minimum", minimum), ("divisor", divisor)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{where}: {name} must be a whole number of at least 1, got {value!r}")
+    if initial is not None and initial < minimum:
+        raise ConfigError(f"{where}: {initial=} is below {minimum=}; a size is at least the minimum")
+    if isinstance(headroom, bool) or not isinstance(headroom, int | float) or not 0 <= headroom < 1:
+        raise ConfigError(f"{where}: headroom is the share of memory left free, in [0, 1), got {headroom!r}")
+    if type(probe) is not int or probe < 2:
+        raise ConfigError(f"{where}: probe counts microbatches, at least 2, got {probe!r}")
+    return Limits(
+        initial=initial,
+        minimum=minimum,
+        divisor=divisor or 1,
+        headroom=headroom,
+        grow=None if grow is None else Duration.parse(grow),
+        probe=probe,
+        snapshot=None if snapshot is None else Path(snapshot),
+    )
+
+
+def search(
+    limits: Limits,
+    trials: Trials,
+    inner: GradFn,
+    state: TrainState,
+    batch: Batch,
+    tries: list[Try],
+) -> tuple[int | None, TrainState]:
+    """Rehearse sizes until the largest that fits is known; None is the whole local batch.
+
+    Mutates: ``tries``, which gets those made here.
+
+    Raises:
+        DoesNotFitError: nothing fits, on all ranks.
+    """
+    if tries:
+        size = propose(tries, limits.bounds(trials.largest, measurable=trials.measurable))
+    elif trials.measurable:
+        size = limits.minimum
+    else:  # nothing is known, not even how many samples there are
+        tried, state = trials.rehearse(inner, state, batch, None, microbatches=limits.probe)
+        tries.append(tried)
+        size = propose(tries, limits.bounds(trials.largest, measurable=False))
+    while size is not None:
+        trials.on_failure = None if size > limits.minimum or limits.snapshot is None else _snapshot(limits.snapshot)
+        tried, state = trials.rehearse(inner, state, batch, size, microbatches=limits.probe)
+        tries.append(replace(tried, size=min(size, trials.largest)))
+        size = propose(tries, limits.bounds(trials.largest, measurable=trials.measurable))
+    failed = min((t.size for t in tries if not t.fits), default=None)
+    fitting = [t.size for t in tries if t.fits and (failed is None or t.size < failed)]
+    if not fitting:
+        raise_hopeless(state, asked=trials.asked, what=f"a microbatch of {min(limits.minimum, trials.largest)}")
+    best = max(fitting)
+    return (None if best >= trials.largest else best), state
+
+
+def _snapshot(path: Path) -> Callable[[], object]:
+    return lambda: write_snapshot(path.with_name(f"{path.stem}-rank-{current().rank:05d}{path.suffix}"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeReport:
+    """What ``find_microbatch_size`` has found.
+
+    Args:
+        size: the largest microbatch that fits, in samples per rank.
+        largest: samples of the fullest rank's batch: more is of no use.
+        tries: each size tried, in order, whether it fitted, and the memory of every rank where it can be measured.
+        seconds: how long the search took on this rank.
+    """
+
+    size: int
+    largest: int
+    tries: tuple[Try, ...]
+    seconds: float
+
+
+def find_microbatch_size(
+    state: TrainState,
+    batch: Batch,
+    *,
+    loss_fn: LossFn,
+    grad: GradStep = microbatch_step,
+    minimum: int = 1,
+    divisor: int | None = None,
+    headroom: float = 0.05,
+    probe: int = 2,
+) -> SizeReport:
+    """The largest microbatch that fits, by the search of ``auto_microbatch`` alone; no step is made.
+
+    Args:
+        state: not spent, and not changed.
+        batch: this rank's samples, of the largest kind that will come.
+        loss_fn: as of ``microbatch_step``.
+        grad: what is called with ``microbatch_size``; a ``partial`` may describe the batch.
+        minimum, divisor, headroom, probe: as of ``auto_microbatch``.
+
+    Mutates: nothing that lasts: gradients, buffers and the global random generators are as before. The device's peak memory
+    statistics start again.
+    Collective: those of ``microbatch_step`` for ``probe`` microbatches a try, and one small record.
+
+    Raises:
+        ConfigError: arguments that cannot be right.
+        DoesNotFitError: ``minimum`` does not fit; on all ranks.
+    """
+    limits = checked_limits("find_microbatch_size", None, minimum, divisor, headroom, None, probe, None)
+    trials, begun = trials_for(state), time.monotonic()
+    tries: list[Try] = []
+    inner: GradFn = partial(grad, loss_fn=loss_fn)
+    trials.measurable = all(row[0] for row in all_gather_numbers([trials.gauge is not None], where="find_microbatch_size"))
+    best, _ = search(limits, trials, inner, state, batch, tries)
+    return SizeReport(size=best or trials.largest, largest=trials.largest, tries=tuple(tries), seconds=time.monotonic() - begun)

@@ -1,0 +1,186 @@
+"""One try of a step at one size, and what it leaves: the step, or nothing at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dtrain.batch import tensors_of
+from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist.control import Verdict
+from dtrain.dist.init import current
+from dtrain.dist.replay import Replay
+from dtrain.dist.rng import KeptRandomness
+from dtrain.errors import StepError
+from dtrain.memory.gauge import Gauge, gauge_for
+from dtrain.shard.replicas import KeptBuffers
+from dtrain.state import TrainState
+from dtrain.step.attempt import Abandoned, Attempt, attempting
+from dtrain.step.search import Memory, Try
+from dtrain.transform import GradFn
+from dtrain.types import Batch, Metrics
+
+
+@dataclass(slots=True, eq=False)
+class Trials:
+    """What one run's tries have in common, from step to step. Kept by the process, not in checkpoints.
+
+    Args:
+        replay: what is known of the model's collectives.
+        buffers: the model's, to go back to.
+        device: whose memory it is.
+        on_failure: called on a rank that runs out of memory, before anything is given back.
+        retries: of the allocator, when last seen.
+        largest: samples of the fullest rank, when last measured.
+        measurable: every rank has a gauge.
+        asked: what this rank's allocator said when it last refused.
+    """
+
+    replay: Replay
+    buffers: KeptBuffers
+    device: torch.device
+    on_failure: Callable[[], object] | None = None
+    retries: int = 0
+    largest: int = 0
+    measurable: bool = False
+    asked: str = ""
+
+    @property
+    def gauge(self) -> Gauge | None:
+        """Of the device; None where nothing is known of its memory."""
+        return gauge_for(self.device)
+
+    def attempt(self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, *, at_most: int | None = None) -> Trial:
+        """Try a step with microbatches of ``size`` samples (None: the whole local batch).
+
+        Args:
+            inner: leaves the gradient; called once.
+            at_most: a rehearsal of so many microbatches, after which nothing is left, whether it fits or not.
+
+        Mutates: as ``inner``; where it is a rehearsal or fails on any rank, nothing.
+        Collective: as ``inner``, and its vote.
+
+        Raises:
+            StepError: the loss function writes into its batch, so that it cannot be tried again.
+        """
+        shared = state.spec.mesh is not None and current().world_size > 1
+        kept, before = KeptRandomness(), _versions(batch)
+        self.buffers.keep()
+        attempt = Attempt(
+            run=state.shared,
+            replay=self.replay,
+            shared=shared,
+            at_most=at_most,
+            on_failure=self.on_failure,
+            thrashed=self.thrashed,
+        )
+        begun, made = time.monotonic(), None
+        try:
+            with attempting(attempt):
+                made = inner(state, batch, **({} if size is None else {"microbatch_size": size}))
+            tally = made[0].tally
+        except Abandoned as abandoned:
+            tally = abandoned.tally
+        trial = Trial(
+            fits=made is not None,
+            made=made if at_most is None else None,
+            attempt=attempt,
+            state=state.but(tally=tally),
+            seconds=time.monotonic() - begun,
+        )
+        self.asked = attempt.asked or self.asked
+        if trial.made is None:
+            state.drop_gradients()
+            self.buffers.put_back()
+            kept.put_back()
+            _check_untouched(batch, before, state.step)
+        return trial
+
+    def rehearse(
+        self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, *, microbatches: int
+    ) -> tuple[Try, TrainState]:
+        """Whether ``size`` fits, and how much memory it takes; the state knows of the time that it took.
+
+        Mutates: the peak of the device's memory statistics starts again.
+        Collective: as a step, and one record on the control group.
+        """
+        before = 0
+        if (gauge := self.gauge) is not None:
+            gauge.reset()
+            before = gauge.read().live
+        trial = self.attempt(inner, state, batch, size, at_most=microbatches)
+        ranks = self.measured(before, trial.attempt.samples)
+        tried = Try(
+            size=self.largest if size is None else size,
+            fits=trial.fits,
+            ranks=ranks if trial.fits else (),
+            seconds=trial.seconds,
+        )
+        return tried, trial.state
+
+    def measured(self, before: int, samples: int) -> tuple[Memory, ...]:
+        """What every rank has measured since the last reset; nothing where one cannot measure.
+
+        Collective: one record on the control group. Mutates: ``largest``, the samples of the fullest rank.
+        """
+        reading = gauge.read() if (gauge := self.gauge) is not None else None
+        row = [samples, reading is not None, before, reading.peak if reading else 0, reading.capacity if reading else 0]
+        rows = all_gather_numbers(row, where="auto_microbatch")
+        self.largest = int(max(row[0] for row in rows))
+        if not all(row[1] for row in rows):
+            return ()
+        return tuple(Memory(before=int(row[2]), peak=int(row[3]), capacity=int(row[4])) for row in rows)
+
+    def count(self, samples: int) -> None:
+        """Learn how many samples the fullest rank has. Collective: one record on the control group. Mutates: ``largest``."""
+        self.largest = int(max(row[0] for row in all_gather_numbers([samples], where="auto_microbatch")))
+
+    def thrashed(self) -> bool:
+        """Whether the allocator of this rank had to flush its cache since the last time that this was asked."""
+        if self.device.type != "cuda":
+            return False
+        # All that a reading holds would take longer to read.
+        retries = int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0))
+        thrashed, self.retries = retries > self.retries, retries
+        return thrashed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trial:
+    """What became of a try: the step ``made``, if it fitted and was no rehearsal; ``state`` to try again from."""
+
+    fits: bool
+    made: tuple[TrainState, Metrics] | None
+    attempt: Attempt
+    state: TrainState
+    seconds: float
+
+    @property
+    def thrashed(self) -> bool:
+        """Whether it fitted on some rank only because its allocator gave memory back."""
+        return any(Verdict.THRASHED in verdict for verdict in self.attempt.verdicts)
+
+
+def trials_for(state: TrainState) -> Trials:
+    """The tries of a run begin."""
+    trials = Trials(replay=Replay(), buffers=KeptBuffers(state.model), device=state.device)
+    trials.thrashed()  # what was before does not count
+    return trials
+
+
+def _versions(batch: Batch) -> Sequence[tuple[Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in tensors_of(batch)]
+
+
+def _check_untouched(batch: Batch, before: Sequence[tuple[Tensor, int]], step: int) -> None:
+    changed = [tensor for tensor, version in before if tensor._version != version]
+    if changed:
+        raise StepError(
+            f"auto_microbatch: step {step}: the loss function wrote into its batch (a tensor of shape "
+            f"{tuple(changed[0].shape)}), so the step cannot be tried again with smaller microbatches; clone what "
+            "it changes"
+        )

@@ -1,0 +1,65 @@
+"""Memory runs out on one rank, at every point of a step: nobody hangs, and the step is as if begun with the size found."""
+
+from __future__ import annotations
+
+import pytest
+
+from step.abandoned import STRATEGIES, compare
+
+CAP_S = 60.0  # nobody waits for a peer: a hang would take the groups' timeout, of many minutes
+
+# Where, and at which of the calls there: two microbatches have two of each forward, backward, and so on.
+FORWARD, RECOMPUTED, INSIDE = "forward", "recomputed", "inside_backward"
+POINTS = {
+    "first-forward": (FORWARD, 1),
+    "inside-the-first-forward": (FORWARD, 5),
+    "second-forward": (FORWARD, 12),
+    "first-backward": ("backward", 1),
+    "second-backward": ("backward", 2),
+    "inside-the-first-backward": (INSIDE, 1),
+    "inside-the-second-backward": (INSIDE, 4),
+    "recomputation-in-the-first-backward": (RECOMPUTED, 3),
+    "recomputation-in-the-second-backward": (RECOMPUTED, 8),
+    "first-reduction": ("reduce", 1),
+    "last-reduction": ("reduce", 3),
+    "after-the-last-backward": ("dtrain.step.microbatch._reserve", 1),
+}
+GATHERED = {"first-gather": ("gather", 1), "later-gather": ("gather", 4)}
+QUICK = ("inside-the-first-forward", "recomputation-in-the-second-backward", "last-reduction", "later-gather")
+
+
+def points(strategy: str) -> dict[str, tuple[str, int]]:
+    # Nothing is gathered where nothing is cut, and no more than once a step where it is kept.
+    gathered = {"replicate": {}, "shard_grad_op": {"first-gather": ("gather", 1), "later-gather": ("gather", 3)}}
+    return {**POINTS, **gathered.get(strategy, GATHERED)}
+
+
+def check(ranks, world_size: int, strategy: str, name: str, rank: int, when: int) -> None:
+    at, call = points(strategy)[name]
+    results = ranks(world_size).run(compare, strategy, at, call, rank, when, timeout_s=CAP_S)
+    assert results == [{"updates": 3, "sizes": [4] * when + [2] * (3 - when), "equal": True}] * world_size
+
+
+# The first step warns before each collective, the third one knows them by heart.
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize(("strategy", "name"), [(s, name) for s in STRATEGIES for name in QUICK if name in points(s)])
+def test_a_rank_that_runs_out_of_memory_leaves_nothing_behind(ranks, strategy, name, when):
+    check(ranks, 4 if strategy == "hybrid_shard" else 2, strategy, name, rank=1, when=when)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("strategy", "name"), [(s, name) for s in STRATEGIES for name in points(s)])
+def test_every_point_on_every_rank_of_two_and_four(ranks, strategy, name, world_size, when):
+    if strategy == "hybrid_shard" and world_size == 2:
+        world_size = 4
+    for rank in range(world_size):
+        check(ranks, world_size, strategy, name, rank, when)
+
+
+@pytest.mark.parametrize("name", ["inside-the-first-forward", "recomputation-in-the-second-backward"])
+def test_one_process_without_shards_tries_again_too(ranks, name):
+    at, call = POINTS[name]
+    (result,) = ranks(1).run(compare, "none", at, call, 0, 1, timeout_s=CAP_S)
+    assert result == {"updates": 3, "sizes": [4, 2, 2], "equal": True}
