@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.dist.dispatch import Watch, arguments, group_of, is_collective
 from dtrain.dist.init import current
 from dtrain.errors import DistError
-from dtrain.dist.dispatch import Watch, arguments, group_of, is_collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ _KINDS = {
 
 
 def described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Collective]:
-    """The record of one call of a collective; nothing for the namespaces' operations that talk to nobody (they take no group)."""
+    """The record of one call of a collective; nothing for operations beside them that talk to nobody (without a group)."""
     given = arguments(func, args, kwargs)
     group = group_of(given)
     if group is None:

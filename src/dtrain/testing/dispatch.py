@@ -1,1 +1,0 @@
-from dtrain.dist.dispatch import Look, Watch  # noqa: F401
