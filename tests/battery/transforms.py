@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 import dtrain as dt
+from dtrain.algorithms.autocast import autocast
+from dtrain.algorithms.loss_scale import loss_scale
 from dtrain.combinators import between, every, masked, on_batch
 
 
@@ -97,6 +99,9 @@ ROWS: dict[str, Row] = {
     "ema": Row(make=lambda: dt.ema(0.9), of=("ema",)),
     "ema-scheduled": Row(make=lambda: dt.ema(dt.linear(0.5, 0.99, 6))),
     "scale_lr": Row(make=lambda: dt.scale_lr(_warm()), of=("scale_lr",)),
+    "autocast": Row(make=lambda: autocast("bf16"), of=("autocast",)),
+    "loss_scale": Row(make=lambda: loss_scale(1000.1, growth=1.3, interval=2), of=("loss_scale",)),
+    "every-loss_scale": Row(make=lambda: every(2, loss_scale(interval=1))),
     "every-ema": Row(make=lambda: every(2, dt.ema(0.9)), of=("every",)),
     "every-epoch-clip": Row(make=lambda: every("1ep", dt.clip_by_norm(0.05))),
     "every-halved_loss": Row(make=lambda: every(2, halved_loss())),

@@ -53,7 +53,7 @@ def ema(decay: float | Schedule) -> Transform:
 
         return averaged
 
-    return Transform(name="ema", init=init, update=update)
+    return Transform(name="ema", init=init, update=update, sees_gradient=False)
 
 
 def _check_decay(decay: float) -> None:

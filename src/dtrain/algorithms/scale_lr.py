@@ -44,7 +44,7 @@ def scale_lr(schedule: float | Schedule) -> Transform:
 
         return scaled
 
-    return Transform(name="scale_lr", update=update)
+    return Transform(name="scale_lr", update=update, sees_gradient=False)
 
 
 def _check_factor(factor: float) -> None:

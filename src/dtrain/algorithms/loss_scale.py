@@ -1,0 +1,209 @@
+"""A loss that is scaled before backward, so that small gradients survive in float16."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtrain.dist.init import current
+from dtrain.dist.timeouts import naming_missing
+from dtrain.errors import ConfigError, StepError
+from dtrain.state import TrainState
+from dtrain.tensors import local, scale_
+from dtrain.transform import GradStep, Transform, UpdateFn
+from dtrain.types import Batch, LossFn, LossSum, Metrics, Slice, as_metric
+
+_NAME = "loss_scale"
+
+
+def loss_scale(
+    initial: float = 2.0**16,
+    *,
+    growth: float = 2.0,
+    backoff: float = 0.5,
+    interval: int = 2000,
+    minimum: float = 2.0**-40,
+) -> Transform:
+    """Scale the loss before backward and the gradient back after it; leave a step out whose gradient is not finite.
+
+    What all other transforms see, wherever this one is listed, is the loss and the gradient as they are: the scale is put on
+    after every loss wrapper, and taken off before any gradient wrapper returns. An update for which any rank's gradient is
+    infinite or NaN is left out on all ranks alike, and the scale is multiplied by ``backoff``; after ``interval`` updates in a
+    row it is multiplied by ``growth``. These are the numbers of ``torch.amp.GradScaler``. List it first: those listed after it
+    are left out together with the update, those before it are not (an average of the parameters would move on).
+
+    The loss is a sum over samples or tokens until the step has divided it, so scales settle lower than those of a mean, by the
+    number of samples on a rank.
+
+    The slice is ``{"scale": float, "streak": int}``: the scale of the next step, and the updates since it last changed. Adds
+    the metrics ``loss_scale``, the scale that the step ran with, and ``skipped``, 1 for a step that was left out.
+
+    Args:
+        initial: scale of the first step, > 0; rounded to float32.
+        growth: factor, > 1.
+        backoff: factor, between 0 and 1.
+        interval: updates without an infinity from one growth to the next, >= 1.
+        minimum: the step that would need a smaller scale raises: a gradient that is infinite at any scale never ends.
+
+    Collective: one all-reduce of float32 ``[]`` a step, on several ranks.
+    Host sync: one a step: whether the gradient is finite decides what the host does next.
+
+    Raises:
+        ConfigError: an argument out of its range; from ``Step.init`` on, parameters that are stored in float16, whose gradients
+            would lose again what the scale has saved.
+        StepError: in a step, gradients are not finite at the smallest scale; on all ranks.
+
+    Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
+    """
+    rule = Rule(growth=growth, backoff=backoff, interval=interval, minimum=minimum)
+    if not _is_number(initial) or not minimum <= _float32(initial) < math.inf:
+        raise ConfigError(f"loss_scale: needs a finite initial >= minimum, got {initial=}, {minimum=}")
+    return Transform(name=_NAME, init=lambda state: _begun(state, initial), grad_step=_scaled_back, update=_unless_broken(rule))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How the scale moves: the arguments of ``loss_scale``."""
+
+    growth: float
+    backoff: float
+    interval: int
+    minimum: float
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.growth) or not 1.0 < self.growth < math.inf:
+            raise ConfigError(f"loss_scale: needs a finite growth > 1, got growth={self.growth!r}")
+        if not _is_number(self.backoff) or not 0.0 < self.backoff < 1.0:
+            raise ConfigError(f"loss_scale: needs 0 < backoff < 1, got backoff={self.backoff!r}")
+        if type(self.interval) is not int or self.interval < 1:
+            raise ConfigError(f"loss_scale: needs a whole interval >= 1, got interval={self.interval!r}")
+        if not _is_number(self.minimum) or not 0.0 < self.minimum < math.inf:
+            raise ConfigError(f"loss_scale: needs a finite minimum > 0, got minimum={self.minimum!r}")
+
+    def next(self, scale: float, streak: int, *, broken: bool) -> tuple[float, int]:
+        """The scale and the streak after a step. Pure; in float32, as ``torch.amp.GradScaler`` computes."""
+        if broken:
+            return _float32(scale * self.backoff), 0
+        if streak + 1 < self.interval:
+            return scale, streak + 1
+        grown = _float32(scale * self.growth)
+        return (grown if math.isfinite(grown) else scale), 0
+
+
+def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Whether no element of any tensor is infinite or NaN on any rank: bool ``[]``, the same on every rank.
+
+    Args:
+        tensors: plain ones and DTensors, of any dtype.
+        device: where the answer is to be: that of the training group.
+
+    Collective: one all-reduce of float32 ``[]`` over all ranks. Host sync: none, except for tensors on another device.
+    """
+    kinds = defaultdict(list)
+    for tensor in tensors:
+        shard = local(tensor)
+        if shard.numel():  # nothing has no largest element
+            kinds[shard.dtype, shard.device].append(shard)
+    broken = torch.zeros((), device=device)
+    for shards in kinds.values():
+        largest = torch.stack(torch._foreach_norm(shards, math.inf))
+        broken += (~torch.isfinite(largest)).sum().to(device)
+    if current().world_size > 1:
+        with naming_missing(_NAME):
+            dist.all_reduce(broken)
+    return broken == 0
+
+
+class _Amplified(torch.autograd.Function):
+    """The identity, whose gradient is ``scale`` times as large: so metrics are of the loss as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
+
+
+def _begun(state: TrainState, initial: float) -> Slice:
+    half = [name for name, param in state.params.items() if param.dtype == torch.float16 and param.requires_grad]
+    if half:
+        raise ConfigError(
+            f"loss_scale: {len(half)} parameters are stored in float16 (first: {half[0]}), and so would be their gradients; "
+            "store them in float32 and compute in float16 by shard_model(precision=...) or dt.autocast"
+        )
+    return {"scale": _float32(initial), "streak": 0}
+
+
+def _scaled_back(inner: GradStep) -> GradStep:
+    def scaled(
+        state: TrainState, batch: Batch, *, loss_fn: LossFn, microbatch_size: int | None = None
+    ) -> tuple[TrainState, Metrics]:
+        scale = state.slices[_NAME]["scale"]
+        size = {} if microbatch_size is None else {"microbatch_size": microbatch_size}
+        state, metrics = inner(state, batch, loss_fn=_amplified(loss_fn, scale), **size)
+        grads = [param.grad for param in state.params.values() if param.grad is not None]
+        # Filled on the device: a number from the host would have to be copied there.
+        scale_(grads, torch.full((), 1.0 / scale, dtype=torch.float64, device=state.device))
+        return state, {**metrics, _NAME: as_metric(scale, 1.0, state.device)}
+
+    return scaled
+
+
+def _amplified(loss_fn: LossFn, scale: float) -> LossFn:
+    def loss(model: nn.Module, batch: Batch) -> LossSum:
+        found = loss_fn(model, batch)
+        if not isinstance(found, LossSum) or not isinstance(found.total, Tensor):
+            return found  # refused by the step, which knows how to say it
+        terms = {name: (_amplify(total, scale), weight) for name, (total, weight) in found.terms.items()}
+        return replace(found, total=_amplify(found.total, scale), terms=terms)
+
+    return loss
+
+
+def _amplify(total: Tensor, scale: float) -> Tensor:
+    amplified: Tensor = _Amplified.apply(total, scale)  # type: ignore[no-untyped-call]
+    return amplified
+
+
+def _unless_broken(rule: Rule) -> Callable[[UpdateFn], UpdateFn]:
+    def update(inner: UpdateFn) -> UpdateFn:
+        def maybe(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+            now = state.slices[_NAME]
+            grads = [param.grad for param in state.params.values() if param.grad is not None]
+            finite = all_finite(grads, state.device)
+            broken = not bool(finite)  # note: the one wait for the device
+            scale, streak = rule.next(now["scale"], now["streak"], broken=broken)
+            if broken and scale < rule.minimum:
+                raise StepError(
+                    f"loss_scale: step {state.step}: a gradient is not finite even at scale {now['scale']:g}, and minimum is "
+                    f"{rule.minimum:g}; look for a loss that is infinite or NaN by itself"
+                )
+            if not broken:
+                state, metrics = inner(state, metrics)
+            skipped = as_metric(float(broken), 1.0, state.device)
+            state = state.with_slice(_NAME, {"scale": scale, "streak": streak})
+            return state, {"skipped": skipped, **metrics}
+
+        return maybe
+
+    return update
+
+
+def _float32(value: float) -> float:
+    with np.errstate(over="ignore"):  # what is too large is infinite then, and refused or not taken
+        return float(np.float32(value))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,217 @@
+"""Each field of ``Precision`` has its effect under every strategy, and no other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import ConfigError
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.materialize import materialize
+from dtrain.shard.precision import Precision
+from dtrain.state import TrainState, new_state
+from dtrain.step.microbatch import microbatch_step
+from dtrain.testing import count_collectives
+from dtrain.types import LossSum
+
+STRATEGIES = ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"]
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DIM = 4
+
+
+class Block(nn.Module):
+    """A table that scales, and a count of forwards, which is no float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("table", torch.linspace(0.1, 1.1, DIM), persistent=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return torch.tanh(self.linear(x) * self.table)
+
+
+class Net(nn.Module):
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = Block(), middle or nn.Identity(), nn.Linear(DIM, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+def sharded(strategy: str, precision: Precision, middle: nn.Module | None = None, accumulate: str = "local") -> nn.Module:
+    mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
+    torch.manual_seed(0)
+    net = Net(middle)
+    return shard_model(net, mesh, strategy=strategy, blocks=("first", "last"), precision=precision, accumulate=accumulate)
+
+
+def loss(net: nn.Module, batch: torch.Tensor) -> LossSum:
+    return LossSum(total=net(batch).float().square().sum(), weight=len(batch))
+
+
+def state_of(net: nn.Module) -> TrainState:
+    return new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def seen_dtypes(strategy: str, precision: Precision, accumulate: str) -> dict[str, str]:
+    """Where each dtype of a step shows: compute, sums over ranks, buffers, output, and what is stored."""
+    net = sharded(strategy, precision, accumulate=accumulate)
+    seen: dict[str, str] = {}
+    net.first.linear.register_forward_hook(lambda module, args, out: seen.update(param=short(out.dtype)))
+    net.register_forward_hook(lambda module, args, out: seen.update(output=short(out.dtype)))
+    state = state_of(net)
+    with count_collectives() as traffic:
+        state, _ = microbatch_step(state, torch.ones(4, DIM), loss_fn=loss, microbatch_size=2)
+    sums = traffic.where(op="reduce_scatter") + [r for r in traffic.where(op="all_reduce") if r.dtype != "float64"]
+    assert sums
+    return {
+        **seen,
+        "reduce": " ".join(sorted({r.dtype for r in sums if r.group_size > 1})),
+        "buffer": short(net.first.table.dtype),
+        "whole numbers": short(net.first.calls.dtype),
+        "stored": " ".join(sorted({short(p.dtype) for p in net.parameters()})),
+        "grad": " ".join(sorted({short(p.grad.dtype) for p in state.params.values()})),
+    }
+
+
+FIELDS = {
+    "nothing": (Precision(), ("float32", "float32", "float32", "float32")),
+    "param bf16": (Precision(param="bf16"), ("bfloat16", "bfloat16", "float32", "bfloat16")),
+    "param fp16": (Precision(param="fp16", buffer="fp16"), ("float16", "float16", "float16", "float16")),
+    "reduce": (Precision(reduce="bf16"), ("float32", "bfloat16", "float32", "float32")),
+    "output": (Precision(output="fp16"), ("float32", "float32", "float32", "float16")),
+    "buffer": (Precision(buffer="bf16"), ("float32", "float32", "bfloat16", "float32")),
+    "DEFAULT bf16": (Precision.preset("DEFAULT", "bf16"), ("bfloat16", "float32", "bfloat16", "bfloat16")),
+    "DEFAULT fp16": (Precision.preset("DEFAULT", "fp16"), ("float16", "float32", "float16", "float16")),
+    "PURE bf16": (Precision.preset("PURE", "bf16"), ("bfloat16", "bfloat16", "bfloat16", "bfloat16")),
+    "PURE fp16": (Precision.preset("PURE", "fp16"), ("float16", "float16", "float16", "float16")),
+    "FULL": (Precision.preset("FULL", "fp16"), ("float32", "float32", "float32", "float32")),
+}
+
+
+def all_seen(strategy: str) -> dict[str, dict[str, str]]:
+    return {
+        f"{name} {accumulate}": seen_dtypes(strategy, precision, accumulate)
+        for name, (precision, _) in FIELDS.items()
+        for accumulate in ("local", "sharded")
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_field_has_its_effect_and_no_other(ranks, strategy):
+    found = ranks(4 if strategy == "hybrid_shard" else 2).run(all_seen, strategy)
+    for name, (precision, (param, reduce, buffer, output)) in FIELDS.items():
+        expected = {
+            "param": param,
+            "output": output,
+            "reduce": reduce,
+            "buffer": buffer,
+            "whole numbers": "int64",
+            "stored": "float32",
+            "grad": "float32",
+        }
+        for accumulate in ("local", "sharded"):
+            assert found[0][f"{name} {accumulate}"] == expected, (name, accumulate, precision)
+
+
+def test_a_preset_is_a_row_of_the_table():
+    assert Precision.preset("DEFAULT") == Precision(param="bf16", reduce="fp32", buffer="bf16")
+    assert Precision.preset("PURE", "fp16") == Precision(param="fp16", reduce="fp16", buffer="fp16")
+    assert Precision.preset("FULL") == Precision()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Precision(param="fp8"), "Precision: param must be one of fp32, bf16, fp16 or None, got 'fp8'"),
+        (lambda: Precision(buffer=torch.float16), "Precision: buffer must be one of .* or None, got torch.float16"),
+        (lambda: Precision(reduce=["fp32"]), r"Precision: reduce must be one of .* or None, got \['fp32'\]"),
+        (lambda: Precision(output=16), "Precision: output must be one of .* or None, got 16"),
+        (lambda: Precision.preset("default"), "Precision.preset: name must be one of DEFAULT, PURE, FULL, got 'default'"),
+        (lambda: Precision.preset("PURE", "fp32"), "Precision.preset: low must be one of bf16, fp16, got 'fp32'"),
+    ],
+)
+def test_values_that_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def with_statistics(strategy: str, low: str) -> dict[str, object]:
+    net = sharded(strategy, Precision.preset("DEFAULT", low), nn.BatchNorm1d(DIM))
+    seen = {}
+    net.middle.register_forward_hook(
+        lambda module, args, out: seen.update(
+            weight=short(module.weight.dtype), given=short(args[0].dtype), out=short(out.dtype)
+        )
+    )
+    state = state_of(net)
+    x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(0))
+    microbatch_step(state, x, loss_fn=loss, microbatch_size=2)
+    torch.manual_seed(0)
+    plain = Net(nn.BatchNorm1d(DIM))
+    for part in x.split(2):
+        plain(part)
+    error = (net.middle.running_mean - plain.middle.running_mean).abs().max().item()
+    grad = state.params["middle.weight"].grad.dtype
+    return {**seen, "statistics": short(net.middle.running_mean.dtype), "near": error < 0.01, "grad": short(grad)}
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_running_statistics_are_computed_as_they_are_stored(ranks, strategy, low):
+    expected = {
+        "weight": "float32",
+        "given": DTYPES[low],
+        "out": DTYPES[low],
+        "statistics": "float32",
+        "near": True,
+        "grad": "float32",
+    }
+    assert ranks(4 if strategy == "hybrid_shard" else 2).run(with_statistics, strategy, low)[0] == expected
+
+
+def on_meta() -> list[object]:
+    with torch.device("meta"):
+        net = Net(nn.BatchNorm1d(DIM))
+    net = shard_model(net, build_mesh(), blocks=(Block,), precision=Precision.preset("DEFAULT"))
+    net = materialize(net, seed=0)
+    return [short(net.first.table.dtype), net.first.table.tolist(), short(net.middle.running_var.dtype)]
+
+
+def test_buffers_made_on_meta_are_computed_first_and_rounded_then(ranks):
+    table = torch.linspace(0.1, 1.1, DIM).bfloat16().tolist()
+    assert ranks(2).run(on_meta)[0] == ["bfloat16", table, "float32"]
+
+
+def summed(strategy: str) -> dict[str, float]:
+    """The gradient that 256 and eight times 1 make on every rank; bfloat16 holds 256, but not 257."""
+    mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
+    found = {}
+    for reduce in ("fp32", "bf16"):
+        for accumulate in ("local", "sharded"):
+            net = nn.Sequential(nn.Linear(1, 4, bias=False))
+            precision = Precision(param="bf16", reduce=reduce)
+            net = shard_model(net, mesh, strategy=strategy, precision=precision, accumulate=accumulate)
+            state = state_of(net)
+            batch = torch.tensor([[256.0], *[[1.0]] * 8])
+            once = lambda net, x: LossSum(total=net(x).float().sum(), weight=1 / mesh.size() / 9)  # noqa: E731
+            microbatch_step(state, batch, loss_fn=once, microbatch_size=1)
+            found[f"{reduce} {accumulate}"] = state.params["0.weight"].grad.full_tensor()[0].item() / mesh.size()
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_microbatches_and_ranks_are_summed_in_the_dtype_of_reductions(ranks, strategy):
+    lost = strategy in ("hybrid_shard", "replicate")  # the others have reduced every microbatch to a stored shard
+    expected = {"fp32 local": 264.0, "fp32 sharded": 264.0, "bf16 local": 256.0, "bf16 sharded": 256.0 if lost else 264.0}
+    assert ranks(4 if strategy == "hybrid_shard" else 2).run(summed, strategy)[0] == pytest.approx(expected)
