@@ -53,8 +53,8 @@ def main() -> None:
         loader = dt.build_loader(train, mesh=mesh, global_batch_size=GLOBAL_BATCH_SIZE, seed=args.seed)
 
         lr = dt.with_warmup(dt.cosine(1.0, 0.1, args.steps), 40)
-        grad = partial(dt.microbatch_step, microbatch_size=8, batch_spec=BATCH)
-        step = dt.compose_step(loss_fn, [dt.scale_lr(lr), dt.clip_by_norm(1.0)], grad=grad)
+        grad = partial(dt.microbatch_step, batch_spec=BATCH)
+        step = dt.compose_step(loss_fn, [dt.scale_lr(lr), dt.clip_by_norm(1.0), dt.auto_microbatch()], grad=grad)
         state = step.init(model, optimizer, seed=args.seed)
         checkpoints = args.out / "checkpoints"
         restored = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True)

@@ -9,8 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtrain.algorithms.autocast import autocast
     from dtrain.algorithms.clip import clip_by_norm
     from dtrain.algorithms.ema import ema, update_ema_
+    from dtrain.algorithms.loss_scale import loss_scale
     from dtrain.algorithms.scale_lr import scale_lr
     from dtrain.batch import BatchSpec, batch_spec, split_batch
     from dtrain.checkpoint.convert.convert import Converted, convert_checkpoint
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from dtrain.dist.mesh import build_mesh
     from dtrain.dist.reduce import reduce_max, reduce_mean, reduce_sum
     from dtrain.dist.rng import derive_seed, generator, rng_state, seed_all, set_rng_state
+    from dtrain.dist.tf32 import Tf32, use_tf32
     from dtrain.dist.turns import local_rank_zero_first
     from dtrain.errors import (
         CheckpointError,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
         ConfigError,
         DamagedCheckpointError,
         DistError,
+        DoesNotFitError,
         DtrainError,
         PeerError,
         RankError,
@@ -47,21 +51,27 @@ if TYPE_CHECKING:
     )
     from dtrain.launch.call import spawn
     from dtrain.losses import mean_loss, token_cross_entropy
+    from dtrain.memory.failure import is_out_of_memory
+    from dtrain.memory.snapshot import write_snapshot
     from dtrain.observe.metrics import reduce_metrics, tokens_per_second
     from dtrain.observe.progress import progress_line
     from dtrain.observe.sinks import jsonl, read_jsonl
     from dtrain.pulse import beat
     from dtrain.schedules.basic import constant, cosine, linear, with_warmup
     from dtrain.shard.describe import describe
+    from dtrain.shard.fp8 import convert_to_fp8
     from dtrain.shard.fsdp import shard_model
     from dtrain.shard.materialize import materialize
     from dtrain.shard.precision import Precision
     from dtrain.shard.whole import evaluating, full_params, unsharded
     from dtrain.state import ShardSpec, TrainState
+    from dtrain.step.auto import auto_microbatch
+    from dtrain.step.auto_eval import auto_batch_eval
     from dtrain.step.compose import Step, compose_step
     from dtrain.step.evaluate import evaluate
     from dtrain.step.microbatch import microbatch_step
     from dtrain.step.optimizer import apply_gradients, clip_grad_norm_, optimizer_step, set_lr_
+    from dtrain.step.sizing import SizeReport, find_microbatch_size
     from dtrain.step.stop import should_stop
     from dtrain.tensors import global_norm
     from dtrain.transform import GradFn, GradStep, StepContext, Transform, UpdateFn
@@ -70,8 +80,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "algorithms.autocast": "autocast",
     "algorithms.clip": "clip_by_norm",
     "algorithms.ema": "ema update_ema_",
+    "algorithms.loss_scale": "loss_scale",
     "algorithms.scale_lr": "scale_lr",
     "batch": "BatchSpec batch_spec split_batch",
     "checkpoint.convert.convert": "Converted convert_checkpoint",
@@ -93,26 +105,35 @@ _HOME = {
     "dist.mesh": "build_mesh",
     "dist.reduce": "reduce_max reduce_mean reduce_sum",
     "dist.rng": "derive_seed generator rng_state seed_all set_rng_state",
+    "dist.tf32": "Tf32 use_tf32",
     "dist.turns": "local_rank_zero_first",
-    "errors": "CheckpointError CheckpointMismatchError ConfigError DamagedCheckpointError DistError DtrainError PeerError "
-    "RankError StaleStateError StepError",
+    "errors": (
+        "CheckpointError CheckpointMismatchError ConfigError DamagedCheckpointError DistError "
+        "DoesNotFitError DtrainError PeerError RankError StaleStateError StepError"
+    ),
     "launch.call": "spawn",
     "losses": "mean_loss token_cross_entropy",
+    "memory.failure": "is_out_of_memory",
+    "memory.snapshot": "write_snapshot",
     "observe.metrics": "reduce_metrics tokens_per_second",
     "observe.progress": "progress_line",
     "observe.sinks": "jsonl read_jsonl",
     "pulse": "beat",
     "schedules.basic": "constant cosine linear with_warmup",
     "shard.describe": "describe",
+    "shard.fp8": "convert_to_fp8",
     "shard.fsdp": "shard_model",
     "shard.materialize": "materialize",
     "shard.precision": "Precision",
     "shard.whole": "evaluating full_params unsharded",
     "state": "ShardSpec TrainState",
+    "step.auto": "auto_microbatch",
+    "step.auto_eval": "auto_batch_eval",
     "step.compose": "Step compose_step",
     "step.evaluate": "evaluate",
     "step.microbatch": "microbatch_step",
     "step.optimizer": "apply_gradients clip_grad_norm_ optimizer_step set_lr_",
+    "step.sizing": "SizeReport find_microbatch_size",
     "step.stop": "should_stop",
     "tensors": "global_norm",
     "transform": "GradFn GradStep StepContext Transform UpdateFn",
@@ -146,6 +167,7 @@ __all__ = [
     "Determinism",
     "DistError",
     "DistInfo",
+    "DoesNotFitError",
     "DtrainError",
     "Duration",
     "ElasticSampler",
@@ -167,11 +189,13 @@ __all__ = [
     "SavedStep",
     "Schedule",
     "ShardSpec",
+    "SizeReport",
     "Slice",
     "StaleStateError",
     "Step",
     "StepContext",
     "StepError",
+    "Tf32",
     "TrainState",
     "Transform",
     "UpdateFn",
@@ -179,6 +203,9 @@ __all__ = [
     "all_gather_json",
     "all_gather_with_grad",
     "apply_gradients",
+    "auto_batch_eval",
+    "auto_microbatch",
+    "autocast",
     "batch_spec",
     "beat",
     "between",
@@ -189,6 +216,7 @@ __all__ = [
     "compose_step",
     "constant",
     "convert_checkpoint",
+    "convert_to_fp8",
     "cosine",
     "derive_seed",
     "describe",
@@ -196,11 +224,13 @@ __all__ = [
     "evaluate",
     "evaluating",
     "every",
+    "find_microbatch_size",
     "full_params",
     "gather_json",
     "generator",
     "global_norm",
     "init_dist",
+    "is_out_of_memory",
     "jsonl",
     "latest_checkpoint",
     "linear",
@@ -208,6 +238,7 @@ __all__ = [
     "load_sharded",
     "load_weights_",
     "local_rank_zero_first",
+    "loss_scale",
     "masked",
     "materialize",
     "mean_loss",
@@ -236,6 +267,8 @@ __all__ = [
     "unsharded",
     "update_ema_",
     "use_deterministic",
+    "use_tf32",
     "verify_checkpoint",
     "with_warmup",
+    "write_snapshot",
 ]

@@ -34,18 +34,24 @@ class ShardSpec:
         mesh: the whole mesh, None for a plain model.
         data_rank: this rank's place among those that see different data.
         data_ranks: how many of those there are.
+        copies: ranks that work on one batch together, over the mesh's ``cp`` and ``tp``; those of a batch follow each other.
+        counts: whether this rank's sums count. Ranks along ``tp`` compute the same ones, so only those of the first do.
         accumulate: whether gradients wait for a step's last microbatch at full size, or as shards.
         buffers: what becomes of persistent buffers that a forward changed.
         left_out: names of the parameters that are whole on every rank.
+        computes_on: the device of forward and backward, where parameters are kept on another one; else None.
     """
 
     strategy: Strategy = "none"
     mesh: DeviceMesh | None = field(default=None, repr=False)
     data_rank: int = 0
     data_ranks: int = 1
+    copies: int = 1
+    counts: bool = True
     accumulate: Accumulate = "local"
     buffers: Buffers = "broadcast"
     left_out: tuple[str, ...] = ()
+    computes_on: torch.device | None = None
 
 
 def attach_spec(model: nn.Module, spec: ShardSpec) -> None:
@@ -67,6 +73,8 @@ class Shared:
     rest is the run's place among checkpoints: its identity, the folder that this process resumed from, by root the steps that
     it committed or loaded, in that order, each with what it holds, and by root what keeps other jobs out as long as this lives.
     ``make_slices`` makes the slices of all transforms for a state, as ``Step.init`` did: for weights loaded into a new run.
+    ``kept`` is what a transform keeps from step to step outside of checkpoints, by its name. ``stepped_early`` is whether the
+    optimizer has run on some parameters already in the step in progress, and their gradients are gone.
     """
 
     generation: int = 0
@@ -76,6 +84,8 @@ class Shared:
     committed: dict[str, dict[int, object]] = field(default_factory=dict)
     locks: dict[str, object] = field(default_factory=dict)
     make_slices: Callable[[TrainState], dict[str, Slice]] | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
+    stepped_early: bool = False
 
 
 class HostScalar:
@@ -149,8 +159,8 @@ class TrainState:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(iter(self.params.values())).device
+        """Where the model computes: where its parameters are, unless they are offloaded."""
+        return self.spec.computes_on or next(iter(self.params.values())).device
 
     def crossed(self, interval: Duration | int | str) -> bool:
         """Whether the last step crossed a boundary of ``interval`` (``"100ba"``, ``"1ep"``, ``"5_000sp"``, ``100``)."""
@@ -206,7 +216,7 @@ def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int =
 
     Raises:
         ConfigError: no parameters, parameters on the meta device or gathered for a forward, or an optimizer that holds others
-            than the model's.
+            than the model's, or has a form that torch does not have for them.
     """
     spec = spec_of(model)
     params, aliases = clean_parameters(model)
@@ -234,5 +244,24 @@ def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int =
             f"{tuple(stray[0].shape)}); shard_model and materialize replace the Parameter objects, so build the optimizer "
             "after them"
         )
+    for index, group in enumerate(optimizer.param_groups):
+        _check_form(index, group, optimizer, {id(p): name for name, p in params.items()})
     stopping.watch()
     return TrainState(model=model, optimizer=optimizer, spec=spec, params=params, aliases=aliases, seed=seed)
+
+
+def _check_form(index: int, group: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Refuse a ``fused`` or ``foreach`` form that would fail in the first step."""
+    form = next((form for form in ("fused", "foreach") if group.get(form)), None)
+    trained = [p for p in group["params"] if p.requires_grad]
+    whole = [names[id(p)] for p in trained if not is_distributed(p)]
+    if form is None or len(whole) == len(trained):
+        return
+    what = f"init: group {index} of {type(optimizer).__name__}({form}=True) holds"
+    if whole:
+        raise ConfigError(
+            f"{what} {len(trained) - len(whole)} cut parameters and {len(whole)} whole ones (first: {whole[0]}), which that "
+            "form does not take together; give the whole ones a group of their own"
+        )
+    if form == "fused" and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
+        raise ConfigError(f"{what} cut parameters, for which torch has a fused Adam and AdamW only; use foreach=True instead")

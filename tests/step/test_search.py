@@ -49,7 +49,7 @@ def test_measured_search_comes_within_five_percent_of_the_largest(seed):
     found, tries = search(limits, fixed=fixed, per_sample=per_sample, largest=largest)
     best = min(largest, int((min(limits) - fixed) / per_sample))
     assert best - max(1, 0.06 * best) <= found <= best, tries
-    assert len(tries) <= 5
+    assert len(tries) <= 6
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 8, 100, 1000])
@@ -92,7 +92,7 @@ def test_memory_that_jumps_is_found_by_halving():
     while (size := propose(tries, box)) is not None:
         fits = size <= 37
         tries.append(Try(size=size, fits=fits, ranks=(Memory(before=0, peak=size, capacity=1000),) if fits else ()))
-    assert 35 <= max(t.size for t in tries if t.fits) <= 37
+    assert 34 <= max(t.size for t in tries if t.fits) <= 37
     assert len(tries) <= 10
 
 
@@ -100,3 +100,25 @@ def test_what_failed_since_outweighs_what_worked_before():
     box = Bounds(minimum=1, largest=64, divisor=1, headroom=0.0, measurable=False)
     tries = [Try(size=32, fits=True), Try(size=16, fits=False)]
     assert propose(tries, box) == 8
+
+
+def test_the_whole_batch_is_tried_where_it_may_need_less_than_its_parts():
+    box = Bounds(minimum=1, largest=8, divisor=1, headroom=0.0, measurable=True, spared=50)
+    tries: list[Try] = []
+    while (size := propose(tries, box)) is not None:
+        peak = 10 * size + (50 if size < 8 else 0)  # parts add up gradients
+        fits = peak <= 85
+        tries.append(Try(size=size, fits=fits, ranks=(Memory(before=0, peak=peak, capacity=85),) if fits else ()))
+    assert [t.size for t in tries] == [1, 2, 3, 8]  # 3 is where the line of parts ends
+    assert tries[-1].fits
+
+
+def test_what_a_forward_keeps_makes_the_line_steep_where_peaks_are_of_something_else():
+    box = Bounds(minimum=1, largest=1000, divisor=1, headroom=0.0, measurable=True)
+    tries: list[Try] = []
+    while (size := propose(tries, box)) is not None:
+        peak = max(1000, 500 + 10 * size)
+        memory = Memory(before=100, peak=peak, capacity=4500, kept=50 + 9 * size)
+        tries.append(Try(size=size, fits=peak <= 4500, ranks=(memory,) if peak <= 4500 else ()))
+    assert max(t.size for t in tries if t.fits) >= 380
+    assert len(tries) <= 5

@@ -1,4 +1,4 @@
-"""What this rank was doing, written down when the launcher asks: its last collectives, and where its main thread had come.
+"""What this rank was doing, written down when the launcher asks: its stacks, its last collectives, and where it had come.
 
 The main thread cannot be asked, since it may wait in a collective for ever. So one thread sleeps on a pipe of the launcher's,
 and takes no part in anything before that pipe can be read. The collectives are those of torch's flight recorder.
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,9 +73,9 @@ def open_blackbox(environment: MutableMapping[str, str], info: DistInfo) -> None
         os.set_inheritable(_PROCESS.asked, False)
     if _PROCESS.asked is None or _PROCESS.open is not None or run_dir is None:
         return
-    path = wire.blackbox_file(Path(run_dir), info.rank)
     end, wake = os.pipe()
-    thread = threading.Thread(target=_wait, args=(_PROCESS.asked, end, path, info), daemon=True, name="dtrain-blackbox")
+    args = (_PROCESS.asked, end, Path(run_dir), info)
+    thread = threading.Thread(target=_wait, args=args, daemon=True, name="dtrain-blackbox")
     thread.start()
     _PROCESS.open = _Thread(thread=thread, wake=wake, pid=os.getpid())
 
@@ -96,7 +97,7 @@ def _is_pipe(fd: int) -> bool:
         return False
 
 
-def _wait(asked: int, end: int, path: Path, info: DistInfo) -> None:
+def _wait(asked: int, end: int, run_dir: Path, info: DistInfo) -> None:
     """Write when ``asked`` can be read. Not when it is closed: then the launcher has died, and asks nothing."""
     poll = select.poll()
     poll.register(asked, select.POLLIN)
@@ -104,11 +105,33 @@ def _wait(asked: int, end: int, path: Path, info: DistInfo) -> None:
     events = dict(poll.poll())
     try:
         if events.get(asked, 0) & select.POLLIN:
-            write_down(path, info)
-    except Exception as problem:  # noqa: BLE001 - a record only improves a message; the stacks are written without this thread
+            write_stacks(wire.stacks_file(run_dir, info.rank))
+            write_down(wire.blackbox_file(run_dir, info.rank), info)  # last: with it the launcher has all it asked for
+    except Exception as problem:  # noqa: BLE001 - a record only improves a message
         print(f"dtrain: rank {info.rank} could not write down its collectives: {problem!r}", file=sys.stderr)
     finally:
         os.close(end)
+
+
+def write_stacks(path: Path) -> None:
+    """Add the Python stacks of the other threads to ``path``, the main thread last, in the form that faulthandler writes.
+
+    This thread has the interpreter meanwhile, so no other changes its frames while they are read.
+
+    Raises:
+        OSError: the folder is gone, or the disk is full.
+    """
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    others = [ident for ident in frames if ident not in (main, threading.get_ident())]
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        for ident in (*others, *([main] if main in frames else [])):
+            file.write(f"Thread {ident:#018x} (most recent call first):\n{''.join(_lines(frames[ident]))}\n")
+
+
+def _lines(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno or 0} in {frame.f_code.co_name}\n'
+        frame = frame.f_back
 
 
 def write_down(path: Path, info: DistInfo) -> None:

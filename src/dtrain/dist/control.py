@@ -11,26 +11,35 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntFlag
 from typing import cast
+
+import torch
 
 from dtrain import pulse
 from dtrain.dist import stopping
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import current
-from dtrain.dist.rng import derive_seed
+from dtrain.dist.rng import derive_seed, draws_digest
 from dtrain.errors import PeerError, StepError
 from dtrain.types import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """The agreed record of a step: counts are summed over ranks, ``microbatches`` is the maximum, ``seconds`` rank 0's."""
+    """The agreed record of a step: counts are summed over ranks, ``microbatches`` is the maximum, ``seconds`` rank 0's.
+
+    ``draws`` is this rank's own, and ``unlike`` two ranks that work on one batch together and have others: no fault as long as
+    nothing is drawn; see ``check_drawn``.
+    """
 
     samples: int
     tokens: int
     microbatches: int
     end_of_epoch: bool
     seconds: float
+    draws: int = 0
+    unlike: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -90,6 +99,8 @@ def agree_before_step(
     error: Exception | None = None,
     run: int = 0,
     step: int = 0,
+    copies: int = 1,
+    draws: int = 0,
 ) -> Tally:
     """The ranks' common record of the step about to run.
 
@@ -102,14 +113,16 @@ def agree_before_step(
         error: what is wrong with this rank's batch; it is raised here, and the others hear of it.
         run: tells apart states that train in turns.
         step: of the run; the same in a second try.
+        copies: so many ranks, one after another, have one batch together, which is counted once.
+        draws: a number that differs where the next random numbers do, 0 where ranks have no batch together.
 
     Mutates: what this process knows about stopping; see ``stopping``.
-    Collective: one all-gather of nine numbers on the control group.
+    Collective: one all-gather of nine numbers on the control group, of ten where ranks have a batch together.
 
     Raises:
         PeerError: another rank came with an ``error``.
-        StepError: no rank has a sample, ranks disagree about the end of the epoch or about the terms, or an earlier step had
-            no weight; on all ranks.
+        StepError: no rank has a sample, ranks disagree about the end of the epoch or about the terms, ranks that should have
+            one batch have others, or an earlier step had no weight; on all ranks.
     """
     pulse.beat("step")
     now = time.monotonic()
@@ -118,10 +131,8 @@ def agree_before_step(
     if error is None and samples and not weightless and current().world_size == 1:
         stopping.settle(stop, run=run, step=step)
         return Tally(samples=samples, tokens=tokens, microbatches=microbatches, end_of_epoch=_PROCESS.epoch_ends, seconds=since)
-    rows = all_gather_numbers(
-        [samples, tokens, microbatches, _PROCESS.epoch_ends, weightless, since, error is not None, _digest(terms), stop],
-        where="step",
-    )
+    mine = [samples, tokens, microbatches, _PROCESS.epoch_ends, weightless, since, error is not None, _digest(terms), stop]
+    rows = all_gather_numbers([*mine, draws] if copies > 1 else mine, where="step")
     columns = list(zip(*rows, strict=True))
     stopping.settle(int(max(columns[8])), run=run, step=step)
     if error is not None:
@@ -148,24 +159,86 @@ def agree_before_step(
         )
     if not any(columns[0]):
         raise StepError("step: no rank has a sample in this batch; stop the loop where the loader ends")
+    unlike = _together(rows, copies)
     return Tally(
-        samples=int(sum(columns[0])),
-        tokens=int(sum(columns[1])),
+        samples=int(sum(columns[0][::copies])),
+        tokens=int(sum(columns[1][::copies])),
         microbatches=int(max(columns[2])),
         end_of_epoch=bool(ends.pop()),
         seconds=rows[0][5],
+        draws=draws,
+        unlike=unlike,
     )
+
+
+def _together(rows: Sequence[Sequence[float]], copies: int) -> tuple[int, int] | None:
+    """Two ranks that work on one batch together but would draw other random numbers, or None; refuses other batch sizes."""
+    unlike = None
+    for rank, row in enumerate(rows) if copies > 1 else ():
+        first = rank - rank % copies
+        if row[:2] != rows[first][:2]:
+            raise StepError(
+                f"step: ranks {first} and {rank} work on one batch together (cp, tp), but have {rows[first][0]:g} and "
+                f"{row[0]:g} samples, {rows[first][1]:g} and {row[1]:g} tokens; build the loader with mesh="
+            )
+        if row[9] != rows[first][9]:
+            unlike = unlike or (first, rank)
+    return unlike
+
+
+def check_drawn(tally: Tally, device: torch.device) -> None:
+    """After backward: ranks that work on one batch must have drawn alike, if they have drawn, so that masks of dropout fit.
+
+    Every rank runs the same model, so if one has drawn all have, and all raise. Collective: none.
+
+    Raises:
+        StepError: they have not.
+    """
+    if tally.unlike is not None and draws_digest(device) != tally.draws:
+        raise StepError(
+            f"step: ranks {tally.unlike[0]} and {tally.unlike[1]} work on one batch together (cp, tp), but drew different "
+            "random numbers in it, as for dropout; dt.seed_all(seed, dt.data_rank(mesh)[0]) before, and draw alike on both"
+        )
+
+
+class Verdict(IntFlag):
+    """How a try of a step went on one rank, beside its gradients."""
+
+    FINE = 0
+    OUT_OF_MEMORY = 1
+    ERROR = 2  # of another kind
+    THRASHED = 4  # it fits only because the allocator gave memory back and asked again
+    OTHERWISE = 8  # other collectives than in the tries before
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is nothing to be used."""
+        return bool(self & (Verdict.OUT_OF_MEMORY | Verdict.ERROR))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the ranks know of a step's backward: ``unused`` parameters had no gradient anywhere, ``changed`` is of any rank."""
+    """What the ranks know of a step's backward.
 
-    unused: Sequence[str]
-    changed: Sequence[str]
+    Args:
+        unused: parameters that had no gradient anywhere.
+        changed: modules whose buffers changed on any rank.
+        verdicts: by rank. If one failed, nothing else is known.
+    """
+
+    unused: Sequence[str] = ()
+    changed: Sequence[str] = ()
+    verdicts: Sequence[Verdict] = ()
 
 
-def agree_after_backward(*, order: Sequence[int], missing: Sequence[str], changed: Sequence[str], fault: bool) -> Outcome:
+def agree_after_backward(
+    *,
+    order: Sequence[int],
+    missing: Sequence[str],
+    changed: Sequence[str],
+    fault: bool,
+    verdict: Verdict = Verdict.FINE,
+) -> Outcome:
     """The ranks' common record of the backward that has run.
 
     Args:
@@ -173,13 +246,17 @@ def agree_after_backward(*, order: Sequence[int], missing: Sequence[str], change
         missing: parameters without a gradient from this rank.
         changed: modules whose buffers this rank's forwards changed.
         fault: the weights that this rank was promised are not those that its losses came with.
+        verdict: how the try went, where it may be abandoned. If any rank's failed, the rest of the record says nothing.
 
-    Collective: one all-gather of four numbers on the control group; one exchange of JSON more when ranks differ.
+    Collective: one all-gather of five numbers on the control group; one exchange of JSON more when ranks differ.
 
     Raises:
         StepError: ranks reduced different units, or one has a ``fault``; on all ranks.
     """
-    rows = all_gather_numbers([_digest(order), _digest(missing), _digest(changed), fault], where="step")
+    rows = all_gather_numbers([_digest(order), _digest(missing), _digest(changed), fault, verdict], where="step")
+    verdicts = [Verdict(int(row.pop())) for row in rows]
+    if any(one.failed for one in verdicts):
+        return Outcome(verdicts=verdicts)
     faulty = [rank for rank, row in enumerate(rows) if row[3]]
     if faulty:
         raise StepError(
@@ -193,12 +270,13 @@ def agree_after_backward(*, order: Sequence[int], missing: Sequence[str], change
             "not belong together; run the same blocks on all ranks in every microbatch"
         )
     if all(row == rows[0] for row in rows):
-        return Outcome(unused=missing, changed=changed)
+        return Outcome(unused=missing, changed=changed, verdicts=verdicts)
     everyone = cast("list[list[list[str]]]", all_gather_json([list(missing), list(changed)]))
     without = [set(theirs) for theirs, _ in everyone]
     return Outcome(
         unused=[name for name in everyone[0][0] if all(name in theirs for theirs in without)],
         changed=list({name: None for _, theirs in everyone for name in theirs}),
+        verdicts=verdicts,
     )
 
 

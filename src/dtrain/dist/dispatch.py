@@ -25,7 +25,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if FakeTensor in types:
             return func(*args, **kwargs)  # nothing is computed: DTensor finds out the shape of a result
-        if any(kind is not Tensor for kind in types):
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             # A DTensor or the like comes first: it unpacks itself, and the operations that it runs for that come back here.
             return NotImplemented
         self._look(func, args, kwargs)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -175,6 +177,24 @@ def init_dist(
     _report_to_launcher(place["rank"])
     open_blackbox(os.environ, _PROCESS.info)
     return _PROCESS.info
+
+
+@contextmanager
+def standing_in(info: DistInfo) -> Iterator[None]:
+    """Let ``info`` be this process's place among the ranks while the block runs: for groups that only pretend to be some.
+
+    Mutates: this process's record, which is as before afterwards.
+
+    Raises:
+        DistError: ``init_dist`` has made real ones.
+    """
+    if _PROCESS.info is not None:
+        raise DistError("dist: init_dist has opened groups in this process; leave its block before others stand in for them")
+    _PROCESS.info, _PROCESS.meshes = info, {}
+    try:
+        yield
+    finally:
+        _PROCESS.info, _PROCESS.meshes = None, {}
 
 
 def _check_options(backend: str | None, device: str | None, timeout_s: float, init_timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Device meshes: how the ranks are laid out for data parallelism."""
+"""Device meshes: how the ranks are laid out, and which of them see the same data."""
 
 from __future__ import annotations
 
@@ -12,15 +12,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dtrain.dist.init import DistInfo, current, open_meshes
 from dtrain.errors import ConfigError, DistError
 
-AXES = ("dp_replicate", "dp_shard")
-"""Names of the axes of a mesh, outermost first. Both carry different data on different ranks."""
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Axes that every mesh of ``build_mesh`` has, outermost first. They carry different data on different ranks."""
+
+MODEL_AXES = ("cp", "tp")
+"""Axes whose ranks work on one batch together, innermost last; a mesh has those of a degree above 1."""
 
 
-def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1) -> DeviceMesh:
-    """A mesh of all ranks with the axes ``dp_replicate`` and ``dp_shard``; a degree of -1 is filled from the world size.
+def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1) -> DeviceMesh:
+    """A mesh of all ranks; a degree of -1 is filled from the world size.
 
-    Called again with the same degrees it returns the same mesh. Collective: makes process groups the first time, so every rank
-    must call it with the same degrees.
+    Args:
+        dp_replicate: groups of ranks that hold copies of what ``dp_shard`` cuts; see ``hybrid_shard`` in ``shard_model``.
+        dp_shard: ranks that parameters are cut over. Both axes carry different data.
+        cp: ranks that share each sequence (context parallelism).
+        tp: ranks that share each layer (tensor parallelism); neighbours, since they exchange most.
+
+    The mesh has the axes ``dp_replicate``, ``dp_shard``, and ``cp`` and ``tp`` where they are above 1, in this order. Called
+    again with the same degrees it returns the same mesh.
+
+    Collective: makes process groups the first time, so every rank must call it with the same degrees.
 
     Raises:
         ConfigError: degrees that do not multiply to the world size.
@@ -28,9 +39,9 @@ def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1) -> DeviceMesh:
     """
     if not dist.is_initialized():
         raise DistError("build_mesh: there are no process groups yet; call dt.init_dist() first (one process works too)")
-    info = current()
-    degrees = _fill({"dp_replicate": dp_replicate, "dp_shard": dp_shard}, info.world_size)
-    return mesh_of(degrees)
+    asked = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    degrees = _fill({name: value for name, value in asked.items() if name in DATA_AXES or value != 1}, current().world_size)
+    return mesh_of({name: value for name, value in degrees.items() if name in DATA_AXES or value != 1})
 
 
 def mesh_of(degrees: Mapping[str, int]) -> DeviceMesh:
@@ -72,12 +83,34 @@ def _fill(degrees: dict[str, int], world_size: int) -> dict[str, int]:
     return degrees
 
 
+def degree(mesh: DeviceMesh, axis: str) -> int:
+    """The number of ranks along ``axis``, 1 for a mesh without it."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(axis)) if axis in names else 1
+
+
+def data_shape(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The sizes of the axes that carry different data: all but ``cp`` and ``tp``, whatever their names are."""
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return tuple(size for name, size in zip(names, mesh.shape, strict=True) if name not in MODEL_AXES)
+
+
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank's place among the ranks that see different data, and how many of those there are."""
+    """This rank's place among those that see different data, and how many such places there are.
+
+    Ranks that differ only along ``cp`` and ``tp`` have the same place: they work on one batch together. What must be alike on
+    all of them is seeded by it: ``dt.seed_all(seed, dt.data_rank(mesh)[0])`` before a model with dropout.
+    """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ConfigError("mesh: this rank is not part of it; build the mesh over all ranks with dt.build_mesh")
     index, count = 0, 1
-    for places, at in zip(mesh.shape, coordinate, strict=True):
-        index, count = index * places + at, count * places
+    for name, places, at in zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.shape, coordinate, strict=True):
+        if name not in MODEL_AXES:
+            index, count = index * places + at, count * places
     return index, count
+
+
+def tensor_rank(mesh: DeviceMesh) -> int:
+    """This rank's place along ``tp``, 0 for a mesh without it."""
+    return mesh.get_local_rank("tp") if degree(mesh, "tp") > 1 else 0

@@ -21,8 +21,8 @@ _MARGIN_S = 5.0  # a store call that takes so much longer than its own time-out 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where the store is. ``serves``: this process serves it; ``loopback``: it may listen on loopback only; ``launcher``: no rank
-    serves it, but a process of the launcher's."""
+    """Where the store is. ``serves``: this process serves it; ``loopback``: it may listen on loopback only; ``launcher``: no
+    rank serves it, but a process of the launcher's."""
 
     host: str
     port: int

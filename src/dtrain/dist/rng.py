@@ -80,14 +80,48 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def draws_digest(device: torch.device) -> int:
+    """A number that differs where torch's next random numbers on the CPU or on ``device`` do; below 2**52.
+
+    Host sync: none; a device's generator keeps its state on the host.
+    """
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    digest = hashlib.blake2b(digest_size=8)
+    for state in states:
+        digest.update(state.numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 12
+
+
 def seed_all(*parts: int | str) -> None:
     """Seed the global generators of Python, NumPy, torch and CUDA from ``parts``, each with a stream of its own.
 
-    ``seed_all(seed, dist.rank)`` at the start of a run lets dropout and augmentation differ between ranks. A checkpoint carries
-    the streams on.
+    ``seed_all(seed, dist.rank)`` at the start of a run lets dropout and augmentation differ between ranks; on a mesh with
+    ``tp`` or ``cp``, whose ranks work on one batch together, ``seed_all(seed, data_rank(mesh)[0])``. A checkpoint carries the
+    streams on.
 
     Mutates: those generators.
     """
     random.seed(derive_seed("python", *parts))
     np.random.seed(derive_seed("numpy", *parts) % 2**32)
     torch.manual_seed(derive_seed("torch", *parts))
+
+
+class KeptRandomness:
+    """The global generators of Python, NumPy, torch and every CUDA device as they were, to go back to."""
+
+    __slots__ = ("_cuda", "_numpy", "_python", "_torch")
+
+    def __init__(self) -> None:
+        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+        generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        self._cuda = [(generator, generator.get_state()) for generator in generators]
+
+    def put_back(self) -> None:
+        """Mutates: those generators."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        for generator, state in self._cuda:
+            generator.set_state(state)

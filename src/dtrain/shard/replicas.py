@@ -81,10 +81,16 @@ class BufferWatch:
     __slots__ = ("_marks", "_slots", "_spec")
 
     def __init__(self, model: nn.Module, spec: ShardSpec) -> None:
-        watch = spec.buffers != "local" and spec.data_ranks > 1
+        watch = spec.buffers != "local" and spec.data_ranks * spec.copies > 1
         self._slots = list(buffer_slots(model, persistent_only=True)) if watch else []
         self._spec = spec
         self._marks: list[tuple[Tensor | None, int]] = []
+
+    @property
+    def bytes(self) -> int:
+        """What all watched buffers take together."""
+        tensors = (module._buffers[key] for _, module, key in self._slots)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
     def begin(self) -> None:
         """Start a step."""
@@ -150,6 +156,57 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
         if _owner(name) in touched:
             module._buffers[key] = tensor
             tensor.copy_(value)
+
+
+class KeptBuffers:
+    """Copies of a model's buffers, brought up to date before each try of a step, and put back after one that failed.
+
+    Only the buffers of modules that have changed one of theirs since the last time are copied again: most never change.
+    """
+
+    __slots__ = ("_copies", "_marks", "_slots")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = list(buffer_slots(model))
+        self._marks: dict[str, tuple[Tensor | None, int]] = {}
+        self._copies: dict[str, Tensor | None] = {}
+
+    def keep(self) -> None:
+        """Take note of the buffers as they are. Mutates: the copies, on the buffers' device."""
+        for name, module, key in self._touched():
+            tensor = module._buffers[key]
+            self._copies[name] = None if tensor is None else tensor.detach().clone()
+        self._mark()
+
+    def put_back(self) -> None:
+        """Give the model the tensors that ``keep`` has seen, with the values they had. Mutates: buffers."""
+        touched = list(self._touched())
+        with torch.no_grad():
+            for name, module, key in touched:
+                (tensor, _), copy = self._marks[name], self._copies[name]
+                module._buffers[key] = tensor
+                if tensor is not None and copy is not None:
+                    tensor.copy_(copy)
+        self._mark()
+
+    def _touched(self) -> list[tuple[str, nn.Module, str]]:
+        """The slots of the modules in which a buffer is another, or was written to; torch's normalisations count in sight."""
+        changed = {
+            _owner(name) for name, module, key in self._slots if not _same(self._now(module, key), self._marks.get(name))
+        }
+        return [slot for slot in self._slots if _owner(slot[0]) in changed]
+
+    def _mark(self) -> None:
+        self._marks = {name: self._now(module, key) for name, module, key in self._slots}
+
+    @staticmethod
+    def _now(module: nn.Module, key: str) -> tuple[Tensor | None, int]:
+        tensor = module._buffers[key]
+        return tensor, 0 if tensor is None else tensor._version
+
+
+def _same(now: tuple[Tensor | None, int], mark: tuple[Tensor | None, int] | None) -> bool:
+    return mark is not None and now[0] is mark[0] and now[1] == mark[1]
 
 
 def _owner(name: str) -> str:

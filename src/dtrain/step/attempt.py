@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ class Attempt:
         at_most: run no more microbatches than these, and leave no gradient: a rehearsal. None runs them all.
         on_failure: called where memory ran out, before anything is given back.
         thrashed: called at the end of a try that fitted: whether it did so only because memory was given back in between.
+        live: reads how many bytes are held now; None where that is of no interest.
+        kept: out: what the first forward has left, in bytes.
         samples: out: this rank's samples.
         asked: out: the words of the allocator that refused on this rank.
         verdict: out: how the try went on this rank; ``verdicts`` on all of them.
@@ -52,6 +55,8 @@ class Attempt:
     at_most: int | None = None
     on_failure: Callable[[], object] | None = None
     thrashed: Callable[[], bool] | None = None
+    live: Callable[[], int] | None = None
+    kept: int = 0
     samples: int = 0
     asked: str = ""
     verdict: Verdict = Verdict.FINE
@@ -59,30 +64,25 @@ class Attempt:
     error: Exception | None = None
     part: Part | None = field(default=None, repr=False)
 
-    def script(self, microbatches: int) -> list[str]:
-        """The stretches of a step of so many microbatches. The first forward may gather what later ones find, and only the
-        last backward may reduce."""
-        names = ["before"]
-        for at in range(microbatches):
-            names.append("forward, first" if at == 0 else "forward, later")
-            names.append("backward, last" if at == microbatches - 1 else "backward, early")
-        return names
-
     def microbatches(self, wanted: int) -> int:
         """How many to run of those that the step needs."""
         return wanted if self.at_most is None else min(wanted, self.at_most)
 
     def enter(self, name: str) -> None:
         """A stretch begins."""
+        if self.live is not None and name == "forward, first":
+            self.kept = -self.live()
+        elif self.live is not None and self.kept < 0:
+            self.kept += self.live()
         if self.part is not None:
             self.part.enter(name)
 
-    def guarded(self, body: Callable[[], T], *, microbatches: int, undo: Callable[[], None]) -> T | None:
+    def guarded(self, body: Callable[[], T], *, script: Sequence[str], undo: Callable[[], None]) -> T | None:
         """What ``body`` returns; None when it failed here or elsewhere: then nothing of it is left, and ``verdict`` says why.
 
         Args:
             body: forwards and backwards, up to the vote.
-            microbatches: how many it runs.
+            script: the stretches that it enters, one after another.
             undo: gives back what a failed try holds; runs outside of it, so that its frames hold nothing any more.
 
         Collective: those of ``body``, on every rank, also on one that failed; see ``dist/replay.py``.
@@ -90,7 +90,7 @@ class Attempt:
         Raises:
             DistError: a collective failed: there is nobody to wait for any more.
         """
-        self.part = open_part(self.replay, self.script(microbatches)) if self.shared else None
+        self.part = open_part(self.replay, script) if self.shared else None
         value, failed = None, False
         try:
             if self.part is None:
@@ -123,6 +123,7 @@ class Attempt:
             self.asked = " ".join(str(error).split()) or type(error).__name__
             if self.on_failure is not None:
                 self.on_failure()
+            _let_go(error)
         else:
             self.verdict |= Verdict.ERROR
             self.error = error
@@ -145,10 +146,27 @@ class Attempt:
         broken = [rank for rank, verdict in enumerate(self.verdicts) if Verdict.ERROR in verdict]
         if broken:
             raise PeerError(
-                f"microbatch_step: rank {broken[0]} failed ({len(broken)} of {len(self.verdicts)} ranks did); see its own error"
+                f"step: rank {broken[0]} failed ({len(broken)} of {len(self.verdicts)} ranks did); see its own error"
             )
         if any(verdict.failed for verdict in self.verdicts):
             raise Abandoned(tally, self.verdicts)
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what the frames of a failed try hold, whoever keeps the error. Mutates: ``error`` and those it came from."""
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain.__traceback__, chain = None, chain.__cause__ or chain.__context__
+
+
+def script_of(microbatches: int) -> list[str]:
+    """The stretches of a step. Its first forward may gather what later ones find, and only its last backward may reduce."""
+    names = ["before"]
+    for at in range(microbatches):
+        names.append("forward, later" if at else "forward, first")
+        names.append("backward, last" if at == microbatches - 1 else "backward, early")
+    return names
 
 
 @dataclass(slots=True)

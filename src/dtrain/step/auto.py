@@ -54,7 +54,7 @@ def auto_microbatch(
         headroom: share of a device's memory that a size found by measuring leaves free, in ``[0, 1)``.
         grow: when to look again for a larger size (inputs may have become smaller): ``1000`` steps, ``"1ep"``; None: never.
         probe: microbatches of a rehearsal, at least 2: the second one meets the gradients of the first.
-        snapshot: where a rank writes a snapshot of its memory when not even ``minimum`` fits (``rank-00000`` is added).
+        snapshot: where a rank writes a snapshot of its memory when not even ``minimum`` fits; ``{rank}`` in it is the rank.
 
     Mutates: of a try that failed, nothing: gradients, buffers, the global random generators and allocated memory are as before.
     What the loss function does to other objects cannot be taken back. In a search: the device's peak memory statistics.
@@ -121,7 +121,7 @@ def _step(limits: Limits, inner: GradFn, state: TrainState, batch: Batch) -> tup
         state = trial.state
         if trial.made is not None:
             break
-        kept.trials.count(trial.attempt.samples)
+        kept.trials.count()
         tried = kept.trials.largest if size is None else min(size, kept.trials.largest)
         tries = [*(t for t in tries if t.size < tried), Try(size=tried, fits=False)]
         size, state = search(limits, kept.trials, inner, state, batch, tries)
@@ -147,7 +147,13 @@ def _begin(
     failed = all_gather_numbers([error is not None], where=_NAME)
     if any(row[0] for row in failed):
         kept.ballast.clear()
-        raise_hopeless(state, asked=str(error or ""), what="the optimizer's state")
+        raise_hopeless(
+            f"auto_microbatch: step {state.step}:",
+            device=state.device,
+            strategy=state.spec.strategy,
+            asked=str(error or ""),
+            what="the optimizer's state",
+        )
     kept.ready = True
     content, place = state.slices[_NAME], _place(state)
     known = bool(content["size"] or content["whole"]) and content["found_on"] == place
@@ -167,7 +173,7 @@ def _look_again(
 ) -> tuple[int | None, TrainState]:
     """A step that fitted only just, or a moment at which a larger one may: start from what is known of the size that runs."""
     trials = kept.trials
-    ranks = trials.measured(0, trials.largest)
+    ranks = trials.measured(0)
     if size is None or kept.smaller:
         at = size or trials.largest
         tries.append(Try(size=at, fits=False))

@@ -82,18 +82,19 @@ def compose_step(
     Raises:
         ConfigError: something else in place of a function or a transform, or two transforms with one name.
     """
-    _check_parts(loss_fn, transforms, grad, update)
+    check_parts("compose_step", loss_fn, transforms, grad, update)
+    compute, apply = wrapped_grad(loss_fn, transforms, grad), wrapped_update(transforms, update)
+
+    def halves(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        state, metrics = compute(state, batch)
+        return apply(state, metrics)
+
+    return step_of(transforms, halves)
+
+
+def step_of(transforms: Sequence[Transform], halves: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]) -> Step:
+    """``halves``, which compute gradients and apply them, as a ``Step``: with its checks, and one tick of the clock."""
     names = [t.name for t in transforms]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"compose_step: transform names must differ (they key slices and checkpoints), got {twice[0]!r} twice"
-        )
-    compute: GradFn = _with_loss(loss_fn, transforms, grad)
-    apply: UpdateFn = update
-    for transform in reversed(transforms):
-        compute = transform.grad(compute) if transform.grad else compute
-        apply = transform.update(apply) if transform.update else apply
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         state.check_fresh("step")
@@ -101,8 +102,7 @@ def compose_step(
         if missing:
             raise ConfigError(f"step: the state has no slice for {missing}; make it with this step's own init")
         try:
-            state, metrics = compute(state, batch)
-            state, metrics = apply(state, metrics)
+            state, metrics = halves(state, batch)
         finally:  # those of an update that was skipped, or that raised, go too
             state.drop_gradients()
         return tick(state), metrics
@@ -110,7 +110,29 @@ def compose_step(
     return Step(transforms=tuple(transforms), run=run)
 
 
-def _check_parts(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep, update: UpdateFn) -> None:
+def wrapped_grad(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:
+    """``grad`` with its loss, in the transforms' wrappers of both; the first one listed is outermost."""
+    for transform in reversed(transforms):
+        grad = transform.grad_step(grad) if transform.grad_step else grad
+    compute = _with_loss(loss_fn, transforms, grad)
+    for transform in reversed(transforms):
+        compute = transform.grad(compute) if transform.grad else compute
+    return compute
+
+
+def wrapped_update(transforms: Sequence[Transform], update: UpdateFn) -> UpdateFn:
+    """``update`` in the transforms' wrappers; the first one listed is outermost."""
+    for transform in reversed(transforms):
+        update = transform.update(update) if transform.update else update
+    return update
+
+
+def check_parts(where: str, loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep, update: UpdateFn) -> None:
+    """Refuse what is no part of a step.
+
+    Raises:
+        ConfigError: something else in place of a function or a transform, or two transforms with one name.
+    """
     for name, function, shape in (
         ("loss_fn", loss_fn, "(model, batch) -> LossSum"),
         ("grad", grad, "(state, batch, *, loss_fn, microbatch_size) -> (state, metrics)"),
@@ -118,14 +140,17 @@ def _check_parts(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradSte
     ):
         if not callable(function):
             raise ConfigError(
-                f"compose_step: {name} must be a function {shape}, got {function!r}; "
-                "as in compose_step(loss_fn, [dt.ema(0.999)])"
+                f"{where}: {name} must be a function {shape}, got {function!r}; as in {where}(loss_fn, [dt.ema(0.999)])"
             )
     if isinstance(transforms, Transform) or not isinstance(transforms, Sequence):
         got = f"the Transform {transforms.name!r}" if isinstance(transforms, Transform) else repr(transforms)
-        raise ConfigError(f"compose_step: transforms is a list, got {got}; as in compose_step(loss_fn, [dt.ema(0.999)])")
+        raise ConfigError(f"{where}: transforms is a list, got {got}; as in {where}(loss_fn, [dt.ema(0.999)])")
     for transform in transforms:
-        check_transform(transform, "compose_step", "compose_step(loss_fn, [{}])")
+        check_transform(transform, where, f"{where}(loss_fn, [{{}}])")
+    names = [t.name for t in transforms]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{where}: transform names must differ (they key slices and checkpoints), got {twice[0]!r} twice")
 
 
 def _with_loss(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -15,9 +15,11 @@ from dtrain.dist.init import current
 from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import StepError
 from dtrain.shard.whole import evaluating
+from dtrain.state import spec_of
+from dtrain.step.auto_eval import auto_batch_eval
 from dtrain.step.parts import CountFn, samples_and_tokens
 from dtrain.step.sums import Sums, checked_loss
-from dtrain.types import Batch, LossFn, Metrics
+from dtrain.types import Batch, LossFn, LossSum, Metrics
 
 
 def evaluate(
@@ -27,6 +29,7 @@ def evaluate(
     *,
     batch_spec: BatchSpec | None = None,
     count: CountFn | None = None,
+    microbatch_size: int | Literal["auto"] | None = None,
 ) -> Metrics:
     """The loss (and ``aux``) of ``model`` over all batches of ``loader``, as local sums; ``reduce_metrics`` makes means.
 
@@ -36,6 +39,8 @@ def evaluate(
         loss_fn: the same function that training uses.
         batch_spec: where the batch axis is; None takes the first one.
         count: samples of a batch that no ``batch_spec`` describes.
+        microbatch_size: samples per forward; ``"auto"`` halves what does not fit, see ``auto_batch_eval``. None takes each
+            batch as it comes.
 
     Ranks may have different numbers of batches: one that has run out repeats a batch that does not count.
 
@@ -47,19 +52,29 @@ def evaluate(
         StepError: no rank has a batch, or one rank has none to take part with.
         Exception: whatever the loader raises (the other ranks raise a ``StepError``).
     """
-    device = next((param.device for param in model.parameters()), current().device)
+    device = spec_of(model).computes_on or next((param.device for param in model.parameters()), current().device)
     sums, any_batch = Sums(device), False
+    in_parts = _in_parts(loss_fn, microbatch_size, batch_spec)
     with naming_missing("evaluate"), evaluating(model):
         for batch, real in _in_lockstep(loader, partial(samples_and_tokens, spec=batch_spec, count=count)):
-            loss = checked_loss(loss_fn(model, to_device(batch, device)), where="evaluate")
-            any_batch = True
-            if real:
-                sums.add(loss)
-            else:
-                sums.name(loss)
+            for found in in_parts(model, batch) if in_parts else [loss_fn(model, to_device(batch, device))]:
+                loss = checked_loss(found, where="evaluate")
+                any_batch = True
+                if real:
+                    sums.add(loss)
+                else:
+                    sums.name(loss)
     if not any_batch:
         raise StepError("evaluate: the loader gave no batch on any rank")
     return sums.metrics()
+
+
+def _in_parts(
+    loss_fn: LossFn, size: int | Literal["auto"] | None, spec: BatchSpec | None
+) -> Callable[[nn.Module, Batch], list[LossSum]] | None:
+    if size is None:
+        return None
+    return auto_batch_eval(loss_fn, initial=None if size == "auto" else size, batch_spec=spec)
 
 
 def _in_lockstep(loader: Any, counted: Callable[[Batch], tuple[int, int]]) -> Iterator[tuple[Batch, bool]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NoReturn, cast
 
+import torch
+
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
 from dtrain.errors import DoesNotFitError
 from dtrain.memory.gauge import gauge_for
-from dtrain.state import TrainState
 from dtrain.types import Plain
 
 # In the order of what they cost.
@@ -21,11 +22,13 @@ _REMEDIES = (
 )
 
 
-def raise_hopeless(state: TrainState, *, asked: str, what: str) -> NoReturn:
+def raise_hopeless(where: str, *, device: torch.device, strategy: str, asked: str, what: str) -> NoReturn:
     """Raise on every rank alike; each must come here.
 
     Args:
-        state: for its device and strategy.
+        where: begins the message.
+        device: whose memory it is.
+        strategy: what may still be tried depends on it.
         asked: what this rank's allocator said when it refused; empty on a rank that did not run out.
         what: that does not fit, for the message.
 
@@ -34,12 +37,12 @@ def raise_hopeless(state: TrainState, *, asked: str, what: str) -> NoReturn:
     Raises:
         DoesNotFitError: always.
     """
-    gauge = gauge_for(state.device)
+    gauge = gauge_for(device)
     reading = gauge.read() if gauge is not None else None
     mine: dict[str, Plain] = {"asked": " ".join(asked.split())[:300]}
     if reading is not None:
         mine |= {"capacity": reading.capacity, "live": reading.live, "free": reading.free, "others": reading.others}
-    reports = cast("list[dict[str, Plain]]", all_gather_json(mine, where="auto_microbatch"))
+    reports = cast("list[dict[str, Plain]]", all_gather_json(mine, where=where.partition(":")[0]))
     rank = next((rank for rank, report in enumerate(reports) if report["asked"]), current().rank)
     report = reports[rank]
     known = (
@@ -49,9 +52,9 @@ def raise_hopeless(state: TrainState, *, asked: str, what: str) -> NoReturn:
         else ""
     )
     said = str(report["asked"]).rstrip(".")
-    remedies = [text for text, instead_of in _REMEDIES if not instead_of or state.spec.strategy in instead_of]
+    remedies = [text for text, instead_of in _REMEDIES if not instead_of or strategy in instead_of]
     raise DoesNotFitError(
-        f"auto_microbatch: step {state.step}: {what} does not fit on rank {rank}: {said or 'out of memory'}{known}; "
+        f"{where} {what} does not fit on rank {rank}: {said or 'out of memory'}{known}; "
         f"try, in this order: {', '.join(remedies)}"
     )
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from dtrain.batch import BatchSpec, to_device
-from dtrain.dist.control import Tally, agree_after_backward, agree_before_step
+from dtrain.dist.control import Outcome, Tally, Verdict, agree_after_backward, agree_before_step, check_drawn
 from dtrain.dist.init import current
+from dtrain.dist.rng import draws_digest
 from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import ConfigError, StepError
+from dtrain.memory.gauge import gauge_for
 from dtrain.shard.reduction import Reduction, reduce_whole_, reduction_of
 from dtrain.shard.replicas import BufferWatch, buffers_of, buffers_restored
 from dtrain.state import TrainState
+from dtrain.step.attempt import Attempt, attempt_of, script_of
 from dtrain.step.parts import CountFn, Parts, SplitFn, cut
 from dtrain.step.sums import Sums, checked_loss
 from dtrain.step.weights import Weights, divide_, global_weights, promised
@@ -82,14 +86,16 @@ def microbatch_step(
         parts, weights, error = Parts(batch=batch), {}, problem
     tally = _agree(state, parts, list(weights), error)
     state.drop_gradients()
-    reduction, buffers = reduction_of(state.model), buffers_of(state.model)
+    reduction, buffers, attempt = reduction_of(state.model), buffers_of(state.model), attempt_of(state.shared)
     reduction.begin()
     buffers.begin()
     try:
         with naming_missing("microbatch_step"):  # the model's collectives and ours: if one fails, because of whom
-            known = global_weights(weights, state.device)
-            metrics = _accumulate(state, parts, tally.microbatches, loss_fn, reduction, known)
-            _settle(state, reduction, buffers, known, metrics)
+            known, metrics = _backward(state, parts, tally, loss_fn, weights, attempt)
+            outcome = _agree_after(state, reduction, buffers, known, metrics, attempt, tally)
+            if attempt is None or attempt.at_most is None:
+                check_drawn(tally, state.device)
+                _settle(state, buffers, outcome, known, metrics)
     except BaseException:
         reduction.abort()
         state.drop_gradients()
@@ -121,51 +127,129 @@ def _agree(state: TrainState, parts: Parts, terms: Sequence[str], error: Excepti
         error=error,
         run=id(state.shared),
         step=state.step,
+        copies=state.spec.copies,
+        draws=draws_digest(state.device) if state.spec.copies > 1 else 0,
     )
     # A second call for one step (a retry, a method that needs two gradients) adds its time to that of the first.
     return replace(tally, seconds=tally.seconds + state.tally.seconds) if state.tally else tally
 
 
+def _backward(
+    state: TrainState,
+    parts: Parts,
+    tally: Tally,
+    loss_fn: LossFn,
+    weights: Mapping[str, Tensor | float],
+    attempt: Attempt | None,
+) -> tuple[Weights, Metrics]:
+    """Forward and backward of the whole step; with an ``attempt`` its failure is noted there, and nothing of it is left."""
+    reduction = reduction_of(state.model)
+    if attempt is None:
+        known = global_weights(weights, state.device, counts=state.spec.counts)
+        return known, _accumulate(state, parts, tally.microbatches, loss_fn, reduction, known)
+
+    def body() -> tuple[Weights, Metrics]:
+        attempt.enter("before")
+        known = global_weights(weights, state.device, counts=state.spec.counts)
+        metrics = _accumulate(state, parts, microbatches, loss_fn, reduction, known, attempt)
+        _reserve(state, buffers_of(state.model))
+        return known, metrics
+
+    def undo() -> None:
+        reduction.abort()
+        state.drop_gradients()
+        gauge = gauge_for(state.device)
+        if gauge is not None:
+            gauge.release()
+
+    microbatches, attempt.samples = attempt.microbatches(tally.microbatches), parts.samples
+    return attempt.guarded(body, script=script_of(microbatches), undo=undo) or (Weights(local={}, factors={}), {})
+
+
 def _accumulate(
-    state: TrainState, parts: Parts, microbatches: int, loss_fn: LossFn, reduction: Reduction, weights: Weights
+    state: TrainState,
+    parts: Parts,
+    microbatches: int,
+    loss_fn: LossFn,
+    reduction: Reduction,
+    weights: Weights,
+    attempt: Attempt | None = None,
 ) -> Metrics:
     """Forward and backward of every microbatch; those beyond this rank's own count nothing."""
     device = state.device
     away = not parts.lie_on(device)
     sums = Sums(device)
     for index in range(microbatches):
-        reduction.before_microbatch(last=index == microbatches - 1)
+        last = index == microbatches - 1
+        reduction.before_microbatch(last=last)
+        if attempt is not None:
+            attempt.enter("forward, later" if index else "forward, first")
         if index < len(parts):
             part = parts.parts[index]
             loss = loss_fn(state.model, to_device(part, device) if away else part)
             if index == 0:  # the others are of the same function
                 checked_loss(loss, where="microbatch_step")
-            weights.objective(loss).backward()
+            objective = weights.objective(loss)
+            if attempt is not None:
+                attempt.enter("backward, last" if last else "backward, early")
+            objective.backward()
             sums.add(loss)
         else:
             with buffers_restored(state.model):  # it must not leave its mark in BatchNorm's statistics
                 loss = checked_loss(loss_fn(state.model, to_device(parts.filler(), device)), where="microbatch_step")
-                (weights.objective(loss) * 0.0).backward()
+                objective = weights.objective(loss) * 0.0
+                if attempt is not None:
+                    attempt.enter("backward, last" if last else "backward, early")
+                objective.backward()
             sums.name(loss)
     return sums.metrics()
 
 
-def _settle(state: TrainState, reduction: Reduction, buffers: BufferWatch, weights: Weights, metrics: Metrics) -> None:
-    """After backward: agree on what it left, reduce what FSDP2 does not, divide by the global weight."""
-    fault = weights.broken(state, metrics)
+def _agree_after(
+    state: TrainState,
+    reduction: Reduction,
+    buffers: BufferWatch,
+    weights: Weights,
+    metrics: Metrics,
+    attempt: Attempt | None,
+    tally: Tally,
+) -> Outcome:
+    """After backward: what it left on all ranks. An attempt that failed on any of them ends here."""
+    verdict = Verdict.FINE if attempt is None else attempt.verdict
+    fault = not verdict.failed and bool(metrics) and weights.broken(state, metrics)
+    outcome = Outcome(verdicts=[verdict])
     if state.spec.mesh is not None or fault:
         missing = reduction.missing(state)
-        outcome = agree_after_backward(order=reduction.order, missing=missing, changed=buffers.changed(), fault=fault)
-        for name in outcome.unused:
-            state.params[name].grad = None
+        changed = buffers.changed()
+        outcome = agree_after_backward(order=reduction.order, missing=missing, changed=changed, fault=fault, verdict=verdict)
+    if attempt is not None:
+        attempt.judge(outcome, tally)
+    return outcome
+
+
+def _settle(state: TrainState, buffers: BufferWatch, outcome: Outcome, weights: Weights, metrics: Metrics) -> None:
+    """Reduce what FSDP2 does not, divide by the global weight."""
+    for name in outcome.unused:
+        state.params[name].grad = None
+    if state.spec.mesh is not None:
         _reduce_left_out(state, outcome.unused)
         buffers.make_equal_(outcome.changed)
     grads = [param.grad for param in state.params.values() if param.grad is not None]
-    if not grads:
+    if not grads and not state.shared.stepped_early:
         raise StepError(
             "microbatch_step: no parameter got a gradient; does the loss depend on the model, and is any parameter trainable?"
         )
     divide_(grads, state, weights, metrics)
+
+
+def _reserve(state: TrainState, buffers: BufferWatch) -> None:
+    """Have what comes after the vote fail before it: nobody could stand in for a rank that runs out of memory then."""
+    whole = [state.params[name] for name in state.spec.left_out if state.params[name].requires_grad]
+    if state.spec.mesh is not None and (whole or buffers.bytes):
+        missing = [torch.empty_like(param) for param in whole if param.grad is None]
+        largest = max(2 * sum(param.numel() * param.element_size() for param in whole), 3 * buffers.bytes)
+        flat = torch.empty(largest, dtype=torch.uint8, device=state.device)
+        del missing, flat
 
 
 def _reduce_left_out(state: TrainState, unused: Sequence[str]) -> None:
@@ -173,4 +257,4 @@ def _reduce_left_out(state: TrainState, unused: Sequence[str]) -> None:
     for param in params:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-    reduce_whole_([param.grad for param in params if param.grad is not None])
+    reduce_whole_([param.grad for param in params if param.grad is not None], counts=state.spec.counts)

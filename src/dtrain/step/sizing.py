@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,9 +33,9 @@ class Limits:
     headroom: float = 0.05
     grow: Duration | None = None
     probe: int = 2
-    snapshot: Path | None = None
+    snapshot: str | Path | None = None
 
-    def bounds(self, largest: int, *, measurable: bool) -> Bounds:
+    def bounds(self, largest: int, *, measurable: bool, spared: int) -> Bounds:
         """What a size may be for batches of ``largest`` samples."""
         return Bounds(
             minimum=min(self.minimum, largest),
@@ -42,6 +43,7 @@ class Limits:
             divisor=self.divisor,
             headroom=self.headroom,
             measurable=measurable,
+            spared=spared,
         )
 
 
@@ -71,7 +73,7 @@ def checked_limits(
         headroom=headroom,
         grow=None if grow is None else Duration.parse(grow),
         probe=probe,
-        snapshot=None if snapshot is None else Path(snapshot),
+        snapshot=snapshot,
     )
 
 
@@ -90,29 +92,50 @@ def search(
     Raises:
         DoesNotFitError: nothing fits, on all ranks.
     """
+
+    def bounds() -> Bounds:
+        spared = sum(param.numel() * param.element_size() for param in state.params.values() if param.requires_grad)
+        return limits.bounds(trials.largest, measurable=trials.measurable, spared=spared)
+
     if tries:
-        size = propose(tries, limits.bounds(trials.largest, measurable=trials.measurable))
+        size = propose(tries, bounds())
     elif trials.measurable:
         size = limits.minimum
     else:  # nothing is known, not even how many samples there are
         tried, state = trials.rehearse(inner, state, batch, None, microbatches=limits.probe)
         tries.append(tried)
-        size = propose(tries, limits.bounds(trials.largest, measurable=False))
+        size = propose(tries, bounds())
     while size is not None:
         trials.on_failure = None if size > limits.minimum or limits.snapshot is None else _snapshot(limits.snapshot)
         tried, state = trials.rehearse(inner, state, batch, size, microbatches=limits.probe)
         tries.append(replace(tried, size=min(size, trials.largest)))
-        size = propose(tries, limits.bounds(trials.largest, measurable=trials.measurable))
+        size = propose(tries, bounds())
     failed = min((t.size for t in tries if not t.fits), default=None)
     fitting = [t.size for t in tries if t.fits and (failed is None or t.size < failed)]
+    if any(t.fits and t.size >= trials.largest for t in tries):
+        return None, state
     if not fitting:
-        raise_hopeless(state, asked=trials.asked, what=f"a microbatch of {min(limits.minimum, trials.largest)}")
+        raise_hopeless(
+            f"auto_microbatch: step {state.step}:",
+            device=state.device,
+            strategy=state.spec.strategy,
+            asked=trials.asked,
+            what=f"a microbatch of {min(limits.minimum, trials.largest)}",
+        )
     best = max(fitting)
     return (None if best >= trials.largest else best), state
 
 
-def _snapshot(path: Path) -> Callable[[], object]:
-    return lambda: write_snapshot(path.with_name(f"{path.stem}-rank-{current().rank:05d}{path.suffix}"))
+def _snapshot(path: str | Path) -> Callable[[], None]:
+    """Write what holds the memory; a disk that is full as well must not keep this rank from telling the others."""
+
+    def write() -> None:
+        try:
+            write_snapshot(path)
+        except (ConfigError, OSError) as problem:
+            print(f"dtrain: rank {current().rank}: no snapshot of the memory: {problem}", file=sys.stderr)
+
+    return write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

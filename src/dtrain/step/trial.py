@@ -35,6 +35,7 @@ class Trials:
         device: whose memory it is.
         on_failure: called on a rank that runs out of memory, before anything is given back.
         retries: of the allocator, when last seen.
+        samples: of this rank, in the last try.
         largest: samples of the fullest rank, when last measured.
         measurable: every rank has a gauge.
         asked: what this rank's allocator said when it last refused.
@@ -45,6 +46,7 @@ class Trials:
     device: torch.device
     on_failure: Callable[[], object] | None = None
     retries: int = 0
+    samples: int = 0
     largest: int = 0
     measurable: bool = False
     asked: str = ""
@@ -77,6 +79,7 @@ class Trials:
             at_most=at_most,
             on_failure=self.on_failure,
             thrashed=self.thrashed,
+            live=None if at_most is None or (gauge := self.gauge) is None else lambda: gauge.read().live,
         )
         begun, made = time.monotonic(), None
         try:
@@ -92,7 +95,7 @@ class Trials:
             state=state.but(tally=tally),
             seconds=time.monotonic() - begun,
         )
-        self.asked = attempt.asked or self.asked
+        self.asked, self.samples = attempt.asked or self.asked, attempt.samples
         if trial.made is None:
             state.drop_gradients()
             self.buffers.put_back()
@@ -113,7 +116,7 @@ class Trials:
             gauge.reset()
             before = gauge.read().live
         trial = self.attempt(inner, state, batch, size, at_most=microbatches)
-        ranks = self.measured(before, trial.attempt.samples)
+        ranks = self.measured(before, trial.attempt.kept)
         tried = Try(
             size=self.largest if size is None else size,
             fits=trial.fits,
@@ -122,22 +125,29 @@ class Trials:
         )
         return tried, trial.state
 
-    def measured(self, before: int, samples: int) -> tuple[Memory, ...]:
+    def measured(self, before: int, kept: int = 0) -> tuple[Memory, ...]:
         """What every rank has measured since the last reset; nothing where one cannot measure.
 
         Collective: one record on the control group. Mutates: ``largest``, the samples of the fullest rank.
         """
         reading = gauge.read() if (gauge := self.gauge) is not None else None
-        row = [samples, reading is not None, before, reading.peak if reading else 0, reading.capacity if reading else 0]
+        row = [
+            self.samples,
+            reading is not None,
+            kept,
+            before,
+            reading.peak if reading else 0,
+            reading.capacity if reading else 0,
+        ]
         rows = all_gather_numbers(row, where="auto_microbatch")
         self.largest = int(max(row[0] for row in rows))
         if not all(row[1] for row in rows):
             return ()
-        return tuple(Memory(before=int(row[2]), peak=int(row[3]), capacity=int(row[4])) for row in rows)
+        return tuple(Memory(kept=int(row[2]), before=int(row[3]), peak=int(row[4]), capacity=int(row[5])) for row in rows)
 
-    def count(self, samples: int) -> None:
+    def count(self) -> None:
         """Learn how many samples the fullest rank has. Collective: one record on the control group. Mutates: ``largest``."""
-        self.largest = int(max(row[0] for row in all_gather_numbers([samples], where="auto_microbatch")))
+        self.largest = int(max(row[0] for row in all_gather_numbers([self.samples], where="auto_microbatch")))
 
     def thrashed(self) -> bool:
         """Whether the allocator of this rank had to flush its cache since the last time that this was asked."""
@@ -167,7 +177,8 @@ class Trial:
 
 def trials_for(state: TrainState) -> Trials:
     """The tries of a run begin."""
-    trials = Trials(replay=Replay(), buffers=KeptBuffers(state.model), device=state.device)
+    trials = Trials(replay=Replay(always_warn=state.spec.copies > 1), buffers=KeptBuffers(state.model), device=state.device)
+    # What ranks exchange inside a batch is as large as the batch, and so unknown before.
     trials.thrashed()  # what was before does not count
     return trials
 

@@ -98,12 +98,15 @@ def promised(weight_fn: WeightFn | None, batch: Batch) -> dict[str, Tensor | flo
     return {name: weights[name] for name in sorted(weights)}
 
 
-def global_weights(local: Mapping[str, Tensor | float], device: torch.device) -> Weights:
-    """The factors of every term. Collective: one all-reduce (float64), none without terms."""
+def global_weights(local: Mapping[str, Tensor | float], device: torch.device, *, counts: bool = True) -> Weights:
+    """The factors of every term; ``counts`` is that of the ``ShardSpec``.
+
+    Collective: one all-reduce (float64), none without terms.
+    """
     if not local:
         return Weights(local={}, factors={})
     mine = torch.stack([torch.as_tensor(w, dtype=torch.float64).detach().reshape(()).to(device) for w in local.values()])
-    whole = _summed(mine)
+    whole = _summed(mine, counts=counts)
     factors = torch.where(whole > 0, 1.0 / whole, 0.0)
     return Weights(
         local=dict(zip(local, mine.unbind(), strict=True)),
@@ -118,7 +121,7 @@ def divide_(grads: Sequence[Tensor], state: TrainState, weights: Weights, metric
     Mutates: ``grads``. Collective: one all-reduce of float64 ``[]``, unless ``weight_fn`` promised the weight.
     Host sync: none. On a GPU the weight reaches the host late: the gradient is zero now, and the next step raises.
     """
-    weight = weights.loss if weights.loss is not None else _summed(metrics["loss"].weight)
+    weight = weights.loss if weights.loss is not None else _summed(metrics["loss"].weight, counts=state.spec.counts)
     value = _to_host(state, weight) if weights.loss is None else _seen(state, weight)
     if value is not None and not value > 0:
         _host(state, weight.device).clear()
@@ -148,9 +151,9 @@ def _seen(state: TrainState, value: Tensor) -> float | None:
     return _host(state, value.device).peek() if value.device.type == "cpu" else None
 
 
-def _summed(local: Tensor) -> Tensor:
+def _summed(local: Tensor, *, counts: bool) -> Tensor:
     if current().world_size == 1:
         return local
-    whole = local.clone()
+    whole = local.clone() if counts else torch.zeros_like(local)
     dist.all_reduce(whole)
     return whole

@@ -1,0 +1,149 @@
+"""``auto_batch_eval``: a forward over a batch of any size, in the largest parts that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from dtrain.batch import BatchSpec, narrow_batch, to_device, zeros_like_samples
+from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist.control import Outcome, Tally, Verdict
+from dtrain.dist.init import current
+from dtrain.dist.replay import Replay
+from dtrain.dist.rng import KeptRandomness
+from dtrain.dist.timeouts import naming_missing
+from dtrain.errors import ConfigError
+from dtrain.memory.gauge import gauge_for
+from dtrain.shard.reduction import reduction_of
+from dtrain.shard.whole import evaluating
+from dtrain.state import spec_of
+from dtrain.step.attempt import Abandoned, Attempt
+from dtrain.step.hopeless import raise_hopeless
+from dtrain.step.parts import samples_and_tokens
+from dtrain.types import Batch
+
+T = TypeVar("T")
+_WHERE = "auto_batch_eval"
+_NO_TALLY = Tally(samples=0, tokens=0, microbatches=0, end_of_epoch=False, seconds=0.0)
+
+
+def auto_batch_eval(
+    fn: Callable[[nn.Module, Batch], T],
+    *,
+    initial: int | None = None,
+    minimum: int = 1,
+    batch_spec: BatchSpec | None = None,
+) -> Callable[[nn.Module, Batch], list[T]]:
+    """A function of a model and a batch that calls ``fn`` on parts of the batch, and returns the results in order.
+
+    A part that does not fit on any rank is abandoned on all, and tried again in halves: each sample is in exactly one of the
+    results. The size that fits is kept from batch to batch; a part that was tried twice draws the same random numbers as if
+    tried once.
+
+    Args:
+        fn: ``(model, part) -> anything``, a forward, a loss, or a generation; in evaluation mode, without gradients. For a
+            sharded model all ranks must run the same forwards for a part.
+        initial: the first size to try, in samples of this rank; None takes the whole batch.
+        minimum: the smallest.
+        batch_spec: where the batch axis is; None takes the first one.
+
+    Returns:
+        ``(model, batch) -> results``. Parts are moved to the model's device. Ranks may have batches of different sizes, or
+        without samples; those with fewer repeat a part that does not count.
+
+    Collective: for a sharded model on several ranks, which must all call it: one small record per part, and one before each of
+    the model's own collectives.
+
+    Raises:
+        ConfigError: sizes that cannot be right; a batch that cannot be counted or cut.
+        DoesNotFitError: ``minimum`` samples do not fit; on all ranks.
+        PeerError: ``fn`` failed on another rank for another reason.
+
+    Example:
+        >>> import torch
+        >>> double = auto_batch_eval(lambda model, part: model(part) * 2, initial=2)
+        >>> [len(part) for part in double(torch.nn.Identity(), torch.ones(5, 3))]
+        [2, 2, 1]
+    """
+    for name, value in (("initial", initial), ("minimum", minimum)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{_WHERE}: {name} must be a whole number of at least 1, got {value!r}")
+    return _Sized(fn=fn, size=initial, minimum=minimum, spec=batch_spec)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sized(Generic[T]):
+    """The function that ``auto_batch_eval`` returns: it remembers the size that fits."""
+
+    fn: Callable[[nn.Module, Batch], T]
+    size: int | None
+    minimum: int
+    spec: BatchSpec | None
+
+    def __call__(self, model: nn.Module, batch: Batch) -> list[T]:
+        samples, _ = samples_and_tokens(batch, spec=self.spec, count=None)
+        shared = spec_of(model).mesh is not None and current().world_size > 1
+        results: list[T] = []
+        done = 0
+        with naming_missing(_WHERE), evaluating(model):
+            while True:
+                left = _most(samples - done, shared)
+                if left == 0:
+                    return results
+                size = min(left, self.size or left)
+                mine = min(size, samples - done)
+                part = narrow_batch(batch, done, mine, self.spec) if mine else _filler(batch, samples, self.spec)
+                fitted = self._try(model, part, size, shared)
+                if fitted and mine:
+                    results += fitted
+                    done += mine
+
+    def _try(self, model: nn.Module, part: Batch, size: int, shared: bool) -> list[T]:
+        """The result of one part in a list; an empty one if it did not fit somewhere: then the next size is smaller."""
+        randomness = KeptRandomness()
+        attempt = Attempt(run=self, replay=Replay(always_warn=True), shared=shared)
+        found = attempt.guarded(partial(self._run, attempt, model, part), script=["evaluation"], undo=partial(_undo, model))
+        if found is not None:
+            return found
+        randomness.put_back()
+        verdicts = all_gather_numbers([attempt.verdict], where=_WHERE) if shared else [[attempt.verdict]]
+        try:
+            attempt.judge(Outcome(verdicts=[Verdict(int(row[0])) for row in verdicts]), _NO_TALLY)
+        except Abandoned:
+            self._shrink(model, size, attempt.asked)
+        return []
+
+    def _run(self, attempt: Attempt, model: nn.Module, part: Batch) -> list[T]:
+        attempt.enter("evaluation")
+        return [self.fn(model, to_device(part, _device_of(model)))]
+
+    def _shrink(self, model: nn.Module, size: int, asked: str) -> None:
+        if size <= self.minimum:
+            raise_hopeless(
+                f"{_WHERE}:", device=_device_of(model), strategy=spec_of(model).strategy, asked=asked, what=f"a part of {size}"
+            )
+        self.size = max(self.minimum, size // 2)
+
+
+def _most(left: int, shared: bool) -> int:
+    """The samples that are left on the fullest rank."""
+    return int(max(row[0] for row in all_gather_numbers([left], where=_WHERE))) if shared else left
+
+
+def _filler(batch: Batch, samples: int, spec: BatchSpec | None) -> Batch:
+    return narrow_batch(batch, 0, 1, spec) if samples else zeros_like_samples(batch)
+
+
+def _device_of(model: nn.Module) -> Any:
+    return spec_of(model).computes_on or next((param.device for param in model.parameters()), current().device)
+
+
+def _undo(model: nn.Module) -> None:
+    reduction_of(model).abort()
+    gauge = gauge_for(_device_of(model))
+    if gauge is not None:
+        gauge.release()
