@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from dtrain import wire
-from dtrain.launch.processes import die_with_parent
 from dtrain.launch.port import hold_port
+from dtrain.launch.processes import die_with_parent
 
 LONG_S = 90  # how long a busy test machine may take
 

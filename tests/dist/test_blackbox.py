@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from dtrain import wire
-from dtrain.dist.blackbox import LAST, _Process, close_blackbox, open_blackbox, recorded, write_down
+from dtrain.dist.blackbox import LAST, _Process, close_blackbox, open_blackbox, recorded, write_down, write_stacks
 from dtrain.dist.collectives import all_gather_numbers, gather_single
 from dtrain.dist.init import current, init_dist
 from dtrain.dist.mesh import build_mesh
 from dtrain.launch.hang.collectives import find_stops, parse_record
+from dtrain.launch.hang.frames import main_thread, own_frame
 from dtrain.testing import run_ranks
 
 LONG_S = 60
@@ -116,6 +118,30 @@ def test_record_holds_the_last_collectives_of_the_groups_that_are_open(tmp_path,
     assert len(training["collectives"]) == LAST
     assert {"op": "all_reduce", "sizes": [[3]], "waits": False}.items() <= training["collectives"][-3].items()
     assert training["collectives"][-1]["op"].startswith("all_gather")
+
+
+def test_stacks_of_all_other_threads_are_written_while_they_run(tmp_path):
+    """The signal's handler takes no lock, so it must not look at threads that run: a rank that can answer does it itself."""
+    path, end = tmp_path / "stacks", threading.Event()
+
+    def runs() -> None:
+        while not end.is_set():
+            json.loads(json.dumps({"a": [1, {"b": 2}]}))
+
+    thread = threading.Thread(target=runs)
+    thread.start()
+    path.write_text("before\n")
+    writer = threading.Thread(target=lambda: [write_stacks(path) for _ in range(200)])
+    writer.start()
+    writer.join()
+    end.set()
+    thread.join()
+    text = path.read_text()
+    assert text.startswith("before\n")
+    assert text.count("in runs\n") == 200
+    assert "in write_stacks" not in text
+    assert own_frame(text, libraries=[sysconfig.get_path("stdlib")]).startswith(f"{__file__}:")
+    assert main_thread(text)[-1][2] == "<module>"
 
 
 def names_of_groups(folder: str) -> list[str]:

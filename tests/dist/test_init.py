@@ -456,11 +456,39 @@ def test_mesh_before_init_is_refused():
         build_mesh()
 
 
-def ranks_of_mesh() -> list[int]:
-    from dtrain.dist.mesh import data_rank
+def ranks_of_mesh(degrees: dict) -> list:
+    from dtrain.dist.mesh import data_rank, data_shape, degree, tensor_rank
 
-    return list(data_rank(build_mesh(dp_replicate=2)))
+    mesh = build_mesh(**degrees)
+    axes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    assert (degree(mesh, "tp"), degree(mesh, "cp")) == (axes.get("tp", 1), axes.get("cp", 1))
+    return [list(data_rank(mesh)), tensor_rank(mesh), axes, list(data_shape(mesh)), build_mesh(**degrees) is mesh]
 
 
-def test_data_ranks_run_through_the_whole_mesh(ranks):
-    assert ranks(4).run(ranks_of_mesh) == [[0, 4], [1, 4], [2, 4], [3, 4]]
+AXES = {"dp_replicate": 1, "dp_shard": 2}
+MESHES = {
+    "data": ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}, [[0, 4], [1, 4], [2, 4], [3, 4]], [0, 0, 0, 0]),
+    "degrees of one": ({"dp_replicate": 2, "tp": 1, "cp": 1}, {"dp_replicate": 2, "dp_shard": 2}, None, [0, 0, 0, 0]),
+    "tp": ({"tp": 2}, {**AXES, "tp": 2}, [[0, 2], [0, 2], [1, 2], [1, 2]], [0, 1, 0, 1]),
+    "cp": ({"cp": 2}, {**AXES, "cp": 2}, [[0, 2], [0, 2], [1, 2], [1, 2]], [0, 0, 0, 0]),
+    "both": ({"cp": 2, "tp": 2}, {**AXES, "dp_shard": 1, "cp": 2, "tp": 2}, [[0, 1]] * 4, [0, 1, 0, 1]),
+    "tp filled": ({"dp_shard": 1, "tp": -1}, {**AXES, "dp_shard": 1, "tp": 4}, [[0, 1]] * 4, [0, 1, 2, 3]),
+    "tp filled with one": ({"dp_shard": 4, "tp": -1}, {**AXES, "dp_shard": 4}, [[0, 4], [1, 4], [2, 4], [3, 4]], [0] * 4),
+}
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_ranks_along_cp_and_tp_have_one_place_in_the_data(ranks, case):
+    degrees, axes, places, tensor = MESHES[case]
+    for rank, found in enumerate(ranks(4).run(ranks_of_mesh, degrees)):
+        place = [rank, 4] if places is None else places[rank]
+        assert found == [place, tensor[rank], axes, [axes["dp_replicate"], axes["dp_shard"]], True]
+
+
+def test_degrees_that_do_not_multiply_to_the_ranks_name_those_given():
+    with pytest.raises(
+        ConfigError, match=r"needs dp_replicate \* dp_shard \* tp = world_size, got dp_replicate=1 .*set one to"
+    ):
+        _fill({"dp_replicate": 1, "dp_shard": 3, "tp": 2}, 8)
+    with pytest.raises(ConfigError, match=r"world_size=6 is not a multiple of 4 \(dp_replicate=1 \* dp_shard=-1 \* tp=4\)"):
+        _fill({"dp_replicate": 1, "dp_shard": -1, "tp": 4}, 6)

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from dtrain.dist.rng import derive_seed, generator, rng_state, seed_all, set_rng_state
+from dtrain.dist.rng import derive_seed, draws_digest, generator, rng_state, seed_all, set_rng_state
 
 
 def draws() -> list[float]:
@@ -41,3 +41,16 @@ def test_seed_all_gives_each_library_its_own_stream():
     seed_all(3, "a")
     assert draws() == first
     assert len({round(x, 9) for x in first}) == 5
+
+
+def test_draws_digest_differs_where_the_next_numbers_do():
+    device = torch.device("cpu")
+    seed_all(3)
+    first = draws_digest(device)
+    assert 0 <= first < 2**52
+    random.random()
+    assert draws_digest(device) == first, "not torch's"
+    torch.rand(1)
+    assert draws_digest(device) != first
+    seed_all(3)
+    assert draws_digest(device) == first

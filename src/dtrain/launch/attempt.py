@@ -43,6 +43,7 @@ class Attempt:
     ended_ranks: frozenset[int] = frozenset()  # those that ran on until they were asked to end
     orphans_asked: bool = False
     decide_at: float | None = None
+    hangs: bool = False  # that is the verdict, and being explained: how ranks end meanwhile does not change it
     raised_until: float | None = None  # a rank has raised: by then it should have ended
     preempted_until: float | None = None
     kill_at: float | None = None
@@ -87,7 +88,7 @@ class Attempt:
 
     def advance(self, now: float) -> None:
         """Take every step that is due: decide about a failure, ask to end, kill."""
-        if not self.ending:
+        if not self.ending and not self.hangs:
             self._decide(now)
         alive = self.alive
         self.left = [] if alive else [pid for pid in processes.descendants() if pid not in self.services]
@@ -156,7 +157,7 @@ class Attempt:
     def deadlines(self) -> list[float]:
         """When something is due."""
         due = [self.kill_at, self.give_up_at]
-        if not self.ending:
+        if not self.ending and not self.hangs:
             due += [self.decide_at, self.raised_until, *([self.preempted_until] if self.alive else [])]
         return [at for at in due if at is not None]
 

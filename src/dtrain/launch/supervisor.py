@@ -183,6 +183,7 @@ def _look_for_hang(job: Job, now: float) -> None:
         return  # a failure explains more than the silence that follows it
     ended = {rank: exit_.code for rank, exit_ in attempt.exits.items()}
     lines = job.guard.step(now, pids=attempt.running(), ended=ended)
+    attempt.hangs = job.guard.asking
     if lines is not None:
         attempt.fail(lines, now, code=verdict.HUNG)
 

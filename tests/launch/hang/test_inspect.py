@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -61,6 +62,25 @@ os.kill(os.getpid(), signal.SIGSTOP)
 ready()
 time.sleep(600)
 """,
+    "tells-of-the-signal": """
+from dtrain import wire
+signal.signal(wire.STACKS_SIGNAL, lambda *_: says.with_name("signalled").touch())
+ready()
+while True:
+    time.sleep(600)
+""",
+    # A handler that is no code, as the kernel sees it: the process dies of SIGSEGV where faulthandler would have walked.
+    "dies-of-the-signal": """
+import ctypes
+from dtrain import wire
+stacks.parent.mkdir()
+stacks.write_text('Thread 0x01 (most recent call first):\\n  File "/of/another/thread.py", line 1 in run\\n')
+libc = ctypes.CDLL(None)
+libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+libc.signal(wire.STACKS_SIGNAL, 16)
+ready()
+time.sleep(600)
+""",
 }
 
 
@@ -91,7 +111,8 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], int]]:
 
     yield start_one
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     for process in processes:
         process.wait(LONG_S)
 
@@ -104,7 +125,7 @@ def suspects(folder: Path, pid: int, *, phase: bool = False) -> Suspects:
 def inspected(asked: Suspects, *, ask: int | None = None) -> list[str]:
     now = time.monotonic()
     inspection = begin(asked, ask=ask, now=now)
-    while (at := inspection.look(now)) is not None:
+    while (at := inspection.look(now, ended={})) is not None:
         assert now < at <= now + PATIENCE_S
         time.sleep(at - now)
         now = time.monotonic()
@@ -152,6 +173,53 @@ def test_ranks_are_asked_for_their_records_and_old_ones_are_removed(start, tmp_p
     assert "(step, point of progress 3 or later)" in lines[1]
     assert inspected(suspects(tmp_path, pid), ask=write)  # nobody is there to read
     os.close(write)
+
+
+def test_rank_that_answers_is_not_sent_the_signal(start, tmp_path):
+    """The signal's handler would walk the frames of the thread that is just answering, and the rank could die of it."""
+    pid = start("tells-of-the-signal")
+    read, write = os.pipe()
+    now = time.monotonic()
+    inspection = begin(suspects(tmp_path, pid, phase=True), ask=write, now=now)
+    assert inspection.look(now + PATIENCE_S * 0.4, ended={1: 0}) is not None  # it takes its time
+    assert os.read(read, 9) == b"?"
+    wire.stacks_file(tmp_path, 0).parent.mkdir()
+    wire.stacks_file(tmp_path, 0).write_text('Thread 0x01 (most recent call first):\n  File "/loop.py", line 7 in train\n')
+    wire.blackbox_file(tmp_path, 0).write_text('{"passed": 4, "doing": "step", "groups": []}')
+    then = now + PATIENCE_S * 0.9
+    assert inspection.look(then, ended={1: 0}) is not None
+    assert inspection.look(then + 0.5, ended={1: 0}) is None  # nothing else is waited for
+    for fd in (read, write):
+        os.close(fd)
+    assert inspection.finish()[1] == "  rank 0: /loop.py:7 in train (step, point of progress 4)"
+    os.kill(pid, wire.STACKS_SIGNAL)  # it would have noticed
+    wait_for((tmp_path / "signalled").exists)
+
+
+def test_rank_that_does_not_answer_is_sent_the_signal_when_it_had_its_time(start, tmp_path):
+    pid = start("tells-of-the-signal")
+    now = time.monotonic()
+    inspection = begin(suspects(tmp_path, pid, phase=True), ask=None, now=now)
+    inspection.look(now + PATIENCE_S * 0.4, ended={1: 0})
+    time.sleep(0.2)
+    assert not (tmp_path / "signalled").exists()
+    late = now + 10 * PATIENCE_S  # the launcher itself had no time: the rank has the rest of its own from now on
+    assert inspection.look(late, ended={1: 0}) is not None
+    wait_for((tmp_path / "signalled").exists)
+    assert inspection.look(late + PATIENCE_S, ended={1: 0}) is None
+
+
+def test_rank_that_dies_of_the_signal_is_still_explained(start, tmp_path):
+    pid = start("dies-of-the-signal")
+    asked = Suspects(run_dir=tmp_path, world_size=1, timeout_s=7.0, pids={0: pid}, ended={}, seen={})
+    now = time.monotonic()
+    inspection = begin(asked, ask=None, now=now)
+    wait_for(lambda: state(pid) == "Z")
+    assert inspection.look(now, ended={}) is not None
+    assert inspection.look(now, ended={0: -signal.SIGSEGV}) is None  # nobody is left to wait for
+    first, second = inspection.finish()
+    assert "rank 0 of 1 never came to init_dist's block" in first
+    assert second == "  rank 0: its stack is not known; it ended when it was asked (killed by SIGSEGV)"
 
 
 def test_rank_that_has_just_ended_is_no_problem(tmp_path):

@@ -8,10 +8,10 @@ HUNG = 124
 TIMEOUT_S = 4  # enough for a busy machine to get from one point of progress to the next
 
 SCRIPT = """
-    import os, re, signal, sys, time
+    import ctypes, os, re, signal, sys, time
     import torch, torch.distributed as dist
     import dtrain as dt
-    from dtrain import pulse
+    from dtrain import pulse, wire
     from dtrain.dist.collectives import all_gather_numbers
 
     def misbehave(kind, info):
@@ -21,6 +21,11 @@ SCRIPT = """
             os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "holds-the-gil":
             re.match("(a|a)+b", "a" * 99)
+        elif kind in ("dies-when-asked", "dies-alone"):
+            libc = ctypes.CDLL(None)
+            libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+            libc.signal(wire.STACKS_SIGNAL, 16)  # no code is there: SIGSEGV
+            re.search("(a|a)+b", "a" * 99)
         elif kind == "one-collective-too-many":
             all_gather_numbers([0.0])
         elif kind == "another-collective":
@@ -33,7 +38,7 @@ SCRIPT = """
     def steps(kind, info):
         for step in range(5):
             pulse.beat("step")
-            if step == 3 and info.rank == 1:
+            if step == 3 and info.rank == min(1, info.world_size - 1):
                 if kind == "returns-early":
                     return
                 misbehave(kind, info)
@@ -81,6 +86,17 @@ CASES = {
         says="rank 1 of 2 ran another collective than the others, no progress for 4 s",
         lines=("as collective #4 of group control rank 0 runs all_gather [[1]], but rank 1 all_reduce [[1]]",),
     ),
+    # The launcher's question is the death of it; the other one, if there is one, then fails for want of its peer.
+    "dies-when-asked": Case(
+        says="rank 1 of 2 made no progress for 4 s (no answer: something holds the interpreter)",
+        lines=("rank 1: its stack is not known (step, point of progress ",
+               "rank 0 waits in all_gather #4 of group control; rank 1 wrote nothing down"),
+    ),
+    "dies-alone": Case(
+        n=1,
+        says="rank 0 of 1 made no progress for 4 s",
+        lines=("rank 0: its stack is not known (step, point of progress ",),
+    ),
     "returns-early": Case(
         says="rank 1 of 2 returned early, to the end of init_dist's block, no progress for 4 s",
         lines=("as collective #4 of group control rank 0 runs all_gather [[1]], but rank 1 barrier []",),
@@ -94,6 +110,7 @@ def line_of(text: str) -> int:
     return number
 
 
+MUTE = {("stopped", 1), ("dies-when-asked", 1), ("dies-alone", 0)}  # ranks that can write no stack
 PLACES = {"sleep": line_of("sleep(600)"), "match": line_of("re.match"), "gather": line_of("[float(step)]")}
 
 
@@ -113,7 +130,8 @@ def test_hang_names_the_rank_that_stopped_and_exits_with_124(start, tmp_path):
         assert len(lines) <= 12
         assert all(line.startswith(("dtrain: ", "  ")) for line in lines), result.err  # nor does torch complain of anything
         stacks = {path.name for path in folder.glob("*.stacks")}
-        assert stacks >= {f"rank-{rank:05d}.stacks" for rank in range(case.n) if (kind, rank) != ("stopped", 1)}
+        assert ("ended when it was asked (killed by SIGSEGV)" in result.err) == kind.startswith("dies"), result.err
+        assert stacks >= {f"rank-{rank:05d}.stacks" for rank in range(case.n) if (kind, rank) not in MUTE}
 
 
 def test_rank_that_works_alone_for_longer_is_no_hang(start, tmp_path):

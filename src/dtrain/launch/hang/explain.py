@@ -9,6 +9,7 @@ from pathlib import Path
 from dtrain.launch.hang.collectives import Record, Stop, find_stops
 from dtrain.launch.hang.frames import own_frame
 from dtrain.launch.hang.watch import Seen
+from dtrain.launch.verdict import describe_end
 
 _AT_MOST = 3  # lines of one kind
 _RANKS_NAMED = 8
@@ -23,6 +24,7 @@ class Evidence:
     rank: int
     seen: Seen | None = None  # what it reported; None: it has not come to init_dist's block
     ended: int | None = None  # its exit code, a signal as a negative number
+    died: int | None = None  # the same, of one that ended only when it was asked: that is not what was the matter with it
     state: str = ""  # the letter of its process in /proc
     record: Record | None = None  # what it wrote down
     stacks: str = ""  # what faulthandler wrote
@@ -163,7 +165,8 @@ def _place(one: Evidence) -> str:
     where = ("..." + frame[-_MESSAGE:] if len(frame) > _MESSAGE else frame) if frame is not None else "its stack is not known"
     later = "" if one.record is not None else " or later"  # not every point is reported
     doing = f" ({one.doing}, point of progress {one.passed}{later})" if one.doing else ""
-    return f"{where}{doing}"
+    died = f"; it ended when it was asked ({describe_end(one.died)})" if one.died is not None else ""
+    return f"{where}{doing}{died}"
 
 
 def _places(ranks: Iterable[Evidence]) -> list[str]:

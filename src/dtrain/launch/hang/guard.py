@@ -25,6 +25,11 @@ class Guard:
         """Take note of what a rank reports. Mutates: this guard."""
         self._watch.feed(record)
 
+    @property
+    def asking(self) -> bool:
+        """Whether the ranks are known to hang, and have been asked."""
+        return self._inspection is not None
+
     def deadline(self) -> float | None:
         """When to call ``step`` again, at the latest."""
         return self._look_at if self._inspection is not None else self._watch.deadline()
@@ -53,7 +58,7 @@ class Guard:
             self._inspection = begin(suspects, ask=self._ask, now=now)
         if self._inspection is None:
             return None
-        self._look_at = self._inspection.look(now)
+        self._look_at = self._inspection.look(now, ended=ended)
         return None if self._look_at is not None else self._inspection.finish()
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ PATIENCE_S = 3.0
 """How long the ranks have to answer: a record takes milliseconds, but a busy machine takes its time."""
 
 LOOK_EVERY_S = 0.05
+_UNTIL_SIGNAL = 0.5  # of the patience
 _SETTLE_S = 0.2  # after the last file has come: faulthandler writes line by line, and says nothing at the end
 
 
@@ -34,20 +35,40 @@ class Suspects:
 
 
 class Inspection:
-    """One round of questions. ``begin`` makes it."""
+    """One round of questions. ``begin`` makes it.
 
-    def __init__(self, suspects: Suspects, *, asked: list[int], now: float) -> None:
+    A rank in ``init_dist``'s block has a thread that writes down its stacks and its collectives when it is asked. Where nothing
+    comes, something holds the interpreter, and there is the signal, whose handler takes no lock. It is for those only:
+    faulthandler walks the frames of all threads, and one that runs meanwhile, such as the one that is just answering, changes
+    them under its feet: the rank would die of the question.
+    """
+
+    def __init__(self, suspects: Suspects, *, now: float) -> None:
         self._suspects = suspects
         self._states = _states(suspects.pids)
-        self._asked = asked  # ranks whose stacks are on their way
+        self._answering = [rank for rank in self._able() if rank in suspects.seen and suspects.seen[rank].phase != "closed"]
+        self._died: Mapping[int, int] = {}  # exit codes of those that ended since they were asked
+        self._signalled = self._send_signal(rank for rank in self._able() if rank not in self._answering)
+        self._signal_at: float | None = now + PATIENCE_S * _UNTIL_SIGNAL
         self._deadline = now + PATIENCE_S
         self._complete_at: float | None = None
 
-    def look(self, now: float) -> float | None:
-        """When to look again; None when it is time to ``finish``: all have answered, or their time is over.
+    def look(self, now: float, *, ended: Mapping[int, int]) -> float | None:
+        """When to look again; None when it is time to ``finish``: all have answered or ended, or their time is over.
 
-        Mutates: this inspection.
+        Args:
+            now: seconds of the monotonic clock.
+            ended: exit codes of the ranks that have ended by now.
+
+        Mutates: this inspection; sends signals to ranks that do not answer.
         """
+        self._died = {rank: code for rank, code in ended.items() if rank in self._suspects.pids}
+        if len(self._died) == len(self._suspects.pids):
+            return None
+        if self._signal_at is not None and now >= self._signal_at:
+            self._signalled += self._send_signal(rank for rank in self._answering if not self._record(rank).exists())
+            # From now on: this process itself may have been late.
+            self._signal_at, self._deadline = None, now + PATIENCE_S * (1 - _UNTIL_SIGNAL)
         if self._complete_at is None and self._complete():
             self._complete_at = now
         end = self._deadline if self._complete_at is None else min(self._deadline, self._complete_at + _SETTLE_S)
@@ -61,10 +82,11 @@ class Inspection:
                 rank=rank,
                 seen=suspects.seen.get(rank),
                 ended=suspects.ended.get(rank),
+                died=self._died.get(rank),
                 # Any process may be in the kernel for a moment; one that hangs there stays.
                 state=state if (state := self._states.get(rank, "")) == later.get(rank) else "",
-                record=parse_record(_read(wire.blackbox_file(suspects.run_dir, rank))),
-                stacks=_read(wire.stacks_file(suspects.run_dir, rank)),
+                record=parse_record(_read(self._record(rank))),
+                stacks="" if self._cut_short(rank) else _read(self._stacks(rank)),
             )
             for rank in sorted({*suspects.pids, *suspects.ended})
         ]
@@ -72,15 +94,36 @@ class Inspection:
         return explain(evidence, world_size=suspects.world_size, timeout_s=suspects.timeout_s, folder=folder)
 
     def _complete(self) -> bool:
-        suspects = self._suspects
-        can_write = [rank for rank in suspects.pids if rank in suspects.seen and self._states.get(rank) not in ("T", "t")]
-        return all(wire.blackbox_file(suspects.run_dir, rank).exists() for rank in can_write) and all(
-            _read(wire.stacks_file(suspects.run_dir, rank)) for rank in self._asked if self._states.get(rank) not in ("T", "t")
+        """Whether nothing more will come. Of a rank that was sent the signal, a late record is still worth the wait."""
+        return all(self._record(rank).exists() for rank in self._answering if rank not in self._died) and all(
+            _read(self._stacks(rank)) for rank in self._signalled if rank not in self._died
         )
+
+    def _cut_short(self, rank: int) -> bool:
+        """Whether the rank ended while the signal's handler wrote, perhaps of it: what it wrote tells of the wrong thread."""
+        return rank in self._died and rank in self._signalled
+
+    def _able(self) -> list[int]:
+        """The ranks that can answer: one that is stopped does nothing at all."""
+        return [rank for rank in self._suspects.pids if self._states.get(rank) not in ("T", "t")]
+
+    def _send_signal(self, ranks: Iterable[int]) -> list[int]:
+        """Have those of the ranks write their stacks that have a handler for it; which these are."""
+        pids = self._suspects.pids
+        able = [rank for rank in ranks if rank not in self._died and _catches(pids[rank], wire.STACKS_SIGNAL)]
+        for rank in able:
+            processes.send(pids[rank], wire.STACKS_SIGNAL)
+        return able
+
+    def _record(self, rank: int) -> Path:
+        return wire.blackbox_file(self._suspects.run_dir, rank)
+
+    def _stacks(self, rank: int) -> Path:
+        return wire.stacks_file(self._suspects.run_dir, rank)
 
 
 def begin(suspects: Suspects, *, ask: int | None, now: float) -> Inspection:
-    """Ask every rank for its stacks and its last collectives.
+    """Ask every rank for its stacks and its last collectives; those that cannot hear the question get the signal at once.
 
     Args:
         suspects: the job.
@@ -95,10 +138,7 @@ def begin(suspects: Suspects, *, ask: int | None, now: float) -> Inspection:
     if ask is not None:
         with contextlib.suppress(OSError):  # no rank is there any more
             os.write(ask, b"?")
-    asked = [rank for rank, pid in suspects.pids.items() if _catches(pid, wire.STACKS_SIGNAL)]
-    for rank in asked:
-        processes.send(suspects.pids[rank], wire.STACKS_SIGNAL)
-    return Inspection(suspects, asked=asked, now=now)
+    return Inspection(suspects, now=now)
 
 
 def tidy(run_dir: Path) -> None:
