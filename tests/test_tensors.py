@@ -3,6 +3,7 @@ import itertools
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtrain.errors import ConfigError
 from dtrain.tensors import extent, global_norm, lerp_, scale_, shard_extent
@@ -29,6 +30,32 @@ def test_boxes_of_a_two_dimensional_mesh_cover_each_element_once_per_copy():
 def test_plain_tensor_is_its_own_extent():
     box = extent(torch.zeros(2, 3))
     assert (box.shape, box.offset, box.size, box.copies) == ((2, 3), (0, 0), (2, 3), 1)
+
+
+def pieces_of_pieces(rows: int, data: int, tensor: int) -> list[list[int]]:
+    """Rows by (data rank, tensor rank), cut with ``torch.chunk`` as FSDP2 cuts what tensor parallelism has left to a rank."""
+    outer = torch.arange(rows).chunk(tensor)
+    chunks = [[each.chunk(data) for each in outer][t] for t in range(tensor)]
+    return [chunks[t][d].tolist() if d < len(chunks[t]) else [] for d in range(data) for t in range(tensor)]
+
+
+@pytest.mark.parametrize(("rows", "data", "tensor"), [(8, 3, 2), (6, 2, 2), (12, 2, 4), (4, 4, 2)])
+def test_shards_of_fsdp_over_tensor_parallelism_cut_what_that_has_left(rows, data, tensor):
+    strided = _StridedShard(0, split_factor=tensor)
+    for place, expected in enumerate(pieces_of_pieces(rows, data, tensor)):
+        at = divmod(place, tensor)
+        for shape, where, placements in (
+            ((data, tensor), at, (strided, Shard(0))),
+            ((2, data, tensor), (1, *at), (Replicate(), strided, Shard(0))),
+        ):
+            box = shard_extent((rows, 3), shape, where, placements)
+            assert list(range(box.offset[0], box.offset[0] + box.size[0])) == expected
+            assert (box.offset[1], box.size[1], box.copies) == (0, 3, len(shape) - 1)
+
+
+def test_shards_that_say_wrongly_what_they_cut_are_refused():
+    with pytest.raises(ConfigError, match="dtrain knows Replicate and Shard"):
+        shard_extent((8, 2), (2, 3), (0, 0), (_StridedShard(0, split_factor=2), Shard(0)))
 
 
 def test_unknown_placement_is_refused():

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dtrain.dist.determinism import Determinism, use_deterministic
     from dtrain.dist.differentiable import all_gather_with_grad
     from dtrain.dist.init import DistInfo, init_dist
-    from dtrain.dist.mesh import build_mesh
+    from dtrain.dist.mesh import build_mesh, data_rank
     from dtrain.dist.reduce import reduce_max, reduce_mean, reduce_sum
     from dtrain.dist.rng import derive_seed, generator, rng_state, seed_all, set_rng_state
     from dtrain.dist.tf32 import Tf32, use_tf32
@@ -56,12 +56,19 @@ if TYPE_CHECKING:
     from dtrain.observe.metrics import reduce_metrics, tokens_per_second
     from dtrain.observe.progress import progress_line
     from dtrain.observe.sinks import jsonl, read_jsonl
+    from dtrain.planning.estimate import MemoryEstimate, estimate_memory
+    from dtrain.planning.search import compare_strategies, largest_microbatch
+    from dtrain.planning.workload import Workload
     from dtrain.pulse import beat
     from dtrain.schedules.basic import constant, cosine, linear, with_warmup
+    from dtrain.shard.communication import Communication
+    from dtrain.shard.compile import compile_blocks
+    from dtrain.shard.context_parallel import context_parallel
     from dtrain.shard.describe import describe
     from dtrain.shard.fp8 import convert_to_fp8
     from dtrain.shard.fsdp import shard_model
     from dtrain.shard.materialize import materialize
+    from dtrain.shard.memory import checkpoint_activations, offload_activations
     from dtrain.shard.precision import Precision
     from dtrain.shard.whole import evaluating, full_params, unsharded
     from dtrain.state import ShardSpec, TrainState
@@ -69,6 +76,7 @@ if TYPE_CHECKING:
     from dtrain.step.auto_eval import auto_batch_eval
     from dtrain.step.compose import Step, compose_step
     from dtrain.step.evaluate import evaluate
+    from dtrain.step.in_backward import step_in_backward
     from dtrain.step.microbatch import microbatch_step
     from dtrain.step.optimizer import apply_gradients, clip_grad_norm_, optimizer_step, set_lr_
     from dtrain.step.sizing import SizeReport, find_microbatch_size
@@ -102,7 +110,7 @@ _HOME = {
     "dist.determinism": "Determinism use_deterministic",
     "dist.differentiable": "all_gather_with_grad",
     "dist.init": "DistInfo init_dist",
-    "dist.mesh": "build_mesh",
+    "dist.mesh": "build_mesh data_rank",
     "dist.reduce": "reduce_max reduce_mean reduce_sum",
     "dist.rng": "derive_seed generator rng_state seed_all set_rng_state",
     "dist.tf32": "Tf32 use_tf32",
@@ -118,12 +126,19 @@ _HOME = {
     "observe.metrics": "reduce_metrics tokens_per_second",
     "observe.progress": "progress_line",
     "observe.sinks": "jsonl read_jsonl",
+    "planning.estimate": "MemoryEstimate estimate_memory",
+    "planning.search": "compare_strategies largest_microbatch",
+    "planning.workload": "Workload",
     "pulse": "beat",
     "schedules.basic": "constant cosine linear with_warmup",
+    "shard.communication": "Communication",
+    "shard.compile": "compile_blocks",
+    "shard.context_parallel": "context_parallel",
     "shard.describe": "describe",
     "shard.fp8": "convert_to_fp8",
     "shard.fsdp": "shard_model",
     "shard.materialize": "materialize",
+    "shard.memory": "checkpoint_activations offload_activations",
     "shard.precision": "Precision",
     "shard.whole": "evaluating full_params unsharded",
     "state": "ShardSpec TrainState",
@@ -131,6 +146,7 @@ _HOME = {
     "step.auto_eval": "auto_batch_eval",
     "step.compose": "Step compose_step",
     "step.evaluate": "evaluate",
+    "step.in_backward": "step_in_backward",
     "step.microbatch": "microbatch_step",
     "step.optimizer": "apply_gradients clip_grad_norm_ optimizer_step set_lr_",
     "step.sizing": "SizeReport find_microbatch_size",
@@ -161,6 +177,7 @@ __all__ = [
     "CheckpointMismatchError",
     "Clock",
     "Committed",
+    "Communication",
     "ConfigError",
     "Converted",
     "DamagedCheckpointError",
@@ -177,6 +194,7 @@ __all__ = [
     "Loader",
     "LossFn",
     "LossSum",
+    "MemoryEstimate",
     "Metric",
     "Metrics",
     "Params",
@@ -200,6 +218,7 @@ __all__ = [
     "Transform",
     "UpdateFn",
     "WeightFn",
+    "Workload",
     "all_gather_json",
     "all_gather_with_grad",
     "apply_gradients",
@@ -211,16 +230,22 @@ __all__ = [
     "between",
     "build_loader",
     "build_mesh",
+    "checkpoint_activations",
     "clip_by_norm",
     "clip_grad_norm_",
+    "compare_strategies",
+    "compile_blocks",
     "compose_step",
     "constant",
+    "context_parallel",
     "convert_checkpoint",
     "convert_to_fp8",
     "cosine",
+    "data_rank",
     "derive_seed",
     "describe",
     "ema",
+    "estimate_memory",
     "evaluate",
     "evaluating",
     "every",
@@ -232,6 +257,7 @@ __all__ = [
     "init_dist",
     "is_out_of_memory",
     "jsonl",
+    "largest_microbatch",
     "latest_checkpoint",
     "linear",
     "list_checkpoints",
@@ -243,6 +269,7 @@ __all__ = [
     "materialize",
     "mean_loss",
     "microbatch_step",
+    "offload_activations",
     "on_batch",
     "optimizer_step",
     "progress_line",
@@ -262,6 +289,7 @@ __all__ = [
     "should_stop",
     "spawn",
     "split_batch",
+    "step_in_backward",
     "token_cross_entropy",
     "tokens_per_second",
     "unsharded",

@@ -99,9 +99,12 @@ def masked(transform: Transform, where: Where) -> Transform:
         where: a pattern of names, several, or a predicate ``(name, param) -> bool``; it is asked once for each seam of a step.
 
     Raises:
-        ConfigError: no transform; from ``Step.init`` on, a pattern or predicate that fits none of the parameters.
+        ConfigError: no transform, or one that acts on the whole (``loss_scale``); from ``Step.init`` on, a pattern or predicate
+            that fits none of the parameters.
     """
     check_transform(transform, "masked", 'dt.masked({}, "head.**")')
+    if transform.grad_step is not None:
+        raise ConfigError(f"masked: {transform.name!r} acts on the whole gradient, not on a part of it; list it unmasked")
     select = _selection(where)
 
     def narrowed(state: TrainState) -> TrainState:
@@ -166,7 +169,7 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
             )
         return after
 
-    return Transform(name=name, grad=grad)
+    return Transform(name=name, grad=grad, sees_gradient=False)
 
 
 # When a transform acts.
@@ -205,6 +208,7 @@ def _rewrapped(
         transform,
         loss=transform.loss and of_loss(transform.loss),
         grad=transform.grad and of_half(transform.grad),
+        grad_step=transform.grad_step and of_half(transform.grad_step),
         update=transform.update and of_half(transform.update),
     )
 

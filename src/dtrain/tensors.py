@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtrain.errors import ConfigError
 
@@ -57,7 +58,15 @@ def gathered(tensor: Tensor) -> Tensor:
 
     Collective: one all-gather per mesh axis that it is sharded on.
     """
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # What was cut last is put together first: where FSDP2 has cut over tensor parallelism that is not the order of the axes,
+    # and torch warns when it is to find that out by itself.
+    left = list(tensor.placements)
+    for axis, _ in reversed(_cutting_order(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements)[1:]):
+        left[axis] = Replicate()
+        tensor = tensor.redistribute(placements=left)
+    return tensor.full_tensor()
 
 
 def placement(tensor: Tensor) -> str:
@@ -66,7 +75,7 @@ def placement(tensor: Tensor) -> str:
         return "whole"
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
-    how = [f"cut on dim {place.dim}" if isinstance(place, Shard) else "copied" for place in tensor.placements]
+    how = ["copied" if (dim := _cut_dim(place)) is None else f"cut on dim {dim}" for place in tensor.placements]
     axes = zip(how, names, mesh.shape, strict=True)
     return ", ".join(f"{what} over {name}={size}" for what, name, size in axes if size > 1) or "whole"
 
@@ -95,7 +104,31 @@ def extent(tensor: Tensor) -> Extent:
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ConfigError(f"tensor of shape {tuple(tensor.shape)} lives on a mesh that this rank is not part of")
-    return shard_extent(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements)
+    box = shard_extent(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements)
+    beside, places = _beside(mesh)
+    return box if places == 1 else replace(box, copy=box.copy * places + beside, copies=box.copies * places)
+
+
+def _beside(mesh: DeviceMesh) -> tuple[int, int]:
+    """This rank's place among those that hold the same of a tensor on ``mesh`` because ``mesh`` is a part of a larger one.
+
+    A mesh of data-parallel ranks beside an axis of tensor parallelism is such a part: there is one for each place on that axis,
+    and a tensor that only FSDP2 has cut lies on all of them alike.
+
+    Returns:
+        The place, and how many there are.
+    """
+    root = mesh._get_root_mesh()
+    if root.size() == mesh.size():
+        return 0, 1
+    inside = (root.mesh.unsqueeze(-1) == mesh.mesh.reshape(-1)).any(-1).nonzero()  # coordinates of its ranks in the root mesh
+    fixed = [axis for axis in range(root.ndim) if inside[:, axis].unique().numel() == 1]
+    place, places = 0, 1
+    for axis in fixed:
+        place, places = place * root.size(axis) + int(inside[0, axis]), places * root.size(axis)
+    if places * mesh.size() != root.size():
+        raise ConfigError(f"tensors: a mesh of {mesh.size()} ranks is no part of the mesh {tuple(root.shape)} along its axes")
+    return place, places
 
 
 @lru_cache(maxsize=4096)  # of the many tensors of a model few have a shape of their own
@@ -107,21 +140,78 @@ def shard_extent(
     ``Shard(d)`` cuts as ``torch.chunk`` does: pieces of ``ceil(n / k)`` rows, the last ones shorter or empty.
 
     Raises:
-        ConfigError: a placement other than ``Replicate`` and ``Shard``.
+        ConfigError: a placement other than ``Replicate``, ``Shard``, and FSDP2's over tensor parallelism.
     """
     offset, size = [0] * len(shape), list(shape)
     copy, copies = 0, 1
     for places, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if isinstance(placement, Replicate):
             copy, copies = copy * places + index, copies * places
-        elif type(placement) is Shard:
-            rows = -(-size[placement.dim] // places)
-            start = min(index * rows, size[placement.dim])
-            offset[placement.dim] += start
-            size[placement.dim] = min(rows, size[placement.dim] - start)
-        else:
-            raise ConfigError(f"tensor of shape {shape} has placement {placement}; dtrain knows Replicate and Shard")
+    for axis, dim in _cutting_order(shape, mesh_shape, placements):
+        rows = -(-size[dim] // mesh_shape[axis])
+        start = min(coordinate[axis] * rows, size[dim])
+        offset[dim] += start
+        size[dim] = min(rows, size[dim] - start)
     return Extent(shape=shape, offset=tuple(offset), size=tuple(size), copy=copy, copies=copies)
+
+
+def _cutting_order(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> list[tuple[int, int]]:
+    """Which mesh axis cuts which dim, one after another: from left to right, but for FSDP2 over tensor parallelism.
+
+    There an axis to the left cuts what axes to its right have made of the dim, and says of how many pieces (``split_factor``).
+    """
+    order: list[tuple[int, int]] = []
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        dim, at, pieces = _cut_dim(placement), 0, 1
+        split = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        while pieces < split and at < len(order):
+            pieces, at = pieces * (mesh_shape[order[at][0]] if order[at][1] == dim else 1), at + 1
+        if dim is None or pieces != split:
+            raise ConfigError(f"tensor of shape {shape} has placement {placement}; dtrain knows Replicate and Shard")
+        order.insert(at, (axis, dim))
+    return order
+
+
+def pieces(tensor: Tensor) -> dict[int, int]:
+    """Into how many pieces each dim is cut, those that are not left out."""
+    found: dict[int, int] = {}
+    if isinstance(tensor, DTensor):
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+            dim = _cut_dim(placement)
+            if dim is not None:
+                found[dim] = found.get(dim, 1) * size
+    return found
+
+
+def _cut_dim(placement: Any) -> int | None:
+    """The dim that a placement cuts, None for one that cuts none."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def last_dim_part(tensor: Tensor, *, where: str) -> tuple[Tensor, int, dist.ProcessGroup | None]:
+    """This rank's part of the last dim, as a plain tensor through which gradients flow.
+
+    Returns:
+        The part, the index that it begins at, and the ranks that have the others; all of a tensor, 0 and None when it is whole.
+
+    Raises:
+        ConfigError: a DTensor on several axes, one that is cut along another dim or not evenly, or sums yet to be made.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, 0, None
+    mesh, (place, *others) = tensor.device_mesh, tensor.placements
+    if not others and isinstance(place, Replicate):
+        return tensor.to_local(), 0, None
+    rows, rest = divmod(tensor.shape[-1], mesh.size())
+    if others or rest or not isinstance(place, Shard) or place.dim not in (-1, tensor.ndim - 1):
+        raise ConfigError(
+            f"{where}: takes a DTensor whose last dim is cut evenly over one axis, got shape {tuple(tensor.shape)} placed "
+            f"{tensor.placements} on {mesh.size()} ranks; give the layer output_layouts=Shard(-1)"
+        )
+    return tensor.to_local(), rows * mesh.get_local_rank(), mesh.get_group()
 
 
 def lerp_(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
@@ -136,13 +226,13 @@ def lerp_(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every tensor by the scalar ``factor`` ``[]``, in each tensor's own dtype, without a host sync.
 
-    Mutates: ``tensors``.
+    Mutates: ``tensors``. Host sync: one for tensors that are on the CPU (offloaded) with a factor that is not.
     """
     shards = [local(tensor) for tensor in tensors]
-    dtypes = {shard.dtype for shard in shards}
-    for dtype in dtypes:
-        same = shards if len(dtypes) == 1 else [shard for shard in shards if shard.dtype == dtype]
-        torch._foreach_mul_(same, factor.to(dtype))  # by a tensor: by a number it takes three times as long on a CPU
+    kinds = {(shard.dtype, shard.device) for shard in shards}
+    for dtype, device in kinds:
+        same = shards if len(kinds) == 1 else [s for s in shards if s.dtype == dtype and s.device == device]
+        torch._foreach_mul_(same, factor.to(device, dtype))  # by a tensor: by a number it takes three times as long on a CPU
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
@@ -152,7 +242,8 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
         tensors: plain tensors (equal on all ranks) and DTensors, on any number of meshes.
 
     Returns:
-        Scalar ``[]``, at least float32, on the tensors' device, the same on every rank of the meshes; 0 for no tensors.
+        Scalar ``[]``, at least float32, on the device of the tensors, of their mesh if they are offloaded; the same on every
+        rank of the meshes; 0 for no tensors.
 
     Collective: one all-reduce of a scalar per mesh axis that tensors are sharded on.
     Host sync: none.
@@ -165,14 +256,14 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     for tensor in given:
         groups[_sharded_on(tensor)].append(local(tensor))
     squares = [_reduced_square(shards, where) for where, shards in groups.items()]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt() if squares else torch.zeros(())
 
 
 def _sharded_on(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     """The mesh and those of its axes that ``tensor`` is cut along, or None when each rank holds all of it."""
     if not isinstance(tensor, DTensor):
         return None
-    axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
+    axes = [axis for axis, placement in enumerate(tensor.placements) if _cut_dim(placement) is not None]
     return (tensor.device_mesh, tuple(axes)) if axes else None
 
 
@@ -188,6 +279,8 @@ def _reduced_square(shards: list[Tensor], where: tuple[DeviceMesh, tuple[int, ..
     square = torch.stack(_norms(shards)).square().sum()
     if where is not None:
         mesh, axes = where
+        if square.device.type != mesh.device_type:
+            square = square.to(mesh.device_type)  # offloaded: its groups are for what is on their device
         for axis in axes:
             if mesh.size(axis) > 1:
                 dist.all_reduce(square, group=mesh.get_group(axis))

@@ -66,14 +66,20 @@ class Transform:
         init: the slice at the start of a run, plain nested dicts of tensors and numbers.
         loss: wraps the loss function; called once a step.
         grad: wraps the computation of gradients.
+        grad_step: wraps the ``GradStep`` itself, around the loss that all ``loss`` wrappers have made and inside all ``grad``
+            wrappers, wherever the transform is listed: for what nobody else is to see, such as the scale of a loss.
         update: wraps their application.
+        sees_gradient: whether ``grad`` or ``update`` reads or changes ``.grad``. False for one that works without it:
+            ``step_in_backward`` takes no other, since there a gradient is gone before the next one is there.
     """
 
     name: str
     init: Callable[[TrainState], Slice] = no_slice
     loss: Callable[[LossFn, StepContext], LossFn] | None = None
     grad: Callable[[GradFn], GradFn] | None = None
+    grad_step: Callable[[GradStep], GradStep] | None = None
     update: Callable[[UpdateFn], UpdateFn] | None = None
+    sees_gradient: bool = True
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("_", "").isalnum():

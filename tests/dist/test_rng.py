@@ -1,9 +1,10 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 
-from dtrain.dist.rng import derive_seed, draws_digest, generator, rng_state, seed_all, set_rng_state
+from dtrain.dist.rng import KeptRandomness, derive_seed, draws_digest, generator, rng_state, seed_all, set_rng_state
 
 
 def draws() -> list[float]:
@@ -54,3 +55,21 @@ def test_draws_digest_differs_where_the_next_numbers_do():
     assert draws_digest(device) != first
     seed_all(3)
     assert draws_digest(device) == first
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+@pytest.mark.parametrize("inside", [0, 1, 2])
+def test_kept_randomness_goes_back_whatever_was_drawn_before_and_since(before, inside):
+    """NumPy keeps the second of a pair of normal numbers apart, where a look at its words does not see it."""
+    seed_all(5)
+    KeptRandomness()
+    for _ in range(before):
+        np.random.randn()
+    KeptRandomness()
+    np.random.randn(inside)
+    kept = KeptRandomness()
+    first = draws()
+    kept.put_back()
+    assert draws() == first
+    kept.put_back()
+    assert draws() == first

@@ -150,6 +150,23 @@ class Fork(nn.Module):
         return x
 
 
+class Everything(nn.Module):
+    """All at once: tied across blocks, frozen, called twice, methods beside forward, a scalar and a bias that stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, DIM), nn.Linear(DIM, 10)
+        self.head.weight = self.embed.weight
+        self.block, self.still, self.tools = Block(), Block().requires_grad_(False), Tools()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def encode(self, ids: Tensor) -> Tensor:
+        return self.still(self.block(self.embed(ids)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.tools.twice(self.block(self.encode(ids)))) * self.temperature.exp()
+
+
 def frozen_stack() -> nn.Module:
     net = Stack()
     net.blocks[1].requires_grad_(False)
@@ -172,6 +189,11 @@ def squared(net: nn.Module, batch: dict[str, Tensor]) -> LossSum:
 def coded(net: nn.Module, batch: dict[str, Tensor]) -> LossSum:
     out = net.decode(net.tools.twice(net.encode(batch["x"]))) + net.decode(net.tools(batch["x"]))
     return LossSum(total=(out.square() * batch["weight"][:, None]).sum(), weight=batch["weight"].sum())
+
+
+def everything(net: nn.Module, batch: dict[str, Tensor]) -> LossSum:
+    per_sample = net(batch["x"]).square().sum(1) + net.encode(batch["x"]).square().sum(1)
+    return LossSum(total=(per_sample * batch["weight"]).sum(), weight=batch["weight"].sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +222,17 @@ CASES = {
     "frozen": Case(make=frozen_stack, options={"blocks": (Block,)}, units=4),
     "left out": Case(make=Scaled, options={"blocks": (Block,), "leave_out": ("head.bias", "block.up.*")}, units=2),
     "some unused": Case(make=Forked, options={"blocks": (Fork,)}, units=2),
+    "everything": Case(
+        make=Everything,
+        options={
+            "blocks": (Block, Tools, nn.Embedding),
+            "methods": ("encode", "tools.twice"),
+            "leave_out": ("block.down.bias",),
+        },
+        loss=everything,
+        ids=True,
+        units=4,  # the model itself holds the scalar only
+    ),
 }
 
 

@@ -266,7 +266,7 @@ def test_blocks_are_freed_after_forward_where_that_saves_memory(ranks, strategy,
 
 
 def test_precision_refuses_an_unknown_dtype():
-    with pytest.raises(ValueError, match="Precision: param must be one of fp32, bf16 or None, got 'fp8'"):
+    with pytest.raises(ValueError, match="Precision: param must be one of fp32, bf16, fp16 or None, got 'fp8'"):
         Precision(param="fp8")
 
 

@@ -45,12 +45,13 @@ def counter() -> nn.Module:
 def generated(strategy: str) -> list[int]:
     from dtrain.dist.reduce import reduce_max
 
-    net = shard_model(counter(), build_mesh(), strategy=strategy, methods=("generate",), blocks=(nn.Linear,))
+    mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
+    net = shard_model(counter(), mesh, strategy=strategy, methods=("generate",), blocks=(nn.Linear,))
     with evaluating(net):
         return net.generate(3 * current().rank + 1, lambda unfinished: bool(reduce_max(float(unfinished))))
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
 def test_generation_of_different_lengths_runs_in_lockstep(ranks, strategy):
     expected = [counter().generate(first, lambda unfinished: unfinished) for first in (1, 4)]
     assert expected == [[1, 0], [4, 3, 2, 1, 0]]

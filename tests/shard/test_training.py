@@ -18,7 +18,7 @@ from dtrain.tensors import global_norm
 from shard.models import CASES, SAMPLES, WEIGHTS, batch, make
 
 STEPS, CLIP = 4, 0.5
-NAMES = ("left out", "tied across blocks", "frozen", "some unused")
+NAMES = ("left out", "tied across blocks", "frozen", "some unused", "everything")
 TOLERANCE = 1e-9  # float64; Adam's quotient of moments magnifies rounding in tiny gradients
 
 

@@ -19,11 +19,13 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
 
 from dtrain.checkpoint import closed
+from dtrain.dist.mesh import MODEL_AXES
 from dtrain.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT, VERSION = "dtrain-checkpoint", 1
@@ -136,6 +138,11 @@ class Layout:
     strategy: str
     axes: tuple[str, ...]
     shape: tuple[int, ...]
+
+    @property
+    def copies(self) -> int:
+        """How many ranks worked on one batch together."""
+        return prod(size for axis, size in zip(self.axes, self.shape, strict=False) if axis in MODEL_AXES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

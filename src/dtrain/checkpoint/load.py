@@ -316,7 +316,7 @@ def _take_over(found: Found, states: Mapping[str, TrainState], asked: Asked) -> 
         set_rng_state(found.rng)
     else:
         first = fresh.get(manifest.states[0] if manifest.states else "", next(iter(fresh.values())))
-        seed_all(first.seed, "resume", manifest.step, current().rank)
+        seed_all(first.seed, "resume", manifest.step, current().rank // first.spec.copies)
     return fresh
 
 

@@ -62,7 +62,7 @@ def read_checkpoint(folder: Place, states: Mapping[str, TrainState], extra: Mapp
     outline = {} if asked.model_only else _outline_of_extra(opened, extra)
     for tree in outline.values():
         work.add_whole(opened.boxes, tree)
-    random = None if asked.model_only else _outline_of_rng(opened)
+    random = None if asked.model_only else _outline_of_rng(opened, states)
     if random is not None:
         work.add_whole({key: [box] for key, box in opened.own[current().rank].items()}, random)
     landed = work.done()
@@ -139,10 +139,14 @@ def _outline_of_extra(opened: Opened, extra: Mapping[str, Any]) -> dict[str, Any
     return {name: outline[name] for name in extra}
 
 
-def _outline_of_rng(opened: Opened) -> dict[str, Any] | None:
-    """The random state of this rank, its tensors not read yet; None when the checkpoint is of another number of ranks."""
+def _outline_of_rng(opened: Opened, states: Mapping[str, TrainState]) -> dict[str, Any] | None:
+    """The random state of this rank, its tensors not read yet; None when the checkpoint is of another number of ranks.
+
+    Or of ranks of which others work on one batch together, and so draw alike.
+    """
     info = current()
-    if opened.world_size != info.world_size:
+    copies = next(iter(states.values())).spec.copies
+    if (opened.world_size, opened.manifest.layout.copies) != (info.world_size, copies):
         return None
     values = opened.values[info.rank]
     found = outlined(values.get("rng") if type(values) is dict else None, "rng")

@@ -14,6 +14,8 @@ from dtrain.cli.env import env
 from dtrain.cli.help import GroupedCommand, PlainGroup
 from dtrain.cli.launch import launch
 from dtrain.cli.launch_options import EXAMPLES
+from dtrain.cli.plan import EXAMPLES as PLAN_EXAMPLES
+from dtrain.cli.plan import plan
 from dtrain.errors import ConfigError, DtrainError
 from dtrain.launch.output.outlet import occupy_standard_streams
 
@@ -38,6 +40,7 @@ app.command(
     context_settings={"allow_interspersed_args": False},  # what follows the script belongs to the script
 )(launch)
 app.command()(env)
+app.command(cls=GroupedCommand, epilog=PLAN_EXAMPLES)(plan)
 app.add_typer(checkpoints, name="checkpoints")
 
 

@@ -241,7 +241,8 @@ def build_loader(
 
     Args:
         dataset: indexed, with a length; the same on every rank.
-        mesh: its data-parallel ranks share each batch; needed when there are several.
+        mesh: its data-parallel ranks share each batch, and those along ``cp`` and ``tp`` get the same; needed when there are
+            several ranks.
         global_batch_size: samples per step over all ranks.
         seed: the order depends on it and on the epoch, and on nothing else.
         shuffle: False keeps the dataset's order.

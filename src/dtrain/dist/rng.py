@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -114,7 +116,7 @@ class KeptRandomness:
     __slots__ = ("_cuda", "_numpy", "_python", "_torch")
 
     def __init__(self) -> None:
-        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+        self._python, self._numpy, self._torch = random.getstate(), _numpy_state(), torch.get_rng_state()
         generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
         self._cuda = [(generator, generator.get_state()) for generator in generators]
 
@@ -125,3 +127,31 @@ class KeptRandomness:
         torch.set_rng_state(self._torch)
         for generator, state in self._cuda:
             generator.set_state(state)
+
+
+_MT19937_BYTES = 624 * 4 + 4  # the words of its state, and the position in them
+
+
+@dataclass(slots=True)
+class _LastNumpy:
+    """The state that was read last, and the memory of the generator at that time."""
+
+    raw: bytes = b""
+    state: Any = None
+
+
+_LAST_NUMPY = _LastNumpy()
+
+
+def _numpy_state() -> Any:
+    """NumPy's state: the one read last if nothing was drawn since. Reading it takes longer than all else in this module.
+
+    The generator keeps the second of a pair of normal numbers outside of that memory, so a state that has one is read anew.
+    """
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(generator, np.random.MT19937):
+        return np.random.get_state(legacy=False)
+    raw = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    if raw != _LAST_NUMPY.raw or _LAST_NUMPY.state["has_gauss"]:
+        _LAST_NUMPY.raw, _LAST_NUMPY.state = raw, np.random.get_state(legacy=False)
+    return _LAST_NUMPY.state

@@ -47,6 +47,7 @@ def describe(model: nn.Module) -> str:
     else:
         shape = ", ".join(f"{name}={size}" for name, size in zip(spec.mesh.mesh_dim_names or (), spec.mesh.shape, strict=False))
         head = f"{spec.strategy} over {spec.data_ranks} ranks ({shape}), accumulate={spec.accumulate}, buffers={spec.buffers}"
+        head += ", offload=params" if spec.computes_on else ""
     return "\n".join([head, *_table([_HEAD, *rows])])
 
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, cast, get_args
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain.dist.collectives import raise_together
 from dtrain.dist.init import current
-from dtrain.dist.mesh import data_rank, mesh_of
+from dtrain.dist.mesh import data_rank, data_shape, degree, mesh_of, tensor_rank
 from dtrain.errors import ConfigError
+from dtrain.shard.communication import Communication, apply_communication, check_communication
 from dtrain.shard.fsdp2 import mark_root, units_of
 from dtrain.shard.methods import check_methods, declare_methods
-from dtrain.shard.precision import Precision
+from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, units_apart
 from dtrain.shard.reduction import watch_reductions
 from dtrain.shard.replicas import check_equal, make_equal, watch_buffers
+from dtrain.shard.tensor_plan import Plan, apply_plan, check_plan, shown_plan
 from dtrain.shard.units import Blocks, Layout, LeaveOut, plan_layout
 from dtrain.state import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, spec_of
 from dtrain.tensors import is_distributed
@@ -40,6 +43,9 @@ def shard_model(
     sync: bool = True,
     methods: Sequence[str] = (),
     leave_out: LeaveOut = (),
+    plan: Plan | None = None,
+    offload: Literal["params"] | None = None,
+    communication: Communication | None = None,
 ) -> nn.Module:
     """Lay ``model`` out over the data-parallel ranks of ``mesh`` and return it.
 
@@ -51,10 +57,11 @@ def shard_model(
             forward and again for its backward; ``"shard_grad_op"`` cuts the same, but keeps gathered parameters from a
             step's first forward to its last backward; ``"hybrid_shard"`` cuts over the mesh's ``dp_shard`` and replicates
             over its ``dp_replicate``; ``"replicate"`` (also called ``"no_shard"``) keeps everything whole on every rank.
-            All but ``hybrid_shard`` take all axes of the mesh as one. Every strategy sums gradients over all ranks.
+            All but ``hybrid_shard`` take all axes of the mesh but ``tp`` as one. Every strategy sums gradients over all ranks.
         blocks: what is gathered and freed as one unit each, usually the transformer block: module classes, names (``*`` for
             text without a dot), or a function of (name, module). What lies in no block is one unit with the model itself.
-        precision: dtypes of compute and reduction; None computes in the dtype of the parameters.
+        precision: dtypes of compute, reduction and buffers; None computes in the dtypes that are stored. BatchNorm and the like
+            become units of their own where it casts parameters.
         accumulate: ``"local"`` adds up a step's gradients on each rank, at full size, and reduces them once; ``"sharded"``
             reduces after every microbatch and keeps shards only. The all-reduce of ``hybrid_shard`` and ``replicate`` waits
             for the last microbatch in both.
@@ -66,6 +73,13 @@ def shard_model(
         leave_out: parameters that stay whole on every rank, by name or as a function of (name, parameter); their gradients
             are summed by ``microbatch_step``, once a step. Scalars and parameters without elements always do. ``precision``
             does not cast them.
+        plan: how layers are cut over the mesh's ``tp`` axis: names of modules (as in ``blocks``) -> ``ColwiseParallel()`` and
+            the other styles of ``torch.distributed.tensor.parallel``, applied in this order. Parameters that it does not name
+            are whole along ``tp``, and so are their gradients: the activations that they see must be equal there.
+        offload: ``"params"`` keeps shards, their gradients and so the optimizer's state in host memory, where the optimizer
+            then computes; units come to the device to be gathered. Pinned where there is an accelerator. Parameters that are
+            left out stay on the device. A model made on the meta device never lies on it whole.
+        communication: how far ahead units are gathered, and through what; None is FSDP2's own way.
 
     Parameters that are tied stay tied; across blocks, the modules that own them become a unit of their own. Units must run
     in the same order on all ranks; a parameter inside a unit may be unused on some of them.
@@ -75,31 +89,43 @@ def shard_model(
     broadcasts real weights and buffers.
 
     Raises:
-        ConfigError: an unknown option, an entry of ``blocks``, ``methods`` or ``leave_out`` that fits nothing, a model that was
-            sharded before, or that differs between ranks; on all ranks alike.
+        ConfigError: an unknown option, an entry of ``blocks``, ``methods``, ``leave_out`` or ``plan`` that fits nothing, a
+            model that was sharded before, or that differs between ranks, a layer that cannot be cut as planned; on all alike.
         PeerError: so on another rank.
     """
     error: Exception | None = None
     try:
         _check_kinds(model, mesh, precision)
         chosen = _checked(model, mesh, strategy, accumulate, buffers)
-        layout = plan_layout(model, blocks, leave_out)
+        layout = plan_layout(model, blocks, leave_out, apart=units_apart(model, precision))
         check_methods(model, methods, layout)
+        planned = check_plan(model, plan, mesh)
+        sending = check_communication(communication, mesh.device_type)
+        if offload not in (None, "params"):
+            raise ConfigError(f"shard_model: unknown {offload=}; use 'params' or None")
     except Exception as problem:  # noqa: BLE001  # predicates are the user's; whatever they raise, all ranks hear of it here
         error = problem
     raise_together(error, where="shard_model")
-    check_equal(model, layout, [chosen, accumulate, buffers, sync, list(methods), repr(precision), list(mesh.shape)])
+    options = [chosen, accumulate, buffers, sync, list(methods), repr(precision), list(mesh.shape), offload, repr(sending)]
+    check_equal(model, layout, [*options, *shown_plan(planned)])
+    cast_buffers_(model, precision)
     make_equal(model, current().device, sync=sync)
-    _cut(model, _parallel_mesh(mesh, chosen), layout, (precision or Precision()), keep=chosen in ("shard_grad_op", "replicate"))
+    parallel = apply_plan(model, planned, _parallel_mesh(mesh, chosen), layout.left_out)
+    keep = chosen in ("shard_grad_op", "replicate")
+    _cut(model, parallel, layout, (precision or Precision()), keep=keep, offload=_offload_policy(offload))
+    apply_communication(model, layout, sending)
     index, count = data_rank(mesh)
     spec = ShardSpec(
         strategy=chosen,
         mesh=mesh,
         data_rank=index,
         data_ranks=count,
+        copies=mesh.size() // count,
+        counts=tensor_rank(mesh) == 0,
         accumulate=accumulate,
         buffers=buffers,
         left_out=tuple(layout.left_out),
+        computes_on=current().device if offload else None,
     )
     attach_spec(model, spec)
     watch_reductions(model, spec)
@@ -144,7 +170,7 @@ def _checked(model: nn.Module, mesh: DeviceMesh, strategy: str, accumulate: str,
         raise ConfigError(
             f"shard_model: the parameters of this {type(model).__name__} lie on a mesh already; shard the whole model once"
         )
-    if chosen == "hybrid_shard" and (mesh.ndim != 2 or mesh.size(0) == 1):
+    if chosen == "hybrid_shard" and (len(data_shape(mesh)) != 2 or mesh.size(0) == 1):
         raise ConfigError(
             f"shard_model: hybrid_shard needs a mesh of two axes with dp_replicate > 1, got shape {list(mesh.shape)}; "
             "e.g. dt.build_mesh(dp_replicate=2, dp_shard=-1)"
@@ -155,27 +181,41 @@ def _checked(model: nn.Module, mesh: DeviceMesh, strategy: str, accumulate: str,
 
 
 def _parallel_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
-    """The mesh FSDP2 shards over: all ranks in one axis; with a replicated axis before it, 2-D.
+    """The mesh FSDP2 shards over: all ranks in one axis; with a replicated axis before it, 2-D; and ``tp`` as it is.
 
-    ``replicate`` is sharding over an axis of one rank, so it takes the same path as the others.
+    ``replicate`` is sharding over an axis of one rank, so it takes the same path as the others. Ranks along ``cp`` hold other
+    parts of one sequence, and gradients are summed over them as over other samples.
     """
-    if strategy == "hybrid_shard":
+    tensor = degree(mesh, "tp")
+    if strategy == "hybrid_shard" and len(mesh.shape) == 2:
         return mesh
-    if strategy == "replicate":
-        return mesh_of({"dp_all": mesh.size(), "dp_one": 1})
-    return mesh_of({"dp_all": mesh.size()})
+    if strategy == "hybrid_shard":
+        degrees = {"dp_replicate": mesh.size(0), "dp_shard": mesh.size() // mesh.size(0) // tensor}
+    elif strategy == "replicate":
+        degrees = {"dp_all": mesh.size() // tensor, "dp_one": 1}
+    else:
+        degrees = {"dp_all": mesh.size() // tensor}
+    return mesh_of({**degrees, "tp": tensor} if tensor > 1 else degrees)
 
 
-def _cut(model: nn.Module, mesh: DeviceMesh, layout: Layout, precision: Precision, *, keep: bool) -> None:
+def _offload_policy(offload: str | None) -> OffloadPolicy:
+    return OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=current().device.type != "cpu")
+
+
+def _cut(
+    model: nn.Module, mesh: DeviceMesh, layout: Layout, precision: Precision, *, keep: bool, offload: OffloadPolicy
+) -> None:
     """Make FSDP2 units of the layout, inside out. ``keep``: gathered parameters stay after a forward."""
     policy = precision.policy()
     inner = dataclasses.replace(policy, output_dtype=None)  # blocks hand each other what they compute in
     whole = set(cast("list[nn.Parameter]", list(layout.left_out.values()))) or None
     *blocks, root = layout.units
+    cut = partial(fully_shard, mesh=mesh, ignored_params=whole, offload_policy=offload)
     for modules in blocks:
-        fully_shard(list(modules), mesh=mesh, mp_policy=inner, reshard_after_forward=not keep, ignored_params=whole)
+        used = precision.as_stored() if keeps_dtype(modules[0]) else inner
+        cut(list(modules), mp_policy=used, reshard_after_forward=not keep)
     # The root's parameters are needed again right after its forward: FSDP2's default (None) keeps them.
-    fully_shard(root[0], mesh=mesh, mp_policy=policy, reshard_after_forward=False if keep else None, ignored_params=whole)
+    cut(root[0], mp_policy=policy, reshard_after_forward=False if keep else None)
     for unit in units_of(model):
         # Sums, not means: the step divides once by the global weight. gloo has no pre-multiplied sum, hence the second call.
         unit.set_gradient_divide_factor(1.0)

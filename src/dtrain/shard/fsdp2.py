@@ -8,11 +8,13 @@ what a forward without a backward leaves (``tests/shard/test_gathered.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 
 def units_of(model: nn.Module) -> Iterator[FSDPModule]:
@@ -57,6 +59,34 @@ def before_reduction(group: Any, call: Callable[[], None]) -> None:
         return reduce(*args)
 
     group.post_backward = post_backward
+
+
+def after_reduction(group: Any, call: Callable[[], None]) -> RemovableHandle | None:
+    """Have ``call`` run each time that the gradients of ``group`` are reduced, in the stream that did it; None: never.
+
+    FSDP2 runs the hooks of a shard itself, after it has put the reduced gradient there, one shard after the other.
+    """
+    trainable = [param for param in sharded_params(group) if param.requires_grad]
+    return trainable[-1].register_post_accumulate_grad_hook(lambda _: call()) if trainable else None
+
+
+def runs_again(group: Any) -> bool:
+    """Whether, as far as FSDP2 knows, a further backward of ``group`` follows: one for each forward that it ran."""
+    return bool(group._post_forward_indices)
+
+
+def let_go_of_reduced(group: Any) -> None:
+    """Drop the buffer that ``group`` has all-reduced, of which its gradients are views: FSDP2 keeps it until backward ends.
+
+    It does so since the allocator does not know that the stream of the all-reduce, which is to be the current one, reads it.
+
+    Mutates: ``group``.
+    """
+    held = getattr(group, "_all_reduce_state", None)
+    if held is not None:
+        if held.all_reduce_input.is_cuda:
+            held.all_reduce_input.record_stream(torch.cuda.current_stream(held.all_reduce_input.device))
+        group._all_reduce_state = None
 
 
 def fill_missing(group: Any) -> tuple[list[int], list[int]]:
@@ -162,3 +192,33 @@ def _reset_by_hand(model: nn.Module) -> None:
         group._to_sharded()
     root._state_ctx.iter_forward_root = None
     root._state_ctx.post_backward_final_callback_queued = False
+
+
+def around_collectives(group: Any, during: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Have what ``group`` allocates for itself happen inside ``during(what)``, of which ``what`` is one of two words.
+
+    ``"gathered"`` is for whole parameters, ``"communication"`` for what is sent and received. Mutates: ``group``.
+    """
+
+    def within(work: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with during(what):
+                return work(*args)
+
+        return call
+
+    for name, what in (("unshard", "communication"), ("wait_for_unshard", "gathered"), ("post_backward", "communication")):
+        setattr(group, name, within(getattr(group, name), what))
+
+
+def whole_params(group: Any) -> list[nn.Parameter]:
+    """The full-size parameters of ``group``, with memory or without, that were gathered at least once."""
+    return [param._unsharded_param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+
+
+def gradients_of(group: Any) -> Iterator[Tensor]:
+    """The gradients that ``group`` holds now: whole ones that wait for their reduction, and those of the shards."""
+    for param in group.fsdp_params:
+        whole = getattr(param, "_unsharded_param", None)
+        found = (param.unsharded_accumulated_grad, whole.grad if whole is not None else None, param.sharded_param.grad)
+        yield from (grad for grad in found if grad is not None)

@@ -31,7 +31,8 @@ from dtrain.dist.rng import rng_state, seed_all, set_rng_state
 from dtrain.errors import ConfigError
 from dtrain.shard.fsdp2 import mark_root
 from dtrain.shard.rebuild import rebuilt
-from dtrain.tensors import extent, local
+from dtrain.state import spec_of
+from dtrain.tensors import extent, is_distributed, local
 
 _RESETS = ("reset_parameters", "_reset_parameters")  # torch's own attention and transformer have the second
 InitFn = Callable[[nn.Module], None]
@@ -56,9 +57,7 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
     # Children first, as construction has it: a parent may overwrite what its children drew.
     modules = list(reversed(list(model.named_modules())))
     born_meta = {id(module): _own_meta(module) for _, module in modules}
-    ties = _tied_names(model)
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-    _tie_again(model, ties)
+    give_storage(model, device)
     pending = {id(_get(module, key)): f"{name}.{key}".lstrip(".") for name, module in modules for key in born_meta[id(module)]}
     for name, module in modules:
         if not born_meta[id(module)] and not _resets(module):
@@ -76,6 +75,24 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
         )
     mark_root(model)
     return model
+
+
+def give_storage(model: nn.Module, device: torch.device) -> None:
+    """Give every meta tensor of ``model`` storage on ``device``, with no value in it; tied parameters stay tied.
+
+    Shards that ``shard_model`` was told to offload get theirs on the CPU.
+
+    Mutates: ``model``; Parameter objects are replaced.
+    """
+    ties = _tied_names(model)
+    offloads = spec_of(model).computes_on is not None
+
+    def stored(tensor: Tensor) -> Tensor:
+        where = torch.device("cpu") if offloads and is_distributed(tensor) else device
+        return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor
+
+    model._apply(stored)
+    _tie_again(model, ties)
 
 
 def _resets(module: nn.Module) -> list[Callable[[], None]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,7 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dtrain.names import unwrapped
-from dtrain.shard.fsdp2 import before_reduction, fill_missing, free_gathered, is_idle, param_groups, reset, sharded_params
+from dtrain.shard.fsdp2 import (
+    after_reduction,
+    before_reduction,
+    fill_missing,
+    free_gathered,
+    is_idle,
+    let_go_of_reduced,
+    param_groups,
+    reset,
+    runs_again,
+    sharded_params,
+)
 from dtrain.state import ShardSpec, TrainState
 
 _REDUCTION = "_dtrain_reduction"  # the attribute of a model that shard_model leaves its Reduction in
@@ -47,9 +59,11 @@ class Reduction:
 
     def before_microbatch(self, *, last: bool) -> None:
         """Say what the next backward does with its gradients. Mutates: flags of FSDP2's units, where they change."""
-        if not self._sharded or last == self._last:
+        if last == self._last:
             return
         self._last = last
+        if not self._sharded:
+            return
         model, spec = self._model, self._spec
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last or spec.accumulate == "sharded")
@@ -86,6 +100,44 @@ class Reduction:
         cut = {id(sharded_params(self._groups[index])[at]) for index, at in lacking}
         return [name for name, param in state.params.items() if id(param) in cut or name in whole]
 
+    @contextmanager
+    def when_final(self, params: Sequence[Tensor], call: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
+        """A context in which ``call`` gets parameters whose gradient is final, within the last microbatch's backward.
+
+        A unit's come together. Left for later are those that this rank's samples did not reach, which may have no gradient on
+        any rank, and units that ran before in a way from which FSDP2 expects a further backward.
+
+        Args:
+            params: all parameters of the model; those of a sharded one that no unit holds are left out.
+            call: takes their gradients away. On a GPU it is to work in the stream that is current when it is called, and to
+                tell the allocator so, by ``record_stream``: FSDP2 may have made them in another one.
+
+        Mutates: hooks of the parameters, while the context lasts.
+        """
+        if self._sharded:
+            handles = [after_reduction(group, partial(self._reduced, index, call)) for index, group in enumerate(self._groups)]
+        else:
+            hook = partial(self._accumulated, call)
+            handles = [param.register_post_accumulate_grad_hook(hook) for param in params if param.requires_grad]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                if handle is not None:
+                    handle.remove()
+
+    def _accumulated(self, call: Callable[[Sequence[Tensor]], None], param: Tensor) -> None:
+        if self._in_step and self._last:
+            call([param])
+
+    def _reduced(self, index: int, call: Callable[[Sequence[Tensor]], None]) -> None:
+        if self._in_step and self._last and not runs_again(self._groups[index]):
+            for earlier in self._order[:-1]:
+                let_go_of_reduced(self._groups[earlier])
+            lacking = self._missing - self._present
+            params = enumerate(sharded_params(self._groups[index]))
+            call([param for at, param in params if param.grad is not None and (index, at) not in lacking])
+
     def _about_to_reduce(self, index: int) -> None:
         present, missing = fill_missing(self._groups[index])
         if self._in_step:
@@ -108,14 +160,16 @@ def reduction_of(model: nn.Module) -> Reduction:
 _NOTHING = Reduction(nn.Identity(), ShardSpec())
 
 
-def reduce_whole_(grads: Sequence[Tensor]) -> None:
-    """Sum plain gradients over all ranks, those of one dtype in one collective.
+def reduce_whole_(grads: Sequence[Tensor], *, counts: bool = True) -> None:
+    """Sum plain gradients over all ranks that count, those of one dtype in one collective; all ranks get the sum.
 
     Mutates: ``grads``. Collective: one all-reduce per dtype.
     """
     for dtype in {grad.dtype: None for grad in grads}:
         same = [grad for grad in grads if grad.dtype == dtype]
         flat = torch.cat([grad.reshape(-1) for grad in same])
+        if not counts:
+            flat.zero_()
         dist.all_reduce(flat)
         pieces = flat.split([grad.numel() for grad in same])
         torch._foreach_copy_(same, [piece.view_as(grad) for piece, grad in zip(pieces, same, strict=True)])

@@ -36,8 +36,8 @@ class Layout:
     left_out: dict[str, Tensor]
 
 
-def plan_layout(model: nn.Module, blocks: Blocks, leave_out: LeaveOut) -> Layout:
-    """Cut ``model`` into units.
+def plan_layout(model: nn.Module, blocks: Blocks, leave_out: LeaveOut, *, apart: Iterable[nn.Module] = ()) -> Layout:
+    """Cut ``model`` into units; the modules ``apart`` are units whatever ``blocks`` says.
 
     A parameter that two units share gets a unit of its own, made of the modules that own it: it must be gathered for both.
     Parameters that cannot be cut, scalars and those without elements, are left out.
@@ -47,7 +47,7 @@ def plan_layout(model: nn.Module, blocks: Blocks, leave_out: LeaveOut) -> Layout
             the model itself ties to one inside a block, or a unit with trainable parameters of several dtypes.
     """
     left_out = _left_out(model, leave_out)
-    chosen = _chosen(model, blocks)
+    chosen = list({id(module): module for module in (*picked_blocks(model, blocks), *apart)}.values())
     ignored = {id(p) for p in left_out.values()}
     single, joint = _tied_across(model, chosen, ignored)
     units = [*((module,) for module in single), *joint]
@@ -71,38 +71,42 @@ def _left_out(model: nn.Module, leave_out: LeaveOut) -> dict[str, Tensor]:
     return picked | {name: p for name, p in params.items() if p.ndim == 0 or p.numel() == 0}
 
 
-def _chosen(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
-    """The modules that ``blocks`` picks, without the model itself (which is always a unit)."""
+def picked_blocks(model: nn.Module, blocks: Blocks, *, where: str = "shard_model") -> list[nn.Module]:
+    """The modules that ``blocks`` picks, each once, without the model itself (which is always a unit).
+
+    Raises:
+        ConfigError: an entry that picks nothing, or a module without ``forward``; it begins with ``where``.
+    """
     below = [(name, module) for name, module in clean_modules(model) if name]
     found: list[tuple[str, nn.Module]] = []
     if callable(blocks) and not isinstance(blocks, type):
         found = [(name, module) for name, module in below if blocks(name, module)]
         if not found:
-            raise ConfigError("shard_model: blocks is a function that picks no module of this model; it gets (name, module)")
+            raise ConfigError(f"{where}: blocks is a function that picks no module of this model; it gets (name, module)")
     else:
         for entry in blocks if isinstance(blocks, Iterable) and not isinstance(blocks, str | type) else [blocks]:
-            fits = _entry(entry)
+            fits = _entry(entry, where)
             matches = [(name, module) for name, module in below if fits(name, module)]
             if not matches and not fits("", model):
-                raise ConfigError(f"shard_model: blocks names {_shown(entry)}, but the model has no such module")
+                raise ConfigError(f"{where}: blocks names {_shown(entry)}, but the model has no such module")
             found += matches
     for name, module in found:
         if isinstance(module, _CONTAINERS) and not _has_forward(module):
             raise ConfigError(
-                f"shard_model: blocks picks {name!r}, a {type(module).__name__} without forward; pick what is inside it"
+                f"{where}: blocks picks {name!r}, a {type(module).__name__} without forward; pick what is inside it"
             )
     return list({id(module): module for _, module in found}.values())
 
 
-def _entry(entry: Picked) -> Callable[[str, nn.Module], bool]:
+def _entry(entry: Picked, where: str) -> Callable[[str, nn.Module], bool]:
     if isinstance(entry, type) and issubclass(entry, nn.Module):
         return lambda name, module: isinstance(module, entry)
     if isinstance(entry, str):
-        fits = matcher([entry], where="shard_model: blocks")
+        fits = matcher([entry], where=f"{where}: blocks")
         return lambda name, module: fits(name)
     got = f"a {type(entry).__name__}" if isinstance(entry, nn.Module) else repr(entry)
     raise ConfigError(
-        f"shard_model: blocks takes module classes, names, or one function of (name, module), got {got}; "
+        f"{where}: blocks takes module classes, names, or one function of (name, module), got {got}; "
         "e.g. blocks=(Block,) or blocks='layers.*'"
     )
 

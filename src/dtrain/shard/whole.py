@@ -50,8 +50,9 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     """The whole model on every rank while the context lasts, for evaluation by hand or a look at its parameters.
 
     Parameters are plain tensors inside, in the dtype that ``precision`` computes in, and stay so through forwards, without
-    gradients; a rank may run the model alone there. Changes made to them are lost. ``named_parameters()`` has them;
-    ``state_dict()`` gives shards, and ends the effect, as loading does. A plain model is left as it is.
+    gradients; a rank may run the model alone there. (With a plan, all ranks along ``tp`` must: what it has cut stays cut over
+    them.) Changes made to parameters are lost. ``named_parameters()`` has them; ``state_dict()`` gives shards, and ends the
+    effect, as loading does. A plain model is left as it is.
 
     Mutates: the model's parameters (their gathered form is registered). It takes the memory of the whole model.
     Collective: one all-gather per unit, on entering; every rank must enter.

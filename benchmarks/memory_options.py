@@ -1,0 +1,184 @@
+"""Peak memory of each option that makes a model fit, against none of them, and what computing again costs in time.
+
+    python benchmarks/memory_options.py                   # about five minutes on two free cores
+    python benchmarks/memory_options.py --pairs 300       # a narrower band for the times
+    python benchmarks/memory_options.py --ranks 1         # on a GPU, which is then used: with its own counters
+
+Memory is that of one rank's tensors in the second step, the optimizer's state included: on the CPU counted by
+``memory_budget``, on CUDA by the allocator. All options compute the same gradient, which is checked. Times are those of
+one process, and of computing alone: on the CPU nothing leaves for the host, and gloo says nothing about other networks.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dtrain as dt
+from dtrain.memory.gauge import gauge_for
+from dtrain.shard.memory import checkpoint_activations, offload_activations
+from dtrain.tensors import gathered
+from dtrain.testing import Ranks
+from dtrain.testing.budget import UNLIMITED, memory_budget
+from measure import CPU, WALL, machine, paired
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from gpt import GPT, Block, GPTConfig
+
+CONFIG = GPTConfig(n_layer=6, n_head=4, dim=128, max_seq=256)
+SAMPLES, SEQ, MICROBATCH = 8, 256, 4  # of each rank: two microbatches
+SAME = 1e-5  # relative, float32: microbatches are summed in another order under accumulate="sharded"
+
+Change = Callable[[nn.Module], nn.Module]
+
+
+def _unchanged(model: nn.Module) -> nn.Module:
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What is done to the model, and how it is sharded; ``gpu`` for those that do nothing on a CPU."""
+
+    change: Change = _unchanged
+    sharding: dict[str, Any] = field(default_factory=dict)
+    gpu: bool = False
+
+
+AGAIN = partial(checkpoint_activations, blocks=(Block,))
+FULL = {"strategy": "full_shard"}
+
+OPTIONS = {
+    "none (replicate)": Option(sharding={"strategy": "replicate"}),
+    "shard_grad_op": Option(sharding={"strategy": "shard_grad_op"}),
+    "full_shard": Option(sharding=FULL),
+    "full_shard, accumulate sharded": Option(sharding={**FULL, "accumulate": "sharded"}),
+    "full_shard, matmuls kept": Option(change=partial(AGAIN, keep="matmuls"), sharding=FULL),
+    "full_shard, every second block again": Option(change=partial(AGAIN, every=2), sharding=FULL),
+    "full_shard, every block again": Option(change=AGAIN, sharding=FULL),
+    "full_shard, every block again, accumulate sharded": Option(change=AGAIN, sharding={**FULL, "accumulate": "sharded"}),
+    "full_shard, activations offloaded": Option(change=partial(offload_activations, blocks=(Block,)), sharding=FULL, gpu=True),
+    "full_shard, every block again, parameters offloaded": Option(
+        change=AGAIN, sharding={**FULL, "accumulate": "sharded", "offload": "params"}, gpu=True
+    ),
+}
+
+
+def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> dt.LossSum:
+    return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
+
+
+def _batch() -> dict[str, Tensor]:
+    ids = torch.randint(CONFIG.vocab, (SAMPLES, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def _counted() -> AbstractContextManager[Any]:
+    """On the CPU nothing counts the bytes of tensors by itself."""
+    return nullcontext() if torch.cuda.is_available() else memory_budget(UNLIMITED)
+
+
+def measured(name: str) -> dict[str, float]:
+    """Peak bytes of this rank in the second step, what is live between steps, and the norm of the gradient."""
+    option = OPTIONS[name]
+    with _counted():
+        torch.manual_seed(0)
+        model = dt.shard_model(option.change(GPT(CONFIG)), dt.build_mesh(), blocks=(Block,), **option.sharding)
+        state = dt.compose_step(loss_fn, []).init(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        gauge = gauge_for(state.device)
+        assert gauge is not None
+        batch = _batch()
+        for step in range(2):
+            if step:
+                gauge.reset()
+            state, metrics = dt.microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=MICROBATCH)
+            norm = dt.global_norm(gathered(p.grad) for p in state.params.values() if p.grad is not None)
+            state, metrics = dt.optimizer_step(state, metrics)
+        found = gauge.read()
+        return {"peak": found.peak, "live": found.live, "norm": norm.item()}
+
+
+def peaks(ranks: int) -> dict[str, dict[str, float]]:
+    """The first rank's figures for each option."""
+    names = [name for name, option in OPTIONS.items() if torch.cuda.is_available() or not option.gpu]
+    if ranks == 1:
+        with dt.init_dist():
+            return {name: measured(name) for name in names}
+    with Ranks(ranks) as pool:
+        return {name: pool.run(measured, name)[0] for name in names}
+
+
+def table(found: dict[str, dict[str, float]]) -> str:
+    """The figures as text, each beside the first row's."""
+    first = next(iter(found.values()))
+    rows = [f"{'option':<52}{'peak MiB':>10}{'of none':>9}{'between steps MiB':>19}"]
+    for name, each in found.items():
+        rows.append(f"{name:<52}{each['peak'] / 2**20:>10.1f}{each['peak'] / first['peak']:>9.2f}{each['live'] / 2**20:>19.1f}")
+    return "\n".join(rows)
+
+
+def check_same(found: dict[str, dict[str, float]]) -> None:
+    """Refuse figures of options that computed something else."""
+    norms = [each["norm"] for each in found.values()]
+    if max(norms) - min(norms) > SAME * norms[0]:
+        raise SystemExit(f"memory_options: the gradients differ: norms {norms}")
+
+
+def _step(option: Option) -> Callable[[], object]:
+    """Forward and backward of one microbatch, in this process."""
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = option.change(GPT(CONFIG)).to(device)
+    batch = {key: value[:MICROBATCH].to(device) for key, value in _batch().items()}
+
+    def run() -> None:
+        model.zero_grad()
+        loss_fn(model, batch).total.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def times(pairs: int) -> list[str]:
+    """Forward and backward of each kind of computing again, against none."""
+    clock = WALL if torch.cuda.is_available() else CPU
+    kinds: dict[str, Change] = {
+        "matmuls kept": partial(AGAIN, keep="matmuls"),
+        "every second block again": partial(AGAIN, every=2),
+        "every block again": AGAIN,
+    }
+    if torch.cuda.is_available():
+        kinds["activations offloaded"] = partial(offload_activations, blocks=(Block,))
+    lines = []
+    for name, change in kinds.items():
+        lines.append(f"{name:<52}{paired(_step(Option(change=change)), _step(Option()), pairs=pairs, warmup=3, clock=clock)}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1 if torch.cuda.is_available() else 2, help="of the table of peaks")
+    parser.add_argument("--pairs", type=int, default=100, help="of the times; 0 leaves them out")
+    given = parser.parse_args()
+    print(machine())
+    load = f"{SAMPLES} samples of {SEQ} bytes in microbatches of {MICROBATCH}"
+    print(f"\npeak of one of {given.ranks} ranks, {load}, AdamW, float32")
+    found = peaks(given.ranks)
+    check_same(found)
+    print(table(found))
+    if given.pairs:
+        torch.set_num_threads(1)
+        print("\nforward and backward of a microbatch, one process, against none")
+        print("\n".join(times(given.pairs)))
+
+
+if __name__ == "__main__":
+    main()

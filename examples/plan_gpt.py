@@ -1,0 +1,33 @@
+"""What a GPT would need on ranks that are not there; on a laptop, in seconds.
+
+dtrain plan examples/plan_gpt.py:workload --world 512 --memory 80GiB --precision bf16
+dtrain plan examples/plan_gpt.py:workload --world 64 --strategy full_shard --arg layers=48 --seq 8192
+"""
+
+import torch
+from torch import nn
+
+import dtrain as dt
+from gpt import GPT, Block, GPTConfig
+
+
+def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+    return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
+
+
+def workload(*, layers: int = 24, heads: int = 16, dim: int = 2048, seq: int = 2048, vocab: int = 50_304) -> dt.Workload:
+    """The model, loss, batch and optimizer of a training loop, as functions that build them."""
+    config = GPTConfig(n_layer=layers, n_head=heads, dim=dim, max_seq=seq, vocab=vocab)
+
+    def batch(samples: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(samples, seq, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    return dt.Workload(
+        model=lambda: GPT(config),
+        loss_fn=loss_fn,
+        batch=batch,
+        blocks=(Block,),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4),
+        transforms=[dt.clip_by_norm(1.0)],
+    )

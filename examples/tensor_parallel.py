@@ -1,0 +1,86 @@
+"""Train a byte-level GPT with every layer cut over two processes, and what they hold over two more.
+
+    dtrain launch -n 4 examples/tensor_parallel.py                # tp=2, dp_shard=2
+    dtrain launch -n 4 examples/tensor_parallel.py --tp 4         # tensor parallelism alone
+    python examples/tensor_parallel.py --tp 1                     # one process: the same losses, step by step
+
+Between the layers each process of a group has a part of the sequence, and the vocabulary is cut, too, so that no process ever
+holds all logits. The same command resumes, also with another --tp or number of processes.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+import dtrain as dt
+from gpt import GPT, Block, GPTConfig
+from text import read_text, train_and_held_out
+
+SEQ = 64  # bytes; a multiple of tp, as are the heads, the channels and the vocabulary
+WINDOWS = dt.batch_spec({"input_ids": "batch seq", "labels": "batch seq"})
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, default=2, help="processes that share each layer (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="length of the run (%(default)s)")
+    parser.add_argument("--text", metavar="GLOB", help="files to train on (default: the standard library's source code)")
+    parser.add_argument("--out", type=Path, default=Path("ckpt/tensor_parallel"), help="losses and checkpoints (%(default)s)")
+    return parser.parse_args()
+
+
+def tensor_plan() -> dict[str, ParallelStyle]:
+    """How the layers of a GPT are cut: heads, channels and vocabulary; and the sequence wherever these are whole."""
+    sequence, whole = Shard(1), Replicate()
+    by_columns = [f"blocks.*.{layer}" for layer in ("attention.q", "attention.k", "attention.v", "mlp.up")]
+    by_rows = ["blocks.*.attention.out", "blocks.*.mlp.down"]
+    enter = PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,))  # one all-gather for q, k and v
+    return {
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        **dict.fromkeys(["blocks.*.attention_norm", "blocks.*.mlp_norm", "norm"], SequenceParallel()),
+        **dict.fromkeys(["blocks.*.attention", "blocks.*.mlp"], enter),
+        **dict.fromkeys(by_columns, ColwiseParallel()),
+        **dict.fromkeys(by_rows, RowwiseParallel(output_layouts=sequence)),
+        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False),
+    }
+
+
+def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+    return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])  # of logits that are cut as they are
+
+
+def train(args: argparse.Namespace, rank: int) -> None:
+    windows, _ = train_and_held_out(read_text(args.text), SEQ, held_out_windows=64)
+    mesh = dt.build_mesh(tp=args.tp)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(n_layer=2, n_head=4, dim=64, max_seq=SEQ))
+    model = dt.materialize(dt.shard_model(model, mesh, blocks=(Block,), plan=tensor_plan() if args.tp > 1 else None), seed=0)
+    # The processes of a group get the same windows, and count as one.
+    loader = dt.build_loader(windows, mesh=mesh, global_batch_size=16, seed=0, batch_spec=WINDOWS)
+    step = dt.compose_step(loss_fn, [dt.clip_by_norm(1.0)])
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    state = dt.load_sharded(args.out, state, extra={"loader": loader}, missing_ok=True).state
+
+    log = dt.jsonl(args.out / "losses.jsonl")
+    for batch in loader.until(args.steps):
+        state, metrics = step(state, batch)
+        numbers = dt.reduce_metrics(metrics)
+        log(state.step, numbers)
+        if rank == 0 and (state.crossed(10) or state.step == args.steps):
+            print(f"step {state.step}: loss {numbers['loss']:.4f}, gradient norm {numbers['grad_norm']:.3f}")
+    dt.save_sharded(args.out, state, extra={"loader": loader})
+
+
+if __name__ == "__main__":
+    with dt.init_dist() as dist:
+        train(parse_args(), dist.rank)

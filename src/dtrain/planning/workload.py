@@ -1,0 +1,105 @@
+"""``Workload``: what is trained, as functions that build it, so that it can be planned where its devices are not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.errors import ConfigError
+from dtrain.shard.units import Blocks
+from dtrain.transform import Transform
+from dtrain.types import Batch, LossFn
+
+
+def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workload:
+    """A model with what its loop does to it, the parts as a loop has them.
+
+    >>> import dtrain as dt
+    >>> workload = Workload(
+    ...     model=lambda: torch.nn.Linear(8, 2),
+    ...     loss_fn=lambda model, batch: dt.token_cross_entropy(model(batch["x"]), batch["y"]),
+    ...     batch=lambda n: {"x": torch.zeros(n, 4, 8), "y": torch.zeros(n, 4, dtype=torch.int64)},
+    ... )
+
+    Args:
+        model: makes the model, on any device; or a model, whose weights are neither copied nor changed.
+        loss_fn: as for ``compose_step``.
+        batch: makes a batch of that many samples; its values do not matter, its shapes and dtypes do.
+        blocks: as for ``shard_model``, and for activation checkpointing.
+        optimizer: makes the optimizer, from parameters; ``torch.optim.AdamW`` by default.
+        transforms: as for ``compose_step``, without ``auto_microbatch``.
+        shard: further arguments of ``shard_model`` (``leave_out``, ``methods``, ``buffers``).
+        step: further arguments of ``microbatch_step`` (``batch_spec``, ``weight_fn``).
+
+    Raises:
+        ConfigError: something else in place of a function, or ``auto_microbatch`` among the transforms.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    loss_fn: LossFn
+    batch: Callable[[int], Batch]
+    blocks: Blocks = ()
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _adamw
+    transforms: Sequence[Transform] = ()
+    shard: Mapping[str, Any] = field(default_factory=dict)
+    step: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, shape in (
+            ("model", "() -> Module, or a Module"),
+            ("loss_fn", "(model, batch) -> LossSum"),
+            ("batch", "(samples) -> batch"),
+            ("optimizer", "(parameters) -> Optimizer"),
+        ):
+            if not callable(getattr(self, name)):
+                raise ConfigError(f"Workload: {name} must be a function {shape}, got {getattr(self, name)!r}")
+        if any(getattr(transform, "name", None) == "auto_microbatch" for transform in self.transforms):
+            raise ConfigError("Workload: a plan tries sizes itself; leave auto_microbatch out of transforms")
+
+
+def on_meta(workload: Workload, building: AbstractContextManager[Any]) -> nn.Module:
+    """The model with every parameter and buffer on the meta device; a given one is copied, without its weights.
+
+    Args:
+        workload: a function in it is called inside ``building``.
+        building: a context in which tensors take no memory.
+
+    Raises:
+        ConfigError: the function returns something else, or the model cannot be copied.
+    """
+    given = isinstance(workload.model, nn.Module)
+    with building:
+        model: object = workload.model if isinstance(workload.model, nn.Module) else workload.model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"Workload: model must return a torch.nn.Module, got {type(model).__name__}")
+    tensors = {id(t): t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())}
+    empty = {key: _without_storage(tensor) for key, tensor in tensors.items() if tensor is not None}
+    if given:
+        try:
+            return copy.deepcopy(model, dict(empty))  # what the memo knows is taken from there
+        except Exception as error:
+            raise ConfigError(
+                f"Workload: this {type(model).__name__} cannot be copied ({error}); pass a function that makes it"
+            ) from error
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is not None:
+                    store[name] = empty[id(tensor)]  # type: ignore[assignment]
+    return model
+
+
+def _without_storage(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

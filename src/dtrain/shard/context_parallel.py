@@ -1,0 +1,120 @@
+"""``context_parallel``: each sequence cut over the ranks of the ``cp`` axis, with torch's ring attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtrain.batch import FailedBatch, to_device
+from dtrain.dist.control import spare_replaced, spare_sample
+from dtrain.dist.mesh import degree
+from dtrain.errors import ConfigError
+from dtrain.names import clean_buffers, matcher
+from dtrain.state import TrainState
+from dtrain.transform import GradFn, Transform
+from dtrain.types import Batch, Metrics
+
+
+def context_parallel(mesh: DeviceMesh, *, batch: Mapping[str, int], buffers: Mapping[str, int] | None = None) -> Transform:
+    """Cut each sequence over the ``cp`` axis of ``mesh`` while gradients are computed, for sequences that fit on no rank alone.
+
+    ``scaled_dot_product_attention`` then exchanges keys and values around the axis, so that every position still sees the whole
+    sequence; all else of a model must treat positions one by one. This is torch's own ``context_parallel`` (a prototype there),
+    put around forward *and* backward of the step. Losses and their weights are those of a rank's part, which a step adds up.
+
+    Args:
+        mesh: the one that the model is sharded over, ``build_mesh(cp=...)``.
+        batch: the batch's tensors that have a sequence -> its dim, ``{"input_ids": 1, "labels": 1}``. Its length must be a
+            multiple of ``2 * cp``. Labels must be shifted already.
+        buffers: the same of the model's buffers by name (patterns), such as rotary tables; they are whole again afterwards.
+
+    GPUs only: torch has no such attention for the CPU.
+
+    Raises:
+        ConfigError: a mesh without ``cp``, or of CPU ranks; nothing to cut; in a step, a key that the batch or a name that the
+            model does not have, or a length that does not come out even.
+    """
+    if mesh.device_type == "cpu":
+        raise ConfigError(
+            "context_parallel: torch's ring attention runs on GPUs only, and this mesh is of CPU ranks; leave cp out"
+        )
+    return cut_sequences(mesh, dims=batch, buffers=buffers)
+
+
+def cut_sequences(mesh: DeviceMesh, *, dims: Mapping[str, int], buffers: Mapping[str, int] | None = None) -> Transform:
+    """``context_parallel`` on any device: on the CPU for models without attention, as in tests."""
+    ranks = degree(mesh, "cp")
+    if ranks == 1:
+        raise ConfigError(
+            f"context_parallel: needs a mesh with a cp axis, got axes {list(mesh.mesh_dim_names or ())} of sizes "
+            f"{list(mesh.shape)}; e.g. dt.build_mesh(cp=2)"
+        )
+    if not dims:
+        raise ConfigError("context_parallel: nothing to cut; name the batch's sequences, as in batch={'input_ids': 1}")
+
+    def grad(inner: GradFn) -> GradFn:
+        def cut(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+            if isinstance(batch, FailedBatch):
+                return inner(state, batch, microbatch_size=microbatch_size)
+            spare = spare_sample()
+            try:
+                whole = _copied(batch, dims, state.device, ranks)
+                filler = None if spare is None else _copied(spare, dims, state.device, ranks)
+                tables = _tables(state.model, buffers or {})
+            except ConfigError as error:  # raised in the step, by all ranks
+                return inner(state, FailedBatch(error), microbatch_size=microbatch_size)
+            ours = [(each[key], dim) for each in (whole, filler) if each is not None for key, dim in dims.items()]
+            with spare_replaced(filler), _torchs(mesh["cp"], ours, tables):
+                state, metrics = inner(state, whole, microbatch_size=microbatch_size)
+            if state.tally is None:
+                return state, metrics
+            return state.but(tally=replace(state.tally, tokens=state.tally.tokens * ranks)), metrics  # each saw its part
+
+        return cut
+
+    return Transform(name="context_parallel", grad=grad)
+
+
+def _torchs(axis: DeviceMesh, ours: list[tuple[Tensor, int]], tables: list[tuple[Tensor, int]]) -> AbstractContextManager[None]:
+    """torch's context: it cuts all these tensors in place, and makes ``tables`` whole again."""
+    from torch.distributed.tensor.experimental import context_parallel as torchs
+
+    both = [*ours, *tables]
+    tensors, dims = [tensor for tensor, _ in both], [dim for _, dim in both]
+    return torchs(axis, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers={tensor for tensor, _ in ours})
+
+
+def _copied(given: Batch, dims: Mapping[str, int], device: torch.device, ranks: int) -> dict[str, Tensor]:
+    """The batch on ``device``, with tensors of its own where they are to be cut."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"context_parallel: takes a batch with named tensors, got {type(given).__name__}")
+    moved = dict(cast("Mapping[str, Tensor]", to_device(given, device)))
+    for key, dim in dims.items():
+        if key not in moved:
+            raise ConfigError(f"context_parallel: the batch has no {key!r}, only {sorted(moved)}")
+        length = moved[key].shape[dim]
+        if length % (2 * ranks):
+            raise ConfigError(
+                f"context_parallel: dim {dim} of {key!r} has length {length}, which must be a multiple of 2 * cp = "
+                f"{2 * ranks}; pad the sequences"
+            )
+        moved[key] = moved[key].clone()
+    return moved
+
+
+def _tables(model: nn.Module, dims: Mapping[str, int]) -> list[tuple[Tensor, int]]:
+    found = []
+    known = clean_buffers(model)
+    for pattern, dim in dims.items():
+        fits = matcher([pattern], where="context_parallel: buffers")
+        matches = [(buffer, dim) for name, buffer in known.items() if fits(name)]
+        if not matches:
+            raise ConfigError(f"context_parallel: buffers names {pattern!r}, but the model has no such buffer")
+        found += matches
+    return found

@@ -1,0 +1,139 @@
+"""``dtrain plan``: what it prints, and one line for each mistake."""
+
+import json
+import sys
+
+import pytest
+
+from dtrain.cli import main
+from dtrain.cli.plan_values import parse_arguments, parse_memory
+from dtrain.errors import ConfigError
+
+MODEL = """
+import torch
+from dtrain.planning.workload import Workload
+from dtrain.types import LossSum
+
+def workload(*, width: int = 8, seq: int = 4):
+    def loss(model, batch):
+        return LossSum(total=model(batch).sum(), weight=len(batch))
+    layers = lambda: torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
+    return Workload(model=layers, loss_fn=loss, batch=lambda n: torch.zeros(n, seq, width), blocks=(torch.nn.Linear,))
+"""
+
+
+@pytest.fixture
+def plan(monkeypatch, capsys, tmp_path):
+    """``plan(*args)``: the exit code of the command, what it printed, and what it complained about."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cli_model.py").write_text(MODEL)
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["dtrain", "plan", *args])
+        with pytest.raises(SystemExit) as end:
+            main.run()
+        return end.value.code, *capsys.readouterr()
+
+    yield run
+    sys.modules.pop("cli_model", None)
+
+
+def test_comparison_is_a_line_for_each_strategy(plan):
+    code, out, err = plan("cli_model.py:workload", "--world", "8", "--memory", "64KiB", "--checkpoint", "none")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("cli_model.py:workload: 144 parameters on 8 ranks (dp_replicate 1 x dp_shard 8), 64 KiB each")
+    assert lines[2].split()[:5] == ["strategy", "checkpoint", "fits", "peak", "in"]
+    assert [line.split()[0] for line in lines[3:6]] == ["replicate", "shard_grad_op", "full_shard"]
+
+
+def test_one_strategy_is_shown_in_detail(plan):
+    code, out, _ = plan("cli_model.py:workload", "--world", "512", "--strategy", "full_shard", "--memory", "64KiB")
+    assert code == 0
+    for begin in (
+        "part ",
+        "parameters ",
+        "together ",
+        "The peak is in ",
+        "collective ",
+        "reduce_scatter ",
+        "The largest micro",
+    ):
+        assert any(line.startswith(begin) for line in out.splitlines()), begin
+
+
+def test_json_has_bytes_and_adds_up(plan):
+    code, out, _ = plan(
+        "cli_model:workload", "--world", "2", "--strategy", "replicate", "--json", "--seq", "16", "--arg", "width=32"
+    )
+    found = json.loads(out)
+    (only,) = found["plans"]
+    assert (code, found["memory"], only["largest"]) == (0, None, None)
+    assert only["parameters"] == 2 * (32 * 32 + 32)
+    assert only["at_peak"]["parameters"] == only["parameters"] * 4
+    assert sum(only["at_peak"].values()) == only["peak"] == only["peaks"][only["peak_in"]]
+    assert only["sent"] == sum(each["sent"] for each in only["traffic"])
+
+
+def test_memory_without_room_for_a_sample_is_code_1(plan):
+    code, out, _ = plan("cli_model.py:workload", "--world", "2", "--strategy", "replicate", "--memory", "1KiB")
+    assert code == 1
+    assert "Not one sample fits: it takes" in out
+
+
+MISTAKES = {
+    "no target": ([], "missing argument 'TARGET'"),
+    "no ranks": (["m.py:f"], "missing option '--world'"),
+    "ranks in letters": (["m.py:f", "--world", "many"], "--world must be a whole number of at least 1, got 'many'"),
+    "too many ranks": (["cli_model.py:workload", "--world", "4097"], "world_size must be a whole number from 1 to 4096"),
+    "ranks that do not divide": (["cli_model.py:workload", "--world", "8", "--replicate", "3"], "is not a multiple of 3"),
+    "unit": (
+        ["m.py:f", "--world", "8", "--memory", "80Gib"],
+        "--memory must be a size above 0 with its unit, got '80Gib'; did you mean",
+    ),
+    "no memory": (["m.py:f", "--world", "8", "--memory", "0"], "--memory must be a size above 0 with its unit, got '0'"),
+    "headroom": (["m.py:f", "--world", "8", "--headroom", "5%"], "--headroom must be a share from 0 to below 1, got '5%'"),
+    "precision": (["m.py:f", "--world", "8", "--precision", "fp64"], "--precision must be one of fp32, bf16"),
+    "checkpoint": (["m.py:f", "--world", "8", "--checkpoint", "all"], "--checkpoint must be one of none, nothing"),
+    "argument": (["m.py:f", "--world", "8", "--arg", "layers"], "--arg must be name=value, got 'layers'"),
+    "argument twice": (["m.py:f", "--world", "8", "--arg", "seq=1", "--seq", "2"], "the argument 'seq' is given twice"),
+    "strategy": (["cli_model.py:workload", "--world", "2", "--strategy", "zero3"], "unknown strategy='zero3'; use one of"),
+    "accumulate": (
+        ["cli_model.py:workload", "--world", "2", "--accumulate", "never"],
+        "unknown accumulate='never'; use one of",
+    ),
+    "no file": (["nope.py:workload", "--world", "2"], "no such file: 'nope.py'"),
+}
+
+
+@pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_mistake_is_one_line(plan, args, expected):
+    code, out, err = plan(*args)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("dtrain: ")
+    assert expected in err
+
+
+SIZES = {"80GiB": 80 * 2**30, "80 GB": 80 * 10**9, "1.5KiB": 1536, "512MiB": 2**29, "7B": 7, "2TiB": 2**41}
+
+
+@pytest.mark.parametrize(("text", "size"), SIZES.items(), ids=SIZES)
+def test_memory_has_a_unit(text, size):
+    assert parse_memory("--memory", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "80", "GiB", "0GiB", "-1GiB", "80 G", "1e3GiB", "nanGiB", "80gb"])
+def test_memory_without_one_is_refused(text):
+    with pytest.raises(ConfigError, match="--memory must be a size above 0 with its unit"):
+        parse_memory("--memory", text)
+
+
+def test_arguments_are_literals_or_words():
+    assert parse_arguments(["a=1", "b=0.5", "c=relu", "d=(1, 2)", "e=None", "f="]) == {
+        "a": 1,
+        "b": 0.5,
+        "c": "relu",
+        "d": (1, 2),
+        "e": None,
+        "f": "",
+    }

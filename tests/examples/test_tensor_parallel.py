@@ -1,0 +1,58 @@
+"""The example of tensor parallelism: the same losses on 2 x 2 processes as on one, and a run that changes between them."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from dtrain.observe.sinks import read_jsonl
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "tensor_parallel.py"
+TEXT = str(Path(sysconfig.get_path("stdlib")) / "asyncio" / "*.py")
+STEPS = 12
+PATIENCE_S = 300  # for anything that takes seconds: the machine may be busy
+
+# Other ranks add the same float32 numbers in another order, and twelve steps of AdamW carry that on. Another batch differs by
+# 1e-2.
+TOLERANCE = 1e-4
+
+
+def losses(out: Path, tp: int, *, processes: int, steps: int = STEPS) -> dict[int, float]:
+    launcher = ["-m", "dtrain", "launch", "-n", str(processes)] if processes > 1 else []
+    options = ["--tp", str(tp), "--steps", str(steps), "--out", str(out), "--text", TEXT]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *options],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=environment,
+        cwd=out.parent,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {step: record["loss"] for step, record in read_jsonl(out / "losses.jsonl").items()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[int, float]:
+    found = losses(tmp_path_factory.mktemp("alone") / "run", 1, processes=1)
+    assert list(found) == list(range(1, STEPS + 1))
+    assert found[STEPS] < found[1] - 0.5, "it learns"
+    return found
+
+
+def test_four_processes_have_the_losses_of_one_and_one_goes_on_from_them(alone, tmp_path):
+    four = losses(tmp_path / "run", 2, processes=4, steps=STEPS // 2)
+    assert list(four) == list(range(1, STEPS // 2 + 1))
+    both = losses(tmp_path / "run", 1, processes=1)
+    assert list(both) == list(alone)
+    assert [both[step] for step in alone] == pytest.approx(list(alone.values()), rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_alone_has_the_losses_of_one_process(alone, tmp_path):
+    two = losses(tmp_path / "run", 2, processes=2)
+    assert [two[step] for step in alone] == pytest.approx(list(alone.values()), rel=TOLERANCE)

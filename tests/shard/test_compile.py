@@ -1,0 +1,219 @@
+"""Blocks compiled one by one: the same gradients, with every strategy and with activations computed again."""
+
+import copy
+import os
+import shutil
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.dist.init import DistInfo
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import ConfigError
+from dtrain.shard import compile as home
+from dtrain.shard.compile import compile_blocks
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.memory import checkpoint_activations, offload_activations
+from shard import test_memory as memory
+from shard.test_memory import Noisy, Quiet, made, same
+
+pytestmark = [
+    # dynamo looks at .grad of whatever a frame is given, and means to hide what torch then says of it
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    # importing the compiler makes old modules of torch's own
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
+
+TOLERANCE = 1e-12  # float64; a compiler may add in another order
+ROUTES = {  # what is done before sharding, and after it
+    "compiled before": (lambda net: compiled(net), same),
+    "compiled after": (same, lambda net: compiled(net)),
+    "checkpointed": (memory.again, lambda net: compiled(net)),
+    "checkpointed, all before": (lambda net: compiled(memory.again(net)), same),
+    "offloaded": (lambda net: memory.moved(memory.again(net)), lambda net: compiled(net)),
+    "by hand": (memory.again, lambda net: by_hand(net)),
+}
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """What was compiled in other tests counts towards dynamo's limits."""
+    torch._dynamo.reset()
+
+
+def compiled(net: nn.Module, **options) -> nn.Module:
+    return compile_blocks(net, blocks=(Noisy if isinstance(net.blocks[0], Noisy) else Quiet), backend="aot_eager", **options)
+
+
+def by_hand(net: nn.Module) -> nn.Module:
+    for block in net.blocks:
+        block.compile(backend="aot_eager")
+    return net
+
+
+def alone(net: nn.Module) -> list[Tensor]:
+    grads, buffers, _ = memory.alone(net)
+    return [*grads, *buffers]
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> float:
+    assert len(found) == len(expected) > 0
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("block", memory.KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_plain_model_has_the_same_gradients_and_buffers(route, block):
+    before, after = ROUTES[route]
+    assert error(alone(after(before(made(block)))), alone(made(block))) <= TOLERANCE
+
+
+def test_kept_matmuls_are_not_multiplied_again():
+    counts = {}
+    for keep in ("nothing", "matmuls"):
+        torch._dynamo.reset()
+        net = checkpoint_activations(made(Quiet).eval(), blocks=Quiet, keep=keep)
+        compile_blocks(net, blocks=Quiet, backend="aot_eager_decomp_partition")
+        out = net(torch.randn(4, 6, dtype=torch.float64)).sum()
+        with memory.Seen() as backward:
+            out.backward()
+        counts[keep] = backward.ops.count(torch.ops.aten.addmm.default)
+    assert counts == {"nothing": 5, "matmuls": 0}
+
+
+def sharded(strategy: str, routes: list[str]) -> dict[str, float]:
+    found = {}
+    for block in memory.KINDS:
+        expected = memory.stepped(made(block), strategy, blocks=(block,))
+        for route in routes:
+            torch._dynamo.reset()
+            before, after = ROUTES[route]
+            net = shard_model(before(made(block)), mesh_for(strategy), strategy=strategy, blocks=(block,))
+            grads, buffers, _ = memory.trained(after(net))
+            found[f"{block.__name__} {route}"] = error([*grads, *buffers], [*expected[0], *expected[1]])
+    return found
+
+
+def mesh_for(strategy: str):
+    return build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
+
+
+def test_a_sharded_model_has_the_same_gradients_and_buffers(ranks):
+    for found in ranks(2).run(sharded, "full_shard", ["checkpointed"]):
+        assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", memory.STRATEGIES)
+def test_it_has_them_with_every_strategy_and_order(ranks, strategy):
+    for found in ranks(4 if strategy == "hybrid_shard" else 2).run(sharded, strategy, list(ROUTES), timeout_s=600.0):
+        assert max(found.values()) <= TOLERANCE, found
+
+
+def test_names_are_those_of_the_plain_model():
+    net = compiled(made(Quiet))
+    assert net.state_dict().keys() == made(Quiet).state_dict().keys()
+    assert all(block._compiled_call_impl is not None for block in net.blocks)
+    assert net.head._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("change", [compiled, lambda net: compiled(memory.again(net))], ids=["whole", "inside"])
+def test_a_copy_computes_with_parameters_of_its_own(change):
+    net = change(made(Noisy))
+    expected = alone(net)
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.zero_()
+    twin.zero_grad()
+    twin.load_state_dict(made(Noisy).state_dict())
+    assert error(alone(twin), expected) <= TOLERANCE
+
+
+# The budget
+
+
+def kept(budget: float) -> int:
+    """Bytes that autograd holds after a forward of one long block."""
+    net = nn.Sequential(Long())
+    compile_blocks(net, blocks=Long, backend="aot_eager_decomp_partition", memory_budget=budget)
+    return memory.saved_bytes(net)
+
+
+class Long(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_the_compiler_keeps_less_with_a_smaller_budget():
+    assert kept(0.0) < kept(1.0)
+    assert torch._functorch.config.activation_memory_budget == 1.0, "the process's own setting is untouched"
+
+
+# Where compiled code is kept
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, "compiled"), ("mine", "mine")], ids=["not set", "the user's own"])
+def test_compiled_code_is_kept_in_the_run_folder(monkeypatch, tmp_path, own, expected):
+    if own is None:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")  # so that it is taken back afterwards
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    else:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / own))
+    monkeypatch.setattr(home, "current", lambda: DistInfo(run_dir=tmp_path))
+    compiled(made(Quiet))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / expected)
+
+
+def test_without_a_run_folder_the_environment_is_left_alone(monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    home._keep_in_run_folder()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: compiled(made(Quiet), memory_budget=1.5), "memory_budget is a share from 0 to 1, got 1.5"),
+        (lambda: compiled(made(Quiet), memory_budget=True), "memory_budget is a share from 0 to 1, got True"),
+        (lambda: compiled(made(Quiet), memory_budget=0.5, mode="default"), "memory_budget does not go with mode or options"),
+        (lambda: compile_blocks(made(Quiet), blocks=()), "compile_blocks: blocks=.* picks no module inside the model"),
+        (lambda: compile_blocks(made(Quiet), blocks="x.*"), "compile_blocks: blocks names 'x"),
+        (lambda: compiled(compiled(made(Quiet))), "these blocks are compiled already; call it once"),
+        (
+            lambda: compiled(compiled(memory.again(made(Noisy)))),
+            "compile_blocks: these blocks are compiled already; call it once",
+        ),
+        (
+            lambda: compiled(checkpoint_activations(made(Noisy), blocks=Noisy, keep="matmuls")),
+            "a Noisy has buffers, so it can be compiled under checkpoint_activations only with keep='nothing'",
+        ),
+        (
+            lambda: compiled(
+                offload_activations(checkpoint_activations(made(Quiet), blocks=Quiet, keep="matmuls"), blocks=Quiet)
+            ),
+            "a Quiet has its activations offloaded, so it can be compiled",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_with_inductor_the_gradients_are_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for block in memory.KINDS:
+        torch._dynamo.reset()
+        net = compile_blocks(memory.again(made(block)).eval(), blocks=block)  # without dropout: inductor draws its own numbers
+        assert error(alone(net), alone(made(block).eval())) <= TOLERANCE
+    assert any(tmp_path.iterdir())

@@ -1,0 +1,153 @@
+"""Sequences cut over ``cp``: counts, gradients and what is whole again afterwards, for a model without attention on the CPU."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from dtrain.batch import batch_spec
+from dtrain.data.loader import build_loader
+from dtrain.dist.init import current
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import ConfigError
+from dtrain.losses import token_cross_entropy
+from dtrain.observe.metrics import reduce_metrics
+from dtrain.shard.context_parallel import context_parallel, cut_sequences
+from dtrain.shard.fsdp import shard_model
+from dtrain.step.compose import compose_step
+from dtrain.step.microbatch import microbatch_step
+from dtrain.tensors import gathered
+from dtrain.types import LossSum
+from shard.parallel import SAMPLES, SEQ, VOCAB, batch
+
+SPEC = batch_spec({"inputs": "batch seq", "targets": "batch seq"})
+TOLERANCE = 1e-12  # norm of the difference over norm of the gradient, in float64
+
+
+class Net(nn.Module):
+    """Each position by itself, but for a table of positions that must be cut like the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(VOCAB, 6), nn.Linear(6, VOCAB)
+        self.register_buffer("positions", torch.linspace(-1, 1, SEQ)[:, None] * torch.ones(6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.embed(ids) + self.positions))
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def loss_fn(net: nn.Module, part: dict) -> LossSum:
+    return token_cross_entropy(net(part["inputs"]), part["targets"])
+
+
+class Samples:
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict:
+        return {key: value[-1 - index] for key, value in batch().items()}  # the first one has no target that counts
+
+
+def stepped(degrees: dict, strategy: str, global_batch_size: int) -> list:
+    mesh = build_mesh(**degrees)
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    net = shard_model(make(), mesh, strategy=strategy, plan={"out": head} if "tp" in degrees else None)
+    cut = cut_sequences(mesh, dims={"inputs": 1, "targets": 1}, buffers={"pos*": 0})
+    # A batch larger than the data, and ranks of which some have no sample.
+    loader = build_loader(Samples(), mesh=mesh, global_batch_size=global_batch_size, seed=0, shuffle=False, batch_spec=SPEC)
+    grad = partial(microbatch_step, microbatch_size=1, batch_spec=SPEC)
+    step = compose_step(loss_fn, [cut], grad=grad)
+    state = step.init(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    before = {name: gathered(p.detach()).clone() for name, p in state.params.items()}
+    for given in loader.until("1ba"):
+        kept = {key: value.clone() for key, value in given.items()}
+        state, metrics = step(state, given)
+        untouched = all(torch.equal(kept[key], given[key]) for key in kept)
+    moved = {name: before[name] - gathered(p.detach()) for name, p in state.params.items()}
+    whole = torch.equal(net.positions, make().positions)
+    numbers = [state.clock.samples, state.clock.tokens, reduce_metrics(metrics)["loss"]]
+    return [difference(moved, global_batch_size), whole and untouched, numbers]
+
+
+def plain(samples: int) -> tuple[dict, float]:
+    """Written without dtrain's step: one process, one batch, torch's own mean over the tokens that count."""
+    net, whole = make(), {key: value.flip(0)[:samples] for key, value in batch().items()}
+    logits = net(whole["inputs"]).flatten(0, 1)
+    loss = nn.functional.cross_entropy(logits, whole["targets"].flatten(), ignore_index=-100)
+    loss.backward()
+    return {name: p.grad for name, p in net.named_parameters()}, loss.item()
+
+
+def difference(moved: dict, samples: int) -> float:
+    expected, _ = plain(samples)
+    error = torch.cat([(moved[name] - expected[name]).flatten() for name in expected]).norm()
+    return (error / torch.cat([grad.flatten() for grad in expected.values()]).norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "strategy", "samples"),
+    [
+        ({"cp": 2}, "full_shard", 5),
+        pytest.param({"cp": 4}, "replicate", 3, marks=pytest.mark.slow),
+        ({"cp": 2, "dp_replicate": 2}, "hybrid_shard", 4),
+        ({"cp": 2, "tp": 2}, "full_shard", 5),
+        ({"cp": 2}, "full_shard", 1),  # one of the two groups has no sample
+    ],
+)
+def test_gradient_of_cut_sequences_equals_that_of_one_process(ranks, degrees, strategy, samples):
+    for error, whole, (counted, tokens, loss) in ranks(4).run(stepped, degrees, strategy, samples):
+        assert error <= TOLERANCE
+        assert whole, "the batch and the model's tables are as before"
+        assert (counted, tokens) == (samples, samples * SEQ)
+        assert loss == pytest.approx(plain(samples)[1], rel=1e-12)
+
+
+def refused(case: str) -> str:
+    mesh = build_mesh(cp=2)
+    dims, buffers = {"inputs": 1}, {}
+    try:
+        if case == "cpu":
+            context_parallel(mesh, batch=dims)
+        if case == "no axis":
+            cut_sequences(build_mesh(), dims=dims)
+        if case == "nothing":
+            cut_sequences(mesh, dims={})
+        if case == "key":
+            dims = {"tokens": 1}
+        if case == "buffer":
+            buffers = {"rope": 0}
+        net = shard_model(make(), mesh)
+        step = compose_step(loss_fn, [cut_sequences(mesh, dims=dims, buffers=buffers)])
+        given = batch()
+        if case == "length":
+            given = {key: value[:, :6] for key, value in given.items()}
+        if case == "names":
+            given = [given["inputs"]]
+        step(step.init(net, torch.optim.SGD(net.parameters(), lr=1.0)), given)
+    except ConfigError as error:
+        return str(error)
+    return f"taken on rank {current().rank}"
+
+
+REFUSED = [
+    ("cpu", "torch's ring attention runs on GPUs only, and this mesh is of CPU ranks; leave cp out"),
+    ("no axis", "needs a mesh with a cp axis, got axes ['dp_replicate', 'dp_shard'] of sizes [1, 2]; e.g. dt.build_mesh(cp=2)"),
+    ("nothing", "nothing to cut; name the batch's sequences, as in batch={'input_ids': 1}"),
+    ("key", "the batch has no 'tokens', only ['inputs', 'targets']"),
+    ("buffer", "buffers names 'rope', but the model has no such buffer"),
+    ("length", "dim 1 of 'inputs' has length 6, which must be a multiple of 2 * cp = 4; pad the sequences"),
+    ("names", "takes a batch with named tensors, got list"),
+]
+
+
+@pytest.mark.parametrize(("case", "message"), REFUSED, ids=[case for case, _ in REFUSED])
+def test_what_cannot_be_cut_is_refused(ranks, case, message):
+    assert ranks(2).run(refused, case) == [f"context_parallel: {message}"] * 2

@@ -1,0 +1,39 @@
+"""docs/parallelism.md: what it shows is code that runs."""
+
+import re
+from pathlib import Path
+
+import torch
+
+import dtrain as dt
+from dtrain.dist.init import current
+from gpt import GPT, Block, GPTConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def plan_of_the_page() -> list:
+    names = {"dt": dt, "torch": torch, "GPT": GPT, "Block": Block, "config": GPTConfig(n_layer=1, n_head=2, dim=8, max_seq=4)}
+    exec(compile(BLOCKS[0], str(PAGE), "exec"), names)  # the page's own text
+    shown = dt.describe(names["model"])
+    return [shown.splitlines()[0], "cut on dim 0 over dp_all=2, cut on dim 0 over tp=2" in shown, current().rank]
+
+
+def test_the_plan_of_the_page_cuts_the_model_of_the_examples(ranks):
+    head = "full_shard over 2 ranks (dp_replicate=1, dp_shard=2, tp=2), accumulate=local, buffers=broadcast"
+    assert ranks(4).run(plan_of_the_page) == [[head, True, rank] for rank in range(4)]
+
+
+def test_every_function_that_the_page_names_is_public():
+    named = set(re.findall(r"\bdt\.(\w+)", PAGE.read_text()))
+    assert len(named) >= 10
+    assert named <= set(dt.__all__)
+    assert len(BLOCKS) == 2
+
+
+def test_the_files_that_the_page_names_exist():
+    root = PAGE.parents[1]
+    files = re.findall(r"`(tests/\S+?\.py|examples/\S+?\.py)`", PAGE.read_text())
+    assert len(files) >= 4
+    assert all((root / name).exists() for name in files)

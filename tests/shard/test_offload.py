@@ -1,0 +1,215 @@
+"""Tensors on their way to host memory and back, and shards that live there."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.algorithms.clip import clip_by_norm
+from dtrain.algorithms.ema import ema
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.save import save_sharded
+from dtrain.dist.init import current
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import ConfigError, StepError
+from dtrain.shard.describe import describe
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.fsdp2 import param_groups
+from dtrain.shard.materialize import materialize
+from dtrain.shard.memory import offload_activations
+from dtrain.shard.offload import Shelf
+from dtrain.shard.whole import full_params
+from dtrain.state import spec_of
+from dtrain.step.compose import compose_step
+from dtrain.step.evaluate import evaluate
+from dtrain.tensors import local
+from shard import models
+
+X = torch.randn(4, 8)
+
+
+def taken(shelf: Shelf, module: nn.Module, run) -> tuple[list[bool], Tensor]:
+    """Whether each tensor that ``run`` saved was taken, in order; and its result."""
+    found: list[bool] = []
+    put = shelf._put
+
+    def watched(tensor, stays):
+        box = put(tensor, stays)
+        found.append(box is not tensor)
+        return box
+
+    shelf._put = watched  # type: ignore[method-assign]
+    with shelf.taking(module):
+        out = run()
+    return found, out
+
+
+def test_parameters_their_views_and_small_tensors_stay():
+    layer = nn.Linear(8, 8)
+    shelf = Shelf(min_bytes=X.nbytes, copies_on_cpu=True)
+    found, out = taken(shelf, layer, lambda: layer(X.clone().requires_grad_()))
+    assert sorted(found) == [False, True], "the weight's view, and the input"
+    found, out = taken(Shelf(min_bytes=X.nbytes + 1, copies_on_cpu=True), layer, lambda: layer(X.clone().requires_grad_()))
+    assert found == [False, False]
+    assert out.requires_grad
+
+
+def test_on_the_cpu_nothing_moves():
+    layer = nn.Linear(8, 8)
+    found, _ = taken(Shelf(min_bytes=0), layer, lambda: layer(X.clone().requires_grad_()))
+    assert found == [False, False]
+
+
+def test_a_tensor_that_several_operators_save_leaves_once():
+    shelf = Shelf(min_bytes=0, copies_on_cpu=True)
+    x = X.clone().requires_grad_()
+    with shelf.taking(nn.Identity()):
+        h = x * 2
+        out = h.sin() + h.cos() + h.exp().sum()
+    boxes = list(shelf._lanes[torch.device("cpu")]._known.values())
+    assert len([ref for ref in boxes if ref() is not None]) == 2, "the input of sin and cos, and the output of exp"
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * ((2 * X).cos() - (2 * X).sin() + 32 * (2 * X).exp()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x.expand(3, 4, 8), lambda x: x.to(torch.bfloat16)],
+    ids=["turned", "with gaps", "expanded", "of another dtype"],
+)
+def test_a_tensor_comes_back_as_it_was(make):
+    shelf = Shelf(min_bytes=0, copies_on_cpu=True)
+    tensor = make(X)
+    box = shelf._put(tensor, set())
+    back = box if isinstance(box, Tensor) else box.take()
+    assert torch.equal(back, tensor)
+    assert back.dtype == tensor.dtype
+
+
+def test_what_was_put_before_is_fetched_ahead():
+    shelf = Shelf(min_bytes=0, copies_on_cpu=True)
+    boxes = [shelf._put(torch.full((4,), float(at)), set()) for at in range(6)]
+    boxes[5].take()
+    assert [box._back is not None for box in boxes] == [False, False, False, True, True, False]
+    assert [box.take()[0].item() for box in reversed(boxes)] == [5, 4, 3, 2, 1, 0]
+
+
+def test_a_tensor_that_is_changed_after_it_was_saved_is_an_error_as_without():
+    shelf = Shelf(min_bytes=0, copies_on_cpu=True)
+    with shelf.taking(nn.Identity()):
+        h = X.clone().requires_grad_() * 2
+        out = h.sin().sum()
+        h.add_(1.0)
+    with pytest.raises(StepError, match=r"a tensor \[4, 8\] that backward needs was changed in place after it was used"):
+        out.backward()
+
+
+def test_few_originals_are_held_and_none_when_the_graph_is_dropped():
+    shelf = Shelf(min_bytes=0, copies_on_cpu=True)
+    boxes = [shelf._put(torch.full((4,), float(at)), set()) for at in range(50)]
+    assert [at for at, box in enumerate(boxes) if box.leaving] == [46, 47, 48, 49]
+    lane = shelf._lanes[torch.device("cpu")]
+    del boxes
+    gc.collect()
+    assert [ref for ref in lane._leaving if ref() is not None] == []
+    assert len(lane._known) <= 32
+
+
+def test_offloading_is_without_effect_on_the_cpu():
+    plain, net = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(2))
+    net.load_state_dict(plain.state_dict())
+    offload_activations(net, blocks=nn.Linear, min_bytes=0)
+    for each in (plain, net):
+        each(X).sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), net.parameters(), strict=True))
+
+
+# Parameters and optimizer
+
+
+def trained(name: str, strategy: str, offload: str | None, meta: bool) -> list[Tensor]:
+    mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
+    if meta:
+        with torch.device("meta"):
+            net = models.CASES[name].make().double()
+    else:
+        net = models.make(name)
+    net = shard_model(net, mesh, strategy=strategy, offload=offload, **models.CASES[name].options)
+    net = materialize(net, seed=0) if meta else net
+    step = compose_step(models.CASES[name].loss, [clip_by_norm(0.5), ema(0.9)])
+    state = step.init(net, torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False))
+    share = models.SAMPLES // current().world_size
+    mine = slice(current().rank * share, (current().rank + 1) * share)
+    batch = {key: value[mine] for key, value in models.batch(name, models.WEIGHTS).items()}
+    for _ in range(3):
+        state, _ = step(state, batch)
+    loss = evaluate(net, [batch], models.CASES[name].loss)["loss"].total
+    assert state.device == current().device
+    assert all(group.offload_policy.__class__.__name__.startswith("CPU") is bool(offload) for group in param_groups(net))
+    assert spec_of(net).computes_on == (current().device if offload else None)
+    assert all(local(p).device.type == "cpu" for p in net.parameters())
+    averages = [value for _, value in full_params(state.slices["ema"]["params"])]
+    return [*(value.clone() for _, value in full_params(state)), *averages, loss]
+
+
+def offloaded(strategy: str) -> dict[str, bool]:
+    cases = [("called twice", False), ("called twice", True), ("left out", False), ("tied across blocks", False)]
+    found = {}
+    for name, meta in cases:
+        pairs = zip(trained(name, strategy, "params", meta), trained(name, strategy, None, meta), strict=True)
+        found[f"{name} {meta}"] = all(torch.equal(a, b) for a, b in pairs)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
+def test_training_with_offloaded_parameters_is_the_same_bit_for_bit(ranks, strategy):
+    for found in ranks(4 if strategy == "hybrid_shard" else 2).run(offloaded, strategy):
+        assert all(found.values()), found
+
+
+def moved_through_a_checkpoint(folder: str, there: str | None, here: str | None) -> bool:
+    """A state saved with its shards in one place, and loaded with them in another."""
+    made = {}
+    for key, offload in (("saved", there), ("loaded", here)):
+        net = shard_model(models.make("left out"), build_mesh(), offload=offload, **models.CASES["left out"].options)
+        step = compose_step(models.CASES["left out"].loss, [ema(0.9)])
+        made[key] = step.init(net, torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False))
+        if key == "saved":
+            share = models.SAMPLES // current().world_size
+            mine = slice(current().rank * share, (current().rank + 1) * share)
+            made[key], _ = step(made[key], {k: v[mine] for k, v in models.batch("left out", models.WEIGHTS).items()})
+            save_sharded(folder, made[key])
+    loaded = load_sharded(folder, made["loaded"]).state
+    assert loaded.step == 1
+    pairs = zip(full_params(made["saved"]), full_params(loaded), strict=True)
+    moments = [state["exp_avg"] for state in loaded.optimizer.state.values()]
+    return all(torch.equal(a, b) for (_, a), (_, b) in pairs) and all(local(m).device.type == "cpu" for m in moments)
+
+
+@pytest.mark.parametrize(("there", "here"), [("params", None), (None, "params"), ("params", "params")])
+def test_a_checkpoint_moves_between_both(ranks, tmp_path, there, here):
+    assert ranks(2).run(moved_through_a_checkpoint, str(tmp_path), there, here) == [True, True]
+
+
+def refused() -> str:
+    try:
+        shard_model(nn.Linear(2, 2), build_mesh(), offload="optimizer")
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_another_offload_is_refused_on_all_ranks(ranks):
+    for found in ranks(2).run(refused):
+        assert "unknown offload='optimizer'; use 'params' or None" in found
+
+
+def described() -> list[str]:
+    nets = [shard_model(models.make("frozen"), build_mesh(), offload=offload) for offload in ("params", None)]
+    return [describe(net).splitlines()[0] for net in nets]
+
+
+def test_describe_says_so(ranks):
+    for offloaded, plain in ranks(2).run(described):
+        assert offloaded == f"{plain}, offload=params"
