@@ -91,10 +91,9 @@ def check_exception_changes_nothing(name: str, where: str, at: int) -> None:
     """Step ``at`` that fails inside leaves the run as it was; tried again, it is the step that never failed."""
     *_, allowed = _failed([], where, at)
     step, state, before, after = _failed([make(name)], where, at)
-    # The model's own forwards, as far as they came, have drawn random numbers and counted in buffers.
-    run = after if row(name).reruns else allowed
-    expected = {**before, "rng": run["rng"], "buffers": run["buffers"]}
-    found = differences(expected, after)
+    # The model's own forwards, as far as they came, have drawn random numbers and counted in buffers, unless all is taken back.
+    runs = [after] if row(name).reruns else [allowed, before] if row(name).undoes else [allowed]
+    found = min((differences({**before, "rng": run["rng"], "buffers": run["buffers"]}, after) for run in runs), key=len)
     assert found == [], f"exception: {name}: raised in {where!r} of step {at}, which left changes at {found}"
     set_rng_state(before["rng"])
     for key, buffer in state.model.named_buffers():

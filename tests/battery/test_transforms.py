@@ -23,7 +23,8 @@ each = pytest.mark.parametrize("name", ROWS)
 def test_every_public_function_that_makes_a_transform_has_a_row():
     makers = {name for name in dt.__all__ if _returns_transform(getattr(dt, name))}
     assert makers >= {"clip_by_norm", "ema"}
-    assert makers == set(itertools.chain.from_iterable(row.of for row in ROWS.values()))
+    # It needs a mesh with an axis of its own: see tests/shard/test_context_parallel.py.
+    assert makers - {"context_parallel"} == set(itertools.chain.from_iterable(row.of for row in ROWS.values()))
 
 
 def _returns_transform(value: object) -> bool:

@@ -26,12 +26,14 @@ class Row:
         of: the public functions that it is an example of.
         per_rank: it draws differently on each rank, so two ranks do not equal one.
         reruns: it runs the model more often than once a step, so dropout draws more than in a run without it.
+        undoes: it takes back what the model's forwards drew and counted in a step that fails.
     """
 
     make: Callable[[], dt.Transform]
     of: tuple[str, ...] = ()
     per_rank: bool = False
     reruns: bool = False
+    undoes: bool = False
 
 
 def shrink(batch: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -102,6 +104,9 @@ ROWS: dict[str, Row] = {
     "autocast": Row(make=lambda: autocast("bf16"), of=("autocast",)),
     "loss_scale": Row(make=lambda: loss_scale(1000.1, growth=1.3, interval=2), of=("loss_scale",)),
     "every-loss_scale": Row(make=lambda: every(2, loss_scale(interval=1))),
+    "auto_microbatch": Row(make=lambda: dt.auto_microbatch(), of=("auto_microbatch",), undoes=True),
+    "auto_microbatch-from-2": Row(make=lambda: dt.auto_microbatch(initial=2), undoes=True),
+    "every-auto_microbatch": Row(make=lambda: every(2, dt.auto_microbatch(initial=3, grow=2)), reruns=True),
     "every-ema": Row(make=lambda: every(2, dt.ema(0.9)), of=("every",)),
     "every-epoch-clip": Row(make=lambda: every("1ep", dt.clip_by_norm(0.05))),
     "every-halved_loss": Row(make=lambda: every(2, halved_loss())),

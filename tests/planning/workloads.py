@@ -124,7 +124,7 @@ def linears(**changes) -> Workload:
 
 WORKLOADS = {
     "gpt": Workload(
-        model=lambda: GPT(GPTConfig(n_layer=3, n_head=4, dim=96, max_seq=SEQ)),
+        model=lambda: GPT(GPTConfig(n_layer=2, n_head=4, dim=96, max_seq=SEQ)),
         loss_fn=tokens_loss,
         batch=tokens,
         blocks=(Block,),

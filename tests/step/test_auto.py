@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -429,3 +431,37 @@ def test_without_a_gauge_the_whole_batch_is_taken():
     state, _ = step(state, torch.ones(9, WIDTH))
     assert calls == [7, 9]
     assert size_of(state) == "whole"
+
+
+def test_a_grad_function_of_ones_own_is_tried_again_in_one_process():
+    asked: list[int | None] = []
+
+    def grad(state, batch, *, loss_fn, microbatch_size=None):
+        asked.append(microbatch_size)
+        if microbatch_size is None or microbatch_size > 3:
+            raise OUT_OF_MEMORY
+        return microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=microbatch_size)
+
+    net = nn.Linear(WIDTH, 1)
+    step = compose_step(loss_fn, [auto_microbatch(grow=None)], grad=grad)
+    state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    state, _ = step(state, torch.ones(8, WIDTH))
+    assert size_of(state) == 3
+    assert asked[0] is None
+    assert state.step == 1
+
+
+def snapshots(folder: str) -> list[str]:
+    step, state = wide("full_shard", auto_microbatch(minimum=4, snapshot=f"{folder}/memory-{{rank}}.json"))
+    batch = torch.randn(SAMPLES, WIDTH)
+    with memory_budget([180_000, 50 * MIB], held=state.params.values()), pytest.raises(DoesNotFitError):
+        step(state, batch)
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_snapshot_is_written_by_the_rank_that_ran_out(ranks, tmp_path):
+    assert "memory-0.json" in ranks(2).run(snapshots, str(tmp_path))[0]
+    written = json.loads((tmp_path / "memory-0.json").read_text())
+    assert written["live"] > 100_000
+    assert written["storages"]
+    assert [path.name for path in tmp_path.iterdir()] == ["memory-0.json"]

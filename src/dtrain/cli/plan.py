@@ -77,9 +77,10 @@ def plan(
     ] = "0.05",
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as one JSON object.")] = False,
 ) -> int:
-    """Show what a run would need of memory and network, without its devices.
+    """Show what a run would need of memory and network.
 
-    A step is run on tensors without memory. Nothing of the model is allocated, and no GPU is used.
+    It needs none of the devices that it plans for: a step is run on tensors without memory. Nothing of the model is allocated,
+    and no GPU is used.
 
     Exit codes: 0 shown; 1 with --memory: no sample fits, or a step of the workload failed; 2 bad usage.
     """

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,14 +18,16 @@ Look = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 class Watch(TorchDispatchMode):
     """A context in which ``look`` is called before each operation of this thread and of the backwards it starts."""
 
+    supports_higher_order_operators = True  # of compiled code: torch refuses them inside of a mode that does not say so
+
     def __init__(self, look: Look) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._look = look
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if FakeTensor in types:
-            return func(*args, **kwargs)  # nothing is computed: DTensor finds out the shape of a result
+        if isinstance(func, HigherOrderOperator) or FakeTensor in types:
+            return func(*args, **kwargs)  # compiled code; or nothing is computed: DTensor finds out the shape of a result
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             # A DTensor or the like comes first: it unpacks itself, and the operations that it runs for that come back here.
             return NotImplemented

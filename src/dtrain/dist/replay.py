@@ -1,19 +1,23 @@
 """A rank that fails between two collectives must not leave its peers waiting: it plays its part to the end, or warns them.
 
-Two ways, chosen by what is known. *By warning*: the first time, before each collective the ranks exchange on the control group
-whether one has failed, and write down which collectives there are. *By heart*: from then on nothing is exchanged and nothing is
-looked at; a rank that fails knows from the groups' own sequence numbers how many of the collectives it has issued, and issues
-the rest with zeros, so that the peers come to the vote that follows. Nobody uses what they computed.
+Two ways, chosen by what is known. *By warning*: at first, before each collective the ranks exchange on the control group
+whether one has failed, and write down which collectives there are. *By heart*: when these were the same twice, nothing is
+exchanged any more and nothing is looked at; a rank that fails knows from the groups' own sequence numbers how many of the
+collectives it has issued, and issues the rest with zeros, so that the peers come to the vote that follows. Nobody uses what
+they computed.
 
 The collectives of a stretch (a forward, a backward) must be the same whenever it runs: those of FSDP2 depend on the parameters
-alone. Where they turn out to differ, the ranks go on by warning.
+alone, and on what is gathered already. Where they turn out to differ, or come from the user's code, whose sizes may be another
+batch's next time, the ranks go on by warning; after a try that failed, too, since it has left nothing gathered.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -55,6 +59,21 @@ class _Call:
 
 Stretch = tuple[_Call, ...]
 
+_OF_PARAMETERS = ("dtrain.step.weights", "torch.nn.modules._functions")
+_ON_THE_WAY = {  # between whoever asks for a collective and our look at it
+    __name__,
+    "dtrain.dist.dispatch",
+    "torch._compile",
+    "torch._dynamo.eval_frame",
+    "torch._library.autograd",
+    "torch._ops",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.c10d_logger",
+    "torch.distributed.distributed_c10d",
+    "torch.utils._contextlib",
+    "torch.utils._python_dispatch",
+}
+
 
 @dataclass(slots=True, eq=False)
 class Replay:
@@ -62,26 +81,36 @@ class Replay:
 
     Args:
         known: by the name of a stretch.
-        always_warn: the stretches were seen to differ, or cannot be played: their sizes depend on the batch.
+        sure: those that were seen twice.
+        always_warn: the stretches differ again and again, or cannot be played: their sizes depend on the batch.
+        patience: how often they may still differ.
     """
 
     known: dict[str, Stretch] = field(default_factory=dict)
+    sure: set[str] = field(default_factory=set)
     always_warn: bool = False
+    patience: int = 5
 
     def knows(self, script: Sequence[str]) -> bool:
         """Whether a rank that fails in ``script`` could play the rest of it. The same on all ranks."""
-        return not self.always_warn and all(name in self.known for name in script)
+        return not self.always_warn and self.sure.issuperset(script)
+
+    def forget(self) -> None:
+        """The next runs may be others. Every rank must call it, or none."""
+        self.known.clear()
+        self.sure.clear()
 
 
 class Part:
     """This rank's part in one run of a script: a list of stretches. ``open_part`` makes it."""
 
-    __slots__ = ("_before", "_begun", "_calls", "_due", "_exchanged", "_replay", "_script", "_totals", "warns")
+    __slots__ = ("_before", "_begun", "_calls", "_due", "_exchanged", "_foreign", "_replay", "_script", "_totals", "warns")
 
     def __init__(self, replay: Replay, script: Sequence[str]) -> None:
         self._replay, self._script = replay, tuple(script)
         self.warns = not replay.knows(script)
         self._exchanged = False  # this rank has told of its failure, or heard of another's
+        self._foreign = False  # a collective was none of FSDP2's or ours
         self._due: tuple[_Call, int] | None = None  # the others are about to issue it: its number there
         self._calls: dict[int, list[_Call]] = {}
         self._begun = -1
@@ -112,6 +141,7 @@ class Part:
                 group = group_of(arguments(func, args, kwargs))
                 if group is not None and group not in own:
                     self._warn()
+                    self._foreign |= not _depends_on_parameters_alone(sys._getframe(1))
                     call = _call(func, args, kwargs, group)
                     self._due = call, _sequence(group)
                     self._calls.setdefault(self._begun, []).append(call)
@@ -129,14 +159,18 @@ class Part:
         """
         if self.warns:
             self._warn()
-            return self._learn()
+            return self._learn() or self._foreign
         return any(_sequence(group) - self._before[group] != total for group, total in self._totals.items())
 
     def differed(self) -> None:
         """On some rank it was another run: do not rely on what is known. Every rank must call it, or none."""
-        if self.warns:
-            self._replay.always_warn = True
-        self._replay.known.clear()
+        self._replay.patience -= 1
+        self._replay.always_warn |= self._replay.patience <= 0
+        self._replay.forget()
+
+    def abandoned(self) -> None:
+        """It has failed on some rank. Every rank must call it, or none."""
+        self._replay.forget()
 
     def stand_in(self) -> None:
         """This rank has failed, and dropped what it held: let the others come to the end.
@@ -145,9 +179,8 @@ class Part:
         """
         if self.warns:
             if self._due is not None and _sequence(self._due[0].group) == self._due[1]:
-                _wait(
-                    _play(self._due[0])
-                )  # memory ran out in the collective itself, after this rank had said that it would come
+                # Memory ran out in the collective itself, after this rank had said that it would come.
+                _wait(_play(self._due[0]))
             if not self._exchanged:
                 self._exchanged = True
                 all_gather_numbers([True], where="step")
@@ -173,9 +206,18 @@ class Part:
         contradicts = False
         for at, name in enumerate(self._script):
             seen = tuple(self._calls.get(at, ()))
+            if name in self._replay.known:
+                self._replay.sure.add(name)
             known = self._replay.known.setdefault(name, seen)
             contradicts |= [call.sameness for call in known] != [call.sameness for call in seen]
         return contradicts
+
+
+def _depends_on_parameters_alone(frame: FrameType | None) -> bool:
+    """Whether a collective is of FSDP2, of torch's SyncBatchNorm or of our sum of weights: these have the same sizes always."""
+    while frame is not None and (name := frame.f_globals.get("__name__", "")) in _ON_THE_WAY:
+        frame = frame.f_back
+    return frame is not None and (name in _OF_PARAMETERS or name.startswith("torch.distributed.fsdp."))
 
 
 def open_part(replay: Replay, script: Sequence[str]) -> Part:

@@ -83,6 +83,7 @@ class Rehearsal:
         self._state = self._compose(1).init(model, optimizer)
         self._state.shared.weight = Unread()
         self._warm = False
+        self._traffic_of_two: tuple[Traffic, ...] | None = None
 
     @property
     def parameter_count(self) -> int:
@@ -104,8 +105,10 @@ class Rehearsal:
             self._warm = True
         if microbatches <= 3:
             return self._measured(microbatch_size, microbatches)
-        two, three = (self._measured(microbatch_size, count) for count in (2, 3))
-        return Trace(page=three.page, traffic=continued(two.traffic, three.traffic, microbatches))
+        three = self._measured(microbatch_size, 3)
+        if self._traffic_of_two is None:  # it is of parameters and gradients: the same for every size
+            self._traffic_of_two = self._measured(microbatch_size, 2).traffic
+        return Trace(page=three.page, traffic=continued(self._traffic_of_two, three.traffic, microbatches))
 
     def _measured(self, microbatch_size: int, microbatches: int) -> Trace:
         ledger, state = self._ledger, self._state

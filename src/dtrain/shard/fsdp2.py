@@ -1,8 +1,8 @@
 """The private side of FSDP2: the only module that uses names of torch which are not public.
 
 Each use is for something that torch offers no call for, and is held in place by a test: what happens to a parameter
-without a gradient (``tests/shard/test_reduction.py``), the way back after an exception (``tests/step/test_failures.py``), and
-what a forward without a backward leaves (``tests/shard/test_gathered.py``).
+without a gradient (``tests/shard/test_reduction.py``), the way back after an exception (``tests/step/test_failures.py``),
+what a forward without a backward leaves (``tests/shard/test_gathered.py``), and what memory is for (``tests/planning/``).
 """
 
 from __future__ import annotations

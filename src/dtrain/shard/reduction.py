@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,9 +25,13 @@ from dtrain.shard.fsdp2 import (
     runs_again,
     sharded_params,
 )
+from dtrain.shard.whole import is_whole
 from dtrain.state import ShardSpec, TrainState
 
 _REDUCTION = "_dtrain_reduction"  # the attribute of a model that shard_model leaves its Reduction in
+
+
+_ALL: weakref.WeakSet[Reduction] = weakref.WeakSet()  # of this process; each lives as long as its model
 
 
 class Reduction:
@@ -38,6 +43,7 @@ class Reduction:
     def __init__(self, model: nn.Module, spec: ShardSpec) -> None:
         self._model = model
         self._spec = spec
+        _ALL.add(self)
         self._sharded = isinstance(model, FSDPModule)
         self._groups = param_groups(model)
         self._order: list[int] = []
@@ -85,6 +91,17 @@ class Reduction:
         """Forget the forward and backward that an exception has ended. Mutates: FSDP2's units."""
         self.end()
         reset(self._model)
+
+    def abort_all(self) -> None:
+        """``abort``, also in other models: a loss may run several, and the exception has ended a forward of each.
+
+        Mutates: FSDP2's units of every sharded model of this process, but for those that are whole just now.
+        """
+        self.abort()
+        for other in list(_ALL):
+            model = other._model
+            if other is not self and other._sharded and not is_whole(model) and not is_idle(model, other._groups):
+                reset(model)
 
     @property
     def order(self) -> Sequence[int]:

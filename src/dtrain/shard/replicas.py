@@ -164,22 +164,30 @@ class KeptBuffers:
     Only the buffers of modules that have changed one of theirs since the last time are copied again: most never change.
     """
 
-    __slots__ = ("_copies", "_marks", "_slots")
+    __slots__ = ("_complete", "_copies", "_marks", "_slots")
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = list(buffer_slots(model))
+        self._complete = False  # what was kept is what there was
         self._marks: dict[str, tuple[Tensor | None, int]] = {}
         self._copies: dict[str, Tensor | None] = {}
 
     def keep(self) -> None:
-        """Take note of the buffers as they are. Mutates: the copies, on the buffers' device."""
+        """Take note of the buffers as they are. Mutates: the copies, on the buffers' device, for which memory may run out."""
+        self._complete = False
         for name, module, key in self._touched():
             tensor = module._buffers[key]
             self._copies[name] = None if tensor is None else tensor.detach().clone()
         self._mark()
+        self._complete = True
 
     def put_back(self) -> None:
-        """Give the model the tensors that ``keep`` has seen, with the values they had. Mutates: buffers."""
+        """Give the model the tensors that ``keep`` has seen, with the values they had; nothing if it came to no end.
+
+        Mutates: buffers.
+        """
+        if not self._complete:
+            return
         touched = list(self._touched())
         with torch.no_grad():
             for name, module, key in touched:

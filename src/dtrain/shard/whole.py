@@ -30,7 +30,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     It computes with the parameters as they are on entering, also when an earlier forward has left gathered copies.
     """
-    whole = _is_whole(model)
+    whole = is_whole(model)
     modes = [(module, module.training) for module in model.modules()]
     if not whole:
         reshard(model)
@@ -58,7 +58,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     Collective: one all-gather per unit, on entering; every rank must enter.
     """
     with torch.no_grad():
-        if _is_whole(model):
+        if is_whole(model):
             yield
             return
         try:
@@ -72,7 +72,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             _shard_again(model)
 
 
-def _is_whole(model: nn.Module) -> bool:
+def is_whole(model: nn.Module) -> bool:
+    """Whether ``unsharded`` holds for ``model`` just now."""
     return _WHOLE in unwrapped(model).__dict__
 
 

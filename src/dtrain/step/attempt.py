@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from dtrain.dist.control import Outcome, Tally, Verdict
+from dtrain.dist.init import current
 from dtrain.dist.replay import Part, PeerFailed, Replay, open_part
 from dtrain.dist.timeouts import is_of_a_collective
-from dtrain.errors import PeerError
+from dtrain.errors import DoesNotFitError, PeerError
 from dtrain.memory.failure import is_out_of_memory
 
 T = TypeVar("T")
@@ -40,6 +41,7 @@ class Attempt:
         replay: what is known of the model's collectives, kept from try to try.
         shared: whether there are other ranks, who must not be left waiting.
         at_most: run no more microbatches than these, and leave no gradient: a rehearsal. None runs them all.
+        prepare: called before anything else; it may run out of memory like the rest.
         on_failure: called where memory ran out, before anything is given back.
         thrashed: called at the end of a try that fitted: whether it did so only because memory was given back in between.
         live: reads how many bytes are held now; None where that is of no interest.
@@ -53,6 +55,7 @@ class Attempt:
     replay: Replay
     shared: bool
     at_most: int | None = None
+    prepare: Callable[[], None] | None = None
     on_failure: Callable[[], object] | None = None
     thrashed: Callable[[], bool] | None = None
     live: Callable[[], int] | None = None
@@ -89,10 +92,13 @@ class Attempt:
 
         Raises:
             DistError: a collective failed: there is nobody to wait for any more.
+            DoesNotFitError: this rank cannot even stand in for what it has not issued; the others lose it.
         """
         self.part = open_part(self.replay, script) if self.shared else None
         value, failed = None, False
         try:
+            if self.prepare is not None:
+                self.prepare()
             if self.part is None:
                 value = body()
             else:
@@ -106,7 +112,7 @@ class Attempt:
             if is_of_a_collective(error):
                 raise
             failed = True
-            self._note(error)
+            self.note(error)
         if not failed:
             if self.thrashed is not None and self.thrashed():
                 self.verdict |= Verdict.THRASHED
@@ -114,10 +120,11 @@ class Attempt:
         gc.collect()  # an exception and its frames are a cycle, and hold what the frames hold
         undo()
         if self.part is not None:
-            self.part.stand_in()
+            _stand_in(self.part)
         return None
 
-    def _note(self, error: Exception) -> None:
+    def note(self, error: Exception) -> None:
+        """Take note that this rank has failed. Mutates: this attempt; frees what the frames behind ``error`` hold."""
         if is_out_of_memory(error):
             self.verdict |= Verdict.OUT_OF_MEMORY
             self.asked = " ".join(str(error).split()) or type(error).__name__
@@ -141,6 +148,8 @@ class Attempt:
         self.verdicts = [self.verdict] if outcome is None else outcome.verdicts
         if self.part is not None and any(Verdict.OTHERWISE in verdict for verdict in self.verdicts):
             self.part.differed()
+        elif self.part is not None and any(verdict.failed for verdict in self.verdicts):
+            self.part.abandoned()
         if self.error is not None:
             raise self.error
         broken = [rank for rank, verdict in enumerate(self.verdicts) if Verdict.ERROR in verdict]
@@ -150,6 +159,18 @@ class Attempt:
             )
         if any(verdict.failed for verdict in self.verdicts):
             raise Abandoned(tally, self.verdicts)
+
+
+def _stand_in(part: Part) -> None:
+    try:
+        part.stand_in()
+    except Exception as error:
+        if is_of_a_collective(error) or not is_out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            f"step: rank {current().rank} has no memory left, not even to take part in the collectives that the others wait in "
+            f"({error}), so it leaves them; look for what has taken the memory, and start again from the last checkpoint"
+        ) from error
 
 
 def _let_go(error: BaseException) -> None:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from dtrain.clock import Duration
-from dtrain.dist.collectives import all_gather_numbers
-from dtrain.dist.init import current
+from dtrain.dist.collectives import all_gather_json
 from dtrain.errors import ConfigError
 from dtrain.state import TrainState
-from dtrain.step.ballast import ballast_for
-from dtrain.step.hopeless import raise_hopeless
+from dtrain.step.ballast import agreed_ballast
 from dtrain.step.search import Try
 from dtrain.step.sizing import Limits, checked_limits, search
 from dtrain.step.trial import Trials, trials_for
 from dtrain.transform import GradFn, Transform
-from dtrain.types import Batch, Metrics, Slice
+from dtrain.types import Batch, Metrics, Plain, Slice
 
 _NAME = "auto_microbatch"
 
@@ -49,8 +48,8 @@ def auto_microbatch(
 
     Args:
         initial: the first size to try, samples per rank; None searches.
-        minimum: the smallest size to try.
-        divisor: sizes are multiples of it (or the whole batch).
+        minimum: the smallest size to try, and the first to be measured; a model with BatchNorm cannot run 1.
+        divisor: sizes are multiples of it (or the whole batch); ``minimum`` is rounded up to one.
         headroom: share of a device's memory that a size found by measuring leaves free, in ``[0, 1)``.
         grow: when to look again for a larger size (inputs may have become smaller): ``1000`` steps, ``"1ep"``; None: never.
         probe: microbatches of a rehearsal, at least 2: the second one meets the gradients of the first.
@@ -92,13 +91,13 @@ class _Kept:
     """What a run keeps in this process: not in checkpoints, since it can be found again.
 
     Args:
-        ready: the slice was looked at: it is of this machine.
+        place: what the size depends on, besides the model and its inputs; a slice that is of another one is not known here.
         smaller: the last step fitted only just.
         ballast: held for the optimizer, until its first step.
     """
 
     trials: Trials
-    ready: bool = False
+    place: str = ""
     smaller: bool = False
     ballast: list[Tensor] = field(default_factory=list)
 
@@ -108,10 +107,17 @@ def _step(limits: Limits, inner: GradFn, state: TrainState, batch: Batch) -> tup
     kept: _Kept | None = state.shared.kept.get(_NAME)
     if kept is None:
         kept = state.shared.kept[_NAME] = _Kept(trials=trials_for(state))
+    try:
+        return _tried(limits, kept, inner, state, batch)
+    finally:
+        kept.ballast.clear()  # the update that follows takes its place, or there is none
+
+
+def _tried(limits: Limits, kept: _Kept, inner: GradFn, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     content = state.slices[_NAME]
     tries: list[Try] = []
     size: int | None = None if content["whole"] else content["size"] or None
-    if not kept.ready:
+    if not kept.place or content["found_on"] != kept.place:
         size, state = _begin(limits, kept, inner, state, batch, size, tries)
     elif kept.smaller or (limits.grow is not None and state.crossed(limits.grow) and not content["whole"]):
         size, state = _look_again(limits, kept, inner, state, batch, size, tries)
@@ -126,39 +132,28 @@ def _step(limits: Limits, inner: GradFn, state: TrainState, batch: Batch) -> tup
         tries = [*(t for t in tries if t.size < tried), Try(size=tried, fits=False)]
         size, state = search(limits, kept.trials, inner, state, batch, tries)
     kept.smaller = trial.thrashed
-    kept.ballast.clear()  # the update that follows takes its place
     state, metrics = trial.made
-    found = {"size": size or 0, "whole": int(size is None), "found_on": _place(state)}
+    found = {"size": size or 0, "whole": int(size is None), "found_on": kept.place}
     return (state if found == content else state.with_slice(_NAME, found)), metrics
 
 
 def _begin(
     limits: Limits, kept: _Kept, inner: GradFn, state: TrainState, batch: Batch, size: int | None, tries: list[Try]
 ) -> tuple[int | None, TrainState]:
-    """The first step of this process: make room for the optimizer, and find the size if no checkpoint knew it.
+    """The first step here of a state: make room for the optimizer, and find the size if no checkpoint knew it.
 
-    Collective: two small records.
+    Collective: one small record, and one exchange of JSON.
     """
-    error: Exception | None = None
-    try:
-        kept.ballast = ballast_for(state.optimizer)
-    except torch.OutOfMemoryError as problem:
-        error = problem
-    failed = all_gather_numbers([error is not None], where=_NAME)
-    if any(row[0] for row in failed):
-        kept.ballast.clear()
-        raise_hopeless(
-            f"auto_microbatch: step {state.step}:",
-            device=state.device,
-            strategy=state.spec.strategy,
-            asked=str(error or ""),
-            what="the optimizer's state",
-        )
-    kept.ready = True
-    content, place = state.slices[_NAME], _place(state)
-    known = bool(content["size"] or content["whole"]) and content["found_on"] == place
-    measurable = all(row[0] for row in all_gather_numbers([kept.trials.gauge is not None], where=_NAME))
-    kept.trials.measurable = measurable
+    kept.ballast = agreed_ballast(f"{_NAME}: step {state.step}:", state)
+    content = state.slices[_NAME]
+    found = [content["size"], content["whole"], content["found_on"]]
+    mine: list[Plain] = [_device_name(state), kept.trials.gauge is not None, *found]
+    rows = cast("list[list[Plain]]", all_gather_json(mine, where=_NAME))
+    devices = " and ".join(sorted({str(row[0]) for row in rows}))
+    kept.place = f"{devices}, {len(rows)} ranks, {state.spec.strategy}, {state.spec.accumulate}"
+    kept.trials.measurable = measurable = all(row[1] for row in rows)
+    agreed = all(row[2:] == rows[0][2:] for row in rows)
+    known = agreed and bool(content["size"] or content["whole"]) and content["found_on"] == kept.place
     if known:
         return size, state
     if limits.initial is not None:
@@ -188,7 +183,5 @@ def _look_again(
     return search(limits, kept.trials, inner, state, batch, tries)
 
 
-def _place(state: TrainState) -> str:
-    """What the size depends on, besides the model and its inputs."""
-    device = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else state.device.type
-    return f"{device}, {current().world_size} ranks, {state.spec.strategy}, {state.spec.accumulate}"
+def _device_name(state: TrainState) -> str:
+    return torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else state.device.type

@@ -16,7 +16,7 @@ from dtrain.dist.init import current
 from dtrain.dist.replay import Replay
 from dtrain.dist.rng import KeptRandomness
 from dtrain.dist.timeouts import naming_missing
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, PeerError
 from dtrain.memory.gauge import gauge_for
 from dtrain.shard.reduction import reduction_of
 from dtrain.shard.whole import evaluating
@@ -55,13 +55,13 @@ def auto_batch_eval(
         ``(model, batch) -> results``. Parts are moved to the model's device. Ranks may have batches of different sizes, or
         without samples; those with fewer repeat a part that does not count.
 
-    Collective: for a sharded model on several ranks, which must all call it: one small record per part, and one before each of
-    the model's own collectives.
+    Collective: for a sharded model on several ranks, which must all call it: one small record per batch and one per
+    part, and one before each of the model's own collectives.
 
     Raises:
         ConfigError: sizes that cannot be right; a batch that cannot be counted or cut.
         DoesNotFitError: ``minimum`` samples do not fit; on all ranks.
-        PeerError: ``fn`` failed on another rank for another reason.
+        PeerError: on another rank the batch cannot be counted, or ``fn`` failed for another reason.
 
     Example:
         >>> import torch
@@ -85,8 +85,8 @@ class _Sized(Generic[T]):
     spec: BatchSpec | None
 
     def __call__(self, model: nn.Module, batch: Batch) -> list[T]:
-        samples, _ = samples_and_tokens(batch, spec=self.spec, count=None)
         shared = spec_of(model).mesh is not None and current().world_size > 1
+        samples = _counted(batch, self.spec, shared)
         results: list[T] = []
         done = 0
         with naming_missing(_WHERE), evaluating(model):
@@ -96,17 +96,19 @@ class _Sized(Generic[T]):
                     return results
                 size = min(left, self.size or left)
                 mine = min(size, samples - done)
-                part = narrow_batch(batch, done, mine, self.spec) if mine else _filler(batch, samples, self.spec)
-                fitted = self._try(model, part, size, shared)
+                cut = (
+                    partial(narrow_batch, batch, done, mine, self.spec) if mine else partial(_filler, batch, samples, self.spec)
+                )
+                fitted = self._try(model, cut, size, shared)
                 if fitted and mine:
                     results += fitted
                     done += mine
 
-    def _try(self, model: nn.Module, part: Batch, size: int, shared: bool) -> list[T]:
+    def _try(self, model: nn.Module, cut: Callable[[], Batch], size: int, shared: bool) -> list[T]:
         """The result of one part in a list; an empty one if it did not fit somewhere: then the next size is smaller."""
         randomness = KeptRandomness()
         attempt = Attempt(run=self, replay=Replay(always_warn=True), shared=shared)
-        found = attempt.guarded(partial(self._run, attempt, model, part), script=["evaluation"], undo=partial(_undo, model))
+        found = attempt.guarded(partial(self._run, attempt, model, cut), script=["evaluation"], undo=partial(_undo, model))
         if found is not None:
             return found
         randomness.put_back()
@@ -117,9 +119,9 @@ class _Sized(Generic[T]):
             self._shrink(model, size, attempt.asked)
         return []
 
-    def _run(self, attempt: Attempt, model: nn.Module, part: Batch) -> list[T]:
+    def _run(self, attempt: Attempt, model: nn.Module, cut: Callable[[], Batch]) -> list[T]:
         attempt.enter("evaluation")
-        return [self.fn(model, to_device(part, _device_of(model)))]
+        return [self.fn(model, to_device(cut(), _device_of(model)))]
 
     def _shrink(self, model: nn.Module, size: int, asked: str) -> None:
         if size <= self.minimum:
@@ -127,6 +129,21 @@ class _Sized(Generic[T]):
                 f"{_WHERE}:", device=_device_of(model), strategy=spec_of(model).strategy, asked=asked, what=f"a part of {size}"
             )
         self.size = max(self.minimum, size // 2)
+
+
+def _counted(batch: Batch, spec: BatchSpec | None, shared: bool) -> int:
+    samples, error = 0, None
+    try:
+        samples, _ = samples_and_tokens(batch, spec=spec, count=None)
+    except Exception as problem:  # noqa: BLE001  # raised below, when the others know
+        error = problem
+    rows = all_gather_numbers([error is not None], where=_WHERE) if shared else []
+    if error is not None:
+        raise error
+    failed = [rank for rank, row in enumerate(rows) if row[0]]
+    if failed:
+        raise PeerError(f"{_WHERE}: rank {failed[0]} cannot count its batch; see its own error")
+    return samples
 
 
 def _most(left: int, shared: bool) -> int:
@@ -143,7 +160,7 @@ def _device_of(model: nn.Module) -> Any:
 
 
 def _undo(model: nn.Module) -> None:
-    reduction_of(model).abort()
+    reduction_of(model).abort_all()
     gauge = gauge_for(_device_of(model))
     if gauge is not None:
         gauge.release()

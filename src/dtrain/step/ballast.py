@@ -8,9 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist.rng import KeptRandomness
+from dtrain.memory.failure import is_out_of_memory
+from dtrain.state import TrainState
+from dtrain.step.hopeless import raise_hopeless
 from dtrain.tensors import local
 
 _PROBE = (2, 2)  # the smallest shape that optimizers for matrices take too
+
+
+def agreed_ballast(where: str, state: TrainState) -> list[Tensor]:
+    """``ballast_for`` the optimizer of ``state`` on every rank, or on none.
+
+    Collective: one small record.
+
+    Raises:
+        DoesNotFitError: there is no room for it; on all ranks.
+    """
+    ballast, refused = [], ""
+    try:
+        ballast = ballast_for(state.optimizer)
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        refused = str(problem) or type(problem).__name__
+    if any(row[0] for row in all_gather_numbers([bool(refused)], where=where.partition(":")[0])):
+        ballast.clear()
+        raise_hopeless(where, device=state.device, strategy=state.spec.strategy, asked=refused, what="the optimizer's state")
+    return ballast
 
 
 def ballast_for(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -40,9 +66,12 @@ def _state_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Te
     twin.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[{**group, "params": [probe]}])
     step: Any = type(optimizer).step
     step = getattr(step, "__wrapped__", step)  # past the hooks: nobody has asked for a step
+    randomness = KeptRandomness()  # an optimizer may draw
     try:
         with torch.no_grad():
             step(twin)
     except Exception:  # noqa: BLE001  # an optimizer that needs more than this to make a step: its state is not known before
         return []
+    finally:
+        randomness.put_back()
     return [value.dtype for value in twin.state[probe].values() if isinstance(value, Tensor) and value.shape == probe.shape]

@@ -15,6 +15,7 @@ from dtrain.dist.init import current
 from dtrain.errors import ConfigError
 from dtrain.memory.snapshot import write_snapshot
 from dtrain.state import TrainState
+from dtrain.step.ballast import agreed_ballast
 from dtrain.step.hopeless import raise_hopeless
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.search import Bounds, Try, propose
@@ -66,10 +67,13 @@ def checked_limits(
         raise ConfigError(f"{where}: headroom is the share of memory left free, in [0, 1), got {headroom!r}")
     if type(probe) is not int or probe < 2:
         raise ConfigError(f"{where}: probe counts microbatches, at least 2, got {probe!r}")
+    divisor = divisor or 1
+    if initial is not None and initial % divisor:
+        raise ConfigError(f"{where}: {initial=} is no multiple of {divisor=}; sizes are, but for the whole batch")
     return Limits(
         initial=initial,
-        minimum=minimum,
-        divisor=divisor or 1,
+        minimum=-(-minimum // divisor) * divisor,
+        divisor=divisor,
         headroom=headroom,
         grow=None if grow is None else Duration.parse(grow),
         probe=probe,
@@ -84,8 +88,10 @@ def search(
     state: TrainState,
     batch: Batch,
     tries: list[Try],
+    *,
+    where: str = "auto_microbatch",
 ) -> tuple[int | None, TrainState]:
-    """Rehearse sizes until the largest that fits is known; None is the whole local batch.
+    """Rehearse sizes until the largest that fits is known; None is the whole local batch. ``where`` begins the message.
 
     Mutates: ``tries``, which gets those made here.
 
@@ -116,7 +122,7 @@ def search(
         return None, state
     if not fitting:
         raise_hopeless(
-            f"auto_microbatch: step {state.step}:",
+            f"{where}: step {state.step}:",
             device=state.device,
             strategy=state.spec.strategy,
             asked=trials.asked,
@@ -177,16 +183,19 @@ def find_microbatch_size(
 
     Mutates: nothing that lasts: gradients, buffers and the global random generators are as before. The device's peak memory
     statistics start again.
-    Collective: those of ``microbatch_step`` for ``probe`` microbatches a try, and one small record.
+    Collective: those of ``microbatch_step`` for ``probe`` microbatches a try, and two small records.
 
     Raises:
         ConfigError: arguments that cannot be right.
         DoesNotFitError: ``minimum`` does not fit; on all ranks.
     """
-    limits = checked_limits("find_microbatch_size", None, minimum, divisor, headroom, None, probe, None)
+    where = "find_microbatch_size"
+    limits = checked_limits(where, None, minimum, divisor, headroom, None, probe, None)
     trials, begun = trials_for(state), time.monotonic()
     tries: list[Try] = []
     inner: GradFn = partial(grad, loss_fn=loss_fn)
-    trials.measurable = all(row[0] for row in all_gather_numbers([trials.gauge is not None], where="find_microbatch_size"))
-    best, _ = search(limits, trials, inner, state, batch, tries)
+    trials.measurable = all(row[0] for row in all_gather_numbers([trials.gauge is not None], where=where))
+    ballast = agreed_ballast(f"{where}: step {state.step}:", state)  # held until the search is over
+    best, _ = search(limits, trials, inner, state, batch, tries, where=where)
+    del ballast
     return SizeReport(size=best or trials.largest, largest=trials.largest, tries=tuple(tries), seconds=time.monotonic() - begun)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dtrain.batch import tensors_of
+from dtrain.batch import count_samples, tensors_of
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.control import Verdict
 from dtrain.dist.init import current
 from dtrain.dist.replay import Replay
 from dtrain.dist.rng import KeptRandomness
 from dtrain.errors import StepError
+from dtrain.memory.failure import is_out_of_memory
 from dtrain.memory.gauge import Gauge, gauge_for
 from dtrain.shard.replicas import KeptBuffers
 from dtrain.state import TrainState
@@ -38,7 +39,7 @@ class Trials:
         samples: of this rank, in the last try.
         largest: samples of the fullest rank, when last measured.
         measurable: every rank has a gauge.
-        asked: what this rank's allocator said when it last refused.
+        asked: what this rank's allocator said in the last try; empty where it did not refuse.
     """
 
     replay: Replay
@@ -71,12 +72,14 @@ class Trials:
         """
         shared = state.spec.mesh is not None and current().world_size > 1
         kept, before = KeptRandomness(), _versions(batch)
-        self.buffers.keep()
+        if not shared:
+            self.buffers.keep()
         attempt = Attempt(
             run=state.shared,
             replay=self.replay,
             shared=shared,
             at_most=at_most,
+            prepare=self.buffers.keep if shared else None,
             on_failure=self.on_failure,
             thrashed=self.thrashed,
             live=None if at_most is None or (gauge := self.gauge) is None else lambda: gauge.read().live,
@@ -88,6 +91,14 @@ class Trials:
             tally = made[0].tally
         except Abandoned as abandoned:
             tally = abandoned.tally
+        except Exception as error:
+            if shared or not is_out_of_memory(error):
+                self._put_back(state, kept)
+                raise
+            # A grad function of the user's own, which knows of no attempts; alone, there is nobody to agree with.
+            tally = state.tally
+            attempt.note(error)
+            attempt.samples = count_samples(batch)
         trial = Trial(
             fits=made is not None,
             made=made if at_most is None else None,
@@ -95,13 +106,16 @@ class Trials:
             state=state.but(tally=tally),
             seconds=time.monotonic() - begun,
         )
-        self.asked, self.samples = attempt.asked or self.asked, attempt.samples
+        self.asked, self.samples = attempt.asked, attempt.samples
         if trial.made is None:
-            state.drop_gradients()
-            self.buffers.put_back()
-            kept.put_back()
+            self._put_back(state, kept)
             _check_untouched(batch, before, state.step)
         return trial
+
+    def _put_back(self, state: TrainState, kept: KeptRandomness) -> None:
+        state.drop_gradients()
+        self.buffers.put_back()
+        kept.put_back()
 
     def rehearse(
         self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, *, microbatches: int
