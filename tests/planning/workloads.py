@@ -181,7 +181,7 @@ def measured(name: str, size: int, count: int, setting: dict) -> int:
     held = tensors_of([list(model.parameters()), list(model.buffers()), optimizer.state, state.slices])
     with memory_budget(UNLIMITED, held=map(local, held)) as budget:
         peaks = []
-        for _ in range(3):  # gloo's threads may drop what they have sent late, on a busy machine
+        for _ in range(5):  # gloo's threads may drop what they have sent late, on a busy machine
             budget.reset()
             state, _ = step(state, workload.batch(size * count))
             peaks.append(budget.peak)
