@@ -99,6 +99,7 @@ def mesh_for(strategy: str):
     return build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
 
 
+@pytest.mark.slow
 def test_a_sharded_model_has_the_same_gradients_and_buffers(ranks):
     for found in ranks(2).run(sharded, "full_shard", ["checkpointed"]):
         assert max(found.values()) <= TOLERANCE, found

@@ -23,6 +23,7 @@ def loss_fn(net: nn.Module, batch: torch.Tensor) -> LossSum:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_size_found_is_near_the_largest_that_works_by_hand():
     """A sample takes about 130 MB of activations: 4096 of them do not fit on any GPU of today."""
     torch.manual_seed(0)
@@ -44,6 +45,7 @@ def test_the_size_found_is_near_the_largest_that_works_by_hand():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_step_that_ran_out_of_gpu_memory_is_as_if_begun_with_the_size_found():
     def run(*transforms, size: int | None = None) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)

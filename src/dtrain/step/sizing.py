@@ -58,6 +58,11 @@ def checked_limits(
     probe: int,
     snapshot: str | Path | None,
 ) -> Limits:
+    """What was asked for, as limits; the minimum is rounded up to a multiple of the divisor. ``where`` begins a message.
+
+    Raises:
+        ConfigError: something that cannot be right.
+    """
     for name, value in (("initial", initial), ("minimum", minimum), ("divisor", divisor)):
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{where}: {name} must be a whole number of at least 1, got {value!r}")

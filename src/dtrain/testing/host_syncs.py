@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.dist import dispatch
 from dtrain.dist.dispatch import Watch
 
 
@@ -156,7 +157,7 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
 
 def _caller() -> str:
     """The innermost frame that is neither torch's nor this room's, or the innermost of all."""
-    hidden = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
+    hidden = (*(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__)), dispatch.__file__)
     frame = first = sys._getframe(2)
     while frame.f_code.co_filename.startswith(hidden) and frame.f_back is not None:
         frame = frame.f_back
