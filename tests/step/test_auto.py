@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from functools import partial
 from pathlib import Path
 
@@ -191,23 +190,21 @@ def other_error() -> list:
     step, state = start("full_shard", auto_microbatch(initial=4, grow=None))
     first, second, third = batches(3)
     state, _ = step(state, first)
-    begun, said = time.monotonic(), ""
+    said = ""
     try:
         with fault("raise", at="forward", call=6, rank=1, error=ValueError("of this rank's own")):
             step(state, second)
     except (ValueError, PeerError) as error:
         said = f"{type(error).__name__}: {error}"
-    waited = time.monotonic() - begun
     state, _ = step(state, third)
-    return [said, waited, state.step]
+    return [said, state.step]
 
 
 def test_another_error_on_one_rank_is_known_to_all_at_once(ranks):
-    first, second = ranks(2).run(other_error)
+    first, second = ranks(2).run(other_error, timeout_s=90)  # and not the timeout of the group, of many minutes
     assert first[0].startswith("PeerError: step: rank 1 failed")
     assert second[0] == "ValueError: of this rank's own"
-    assert max(first[1], second[1]) < 60  # and not the timeout of the group
-    assert first[2] == second[2] == 2
+    assert first[1] == second[1] == 2
 
 
 def writes_into_its_batch() -> str:
