@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain.clock import Clock, Duration
 from dtrain.dist import stopping
 from dtrain.dist.control import Tally
+from dtrain.dist.init import current
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.names import clean_parameters, unwrapped
 from dtrain.tensors import is_distributed
@@ -63,6 +64,11 @@ def spec_of(model: nn.Module) -> ShardSpec:
     """The ``ShardSpec`` of a model, that of a plain one when ``shard_model`` never saw it."""
     spec = unwrapped(model).__dict__.get(_SPEC)  # nn.Module is slow to say that it has no such attribute
     return spec if isinstance(spec, ShardSpec) else ShardSpec()
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where ``model`` computes: where its parameters are, unless they are kept elsewhere; a model without any, as this rank."""
+    return spec_of(model).computes_on or next((param.device for param in model.parameters()), current().device)
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Gauge", "Reading", "gauge_for", "installed"]
+__all__ = ["Gauge", "Reading", "gauge_for", "installed", "release_cached"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +98,13 @@ def gauge_for(device: torch.device) -> Gauge | None:
         if _installed:
             return _installed[-1]
     return _Cuda(device=device) if device.type == "cuda" else None
+
+
+def release_cached(device: torch.device) -> None:
+    """Give memory that is cached, and held by no tensor, back to ``device``; nothing where nothing is known of it."""
+    gauge = gauge_for(device)
+    if gauge is not None:
+        gauge.release()
 
 
 @contextmanager

@@ -135,17 +135,17 @@ class Attempt:
             self.verdict |= Verdict.ERROR
             self.error = error
 
-    def judge(self, outcome: Outcome | None, tally: Tally) -> None:
+    def judge(self, outcome: Outcome, tally: Tally) -> None:
         """After the vote: go on, or leave the step on all ranks.
 
         Args:
-            outcome: of the vote; None where there are no other ranks.
+            outcome: of the vote.
 
         Raises:
             Abandoned: memory ran out on some rank, and nothing worse happened.
             PeerError: something else happened to another rank. This rank's own error, if it is this one.
         """
-        self.verdicts = [self.verdict] if outcome is None else outcome.verdicts
+        self.verdicts = outcome.verdicts
         if self.part is not None and any(Verdict.OTHERWISE in verdict for verdict in self.verdicts):
             self.part.differed()
         elif self.part is not None and any(verdict.failed for verdict in self.verdicts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import nn
 
@@ -17,10 +17,10 @@ from dtrain.dist.replay import Replay
 from dtrain.dist.rng import KeptRandomness
 from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import ConfigError, PeerError
-from dtrain.memory.gauge import gauge_for
+from dtrain.memory.gauge import release_cached
 from dtrain.shard.reduction import reduction_of
 from dtrain.shard.whole import evaluating
-from dtrain.state import spec_of
+from dtrain.state import device_of, spec_of
 from dtrain.step.attempt import Abandoned, Attempt
 from dtrain.step.hopeless import raise_hopeless
 from dtrain.step.parts import samples_and_tokens
@@ -121,12 +121,12 @@ class _Sized(Generic[T]):
 
     def _run(self, attempt: Attempt, model: nn.Module, cut: Callable[[], Batch]) -> list[T]:
         attempt.enter("evaluation")
-        return [self.fn(model, to_device(cut(), _device_of(model)))]
+        return [self.fn(model, to_device(cut(), device_of(model)))]
 
     def _shrink(self, model: nn.Module, size: int, asked: str) -> None:
         if size <= self.minimum:
             raise_hopeless(
-                f"{_WHERE}:", device=_device_of(model), strategy=spec_of(model).strategy, asked=asked, what=f"a part of {size}"
+                f"{_WHERE}:", device=device_of(model), strategy=spec_of(model).strategy, asked=asked, what=f"a part of {size}"
             )
         self.size = max(self.minimum, size // 2)
 
@@ -155,12 +155,6 @@ def _filler(batch: Batch, samples: int, spec: BatchSpec | None) -> Batch:
     return narrow_batch(batch, 0, 1, spec) if samples else zeros_like_samples(batch)
 
 
-def _device_of(model: nn.Module) -> Any:
-    return spec_of(model).computes_on or next((param.device for param in model.parameters()), current().device)
-
-
 def _undo(model: nn.Module) -> None:
     reduction_of(model).abort_all()
-    gauge = gauge_for(_device_of(model))
-    if gauge is not None:
-        gauge.release()
+    release_cached(device_of(model))

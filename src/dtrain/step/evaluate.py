@@ -11,11 +11,10 @@ from torch import nn
 from dtrain import pulse
 from dtrain.batch import BatchSpec, to_device, zeros_like_samples
 from dtrain.dist.collectives import all_gather_numbers
-from dtrain.dist.init import current
 from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import StepError
 from dtrain.shard.whole import evaluating
-from dtrain.state import spec_of
+from dtrain.state import device_of
 from dtrain.step.auto_eval import auto_batch_eval
 from dtrain.step.parts import CountFn, samples_and_tokens
 from dtrain.step.sums import Sums, checked_loss
@@ -52,7 +51,7 @@ def evaluate(
         StepError: no rank has a batch, or one rank has none to take part with.
         Exception: whatever the loader raises (the other ranks raise a ``StepError``).
     """
-    device = spec_of(model).computes_on or next((param.device for param in model.parameters()), current().device)
+    device = device_of(model)
     sums, any_batch = Sums(device), False
     in_parts = _in_parts(loss_fn, microbatch_size, batch_spec)
     with naming_missing("evaluate"), evaluating(model):

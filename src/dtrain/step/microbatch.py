@@ -14,7 +14,7 @@ from dtrain.dist.init import current
 from dtrain.dist.rng import draws_digest
 from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import ConfigError, StepError
-from dtrain.memory.gauge import gauge_for
+from dtrain.memory.gauge import release_cached
 from dtrain.shard.reduction import Reduction, reduce_whole_, reduction_of
 from dtrain.shard.replicas import BufferWatch, buffers_of, buffers_restored
 from dtrain.state import TrainState
@@ -158,9 +158,7 @@ def _backward(
     def undo() -> None:
         reduction.abort_all()
         state.drop_gradients()
-        gauge = gauge_for(state.device)
-        if gauge is not None:
-            gauge.release()
+        release_cached(state.device)
 
     microbatches, attempt.samples = attempt.microbatches(tally.microbatches), parts.samples
     return attempt.guarded(body, script=script_of(microbatches), undo=undo) or (Weights(local={}, factors={}), {})

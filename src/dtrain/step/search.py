@@ -88,9 +88,14 @@ def propose(tries: Sequence[Try], bounds: Bounds) -> int | None:
     return found
 
 
-def _propose(tries: Sequence[Try], bounds: Bounds) -> int | None:
+def sorted_out(tries: Sequence[Try]) -> tuple[list[Try], int | None]:
+    """The tries that worked, the smallest first, and the smallest size that failed: what is not below that no longer counts."""
     failed = min((t.size for t in tries if not t.fits), default=None)
-    worked = sorted((t for t in tries if t.fits and (failed is None or t.size < failed)), key=lambda t: t.size)
+    return sorted((t for t in tries if t.fits and (failed is None or t.size < failed)), key=lambda t: t.size), failed
+
+
+def _propose(tries: Sequence[Try], bounds: Bounds) -> int | None:
+    worked, failed = sorted_out(tries)
     best = worked[-1].size if worked else 0
     if failed is not None and failed <= bounds.minimum:
         return None

@@ -18,7 +18,7 @@ from dtrain.state import TrainState
 from dtrain.step.ballast import agreed_ballast
 from dtrain.step.hopeless import raise_hopeless
 from dtrain.step.microbatch import microbatch_step
-from dtrain.step.search import Bounds, Try, propose
+from dtrain.step.search import Bounds, Try, propose, sorted_out
 from dtrain.step.trial import Trials, trials_for
 from dtrain.transform import GradFn, GradStep
 from dtrain.types import Batch, LossFn
@@ -121,11 +121,10 @@ def search(
         tried, state = trials.rehearse(inner, state, batch, size, microbatches=limits.probe)
         tries.append(replace(tried, size=min(size, trials.largest)))
         size = propose(tries, bounds())
-    failed = min((t.size for t in tries if not t.fits), default=None)
-    fitting = [t.size for t in tries if t.fits and (failed is None or t.size < failed)]
     if any(t.fits and t.size >= trials.largest for t in tries):
         return None, state
-    if not fitting:
+    worked, _ = sorted_out(tries)
+    if not worked:
         raise_hopeless(
             f"{where}: step {state.step}:",
             device=state.device,
@@ -133,8 +132,7 @@ def search(
             asked=trials.asked,
             what=f"a microbatch of {min(limits.minimum, trials.largest)}",
         )
-    best = max(fitting)
-    return (None if best >= trials.largest else best), state
+    return worked[-1].size, state
 
 
 def _snapshot(path: str | Path) -> Callable[[], None]:
