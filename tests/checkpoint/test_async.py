@@ -233,8 +233,20 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("how", [["block"], ["block", "exit"], []], ids=["in init_dist", "by sys.exit", "without"])
-@pytest.mark.parametrize("fails", [False, True], ids=["works", "fails"])
+WAYS_OUT = {"in init_dist": ["block"], "by sys.exit": ["block", "exit"], "without": []}
+QUICK = (("without", False), ("without", True), ("by sys.exit", True))  # each process loads torch
+
+
+@pytest.mark.parametrize(
+    ("how", "fails"),
+    [
+        pytest.param(
+            words, fails, id=f"{'fails' if fails else 'works'}-{how}", marks=() if (how, fails) in QUICK else pytest.mark.slow
+        )
+        for fails in (False, True)
+        for how, words in WAYS_OUT.items()
+    ],
+)
 def test_the_end_of_the_process_waits_and_its_exit_code_tells(tmp_path, how, fails):
     (tmp_path / "loop.py").write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, "loop.py", *how, *["fail"] * fails]

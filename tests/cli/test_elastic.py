@@ -27,7 +27,7 @@ def launch(folder, *options, code):
     return subprocess.run([*command, "look.py", str(code)], cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_ranks_run_under_torchs_agent_and_their_code_is_kept(tmp_path, code):
     done = launch(tmp_path, "--run-dir", "here", code=code)
     assert done.returncode == code, done.stderr

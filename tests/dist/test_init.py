@@ -364,8 +364,10 @@ def test_two_processes_of_one_rank_are_refused(forked):
 
     answers = sorted(forked.run(body, 3, results_of=[0, 1, 2]).values())
     assert answers[0] == "ConfigError: init_dist: two processes say that they are rank 1 of 3; give each a RANK of its own"
-    assert answers[1] == answers[2]
-    assert "1 of 3 ranks did not arrive within 3 s: missing [2]" in answers[1]
+    # The last one may have begun to wait so much later that rank 0 has given up, and is gone.
+    said = ["1 of 3 ranks did not arrive within 3 s: missing [2]", "rank 0, which serves the store of 3 ranks, has ended"]
+    assert [any(text in answer for text in said) for answer in answers[1:]] == [True, True], answers
+    assert said[0] in answers[1] + answers[2]
 
 
 @pytest.mark.parametrize(("number", "text"), [(signal.SIGSTOP, "stopped answering"), (signal.SIGKILL, "has ended")])

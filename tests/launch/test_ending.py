@@ -338,7 +338,7 @@ def test_signal_to_stop_that_no_rank_can_hear_ends_the_job(start, tmp_path, when
     if when == "between two starts":
         job = start("import sys; sys.exit(5)", options=options)
         line = ""
-        while "in 8 s" not in line:
+        while "in 4 s" not in line:
             line = job.process.stderr.readline()
             assert line, "the launcher has ended"
     else:

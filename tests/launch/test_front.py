@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -139,6 +140,43 @@ def test_terminal_that_nobody_reads_does_not_stop_training_nor_the_launcher_from
         job.wait_for("done")
         assert not fcntl.fcntl(writer, fcntl.F_GETFL) & os.O_NONBLOCK
         assert ask_until_it_ends_now(job) == 130
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.parametrize("often", [1, 2])
+def test_ctrl_c_leaves_the_terminal_as_it_was(start, often):
+    """Typed at the terminal that the job has to itself, while a rank is in the middle of a coloured line."""
+    reader, writer = pty.openpty()
+    before = termios.tcgetattr(writer)
+    try:
+        job = start(
+            f"""
+            import os, signal, time
+            if {often} == 2:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            print("\\033[31mred", end="", flush=True)
+            open(os.environ["FOLDER"] + "/" + os.environ["RANK"], "w").write("up")
+            time.sleep(600)
+            """,
+            options=[*PLAIN, "--grace", "3600"],
+            wrap=["setsid", "--ctty"],
+            stdin=writer,
+            stdout=writer,
+            stderr=writer,
+        )
+        job.wait_for("0", "1")
+        for _ in range(often):
+            os.write(reader, b"\x03")
+            time.sleep(1 if often == 2 else 0)
+        assert job.process.wait(timeout=90) == 130
+        assert termios.tcgetattr(writer) == before
+        assert not fcntl.fcntl(writer, fcntl.F_GETFL) & os.O_NONBLOCK
+        shown = os.read(reader, 1 << 16).decode()
+        lines = shown.removeprefix("^C" * often).split("\r\n")
+        assert sorted(lines[:2]) == [f"[rank {rank}] \x1b[31mred\x1b[0m" for rank in (0, 1)], shown
+        assert lines[2:] == ["dtrain: launch: interrupted; ranks ended", ""]
     finally:
         os.close(reader)
         os.close(writer)

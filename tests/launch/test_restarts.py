@@ -100,7 +100,7 @@ def test_job_that_was_asked_to_end_is_not_started_again(start):
 def test_signal_between_two_starts_ends_the_job(start):
     job = start("import sys; sys.exit(5)", options=["--max-restarts", "50"])
     line = ""
-    while "in 8 s" not in line:  # the wait is long by then
+    while "in 4 s" not in line:  # the wait is long by then
         line = job.process.stderr.readline()
         assert line, "the launcher has ended"
     job.process.terminate()

@@ -77,6 +77,15 @@ def test_transforms_are_counted():
     assert averaged.most.transforms == averaged.most.parameters
 
 
+def test_a_run_after_an_estimate_computes_with_real_numbers(monkeypatch):
+    monkeypatch.setattr("dtrain.types._ONES", {})  # no step has run in this process
+    estimate_memory(linears(transforms=[dt.clip_by_norm(1.0)]), world_size=4)
+    model = nn.Linear(2, 1)
+    step = dt.compose_step(lambda net, x: dt.LossSum(total=net(x).sum(), weight=float(len(x))), [dt.clip_by_norm(1.0)])
+    _, metrics = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(2, 2))
+    assert {name: float(metric.weight) for name, metric in metrics.items()} == {"loss": 2.0, "grad_norm": 1.0}
+
+
 def test_optimizer_works_on_all_parameters_at_once_on_cuda_alone():
     cuda, cpu = (estimate_memory(linears(), world_size=1, device=device) for device in ("cuda", "cpu"))
     assert cuda.most.optimizer > cpu.most.optimizer

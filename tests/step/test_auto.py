@@ -86,9 +86,7 @@ def by_budget(strategy: str) -> dict:
     return {"sizes": sizes, "within": all(peaks), "best": low}
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(s, marks=() if s in ("full_shard", "replicate") else pytest.mark.slow) for s in STRATEGIES]
-)
+@pytest.mark.parametrize("strategy", [pytest.param(s, marks=() if s == "full_shard" else pytest.mark.slow) for s in STRATEGIES])
 def test_the_size_follows_the_tightest_budget(ranks, strategy):
     results = ranks(4 if strategy == "hybrid_shard" else 2).run(by_budget, strategy)
     (sizes,) = {tuple(result["sizes"]) for result in results}

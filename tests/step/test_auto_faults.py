@@ -41,8 +41,16 @@ def check(ranks, world_size: int, strategy: str, name: str, rank: int, when: int
 
 
 # The first step warns before each collective, the third one knows them by heart.
-@pytest.mark.parametrize("when", [0, 2])
-@pytest.mark.parametrize(("strategy", "name"), [(s, name) for s in STRATEGIES for name in QUICK if name in points(s)])
+@pytest.mark.parametrize(
+    ("strategy", "name", "when"),
+    [
+        pytest.param(s, name, when, marks=() if when or s == "full_shard" else pytest.mark.slow)
+        for s in STRATEGIES
+        for name in QUICK
+        if name in points(s)
+        for when in (0, 2)
+    ],
+)
 def test_a_rank_that_runs_out_of_memory_leaves_nothing_behind(ranks, strategy, name, when):
     check(ranks, 4 if strategy == "hybrid_shard" else 2, strategy, name, rank=1, when=when)
 

@@ -75,28 +75,37 @@ def difference(state: TrainState, counts: list, size: int | None, loss=loss_fn, 
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def differences(strategy: str, splits: list) -> dict[str, float]:
-    """Worst error by dtype; every combination of split, size, accumulate mode, and weights known before or after backward."""
-    worst = {}
-    for dtype in TOLERANCES:
-        for accumulate in ("local", "sharded"):
-            state = sharded(strategy, accumulate, dtype)
-            for counts in splits:
-                for size in SIZES:
-                    for options in ({}, {"weight_fn": promised}):
-                        found = difference(state, counts, size, **options)
-                        worst[dtype] = max(worst.get(dtype, 0.0), found)
-    return worst
+def differences(strategy: str, splits: list, dtype: str) -> list[float]:
+    """One for every combination of split, size, accumulate mode, and weights known before or after backward."""
+    found = []
+    for accumulate in ("local", "sharded"):
+        state = sharded(strategy, accumulate, dtype)
+        for counts in splits:
+            for size in SIZES:
+                for options in ({}, {"weight_fn": promised}):
+                    found.append(difference(state, counts, size, **options))
+    return found
 
 
-CASES = [(world, strategy) for world in SPLITS for strategy in STRATEGIES if world > 1 or strategy != "hybrid_shard"]
+def is_quick(world: int, strategy: str, dtype: str) -> bool:
+    """What a float64 proof has shown, float32 only rounds; and three ranks are between two and four."""
+    return world == 1 or (world != 3 and (dtype == "float64" or strategy == "full_shard"))
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), CASES)
-def test_gradient_is_that_of_the_global_mean_for_every_split(ranks, world_size, strategy):
-    for found in ranks(world_size).run(differences, strategy, SPLITS[world_size]):
-        assert found["float64"] <= TOLERANCES["float64"]
-        assert found["float32"] <= TOLERANCES["float32"]
+CASES = [
+    pytest.param(world, strategy, dtype, marks=() if is_quick(world, strategy, dtype) else pytest.mark.slow)
+    for world in SPLITS
+    for strategy in STRATEGIES
+    for dtype in TOLERANCES
+    if world > 1 or strategy != "hybrid_shard"
+]
+
+
+@pytest.mark.parametrize(("world_size", "strategy", "dtype"), CASES)
+def test_gradient_is_that_of_the_global_mean_for_every_split(ranks, world_size, strategy, dtype):
+    for found in ranks(world_size).run(differences, strategy, SPLITS[world_size], dtype):
+        assert len(found) == 4 * len(SIZES) * len(SPLITS[world_size])
+        assert [error for error in found if not error <= TOLERANCES[dtype]] == []  # a NaN fails, too
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

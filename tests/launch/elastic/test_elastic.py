@@ -102,8 +102,8 @@ def test_nodes_meet_and_the_ranks_get_arguments_and_environment_as_they_are(node
     ("failure", "code", "words"),
     [
         ("raise ValueError('no data')", 1, "failed with exit code 1 (pid "),
-        ("sys.exit(3)", 3, "failed with exit code 3 (pid "),
-        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL (pid "),
+        pytest.param("sys.exit(3)", 3, "failed with exit code 3 (pid ", marks=pytest.mark.slow),
+        pytest.param("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL (pid ", marks=pytest.mark.slow),
     ],
     ids=["exception", "exit code", "killed"],
 )

@@ -8,6 +8,7 @@ import time
 import pytest
 
 STAYS = "import time\ntime.sleep(600)\n"
+AT_ONCE = 2  # jobs
 WHOLE_START_S = 1.2  # the launcher and both ranks, on a machine with something else to do
 PRELOADED, PLAIN = ("--preload", "json"), ("--no-preload",)
 
@@ -17,12 +18,17 @@ PRELOADED, PLAIN = ("--preload", "json"), ("--no-preload",)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
 def test_signal_at_any_moment_of_the_start_leaves_nothing(start, name, options, moments):
     number = signal.Signals[name]
-    for moment in range(moments):
-        job = start(STAYS, options=[*options, "--grace", "60"])
-        time.sleep(WHOLE_START_S * moment / moments)
-        job.process.send_signal(number)
-        result = job.wait()
-        job.wait_until_gone()
-        # Before it has its handlers, Python itself ends by the signal.
-        assert result.code in (128 + number, -number), result.err
-        assert len(result.summary) <= 1
+    for first in range(0, moments, AT_ONCE):
+        began, jobs = [], []
+        for _ in range(AT_ONCE):
+            began.append(time.monotonic())
+            jobs.append(start(STAYS, options=[*options, "--grace", "60"]))
+        for k, job in enumerate(jobs):
+            time.sleep(max(0.0, began[k] + WHOLE_START_S * (first + k) / moments - time.monotonic()))
+            job.process.send_signal(number)
+        for job in jobs:
+            result = job.wait()
+            job.wait_until_gone()
+            # Before it has its handlers, Python itself ends by the signal.
+            assert result.code in (128 + number, -number), result.err
+            assert len(result.summary) <= 1

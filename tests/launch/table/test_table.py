@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,21 +15,24 @@ from table.running import Running, Seen, besides_tracebacks, dtrain, start, why_
 
 STARTS = {"preloaded": ("--preload", "json"), "plain": ("--no-preload",)}
 SETTLE_S = 30.0  # for a launcher that was killed: its guardian has to end the rest
+AT_ONCE = 2  # rows: most of a row is waiting
+
+Came = dict[str, tuple[Running, Seen]]
 
 
-def run_row(row: Row, tmp_path: Path, n: int) -> dict[str, tuple[Running, Seen]]:
+def run_row(row: Row, folder: Path, n: int) -> Came:
     """Run a row in every way at the same time: with both ways of starting ranks, and with each as the one it is about."""
     if row.mounts and (refusal := why_no_mounts()):
         pytest.skip(f"needs a mount of its own: {refusal}")
     culprits = range(n) if row.each else [n - 1]
     running: dict[str, Running] = {}
-    seen: dict[str, tuple[Running, Seen]] = {}
+    seen: Came = {}
     with row.world() as variables:
         try:
             for how, extra in STARTS.items():
                 for culprit in culprits:
                     name = f"{how}-{culprit}"
-                    running[name] = start(row, dtrain, tmp_path / name, n=n, culprit=culprit, extra=extra, variables=variables)
+                    running[name] = start(row, dtrain, folder / name, n=n, culprit=culprit, extra=extra, variables=variables)
             began = {name: job.act() for name, job in running.items()}
             settle_s = SETTLE_S if row.code < 0 else 0.0
             for name, job in running.items():
@@ -54,11 +59,27 @@ def check(row: Row, job: Running, seen: Seen) -> list[str]:
     return [what for what, is_wrong in wrong.items() if is_wrong]
 
 
+@pytest.fixture(scope="module")
+def came(request, tmp_path_factory) -> Iterator[Callable[[Row, int], Came]]:
+    """What came of a row. All that are to be tested run from the first question on, a few at a time."""
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == ROW_TEST]
+    asked = [item.callspec.params for item in items if item.get_closest_marker("skip") is None]
+    running: dict[tuple[str, int], Future[Came]] = {}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for row, n in ((params["row"], params["n"]) for params in asked):
+            running[row.name, n] = pool.submit(run_row, row, tmp_path_factory.mktemp("row"), n)
+        yield lambda row, n: running[row.name, n].result()
+        pool.shutdown(cancel_futures=True)  # after a failure with -x
+
+
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_row_comes_out_as_the_table_says(row, n, tmp_path):
-    for name, (job, seen) in run_row(row, tmp_path, n).items():
+def test_row_comes_out_as_the_table_says(row, n, came):
+    for name, (job, seen) in came(row, n).items():
         assert check(row, job, seen) == [], f"{name}: {seen.err}"
+
+
+ROW_TEST = test_row_comes_out_as_the_table_says.__name__
 
 
 @pytest.mark.slow
