@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -81,13 +80,29 @@ def as_metric(total: Tensor | float, weight: Tensor | float, device: torch.devic
     return Metric(scalar(total), scalar(weight))
 
 
-@lru_cache(maxsize=16)
+_ONES: dict[torch.device, Tensor] = {}
+
+
 def once(device: torch.device) -> Tensor:
     """The weight of a metric that counts once: float64 ``[]``, made once per device; never written into."""
-    return torch.ones((), dtype=torch.float64, device=device)
+    one = _ONES.get(device)
+    if one is None:
+        one = torch.ones((), dtype=torch.float64, device=device)
+        if type(one) is Tensor:  # not the fake one of a step that is only planned
+            _ONES[device] = one
+    return one
 
 
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:
-    """The union of two metrics, totals and weights of a shared name added."""
+    """The union of two metrics, totals and weights of a shared name added.
+
+    Start with ``{}``, add those of each step, and ``reduce_metrics`` of the sum is the exact mean over all of them, in one
+    collective; a mean of the steps' means would count a short step too much.
+
+    Example:
+        >>> one = {"loss": Metric(torch.tensor(4.0), torch.tensor(2.0))}
+        >>> add_metrics(add_metrics({}, one), one)["loss"]
+        Metric(total=tensor(8.), weight=tensor(4.))
+    """
     both = {name: Metric(a[name].total + b[name].total, a[name].weight + b[name].weight) for name in a if name in b}
     return {**a, **b, **both}
