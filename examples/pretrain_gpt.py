@@ -1,10 +1,13 @@
-"""Train a byte-level GPT on text that is already on this machine, stop it in any way, and go on exactly where it was.
+"""Train a byte-level GPT on text that is on this machine or on a server, stop it in any way, and go on exactly where it was.
 
     dtrain launch -n 2 examples/pretrain_gpt.py                   # two processes; a GPU each where there are enough
     python examples/pretrain_gpt.py                               # one process, no launcher
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py          # another launcher
 
 The same command resumes, also with another number of processes or another --strategy. Metrics and checkpoints go to --out.
+Text that does not fit here is streamed with --data s3://bucket/corpus; each of its parts, train and val, is made by
+
+    dtrain data write 'train/*.txt' s3://bucket/corpus/train --from documents --tokenizer bytes --concat 129
 """
 
 import argparse
@@ -16,7 +19,7 @@ from torch import nn
 
 import dtrain as dt
 from gpt import GPT, Block, GPTConfig, generate
-from text import read_text, train_and_held_out, unigram_entropy
+from text import next_byte_batch, read_text, train_and_held_out, unigram_entropy
 
 SEQ = 128
 GLOBAL_BATCH_SIZE = 16  # windows of SEQ bytes per step, over all ranks
@@ -26,6 +29,7 @@ BATCH = dt.batch_spec({"input_ids": "batch seq", "labels": "batch seq"})
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", metavar="GLOB", help="files to train on (default: the standard library's source code)")
+    parser.add_argument("--data", metavar="URL", help="instead: shards of windows of SEQ + 1 bytes, in URL/train and URL/val")
     parser.add_argument("--out", type=Path, default=Path("ckpt/pretrain_gpt"), help="metrics and checkpoints (%(default)s)")
     parser.add_argument("--steps", type=int, default=600, help="length of the run (%(default)s)")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="steps per checkpoint (%(default)s)")
@@ -40,7 +44,11 @@ def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
 
 def main() -> None:
     args = parse_args()
-    train, held_out = train_and_held_out(read_text(args.text), SEQ, held_out_windows=512)
+    if args.data is None:
+        train, held_out = train_and_held_out(read_text(args.text), SEQ, held_out_windows=512)
+    else:
+        train, held_out = dt.ShardedDataset(f"{args.data}/train"), dt.ShardedDataset(f"{args.data}/val")
+    build_loader = partial(dt.build_loader, collate=None if args.data is None else next_byte_batch)
     with dt.init_dist() as dist:
         say = print if dist.rank == 0 else lambda *_: None
         dt.seed_all(args.seed, dist.rank)
@@ -50,7 +58,7 @@ def main() -> None:
         model = dt.shard_model(model, mesh, strategy=args.strategy, blocks=(Block,))
         model = dt.materialize(model, seed=args.seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
-        loader = dt.build_loader(train, mesh=mesh, global_batch_size=GLOBAL_BATCH_SIZE, seed=args.seed)
+        loader = build_loader(train, mesh=mesh, global_batch_size=GLOBAL_BATCH_SIZE, seed=args.seed)
 
         lr = dt.with_warmup(dt.cosine(1.0, 0.1, args.steps), 40)
         grad = partial(dt.microbatch_step, batch_spec=BATCH)
@@ -80,7 +88,7 @@ def main() -> None:
                 say(f"asked to stop: step {state.step} will be saved, the same command goes on")
                 return
 
-        quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
+        quiz = build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
         loss, entropy = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"], unigram_entropy(held_out)
         say(f"held-out loss {loss:.4f} nats/byte, {loss / entropy:.2f} of the unigram entropy {entropy:.4f}")
         with dt.evaluating(model):

@@ -7,9 +7,11 @@ run the examples, so they need no download.
 import glob
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -133,12 +135,26 @@ def train_and_held_out(text: Tensor, seq: int, held_out_windows: int) -> tuple[B
     return ByteWindows(windows[~held_out]), ByteWindows(windows[held_out])
 
 
-def unigram_entropy(data: ByteWindows | Tensor) -> float:
+def next_byte_batch(samples: Sequence[Mapping[str, Any]]) -> Sample:
+    """Windows that were read from shards as a batch like those of ``ByteWindows``: int64 ``[batch, seq]`` each.
+
+    Args:
+        samples: mappings with ``tokens``, numpy ``[seq + 1]``; what ``dtrain data write --tokenizer bytes --concat`` makes.
+    """
+    windows = torch.from_numpy(np.stack([sample["tokens"] for sample in samples])).long()
+    return {"input_ids": windows[:, :-1], "labels": windows[:, 1:]}
+
+
+def unigram_entropy(data: Any) -> float:
     """Entropy of single bytes in nats, ``-sum_b p_b ln p_b``: the lowest mean loss of a guess that ignores the context.
 
     Args:
-        data: a dataset, whose labels are counted; or uint8 of any shape, not empty.
+        data: ``ByteWindows``, or a dataset of samples for ``next_byte_batch``, whose labels are counted; or uint8 of any shape,
+            not empty.
     """
-    counted = data.windows[:, 1:] if isinstance(data, ByteWindows) else data
+    if isinstance(data, ByteWindows):
+        counted = data.windows[:, 1:]
+    else:
+        counted = data if isinstance(data, Tensor) else next_byte_batch([data[i] for i in range(len(data))])["labels"]
     share = torch.bincount(counted.flatten(), minlength=256).double() / counted.numel()
     return torch.special.entr(share).sum().item()  # entr(0) is 0

@@ -10,7 +10,7 @@ from torch import nn
 import dtrain as dt
 from dtrain.clock import Clock
 from dtrain.combinators import between, every, masked, on_batch
-from dtrain.dist.control import post_batch
+from dtrain.dist.control import Post, post_batch
 from dtrain.dist.init import current
 from dtrain.dist.rng import generator
 from dtrain.errors import ConfigError
@@ -57,7 +57,7 @@ def steps_at_which(wrap, steps: int, clock: Clock | None = None, end_of_epoch=la
     step = dt.compose_step(LOSS, [wrap(recorder(seen))])
     state = begin(step)
     for at in range(steps):
-        post_batch(epoch_ends=end_of_epoch(at))
+        post_batch(Post(epoch_ends=end_of_epoch(at)))
         state, _ = step(state, BATCH)
     post_batch()
     acted = list(dict.fromkeys(at for _, at, _ in seen))
@@ -83,7 +83,7 @@ def test_every_acts_after_each_boundary_that_the_clock_crossed(interval):
     step = dt.compose_step(LOSS, [every(interval, recorder(seen))])
     state, crossed = begin(step), [0]
     for at in range(9):
-        post_batch(epoch_ends=at in (1, 2, 6))
+        post_batch(Post(epoch_ends=at in (1, 2, 6)))
         state, _ = step(state, BATCH)
         crossed += [state.step] if state.crossed(interval) and at < 8 else []
     post_batch()

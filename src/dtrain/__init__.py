@@ -25,13 +25,27 @@ if TYPE_CHECKING:
     from dtrain.checkpoint.weights import LoadedWeights, load_weights_
     from dtrain.clock import Clock, Duration
     from dtrain.combinators import between, every, masked, on_batch
-    from dtrain.data.loader import Loader, build_loader
-    from dtrain.data.sampler import ElasticSampler
+    from dtrain.data.loading.build import build_loader
+    from dtrain.data.loading.device import prefetch_to_device
+    from dtrain.data.loading.loader import Loader
+    from dtrain.data.mapped import memory_mapped
+    from dtrain.data.order.base import Order
+    from dtrain.data.order.blocks import BlockShuffle
+    from dtrain.data.order.quality import ShuffleQuality, shuffle_quality
+    from dtrain.data.order.sampler import ElasticSampler
+    from dtrain.data.order.sources import Mixture, mix
+    from dtrain.data.packing.attention import DocumentBounds, document_bounds, document_mask
+    from dtrain.data.packing.packed import PackedTokens
+    from dtrain.data.packing.stream import TokenStream, pack_tokens
+    from dtrain.data.stream.dataset import ShardedDataset
+    from dtrain.data.stream.formats.write import WrittenShards, write_shards
+    from dtrain.data.transforms import SampleTransform, seeded
     from dtrain.dist.collectives import all_gather_json, gather_json
     from dtrain.dist.determinism import Determinism, use_deterministic
     from dtrain.dist.differentiable import all_gather_with_grad
     from dtrain.dist.init import DistInfo, init_dist
     from dtrain.dist.mesh import build_mesh, data_rank
+    from dtrain.dist.ragged import all_gather_by_rank, all_gather_ragged, gather_ragged
     from dtrain.dist.reduce import reduce_max, reduce_mean, reduce_sum
     from dtrain.dist.rng import derive_seed, generator, rng_state, seed_all, set_rng_state
     from dtrain.dist.tf32 import Tf32, use_tf32
@@ -41,6 +55,7 @@ if TYPE_CHECKING:
         CheckpointMismatchError,
         ConfigError,
         DamagedCheckpointError,
+        DataError,
         DistError,
         DoesNotFitError,
         DtrainError,
@@ -53,7 +68,7 @@ if TYPE_CHECKING:
     from dtrain.losses import mean_loss, token_cross_entropy
     from dtrain.memory.failure import is_out_of_memory
     from dtrain.memory.snapshot import write_snapshot
-    from dtrain.observe.metrics import reduce_metrics, tokens_per_second
+    from dtrain.observe.metrics import gather_metric_states, reduce_metrics, tokens_per_second
     from dtrain.observe.progress import progress_line
     from dtrain.observe.sinks import jsonl, read_jsonl
     from dtrain.planning.estimate import MemoryEstimate, estimate_memory
@@ -83,7 +98,7 @@ if TYPE_CHECKING:
     from dtrain.step.stop import should_stop
     from dtrain.tensors import global_norm
     from dtrain.transform import GradFn, GradStep, StepContext, Transform, UpdateFn
-    from dtrain.types import Batch, LossFn, LossSum, Metric, Metrics, Params, Plain, Schedule, Slice, WeightFn
+    from dtrain.types import Batch, LossFn, LossSum, Metric, Metrics, Params, Plain, Schedule, Slice, WeightFn, add_metrics
 
 __version__ = "0.1.0"
 
@@ -104,26 +119,40 @@ _HOME = {
     "checkpoint.weights": "LoadedWeights load_weights_",
     "clock": "Clock Duration",
     "combinators": "between every masked on_batch",
-    "data.loader": "Loader build_loader",
-    "data.sampler": "ElasticSampler",
+    "data.loading.build": "build_loader",
+    "data.loading.device": "prefetch_to_device",
+    "data.loading.loader": "Loader",
+    "data.mapped": "memory_mapped",
+    "data.order.base": "Order",
+    "data.order.blocks": "BlockShuffle",
+    "data.order.quality": "ShuffleQuality shuffle_quality",
+    "data.order.sampler": "ElasticSampler",
+    "data.order.sources": "Mixture mix",
+    "data.packing.attention": "DocumentBounds document_bounds document_mask",
+    "data.packing.packed": "PackedTokens",
+    "data.packing.stream": "TokenStream pack_tokens",
+    "data.stream.dataset": "ShardedDataset",
+    "data.stream.formats.write": "WrittenShards write_shards",
+    "data.transforms": "SampleTransform seeded",
     "dist.collectives": "all_gather_json gather_json",
     "dist.determinism": "Determinism use_deterministic",
     "dist.differentiable": "all_gather_with_grad",
     "dist.init": "DistInfo init_dist",
     "dist.mesh": "build_mesh data_rank",
+    "dist.ragged": "all_gather_by_rank all_gather_ragged gather_ragged",
     "dist.reduce": "reduce_max reduce_mean reduce_sum",
     "dist.rng": "derive_seed generator rng_state seed_all set_rng_state",
     "dist.tf32": "Tf32 use_tf32",
     "dist.turns": "local_rank_zero_first",
     "errors": (
-        "CheckpointError CheckpointMismatchError ConfigError DamagedCheckpointError DistError "
-        "DoesNotFitError DtrainError PeerError RankError StaleStateError StepError"
+        "CheckpointError CheckpointMismatchError ConfigError DamagedCheckpointError DataError "
+        "DistError DoesNotFitError DtrainError PeerError RankError StaleStateError StepError"
     ),
     "launch.call": "spawn",
     "losses": "mean_loss token_cross_entropy",
     "memory.failure": "is_out_of_memory",
     "memory.snapshot": "write_snapshot",
-    "observe.metrics": "reduce_metrics tokens_per_second",
+    "observe.metrics": "gather_metric_states reduce_metrics tokens_per_second",
     "observe.progress": "progress_line",
     "observe.sinks": "jsonl read_jsonl",
     "planning.estimate": "MemoryEstimate estimate_memory",
@@ -153,7 +182,7 @@ _HOME = {
     "step.stop": "should_stop",
     "tensors": "global_norm",
     "transform": "GradFn GradStep StepContext Transform UpdateFn",
-    "types": "Batch LossFn LossSum Metric Metrics Params Plain Schedule Slice WeightFn",
+    "types": "Batch LossFn LossSum Metric Metrics Params Plain Schedule Slice WeightFn add_metrics",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -173,6 +202,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "Batch",
     "BatchSpec",
+    "BlockShuffle",
     "CheckpointError",
     "CheckpointMismatchError",
     "Clock",
@@ -181,9 +211,11 @@ __all__ = [
     "ConfigError",
     "Converted",
     "DamagedCheckpointError",
+    "DataError",
     "Determinism",
     "DistError",
     "DistInfo",
+    "DocumentBounds",
     "DoesNotFitError",
     "DtrainError",
     "Duration",
@@ -197,16 +229,22 @@ __all__ = [
     "MemoryEstimate",
     "Metric",
     "Metrics",
+    "Mixture",
+    "Order",
+    "PackedTokens",
     "Params",
     "PeerError",
     "Plain",
     "Precision",
     "RankError",
     "Restored",
+    "SampleTransform",
     "SaveHandle",
     "SavedStep",
     "Schedule",
     "ShardSpec",
+    "ShardedDataset",
+    "ShuffleQuality",
     "SizeReport",
     "Slice",
     "StaleStateError",
@@ -214,12 +252,17 @@ __all__ = [
     "StepContext",
     "StepError",
     "Tf32",
+    "TokenStream",
     "TrainState",
     "Transform",
     "UpdateFn",
     "WeightFn",
     "Workload",
+    "WrittenShards",
+    "add_metrics",
+    "all_gather_by_rank",
     "all_gather_json",
+    "all_gather_ragged",
     "all_gather_with_grad",
     "apply_gradients",
     "auto_batch_eval",
@@ -244,6 +287,8 @@ __all__ = [
     "data_rank",
     "derive_seed",
     "describe",
+    "document_bounds",
+    "document_mask",
     "ema",
     "estimate_memory",
     "evaluate",
@@ -252,6 +297,8 @@ __all__ = [
     "find_microbatch_size",
     "full_params",
     "gather_json",
+    "gather_metric_states",
+    "gather_ragged",
     "generator",
     "global_norm",
     "init_dist",
@@ -268,10 +315,14 @@ __all__ = [
     "masked",
     "materialize",
     "mean_loss",
+    "memory_mapped",
     "microbatch_step",
+    "mix",
     "offload_activations",
     "on_batch",
     "optimizer_step",
+    "pack_tokens",
+    "prefetch_to_device",
     "progress_line",
     "prune_checkpoints",
     "read_jsonl",
@@ -283,10 +334,12 @@ __all__ = [
     "save_sharded",
     "scale_lr",
     "seed_all",
+    "seeded",
     "set_lr_",
     "set_rng_state",
     "shard_model",
     "should_stop",
+    "shuffle_quality",
     "spawn",
     "split_batch",
     "step_in_backward",
@@ -298,5 +351,6 @@ __all__ = [
     "use_tf32",
     "verify_checkpoint",
     "with_warmup",
+    "write_shards",
     "write_snapshot",
 ]

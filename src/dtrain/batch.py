@@ -161,9 +161,18 @@ def check_microbatch_size(microbatch_size: int) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FailedBatch:
-    """In place of a batch that could not be made on this rank: ``microbatch_step`` raises ``error`` once all ranks know."""
+    """In place of a batch that could not be made on this rank: ``microbatch_step`` raises ``error`` once all ranks know.
+
+    A loop that looks into it before the step gets the error at once.
+    """
 
     error: Exception
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self.error
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self.error
 
 
 def _all_cut(leaves: Iterable[Any]) -> bool:
@@ -177,6 +186,15 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
     return _map(batch, move, lambda tensors: tensors.to(device, non_blocking=True))
+
+
+def pinned(batch: Batch) -> Batch:
+    """``batch`` with every tensor that is on the host in page-locked memory, from which a device copies without the host."""
+
+    def pin(leaf: Any) -> Any:
+        return leaf.pin_memory() if isinstance(leaf, Tensor) and leaf.device.type == "cpu" else leaf
+
+    return _map(batch, pin, lambda tensors: tensors.pin_memory())
 
 
 def zeros_like_samples(batch: Batch) -> Batch:

@@ -12,6 +12,7 @@
     ├── CheckpointError (RuntimeError)
     │   ├── DamagedCheckpointError          a committed checkpoint that fails verification
     │   └── CheckpointMismatchError         a sound checkpoint that does not fit what it is loaded into
+    ├── DataError (RuntimeError)            samples that could not be read: a shard, a worker, a dataset at fault
     └── RankError (RuntimeError)            a rank started by dtrain.testing or spawn failed or hung
 
 A message is one line: where, what came with its value, what to do. ``ValueError`` subclasses mean bad input,
@@ -59,6 +60,10 @@ class DamagedCheckpointError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError):
     """A sound checkpoint does not fit what it is loaded into."""
+
+
+class DataError(DtrainError, RuntimeError):
+    """Samples could not be read: a shard is missing or damaged, a sample cannot be decoded, a worker died or hangs."""
 
 
 class RankError(DtrainError, RuntimeError):

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import dtrain as dt
-from dtrain.data.loader import Position
+from dtrain.data.loading.loader import Position
 
 SIZE, BATCH = 23, 5
 
@@ -66,7 +66,7 @@ class Row:
             workers=self.workers,
             tail=self.tail,
         )
-        loader.rank, loader.ranks = rank, ranks
+        loader.feed.rank, loader.feed.ranks = rank, ranks
         return self.spoil(loader)
 
     def plain(self) -> Row:
@@ -108,15 +108,16 @@ class OneOrder(dt.ElasticSampler):
 
 def _sampler(kind: type[dt.ElasticSampler]) -> Callable[[dt.Loader], dt.Loader]:
     def spoil(loader: dt.Loader) -> dt.Loader:
-        old = loader.sampler
-        loader.sampler = kind(size=old.size, seed=old.seed, shuffle=old.shuffle)
+        old = loader.feed.order
+        loader.feed.order = kind(size=old.size, seed=old.seed, shuffle=old.shuffle)
         return loader
 
     return spoil
 
 
 def _seeded_by_ranks(loader: dt.Loader) -> dt.Loader:
-    loader.sampler = replace(loader.sampler, seed=loader.sampler.seed + loader.ranks - 1)
+    order = loader.feed.order
+    loader.feed.order = replace(order, seed=order.seed + loader.feed.ranks - 1)
     return loader
 
 
@@ -129,7 +130,8 @@ class _Ahead(dt.Loader):
     """Its position is that of what was fetched: two batches ahead."""
 
     def state_dict(self) -> dict[str, int]:
-        ahead = self._after(self._after(self.position))
+        after = self.feed.grid().after
+        ahead = after(after(self.position))
         return {**super().state_dict(), **{name: getattr(ahead, name) for name in Position.__dataclass_fields__}}
 
 

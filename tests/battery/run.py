@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.data.sampler import rank_share
-from dtrain.dist.control import post_batch
+from dtrain.data.order.base import rank_share
+from dtrain.dist.control import Post, post_batch
 from dtrain.dist.init import current
 from dtrain.dist.rng import rng_state, seed_all
 from dtrain.tensors import local
@@ -65,7 +65,7 @@ def begin(transforms: Sequence[dt.Transform], *, dropout: float = 0.3, **parts: 
 
 def take(step: dt.Step, state: dt.TrainState) -> tuple[dt.TrainState, dt.Metrics]:
     """One step over the batch that its number stands for; every ``EPOCH`` of them are an epoch."""
-    post_batch(epoch_ends=state.step % EPOCH == EPOCH - 1)
+    post_batch(Post(epoch_ends=state.step % EPOCH == EPOCH - 1))
     try:
         return step(state, batch_of(state.step))
     finally:

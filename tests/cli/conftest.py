@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import tempfile
 
 import pytest
 
@@ -34,6 +35,21 @@ def checkpoints(monkeypatch, capsys):
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["dtrain", "checkpoints", *args])
+        with pytest.raises(SystemExit) as end:
+            main.run()
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    return run
+
+
+@pytest.fixture
+def data(monkeypatch, capsys, tmp_path_factory):
+    """``data(*args)``: the exit code of ``dtrain data``, what it printed, and what it complained about."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))  # where caches are
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["dtrain", "data", *args])
         with pytest.raises(SystemExit) as end:
             main.run()
         out, err = capsys.readouterr()

@@ -123,6 +123,19 @@ USAGE = {
         "checkpoints: verify: missing argument 'ROOT_OR_STEP'",
         "dtrain checkpoints verify",
     ),
+    "data: unknown command": (["data", "read"], "data: no such command 'read'", "dtrain data"),
+    "data write: missing argument": (["data", "write", "a"], "data: write: missing argument 'SOURCE'", "dtrain data write"),
+    "data write: unknown option": (
+        ["data", "write", "--fast", "a"],
+        "data: write: no such option: --fast",
+        "dtrain data write",
+    ),
+    "data inspect: missing argument": (["data", "inspect"], "data: inspect: missing argument 'URL'", "dtrain data inspect"),
+    "data inspect: missing value": (
+        ["data", "inspect", "a", "--head"],
+        "data: inspect: option '--head' requires an argument",
+        "dtrain data inspect",
+    ),
     "checkpoints verify: value for a flag": (
         ["checkpoints", "verify", "--all=3", "a"],
         "checkpoints: verify: option '--all' does not take a value",
@@ -141,7 +154,14 @@ def test_usage_error_is_one_line_at_every_level(called, args, expected, command)
 
 
 HELP = {
-    "dtrain": ([], "Usage: dtrain ", ["launch", "env", "checkpoints", "--version"]),
+    "dtrain": ([], "Usage: dtrain ", ["launch", "env", "checkpoints", "data", "--version"]),
+    "data": (["data"], "Usage: dtrain data ", ["write", "inspect"]),
+    "data write": (
+        ["data", "write"],
+        "Usage: dtrain data write ",
+        ["SOURCE", "OUT", "What is read:", "--tokenizer NAME", "--size-limit SIZE", "Exit codes: ", "Examples:"],
+    ),
+    "data inspect": (["data", "inspect"], "Usage: dtrain data inspect ", ["URL", "--head K", "--verify", "Exit codes: "]),
     "launch": (
         ["launch"],
         "Usage: dtrain launch ",
@@ -191,7 +211,15 @@ HEAVY = ("torch", "numpy", "rich", "tensordict", "asyncio", "multiprocessing")
 SLOW = ("pydantic", "importlib.metadata")  # as long as all the rest of a launch that is refused
 
 
-LIGHT = (["--help"], ["launch", "nope.py"], ["launch", "-n", "1", "good.py"], ["checkpoints"], ["checkpoints", "list", "nope"])
+LIGHT = (
+    ["--help"],
+    ["launch", "nope.py"],
+    ["launch", "-n", "1", "good.py"],
+    ["checkpoints"],
+    ["checkpoints", "list", "nope"],
+    ["data"],
+    ["data", "write", "nope.jsonl", "nope"],
+)
 
 
 @pytest.mark.parametrize("args", LIGHT)

@@ -2,7 +2,7 @@ import pytest
 
 import dtrain.dist.collectives as collectives
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, broadcast_json, gather_json, raise_together
-from dtrain.dist.control import agree_before_step, post_batch
+from dtrain.dist.control import Post, agree_before_step, post_batch
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError, PeerError, StepError
 from dtrain.testing import count_host_syncs
@@ -154,7 +154,7 @@ def test_the_step_record_sums_counts_and_takes_the_most_microbatches(ranks):
 
 def agree_error(samples: int, weightless_rank: int, epoch_rank: int) -> str:
     rank = current().rank
-    post_batch(epoch_ends=rank == epoch_rank)
+    post_batch(Post(epoch_ends=rank == epoch_rank))
     try:
         agree_before_step(samples=samples, tokens=0, microbatches=1, weightless=rank == weightless_rank)
     except StepError as error:

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.dist.rng import KeptRandomness, derive_seed, draws_digest, generator, rng_state, seed_all, set_rng_state
+from dtrain.dist.rng import (
+    KeptRandomness,
+    derive_seed,
+    drawing_from,
+    draws_digest,
+    generator,
+    rng_state,
+    seed_all,
+    set_rng_state,
+)
 
 
 def draws() -> list[float]:
@@ -73,3 +82,20 @@ def test_kept_randomness_goes_back_whatever_was_drawn_before_and_since(before, i
     assert draws() == first
     kept.put_back()
     assert draws() == first
+
+
+@pytest.mark.parametrize("before", [0, 1, 3], ids="after {} numpy normals".format)
+def test_a_block_that_draws_from_a_seed_leaves_the_generators_as_they_were(before):
+    def begin() -> None:
+        seed_all(1)
+        np.random.randn(before)
+
+    begin()
+    plain = draws() + draws()
+    begin()
+    with drawing_from(7):
+        first = draws()
+    found = draws()
+    with drawing_from(7):
+        assert draws() == first
+    assert found + draws() == plain

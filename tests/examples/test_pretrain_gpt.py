@@ -7,17 +7,23 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fsspec.config
 import pytest
 from safetensors.torch import load_file
 
 from dtrain.checkpoint.find import latest_checkpoint, list_checkpoints
+from dtrain.data.stream.formats.write import write_shards
 from dtrain.observe.sinks import read_jsonl
+from dtrain.storage.stores.connect import disconnect
+from places import servers
+from text import read_text, train_and_held_out
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
@@ -31,8 +37,15 @@ TOLERANCE = 1e-4
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the job's processes in /proc")
 
 
-def command(*launcher: str, out: Path, steps: int = STEPS, save_every: int = MIDDLE, strategy: str = "full_shard") -> list[str]:
-    script = [str(SCRIPT), "--out", str(out), "--text", TEXT, "--steps", str(steps), "--save-every", str(save_every)]
+def command(
+    *launcher: str,
+    out: Path,
+    steps: int = STEPS,
+    save_every: int = MIDDLE,
+    strategy: str = "full_shard",
+    data: tuple[str, str] = ("--text", TEXT),
+) -> list[str]:
+    script = [str(SCRIPT), "--out", str(out), *data, "--steps", str(steps), "--save-every", str(save_every)]
     return [sys.executable, *launcher, *script, "--strategy", strategy]
 
 
@@ -166,7 +179,14 @@ def test_a_killed_run_continues_bit_for_bit(straight, tmp_path):
     assert shards(out) == shards(straight)
 
 
-@pytest.mark.parametrize(("n", "strategy"), [(1, "full_shard"), (3, "full_shard"), (4, "full_shard"), (2, "replicate")])
+@pytest.mark.parametrize(
+    ("n", "strategy"),
+    [
+        (3, "replicate"),
+        *(pytest.param(n, "full_shard", marks=pytest.mark.slow) for n in (1, 3, 4)),
+        pytest.param(2, "replicate", marks=pytest.mark.slow),
+    ],
+)
 def test_it_resumes_on_other_ranks_and_strategies(straight, tmp_path, n, strategy):
     out = only_the_middle(straight, tmp_path / "out")
     text = run(command(*launch(n), out=out, strategy=strategy), tmp_path)
@@ -180,19 +200,69 @@ def test_it_resumes_on_other_ranks_and_strategies(straight, tmp_path, n, strateg
 
 def test_a_finished_run_says_so(straight, tmp_path):
     before = losses(straight)
-    text = run(command(*launch(2), out=straight), tmp_path)
+    text = run(command(out=straight), tmp_path)  # in one process, without a launcher
     assert f"has all {STEPS} steps; a larger --steps goes on, another --out starts anew" in text
     assert "held-out loss" in text
     assert losses(straight) == before
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param([], id="python", marks=pytest.mark.slow),
+        pytest.param(["-m", "torch.distributed.run", "--nproc-per-node", "2"], id="torchrun"),
+    ],
+)
 def test_it_runs_without_our_launcher(straight, tmp_path, monkeypatch, launcher):
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder behind
     out = only_the_middle(straight, tmp_path / "out")
     text = run(command(*launcher, out=out), tmp_path)
     assert text.count("held-out loss") == 1
     assert list(losses(out).values()) == pytest.approx(list(losses(straight).values()), rel=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Iterator[tuple[str, str]]:
+    """The option for the same text in shards on a server of S3, with this process set up to reach it."""
+    with servers.s3() as server, pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as caches:
+        patch.setitem(fsspec.config.conf, "s3", server.options)
+        for name, value in {**server.environment, "TMPDIR": caches}.items():
+            patch.setenv(name, value)
+        url = f"{server.root()}/corpus"
+        for part, windows in zip(("train", "val"), train_and_held_out(read_text(TEXT), 128, held_out_windows=512), strict=True):
+            samples = ({"tokens": window} for window in windows.windows.numpy())
+            columns = {"tokens": "ndarray:uint8:129"}
+            write_shards(samples, f"{url}/{part}", format="mds", columns=columns, compression="zstd", size_limit=2**16)
+        yield "--data", url
+        disconnect()
+
+
+def test_a_run_that_streams_is_killed_and_continues_bit_for_bit(corpus, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    text = run(command(*launch(2), out=whole, steps=8, save_every=3, data=corpus), tmp_path)
+    assert "[rank 0] held-out loss" in text
+    arguments = command(*launch(2), out=broken, steps=8, save_every=3, data=corpus)
+    with job(arguments, tmp_path) as (process, mark):
+        wait_until(lambda: last_step(broken) >= 4 or process.poll() is not None, "step 4")
+        kill("all ranks", process, mark, random.Random(0))
+        assert process.wait(timeout=PATIENCE_S) == 137
+        wait_until(lambda: not processes_of(mark), "all processes are gone")
+    text = run(arguments, tmp_path)
+    assert "resuming after step" in text
+    assert list(losses(broken)) == list(range(1, 9))
+    assert losses(broken) == losses(whole)
+    assert shards(broken) == shards(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_run_that_streams_resumes_on_other_ranks(corpus, tmp_path, n):
+    whole = tmp_path / "whole"
+    run(command(*launch(2), out=whole, data=corpus), tmp_path)
+    other = only_the_middle(whole, tmp_path / "other")
+    text = run(command(*launch(n), out=other, data=corpus), tmp_path)
+    assert f"resuming after step {MIDDLE}" in text
+    assert list(losses(other).values()) == pytest.approx(list(losses(whole).values()), rel=TOLERANCE)
 
 
 def last_step(out: Path) -> int:

@@ -1,14 +1,19 @@
 """The example text: which files, which windows, what is held out."""
 
 import math
+import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import dtrain as dt
 import text
-from text import ByteWindows, cut_windows, read_text, stdlib_files, train_and_held_out, unigram_entropy
+from dtrain.cli.main import run
+from dtrain.data.stream.dataset import ShardedDataset
+from text import ByteWindows, cut_windows, next_byte_batch, read_text, stdlib_files, train_and_held_out, unigram_entropy
 
 FLOAT64_ROUNDING = 1e-12
 
@@ -83,6 +88,16 @@ def test_getitems_equals_one_at_a_time() -> None:
         data.__getitems__([10])
 
 
+def test_windows_of_shards_make_the_same_batch_as_windows_of_a_tensor() -> None:
+    windows = cut_windows(counted_text(104), seq=9)
+    here = ByteWindows(windows)
+    for dtype in (np.uint8, np.uint16, np.int64):
+        batch = next_byte_batch([{"tokens": window.numpy().astype(dtype)} for window in windows])
+        for name in ("input_ids", "labels"):
+            assert torch.equal(batch[name], torch.stack([here[index][name] for index in range(len(here))]))
+            assert batch[name].dtype == torch.int64
+
+
 @pytest.mark.parametrize(
     "windows",
     [torch.zeros(3, 4), torch.zeros(12, dtype=torch.uint8), torch.zeros(3, 1, dtype=torch.uint8)],
@@ -126,6 +141,27 @@ def test_no_byte_of_a_held_out_sample_is_in_a_training_sample() -> None:
         assert seen in ([True, False], [False, True]), position
 
 
+def test_the_streaming_path_gives_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("a.txt", 700), ("b.txt", 900), ("c.txt", 55)):
+        (tmp_path / name).write_bytes(counted_text(size).numpy().tobytes())
+    command = ["dtrain", "data", "write", f"{tmp_path}/*.txt", str(tmp_path / "shards"), "--from", "documents"]
+    monkeypatch.setattr(sys, "argv", [*command, "--tokenizer", "bytes", "--concat", "17", "--size-limit", "500"])
+    with pytest.raises(SystemExit) as end:
+        run()
+    assert end.value.code == 0
+    here = ByteWindows(cut_windows(read_text(f"{tmp_path}/*.txt"), seq=16))
+    streamed = ShardedDataset(tmp_path / "shards")
+    how = {"global_batch_size": 8, "seed": 0, "shuffle": False}
+    ours = list(dt.build_loader(here, **how).until("1ep"))
+    theirs = list(dt.build_loader(streamed, collate=next_byte_batch, **how).until("1ep"))
+    assert len(ours) == len(theirs) == 13
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert torch.equal(one["labels"], other["labels"])
+    assert len(streamed.entries) > 1
+    streamed.close()
+
+
 def test_train_and_held_out_is_the_same_each_time() -> None:
     first, second = (train_and_held_out(counted_text(5000), seq=16, held_out_windows=40) for _ in range(2))
     for one, other in zip(first, second, strict=True):
@@ -157,3 +193,5 @@ def test_unigram_entropy_of_known_texts() -> None:
 def test_unigram_entropy_of_a_dataset_counts_its_labels() -> None:
     data = ByteWindows(torch.tensor([[9, 1, 2], [9, 2, 1]], dtype=torch.uint8))
     assert unigram_entropy(data) == pytest.approx(math.log(2), abs=FLOAT64_ROUNDING)
+    streamed = [{"tokens": window.numpy()} for window in data.windows]
+    assert unigram_entropy(streamed) == unigram_entropy(data)

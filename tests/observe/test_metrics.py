@@ -50,6 +50,27 @@ def test_metrics_of_steps_add():
     assert reduce_metrics(both) == {"loss": 1.0, "lr": 1.0}
 
 
+def epoch_of_sums(counts: list[list[int]]) -> list[dict]:
+    """The mean over all samples of an epoch, from the sums of its steps; ranks have different numbers of samples in a step."""
+    rank, at = current().rank, 0
+    epoch, means = {}, []
+    for step in counts:
+        begin = at + sum(step[:rank])
+        mine = torch.arange(begin, begin + step[rank], dtype=torch.float64) ** 2
+        metrics = {"square": Metric(mine.sum(), torch.tensor(len(mine), dtype=torch.float64))}
+        epoch, at = add_metrics(epoch, metrics), at + sum(step)
+        means.append(reduce_metrics(metrics)["square"])
+    return [reduce_metrics(epoch)["square"], sum(means) / len(means)]
+
+
+def test_an_epochs_mean_is_that_of_the_sums_of_its_steps(ranks):
+    counts = [[4, 4, 3], [4, 4, 3], [1, 0, 0]]
+    exact = (torch.arange(23.0, dtype=torch.float64) ** 2).mean().item()
+    for of_sums, of_means in ranks(3).run(epoch_of_sums, counts):
+        assert of_sums == pytest.approx(exact, rel=1e-12)
+        assert of_means != pytest.approx(exact, rel=1e-2), "a mean of the steps' means counts a short step too much"
+
+
 def test_nothing_to_reduce_is_refused():
     with pytest.raises(ConfigError, match="there is no metric to reduce"):
         reduce_metrics({})

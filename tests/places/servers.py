@@ -121,14 +121,18 @@ def needs(*modules: str) -> None:
 
 
 @contextlib.contextmanager
-def s3() -> Iterator[Server]:
+def s3(behind_proxy: bool = True) -> Iterator[Server]:
+    """An S3 server with a bucket; without the proxy it is as fast as it can be, and nothing can be done to its answers."""
     needs("s3fs", "moto", "flask")
-    with program([sys.executable, "-c", _MOTO], r"port (\d+)") as port, proxied(port) as proxy:
-        options = {"endpoint_url": proxy.url, "key": "testing", "secret": "testing"}
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(program([sys.executable, "-c", _MOTO], r"port (\d+)"))
+        proxy = stack.enter_context(proxied(port)) if behind_proxy else None
+        url = f"http://127.0.0.1:{port}" if proxy is None else proxy.url
+        options = {"endpoint_url": url, "key": "testing", "secret": "testing"}
         import boto3
 
         client = boto3.client(
-            "s3", endpoint_url=proxy.url, aws_access_key_id="testing", aws_secret_access_key="testing", region_name="us-east-1"
+            "s3", endpoint_url=url, aws_access_key_id="testing", aws_secret_access_key="testing", region_name="us-east-1"
         )
         client.create_bucket(Bucket="bucket")
         client.close()

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from dtrain.batch import batch_spec
-from dtrain.data.loader import build_loader
+from dtrain.data.loading.build import build_loader
 from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError

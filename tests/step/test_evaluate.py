@@ -4,13 +4,15 @@ from tensordict import TensorDict
 from torch import nn
 
 from dtrain.batch import batch_spec
-from dtrain.data.loader import build_loader
+from dtrain.data.loading.build import build_loader
 from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
+from dtrain.dist.ragged import all_gather_ragged
 from dtrain.errors import ConfigError, StepError
 from dtrain.losses import mean_loss
 from dtrain.observe.metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
+from dtrain.shard.whole import evaluating
 from dtrain.state import new_state
 from dtrain.step.evaluate import evaluate
 from dtrain.step.microbatch import microbatch_step
@@ -30,10 +32,10 @@ def expected() -> float:
     return model().eval()(DATA).mean().item()
 
 
-def with_loader(global_batch_size: int) -> float:
+def with_loader(global_batch_size: int, tail: str) -> float:
     mesh = build_mesh()
     net = shard_model(model(), mesh, blocks=(nn.Linear,))
-    loader = build_loader(DATA, mesh=mesh, global_batch_size=global_batch_size, seed=0, collate=torch.stack)
+    loader = build_loader(DATA, mesh=mesh, global_batch_size=global_batch_size, seed=0, collate=torch.stack, tail=tail)
     first = reduce_metrics(evaluate(net, loader, LOSS))["loss"]
     assert reduce_metrics(evaluate(net, loader, LOSS))["loss"] == first, "one pass leaves the position"
     assert loader.position.batches == 0
@@ -43,8 +45,28 @@ def with_loader(global_batch_size: int) -> float:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_each_sample_counts_once_on_any_number_of_ranks(ranks, world_size):
-    for size in (1, 4, 13, 50):
-        assert ranks(world_size).run(with_loader, size) == pytest.approx([expected()] * world_size, rel=1e-12)
+    for size, tail in [(1, "short"), (4, "short"), (13, "short"), (50, "short"), (5, "drop"), (5, "pad"), (50, "pad")]:
+        assert ranks(world_size).run(with_loader, size, tail) == pytest.approx([expected()] * world_size, rel=1e-12), tail
+
+
+def predictions(global_batch_size: int, tail: str) -> list[float]:
+    """What the model says of each sample, in the dataset's order, on every rank; evaluated by hand."""
+    mesh = build_mesh()
+    net = shard_model(model(), mesh, blocks=(nn.Linear,))
+    samples = [{"index": index, "x": x} for index, x in enumerate(DATA)]
+    loader = build_loader(samples, mesh=mesh, global_batch_size=global_batch_size, seed=0, tail=tail)
+    with evaluating(net):
+        found = [(batch["index"], net(batch["x"]).squeeze(1)) for batch in loader.one_pass()]
+    indices, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return all_gather_ragged(values, order=indices, mesh=mesh).tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_predictions_come_together_in_the_order_of_the_dataset(ranks, world_size):
+    each = model().eval()(DATA).squeeze(1).tolist()
+    for size, tail in [(4, "short"), (50, "short"), (5, "drop"), (5, "pad")]:
+        found = ranks(world_size).run(predictions, size, tail)
+        assert found == [pytest.approx(each, rel=1e-12)] * world_size, (size, tail)
 
 
 def with_ragged_batches() -> float:

@@ -10,6 +10,7 @@ import typer
 
 from dtrain import __version__
 from dtrain.cli.checkpoints import app as checkpoints
+from dtrain.cli.data import app as data
 from dtrain.cli.env import env
 from dtrain.cli.help import GroupedCommand, PlainGroup
 from dtrain.cli.launch import launch
@@ -42,6 +43,7 @@ app.command(
 app.command()(env)
 app.command(cls=GroupedCommand, epilog=PLAN_EXAMPLES)(plan)
 app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(data, name="data")
 
 
 @app.callback(invoke_without_command=True)

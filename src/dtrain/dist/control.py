@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag
 from typing import cast
 
@@ -42,38 +42,63 @@ class Tally:
     unlike: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Post:
+    """What a loader says of the batch that it is about to hand out.
+
+    Args:
+        epoch_ends: whether it is the last one of this rank's epoch.
+        alone: ranks end their epochs each for itself; it is over when all have.
+        stamp: a number below 2**48 that is equal on all ranks where they are at one place in the same data.
+        spare: a real sample for a rank that has none in this batch.
+    """
+
+    epoch_ends: bool = False
+    alone: bool = False
+    stamp: int = 0
+    spare: Batch | None = None
+
+    def code(self) -> int:
+        """Stamp and end of the epoch as one number that float64 holds exactly."""
+        return self.stamp * 4 + 2 * self.alone + self.epoch_ends
+
+
 @dataclass(slots=True)
 class _Process:
     """What this process knows between two steps.
 
-    ``epoch_ends`` and ``spare`` are posted by the loader with each batch that ``until`` hands out, and hold for as long as
-    the loop is busy with it; ``last`` is when the last step was begun. They are facts of the process, like the process
-    groups, and not of any one state: two states that train on one batch (a GAN's) see the same end of the epoch.
+    ``post`` comes from the loader with each batch that ``until`` hands out, and holds for as long as the loop is busy with it;
+    ``over`` is what the ranks then agreed about the end of the epoch, and ``last`` is when the last step was begun. They are
+    facts of the process, like the process groups, and not of any one state: two states that train on one batch (a GAN's) see
+    the same end of the epoch.
     """
 
-    epoch_ends: bool = False
-    spare: Batch | None = None
+    post: Post = Post()
+    over: bool | None = None
     last: float | None = None
 
 
 _PROCESS = _Process()
 
 
-def post_batch(*, epoch_ends: bool = False, spare: Batch | None = None) -> None:
-    """Say of the batch that is about to be handed out whether it is the last of its epoch.
-
-    Args:
-        epoch_ends: whether it is. Without arguments: no batch of a loader is being worked on.
-        spare: a real sample for a rank that has none in this batch.
+def post_batch(post: Post | None = None) -> None:
+    """Say what is known of the batch that is about to be handed out; nothing: no batch of a loader is being worked on.
 
     Mutates: this process's record for the next step.
     """
-    _PROCESS.epoch_ends, _PROCESS.spare = epoch_ends, spare
+    _PROCESS.post = post or Post()
+    if post is not None:
+        _PROCESS.over = None
+
+
+def epoch_is_over() -> bool | None:
+    """What the ranks agreed in the step on the posted batch; None if there was no step."""
+    return _PROCESS.over
 
 
 def spare_sample() -> Batch | None:
     """The sample that the loader spared for this rank, None when it has none."""
-    return _PROCESS.spare
+    return _PROCESS.post.spare
 
 
 @contextmanager
@@ -82,11 +107,12 @@ def spare_replaced(sample: Batch | None) -> Iterator[None]:
 
     Mutates: this process's record, for the time of the block.
     """
-    before, _PROCESS.spare = _PROCESS.spare, sample
+    before = _PROCESS.post
+    _PROCESS.post = replace(before, spare=sample)
     try:
         yield
     finally:
-        _PROCESS.spare = before
+        _PROCESS.post = before
 
 
 def agree_before_step(
@@ -130,8 +156,9 @@ def agree_before_step(
     _PROCESS.last, stop = now, stopping.wanted()
     if error is None and samples and not weightless and current().world_size == 1:
         stopping.settle(stop, run=run, step=step)
-        return Tally(samples=samples, tokens=tokens, microbatches=microbatches, end_of_epoch=_PROCESS.epoch_ends, seconds=since)
-    mine = [samples, tokens, microbatches, _PROCESS.epoch_ends, weightless, since, error is not None, _digest(terms), stop]
+        over = _PROCESS.over = _PROCESS.post.epoch_ends
+        return Tally(samples=samples, tokens=tokens, microbatches=microbatches, end_of_epoch=over, seconds=since)
+    mine = [samples, tokens, microbatches, _PROCESS.post.code(), weightless, since, error is not None, _digest(terms), stop]
     rows = all_gather_numbers([*mine, draws] if copies > 1 else mine, where="step")
     columns = list(zip(*rows, strict=True))
     stopping.settle(int(max(columns[8])), run=run, step=step)
@@ -148,10 +175,7 @@ def agree_before_step(
             f"step: the weight_fn of rank {strangers[0]} gives weights of other terms than that of rank 0 (or only one has any)"
             "; give the same names on all ranks"
         )
-    ends = set(columns[3])
-    if len(ends) > 1:
-        ranks = [rank for rank, row in enumerate(rows) if row[3]]
-        raise StepError(f"step: only ranks {ranks} are at the end of their epoch; give all ranks one dataset and one seed")
+    over = _PROCESS.over = _epoch_ends([int(code) for code in columns[3]])
     if any(columns[4]):
         raise StepError(
             "step: an earlier step had weight 0 on all ranks together (or another than weight_fn said), so its mean loss is "
@@ -164,11 +188,27 @@ def agree_before_step(
         samples=int(sum(columns[0][::copies])),
         tokens=int(sum(columns[1][::copies])),
         microbatches=int(max(columns[2])),
-        end_of_epoch=bool(ends.pop()),
+        end_of_epoch=over,
         seconds=rows[0][5],
         draws=draws,
         unlike=unlike,
     )
+
+
+def _epoch_ends(codes: Sequence[int]) -> bool:
+    """Whether the epoch ends with this step, from what the ranks' loaders have posted; refuses ranks at different places."""
+    alone, ends = {code & 2 for code in codes}, [rank for rank, code in enumerate(codes) if code & 1]
+    if alone == {2}:
+        return len(ends) == len(codes)
+    if ends and len(ends) < len(codes):
+        raise StepError(f"step: only ranks {ends} are at the end of their epoch; give all ranks one dataset and one seed")
+    astray = [rank for rank, code in enumerate(codes) if code != codes[0]]
+    if astray:
+        raise StepError(
+            f"step: rank {astray[0]} is at another place in its data than rank 0, or in other data; give all ranks one "
+            "dataset, one seed and one global_batch_size, and load the same checkpoint"
+        )
+    return bool(ends)
 
 
 def _together(rows: Sequence[Sequence[float]], copies: int) -> tuple[int, int] | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,3 +157,42 @@ def _numpy_state() -> Any:
     if raw != _LAST_NUMPY.raw or _LAST_NUMPY.state["has_gauss"]:
         _LAST_NUMPY.raw, _LAST_NUMPY.state = raw, np.random.get_state(legacy=False)
     return _LAST_NUMPY.state
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """A block in which Python, NumPy and torch draw on the CPU from streams that begin at ``seed``; then they go on as before.
+
+    About 25 microseconds, as long as NumPy is not used outside of such blocks.
+
+    Mutates: the global generators of Python, NumPy and torch (CPU), for the time of the block.
+    """
+    python, numpy, state = random.getstate(), _numpy_state(), torch.default_generator.get_state()
+    reseed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        _put_numpy_back(numpy)
+        torch.default_generator.set_state(state)
+
+
+def reseed(seed: int) -> None:
+    """Let Python, NumPy and torch draw on the CPU from streams that begin at ``seed``.
+
+    ``seed_all`` gives each its own seed, and devices too; here that would take as long as reading a small batch.
+
+    Mutates: the global generators of Python, NumPy and torch (CPU).
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def _put_numpy_back(state: Any) -> None:
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(generator, np.random.MT19937) or state is not _LAST_NUMPY.state or state["has_gauss"]:
+        np.random.set_state(state)
+        return
+    np.random.seed(0)  # forgets the second of a pair of normal numbers, which is not in that memory
+    ctypes.memmove(generator.ctypes.state_address, _LAST_NUMPY.raw, _MT19937_BYTES)

@@ -1,12 +1,20 @@
-"""``reduce_metrics`` and ``tokens_per_second``: numbers for people, out of what the step returns."""
+"""``reduce_metrics`` and ``tokens_per_second``: numbers for people, out of what the step returns.
+
+``gather_metric_states`` lets metrics of torchmetrics be as exact.
+"""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.clock import Clock
 from dtrain.dist.init import current
+from dtrain.dist.ragged import all_gather_by_rank
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError, StepError
 from dtrain.types import Metrics
@@ -47,6 +55,34 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
             f"reduce_metrics: {empty[0]!r} has weight 0 on all ranks together, so it has no mean; was anything counted?"
         )
     return {name: total / weight for name, (total, weight) in totals.items()}
+
+
+def gather_metric_states(state: Tensor, group: Any = None, *, mesh: DeviceMesh | None = None) -> list[Tensor]:
+    """The state of a metric on every rank, in the way that torchmetrics asks for: pass it as ``dist_sync_fn``.
+
+    ``MulticlassAccuracy(10, dist_sync_fn=partial(dt.gather_metric_states, mesh=mesh))`` counts a sample once that several ranks
+    work on together, and a rank may never have called ``update`` (which takes no empty batch): torchmetrics' own function takes
+    all ranks for different data, and fails on an empty state that is not of floats or has several axes.
+
+    Args:
+        state: a tensor of any shape; one without elements is that of a rank that has seen nothing.
+        group: what torchmetrics passes on; it must be None, all ranks.
+        mesh: see ``all_gather_ragged``.
+
+    Returns:
+        One tensor for each rank whose data differ, without gradient.
+
+    Collective: that of ``all_gather_ragged``; every rank must call ``compute``.
+
+    Raises:
+        ConfigError: a ``group``; states of other dtypes or shapes than the first axis allows.
+        PeerError: so on another rank.
+    """
+    if group is not None:
+        raise ConfigError("gather_metric_states: takes no process_group; leave it out of the metric, and pass mesh=")
+    whole = state.unsqueeze(0) if state.ndim == 0 else state
+    found = all_gather_by_rank(whole if whole.numel() else None, mesh=mesh) or [whole]
+    return [cast(Tensor, each[0]) for each in found] if state.ndim == 0 else found
 
 
 def tokens_per_second(since: Clock, now: Clock) -> float:

@@ -16,9 +16,9 @@ from dtrain.errors import StepError
 from dtrain.shard.whole import evaluating
 from dtrain.state import device_of
 from dtrain.step.auto_eval import auto_batch_eval
-from dtrain.step.parts import CountFn, samples_and_tokens
+from dtrain.step.parts import CountFn, SplitFn, samples_and_tokens
 from dtrain.step.sums import Sums, checked_loss
-from dtrain.types import Batch, LossFn, LossSum, Metrics
+from dtrain.types import Batch, LossFn, Metrics
 
 
 def evaluate(
@@ -28,6 +28,7 @@ def evaluate(
     *,
     batch_spec: BatchSpec | None = None,
     count: CountFn | None = None,
+    split: SplitFn | None = None,
     microbatch_size: int | Literal["auto"] | None = None,
 ) -> Metrics:
     """The loss (and ``aux``) of ``model`` over all batches of ``loader``, as local sums; ``reduce_metrics`` makes means.
@@ -38,6 +39,7 @@ def evaluate(
         loss_fn: the same function that training uses.
         batch_spec: where the batch axis is; None takes the first one.
         count: samples of a batch that no ``batch_spec`` describes.
+        split: cuts such a batch into microbatches, see ``auto_batch_eval``.
         microbatch_size: samples per forward; ``"auto"`` halves what does not fit, see ``auto_batch_eval``. None takes each
             batch as it comes.
 
@@ -53,7 +55,10 @@ def evaluate(
     """
     device = device_of(model)
     sums, any_batch = Sums(device), False
-    in_parts = _in_parts(loss_fn, microbatch_size, batch_spec)
+    in_parts = None
+    if microbatch_size is not None:
+        first = None if microbatch_size == "auto" else microbatch_size
+        in_parts = auto_batch_eval(loss_fn, initial=first, batch_spec=batch_spec, count=count, split=split)
     with naming_missing("evaluate"), evaluating(model):
         for batch, real in _in_lockstep(loader, partial(samples_and_tokens, spec=batch_spec, count=count)):
             for found in in_parts(model, batch) if in_parts else [loss_fn(model, to_device(batch, device))]:
@@ -66,14 +71,6 @@ def evaluate(
     if not any_batch:
         raise StepError("evaluate: the loader gave no batch on any rank")
     return sums.metrics()
-
-
-def _in_parts(
-    loss_fn: LossFn, size: int | Literal["auto"] | None, spec: BatchSpec | None
-) -> Callable[[nn.Module, Batch], list[LossSum]] | None:
-    if size is None:
-        return None
-    return auto_batch_eval(loss_fn, initial=None if size == "auto" else size, batch_spec=spec)
 
 
 def _in_lockstep(loader: Any, counted: Callable[[Batch], tuple[int, int]]) -> Iterator[tuple[Batch, bool]]:

@@ -19,18 +19,24 @@ from dtrain.storage.files import (
     renames,
     replace_file,
     sync_folder,
+    walk_files,
     write_file,
     write_parts,
 )
 from dtrain.storage.local import Buffer, append_line, real_path
 from dtrain.storage.places import Place, RemotePath, place
+from dtrain.storage.progress import Progress
+from dtrain.storage.shared import FolderEntry, SharedFile, private_folder, scan_folder
 
 __all__ = [
     "Buffer",
     "FileReader",
     "FileWriter",
+    "FolderEntry",
     "Place",
+    "Progress",
     "RemotePath",
+    "SharedFile",
     "append_line",
     "create_file",
     "exists",
@@ -42,6 +48,7 @@ __all__ = [
     "make_folder",
     "make_folders",
     "place",
+    "private_folder",
     "read_file",
     "real_path",
     "remove_file",
@@ -49,7 +56,9 @@ __all__ = [
     "rename",
     "renames",
     "replace_file",
+    "scan_folder",
     "sync_folder",
+    "walk_files",
     "write_file",
     "write_parts",
 ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
-from dtrain.storage import local, remote
+from dtrain.storage import local, remote, shared
 from dtrain.storage.local import Buffer
 from dtrain.storage.places import Place, RemotePath
 
@@ -36,6 +36,11 @@ def file_size(path: Place) -> int | None:
 def list_names(path: Place) -> list[str]:
     """The names in a folder, sorted. ``FileNotFoundError`` when there is no such folder."""
     return remote.list_names(path) if isinstance(path, RemotePath) else local.list_names(path)
+
+
+def walk_files(path: Place) -> Iterator[tuple[str, int]]:
+    """Every file below a folder: its name relative to it, with ``/``, and its bytes. Web servers tell of one folder only."""
+    return remote.walk_files(path) if isinstance(path, RemotePath) else shared.walk_files(path)
 
 
 def make_folders(path: Place) -> None:
@@ -180,16 +185,21 @@ class FileWriter:
 class FileReader:
     """A regular file, read by ranges. A context manager.
 
+    Args:
+        path: of the file.
+        quiet: show no progress: for what goes on in the background.
+
     Raises:
         OSError: there is no such file, or it is no regular file (a pipe is refused, not waited for).
     """
 
-    __slots__ = ("_file", "is_remote", "size")
+    __slots__ = ("_file", "is_remote", "ranges", "size")
 
-    def __init__(self, path: Place) -> None:
-        self._file = remote.FileReader(path) if isinstance(path, RemotePath) else local.FileReader(path)
+    def __init__(self, path: Place, *, quiet: bool = False) -> None:
+        self._file = remote.FileReader(path, quiet=quiet) if isinstance(path, RemotePath) else local.FileReader(path)
         self.is_remote = isinstance(path, RemotePath)  # a request costs more than the bytes of many small reads
         self.size = self._file.size
+        self.ranges = not isinstance(self._file, remote.FileReader) or self._file.ranges  # else it is read whole, at once
 
     def read_into(self, begin: int, out: memoryview) -> int:
         """Fill ``out`` from byte ``begin`` on. Returns how many bytes there were, fewer only at the end of the file.

@@ -10,9 +10,20 @@ from pathlib import Path
 from dtrain.errors import ConfigError
 from dtrain.storage import local
 
-_LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "oci": "ocifs", "sftp": "paramiko", "memory": "fsspec"}
+_LIBRARIES = {
+    "s3": "s3fs",
+    "gs": "gcsfs",
+    "az": "adlfs",
+    "oci": "ocifs",
+    "sftp": "paramiko",
+    "memory": "fsspec",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
 PROTOCOLS = tuple(_LIBRARIES)
-"""What may come before ``://``. Each but ``memory`` is an extra of this package, too."""
+"""What may come before ``://``. Each but ``memory`` is an extra of this package, too (``https`` is in ``http``)."""
+
+_WEB = ("http", "https")  # to read only
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)(.*)", re.DOTALL)
 
@@ -57,6 +68,8 @@ class RemotePath:
         """The name that the server's library has for it."""
         if self.protocol == "sftp":
             return "/" + "/".join(self.parts)
+        if self.protocol in _WEB:
+            return str(self)
         return "/" * (self.protocol == "memory") + "/".join((self.authority, *self.parts))
 
 
@@ -91,15 +104,24 @@ def place(text: str | Place) -> Place:
 
 def _remote(protocol: str, authority: str, rest: str) -> RemotePath:
     if protocol not in _LIBRARIES:
-        raise ConfigError(f"{protocol}:// is no place to keep files; known: {', '.join(PROTOCOLS)}, or a path without ://")
+        kept = ", ".join(name for name in PROTOCOLS if name not in _WEB)
+        raise ConfigError(
+            f"{protocol}:// is no place to keep files; known: {kept}, or a path without ://; to read only: {', '.join(_WEB)}"
+        )
     if not authority:
-        raise ConfigError(f"{protocol}://{rest}: names no {'host' if protocol == 'sftp' else 'bucket'}")
+        raise ConfigError(f"{protocol}://{rest}: names no {'host' if protocol in ('sftp', *_WEB) else 'bucket'}")
     if protocol == "sftp" and ":" in authority.rpartition("@")[0]:
         raise ConfigError(
             f"sftp://...@{authority.rpartition('@')[2]}{rest}: a password in a URL ends up in logs; use a key, an agent, or "
             "the environment variable FSSPEC_SFTP_PASSWORD"
         )
+    if protocol in _WEB and ("@" in authority or "?" in rest or "#" in rest):
+        raise ConfigError(
+            f"{protocol}://{authority.rpartition('@')[2]}{rest.split('?')[0]}: takes neither a user nor a query; give headers "
+            "in fsspec's configuration (client_kwargs of http)"
+        )
     library = _LIBRARIES[protocol]
     if importlib.util.find_spec(library) is None:
-        raise ConfigError(f'{protocol}:// needs the package {library}: pip install "dtrain[{protocol}]"')
+        extra = "http" if protocol in _WEB else protocol
+        raise ConfigError(f'{protocol}:// needs the package {library}: pip install "dtrain[{extra}]"')
     return RemotePath(protocol=protocol, authority=authority, parts=_names(rest))

@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-_QUIET_S = 1.0
+QUIET_S = 1.0
 
 
 class Progress:
@@ -20,7 +20,7 @@ class Progress:
         quiet_s: for so long nothing is shown.
     """
 
-    def __init__(self, what: str, total: int | None, *, quiet_s: float = _QUIET_S) -> None:
+    def __init__(self, what: str, total: int | None, *, quiet_s: float = QUIET_S) -> None:
         self._what, self._total, self._quiet_s = what, total, quiet_s
         self._lock = threading.Lock()
         self._since = time.monotonic()

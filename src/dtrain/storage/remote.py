@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -11,7 +12,7 @@ from typing import TypeVar
 from dtrain.storage.local import Buffer
 from dtrain.storage.parts import for_each_part
 from dtrain.storage.places import RemotePath
-from dtrain.storage.progress import Progress
+from dtrain.storage.progress import QUIET_S, Progress
 from dtrain.storage.retry import Retry
 from dtrain.storage.stores.base import Found, Store, Upload
 from dtrain.storage.stores.connect import store_of
@@ -77,6 +78,21 @@ def file_size(path: RemotePath) -> int | None:
 def list_names(path: RemotePath) -> list[str]:
     """The names in a folder, sorted."""
     return sorted(_ask(path, lambda store: store.names(path.key)))
+
+
+def walk_files(path: RemotePath) -> Iterator[tuple[str, int]]:
+    """Every file below a folder: its name relative to it, and its bytes."""
+    keys = sorted(_ask(path, lambda store: store.files(path.key)))
+    places = [path / key.strip("/").removeprefix(path.key.strip("/")) for key in keys]
+    sizes: list[int | None] = [None] * len(keys)
+
+    def look(number: int) -> None:
+        sizes[number] = file_size(places[number])
+
+    for_each_part(len(keys), look, threads=_ask(path, lambda store: store.side_by_side), name="dtrain-look")
+    for found, size in zip(places, sizes, strict=True):
+        if size is not None:
+            yield "/".join(found.parts[len(path.parts) :]), size
 
 
 def make_folder(path: RemotePath) -> None:
@@ -253,7 +269,7 @@ class FileWriter:
 class FileReader:
     """A file, read by ranges; large ones by several requests at a time."""
 
-    def __init__(self, path: RemotePath) -> None:
+    def __init__(self, path: RemotePath, *, quiet: bool = False) -> None:
         self._path = path
         found = _look(path)
         if found is None:
@@ -261,12 +277,15 @@ class FileReader:
         if found.size is None:
             raise OSError(f"not a regular file: {path}")
         self.size: int = found.size
-        self._progress = Progress(f"reading {path.name}", None)
+        self._ranges = found.ranges
+        self._progress = Progress(f"reading {path.name}", None, quiet_s=math.inf if quiet else QUIET_S)
 
     def read_into(self, begin: int, out: memoryview) -> int:
         """Fill ``out`` from byte ``begin`` on; returns how many bytes there were."""
         count = max(0, min(len(out), self.size - begin))
-        pieces = list(_pieces(count))
+        if not self._ranges and (begin or count < self.size):
+            raise OSError(95, "the server gives whole files only, no parts of them", str(self._path))
+        pieces = list(_pieces(count)) if self._ranges else [(0, count)]
 
         def read(number: int) -> None:
             low, high = pieces[number]
@@ -276,6 +295,11 @@ class FileReader:
         threads = _ask(self._path, lambda store: store.side_by_side)
         for_each_part(len(pieces), read, threads=threads, name="dtrain-fetch")
         return count
+
+    @property
+    def ranges(self) -> bool:
+        """Whether parts of it can be read."""
+        return self._ranges
 
     def close(self) -> None:
         """No more is read."""

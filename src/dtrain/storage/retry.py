@@ -33,7 +33,14 @@ _NETWORK = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, er
 _LIBRARY_ERRORS = {
     "aiohttp": ("ClientConnectionError", "ClientPayloadError"),
     "azure.core.exceptions": ("ServiceRequestError", "ServiceResponseError", "DecodeError"),
-    "botocore.exceptions": ("ConnectionError", "HTTPClientError", "IncompleteReadError", "ResponseStreamingError"),
+    "botocore.exceptions": (
+        "ChecksumError",  # of a body that lost its end: S3 may send one with it
+        "ConnectionError",
+        "FlexibleChecksumError",
+        "HTTPClientError",
+        "IncompleteReadError",
+        "ResponseStreamingError",
+    ),
     "botocore.parsers": ("ResponseParserError",),
     "fsspec.exceptions": ("FSTimeoutError",),
     "google.auth.exceptions": ("TransportError",),

@@ -12,9 +12,10 @@ from dtrain.storage.retry import TruncatedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a name stands for: a file with its size, or a folder (``size`` is None)."""
+    """What a name stands for: a file with its size, or a folder (``size`` is None). ``ranges``: parts of it can be read."""
 
     size: int | None
+    ranges: bool = True
 
 
 class Upload(Protocol):

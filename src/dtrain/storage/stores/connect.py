@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ _STORES = {
     "az": ("az", "AzStore"),
     "oci": ("oci", "OciStore"),
     "memory": ("memory", "MemoryStore"),
+    "http": ("http", "HttpStore"),
+    "https": ("http", "HttpStore"),
 }
 
 
@@ -27,10 +30,11 @@ class _Connections:
 
     pid: int
     stores: dict[str, Store]
+    inherited: list[dict[str, Store]]
     lock: threading.RLock  # the garbage collector may let somebody use a store in the middle of connecting
 
 
-_CONNECTIONS = _Connections(os.getpid(), {}, threading.RLock())
+_CONNECTIONS = _Connections(os.getpid(), {}, [], threading.RLock())
 
 
 def store_of(path: RemotePath) -> Store:
@@ -44,12 +48,20 @@ def store_of(path: RemotePath) -> Store:
         OSError: the server cannot be reached, or refuses.
     """
     if _CONNECTIONS.pid != os.getpid():
-        _CONNECTIONS.pid, _CONNECTIONS.stores, _CONNECTIONS.lock = os.getpid(), {}, threading.RLock()
+        _begin_again()
     name = f"{path.protocol}://{path.authority}"
     with _CONNECTIONS.lock:
         if name not in _CONNECTIONS.stores:
             _CONNECTIONS.stores[name] = _sftp(path) if path.protocol == "sftp" else _connected(path)
         return _CONNECTIONS.stores[name]
+
+
+def _begin_again() -> None:
+    """In a child of a fork. The parent's connections are kept aside: their ends would wait for a thread that is not here."""
+    _CONNECTIONS.inherited.append(_CONNECTIONS.stores)
+    _CONNECTIONS.pid, _CONNECTIONS.stores, _CONNECTIONS.lock = os.getpid(), {}, threading.RLock()
+    if (asyn := sys.modules.get("fsspec.asyn")) is not None:
+        asyn.reset_lock()  # another thread of the parent may have held it at the fork
 
 
 def disconnect() -> None:

@@ -1,0 +1,42 @@
+"""The peers of the data benchmark, and what the tests know about starting them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+PEERS = ("torchdata", "mosaicml-streaming")
+
+
+def versions() -> str:
+    """Of what is measured beside dtrain."""
+    found = []
+    for package in PEERS:
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{package} not installed")
+    return "peers: " + ", ".join(found)
+
+
+def mosaicml() -> ModuleType | None:
+    """The real mosaicml-streaming, None where it is not installed."""
+    try:
+        return importlib.import_module("places.mosaicml")
+    except ImportError:
+        return None
+
+
+def mosaicml_shuffles() -> ModuleType | None:
+    """Its shuffles."""
+    return None if mosaicml() is None else importlib.import_module("streaming.base.shuffle")
+
+
+def servers() -> ModuleType:
+    """Servers on this machine."""
+    return importlib.import_module("places.servers")

@@ -1,0 +1,66 @@
+"""What the loader asks of a dataset, and what it can find out about one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from dtrain.dist.rng import derive_seed
+from dtrain.types import Plain
+
+
+class MapDataset(Protocol):
+    """A dataset that is indexed: ``len(dataset)`` and ``dataset[i]``.
+
+    The loader looks for these by name, and goes without those that are not there:
+
+    - ``__getitems__(indices: list[int]) -> list``: a batch of samples at once, in that order;
+    - ``order(seed: int, shuffle) -> Order``: an order of its own (a mixture, shards that are read one after another);
+    - ``prefetch(indices: Tensor) -> None``: ``[k]`` int64, what this rank reads soon. Called in the process of the rank, not in
+      its loader workers, and returns at once;
+    - ``fingerprint() -> dict``: plain data (names, sizes, counts) that is equal where the data are, as far as can be told
+      without reading them;
+    - ``close()``.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def fingerprint_of(dataset: Any) -> dict[str, Plain]:
+    """Names, sizes and counts of ``dataset``: its own ``fingerprint()``, or what can be seen of a well-known kind."""
+    if hasattr(dataset, "fingerprint"):
+        return cast("dict[str, Plain]", dataset.fingerprint())
+    seen: dict[str, Plain] = {"count": len(dataset)} if hasattr(dataset, "__len__") else {}
+    if isinstance(dataset, Tensor):
+        return {**seen, "dtype": str(dataset.dtype), "shape": list(dataset.shape)}
+    if is_tensordict(dataset):
+        tensors = dataset.items(include_nested=True, leaves_only=True)
+        return {**seen, "tensors": {str(name): [str(leaf.dtype), *leaf.shape] for name, leaf in sorted(tensors, key=str)}}
+    if is_hugging_face(dataset):
+        return {**seen, "columns": {name: str(kind) for name, kind in sorted((dataset.features or {}).items())}}
+    return seen
+
+
+def digest_of(fingerprint: Mapping[str, Plain]) -> int:
+    """A number for a fingerprint, below 2**52: equal where the fingerprints are."""
+    return derive_seed(_text(dict(fingerprint))) % 2**52
+
+
+def _text(value: Plain) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key!r}:{_text(value[key])}" for key in sorted(value)) + "}"
+    return "[" + ",".join(map(_text, value)) + "]" if isinstance(value, list) else repr(value)
+
+
+def is_tensordict(value: Any) -> bool:
+    """Whether ``value`` is a TensorDict, without importing tensordict (1-2 s) where nothing is one."""
+    return type(value).__module__.startswith("tensordict")
+
+
+def is_hugging_face(dataset: Any) -> bool:
+    """Whether ``dataset`` is a ``Dataset`` of Hugging Face's ``datasets``, without importing that."""
+    return type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "with_format")

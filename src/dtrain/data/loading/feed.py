@@ -1,0 +1,196 @@
+"""``Handout``: what a loader gives the loop for one step, and ``MapFeed``, which makes it of a dataset that is indexed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dtrain.batch import BatchSpec, narrow_batch
+from dtrain.clock import Duration
+from dtrain.data.loading.parcel import Content, Parcel
+from dtrain.data.loading.position import Grid, Position, reached
+from dtrain.data.loading.reading import Reader, Ticket
+from dtrain.data.loading.workers import Workers, parcels
+from dtrain.data.order.base import Order, rank_positions
+from dtrain.data.order.prepared import Prepared
+from dtrain.data.order.tails import Tail, batch_indices
+from dtrain.errors import DataError
+from dtrain.types import Batch, Plain
+
+_READ_AHEAD = 8  # batches of which a dataset that fetches from far away is told in advance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handout:
+    """A batch, and where the loader is when it is consumed.
+
+    Args:
+        after: where the next one begins.
+        batch: this rank's samples; empty where it has none.
+        ends: whether it is the last of this rank's epoch.
+        spare: for a rank with an empty batch, a real sample or two.
+        unreadable: samples that were left out.
+        state: of an iterable dataset, after this batch.
+        alone: ranks end their epochs each for itself.
+        moved_only: there is no batch; only the position is another.
+    """
+
+    after: Position
+    batch: Batch = None
+    ends: bool = False
+    spare: Batch | None = None
+    unreadable: list[tuple[int, str]] = field(default_factory=list)
+    state: Plain = None
+    alone: bool = False
+    moved_only: bool = False
+
+
+class Feed(Protocol):
+    """Where handouts come from."""
+
+    def grid(self) -> Grid | None:
+        """Batches of an epoch; None where only its end tells how many there are."""
+        ...
+
+    def identity(self, at: Position) -> dict[str, int]:
+        """What the position ``at`` is only meaningful with."""
+        ...
+
+    def resume(self, identity: Mapping[str, int], at: Position) -> None:
+        """Go on from ``at``, which was saved with ``identity``; CheckpointMismatchError where that means other samples."""
+        ...
+
+    def handouts(self, begin: Position, goal: Duration, *, state: Plain = None, once: bool = False) -> Iterator[Handout]:
+        """From ``begin`` to ``goal``; ``once`` is an evaluation: each sample exactly once."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class MapFeed:
+    """Handouts of a dataset that is indexed: which samples they hold is known before any is read."""
+
+    reader: Reader
+    order: Order
+    global_batch_size: int
+    tail: Tail
+    rank: int
+    ranks: int
+    workers: Workers
+    batch_spec: BatchSpec | None = None
+
+    def grid(self) -> Grid:
+        """Global batches over the epoch."""
+        return self._grid(self.tail)
+
+    def identity(self, at: Position) -> dict[str, int]:
+        """Of the order."""
+        return self.order.state(at.epoch, at.samples)
+
+    def resume(self, identity: Mapping[str, int], at: Position) -> None:
+        """Mutates: the order, where a mixture goes on with other weights."""
+        self.order = self.order.resumed(identity, at.epoch, at.samples)
+
+    def _grid(self, tail: Tail) -> Grid:
+        return Grid(size=self.order.size, global_batch_size=self.global_batch_size, tail=tail)
+
+    def handouts(self, begin: Position, goal: Duration, *, state: Plain = None, once: bool = False) -> Iterator[Handout]:
+        """See ``Feed``."""
+        grid, at, shapes = self._grid("short") if once else self.grid(), begin, Shapes(self.batch_spec)
+        tickets = self._announced(self._tickets(grid, begin, goal))
+        for parcel in parcels(self.reader, _Tickets(tickets), self.workers):
+            start, stop = grid.bounds(at)
+            at = grid.after(at)
+            content = opened(parcel)
+            batch, spare = shapes.fitted(content, has_share=bool(self._share(start, stop)))
+            yield Handout(batch=batch, spare=spare, after=at, ends=at.samples == 0, unreadable=content.unreadable)
+
+    def _tickets(self, grid: Grid, begin: Position, goal: Duration) -> Iterator[Ticket]:
+        at, order = begin, Prepared(self.order)
+        while not reached(goal, at):
+            start, stop = grid.bounds(at)
+            # A rank without a sample reads one all the same: an empty batch needs the shapes of a real one. Twice, since
+            # BatchNorm cannot run on a single value.
+            share = self._share(start, stop)
+            mine = share or range(start, start + 1)
+            indices = batch_indices(order, at.epoch, mine.start, mine.stop)[:: mine.step]
+            # Not a view: a tensor goes to a worker with all the memory that it is a part of.
+            yield Ticket(at.epoch, mine.start, indices.contiguous(), 1 if share else 2)
+            at = grid.after(at)
+
+    def _share(self, start: int, stop: int) -> range:
+        """This rank's part of a global batch; empty where it has none."""
+        return rank_positions(start, stop, self.rank, self.ranks, self.order.lanes)
+
+    def _announced(self, tickets: Iterator[Ticket]) -> Iterator[Ticket]:
+        """``tickets``, while a dataset that fetches from far away is told of later ones."""
+        prefetch = getattr(self.reader.dataset, "prefetch", None)
+        if prefetch is None:
+            yield from tickets
+            return
+        told: deque[Ticket] = deque()
+        for ticket in tickets:
+            prefetch(ticket.indices)
+            told.append(ticket)
+            if len(told) > _READ_AHEAD:
+                yield told.popleft()
+        yield from told
+
+
+@dataclass(frozen=True, slots=True)
+class _Tickets:
+    """What torch's ``DataLoader`` takes for a sampler."""
+
+    tickets: Iterator[Ticket]
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return self.tickets
+
+
+def opened(parcel: Parcel) -> Content:
+    """What a worker sent.
+
+    Raises:
+        DataError: the reason why there is no batch.
+    """
+    content = parcel.open()
+    if content.failure is None:
+        return content
+    error = DataError(f"loader: {content.failure}")
+    if content.trace:
+        error.add_note(content.trace.rstrip())
+    raise error
+
+
+class Shapes:
+    """Remembers what this rank's batches look like, for one that is to be empty."""
+
+    __slots__ = ("_last", "_spec")
+
+    def __init__(self, spec: BatchSpec | None) -> None:
+        self._spec = spec
+        self._last: Batch | None = None
+
+    def fitted(self, content: Content, *, has_share: bool) -> tuple[Batch, Batch | None]:
+        """The batch to hand out, and a spare sample where that is empty.
+
+        Raises:
+            DataError: no sample could be read so far, so not even the shapes are known.
+        """
+        if content.batch is not None:
+            self._last = content.batch
+            return (content.batch, None) if has_share else (self.empty(), content.batch)
+        if self._last is None:
+            first = "".join(f": sample {index}: {error}" for index, error in content.unreadable[:1])
+            raise DataError(f"loader: none of the {len(content.unreadable)} samples of the first batch could be read{first}")
+        return self.empty(), self._last
+
+    def empty(self) -> Batch:
+        """A batch of no samples."""
+        return narrow_batch(self._last, 0, 0, self._spec)
+
+    @property
+    def spare(self) -> Batch | None:
+        """The last batch, if there was one."""
+        return self._last

@@ -1,0 +1,247 @@
+"""``Loader``: batches for this rank, with a position that is a few integers.
+
+Which samples a batch holds, and how far the run has come, is decided here and in ``position``; a feed reads them. The position
+counts samples that were *handed out*, so what workers have fetched ahead is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+
+import torch
+
+from dtrain.batch import FailedBatch
+from dtrain.clock import Duration
+from dtrain.data.dataset import digest_of
+from dtrain.data.loading.device import moved_ahead
+from dtrain.data.loading.feed import Feed, Handout
+from dtrain.data.loading.position import Grid, Position, countable, reached
+from dtrain.dist.control import Post, post_batch
+from dtrain.dist.init import current
+from dtrain.dist.rng import derive_seed
+from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
+from dtrain.types import Batch, Plain
+
+_VERSION = 1
+_LISTED = 1000
+
+
+@dataclass(slots=True, kw_only=True)
+class Unreadable:
+    """Samples that ``on_error="skip"`` left out on this rank: how many, and the first thousand with the reason.
+
+    A sample is named by its index in the dataset, or by its place in the epoch where the dataset is iterable.
+    """
+
+    count: int = 0
+    samples: list[tuple[int, str]]
+
+    def add(self, more: list[tuple[int, str]]) -> None:
+        """Mutates: this list."""
+        self.count += len(more)
+        self.samples += more[: _LISTED - len(self.samples)]
+
+
+class Loader:
+    """Batches of one rank, in an order that depends on seed and epoch only. Made by ``build_loader``.
+
+    Global batch ``k`` of an epoch is the same set of samples for every number of ranks; a rank gets its share of it.
+    ``state_dict`` and ``load_state_dict`` carry the position, so a loader goes into ``extra`` of a checkpoint.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        *,
+        seed: int,
+        fingerprint: Mapping[str, Plain],
+        may_change: bool = False,
+        device: torch.device | None = None,
+        ahead: int = 2,
+    ) -> None:
+        self.feed = feed
+        self.seed = seed
+        self.fingerprint = dict(fingerprint)
+        self.position = Position()
+        self.unreadable = Unreadable(samples=[])
+        self._may_change = may_change
+        self._device, self._ahead = device, ahead
+        self._digest = digest_of(self.fingerprint)
+        self._dataset_state: Plain = None
+        self._skipped_to: Position | None = None
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples that one epoch hands out over all ranks."""
+        return self._grid("epoch_samples").samples
+
+    def steps_per_epoch(self) -> int:
+        """Batches in one whole epoch.
+
+        Raises:
+            ConfigError: only the end of the epoch will tell (an iterable dataset without a length).
+        """
+        return self._grid("steps_per_epoch").steps_per_epoch()
+
+    def total_steps(self, length: Duration | int | str) -> int:
+        """Steps from the start of the run to ``length``, in epochs, batches or samples.
+
+        Raises:
+            ConfigError: a unit that a loader cannot count (tokens, seconds), or epochs of a dataset without a length.
+        """
+        goal = countable(length)
+        return goal.value if goal.unit == "ba" else self._grid("total_steps").total_steps(goal)
+
+    def until(self, length: Duration | int | str) -> Iterator[Batch]:
+        """Batches from the current position up to ``length`` of the whole run; nothing when it is reached already.
+
+        A batch counts as consumed when it is handed out: a checkpoint taken in the loop body resumes at the next one. While the
+        body runs, a step learns from here whether the batch is the last of its epoch, and whether all ranks are at one place in
+        the same data; so the clock's epochs are those of the loader that handed out a batch last, and a loop that fetches ahead
+        of its steps sees them end early.
+
+        Raises:
+            ConfigError: a unit that a loader cannot count, or the position was moved while the loop was running.
+            DataError: samples could not be read; on several ranks the step raises it, and all ranks stop together.
+        """
+        goal = countable(length)
+        while not reached(goal, self.position):
+            at = self.position
+            for handout in self._handouts(at, goal):
+                if self.position is not at and self._skipped_to is self.position:
+                    break  # skip() in the loop body: go on from there
+                if self.position is not at:
+                    raise ConfigError("loader: its position was moved in the middle of until(); run one such loop at a time")
+                if isinstance(handout, FailedBatch):
+                    post_batch(Post(stamp=self._stamp(at)))
+                    yield handout
+                    raise handout.error
+                stamp = 0 if handout.alone else self._stamp(at)
+                at = self._move(handout)
+                if handout.moved_only:
+                    continue
+                post_batch(Post(epoch_ends=handout.ends, alone=handout.alone, stamp=stamp, spare=handout.spare))
+                try:
+                    yield handout.batch
+                finally:
+                    post_batch()
+
+    def one_pass(self) -> Iterator[Batch]:
+        """Every sample of an epoch once, from its start, without moving the position: for evaluation.
+
+        Whatever ``tail`` is, no sample is left out and none is repeated.
+        """
+        at = Position(epoch=self.position.epoch)
+        for handout in self._moved(self.feed.handouts(at, Duration(at.epoch + 1, "ep"), once=True)):
+            self.unreadable.add(handout.unreadable)
+            if not handout.moved_only:
+                yield handout.batch
+
+    def skip(self, samples: int) -> None:
+        """Leave out the next ``samples`` (over all ranks), as on a bad stretch of data. Call it on every rank.
+
+        Skipped samples count towards the epoch, and not as batches or samples of the run. Inside ``until`` the loop goes on
+        behind them.
+
+        Mutates: the position.
+
+        Raises:
+            ConfigError: not a whole number of at least 0, or a dataset that is already split over ranks.
+        """
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
+            raise ConfigError(f"loader.skip: needs a whole number of samples of at least 0, got {samples!r}")
+        grid = self.feed.grid()
+        if grid is None:
+            self.position = replace(self.position, samples=self.position.samples + samples)
+            self._dataset_state = None  # what it remembers is before that
+        else:
+            self.position = grid.skipped(self.position, samples)
+        self._skipped_to = self.position
+
+    def state_dict(self) -> dict[str, Plain]:
+        """The position, and what it is only meaningful with: seed, shuffle, size, and a digest of the dataset's fingerprint.
+
+        An iterable dataset's own state is in it under ``"dataset"``, if it has one.
+        """
+        at = self.position
+        state: dict[str, Plain] = {"version": _VERSION, **asdict(at), **self.feed.identity(at), "data": self._digest}
+        return state if self._dataset_state is None else {**state, "dataset": self._dataset_state}
+
+    def load_state_dict(self, state: Mapping[str, Plain]) -> None:
+        """Continue where ``state`` was taken. The global batch size, ranks and workers may differ.
+
+        Mutates: the position.
+
+        Raises:
+            CheckpointMismatchError: a state of another format version, or of other data, seed or shuffle, under which the
+                position means other samples.
+        """
+        if state.get("version") != _VERSION:
+            raise CheckpointMismatchError(
+                f"loader: the saved position has format version {state.get('version')}, this release reads {_VERSION}; leave "
+                "the loader out of extra to start over"
+            )
+        at = Position(**{field.name: _integer(state, field.name) for field in fields(Position)})
+        if not self._may_change and state.get("data") != self._digest:
+            raise CheckpointMismatchError(
+                f"loader: the dataset is not the one of the checkpoint (it had {state.get('size')} samples, this one has "
+                f"{self.fingerprint.get('count')}; names, sizes or shards differ); resume with the same data, or allow it with "
+                "build_loader(data_may_change=True)"
+            )
+        try:
+            self.feed.resume({name: value for name, value in state.items() if isinstance(value, int)}, at)
+        except CheckpointMismatchError:
+            if not self._may_change:
+                raise
+        grid = self.feed.grid()
+        self.position = at if grid is None else grid.inside(at)
+        self._dataset_state = state.get("dataset")
+
+    def _stamp(self, at: Position) -> int:
+        """A number for this place in these data, below 2**48."""
+        return derive_seed(self._digest, self.seed, at.epoch, at.samples, at.batches) % 2**48
+
+    def _grid(self, where: str) -> Grid:
+        grid = self.feed.grid()
+        if grid is None:
+            raise ConfigError(f"loader.{where}: an iterable dataset without a length; count in batches, as in until('1000ba')")
+        return grid
+
+    def _move(self, handout: Handout) -> Position:
+        self.position, self._dataset_state = handout.after, handout.state
+        self.unreadable.add(handout.unreadable)
+        return handout.after
+
+    def _handouts(self, at: Position, goal: Duration) -> Iterator[Handout | FailedBatch]:
+        """The feed's, on the device. A failure on one of several ranks becomes a batch: the step tells the others."""
+        try:
+            yield from self._moved(self.feed.handouts(at, goal, state=self._dataset_state))
+        except DataError as error:
+            if current().world_size == 1:
+                raise
+            yield FailedBatch(error)
+
+    def _moved(self, handouts: Iterator[Handout]) -> Iterator[Handout]:
+        if self._device is None:
+            return handouts
+        return moved_ahead(handouts, self._device, ahead=self._ahead, batch_of=_batch, with_batch=_with_batch)
+
+    def __repr__(self) -> str:
+        at = self.position
+        return f"Loader(data={self.fingerprint}, epoch={at.epoch}, samples={at.samples})"
+
+
+def _batch(handout: Handout) -> Batch:
+    return handout.batch
+
+
+def _with_batch(handout: Handout, batch: Batch) -> Handout:
+    return replace(handout, batch=batch)
+
+
+def _integer(state: Mapping[str, Plain], name: str) -> int:
+    value = state.get(name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CheckpointMismatchError(f"loader: the saved position has no whole number {name!r}, but {value!r}")
+    return value

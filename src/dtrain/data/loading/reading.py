@@ -1,0 +1,117 @@
+"""``Reader``: a ticket to a batch, in a loader worker or in the rank itself. What it draws depends on the ticket only."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from dtrain.data.dataset import is_tensordict
+from dtrain.data.loading.collate import collate
+from dtrain.data.loading.parcel import Content, Parcel
+from dtrain.data.transforms import SampleTransform, apply_transform
+from dtrain.dist.rng import derive_seed, drawing_from, reseed
+from dtrain.types import Batch
+
+OnError = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """An order for one batch.
+
+    Args:
+        epoch: of its samples.
+        start: position in the epoch of this rank's first sample; with ``epoch`` it decides what is drawn at random.
+        indices: of the dataset.
+        times: how often the samples are to be in the batch.
+    """
+
+    epoch: int
+    start: int
+    indices: Tensor
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Reads tickets; torch's ``DataLoader`` takes it for a dataset whose samples are batches.
+
+    Args:
+        dataset: indexed.
+        seed: of what is drawn at random while samples are read.
+        collate: samples to a batch; None for ``collate``, or for nothing where the dataset is indexed by a tensor.
+        transform: of each sample, with a generator of its own.
+        on_error: what becomes of a sample that cannot be read.
+    """
+
+    dataset: Any
+    seed: int
+    collate: Callable[[list[Any]], Batch] | None = None
+    transform: SampleTransform | None = None
+    on_error: OnError = "raise"
+
+    def __getitem__(self, ticket: Ticket) -> Parcel:
+        if get_worker_info() is None:
+            if self.is_indexed_by_tensor:  # nobody's code to draw anything
+                return Parcel(self._read(ticket))
+            with drawing_from(self._seed_of(ticket)):
+                return Parcel(self._read(ticket))
+        reseed(self._seed_of(ticket))  # nobody else draws in this process
+        return Parcel(self._read(ticket)).packed()
+
+    @property
+    def is_indexed_by_tensor(self) -> bool:
+        """Whether a batch is ``dataset[indices]``, with nothing else to do."""
+        whole = isinstance(self.dataset, Tensor) or is_tensordict(self.dataset)
+        return whole and self.collate is None and self.transform is None
+
+    def _seed_of(self, ticket: Ticket) -> int:
+        return derive_seed(self.seed, "batch", ticket.epoch, ticket.start)
+
+    def _read(self, ticket: Ticket) -> Content:
+        try:
+            if self.is_indexed_by_tensor:
+                return Content(batch=self.dataset[ticket.indices.repeat(ticket.times)])
+            samples, unreadable = self._samples(ticket)
+            return Content(batch=(self.collate or collate)(samples * ticket.times) if samples else None, unreadable=unreadable)
+        except Exception as error:  # noqa: BLE001  # the dataset, the transform and collate are the user's
+            return Content(failure=described(error), trace=traceback.format_exc())
+
+    def _samples(self, ticket: Ticket) -> tuple[list[Any], list[tuple[int, str]]]:
+        """The samples that can be read, and those that cannot."""
+        indices = ticket.indices.tolist()
+        try:
+            many = getattr(self.dataset, "__getitems__", None)
+            samples = [self.dataset[index] for index in indices] if many is None else list(many(indices))
+            return [self._transformed(sample, ticket, index) for sample, index in zip(samples, indices, strict=True)], []
+        except Exception:  # noqa: BLE001  # whatever it is, the next line meets it again
+            # A batch with a bad sample is read again, one by one: to leave it out, or to say which one it is.
+            return self._one_by_one(ticket, indices)
+
+    def _one_by_one(self, ticket: Ticket, indices: list[int]) -> tuple[list[Any], list[tuple[int, str]]]:
+        samples, unreadable = [], []
+        for index in indices:
+            try:
+                samples.append(self._transformed(self.dataset[index], ticket, index))
+            except Exception as error:
+                if self.on_error == "raise":
+                    error.add_note(f"sample {index}")
+                    raise
+                unreadable.append((index, described(error)))
+        return samples, unreadable
+
+    def _transformed(self, sample: Any, ticket: Ticket, index: int) -> Any:
+        if self.transform is None:
+            return sample
+        return apply_transform(self.transform, sample, seed=self.seed, epoch=ticket.epoch, index=index)
+
+
+def described(error: BaseException) -> str:
+    """An error in one line, with the sample that it came from where that is known."""
+    notes = ", ".join(getattr(error, "__notes__", ()))
+    return f"{notes}: {type(error).__name__}: {' '.join(str(error).split())}".removeprefix(": ")

@@ -1,0 +1,290 @@
+"""A folder of shards as they are after download and decompression, bounded in bytes, shared by all processes of a machine.
+
+A whole shard has a name of 32 digits; other files in the folder are neither touched nor counted. One that is being made is
+``NAME.BYTES.part``: that many bytes are reserved for it, and whoever makes it holds the lock of the file. So a part without a
+lock has no owner any more, and whoever comes by removes it. Whoever reads a whole shard holds its lock with others, and only
+what nobody holds is removed to make room. All decisions about what is in the folder are made under the lock of ``.lock``, for
+as long as it takes to list the folder; nothing is downloaded meanwhile. The locks are the system's: they end with the process,
+however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dtrain import storage
+from dtrain.data.stream.forks import FORKS
+from dtrain.errors import DataError
+from dtrain.storage import Buffer, FolderEntry, SharedFile
+
+_SHARD = re.compile(r"[0-9a-f]{32}")
+_PART = re.compile(r"([0-9a-f]{32})\.([0-9]+)\.part")
+_LOCK = ".lock"
+_STEP_BYTES = 64 * 2**20  # by which a reservation grows where the size is not known before
+_OWNER_S = 300.0  # so long another process may take for a shard
+_ROOM_S = 5.0  # so long others may keep everything in use
+
+State = Literal["ready", "busy", "full"]
+
+
+class FullError(Exception):
+    """There is no room: what is in the folder is in use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Contents:
+    """What is there: whole shards, from the one that was used longest ago; names of those that are made; bytes in all."""
+
+    shards: list[FolderEntry]
+    parts: list[str]
+    used: int
+
+
+class Cache:
+    """Whole shards by name. Any process, thread and fork may use the same folder at the same time.
+
+    Args:
+        folder: of the cache; made when it is first needed.
+        limit: bytes that all files in it have at most, with what is reserved for those that are being made.
+        private: the folder that it is in, if only this user may have a say there.
+        release: called when there is no room: lets go of shards that this process has open and does not need now.
+    """
+
+    def __init__(
+        self, folder: Path, limit: int, release: Callable[[], object] = lambda: None, *, private: Path | None = None
+    ) -> None:
+        self.folder, self.limit, self._release, self._private = folder, limit, release, private
+        self._held: set[SharedFile] = set()
+        self.owner_s, self.room_s = _OWNER_S, _ROOM_S
+        FORKS.tell(self)
+
+    def after_fork(self) -> None:
+        """In a child: its copies of the handles would keep locks that are the parent's."""
+        for file in self._held:
+            file.close()
+        self._held = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the whole shard is there now."""
+        return storage.exists(self.folder / name)
+
+    def get(self, name: str, size: int, make: Callable[[Part], None]) -> memoryview | None:
+        """The bytes of a shard, mapped; made by ``make`` if nobody has it yet.
+
+        Args:
+            name: of the shard.
+            size: bytes that it will have.
+            make: writes them into the part it is given. At most one caller of all processes does so at a time.
+
+        Returns:
+            The bytes. It cannot be removed while the view, or a slice of it, lives. None where others have so much in use that
+            there is no room, or where another process holds the shard for very long: do without the cache.
+
+        Raises:
+            DataError: it is larger than the whole cache.
+            Exception: what ``make`` raises. Nothing is left of the shard then.
+        """
+        begun = time.monotonic()
+        pause, released = 0.002, False
+        while True:
+            view, state = self._try(name, size, make)
+            if state == "ready":
+                return view
+            if state == "full" and not released:
+                self._release()
+                released = True
+                continue
+            if time.monotonic() - begun > (self.owner_s if state == "busy" else self.room_s):
+                return None
+            time.sleep(pause)
+            pause = min(0.05, 2 * pause)
+
+    def fill(self, name: str, size: int, make: Callable[[Part], None]) -> None:
+        """Have the shard in the folder if that is possible at once: not when another process makes it, or without room."""
+        if self.has(name):
+            with contextlib.suppress(OSError), self._opened(self.folder / name) as file:
+                file.touch()  # it is wanted soon, so it is not the one to go
+            return
+        self._try(name, size, make)
+
+    def _try(self, name: str, size: int, make: Callable[[Part], None]) -> tuple[memoryview | None, State]:
+        if (view := self._whole(name)) is not None:
+            return view, "ready"
+        part = self._claimed(name, size)
+        if not isinstance(part, Part):
+            return None, part
+        try:
+            make(part)
+            return part.commit(), "ready"
+        except FullError:
+            return None, "full"
+        finally:
+            part.end()
+
+    def _whole(self, name: str) -> memoryview | None:
+        with FORKS.lock:  # a view has a handle of its own, which ends with it in a child, too
+            try:
+                file = SharedFile(self.folder / name)
+            except FileNotFoundError:
+                return None
+            with file:
+                if not file.lock(shared=True) or not file.has_name:
+                    return None  # it is being removed
+                file.touch()
+                return file.mapped()
+
+    def _claimed(self, name: str, size: int) -> Part | State:
+        """A part for the shard with room for it, or why there is none."""
+        if size > self.limit:
+            raise DataError(f"a shard needs {size} bytes, the cache {self.folder} has cache_bytes={self.limit}; give it more")
+        with self.bookkeeping():
+            if self.has(name):
+                return "busy"  # no more: it came meanwhile
+            contents = self._contents()
+            if name in contents.parts:
+                return "busy"
+            if not self._room(contents, size):
+                return "full"
+            path = self.folder / f"{name}.{size}.part"
+            with FORKS.lock:
+                file = SharedFile(path, "new")
+                self._held.add(file)
+            if not file.lock():
+                raise AssertionError(f"{path} is new, and locked by somebody else")
+            return Part(self, name, size, file)
+
+    def _contents(self) -> _Contents:
+        """What is there. Removes what dead processes have left. Only under the lock."""
+        shards, parts, used = [], [], 0
+        for entry in storage.scan_folder(self.folder):
+            if _SHARD.fullmatch(entry.name):
+                shards.append(entry)
+                used += entry.size
+            elif (part := _PART.fullmatch(entry.name)) and self._is_made(entry.name):
+                parts.append(part[1])
+                used += max(entry.size, int(part[2]))
+        shards.sort(key=lambda entry: entry.used_ns)
+        return _Contents(shards=shards, parts=parts, used=used)
+
+    def _is_made(self, name: str) -> bool:
+        """Whether somebody is making this part; nobody is when its lock can be had."""
+        try:
+            with self._opened(self.folder / name) as file:
+                if not file.lock():
+                    return True
+                storage.remove_file(self.folder / name)
+        except FileNotFoundError:
+            pass
+        return False
+
+    def _room(self, contents: _Contents, wanted: int) -> bool:
+        """Whether there is room for so many more bytes, when what nobody uses has been removed as far as necessary."""
+        used = contents.used
+        for entry in contents.shards:
+            if used + wanted <= self.limit:
+                break
+            if self._removed(entry.name):
+                used -= entry.size
+        return used + wanted <= self.limit
+
+    def _removed(self, name: str) -> bool:
+        try:
+            with self._opened(self.folder / name) as file:
+                if not file.lock():
+                    return False
+                storage.remove_file(self.folder / name)
+        except FileNotFoundError:
+            pass
+        return True
+
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """One at a time of all that give this name to it, which stays in the folder."""
+        if self._private is not None:
+            storage.private_folder(self._private)
+        storage.make_folders(self.folder)
+        with self._opened(self.folder / name, lock=True) as file:
+            file.lock(wait=True)
+            yield
+
+    def bookkeeping(self) -> AbstractContextManager[None]:
+        """The lock of the folder: what is in it does not change but by the holder. For short."""
+        return self.turn(_LOCK)
+
+    @contextmanager
+    def _opened(self, path: Path, *, lock: bool = False) -> Iterator[SharedFile]:
+        """A file that a child of a fork in the meantime does not keep."""
+        with FORKS.lock:
+            file = SharedFile(path, "lock" if lock else "read")
+            self._held.add(file)
+        try:
+            yield file
+        finally:
+            self.closed(file)
+
+    def closed(self, file: SharedFile) -> None:
+        """Close a handle, here and for children."""
+        with FORKS.lock:
+            self._held.discard(file)
+            file.close()
+
+    def grown(self, part: Part, size: int) -> Path:
+        """Reserve more for a part, which gets another name by that."""
+        if size > self.limit:
+            raise DataError(
+                f"a shard needs at least {size} bytes, the cache {self.folder} has cache_bytes={self.limit}; give it more"
+            )
+        with self.bookkeeping():
+            if not self._room(self._contents(), size - part.reserved):
+                raise FullError
+            path = self.folder / f"{part.name}.{size}.part"
+            storage.rename(part.path, path)
+            return path
+
+
+class Part:
+    """A shard that is being made, by this process alone."""
+
+    def __init__(self, cache: Cache, name: str, reserved: int, file: SharedFile) -> None:
+        self.name, self.reserved = name, reserved
+        self.path = cache.folder / f"{name}.{reserved}.part"
+        self._cache, self._file = cache, file
+        self._written = 0
+        self._done = False
+
+    def write(self, data: Buffer) -> None:
+        """Append all of ``data``; what was reserved grows where that is not enough."""
+        more = self._written + len(memoryview(data).cast("B"))
+        if more > self.reserved:
+            wanted = min(self._cache.limit, more + _STEP_BYTES) if more <= self._cache.limit else more
+            self.path = self._cache.grown(self, wanted)
+            self.reserved = wanted
+        self._file.write(data)
+        self._written = more
+
+    def clear(self) -> None:
+        """Begin again."""
+        self._file.clear()
+        self._written = 0
+
+    def commit(self) -> memoryview:
+        """Make it a whole shard, which cannot be removed while the view lives."""
+        with self._cache.bookkeeping():  # nobody removes it between the two locks that it is held with
+            storage.rename(self.path, self._cache.folder / self.name)
+            self._done = True
+            self._file.lock(shared=True)
+            return self._file.mapped()
+
+    def end(self) -> None:
+        """Let go of it; what was not committed is gone."""
+        if not self._done:
+            with contextlib.suppress(FileNotFoundError):
+                storage.remove_file(self.path)
+        self._cache.closed(self._file)

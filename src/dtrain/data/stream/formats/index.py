@@ -1,0 +1,153 @@
+"""``index.json``: the shards of a dataset. The file is that of mosaicml-streaming, with names of more formats in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from dtrain.data.stream.formats import FORMATS
+from dtrain.data.stream.formats.base import ShardEntry, ShardFile
+from dtrain.data.stream.formats.compression import SUFFIXES, compression_named
+from dtrain.errors import ConfigError, DataError
+from dtrain.types import Plain
+
+INDEX = "index.json"
+_VERSION = 2
+_KNOWN_AS = {"json": "jsonl"}  # theirs: lines of JSON, with a file beside them that says where the lines begin
+_OURS = {"version", "format", "samples", "raw_data", "zip_data"}  # of an entry; what else there is, are details
+
+
+def read_index(text: bytes) -> list[ShardEntry]:
+    """The entries of an index, in its order.
+
+    Raises:
+        DataError: no index, or one of another version, with shards of an unknown format or compression, with
+            numbers that cannot be, a file twice, or a file outside of the dataset's folder.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{INDEX}: is not JSON: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("shards"), list):
+        raise DataError(f"{INDEX}: has no list of shards; this is the index of something else")
+    _check_version(content, INDEX)
+    entries: list[ShardEntry] = []
+    for number, shard in enumerate(content["shards"]):
+        entry = _entry(shard, f"{INDEX}: shard {number}")
+        if entries and entry.details == entries[-1].details:
+            entry = replace(entry, details=entries[-1].details)  # held once, which counts where there are very many shards
+        entries.append(entry)
+    _check_names(entries)
+    return entries
+
+
+def write_index(entries: Iterable[ShardEntry]) -> bytes:
+    """The index of these shards, of which ``read_index`` makes the same entries. mosaicml-streaming reads that of MDS."""
+    shards = [_shard(entry) for entry in entries]
+    return json.dumps({"version": _VERSION, "shards": shards}, sort_keys=True).encode()
+
+
+def recognised(name: str) -> tuple[str, str | None] | None:
+    """(format, compression) of a file with this name, in a folder without an index; None for what is no shard."""
+    name = name.lower()
+    compression = next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
+    if compression is not None:
+        name = name[: name.rindex(".")]
+    elif name.endswith(".tgz"):
+        return "tar", "gz"
+    for kind, form in FORMATS.items():
+        if form.suffixes and name.endswith(form.suffixes):
+            return kind, compression
+    return None
+
+
+def _check_version(content: Mapping[str, Any], where: str) -> None:
+    if content.get("version") != _VERSION:
+        raise DataError(f"{where}: has version {content.get('version')!r}, {_VERSION} can be read; write the dataset again")
+
+
+def _check_names(entries: Sequence[ShardEntry]) -> None:
+    seen: set[str] = set()
+    for number, entry in enumerate(entries):
+        if entry.file.name in seen:
+            raise DataError(f"{INDEX}: shard {number}: file {entry.file.name!r} is in it twice")
+        seen.add(entry.file.name)
+
+
+def _entry(shard: Any, where: str) -> ShardEntry:
+    if not isinstance(shard, dict):
+        raise DataError(f"{where}: is {type(shard).__name__}, not an object")
+    _check_version(shard, where)
+    name = shard.get("format")
+    kind: Any = _KNOWN_AS.get(name, name) if isinstance(name, str) else None
+    if not isinstance(kind, str) or kind not in FORMATS:
+        raise DataError(f"{where}: format {name!r} is not known; known: {', '.join(FORMATS)}")
+    details = {key: value for key, value in shard.items() if key not in _OURS}
+    return ShardEntry(file=_file(shard, where), samples=_number(shard, "samples", where), format=kind, details=details)
+
+
+def _file(shard: Mapping[str, Any], where: str) -> ShardFile:
+    raw = _info(shard, "raw_data", where)
+    if shard.get("zip_data") is None:
+        return ShardFile(name=raw[0], size=raw[1], raw_size=raw[1], raw_name=raw[0], digests=raw[2], raw_digests=raw[2])
+    stored = _info(shard, "zip_data", where)
+    if not isinstance(shard.get("compression"), str):
+        raise DataError(f"{where}: is compressed, but compression is {shard.get('compression')!r}")
+    try:
+        compression, _ = compression_named(shard["compression"])
+    except ConfigError as error:
+        raise DataError(f"{where}: {error}") from None
+    return ShardFile(
+        name=stored[0],
+        size=stored[1],
+        raw_size=raw[1],
+        raw_name=raw[0],
+        compression=compression,
+        digests=stored[2],
+        raw_digests=raw[2],
+    )
+
+
+def _info(shard: Mapping[str, Any], key: str, where: str) -> tuple[str, int, dict[str, str]]:
+    """(name, bytes, digests) of one of the two files that an entry can name."""
+    info = shard.get(key)
+    if not isinstance(info, dict):
+        raise DataError(f"{where}: {key} is {info!r}, not a file's name, bytes and hashes")
+    name, digests = info.get("basename"), info.get("hashes") or {}
+    if not isinstance(name, str) or not _is_inside(name):
+        raise DataError(f"{where}: file {name!r} is not in the dataset's folder")
+    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+        raise DataError(f"{where}: hashes of {name!r} are {digests!r}, not digests by algorithm")
+    return name, _number(info, "bytes", where), digests
+
+
+def _is_inside(name: str) -> bool:
+    """Relative, and in its plain spelling, so that one file has one name."""
+    return "\0" not in name and "\\" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def _number(content: Mapping[str, Any], key: str, where: str) -> int:
+    value = content.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise DataError(f"{where}: {key} is {value!r}, not a count")
+    return value
+
+
+def _shard(entry: ShardEntry) -> dict[str, Plain]:
+    file = entry.file
+    raw_name = file.name if file.raw_name is None else file.raw_name
+    raw: dict[str, Plain] = {"basename": raw_name, "bytes": file.raw_size, "hashes": dict(file.raw_digests)}
+    stored: dict[str, Plain] = {"basename": file.name, "bytes": file.size, "hashes": dict(file.digests)}
+    return {
+        "compression": file.compression,  # without the level, which the details may know
+        "hashes": [*sorted(file.digests)],
+        "size_limit": None,
+        **cast(dict[str, Plain], dict(entry.details)),
+        "version": _VERSION,
+        "format": entry.format,
+        "samples": entry.samples,
+        "raw_data": raw if file.compression else stored,
+        "zip_data": stored if file.compression else None,
+    }

@@ -1,0 +1,154 @@
+"""MDS, the format of mosaicml-streaming: samples of named columns one after the other, and a table of where each begins.
+
+A shard is: samples (4 bytes), where each begins and the last one ends (4 bytes each), the columns as JSON, and the samples. A
+sample is the sizes of its values that have no fixed one (4 bytes each), and then its values.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dtrain.data.stream.formats import images
+from dtrain.data.stream.formats.base import ShardEntry, Source, check_options
+from dtrain.data.stream.formats.mds_values import Encoding, encoding_named
+from dtrain.errors import ConfigError, DataError
+from dtrain.types import Plain
+
+_IMAGES = ("pil", "jpeg", "png")
+
+
+class MdsShard:
+    """The samples of one shard, as mappings of column to value."""
+
+    any_thread = True  # nothing changes while a sample is read
+
+    def __init__(self, source: Source, entry: ShardEntry, options: Mapping[str, Any]) -> None:
+        self._source: Source | None = source
+        self._columns = _wanted(_columns(entry), options)
+        self._sizes = struct.Struct(f"<{sum(size is None for _, size, _ in self._columns)}I")
+        self._bounds, _ = _table(source, entry.file.name)
+        if len(self) != entry.samples:
+            raise DataError(f"{entry.file.name}: has {len(self)} samples, its index says {entry.samples}")
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, row: int, /) -> dict[str, Any]:
+        if not 0 <= row < len(self) or self._source is None:
+            raise IndexError(f"row {row} of {len(self)}, {'closed' if self._source is None else 'open'}")
+        view = memoryview(self._source.read(self._bounds[row], self._bounds[row + 1]))
+        sizes = iter(self._sizes.unpack_from(view))
+        at = self._sizes.size
+        sample = {}
+        for name, size, decode in self._columns:
+            end = at + (next(sizes) if size is None else size)
+            if decode is not None:
+                sample[name] = decode(view[at:end])
+            at = end
+        if at != len(view):
+            raise DataError(f"sample has {len(view)} bytes, its values have {at}")
+        return sample
+
+    def close(self) -> None:
+        """Let go of the source."""
+        self._source = None
+
+
+Column = tuple[str, int | None, Callable[[memoryview], Any] | None]
+"""Name, bytes if fixed, and how to decode it; None where it is not wanted."""
+
+
+def _columns(entry: ShardEntry) -> list[tuple[str, int | None, Encoding]]:
+    lists = [entry.details.get(f"column_{what}") for what in ("names", "sizes", "encodings")]
+    names, sizes, encodings = (found if isinstance(found, list) else [] for found in lists)
+    if not names or not len(names) == len(sizes) == len(encodings) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{entry.file.name}: its index has no list of column names, sizes and encodings, of one length each")
+    columns: list[tuple[str, int | None, Encoding]] = []
+    for name, size, text in zip(names, sizes, encodings, strict=True):
+        try:
+            encoding = encoding_named(str(text))
+        except ConfigError as error:
+            raise DataError(f"{entry.file.name}: column {name!r}: {error}") from None
+        if (size or None) != encoding.size:
+            raise DataError(f"{entry.file.name}: column {name!r} has {size!r} bytes, {text} has {encoding.size}")
+        columns.append((str(name), encoding.size, encoding))
+    return columns
+
+
+def _wanted(columns: list[tuple[str, int | None, Encoding]], options: Mapping[str, Any]) -> list[Column]:
+    wanted = options.get("columns")
+    return [(name, size, coder.decode if wanted is None or name in wanted else None) for name, size, coder in columns]
+
+
+def _table(source: Source, name: str) -> tuple[memoryview, int]:
+    """Where samples begin, and the last one ends; and where the table itself ends.
+
+    Raises:
+        DataError: the numbers do not fit the file.
+    """
+    samples = int.from_bytes(source.read(0, 4), "little")
+    end = 4 * (samples + 2)
+    table = source.read(4, end) if 8 <= end <= source.size else b""
+    if len(table) != end - 4:
+        raise DataError(f"{name}: is no MDS shard, or truncated: {source.size} bytes, {samples} samples")
+    bounds = np.frombuffer(table, "<u4").astype(np.uint32)
+    if bounds[0] < end or bounds[-1] != source.size or (bounds[1:] < bounds[:-1]).any():
+        raise DataError(f"{name}: is damaged: samples end at byte {bounds[-1]} of {source.size}, or in a strange order")
+    return bounds.data, end
+
+
+class Mds:
+    """The format; see the module.
+
+    Options: ``columns`` (names; others are left out), and ``allow_pickle`` (whether columns encoded as ``pkl`` may be read).
+    """
+
+    name = "mds"
+    suffixes = (".mds",)
+    ranged = True
+    options = ("columns", "allow_pickle")
+
+    def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
+        """Refuse what cannot be opened; see ``Format.check``."""
+        check_options(self, options)
+        wanted = options.get("columns")
+        columns = _columns(entry)
+        if wanted is not None and (missing := [name for name in wanted if name not in {name for name, _, _ in columns}]):
+            names = ", ".join(name for name, _, _ in columns)
+            raise ConfigError(f"{entry.file.name}: no column {missing[0]!r}; there are {names}")
+        for name, _, encoding in columns:
+            if wanted is not None and name not in wanted:
+                continue
+            if encoding.unsafe and options.get("allow_pickle") is not True:
+                raise ConfigError(
+                    f"{entry.file.name}: column {name!r} is pickled, and reading it runs what the file says; "
+                    "leave it out with columns, or trust the data with allow_pickle=True"
+                )
+        texts = [str(text) for text in entry.details["column_encodings"]]  # type: ignore[union-attr]
+        if any(kind in text for text in texts for kind in _IMAGES):
+            images.check_pillow()
+
+    def open(self, source: Source, entry: ShardEntry, options: Mapping[str, Any]) -> MdsShard:
+        """See ``Format.open``."""
+        self.check(entry, options)
+        return MdsShard(source, entry, options)
+
+    def count(self, source: Source) -> tuple[int, dict[str, Plain]]:
+        """See ``Format.count``. The columns are in the shard, too."""
+        bounds, end = _table(source, "file")
+        try:
+            config = json.loads(bytes(source.read(end, bounds[0])))
+        except ValueError as error:
+            raise DataError(f"no columns between byte {end} and the samples: {error}") from None
+        wanted = ("column_names", "column_encodings", "column_sizes")
+        if not isinstance(config, dict):
+            raise DataError(f"columns are {type(config).__name__}, not an object")
+        return len(bounds) - 1, {key: config[key] for key in wanted if key in config}
+
+
+MDS = Mds()

@@ -1,0 +1,174 @@
+"""Which shards a dataset has: by its index, or by a look at every file, once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from dtrain import storage
+from dtrain.data.stream.access import Access
+from dtrain.data.stream.download import unreadable
+from dtrain.data.stream.formats import format_named
+from dtrain.data.stream.formats.base import ShardEntry, ShardFile
+from dtrain.data.stream.formats.hashes import HASHES
+from dtrain.data.stream.formats.index import INDEX, read_index, recognised, write_index
+from dtrain.data.stream.sources import RangedSource
+from dtrain.errors import ConfigError, DataError, DtrainError
+from dtrain.storage import Place, Progress, RemotePath
+from dtrain.storage.parts import for_each_part
+
+_MOST_BYTES = 2**31  # of an index
+_THREADS = 8
+_HIDDEN = ("_", ".")  # how names begin that are about the data: _SUCCESS, .crc
+
+
+def find_shards(access: Access, *, format: str | None, only: str | None = None) -> tuple[ShardEntry, ...]:
+    """The shards of the dataset at ``access.root``, in their order, with the samples of each.
+
+    Args:
+        access: to the files.
+        format: that they have; None to go by the index or by their names.
+        only: a file that is all of the dataset.
+
+    Raises:
+        ConfigError: no data, no sample, several formats, an unknown one, or digests by an unknown algorithm.
+        DataError: an index or a file that cannot be read.
+    """
+    root = access.root
+    if format is not None:
+        format_named(format)
+    text = None if only is not None else _index(root)
+    entries = tuple(_listed(access, format, only)) if text is None else _of_index(root, text, format)
+    if not sum(entry.samples for entry in entries):
+        raise ConfigError(f"{root}: has no samples in {len(entries)} shards")
+    for entry in entries:
+        for algorithm in (*entry.file.digests, *entry.file.raw_digests):
+            if algorithm not in HASHES:
+                raise ConfigError(f"{root / entry.file.name}: hash {algorithm!r} is not known; known: {', '.join(HASHES)}")
+    return entries
+
+
+def _index(root: Place) -> bytes | None:
+    try:
+        return storage.read_file(root / INDEX, limit=_MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"{root / INDEX}: cannot be read: {error.strerror or error}") from error
+
+
+def _of_index(root: Place, text: bytes, format: str | None) -> tuple[ShardEntry, ...]:
+    try:
+        entries = tuple(read_index(text))
+    except DtrainError as error:
+        raise type(error)(f"{root}/{error}") from None
+    others = sorted({entry.format for entry in entries} - {format or entry.format for entry in entries})
+    if others:
+        raise ConfigError(f"{root}: its index has shards of format {others[0]}, not {format}; leave out format")
+    return entries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    name: str
+    size: int
+    format: str
+    compression: str | None
+
+    @property
+    def entry(self) -> ShardEntry:
+        """As far as the name tells."""
+        raw_size = self.size if self.compression is None else None
+        file = ShardFile(name=self.name, size=self.size, raw_size=raw_size, compression=self.compression)
+        return ShardEntry(file=file, samples=0, format=self.format)
+
+
+def _listed(access: Access, format: str | None, only: str | None) -> list[ShardEntry]:
+    """The shards of a folder without an index. The counts are kept for as long as the files have the same names and sizes."""
+    found = _found(access.root, format, only)
+    names = repr([(file.name, file.size, file.format) for file in found])
+    kept = access.cache.folder / f"{xxhash.xxh3_128_hexdigest(f'{access.root}|{names}'.encode())}.index"
+    if (text := _kept(kept)) is not None:
+        return text
+    with access.cache.turn(kept.name + ".lock"):  # of the ranks of a node one counts
+        if (text := _kept(kept)) is not None:
+            return text
+        entries = _counted(access, found)
+        storage.replace_file(kept, write_index(entries))
+        return entries
+
+
+def _kept(path: Path) -> list[ShardEntry] | None:
+    try:
+        return read_index(storage.read_file(path, limit=_MOST_BYTES))
+    except (OSError, DtrainError):
+        return None
+
+
+def _found(root: Place, format: str | None, only: str | None) -> list[_Found]:
+    found = []
+    for name, size in _files(root, only):
+        if any(part.startswith(_HIDDEN) for part in name.split("/")):
+            continue
+        known = recognised(name)
+        if format is None:
+            if known is not None:
+                found.append(_Found(name=name, size=size, format=known[0], compression=known[1]))
+        elif only is not None or (known is not None and known[0] == format):
+            found.append(_Found(name=name, size=size, format=format, compression=known[1] if known else None))
+    if not found:
+        what = f"file of format {format}" if format else "file of a known format"
+        raise ConfigError(f"{root}: has no {INDEX} and no {what}; is the URL right?")
+    if len(formats := sorted({file.format for file in found})) > 1:
+        raise ConfigError(f"{root}: has files of several formats ({', '.join(formats)}); say which with format=")
+    return found
+
+
+def _files(root: Place, only: str | None) -> Iterable[tuple[str, int]]:
+    if only is not None:
+        size = storage.file_size(root / only)
+        return [] if size is None else [(only, size)]
+    if not isinstance(root, RemotePath) and not storage.is_folder(root):
+        raise ConfigError(f"{root}: there is no such folder")
+    try:
+        with unreadable(root):
+            return list(storage.walk_files(root))
+    except DataError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        hint = "; a server that lists no folders needs one with an index" if _is_web(root) else ""
+        raise ConfigError(f"{root}: has no {INDEX}, and nothing is listed there{hint}; is the URL right?") from error
+
+
+def _is_web(root: Place) -> bool:
+    return isinstance(root, RemotePath) and root.protocol.startswith("http")
+
+
+def _counted(access: Access, found: list[_Found]) -> list[ShardEntry]:
+    entries: list[ShardEntry | None] = [None] * len(found)
+    lock = threading.Lock()
+    with Progress(f"counting samples of {access.root}", sum(file.size for file in found)) as progress:
+
+        def count(number: int) -> None:
+            entry = _count(access, found[number].entry)
+            with lock:
+                entries[number] = entry
+            progress.advance(found[number].size)
+
+        for_each_part(len(found), count, threads=_THREADS, name="dtrain-count")
+    return [entry for entry in entries if entry is not None]
+
+
+def _count(access: Access, entry: ShardEntry) -> ShardEntry:
+    form, place = format_named(entry.format), access.root / entry.file.name
+    by_ranges = isinstance(access.root, RemotePath) and entry.file.compression is None and form.ranged
+    source = RangedSource(place, entry.file) if by_ranges else access.reach(entry).source
+    try:
+        samples, details = form.count(source)
+    except DtrainError as error:
+        raise type(error)(f"{place}: {error}") from error
+    return replace(entry, samples=samples, details=details, file=replace(entry.file, raw_size=source.size))

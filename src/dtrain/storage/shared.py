@@ -1,0 +1,153 @@
+"""Files that several processes of this machine use at a time: locks that end with their holder, memory maps, private folders.
+
+As in ``local`` every operation is one call of ``os``, through the name ``os`` of this module. Locks are those of flock(2): the
+system takes them back when the last handle is closed, however the process ended. A handle that a fork has copied is the same
+holder, so whoever forks while it has some closes them in the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from dtrain.errors import ConfigError
+from dtrain.storage import local
+from dtrain.storage.local import Buffer
+
+Opening = Literal["read", "lock", "new"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderEntry:
+    """A regular file in a folder: its name, bytes, and when it was last used or written, in nanoseconds."""
+
+    name: str
+    size: int
+    used_ns: int
+
+
+def scan_folder(path: Path) -> list[FolderEntry]:
+    """The regular files in a folder. What goes away meanwhile is left out."""
+    found = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            try:
+                about = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(about.st_mode):
+                found.append(FolderEntry(name=entry.name, size=about.st_size, used_ns=about.st_mtime_ns))
+    return found
+
+
+def walk_files(path: Path) -> Iterator[tuple[str, int]]:
+    """Every regular file below a folder: its name relative to it, with ``/``, and its bytes. Links to files are files."""
+    for folder, folders, names in os.walk(path):
+        folders.sort()
+        for name in sorted(names):
+            full = Path(folder) / name
+            size = local.file_size(full)
+            if size is not None:
+                yield full.relative_to(path).as_posix(), size
+
+
+def private_folder(path: Path) -> None:
+    """Create a folder that only this user can use, if it is not there.
+
+    Raises:
+        ConfigError: it is there and somebody else's: in a place where all may write, that is not to be trusted.
+    """
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(f"{path} is not a folder of this user (uid {os.getuid()}); give another place") from None
+
+
+class SharedFile:
+    """An open file that can be locked. A context manager.
+
+    Args:
+        path: of the file.
+        how: ``"read"`` one that exists; ``"lock"`` one that is made if it is missing and never written; ``"new"`` one that must
+            not exist, to write.
+
+    Raises:
+        FileNotFoundError: nothing to read. FileExistsError: the new name is taken.
+    """
+
+    __slots__ = ("_handle", "_path")
+
+    def __init__(self, path: Path, how: Opening = "read") -> None:
+        create = {"read": 0, "lock": os.O_CREAT, "new": os.O_RDWR | os.O_CREAT | os.O_EXCL}[how]
+        self._path = path
+        self._handle: int | None = os.open(path, os.O_RDONLY | create, 0o644)
+
+    @property
+    def number(self) -> int:
+        assert self._handle is not None, f"{self._path} is closed"
+        return self._handle
+
+    @property
+    def size(self) -> int:
+        """Bytes it has."""
+        return os.fstat(self.number).st_size
+
+    @property
+    def has_name(self) -> bool:
+        """Whether it still stands in a folder: somebody may have removed it between opening and locking."""
+        return os.fstat(self.number).st_nlink > 0
+
+    def lock(self, *, shared: bool = False, wait: bool = False) -> bool:
+        """Take the lock, for oneself or with others that share it. Returns whether that was possible; waits if told to."""
+        how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        try:
+            fcntl.flock(self.number, how)
+        except BlockingIOError:
+            return False
+        return True
+
+    def touch(self) -> None:
+        """Note that it is used now. Nothing where it is somebody else's."""
+        with contextlib.suppress(PermissionError):
+            os.utime(self.number)
+
+    def write(self, data: Buffer) -> None:
+        """Append all of ``data``."""
+        rest = memoryview(data).cast("B")
+        with local._naming(self._path):
+            while rest:
+                rest = rest[os.write(self.number, rest) :]
+
+    def clear(self) -> None:
+        """Begin again with an empty file."""
+        os.ftruncate(self.number, 0)
+        os.lseek(self.number, 0, os.SEEK_SET)
+
+    def mapped(self) -> memoryview:
+        """Its bytes, mapped into memory. They stay readable, and a lock stays taken, until the view and its slices are gone."""
+        size = self.size
+        if size == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(self.number, size, access=mmap.ACCESS_READ))  # which has a copy of the handle
+
+    def __enter__(self) -> SharedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the handle; more than once is fine."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            os.close(handle)

@@ -1,0 +1,246 @@
+"""``dtrain data write``: what is written is what was read, whole or not at all, and mistakes are one line."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from dtrain import storage
+from dtrain.cli.data.values import parse_columns, parse_size
+from dtrain.data.stream.dataset import ShardedDataset
+from dtrain.errors import ConfigError
+
+ROWS = [{"text": f"row {i} \u00e9", "label": i} for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+def samples(url, **options):
+    dataset = ShardedDataset(str(url), **options)
+    try:
+        return [dataset[i] for i in range(len(dataset))]
+    finally:
+        dataset.close()
+
+
+@pytest.mark.parametrize("form", ["mds", "jsonl", "parquet"])
+@pytest.mark.parametrize("compression", [None, "zstd:7", "gz"])
+def test_what_is_written_is_what_was_read(data, here, form, compression):
+    more = [] if compression is None else ["--compression", compression]
+    code, out, err = data("write", "rows.jsonl", "out", "--format", form, "--size-limit", "300", *more)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{here / 'out'}: 40 samples in ")
+    assert samples("out") == ROWS
+    assert len([name for name in os.listdir("out") if name != "index.json"]) > 1
+
+
+def test_lines_become_a_text_dataset_and_a_tar(data, here):
+    (here / "lines.txt").write_text("eins\nzwei\n")
+    assert data("write", "lines.txt", "out", "--format", "text")[0] == 0
+    assert samples("out") == [{"text": "eins"}, {"text": "zwei"}]
+    (here / "rows.jsonl").write_text('{"txt": "eins", "cls": 1}\n{"txt": "zwei", "cls": 2}\n')
+    assert data("write", "rows.jsonl", "tar", "--format", "tar")[0] == 0
+    assert [(sample["txt"], sample["cls"]) for sample in samples("tar")] == [("eins", 1), ("zwei", 2)]
+
+
+def test_a_dataset_of_shards_is_a_source(data, here):
+    assert data("write", "rows.jsonl", "first", "--size-limit", "300")[0] == 0
+    assert data("write", "first", "second", "--format", "jsonl", "--compression", "gz")[0] == 0
+    assert samples("second") == ROWS
+
+
+def test_columns_of_a_table_are_chosen_and_get_their_encodings(data, here):
+    (here / "table.csv").write_text("a,b,c\n1,0.5,x\n2,0.25,y\n")
+    assert data("write", "table.csv", "out", "--columns", "c,a:uint8,b:float32")[0] == 0
+    assert samples("out") == [{"c": "x", "a": 1, "b": 0.5}, {"c": "y", "a": 2, "b": 0.25}]
+    (shard,) = json.loads((here / "out" / "index.json").read_text())["shards"]
+    assert dict(zip(shard["column_names"], shard["column_encodings"], strict=True)) == {
+        "a": "uint8",
+        "b": "float32",
+        "c": "str",
+    }
+
+
+def test_digests_are_those_that_were_asked_for(data, here):
+    for name, asked in (("usual", None), ("two", "xxh64,sha256"), ("none", "none")):
+        assert data("write", "rows.jsonl", name, *([] if asked is None else ["--hash", asked]))[0] == 0
+        (shard,) = json.loads((here / name / "index.json").read_text())["shards"]
+        assert sorted(shard["raw_data"]["hashes"]) == {"usual": ["xxh64"], "two": ["sha256", "xxh64"], "none": []}[name]
+
+
+def test_documents_become_windows_of_tokens(data, here):
+    (here / "a.py").write_bytes(b"abcdef\xff")
+    (here / "b.py").write_bytes(b"gh")
+    tokens = ["--tokenizer", "bytes", "--concat", "4", "--from", "documents", "--end", "\n"]
+    code, out, _ = data("write", "*.py", "out", *tokens)
+    found = samples("out")
+    assert code == 0
+    assert out == (
+        f"{here / 'out'}: 2 samples in 1 shard, {found_bytes('out')}; of 2 documents, 11 tokens, the last 3 are in no window\n"
+    )
+    assert b"".join(sample["tokens"].tobytes() for sample in found) == b"abcdef\xff\n"
+    assert {(sample["tokens"].dtype, sample["tokens"].shape) for sample in found} == {(np.dtype("uint8"), (4,))}
+
+
+def found_bytes(folder):
+    from dtrain.cli.checkpoints.output import size_text
+
+    return size_text(sum(os.path.getsize(f"{folder}/{name}") for name in os.listdir(folder) if name != "index.json"))
+
+
+def test_text_of_another_column_becomes_windows_in_any_format(data, here):
+    (here / "rows.csv").write_text("id,body\n1,abcd\n2,efgh\n")
+    for form, column in (("jsonl", "tokens"), ("parquet", "tokens"), ("tar", "tokens.npy")):
+        tokens = ["--tokenizer", "bytes", "--concat", "3", "--text", "body", "--format", form]
+        assert data("write", "rows.csv", form, *tokens)[0] == 0
+        assert [bytes(list(sample[column])) for sample in samples(form)] == [b"abc", b"def"]
+
+
+def test_json_says_what_was_written(data, here):
+    (here / "a.txt").write_text("abcdef")
+    done = json.loads(data("write", "rows.jsonl", "out", "--json")[1])
+    assert {"path": str(here / "out"), "format": "mds", "samples": 40, "shards": 1}.items() <= done.items()
+    assert list(done) == ["path", "format", "samples", "shards", "bytes", "raw_bytes"]
+    done = json.loads(data("write", "a.txt", "tokens", "--tokenizer", "bytes", "--concat", "4", "--json")[1])
+    assert {"samples": 1, "documents": 1, "tokens": 6, "left_out": 2}.items() <= done.items()
+
+
+def test_it_is_written_to_a_server_and_read_from_one(data, here):
+    storage_root = "memory://data-write/rows"
+    try:
+        assert data("write", "rows.jsonl", f"{storage_root}/source", "--format", "jsonl")[0] == 0
+        assert data("write", f"{storage_root}/source", f"{storage_root}/out", "--size-limit", "300")[0] == 0
+        assert samples(f"{storage_root}/out", cache=str(here / "cache")) == ROWS
+    finally:
+        storage.remove_folder(storage.place(storage_root))
+
+
+def test_a_folder_that_has_a_dataset_is_refused_and_stays_as_it_is(data, here):
+    assert data("write", "rows.jsonl", "out")[0] == 0
+    before = {name: (here / "out" / name).read_bytes() for name in os.listdir("out")}
+    code, out, err = data("write", "rows.jsonl", "out")
+    assert (code, out) == (2, "")
+    assert err == "dtrain: data: write: OUT 'out' has a dataset already; name another folder, or remove it first\n"
+    assert {name: (here / "out" / name).read_bytes() for name in os.listdir("out")} == before
+
+
+def test_a_folder_that_is_not_empty_is_refused(data, here):
+    code, out, err = data("write", "rows.jsonl", ".")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"dtrain: data: write: {here}: is not empty (there is 'rows.jsonl'); ")
+    assert os.listdir(here) == ["rows.jsonl"]
+
+
+def test_a_source_that_breaks_off_leaves_no_dataset(data, here):
+    with open("rows.jsonl", "a") as file:
+        file.write('{"text": \n')
+    code, out, err = data("write", "rows.jsonl", "out", "--size-limit", "300")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("dtrain: data: write: rows.jsonl, line 41: is no JSON: ")
+    assert not (here / "out" / "index.json").exists()
+
+
+def test_ctrl_c_leaves_no_dataset_and_the_same_command_writes_it_then(data, here, monkeypatch):
+    from dtrain.storage import local
+
+    open_file, begun = local.os.open, []
+
+    def interrupted(path, flags, *mode):
+        if flags & os.O_CREAT and "shard." in str(path):
+            begun.append(path)
+            if len(begun) == 3:
+                raise KeyboardInterrupt
+        return open_file(path, flags, *mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local.os, "open", interrupted)
+        assert data("write", "rows.jsonl", "out", "--size-limit", "300")[:2] == (130, "")
+    assert len(begun) == 3
+    assert os.listdir("out") == []
+    assert not (here / "out" / "index.json").exists()
+    assert data("write", "rows.jsonl", "out", "--size-limit", "300")[0] == 0
+    assert samples("out") == ROWS
+
+
+MISTAKES = {
+    "no source": (["nope.jsonl", "out"], "no such file or folder: 'nope.jsonl'; check the path"),
+    "an empty out": (["rows.jsonl", ""], "OUT is empty; name the new folder or URL"),
+    "out is a file": (["rows.jsonl", "rows.jsonl"], "OUT 'rows.jsonl' is a file; name a folder or URL that is not there yet"),
+    "kind": (["rows.jsonl", "out", "--from", "xml"], "--from must be one of jsonl, csv, tsv, parquet, lines, documents, "),
+    "format": (["rows.jsonl", "out", "--format", "hdf5"], "--format must be one of mds, parquet, jsonl, text, tar, got 'hdf5'"),
+    "compression": (["rows.jsonl", "out", "--compression", "rar"], "compression 'rar' is not known; known: "),
+    "level": (["rows.jsonl", "out", "--compression", "zstd:99"], "compression 'zstd:99': levels of zstd are 1 to 22"),
+    "hash": (["rows.jsonl", "out", "--hash", "crc"], "hash 'crc' is not known; known: "),
+    "hashes": (
+        ["rows.jsonl", "out", "--hash", "md5,,"],
+        "--hash takes different names with commas between, or none; got 'md5,,'",
+    ),
+    "size": (["rows.jsonl", "out", "--size-limit", "big"], "--size-limit must be a size as in 64MiB or 100MB, got 'big'"),
+    "columns": (["rows.jsonl", "out", "--columns", "a,,b"], "--columns takes NAME or NAME:ENCODING with commas between, each"),
+    "encoding": (["rows.jsonl", "out", "--columns", "text:utf9"], "column 'text': encoding 'utf9' is not known; known: "),
+    "a tokenizer alone": (["rows.jsonl", "out", "--tokenizer", "bytes"], "--tokenizer needs --concat N, too; "),
+    "windows alone": (["rows.jsonl", "out", "--concat", "8"], "--concat needs --tokenizer NAME, too; "),
+    "an end alone": (["rows.jsonl", "out", "--end", "x"], "--end and --text are about tokens; give --tokenizer NAME"),
+    "a window": (
+        ["rows.jsonl", "out", "--tokenizer", "bytes", "--concat", "1"],
+        "--concat must be a whole number of at least 2, got '1'",
+    ),
+    "windows of text": (
+        ["rows.jsonl", "out", "--tokenizer", "bytes", "--concat", "8", "--format", "text"],
+        "--format text has lines of text, no tokens; take mds, parquet, jsonl or tar",
+    ),
+    "columns of windows": (
+        ["rows.jsonl", "out", "--tokenizer", "bytes", "--concat", "8", "--columns", "text"],
+        "--columns and --tokenizer exclude each other: windows have the one column tokens; see --text",
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_leaves_nothing(data, here, args, expected):
+    code, out, err = data("write", *args)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"dtrain: data: write: {expected}")
+    assert os.listdir(here) == ["rows.jsonl"]
+
+
+WRONG_SAMPLES = {
+    "a column is missing": ('{"text": "x"}\n{"label": 1}\n', ["--columns", "text"], "sample 1 has no column 'text'; it has "),
+    "no number": ('{"label": "x"}\n', ["--columns", "label:int"], "sample 0: column 'label' holds 'x', which is no int"),
+    "no text": ('{"text": 1}\n', ["--tokenizer", "bytes", "--concat", "4"], "sample 0: column 'text' holds int, not text; "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "args", "expected"), WRONG_SAMPLES.values(), ids=WRONG_SAMPLES)
+def test_a_sample_that_does_not_fit_is_one_line(data, here, content, args, expected):
+    (here / "rows.jsonl").write_text(content)
+    code, out, err = data("write", "rows.jsonl", "out", *args)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(f"dtrain: data: write: {expected}")
+    assert not (here / "out" / "index.json").exists()
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1MB", "1e9", "5 XB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match="--size-limit must be a size as in 64MiB or 100MB, got"):
+        parse_size("--size-limit", text)
+
+
+def test_commas_of_a_shape_do_not_end_a_column():
+    assert parse_columns("--columns", ["x:ndarray:uint8:2,3,y:int", "z"]) == {"x": "ndarray:uint8:2,3", "y": "int", "z": None}
+
+
+def test_what_the_options_cost_to_refuse_is_no_import_of_torch(here):
+    import subprocess
+    import sys
+
+    code = "import sys\nfrom dtrain.cli.main import run\ntry:\n run()\nfinally:\n print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "data", "write", "nope", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout) == (2, "False\n")

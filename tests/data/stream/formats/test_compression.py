@@ -1,0 +1,145 @@
+"""Files that are compressed: read in pieces of any size, bounded, and never taken for whole when they are not."""
+
+import tracemalloc
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dtrain.data.stream.formats.compression import (
+    COMPRESSIONS,
+    check_compression,
+    compress,
+    compression_named,
+    decompressed,
+)
+from dtrain.errors import ConfigError, DataError
+
+TEXT = b"".join(b"%d bottles of beer, " % number for number in range(3000))
+
+
+def unpacked(name: str, *pieces: bytes, limit: int | None = None) -> bytes:
+    return b"".join(decompressed(name, pieces, limit=limit))
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.binary(max_size=300), repeat=st.sampled_from([1, 7, 3000]), step=st.sampled_from([1, 5, 1000, 10**9]))
+def test_compressed_in_pieces_of_any_size_is_the_identity(name: str, data: bytes, repeat: int, step: int) -> None:
+    stored = compress(name, data * repeat)
+    assert unpacked(name, *(stored[begin : begin + step] for begin in range(0, len(stored), step))) == data * repeat
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_equal_data_give_equal_bytes(name: str) -> None:
+    assert compress(name, TEXT) == compress(name, TEXT)
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_truncated_file_is_an_error_at_every_length(name: str) -> None:
+    stored = compress(name, TEXT[:400])
+    for length in range(len(stored)):
+        with pytest.raises(DataError, match=f"{name}: (ends too early|cannot be unpacked)"):
+            unpacked(name, stored[:length])
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_other_bytes_are_an_error(name: str) -> None:
+    with pytest.raises(DataError, match=f"^{name}: .*(damaged|truncated)"):
+        unpacked(name, b"not compressed at all, but plain text " * 3)
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(at=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_flipped_bit_is_our_error_or_another_result_never_too_much(name: str, at: int, bit: int) -> None:
+    stored = bytearray(compress(name, TEXT[:3000]))
+    stored[at % len(stored)] ^= 1 << bit
+    try:
+        found = unpacked(name, bytes(stored), limit=10**6)
+    except DataError:
+        found = b""
+    assert len(found) <= 10**6  # br and snappy have no checksum of their own: digests of the index are for that
+
+
+@pytest.mark.parametrize("name", ["gz", "bz2", "zstd"])
+def test_members_in_a_row_are_read_as_one(name: str) -> None:
+    stored = compress(name, TEXT) + compress(name, b"") + compress(name, b"end")
+    assert unpacked(name, stored) == TEXT + b"end"
+    assert unpacked(name, *(bytes([byte]) for byte in stored)) == TEXT + b"end"
+    with pytest.raises(DataError, match="ends too early"):
+        unpacked(name, stored[:-3])
+
+
+def test_zeros_after_gzip_are_padding_and_other_bytes_are_not() -> None:
+    stored = compress("gz", TEXT)
+    assert unpacked("gz", stored, bytes(512), bytes(512)) == TEXT
+    with pytest.raises(DataError, match="gz: cannot be unpacked"):
+        unpacked("gz", stored, b"trailing words")
+
+
+@pytest.mark.parametrize("name", ["br", "bz2", "zstd"])
+def test_bytes_after_the_end_are_an_error(name: str) -> None:
+    with pytest.raises(DataError, match=name):
+        unpacked(name, compress(name, TEXT), b"trailing words")
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_more_than_the_limit_is_an_error_before_it_fills_memory(name: str) -> None:
+    stored = compress(f"{name}:1" if name == "br" else name, bytes(2**26))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=f"{name}: more than 1000 bytes come out"):
+            unpacked(name, stored, limit=1000)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 2**25
+
+
+@pytest.mark.parametrize("name", ["br", "bz2", "gz", "zstd"])
+def test_large_file_is_unpacked_in_little_memory(name: str) -> None:
+    times = 2**15 if name == "bz2" else 2**18  # it is slow
+    stored = compress(f"{name}:1", bytes(range(256)) * times)
+    tracemalloc.start()
+    try:
+        done = 0
+        for raw in decompressed(name, [stored]):
+            assert raw[:256] == bytes(byte % 256 for byte in range(done, done + min(256, len(raw))))
+            done += len(raw)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert done == 256 * times
+    assert most < 2**25
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lz4", "compression 'lz4' is not known; known: br, bz2, gz, snappy, zstd"),
+        ("zstd:23", "levels of zstd are 1 to 22"),
+        ("zstd:", "levels of zstd are 1 to 22"),
+        ("gz:-1", "levels of gz are 0 to 9"),
+        ("br:²", "levels of br are 0 to 11"),
+        ("snappy:1", "snappy has no levels"),
+    ],
+)
+def test_strange_name_or_level_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compression_named(text)
+    with pytest.raises(ConfigError, match=message):
+        compress(text, b"")
+
+
+def test_unknown_compression_of_a_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compression 'lz4' is not known"):
+        unpacked("lz4", b"")
+
+
+@pytest.mark.parametrize(("name", "package"), [("zstd", "zstandard"), ("br", "brotli"), ("snappy", "snappy")])
+def test_missing_package_is_named_with_its_extra(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    for use in (lambda: check_compression(name), lambda: compress(name, b""), lambda: unpacked(name, b"")):
+        with pytest.raises(ConfigError, match=rf'compression {name} needs .* pip install "dtrain\[compression\]"'):
+            use()

@@ -1,0 +1,192 @@
+"""Parquet as pyarrow writes it: values, columns, and how much of a file is read and kept."""
+
+import io
+import multiprocessing
+from datetime import date
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dtrain.data.stream.formats import FORMATS, ShardEntry, ShardFile
+from dtrain.data.stream.formats.kept import KEPT
+from dtrain.errors import ConfigError, DataError
+from places.opened import Held, entry_for, opened, rows
+
+
+def file_of(table: pa.Table, **options: Any) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(table, out, **options)
+    return out.getvalue()
+
+
+def numbers(count: int, **options: Any) -> bytes:
+    return file_of(pa.table({"n": list(range(count)), "pad": [bytes(100)] * count}), **options)
+
+
+VALUES = {
+    "int": (pa.array([1, None, -(2**63)]), [1, None, -(2**63)]),
+    "float32": (pa.array([0.5, -1.0], pa.float32()), [0.5, -1.0]),
+    "bool": (pa.array([True, False]), [True, False]),
+    "text": (pa.array(["a\u2028b", ""]), ["a\u2028b", ""]),
+    "bytes": (pa.array([b"\x00", b""]), [b"\x00", b""]),
+    "date": (pa.array([date(2020, 1, 2)]), [date(2020, 1, 2)]),
+    "dictionary": (pa.array(["a", "b", "a"]).dictionary_encode(), ["a", "b", "a"]),
+    "struct": (pa.array([{"a": 1, "b": ["x"]}]), [{"a": 1, "b": ["x"]}]),
+    "texts": (pa.array([["a", None], []]), [["a", None], []]),
+    "nested": (pa.array([[[1], [2, 3]]]), [[[1], [2, 3]]]),
+    "with a hole": (pa.array([[1, None, 2], None]), [[1, None, 2], None]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_come_as_plain_python(name: str) -> None:
+    array, expected = VALUES[name]
+    found = [sample["x"] for sample in rows(opened(file_of(pa.table({"x": array})), "parquet"))]
+    assert found == expected
+    assert [type(value) for value in found] == [type(value) for value in expected]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int32()), pa.list_(pa.int32(), 3)], ids=str)
+def test_list_of_numbers_comes_as_an_array_that_may_be_written_to(kind: pa.DataType) -> None:
+    data = file_of(pa.table({"x": pa.array([[1, 2, 3], [4, 5, 6]], kind)}))
+    shard = opened(data, "parquet")
+    array = shard[1]["x"]
+    assert (type(array), array.dtype, array.tolist()) == (np.ndarray, np.int32, [4, 5, 6])
+    array += 1
+    assert shard[1]["x"].tolist() == [4, 5, 6]
+
+
+def test_compressions_of_the_parts_are_read() -> None:
+    expected = rows(opened(numbers(50), "parquet"))
+    for compression in ("none", "snappy", "gzip", "zstd", "brotli"):
+        assert rows(opened(numbers(50, compression=compression), "parquet")) == expected
+
+
+def test_columns_are_left_out_and_unknown_ones_refused() -> None:
+    assert opened(numbers(5), "parquet", columns=["n"])[3] == {"n": 3}
+    with pytest.raises(ConfigError, match="no column 'm'; there are n, pad"):
+        opened(numbers(5), "parquet", columns=["m"])
+
+
+def test_count_reads_the_end_only_and_a_sample_its_row_group() -> None:
+    data = numbers(10_000, row_group_size=100, use_dictionary=False, compression="none")
+    source = Held(data)
+    samples, details = FORMATS["parquet"].count(source)
+    assert (samples, details) == (10_000, {})
+    shard = FORMATS["parquet"].open(source, entry_for(data, "parquet"), {})
+    source.reads = source.most = 0
+    assert shard[5555]["n"] == 5555
+    assert source.most < len(data) // 50
+    reads = source.reads
+    assert [shard[row]["n"] for row in range(5500, 5600)] == list(range(5500, 5600))
+    assert source.reads == reads  # of a row group that is kept
+    shard.close()
+
+
+def test_row_groups_are_kept_up_to_a_bound_for_all_shards_together() -> None:
+    shards = [opened(numbers(1000, row_group_size=100), "parquet", kept_bytes=25_000) for _ in range(3)]
+    for row in range(0, 1000, 50):
+        for shard in shards:
+            assert shard[row]["n"] == row
+            assert 0 < KEPT.size <= 25_000
+    kept = sum(len(shard.kept) for shard in shards)
+    assert 1 <= kept <= 2
+    for shard in shards:
+        shard.close()
+    assert KEPT.size == 0
+    assert not any(shard.kept for shard in shards)
+
+
+def test_row_groups_of_a_shard_that_has_gone_are_the_first_to_be_forgotten() -> None:
+    gone = opened(numbers(100), "parquet")
+    gone[0]
+    before = KEPT.size
+    del gone
+    shard = opened(numbers(200, row_group_size=100), "parquet", kept_bytes=before * 5 // 2)
+    assert (shard[0]["n"], shard[100]["n"]) == (0, 100)
+    assert sorted(shard.kept) == [0, 1]
+    shard.close()
+    assert KEPT.size == 0
+
+
+def test_row_group_larger_than_the_bound_is_kept_alone() -> None:
+    source = Held(data := numbers(1000))
+    shard = FORMATS["parquet"].open(source, entry_for(data, "parquet"), {"kept_bytes": 1})
+    shard[0]
+    reads = source.reads
+    assert [shard[row]["n"] for row in range(1000)] == list(range(1000))
+    assert source.reads == reads
+    shard.close()
+    assert KEPT.size == 0
+
+
+def test_shard_opened_before_a_fork_is_read_after_it_even_under_its_lock() -> None:
+    shard = opened(numbers(300, row_group_size=100), "parquet")
+    assert shard[0]["n"] == 0
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=lambda: sender.send([shard[row]["n"] for row in (0, 150, 299)]))
+    with KEPT._lock:  # as another thread might hold it at this moment
+        child.start()
+    assert receiver.poll(90)
+    assert receiver.recv() == [0, 150, 299]
+    child.join(90)
+    assert child.exitcode == 0
+    shard.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet at all", b"PAR1" + bytes(100) + b"PAR1"], ids=repr)
+def test_other_bytes_are_refused(data: bytes) -> None:
+    entry = ShardEntry(file=ShardFile(name="s.parquet", size=len(data)), samples=0, format="parquet")
+    with pytest.raises(DataError, match="is no Parquet file, or truncated") as caught:
+        FORMATS["parquet"].open(Held(data), entry, {})
+    assert "\n" not in str(caught.value)
+
+
+def test_truncated_file_is_refused_at_every_tenth_length() -> None:
+    data = numbers(20)
+    entry = entry_for(data, "parquet")
+    for length in range(0, len(data), 10):
+        with pytest.raises(DataError, match="is no Parquet file, or truncated"):
+            FORMATS["parquet"].open(Held(data[:length]), entry, {})
+
+
+def test_damaged_page_is_an_error_of_its_samples() -> None:
+    data = bytearray(numbers(300, row_group_size=100, compression="zstd", use_dictionary=False))
+    data[4:60] = bytes(56)
+    shard = opened(bytes(data), "parquet")
+    with pytest.raises((OSError, pa.ArrowException)):
+        shard[0]
+    assert shard[200]["n"] == 200
+    shard.close()
+
+
+def test_another_number_of_rows_than_the_index_is_refused() -> None:
+    data = numbers(5)
+    with pytest.raises(DataError, match="has 5 rows, its index says 6"):
+        FORMATS["parquet"].open(Held(data), ShardEntry(file=ShardFile(name="s", size=1), samples=6, format="parquet"), {})
+
+
+def test_two_columns_of_one_name_are_refused() -> None:
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    with pytest.raises(DataError, match="two columns have one name"):
+        opened(file_of(table), "parquet")
+
+
+def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    entry = ShardEntry(file=ShardFile(name="s", size=1), samples=1, format="parquet")
+    with pytest.raises(ConfigError, match=r'pip install "dtrain\[parquet\]"'):
+        FORMATS["parquet"].check(entry, {})
+
+
+@pytest.mark.parametrize("row", [-1, 5])
+def test_row_outside_and_closed_shard_are_refused(row: int) -> None:
+    shard = opened(numbers(5), "parquet")
+    with pytest.raises(IndexError, match=f"row {row} of 5, open"):
+        shard[row]
+    shard.close()
+    with pytest.raises(IndexError, match="row 0 of 5, closed"):
+        shard[0]

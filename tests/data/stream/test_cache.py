@@ -1,0 +1,238 @@
+"""The cache: never above its bound, nothing half made is seen, what is used stays, and the dead leave nothing that matters."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+
+from dtrain.data.stream.cache import Cache
+from dtrain.data.stream.forks import FORKS
+from dtrain.errors import DataError
+from dtrain.testing import fault
+
+LONG_S = 90
+A, B, C, D = (digit * 32 for digit in "abcd")
+
+
+def made(cache, name, size, *, byte=b"x"):
+    """The view of a shard that is made if it is not there; None without room."""
+    return cache.get(name, size, lambda part: part.write(byte * size))
+
+
+def shards(folder):
+    return sorted(name[0] for name in os.listdir(folder) if len(name) == 32)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    cache = Cache(tmp_path / "cache", 100)
+    cache.room_s = 0.05
+    return cache
+
+
+def test_a_shard_is_made_once(cache):
+    assert bytes(made(cache, A, 40)) == b"x" * 40
+    assert bytes(made(cache, A, 40, byte=b"y")) == b"x" * 40
+
+
+def test_what_was_used_longest_ago_goes(cache):
+    for name in (A, B):
+        made(cache, name, 40)
+    made(cache, A, 40)
+    made(cache, C, 40)
+    assert shards(cache.folder) == ["a", "c"]
+
+
+def test_what_is_in_use_stays(cache):
+    view = made(cache, A, 40)
+    made(cache, B, 40)
+    made(cache, C, 40)
+    assert shards(cache.folder) == ["a", "c"]
+    assert bytes(view) == b"x" * 40
+
+
+def test_without_room_there_is_no_view_and_nothing_above_the_bound(cache):
+    views = [made(cache, A, 40), made(cache, B, 40)]
+    assert made(cache, C, 40) is None
+    assert shards(cache.folder) == ["a", "b"]
+    del views
+    assert made(cache, C, 40) is not None
+
+
+def test_what_this_process_has_open_is_released_for_room(tmp_path):
+    views = []
+    cache = Cache(tmp_path / "cache", 100, views.clear)
+    views += [made(cache, A, 40), made(cache, B, 40)]
+    assert bytes(made(cache, C, 40)) == b"x" * 40
+
+
+def test_a_shard_larger_than_the_cache_is_refused_with_both_numbers(cache):
+    with pytest.raises(DataError, match=r"^a shard needs 101 bytes, the cache .* has cache_bytes=100; give it more$"):
+        made(cache, A, 101)
+    assert os.listdir(cache.folder) == [] if cache.folder.exists() else True
+
+
+def test_more_bytes_than_announced_are_reserved_when_they_come(cache, monkeypatch):
+    monkeypatch.setattr("dtrain.data.stream.cache._STEP_BYTES", 10)
+    made(cache, A, 40)
+    reserved = []
+
+    def make(part):
+        for _ in range(7):
+            part.write(b"y" * 10)
+            reserved.append([name for name in os.listdir(cache.folder) if name.endswith(".part")])
+
+    assert bytes(cache.get(B, 15, make)) == b"y" * 70
+    assert reserved[0] == [f"{B}.15.part"]
+    assert reserved[1] == reserved[2] == [f"{B}.30.part"]
+    assert reserved[6] == [f"{B}.90.part"] or reserved[6] == [f"{B}.70.part"]
+    assert shards(cache.folder) == ["b"]
+
+
+def test_more_bytes_than_the_cache_has_are_refused(cache):
+    with pytest.raises(DataError, match=r"^a shard needs at least 120 bytes, the cache .* has cache_bytes=100; give it more$"):
+        cache.get(A, 15, lambda part: part.write(b"y" * 120))
+    assert os.listdir(cache.folder) == [".lock"]
+
+
+def test_what_raises_leaves_nothing(cache):
+    def make(part):
+        part.write(b"y" * 10)
+        raise DataError("no more")
+
+    with pytest.raises(DataError, match="no more"):
+        cache.get(A, 40, make)
+    assert os.listdir(cache.folder) == [".lock"]
+    assert bytes(made(cache, A, 40)) == b"x" * 40
+
+
+@pytest.mark.parametrize("at", ["write", "rename"])
+def test_a_disk_that_fails_leaves_nothing(at, cache):
+    point = {"write": "dtrain.storage.shared.os.write", "rename": "dtrain.storage.local.os.rename"}[at]
+    with pytest.raises(OSError, match="injected"), fault("raise", at=point):
+        made(cache, A, 40)
+    assert os.listdir(cache.folder) == [".lock"]
+
+
+def test_other_files_in_the_folder_are_left_alone(cache):
+    cache.folder.mkdir()
+    others = ["thesis.tex", "x.part", "abc", f"{A}.txt", f"{A}.9.part.txt"]
+    for name in others:
+        (cache.folder / name).write_bytes(b"x" * 500)
+    made(cache, A, 60)
+    made(cache, B, 60)
+    assert sorted(os.listdir(cache.folder)) == sorted([".lock", *others, B])
+
+
+def test_two_threads_make_a_shard_once(cache):
+    made_by, views = [], []
+
+    def make(part):
+        made_by.append(threading.get_ident())
+        time.sleep(0.2)
+        part.write(b"x" * 40)
+
+    threads = [threading.Thread(target=lambda: views.append(cache.get(A, 40, make))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert len(made_by) == 1
+    assert [bytes(view) for view in views] == [b"x" * 40] * 4
+
+
+def test_an_owner_that_takes_for_ever_is_not_waited_for(cache):
+    cache.owner_s = 0.05
+    begun, end = threading.Event(), threading.Event()
+
+    def make(part):
+        begun.set()
+        end.wait(LONG_S)
+        part.write(b"x" * 40)
+
+    owner = threading.Thread(target=cache.get, args=(A, 40, make))
+    owner.start()
+    begun.wait(LONG_S)
+    assert made(cache, A, 40) is None
+    cache.fill(A, 40, lambda part: pytest.fail("somebody makes it"))
+    end.set()
+    owner.join(LONG_S)
+    assert bytes(made(cache, A, 40)) == b"x" * 40
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from dtrain.data.stream.cache import Cache
+def make(part):
+    part.write(b"y" * 30)
+    print("half", flush=True)
+    time.sleep(600)
+Cache(Path(sys.argv[1]), 100).get("a" * 32, 60, make)
+"""
+
+
+def test_a_killed_owner_is_in_nobodys_way(cache):
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(cache.folder)], stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout.readline() == "half\n"
+            assert f"{A}.60.part" in os.listdir(cache.folder)
+            assert made(cache, B, 50) is None  # 60 of 100 are reserved
+        finally:
+            owner.send_signal(signal.SIGKILL)
+            owner.wait(LONG_S)
+    assert f"{A}.60.part" in os.listdir(cache.folder)
+    assert bytes(made(cache, B, 50)) == b"x" * 50
+    assert shards(cache.folder) == ["b"]
+    assert not [name for name in os.listdir(cache.folder) if name.endswith(".part")]
+    assert bytes(made(cache, A, 60)) == b"x" * 60
+
+
+def in_child(do):
+    """The exit status of a fork that runs ``do``, and ends without a word."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads: this is about them
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = do() or 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+def test_a_fork_keeps_no_lock_of_its_parent(cache):
+    begun, end = threading.Event(), threading.Event()
+
+    def make(part):
+        begun.set()
+        end.wait(LONG_S)
+        part.write(b"y" * 90)
+
+    thread = threading.Thread(target=cache.get, args=(A, 90, make))
+    thread.start()
+    begun.wait(LONG_S)
+    pid = in_child(lambda: time.sleep(600))
+    try:
+        end.set()
+        thread.join(LONG_S)
+        assert shards(cache.folder) == ["a"]
+        assert made(cache, B, 90) is not None, "the child keeps what the parent has made"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_fork_may_use_the_cache_at_once(cache):
+    made(cache, A, 40)
+    assert FORKS.lock.acquire(timeout=LONG_S)
+    FORKS.lock.release()
+    pid = in_child(lambda: bytes(made(cache, B, 40)) != b"x" * 40 or bytes(made(cache, A, 40)) != b"x" * 40)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert shards(cache.folder) == ["a", "b"]

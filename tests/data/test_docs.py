@@ -1,0 +1,81 @@
+"""docs/data.md: every promise names a test that exists, and every name is one of the package."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import dtrain as dt
+from dtrain.data.loading.build import build_loader
+from dtrain.data.stream.dataset import ShardedDataset
+from dtrain.data.stream.formats import FORMATS
+from dtrain.data.stream.formats.compression import COMPRESSIONS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "data.md").read_text()
+HELD_BY = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))
+
+
+def section(title: str) -> str:
+    return PAGE[PAGE.index(f"\n## {title}\n") :].split("\n## ", 2)[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the tables in ``text``, without their heads."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    heads = {at - 1 for at, line in enumerate(lines) if line.startswith("|---")}
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for at, line in enumerate(lines)
+        if at not in heads and not line.startswith("|---")
+    ]
+
+
+@pytest.mark.parametrize("path", sorted({path for path, _ in HELD_BY}))
+def test_every_test_that_holds_a_promise_exists(path):
+    tree = ast.parse((ROOT / path).read_text())
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert {name for held, name in HELD_BY if held == path} <= defined
+
+
+def test_every_row_of_the_contract_names_a_test():
+    contract, bad = rows(section("The contract")), rows(section("Bad input"))
+    assert len(contract) >= 15
+    assert len(bad) >= 12
+    assert [row[0] for row in contract + bad if "`tests/" not in row[2] and row[2] != "the same"] == []
+
+
+def test_every_name_of_the_page_is_public():
+    named = set(re.findall(r"\bdt\.(\w+)", PAGE))
+    assert len(named) >= 6
+    assert named <= set(dt.__all__)
+
+
+def test_every_format_and_compression_is_in_the_table():
+    shards = section("Shards")
+    files = rows(shards)[: len(FORMATS)]
+    suffixes = {suffix for form in FORMATS.values() for suffix in form.suffixes}
+    assert {suffix for row in files for suffix in re.findall(r"`(\.\w+)`", row[1])} == suffixes
+    assert {form.ranged for form in FORMATS.values()} == {row[3].startswith("yes") for row in files}
+    assert set(re.findall(r"\w+", files[0][4].removeprefix("of files: "))) == set(COMPRESSIONS)
+
+
+def test_options_for_those_who_come_from_mosaicml_exist():
+    options = set(inspect.signature(ShardedDataset).parameters) | set(inspect.signature(build_loader).parameters)
+    options |= set(inspect.signature(dt.BlockShuffle).parameters) | set(inspect.signature(dt.mix).parameters)
+    ours = " ".join(row[1] for row in rows(section("From MosaicML's StreamingDataset")))
+    assert set(re.findall(r"\b(\w+)=", ours)) <= options | {"allow_pickle"}
+
+
+def test_options_of_mosaicml_are_those_that_it_has():
+    pytest.importorskip("places.mosaicml")  # lets their package be imported without torchvision
+    from streaming.base import StreamingDataset
+
+    theirs = set(inspect.signature(StreamingDataset.__init__).parameters)
+    table = " ".join(row[0] for row in rows(section("From MosaicML's StreamingDataset")))
+    named = set(re.findall(r"`(\w+)(?=[`=])", table))
+    not_options = {"StreamingDataLoader", "streams", "split"}
+    assert named - not_options <= theirs
+    assert theirs - {"self", "stream_name", "stream_config"} <= named | not_options

@@ -1,0 +1,48 @@
+"""Small datasets for these tests, and the bytes that their cache has, seen from outside."""
+
+import threading
+from pathlib import Path
+
+from dtrain.data.stream.formats.write import write_shards
+from dtrain.storage import SharedFile
+
+
+def samples(count, size=100):
+    """Samples that tell themselves apart, of so many bytes."""
+    return ({"id": index, "data": bytes([index % 251]) * size} for index in range(count))
+
+
+def written(folder, count=100, *, size=100, limit=2000, **options):
+    """The folder, with a dataset in it: MDS unless told otherwise."""
+    write_shards(samples(count, size), str(folder), **{"format": "mds", "size_limit": limit, **options})
+    return folder
+
+
+class Watch:
+    """The most bytes that the files of a cache had together, by a thread that looks again and again. A context manager.
+
+    It looks under the cache's own lock, or a shard that goes and one that comes could both be counted.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.most, self.looks = 0, 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self):
+        while not self._end.wait(0.001):
+            if (self.folder / ".lock").exists():
+                with SharedFile(self.folder / ".lock", "lock") as lock:
+                    lock.lock(wait=True)
+                    found = [entry.stat() for entry in self.folder.iterdir()]
+                    self.most = max(self.most, sum(about.st_size for about in found))
+                    self.looks += 1
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self._end.set()
+        self._thread.join(90)

@@ -1,0 +1,118 @@
+"""Datasets for tests of the loader: numbers, and numbers that make trouble."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Numbers:
+    """Sample ``i`` is ``i``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+class Drawing(Numbers):
+    """Sample ``i`` is what the three global generators give."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+
+
+class Troubled(Numbers):
+    """Does something else at sample ``at``."""
+
+    def __init__(self, size: int, at: int, trouble: Any) -> None:
+        super().__init__(size)
+        self.at, self.trouble = at, trouble
+
+    def __getitem__(self, index: int) -> Any:
+        return self.trouble() if index == self.at else super().__getitem__(index)
+
+
+def fail() -> Any:
+    raise ValueError("cannot be decoded:\nno such codec")
+
+
+def die() -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_when(now: Path) -> Any:
+    while not now.exists():
+        time.sleep(0.01)
+    die()
+
+
+def leave() -> Any:
+    os._exit(3)
+
+
+def hang() -> Any:
+    time.sleep(600)
+
+
+def lock() -> Any:
+    return {"x": torch.zeros(2), "meta": [1, threading.Lock()]}
+
+
+class Reporting(Numbers):
+    """Leaves the pid of whoever reads, and how it takes signals, in a folder."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        super().__init__(size)
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> Tensor:
+        ignored = [number.name for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is signal.SIG_IGN]
+        (self.folder / str(os.getpid())).write_text(" ".join(ignored))
+        return super().__getitem__(index)
+
+
+class Stream:
+    """Numbers that can only be iterated; ``n`` may differ between ranks."""
+
+    def __init__(self, size: int, start: int = 0) -> None:
+        self.size, self.start = size, start
+
+    def __iter__(self) -> Any:
+        return (torch.tensor(number) for number in range(self.start, self.start + self.size))
+
+
+class Remembering(Stream):
+    """A stream with a state of its own, which counts how often a sample was read."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.at = 0
+        self.reads = 0
+
+    def __iter__(self) -> Any:
+        first, self.at = self.at, 0
+        for number in range(first, self.size):
+            self.at = number + 1
+            self.reads += 1
+            yield torch.tensor(number)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
