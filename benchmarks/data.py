@@ -48,11 +48,11 @@ class Amount:
 
 FULL = Amount(
     resumes=(20, 20_000_000),
-    stretches=(20, 20_000_000),
+    stretches=(5, 20_000_000),
     votes=150,
     shards=(1_024, 512),
     passes=(6, 1.0),
-    streams=(3, 16_384),
+    streams=(3, 12_288),
 )
 QUICK = Amount(
     resumes=(5, 1_000_000),
@@ -60,7 +60,7 @@ QUICK = Amount(
     votes=40,
     shards=(256, 256),
     passes=(2, 0.25),
-    streams=(1, 4_096),
+    streams=(1, 2_048),
 )
 
 Part = Callable[[Amount, Path], None]

@@ -116,13 +116,13 @@ def _whole(batch: Any) -> Any:
 
 
 WORKS = (
-    Work(name="tensors", build=_tensors, ids=lambda batch: batch[1], size=32_768),
-    Work(name="small mappings", build=lambda size, folder: Rows(size), ids=lambda batch: batch["id"], size=32_768),
+    Work(name="tensors", build=_tensors, ids=lambda batch: batch[1], size=16_384),
+    Work(name="small mappings", build=lambda size, folder: Rows(size), ids=lambda batch: batch["id"], size=16_384),
     Work(
         name="TensorDict on disk",
         build=_tensordict,
         ids=lambda batch: batch["id"],
-        size=131_072,
+        size=32_768,
         peers=lambda dataset: (Table(dataset), _whole),  # by batches, which is four times as fast as by samples
     ),
     Work(name="decoded images", build=lambda size, folder: Compressed(size), ids=lambda batch: batch["id"], size=1_024),
