@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         DtrainError,
         PeerError,
         RankError,
+        ShardError,
         StaleStateError,
         StepError,
     )
@@ -146,7 +147,7 @@ _HOME = {
     "dist.turns": "local_rank_zero_first",
     "errors": (
         "CheckpointError CheckpointMismatchError ConfigError DamagedCheckpointError DataError "
-        "DistError DoesNotFitError DtrainError PeerError RankError StaleStateError StepError"
+        "DistError DoesNotFitError DtrainError PeerError RankError ShardError StaleStateError StepError"
     ),
     "launch.call": "spawn",
     "losses": "mean_loss token_cross_entropy",
@@ -242,6 +243,7 @@ __all__ = [
     "SaveHandle",
     "SavedStep",
     "Schedule",
+    "ShardError",
     "ShardSpec",
     "ShardedDataset",
     "ShuffleQuality",

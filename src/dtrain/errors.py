@@ -13,6 +13,7 @@
     │   ├── DamagedCheckpointError          a committed checkpoint that fails verification
     │   └── CheckpointMismatchError         a sound checkpoint that does not fit what it is loaded into
     ├── DataError (RuntimeError)            samples that could not be read: a shard, a worker, a dataset at fault
+    │   └── ShardError                      a whole shard is missing or damaged, or does not come
     └── RankError (RuntimeError)            a rank started by dtrain.testing or spawn failed or hung
 
 A message is one line: where, what came with its value, what to do. ``ValueError`` subclasses mean bad input,
@@ -64,6 +65,10 @@ class CheckpointMismatchError(CheckpointError):
 
 class DataError(DtrainError, RuntimeError):
     """Samples could not be read: a shard is missing or damaged, a sample cannot be decoded, a worker died or hangs."""
+
+
+class ShardError(DataError):
+    """A whole shard is missing or damaged, or its server does not give it: ``on_error="skip"`` does not leave that much out."""
 
 
 class RankError(DtrainError, RuntimeError):

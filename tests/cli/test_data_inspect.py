@@ -212,3 +212,9 @@ VALUES = {
 @pytest.mark.parametrize(("value", "expected"), VALUES.values(), ids=VALUES)
 def test_a_value_is_one_short_line(value, expected):
     assert value_text(value) == expected
+
+
+def test_a_standard_output_that_is_closed_is_no_error(data, shards, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)  # as Python has it then
+    code, _, err = data("inspect", "shards", "--shards", "--head", "1")
+    assert (code, err) == (0, "")

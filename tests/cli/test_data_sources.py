@@ -86,6 +86,14 @@ def test_separated_values_are_text(here):
     assert read("a.tsv") == [{"text": "'x", "label": "1"}]
 
 
+def test_a_field_of_a_table_may_be_as_long_as_a_document(here):
+    before = csv.field_size_limit()
+    with open("long.csv", "w") as file:
+        file.write("text,label\n" + "x" * 200_000 + ",1\n")
+    assert read("long.csv") == [{"text": "x" * 200_000, "label": "1"}]
+    assert csv.field_size_limit() == before
+
+
 def test_parquet_rows_are_samples(here):
     arrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet

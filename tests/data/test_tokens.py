@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.data.tokens import ByteTokenizer, Windows, tokenizer_named
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, DataError
 
 VOCABULARY = {"<unk>": 0, "ab": 1, "c": 2, "<end>": 3, "rare": 70_000}
 
@@ -94,3 +94,10 @@ def test_a_name_that_is_not_here_is_asked_of_transformers(monkeypatch):
 def test_the_smallest_dtype_with_room_for_every_token_is_taken():
     assert ByteTokenizer().dtype == np.uint8
     assert next(iter(Windows([b"ab"], ByteTokenizer(), 2)))["tokens"].dtype == np.uint8
+
+
+@pytest.mark.parametrize("name", ["bytes", "tokenizer.json"])
+def test_a_document_that_is_no_text_is_named(name, folder):
+    tokenizer = tokenizer_named("bytes" if name == "bytes" else str(folder))
+    with pytest.raises(DataError, match=r"^document 2: is no text that UTF-8 can hold$"):
+        list(Windows(["ab", "c", "\ud800"], tokenizer, 2))

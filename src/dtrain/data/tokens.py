@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtrain import storage
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, DataError
 from dtrain.storage import Place
 
 Document = str | bytes
@@ -52,6 +52,14 @@ class ByteTokenizer:
 
 def _bytes(document: Document) -> bytes:
     return document.encode() if isinstance(document, str) else document
+
+
+def _is_text(document: Document) -> bool:
+    try:
+        document.encode() if isinstance(document, str) else document.decode()
+    except UnicodeError:
+        return False
+    return True
 
 
 class _Fast:
@@ -157,10 +165,19 @@ class Windows:
             self.windows += 1
             yield {"tokens": block["input_ids"].numpy().astype(self._tokenizer.dtype)}
 
+    def _encode(self, batch: list[Document]) -> list[Tokens]:
+        try:
+            return self._tokenizer.encode(batch)
+        except (UnicodeError, TypeError) as error:  # halves of characters, which JSON can write
+            for number, document in enumerate(batch, self.documents):
+                if not _is_text(document):
+                    raise DataError(f"document {number}: is no text that UTF-8 can hold") from error
+            raise
+
     def _encoded(self) -> Iterator[Tokens]:
         end = self._tokenizer.end
         while batch := list(islice(self._source, _BATCH)):
-            for tokens in self._tokenizer.encode(batch):
+            for tokens in self._encode(batch):
                 whole = tokens if end is None else np.append(tokens, np.array(end, dtype=tokens.dtype))
                 self.documents += 1
                 self.tokens += len(whole)

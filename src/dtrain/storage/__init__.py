@@ -26,7 +26,7 @@ from dtrain.storage.files import (
 from dtrain.storage.local import Buffer, append_line, real_path
 from dtrain.storage.places import Place, RemotePath, place
 from dtrain.storage.progress import Progress
-from dtrain.storage.shared import FolderEntry, SharedFile, private_folder, scan_folder
+from dtrain.storage.shared import FolderEntry, SharedFile, private_folder, scan_folder, written_ns
 
 __all__ = [
     "Buffer",
@@ -61,4 +61,5 @@ __all__ = [
     "walk_files",
     "write_file",
     "write_parts",
+    "written_ns",
 ]

@@ -7,7 +7,7 @@ holder, so whoever forks while it has some closes them in the child.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -59,6 +59,14 @@ def walk_files(path: Path) -> Iterator[tuple[str, int]]:
                 yield full.relative_to(path).as_posix(), size
 
 
+def written_ns(path: Path) -> int | None:
+    """When the file was last written, in nanoseconds; None when there is none."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def private_folder(path: Path) -> None:
     """Create a folder that only this user can use, if it is not there.
 
@@ -71,6 +79,17 @@ def private_folder(path: Path) -> None:
         found = os.lstat(path)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise ConfigError(f"{path} is not a folder of this user (uid {os.getuid()}); give another place") from None
+
+
+def _opened(path: Path, how: Opening) -> int:
+    if how == "new":
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        return os.open(path, os.O_RDONLY)  # not made if it is there: systems refuse that for other users' files in /tmp
+    except FileNotFoundError:
+        if how == "read":
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
 
 
 class SharedFile:
@@ -88,9 +107,8 @@ class SharedFile:
     __slots__ = ("_handle", "_path")
 
     def __init__(self, path: Path, how: Opening = "read") -> None:
-        create = {"read": 0, "lock": os.O_CREAT, "new": os.O_RDWR | os.O_CREAT | os.O_EXCL}[how]
         self._path = path
-        self._handle: int | None = os.open(path, os.O_RDONLY | create, 0o644)
+        self._handle: int | None = _opened(path, how)
 
     @property
     def number(self) -> int:
@@ -117,9 +135,12 @@ class SharedFile:
         return True
 
     def touch(self) -> None:
-        """Note that it is used now. Nothing where it is somebody else's."""
-        with contextlib.suppress(PermissionError):
+        """Note that it is used now. Nothing where it is somebody else's, or on a disk that is only read."""
+        try:
             os.utime(self.number)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EACCES, errno.EROFS):
+                raise
 
     def write(self, data: Buffer) -> None:
         """Append all of ``data``."""

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import dtrain as dt
+from dtrain.dist.control import agree_before_step
+from samples import Stream
 
 
 def test_batches_come_in_order_and_nothing_is_read_ahead_on_a_cpu():
@@ -45,3 +47,14 @@ def test_copies_run_ahead_on_a_stream_of_their_own(workers):
         busy = busy @ busy / 2048
         total += batch.double().sum().float()
     torch.testing.assert_close(total.cpu(), data.double().sum().float())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nothing_is_read_ahead_of_the_step_that_says_whether_the_epoch_is_over():
+    options = {"global_batch_size": 4, "seed": 0, "shuffle": False, "already_split": True, "device": "cuda"}
+    loader, counts = dt.build_loader(Stream(10), **options), []
+    for batch in loader.until("2ep"):
+        counts.append(len(batch))
+        agree_before_step(samples=len(batch), tokens=0, microbatches=1, weightless=False)
+    assert counts == [4, 4, 2] * 2

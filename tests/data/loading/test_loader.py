@@ -9,7 +9,7 @@ import torch
 from dtrain.data.loading.build import build_loader
 from dtrain.data.loading.loader import Loader
 from dtrain.dist.control import agree_before_step
-from dtrain.errors import CheckpointMismatchError, ConfigError
+from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
 
 
 class Numbers:
@@ -225,3 +225,58 @@ def test_a_dataset_that_fetches_many_at_once_is_asked_to():
 
     loader = build_loader(Many(4), global_batch_size=2, seed=0, shuffle=False)
     assert [batch.tolist() for batch in loader.until("1ep")] == [[0, 1], [2, 3]]
+
+
+class Bad(Numbers):
+    """Sample 12 cannot be read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 12:
+            raise ValueError("torn")
+        return super().__getitem__(index)
+
+
+def test_a_stretch_that_is_skipped_in_the_loop_is_not_read():
+    source, seen = build_loader(Bad(23), global_batch_size=5, seed=0, shuffle=False), []
+    for batch in source.until("1ep"):
+        seen.append(batch.tolist())
+        if len(seen) == 2:
+            source.skip(5)
+    assert seen == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [15, 16, 17, 18, 19], [20, 21, 22]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_that_returns_nothing_is_refused(workers):
+    source = build_loader(Numbers(8), global_batch_size=2, seed=0, collate=Forgetful(), workers=workers)
+    with pytest.raises(DataError, match=r"loader: .*collate returned None"):
+        list(source.until("1ep"))
+
+
+class Forgetful:
+    def __call__(self, samples):
+        return None if 3 in [int(sample) for sample in samples] else torch.stack(samples)
+
+
+class Announced(Numbers):
+    def prefetch(self, indices):
+        raise LookupError("no\nsuch shard")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_prefetch_that_fails_is_one_line(workers):
+    source = build_loader(Announced(8), global_batch_size=2, seed=0, workers=workers, start_method="fork" if workers else None)
+    with pytest.raises(DataError) as caught:
+        list(source.until("1ep"))
+    assert str(caught.value) == "loader: prefetch of Announced: LookupError: no such shard"
+
+
+def test_notes_of_an_error_stay_in_its_line():
+    class Noted(Numbers):
+        def __getitem__(self, index):
+            error = ValueError("torn")
+            error.add_note("first\nsecond")
+            raise error
+
+    with pytest.raises(DataError) as caught:
+        list(build_loader(Noted(4), global_batch_size=2, seed=0, shuffle=False).until("1ep"))
+    assert str(caught.value) == "loader: first second, sample 0: ValueError: torn"

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import dtrain as dt
+from dtrain.data.order.sampler import ElasticSampler
 from samples import Numbers, Troubled, fail, hang
 
 
@@ -100,3 +101,158 @@ def test_losses_are_the_same_for_every_number_of_ranks(ranks):
     assert len(alone) == 18
     for world, workers in ((2, 2), (4, 0)):
         torch.testing.assert_close(ranks(world).run(losses, workers)[0], alone, rtol=1e-12, atol=0)
+
+
+class Raising:
+    """Raises on rank 1 only, where ``what`` says."""
+
+    def __init__(self, what: str, rank: int) -> None:
+        self.what, self.rank = what, rank
+
+    def raise_in(self, what):
+        if self.rank == 1 and self.what == what:
+            raise LookupError("no\nsuch thing")
+
+
+class Elsewhere(Raising):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        self.raise_in("sample")
+        return torch.tensor(index)
+
+
+class Fetching(Elsewhere):
+    def prefetch(self, indices):
+        self.raise_in("prefetch")
+
+
+class Ordered(Elsewhere):
+    def order(self, seed, shuffle):
+        return Order(self)
+
+
+class Order(ElasticSampler):
+    def __init__(self, dataset):
+        super().__init__(size=64)
+        object.__setattr__(self, "dataset", dataset)
+
+    def indices(self, epoch, start, stop):
+        self.dataset.raise_in("order")
+        return super().indices(epoch, start, stop)
+
+
+class Streamed(Raising):
+    def __iter__(self):
+        self.raise_in("iter")
+        return (torch.tensor(at) for at in range(64))
+
+    def state_dict(self):
+        self.raise_in("state_dict")
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Short(Streamed):
+    """A stream without a sample on rank 1."""
+
+    def __iter__(self):
+        return iter([] if self.rank == 1 else [torch.tensor(at) for at in range(64)])
+
+
+def trouble_at_once(what: str, workers: int, evaluation: bool) -> str:
+    mesh = dt.build_mesh()
+    rank = dt.data_rank(mesh)[0]
+    kinds = {"prefetch": Fetching, "order": Ordered, "iter": Streamed, "state_dict": Streamed, "nothing": Short}
+    dataset = kinds.get(what, Elsewhere)(what, rank)
+
+    def told(value, *_):
+        dataset.raise_in(what)
+        return value if isinstance(value, torch.Tensor) else torch.stack(value)
+
+    options = {"global_batch_size": 8, "seed": 0, "shuffle": False, "workers": workers, "start_method": "fork"}
+    options |= {what: told} if what in ("transform", "collate") else {}
+    options |= {"already_split": True} if what == "nothing" else {}
+    loader = dt.build_loader(dataset, mesh=mesh, **options)
+    if evaluation:
+        model = torch.nn.Linear(1, 1)
+        return said(dt.evaluate, model, loader, lambda model, batch: dt.LossSum(total=batch.sum() * 1.0, weight=len(batch)))
+    return said(trained, loader, mesh)
+
+
+@pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("what", ["sample", "transform", "collate", "prefetch", "order", "iter", "state_dict", "nothing"])
+def test_all_ranks_stop_when_one_has_trouble_in_its_first_batch(ranks, what, workers, evaluation):
+    first, second = ranks(2).run(trouble_at_once, what, workers, evaluation)
+    assert "rank 1" in first
+    assert "\n" not in first + second
+    if what == "nothing":
+        assert "the dataset gave no sample in a whole epoch" in second
+    else:
+        assert second.startswith("DataError: loader: ")
+        assert second.endswith("LookupError: no such thing")
+
+
+def transformed_failure(name: str) -> str:
+    mesh = dt.build_mesh()
+    loader = dt.build_loader(
+        Troubled(64, 21 if dt.data_rank(mesh)[0] == 1 else -1, fail), mesh=mesh, global_batch_size=8, seed=0, shuffle=False
+    )
+    model = dt.shard_model(torch.nn.Linear(1, 1), mesh)
+
+    def loss_fn(model, batch):
+        return dt.LossSum(total=model(batch[:, None].float()).sum(), weight=len(batch))
+
+    transforms = {
+        "on_batch": [dt.on_batch(lambda batch, generator: batch + 1, name="more")],
+        "clip": [dt.clip_by_norm(1.0)],
+        "ema": [dt.ema(0.9)],
+        "auto": [dt.auto_microbatch(initial=2)],
+    }
+    step = dt.compose_step(loss_fn, transforms[name])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def run(state):
+        for batch in loader.until("1ep"):
+            state, _ = step(state, batch)
+
+    return said(run, state)
+
+
+@pytest.mark.parametrize("name", ["on_batch", "clip", "ema", "auto"])
+def test_all_ranks_stop_whatever_is_around_the_step(ranks, name):
+    first, second = ranks(2).run(transformed_failure, name)
+    assert first.startswith("PeerError: step: rank 1 could not use its batch")
+    assert second.startswith("DataError: loader: sample 21: ValueError")
+
+
+def mapped_losses(auto: bool) -> list[float]:
+    """Batches of TensorDicts, of which some ranks have none at the end of an epoch."""
+    mesh = dt.build_mesh()
+    data = [{"x": torch.tensor([at / 10.0, 1.0]), "more": {"y": torch.tensor(at)}} for at in range(13)]
+    loader = dt.build_loader(data, mesh=mesh, global_batch_size=6, seed=1)
+    torch.manual_seed(0)
+    model = dt.shard_model(torch.nn.Linear(2, 1).double(), mesh)
+
+    def loss_fn(model, batch):
+        error = model(batch["x"].double())[:, 0] - batch["more", "y"]
+        return dt.LossSum(total=(error**2).sum(), weight=len(batch))
+
+    step = dt.compose_step(loss_fn, [dt.auto_microbatch(initial=2)] if auto else [])
+    state, losses = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01)), []
+    for batch in loader.until("2ep"):
+        state, metrics = step(state, batch)
+        losses.append(dt.reduce_metrics(metrics)["loss"])
+    assert state.clock.epoch == 2
+    return losses
+
+
+@pytest.mark.parametrize("auto", [False, True], ids=["whole", "auto"])
+def test_ranks_without_a_sample_take_part_with_tensordicts(ranks, auto):
+    alone = ranks(1).run(mapped_losses, False)[0]
+    assert len(alone) == 6
+    torch.testing.assert_close(ranks(3).run(mapped_losses, auto)[2], alone, rtol=1e-12, atol=0)

@@ -1,6 +1,8 @@
 """The cache: never above its bound, nothing half made is seen, what is used stays, and the dead leave nothing that matters."""
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +66,16 @@ def test_without_room_there_is_no_view_and_nothing_above_the_bound(cache):
     assert made(cache, C, 40) is not None
 
 
+def test_room_that_does_not_come_is_waited_for_once(cache, monkeypatch):
+    views = [made(cache, A, 40), made(cache, B, 40)]
+    assert made(cache, C, 40) is None
+    monkeypatch.setattr("dtrain.data.stream.cache.time.sleep", lambda seconds: pytest.fail("it waits again"))
+    cache.room_s = LONG_S
+    assert made(cache, C, 40) is None
+    views.clear()
+    assert made(cache, C, 40) is not None
+
+
 def test_what_this_process_has_open_is_released_for_room(tmp_path):
     views = []
     cache = Cache(tmp_path / "cache", 100, views.clear)
@@ -117,6 +129,68 @@ def test_a_disk_that_fails_leaves_nothing(at, cache):
     with pytest.raises(OSError, match="injected"), fault("raise", at=point):
         made(cache, A, 40)
     assert os.listdir(cache.folder) == [".lock"]
+
+
+@pytest.mark.parametrize("at", ["while it is made", "before"])
+def test_a_folder_that_is_removed_is_made_again(at, cache):
+    made(cache, A, 40)
+    times = []
+
+    def make(part):
+        times.append(1)
+        part.write(b"y" * 40)
+        if at != "before" and len(times) == 1:
+            shutil.rmtree(cache.folder)
+
+    if at == "before":
+        shutil.rmtree(cache.folder)
+    assert bytes(cache.get(B, 40, make)) == b"y" * 40
+    assert len(times) == (1 if at == "before" else 2)
+    assert shards(cache.folder) == ["b"]
+
+
+def test_whoever_waits_for_the_lock_of_a_removed_folder_takes_the_new_one(cache):
+    inside = []
+    with cache.bookkeeping():
+        waiting = threading.Thread(target=lambda: made(cache, B, 40))
+        waiting.start()
+        shutil.rmtree(cache.folder)
+    with cache.bookkeeping():
+        waiting.join(0.2)
+        inside = shards(cache.folder)
+    waiting.join(LONG_S)
+    assert inside in ([], ["b"])
+    assert shards(cache.folder) == ["b"]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EPERM], ids=["a disk that is only read", "a file of another user"])
+def test_what_cannot_be_noted_as_used_is_read(number, cache):
+    made(cache, A, 40)
+    with fault("raise", at="dtrain.storage.shared.os.utime", error=OSError(number, os.strerror(number))):
+        assert bytes(made(cache, A, 40, byte=b"y")) == b"x" * 40
+
+
+def test_what_only_its_owner_can_remove_takes_up_room(cache):
+    made(cache, A, 40)
+    made(cache, B, 40)
+    denied = PermissionError(errno.EPERM, "Operation not permitted")
+    with fault("raise", at="dtrain.storage.local.os.unlink", error=denied, call=1):
+        made(cache, C, 40)
+    assert shards(cache.folder) == ["a", "c"]
+
+
+def test_a_lock_that_is_there_is_not_made_again(cache, monkeypatch):
+    made(cache, A, 40)
+    flags, open_ = [], os.open
+
+    def opened(path, how, *mode):
+        flags.append((os.path.basename(path), how & os.O_CREAT))
+        return open_(path, how, *mode)
+
+    monkeypatch.setattr("dtrain.storage.shared.os.open", opened)
+    made(cache, B, 40)
+    assert (".lock", 0) in flags
+    assert (".lock", os.O_CREAT) not in flags  # which systems refuse for another user's file where all may write
 
 
 def test_other_files_in_the_folder_are_left_alone(cache):

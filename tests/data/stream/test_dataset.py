@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from dtrain.data.loading.build import build_loader
 from dtrain.data.stream.dataset import ShardedDataset
 from dtrain.data.stream.formats.write import write_shards
-from dtrain.errors import ConfigError, DataError
+from dtrain.errors import ConfigError, DataError, ShardError
 from dtrain.testing import fault
 from places.shards import samples, written
 
@@ -99,16 +100,7 @@ def test_what_was_closed_opens_again(folder, opened):
     assert dataset[7]["id"] == 7
 
 
-def test_a_dataset_that_nobody_has_is_gone(folder):
-    dataset = ShardedDataset(folder)
-    dataset[0]
-    seen = weakref.ref(dataset)
-    del dataset
-    gc.collect()
-    assert seen() is None
-
-
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_loader_workers_read_every_sample_once(context, tmp_path, opened):
     folder = written(tmp_path / "data", compression="gz")
     dataset = opened(folder, cache_bytes=8000)
@@ -243,6 +235,40 @@ def test_a_sample_that_cannot_be_decoded_is_named(tmp_path, opened):
     assert dataset[2] == {"x": 3}
 
 
+def test_a_sample_with_damaged_sizes_is_named(tmp_path, opened):
+    folder = written(tmp_path / "data", limit=None)
+    path = folder / "shard.00000.mds"
+    content = bytearray(path.read_bytes())
+    content[int.from_bytes(content[8:12], "little")] ^= 1  # the second sample's first size
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"^{path}: sample 1 cannot be decoded: ValueError: it has \d+ bytes, its values have"):
+        opened(folder, verify=False)[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_missing_shard_is_not_skipped_but_a_bad_sample_is(workers, tmp_path, opened):
+    folder = tmp_path / "data"
+    write_shards(({"x": index} for index in range(9)), str(folder), format="jsonl", size_limit=30, hashes=())
+    first, second = sorted(folder.glob("*.jsonl"))[:2]
+    first.write_text(first.read_text().replace('"x": 1', '"x"= 1').replace('"x":1', '"x"=1'))
+    dataset = opened(folder)
+    options = {"global_batch_size": 2, "seed": 0, "shuffle": False, "workers": workers, "on_error": "skip"}
+    loader = build_loader(dataset, **options)
+    assert sum(len(batch) for batch in loader.until("1ep")) == 8
+    assert [index for index, _ in loader.unreadable.samples] == [1]
+    second.unlink()
+    dataset.close()
+    with pytest.raises(DataError, match=rf"{second}: is missing"):
+        list(build_loader(dataset, **options).until("1ep"))
+
+
+def test_a_missing_shard_is_an_error_of_its_own(tmp_path, opened):
+    path = broken(written(tmp_path / "data"), "missing")
+    dataset = opened(tmp_path / "data")
+    with pytest.raises(ShardError, match=f"{path}: is missing"):
+        dataset[dataset.blocks[0]]
+
+
 def index_with(folder, change):
     index = json.loads((folder / "index.json").read_text())
     change(index)
@@ -263,6 +289,7 @@ def test_a_bad_index_is_named(folder, opened):
 
 
 BAD = [
+    ("", {}, r"the URL is empty; name the folder"),
     ("nothing", {}, r"nothing: there is no such folder$"),
     ("empty", {}, r"empty: has no index.json and no file of a known format; is the URL right\?$"),
     ("data", {"format": "mdz"}, r"format 'mdz' is not known; known: mds"),
@@ -286,7 +313,7 @@ def test_what_cannot_be_right_is_refused(name, options, message, folder, tmp_pat
     (tmp_path / "blank/a.jsonl").touch()
     written(tmp_path / "packed", compression="gz")
     with pytest.raises(ConfigError, match=message) as caught:
-        opened(tmp_path / name, **options)
+        opened(tmp_path / name if name else "", **options)
     assert "\n" not in str(caught.value)
 
 
@@ -307,6 +334,63 @@ def test_a_cache_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
     os.symlink(tmp_path / "elsewhere", tmp_path / f"dtrain-cache-{os.getuid()}")
     with pytest.raises(ConfigError, match="is not a folder of this user"):
         dataset[0]
+
+
+def test_what_somebody_else_has_put_there_before_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = written(tmp_path / "data", compression="gz", limit=None)
+    mine = ShardedDataset(folder)
+    mine[0]
+    mine.close()
+    (tmp_path / f"dtrain-cache-{os.getuid()}").rename(tmp_path / "theirs")
+    (tmp_path / f"dtrain-cache-{os.getuid()}").symlink_to(tmp_path / "theirs")
+    dataset = ShardedDataset(folder)
+    with pytest.raises(ConfigError, match="is not a folder of this user"):
+        dataset[0]
+    dataset.close()
+    (folder / "index.json").unlink()
+    with pytest.raises(ConfigError, match="is not a folder of this user"):
+        ShardedDataset(folder)
+
+
+def test_a_cache_that_cannot_be_written_is_not_needed_in_place(tmp_path, opened):
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
+    denied = PermissionError(13, "Permission denied")
+    with fault("raise", at="dtrain.storage.local.os.makedirs", error=denied):
+        assert opened(tmp_path)[0] == {"x": 1}
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_file_that_has_changed_is_read_anew_though_its_size_is_the_same(name, tmp_path, opened):
+    path = tmp_path / name
+    for time, text in enumerate([b'{"x":1}\n{"x":2}\n', b'{"x":3}\n{"x":4}\n', b'{"x":3}\n\n\n\n\n\n\n\n\n']):
+        path.write_bytes(gzip.compress(text, 0, mtime=0) if name.endswith("gz") else text)
+        os.utime(path, (time, time))
+        dataset = opened(tmp_path)
+        assert [dataset[index] for index in range(len(dataset))] == [json.loads(line) for line in text.split()]
+        dataset.close()
+
+
+def test_a_cached_file_of_another_size_is_fetched_again(tmp_path, opened):
+    dataset = opened(written(tmp_path / "data", compression="gz"))
+    assert dataset[0]["id"] == 0
+    dataset.close()
+    (cached,) = (tmp_path / "cache").glob("?" * 32)
+    cached.write_bytes(cached.read_bytes()[:-1])  # as after a loss of power
+    assert dataset[1]["id"] == 1
+
+
+def test_a_dataset_is_gone_with_its_last_mention(folder):
+    dataset = ShardedDataset(folder)
+    dataset[0]
+    seen = weakref.ref(dataset)
+    gc.disable()  # which runs in any thread, also in one that fetches, and that cannot wait for itself
+    try:
+        del dataset
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_a_full_disk_is_named(tmp_path, opened):

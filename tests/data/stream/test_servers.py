@@ -177,6 +177,17 @@ def test_a_server_without_ranges_gives_whole_shards(data, opened, short):
             opened(url, download="ranged")[0]
 
 
+def test_names_with_marks_of_urls_are_read(tmp_path, opened, short):
+    names = [f"a{mark}b.jsonl" for mark in " #&+:;=?@ü"]
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text(json.dumps(name))
+    with web(folder) as port:
+        dataset = opened(f"http://127.0.0.1:{port}")
+        assert sorted(dataset.__getitems__(range(len(dataset)))) == sorted(names)
+
+
 def test_a_server_that_lists_nothing_needs_an_index(data, opened, short):
     (data / "index.json").unlink()
     with web(data, listing=False) as port, pytest.raises(DataError, match=r"cannot be read: .*Forbidden"):

@@ -59,7 +59,7 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Se
         table.add_column(Text(name), justify="right" if at in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():  # None: it was closed when Python began
         Console(file=sys.stdout).print(table)
         return
     text = StringIO()

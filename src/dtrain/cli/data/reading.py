@@ -92,6 +92,14 @@ def _files(given: Input, advance: Advance) -> Iterator[Sample]:
 
 
 def _separated(given: Input, advance: Advance) -> Iterator[Sample]:
+    before = csv.field_size_limit(_LARGEST_DOCUMENT)  # of the whole process; 128 KiB is less than many a document has
+    try:
+        yield from _rows(given, advance)
+    finally:
+        csv.field_size_limit(before)
+
+
+def _rows(given: Input, advance: Advance) -> Iterator[Sample]:
     with open_plain(given.place, advance) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         rows = csv.reader(text, dialect="excel-tab" if given.kind == "tsv" else "excel", strict=True)

@@ -69,12 +69,14 @@ def build_loader(
             than others, or an empty batch, which ``microbatch_step`` weights correctly), ``"drop"`` leaves it out, ``"pad"``
             fills it up with the samples that the epoch began with.
         on_error: of a sample that cannot be read: ``"raise"``, or ``"skip"`` it and list it in ``loader.unreadable``.
+            A shard that is missing or damaged always raises.
         batch_spec: where the batch axis of what ``collate`` returns is; None takes the first one.
         device: hand batches out on this device, copied while earlier ones are computed on; None leaves them on the host.
         prefetch: batches that each worker, and the device, prepares in advance.
         timeout_s: seconds without a batch after which a worker counts as hanging; 0 waits for ever.
         start_method: of workers: ``"fork"``, ``"forkserver"``, ``"spawn"``; None is Python's own choice.
-        already_split: an iterable dataset that gives each rank samples of its own. Ranks may run out at different times.
+        already_split: an iterable dataset that gives each rank samples of its own. Ranks may run out at different times. A
+            resume, on as many ranks, reads what was consumed, as a checkpoint has one state for all ranks.
         data_may_change: resume also when the dataset is another than the one of the checkpoint.
 
     Raises:

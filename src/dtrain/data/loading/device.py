@@ -39,8 +39,9 @@ def moved_ahead(
     ahead: int,
     batch_of: Callable[[Item], Batch],
     with_batch: Callable[[Item, Batch], Item],
+    stops: Callable[[Item], bool] = lambda _: False,
 ) -> Iterator[Item]:
-    """``prefetch_to_device`` of items that hold a batch."""
+    """``prefetch_to_device`` of items that hold a batch; nothing is read ahead behind one that ``stops``."""
     if device.type != "cuda":
         for item in items:
             yield with_batch(item, to_device(batch_of(item), device))
@@ -51,7 +52,7 @@ def moved_ahead(
         with torch.cuda.stream(stream):
             moved = with_batch(item, to_device(pinned(batch_of(item)), device))
             copies.append((moved, stream.record_event()))
-        if len(copies) > ahead:
+        while len(copies) > (0 if stops(item) else ahead):
             yield _arrived(*copies.popleft(), device, batch_of)
     while copies:
         yield _arrived(*copies.popleft(), device, batch_of)

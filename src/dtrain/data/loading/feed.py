@@ -11,12 +11,12 @@ from dtrain.batch import BatchSpec, narrow_batch
 from dtrain.clock import Duration
 from dtrain.data.loading.parcel import Content, Parcel
 from dtrain.data.loading.position import Grid, Position, reached
-from dtrain.data.loading.reading import Reader, Ticket
+from dtrain.data.loading.reading import Reader, Ticket, described
 from dtrain.data.loading.workers import Workers, parcels
 from dtrain.data.order.base import Order, rank_positions
 from dtrain.data.order.prepared import Prepared
 from dtrain.data.order.tails import Tail, batch_indices
-from dtrain.errors import DataError
+from dtrain.errors import DataError, DtrainError
 from dtrain.types import Batch, Plain
 
 _READ_AHEAD = 8  # batches of which a dataset that fetches from far away is told in advance
@@ -50,6 +50,15 @@ class Handout:
 class Feed(Protocol):
     """Where handouts come from."""
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether the dataset can be at one place only: a second reader of it moves the first one."""
+        ...
+
+    def skippable(self) -> bool:
+        """Whether samples of the global batch can be left out."""
+        ...
+
     def grid(self) -> Grid | None:
         """Batches of an epoch; None where only its end tells how many there are."""
         ...
@@ -80,6 +89,15 @@ class MapFeed:
     workers: Workers
     batch_spec: BatchSpec | None = None
 
+    @property
+    def in_turns(self) -> bool:
+        """Never: it is indexed."""
+        return False
+
+    def skippable(self) -> bool:
+        """Always."""
+        return True
+
     def grid(self) -> Grid:
         """Global batches over the epoch."""
         return self._grid(self.tail)
@@ -98,13 +116,15 @@ class MapFeed:
     def handouts(self, begin: Position, goal: Duration, *, state: Plain = None, once: bool = False) -> Iterator[Handout]:
         """See ``Feed``."""
         grid, at, shapes = self._grid("short") if once else self.grid(), begin, Shapes(self.batch_spec)
-        tickets = self._announced(self._tickets(grid, begin, goal))
-        for parcel in parcels(self.reader, _Tickets(tickets), self.workers):
+        tickets = _Tickets(self._announced(self._tickets(grid, begin, goal)))
+        for parcel in parcels(self.reader, tickets, self.workers):
             start, stop = grid.bounds(at)
             at = grid.after(at)
             content = opened(parcel)
             batch, spare = shapes.fitted(content, has_share=bool(self._share(start, stop)))
             yield Handout(batch=batch, spare=spare, after=at, ends=at.samples == 0, unreadable=content.unreadable)
+        if tickets.failures:
+            raise tickets.failures[0]
 
     def _tickets(self, grid: Grid, begin: Position, goal: Duration) -> Iterator[Ticket]:
         at, order = begin, Prepared(self.order)
@@ -131,7 +151,12 @@ class MapFeed:
             return
         told: deque[Ticket] = deque()
         for ticket in tickets:
-            prefetch(ticket.indices)
+            try:
+                prefetch(ticket.indices)
+            except DtrainError:
+                raise
+            except Exception as error:
+                raise DataError(f"loader: prefetch of {type(self.reader.dataset).__name__}: {described(error)}") from error
             told.append(ticket)
             if len(told) > _READ_AHEAD:
                 yield told.popleft()
@@ -140,12 +165,19 @@ class MapFeed:
 
 @dataclass(frozen=True, slots=True)
 class _Tickets:
-    """What torch's ``DataLoader`` takes for a sampler."""
+    """What torch's ``DataLoader`` takes for a sampler. It ends where there is a failure, which is kept.
+
+    torch would leave half of a loader behind, with its workers, when it is told of one while it starts.
+    """
 
     tickets: Iterator[Ticket]
+    failures: list[Exception] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Ticket]:
-        return self.tickets
+        try:
+            yield from self.tickets
+        except Exception as error:  # noqa: BLE001  # the dataset's prefetch and order may be the user's
+            self.failures.append(error)
 
 
 def opened(parcel: Parcel) -> Content:

@@ -58,5 +58,25 @@ def as_iterable(dataset: Any) -> Any:
     return cast("Callable[[Any], Any]", Loader)(dataset)
 
 
+def loses_samples(dataset: Any) -> bool:
+    """Whether the state of ``dataset`` lacks samples: Hugging Face's streams leave out what lies in a shuffle buffer.
+
+    There is no public way to ask. Where it is not found out, a resume loses a buffer of samples, and ``datasets`` says so.
+    """
+    if not type(dataset).__module__.startswith("datasets."):
+        return False
+    parts, found = [getattr(dataset, "_ex_iterable", None)], False
+    while parts and not found:
+        part = parts.pop()
+        found = type(part).__name__ == "BufferShuffledExamplesIterable" and getattr(part, "buffer_size", 2) > 1
+        parts += [getattr(part, "ex_iterable", None)] if hasattr(part, "ex_iterable") else getattr(part, "ex_iterables", [])
+    return found
+
+
+def begins_anew(dataset: Any) -> bool:
+    """Whether every iteration of ``dataset`` begins at its start or at a state that was just loaded, as torchdata's do."""
+    return _descends(dataset, "torchdata.nodes.", "Loader")
+
+
 def _descends(dataset: Any, package: str, name: str) -> bool:
     return any(kind.__module__.startswith(package) and kind.__name__ == name for kind in type(dataset).__mro__)

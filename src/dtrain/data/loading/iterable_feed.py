@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -16,12 +18,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.batch import BatchSpec
 from dtrain.clock import Duration
-from dtrain.data.loading.collate import collate
 from dtrain.data.loading.feed import Handout, Shapes, opened
-from dtrain.data.loading.foreign import OwnState
+from dtrain.data.loading.foreign import OwnState, begins_anew, loses_samples
 from dtrain.data.loading.parcel import Content, Parcel
 from dtrain.data.loading.position import Grid, Position, reached
-from dtrain.data.loading.reading import OnError, described
+from dtrain.data.loading.reading import OnError, collated, described
 from dtrain.data.loading.workers import Workers, parcels
 from dtrain.data.order.base import check_same, rank_share
 from dtrain.data.transforms import SampleTransform, apply_transform
@@ -50,6 +51,27 @@ class Share:
         return (0, count) if self.already_split else rank_share(0, count, self.rank, self.ranks)
 
 
+@dataclass(slots=True)
+class Start:
+    """The way back to the start of a dataset that keeps its place from one iteration to the next.
+
+    Args:
+        state: of the dataset before this process read anything of it.
+        left: whether an iteration was begun, and is not known to have come to its end.
+    """
+
+    state: Plain = None
+    left: bool = False
+
+    def reach(self, dataset: Any) -> None:
+        """Mutates: ``dataset``, which begins at its start, and this, as it is about to be iterated."""
+        if self.left:
+            dataset.load_state_dict(deepcopy(self.state))
+        elif self.state is None:
+            self.state = deepcopy(dataset.state_dict())
+        self.left = True
+
+
 class EpochReader(IterableDataset[Parcel]):
     """One epoch of an iterable dataset, as batches of this rank; for torch's ``DataLoader``."""
 
@@ -62,6 +84,7 @@ class EpochReader(IterableDataset[Parcel]):
         begin: Position,
         state: Plain,
         skip: bool,
+        start: Start,
         splits_over_workers: bool,
         collate: Callable[[list[Any]], Batch] | None,
         transform: SampleTransform | None,
@@ -70,40 +93,58 @@ class EpochReader(IterableDataset[Parcel]):
         self.dataset, self.seed, self.share, self.begin = dataset, seed, share, begin
         self.state, self.skip, self.splits_over_workers = state, skip, splits_over_workers
         self.collate, self.transform, self.on_error = collate, transform, on_error
+        self.start = start
 
     def __iter__(self) -> Iterator[Parcel]:
         worker = get_worker_info()
-        in_worker, batch, source = worker is not None, 0, None
-        step, first = (worker.num_workers, worker.id) if worker and self.splits_over_workers else (1, 0)
-        at = self.begin.samples
+        step, number = (worker.num_workers, worker.id) if worker and self.splits_over_workers else (1, 0)
+        source, begin = None, self.begin.samples // (self.share.ranks if self.share.already_split else 1)
         while True:
-            drawn_by = self.share.rank if self.share.already_split else -1
-            seed = derive_seed(self.seed, "batch", self.begin.epoch, self.begin.samples, batch * step + first, drawn_by)
+            at = begin + number * self.share.read
             try:
-                if in_worker:
-                    reseed(seed)
-                    source = source or self._opened()
+                if source is None and self.skip:
+                    source = self._caught_up(begin)
+                with self._drawing(at):
+                    source = self._opened() if source is None else source
                     content = self._next(source, at)
-                else:
-                    with drawing_from(seed):
-                        source = source or self._opened()
-                        content = self._next(source, at)
             except Exception as error:  # noqa: BLE001  # the dataset, the transform and collate are the user's
                 content = Content(failure=described(error), trace=traceback.format_exc())
             if content is None:
+                self.start.left = False
                 return
-            yield Parcel(content).packed() if in_worker else Parcel(content)
-            batch, at = batch + 1, at + content.samples
+            yield Parcel(content) if worker is None else Parcel(content).packed()
+            number += step
+
+    @contextmanager
+    def _drawing(self, at: int) -> Iterator[None]:
+        """A block that draws what belongs to place ``at`` of the epoch: of this rank's, where each has samples of its own."""
+        seed = derive_seed(self.seed, "batch", self.begin.epoch, at, self.share.rank if self.share.already_split else -1)
+        if get_worker_info() is None:
+            with drawing_from(seed):
+                yield
+        else:
+            reseed(seed)  # nobody else draws in this process
+            yield
+
+    def _caught_up(self, consumed: int) -> Iterator[Any] | None:
+        """The stream behind what was consumed, read as it was then: what it drew, perhaps its order, is drawn again."""
+        source = None
+        for at in range(0, consumed, self.share.read):
+            with self._drawing(at):
+                source = self._opened() if source is None else source
+                count = min(self.share.read, consumed - at)
+                next(islice(source, count, count), None)
+        return source
 
     def _opened(self) -> Iterator[Any]:
-        if self.state is not None and self.begin.samples:
+        resumed = self.state is not None and self.begin.samples > 0
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.begin.epoch)  # before it gets a state: that may hold for its own epoch only
+        if remembers(self.dataset) and not self.splits_over_workers and not begins_anew(self.dataset):
+            self.start.reach(self.dataset)
+        if resumed:
             self.dataset.load_state_dict(self.state)
-        elif hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self.begin.epoch)
         source: Iterator[Any] = iter(self.dataset)
-        if self.skip:
-            consumed = self.begin.samples // (self.share.ranks if self.share.already_split else 1)
-            next(islice(source, consumed, consumed), None)
         return source
 
     def _next(self, source: Iterator[Any], at: int) -> Content | None:
@@ -114,15 +155,17 @@ class EpochReader(IterableDataset[Parcel]):
         first, last = self.share.of(len(read))
         has_share = first < last
         samples, unreadable = self._transformed(read[first:last] if has_share else read[:1], at + first)
-        batch = (self.collate or collate)(samples if has_share else samples * 2) if samples else None
-        state = self.dataset.state_dict() if remembers(self.dataset) and not self.splits_over_workers else None
+        batch = collated(self.collate, samples if has_share else samples * 2) if samples else None
+        # Of samples that each rank has for itself there is no state that is the same on all ranks, as a checkpoint needs it.
+        state = deepcopy(self.dataset.state_dict()) if remembers(self.dataset) and not self.share.already_split else None
         return Content(batch=batch, unreadable=unreadable, state=state, samples=len(read))
 
     def _transformed(self, samples: list[Any], at: int) -> tuple[list[Any], list[tuple[int, str]]]:
         if self.transform is None:
             return samples, []
         done, unreadable = [], []
-        for index, sample in enumerate(samples, at):
+        for place, sample in enumerate(samples, at):
+            index = place * self.share.ranks + self.share.rank if self.share.already_split else place
             try:
                 done.append(apply_transform(self.transform, sample, seed=self.seed, epoch=self.begin.epoch, index=index))
             except Exception as error:
@@ -134,8 +177,8 @@ class EpochReader(IterableDataset[Parcel]):
 
 
 def remembers(dataset: Any) -> bool:
-    """Whether an iterable dataset has a state of its own."""
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    """Whether an iterable dataset has a state of its own, and one that is all of it."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict") and not loses_samples(dataset)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,6 +203,16 @@ class IterableFeed:
     transform: SampleTransform | None = None
     on_error: OnError = "raise"
     batch_spec: BatchSpec | None = None
+    start: Start = field(default_factory=Start)
+
+    @property
+    def in_turns(self) -> bool:
+        """See ``Feed``."""
+        return self.workers.count == 0 and remembers(self.dataset)
+
+    def skippable(self) -> bool:
+        """See ``Feed``."""
+        return not self.already_split
 
     def grid(self) -> Grid | None:
         """Batches of an epoch, if the dataset has a length."""
@@ -200,19 +253,7 @@ class IterableFeed:
         )
         if self.own_state is not None and state is not None:
             self.own_state.load(state)
-        source = EpochReader(
-            self.dataset,
-            seed=self.seed,
-            share=share,
-            begin=begin,
-            state=state if self.own_state is None else None,
-            skip=begin.samples > 0 and state is None,
-            splits_over_workers=self.own_state is not None,
-            collate=self.collate,
-            transform=self.transform,
-            on_error=self.on_error,
-        )
-        for parcel in parcels(source, None, self.workers):
+        for parcel in parcels(self._reader(share, begin, state), None, self.workers):
             content = opened(parcel)
             if self.tail == "drop" and not once and content.samples < share.read:
                 break
@@ -228,18 +269,48 @@ class IterableFeed:
             held = Handout(
                 batch=batch, spare=spare, after=at, unreadable=content.unreadable, state=remembered, alone=self.already_split
             )
+        if held is None and begin.samples and self.already_split and self.own_state is None and not once:
+            held = self._behind_the_end(share, begin, shapes)
         if held is not None:
-            yield from self._last(held, shapes, once=once)
+            yield from self._last(held, shapes, goal, once=once)
 
-    def _last(self, held: Handout, shapes: Shapes, *, once: bool) -> Iterator[Handout]:
+    def _reader(self, share: Share, begin: Position, state: Plain) -> EpochReader:
+        return EpochReader(
+            self.dataset,
+            seed=self.seed,
+            share=share,
+            begin=begin,
+            state=state if self.own_state is None else None,
+            skip=begin.samples > 0 and state is None,
+            start=self.start,
+            splits_over_workers=self.own_state is not None,
+            collate=self.collate,
+            transform=self.transform,
+            on_error=self.on_error,
+        )
+
+    def _behind_the_end(self, share: Share, begin: Position, shapes: Shapes) -> Handout | None:
+        """An empty batch for a rank that was resumed in an epoch of which only others have samples left.
+
+        What it looks like is seen in the first batch of the epoch.
+        """
+        for parcel in parcels(self._reader(share, replace(begin, samples=0), None), None, replace(self.workers, count=0)):
+            shapes.fitted(opened(parcel), has_share=True)
+            return self._empty(begin, shapes)
+        return None
+
+    def _empty(self, at: Position, shapes: Shapes) -> Handout:
+        more = self.global_batch_size
+        after = replace(at, samples=at.samples + more, batches=at.batches + 1, total=at.total + more)
+        return Handout(batch=shapes.empty(), spare=shapes.spare, after=after, alone=True)
+
+    def _last(self, held: Handout, shapes: Shapes, goal: Duration, *, once: bool) -> Iterator[Handout]:
         """The end of an epoch; where ranks end it each for itself, empty batches until all are there."""
         if not self.already_split:
             after = replace(held.after, epoch=held.after.epoch + 1, samples=0)
             yield replace(held, after=after, ends=True, state=None)
             return
         yield replace(held, ends=True)
-        while not once and epoch_is_over() is False:
-            at, more = held.after, self.global_batch_size
-            after = replace(at, samples=at.samples + more, batches=at.batches + 1, total=at.total + more)
-            held = replace(held, batch=shapes.empty(), spare=shapes.spare, after=after, unreadable=[])
+        while not once and not reached(goal, held.after) and epoch_is_over() is False:
+            held = replace(self._empty(held.after, shapes), state=held.state)
             yield replace(held, ends=True)

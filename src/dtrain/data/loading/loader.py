@@ -17,10 +17,11 @@ from dtrain.data.dataset import digest_of
 from dtrain.data.loading.device import moved_ahead
 from dtrain.data.loading.feed import Feed, Handout
 from dtrain.data.loading.position import Grid, Position, countable, reached
-from dtrain.dist.control import Post, post_batch
+from dtrain.data.loading.reading import described
+from dtrain.dist.control import Post, epoch_is_over, post_batch
 from dtrain.dist.init import current
 from dtrain.dist.rng import derive_seed
-from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
+from dtrain.errors import CheckpointMismatchError, ConfigError, DataError, DtrainError
 from dtrain.types import Batch, Plain
 
 _VERSION = 1
@@ -70,6 +71,8 @@ class Loader:
         self._digest = digest_of(self.fingerprint)
         self._dataset_state: Plain = None
         self._skipped_to: Position | None = None
+        self._passes = 0
+        self._ended_alone = False
 
     @property
     def epoch_samples(self) -> int:
@@ -107,17 +110,16 @@ class Loader:
         """
         goal = countable(length)
         while not reached(goal, self.position):
-            at = self.position
+            at, passes = self.position, self._passes
             for handout in self._handouts(at, goal):
-                if self.position is not at and self._skipped_to is self.position:
-                    break  # skip() in the loop body: go on from there
-                if self.position is not at:
-                    raise ConfigError("loader: its position was moved in the middle of until(); run one such loop at a time")
                 if isinstance(handout, FailedBatch):
                     post_batch(Post(stamp=self._stamp(at)))
-                    yield handout
+                    try:
+                        yield handout
+                    finally:
+                        post_batch()
                     raise handout.error
-                stamp = 0 if handout.alone else self._stamp(at)
+                stamp = 0 if handout.alone or current().world_size == 1 else self._stamp(at)
                 at = self._move(handout)
                 if handout.moved_only:
                     continue
@@ -126,6 +128,11 @@ class Loader:
                     yield handout.batch
                 finally:
                     post_batch()
+                # Before the next batch is read: a stretch is skipped because it cannot be, perhaps.
+                if self._skipped_to is self.position or (self._passes != passes and self.feed.in_turns):
+                    break  # skip() in the loop body, or one_pass() that has moved the dataset: go on from the position
+                if self.position is not at:
+                    raise ConfigError("loader: its position was moved in the middle of until(); run one such loop at a time")
 
     def one_pass(self) -> Iterator[Batch]:
         """Every sample of an epoch once, from its start, without moving the position: for evaluation.
@@ -133,6 +140,7 @@ class Loader:
         Whatever ``tail`` is, no sample is left out and none is repeated.
         """
         at = Position(epoch=self.position.epoch)
+        self._passes += 1
         for handout in self._moved(self.feed.handouts(at, Duration(at.epoch + 1, "ep"), once=True)):
             self.unreadable.add(handout.unreadable)
             if not handout.moved_only:
@@ -151,12 +159,14 @@ class Loader:
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
             raise ConfigError(f"loader.skip: needs a whole number of samples of at least 0, got {samples!r}")
+        if not self.feed.skippable():
+            raise ConfigError("loader.skip: the dataset is split over ranks, and only it knows what comes next; skip there")
         grid = self.feed.grid()
         if grid is None:
             self.position = replace(self.position, samples=self.position.samples + samples)
-            self._dataset_state = None  # what it remembers is before that
         else:
             self.position = grid.skipped(self.position, samples)
+        self._dataset_state = None  # what it remembers is before that
         self._skipped_to = self.position
 
     def state_dict(self) -> dict[str, Plain]:
@@ -165,6 +175,8 @@ class Loader:
         An iterable dataset's own state is in it under ``"dataset"``, if it has one.
         """
         at = self.position
+        if self._ended_alone and epoch_is_over() is not False:
+            at = replace(at, epoch=at.epoch + 1, samples=0)  # as until() will find when it goes on
         state: dict[str, Plain] = {"version": _VERSION, **asdict(at), **self.feed.identity(at), "data": self._digest}
         return state if self._dataset_state is None else {**state, "dataset": self._dataset_state}
 
@@ -197,6 +209,7 @@ class Loader:
         grid = self.feed.grid()
         self.position = at if grid is None else grid.inside(at)
         self._dataset_state = state.get("dataset")
+        self._ended_alone = False
 
     def _stamp(self, at: Position) -> int:
         """A number for this place in these data, below 2**48."""
@@ -210,6 +223,7 @@ class Loader:
 
     def _move(self, handout: Handout) -> Position:
         self.position, self._dataset_state = handout.after, handout.state
+        self._ended_alone = handout.alone and handout.ends and handout.state is None
         self.unreadable.add(handout.unreadable)
         return handout.after
 
@@ -217,15 +231,23 @@ class Loader:
         """The feed's, on the device. A failure on one of several ranks becomes a batch: the step tells the others."""
         try:
             yield from self._moved(self.feed.handouts(at, goal, state=self._dataset_state))
-        except DataError as error:
+        except DtrainError as error:
             if current().world_size == 1:
                 raise
             yield FailedBatch(error)
 
     def _moved(self, handouts: Iterator[Handout]) -> Iterator[Handout]:
-        if self._device is None:
-            return handouts
-        return moved_ahead(handouts, self._device, ahead=self._ahead, batch_of=_batch, with_batch=_with_batch)
+        try:
+            if self._device is None:
+                yield from handouts
+            else:
+                yield from moved_ahead(
+                    handouts, self._device, ahead=self._ahead, batch_of=_batch, with_batch=_with_batch, stops=_ends_alone
+                )
+        except DtrainError:
+            raise
+        except Exception as error:  # of the dataset's order, a device, ...: of any kind, the other ranks wait in the step
+            raise DataError(f"loader: {described(error)}") from error
 
     def __repr__(self) -> str:
         at = self.position
@@ -234,6 +256,11 @@ class Loader:
 
 def _batch(handout: Handout) -> Batch:
     return handout.batch
+
+
+def _ends_alone(handout: Handout) -> bool:
+    """Whether what comes next depends on the step on this one."""
+    return handout.alone and handout.ends
 
 
 def _with_batch(handout: Handout, batch: Batch) -> Handout:

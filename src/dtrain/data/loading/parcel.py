@@ -5,14 +5,20 @@ torch pickles results in a thread of the worker, and one that cannot be pickled 
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dtrain.batch import pinned
 from dtrain.types import Batch, Plain
+
+SMALL_BYTES = 2**17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +54,11 @@ class Parcel:
         """Ready for another process; a batch that cannot be pickled becomes a failure that says which part of it."""
         content = self.open()
         try:
-            self._packed = bytes(ForkingPickler.dumps(content))
+            self._packed = _packed(content)
         except Exception as error:  # noqa: BLE001  # whatever the user's objects raise
-            where = unpicklable(content.batch, "batch")
+            where = unpicklable(content, "")
             reason = f"{where} cannot be pickled ({type(error).__name__}: {' '.join(str(error).split())}); return it as data"
-            self._packed = bytes(ForkingPickler.dumps(Content(failure=reason)))
+            self._packed = _packed(Content(failure=reason))
         self._content = None
         return self
 
@@ -67,6 +73,32 @@ class Parcel:
         content = self.open()
         self._content = replace(content, batch=pinned(content.batch))
         return self
+
+
+def _packed(content: Content) -> bytes:
+    file = io.BytesIO()
+    _Packing(file).dump(content)
+    return file.getvalue()
+
+
+class _Packing(ForkingPickler):
+    """Small tensors go as bytes: the rank has to ask for each piece of shared memory, which takes longer than copying them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """How a tensor is pickled; ``NotImplemented`` for what is pickled as usual."""
+        if type(value) is not Tensor or not 0 < value.nbytes <= SMALL_BYTES or not _is_plain(value):
+            return NotImplemented
+        data = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, value.dtype, tuple(value.shape))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    usual = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
+    return usual and not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 
 
 def unpicklable(value: Any, path: str) -> str | None:

@@ -78,7 +78,10 @@ class Grid:
     def after(self, at: Position) -> Position:
         """Where the next batch begins."""
         start, stop = self.bounds(at)
-        return self.inside(replace(at, samples=stop, batches=at.batches + 1, total=at.total + stop - start))
+        ended = batch_bounds(stop, self.size, self.global_batch_size, self.tail) is None
+        return Position(
+            epoch=at.epoch + ended, samples=0 if ended else stop, batches=at.batches + 1, total=at.total + stop - start
+        )
 
     def skipped(self, at: Position, samples: int) -> Position:
         """``at`` moved on by ``samples``, over the ends of epochs."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
@@ -15,6 +16,7 @@ from dtrain.data.loading.collate import collate
 from dtrain.data.loading.parcel import Content, Parcel
 from dtrain.data.transforms import SampleTransform, apply_transform
 from dtrain.dist.rng import derive_seed, drawing_from, reseed
+from dtrain.errors import DataError, ShardError
 from dtrain.types import Batch
 
 OnError = Literal["raise", "skip"]
@@ -35,6 +37,14 @@ class Ticket:
     start: int
     indices: Tensor
     times: int = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As bytes: torch would put so small a tensor into shared memory of its own, which takes longer than all the rest."""
+        return _ticket, (self.epoch, self.start, self.indices.numpy().tobytes(), self.times)
+
+
+def _ticket(epoch: int, start: int, indices: bytes, times: int) -> Ticket:
+    return Ticket(epoch, start, torch.frombuffer(bytearray(indices), dtype=torch.int64), times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +86,10 @@ class Reader:
     def _read(self, ticket: Ticket) -> Content:
         try:
             if self.is_indexed_by_tensor:
-                return Content(batch=self.dataset[ticket.indices.repeat(ticket.times)])
+                indices = ticket.indices if ticket.times == 1 else ticket.indices.repeat(ticket.times)
+                return Content(batch=self.dataset[indices])
             samples, unreadable = self._samples(ticket)
-            return Content(batch=(self.collate or collate)(samples * ticket.times) if samples else None, unreadable=unreadable)
+            return Content(batch=collated(self.collate, samples * ticket.times) if samples else None, unreadable=unreadable)
         except Exception as error:  # noqa: BLE001  # the dataset, the transform and collate are the user's
             return Content(failure=described(error), trace=traceback.format_exc())
 
@@ -88,7 +99,11 @@ class Reader:
         try:
             many = getattr(self.dataset, "__getitems__", None)
             samples = [self.dataset[index] for index in indices] if many is None else list(many(indices))
+            if self.transform is None:
+                return samples, []
             return [self._transformed(sample, ticket, index) for sample, index in zip(samples, indices, strict=True)], []
+        except ShardError:
+            raise
         except Exception:  # noqa: BLE001  # whatever it is, the next line meets it again
             # A batch with a bad sample is read again, one by one: to leave it out, or to say which one it is.
             return self._one_by_one(ticket, indices)
@@ -99,7 +114,7 @@ class Reader:
             try:
                 samples.append(self._transformed(self.dataset[index], ticket, index))
             except Exception as error:
-                if self.on_error == "raise":
+                if self.on_error == "raise" or isinstance(error, ShardError):  # a server that is down is no bad sample
                     error.add_note(f"sample {index}")
                     raise
                 unreadable.append((index, described(error)))
@@ -111,7 +126,19 @@ class Reader:
         return apply_transform(self.transform, sample, seed=self.seed, epoch=ticket.epoch, index=index)
 
 
+def collated(fn: Callable[[list[Any]], Batch] | None, samples: list[Any]) -> Batch:
+    """The batch that ``fn``, or ``collate``, makes of ``samples``.
+
+    Raises:
+        DataError: it makes none; the samples would be lost without a word.
+    """
+    batch = (fn or collate)(samples)
+    if batch is None:
+        raise DataError("collate returned None; it must return the batch that it makes")
+    return batch
+
+
 def described(error: BaseException) -> str:
     """An error in one line, with the sample that it came from where that is known."""
-    notes = ", ".join(getattr(error, "__notes__", ()))
+    notes = ", ".join(" ".join(str(note).split()) for note in getattr(error, "__notes__", ()))
     return f"{notes}: {type(error).__name__}: {' '.join(str(error).split())}".removeprefix(": ")

@@ -81,7 +81,7 @@ def parcels(source: Any, tickets: Any, workers: Workers) -> Iterator[Parcel]:
         "generator": torch.Generator(),  # torch would draw from the global one, and what workers draw is ours to decide
     }
     if workers.count == 0:
-        yield from _pulsing(DataLoader(source, **common))
+        yield from _here(source, tickets, workers)
         return
     common |= {
         "num_workers": workers.count,
@@ -114,16 +114,16 @@ def _same(parcel: Any) -> Any:
     return parcel
 
 
-def _pulsing(batches: Any) -> Iterator[Parcel]:
-    """``batches``, with a word to the launcher before each wait."""
-    source = iter(batches)
+def _here(source: Any, tickets: Any, workers: Workers) -> Iterator[Parcel]:
+    """Read in this process, with a word to the launcher before each wait."""
+    made = iter(source) if tickets is None else map(source.__getitem__, tickets)
     while True:
         pulse.beat("waiting for data")
         try:
-            parcel = next(source)
+            parcel = next(made)
         except StopIteration:
             return
-        yield parcel
+        yield parcel.pin_memory() if workers.pin else parcel
 
 
 def _watched(batches: Any, children: list[Any], notices: _DeathNotices, workers: Workers) -> Iterator[Parcel]:

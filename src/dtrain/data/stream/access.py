@@ -81,15 +81,26 @@ class Access:
                 return Reached(source=RangedSource(self._place(file), file))
             return Reached(source=MemorySource(self._in_place(file)))
         try:
-            view = self.cache.get(self._name(file), bytes_of(file), lambda part: self._download(file, part))
+            view = self._cached(file)
         except OSError as error:  # of the cache's disk
             raise DataError(f"{self.cache.folder}: no place for {file.name}: {error.strerror or error}") from error
         if view is None:
             self._warn(file)
             return Reached(source=MemorySource(self._held(file)))
-        if file.raw_size is not None and len(view) != file.raw_size:
-            raise DataError(f"{self.cache.folder / self._name(file)}: has {len(view)} bytes, not {file.raw_size}; remove it")
         return Reached(source=MemorySource(view), held=len(view))
+
+    def _cached(self, file: ShardFile) -> memoryview | None:
+        """The shard in the cache; None without room."""
+        name = self._name(file)
+        for _ in range(2):
+            view = self.cache.get(name, bytes_of(file), lambda part: self._download(file, part))
+            if view is None or file.raw_size in (None, len(view)):
+                return view
+            found = len(view)
+            del view  # and its lock
+            if not self.cache.discard(name):  # a machine that lost power has left it so: fetch it again
+                break
+        raise DataError(f"{self.cache.folder / name}: has {found} bytes, not {file.raw_size}; remove it")
 
     def fill(self, file: ShardFile, stopped: Callable[[], bool]) -> None:
         """Fetch the shard into the cache, if nobody does, and there is room."""
@@ -99,9 +110,12 @@ class Access:
         return self.root / file.name
 
     def _name(self, file: ShardFile) -> str:
-        """The name in the cache: the same for all who mean the same bytes."""
-        digests = sorted({**file.digests, **file.raw_digests}.items())
-        named = f"{self.root}\0{file.name}\0{file.size}\0{digests}"
+        """The name in the cache: the same for all who mean the same bytes. Without digests, the time tells a changed file."""
+        digests: object = sorted(file.digests.items()), sorted(file.raw_digests.items())
+        place = self._place(file)
+        if not (file.digests or file.raw_digests or isinstance(place, RemotePath)):
+            digests = storage.written_ns(place)
+        named = f"{self.root}\0{file.name}\0{file.size}\0{file.compression}\0{digests}"
         return xxhash.xxh3_128_hexdigest(named.encode())
 
     def _download(self, file: ShardFile, part: Part, stopped: Callable[[], bool] = lambda: False) -> None:

@@ -72,4 +72,5 @@ class Ahead:
             threads = list(self._threads)
         deadline = time.monotonic() + _ENDING_S
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread is not threading.current_thread():  # which drops the last mention of the dataset
+                thread.join(max(0.0, deadline - time.monotonic()))

@@ -61,8 +61,10 @@ class Cache:
         self, folder: Path, limit: int, release: Callable[[], object] = lambda: None, *, private: Path | None = None
     ) -> None:
         self.folder, self.limit, self._release, self._private = folder, limit, release, private
+        self._trusted = private is None
         self._held: set[SharedFile] = set()
         self.owner_s, self.room_s = _OWNER_S, _ROOM_S
+        self._is_crowded = False  # somebody has waited for room in vain: nobody does for as long as none is found
         FORKS.tell(self)
 
     def after_fork(self) -> None:
@@ -71,9 +73,24 @@ class Cache:
             file.close()
         self._held = set()
 
+    def check_owner(self) -> None:
+        """Before anything in a folder for this user alone is believed: what others may have put there is not checked again.
+
+        Raises:
+            ConfigError: it is somebody else's.
+        """
+        if not self._trusted and self._private is not None:
+            storage.private_folder(self._private)
+            self._trusted = True
+
     def has(self, name: str) -> bool:
         """Whether the whole shard is there now."""
         return storage.exists(self.folder / name)
+
+    def discard(self, name: str) -> bool:
+        """Remove a shard that is not what it should be. Returns whether it is gone; others may be reading it."""
+        with self.bookkeeping():
+            return self._removed(name)
 
     def get(self, name: str, size: int, make: Callable[[Part], None]) -> memoryview | None:
         """The bytes of a shard, mapped; made by ``make`` if nobody has it yet.
@@ -93,15 +110,18 @@ class Cache:
         """
         begun = time.monotonic()
         pause, released = 0.002, False
+        room_s = 0.0 if self._is_crowded else self.room_s
         while True:
             view, state = self._try(name, size, make)
             if state == "ready":
+                self._is_crowded = False
                 return view
             if state == "full" and not released:
                 self._release()
                 released = True
                 continue
-            if time.monotonic() - begun > (self.owner_s if state == "busy" else self.room_s):
+            if time.monotonic() - begun > (self.owner_s if state == "busy" else room_s):
+                self._is_crowded = state == "full"
                 return None
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
@@ -117,9 +137,13 @@ class Cache:
     def _try(self, name: str, size: int, make: Callable[[Part], None]) -> tuple[memoryview | None, State]:
         if (view := self._whole(name)) is not None:
             return view, "ready"
-        part = self._claimed(name, size)
-        if not isinstance(part, Part):
-            return None, part
+        try:
+            part = self._claimed(name, size)
+            return self._made(part, make) if isinstance(part, Part) else (None, part)
+        except FileNotFoundError:  # somebody has removed the folder meanwhile: begin again
+            return None, "busy"
+
+    def _made(self, part: Part, make: Callable[[Part], None]) -> tuple[memoryview | None, State]:
         try:
             make(part)
             return part.commit(), "ready"
@@ -129,6 +153,7 @@ class Cache:
             part.end()
 
     def _whole(self, name: str) -> memoryview | None:
+        self.check_owner()
         with FORKS.lock:  # a view has a handle of its own, which ends with it in a child, too
             try:
                 file = SharedFile(self.folder / name)
@@ -182,6 +207,8 @@ class Cache:
                 storage.remove_file(self.folder / name)
         except FileNotFoundError:
             pass
+        except PermissionError:
+            return True  # another user's, in a folder where only owners remove: it takes up room
         return False
 
     def _room(self, contents: _Contents, wanted: int) -> bool:
@@ -202,17 +229,22 @@ class Cache:
                 storage.remove_file(self.folder / name)
         except FileNotFoundError:
             pass
+        except PermissionError:
+            return False
         return True
 
     @contextmanager
     def turn(self, name: str) -> Iterator[None]:
         """One at a time of all that give this name to it, which stays in the folder."""
-        if self._private is not None:
-            storage.private_folder(self._private)
-        storage.make_folders(self.folder)
-        with self._opened(self.folder / name, lock=True) as file:
-            file.lock(wait=True)
-            yield
+        while True:
+            self._trusted = self._private is None  # it may have been removed, and be another one
+            self.check_owner()
+            storage.make_folders(self.folder)
+            with self._opened(self.folder / name, lock=True) as file:
+                file.lock(wait=True)
+                if file.has_name:  # or somebody has removed the folder, and others lock another file
+                    yield
+                    return
 
     def bookkeeping(self) -> AbstractContextManager[None]:
         """The lock of the folder: what is in it does not change but by the holder. For short."""

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -24,7 +24,7 @@ from dtrain.data.stream.formats.base import Shard, ShardEntry
 from dtrain.data.stream.formats.index import recognised
 from dtrain.data.stream.listing import find_shards
 from dtrain.data.stream.opened import OpenShards
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, DataError
 from dtrain.storage import Place, RemotePath
 from dtrain.storage.parts import for_each_part
 from dtrain.types import Plain
@@ -65,7 +65,7 @@ class ShardedDataset:
     Raises:
         ConfigError: no data at the URL, an unknown format, option or digest, a shard larger than the cache, or ranges of what
             has none.
-        DataError: the index cannot be read. Later: a shard that is missing or damaged, a sample that cannot be decoded.
+        DataError: the index cannot be read; later, a sample cannot be decoded. ShardError: a shard is missing or damaged.
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class ShardedDataset:
         **options: Any,
     ) -> None:
         _check(cache_bytes=cache_bytes, download=download, read_ahead=read_ahead, open_shards=open_shards)
-        self.url = str(url)
+        if not (text := str(url)):
+            raise ConfigError("ShardedDataset: the URL is empty; name the folder that shards are in")
+        self.url = text
         self.root, only = _root(storage.place(url))
         self._options, self._verify = options, verify
         self._ranged, self._read_ahead, self._open_most = download == "ranged", read_ahead, open_shards
@@ -111,9 +113,9 @@ class ShardedDataset:
 
     def _start(self) -> None:
         """What a process has of its own, and a child of a fork anew."""
-        access, entries = self._access, self.entries
+        access, entries, options = self._access, self.entries, self._options  # nothing here keeps the dataset itself alive
         self._opened = OpenShards(
-            self._open,
+            lambda number: _opened(access, entries[number], options),
             lambda number: str(access.root / entries[number].file.name),
             most=self._open_most,
             most_bytes=self._limit // _SHARE,
@@ -167,7 +169,7 @@ class ShardedDataset:
 
         Raises:
             IndexError: there is none.
-            DataError: its shard cannot be had, or it cannot be decoded.
+            ShardError: its shard cannot be had. DataError: it cannot be decoded.
         """
         if not 0 <= index < self._size:
             raise IndexError(f"{self.url}: has {self._size} samples, there is none with index {index}")
@@ -212,11 +214,6 @@ class ShardedDataset:
             raise IndexError(f"{self.url}: has {self._size} samples, there is none with index {wanted.min()} or {wanted.max()}")
         numbers = self._ends.searchsorted(wanted, side="right")
         return numbers.tolist(), (wanted - self._begins[numbers]).tolist()
-
-    def _open(self, number: int) -> tuple[Shard, int]:
-        entry = self.entries[number]
-        reached = self._access.reach(entry)
-        return format_named(entry.format).open(reached.source, entry, self._options), reached.held
 
     def prefetch(self, indices: Tensor) -> None:
         """Download the shards of these samples in the background, in the order in which they come. Returns at once.
@@ -272,6 +269,15 @@ def _check(*, cache_bytes: int | None, download: str, read_ahead: int, open_shar
             raise ConfigError(f"ShardedDataset: {name} must be a whole number of at least {least}, got {value!r}")
     if download not in get_args(Download):
         raise ConfigError(f"ShardedDataset: download must be 'whole' or 'ranged', got {download!r}")
+
+
+def _opened(access: Access, entry: ShardEntry, options: Mapping[str, Any]) -> tuple[Shard, int]:
+    """The shard, and how many bytes of the cache it keeps in use."""
+    reached = access.reach(entry)
+    try:
+        return format_named(entry.format).open(reached.source, entry, options), reached.held
+    except DataError as error:
+        raise DataError(f"{access.root}/{error}") from error
 
 
 def _root(place: Place) -> tuple[Place, str | None]:

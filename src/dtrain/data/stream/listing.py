@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from dtrain.data.stream.download import unreadable
 from dtrain.data.stream.formats import format_named
 from dtrain.data.stream.formats.base import ShardEntry, ShardFile
 from dtrain.data.stream.formats.hashes import HASHES
-from dtrain.data.stream.formats.index import INDEX, read_index, recognised, write_index
+from dtrain.data.stream.formats.index import INDEX, UNFINISHED, read_index, recognised, write_index
 from dtrain.data.stream.sources import RangedSource
 from dtrain.errors import ConfigError, DataError, DtrainError
 from dtrain.storage import Place, Progress, RemotePath
@@ -88,18 +89,27 @@ class _Found:
 
 
 def _listed(access: Access, format: str | None, only: str | None) -> list[ShardEntry]:
-    """The shards of a folder without an index. The counts are kept for as long as the files have the same names and sizes."""
+    """The shards of a folder without an index. The counts are kept for as long as the files have the same names and sizes,
+    and those of this machine the same times."""
     found = _found(access.root, format, only)
-    names = repr([(file.name, file.size, file.format) for file in found])
+    names = repr([(file.name, file.size, file.format, _time(access.root / file.name)) for file in found])
+    access.cache.check_owner()
     kept = access.cache.folder / f"{xxhash.xxh3_128_hexdigest(f'{access.root}|{names}'.encode())}.index"
     if (text := _kept(kept)) is not None:
         return text
-    with access.cache.turn(kept.name + ".lock"):  # of the ranks of a node one counts
-        if (text := _kept(kept)) is not None:
-            return text
+    with contextlib.ExitStack() as turn:
+        with contextlib.suppress(OSError):  # of a cache that cannot be written: then everybody counts
+            turn.enter_context(access.cache.turn(kept.name + ".lock"))  # of the ranks of a node one counts
+            if (text := _kept(kept)) is not None:
+                return text
         entries = _counted(access, found)
-        storage.replace_file(kept, write_index(entries))
+        with contextlib.suppress(OSError):
+            storage.replace_file(kept, write_index(entries))
         return entries
+
+
+def _time(place: Place) -> int | None:
+    return None if isinstance(place, RemotePath) else storage.written_ns(place)
 
 
 def _kept(path: Path) -> list[ShardEntry] | None:
@@ -112,6 +122,8 @@ def _kept(path: Path) -> list[ShardEntry] | None:
 def _found(root: Place, format: str | None, only: str | None) -> list[_Found]:
     found = []
     for name, size in _files(root, only):
+        if name == UNFINISHED:
+            raise ConfigError(f"{root}: is being written, or its writer was killed; if so, remove it and write it again")
         if any(part.startswith(_HIDDEN) for part in name.split("/")):
             continue
         known = recognised(name)
@@ -170,5 +182,5 @@ def _count(access: Access, entry: ShardEntry) -> ShardEntry:
     try:
         samples, details = form.count(source)
     except DtrainError as error:
-        raise type(error)(f"{place}: {error}") from error
+        raise type(error)(f"{place}: {str(error).removeprefix('file: ')}") from error
     return replace(entry, samples=samples, details=details, file=replace(entry.file, raw_size=source.size))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dtrain.data.stream.formats.base import Shard
-from dtrain.errors import DataError
+from dtrain.errors import DataError, ShardError
 
 Opener = Callable[[int], tuple[Shard, int]]
 
@@ -47,13 +47,16 @@ class OpenShards:
         """The samples in these rows of a shard.
 
         Raises:
-            DataError: the shard cannot be opened, or a sample cannot be decoded.
+            ShardError: the shard cannot be opened, or its bytes do not come. DataError: a sample cannot be decoded.
         """
         record = self._record(number)
         with record.lock:
             shard = record.shard
             if shard is None:
-                shard, record.size = self._open(number)
+                try:
+                    shard, record.size = self._open(number)
+                except DataError as error:
+                    raise ShardError(str(error)) from error
                 record.shard = shard
             if not _is_for_threads(shard):
                 return self._decoded(shard, number, rows)
@@ -64,8 +67,8 @@ class OpenShards:
         try:
             for row in rows:
                 samples.append(shard[row])
-        except DataError:
-            raise
+        except DataError as error:  # its bytes do not come
+            raise ShardError(str(error)) from error
         except Exception as error:
             what = f"sample {rows[len(samples)]} cannot be decoded: {type(error).__name__}: {_line(error)}"
             raise DataError(f"{self._name_of(number)}: {what}") from error

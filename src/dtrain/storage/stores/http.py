@@ -49,7 +49,7 @@ class HttpStore(ObjectStore):
 
         session = await self.fs.set_session()
         options = {**self.fs.kwargs, "headers": {**self.fs.kwargs.get("headers", {}), **_HEADERS, **headers}}
-        return session.get(yarl.URL(key), **options)
+        return session.get(yarl.URL(key.replace("?", "%3F").replace("#", "%23")), **options)
 
     def get(self, key: str, begin: int, end: int) -> bytes:
         from fsspec.asyn import sync

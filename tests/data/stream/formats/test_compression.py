@@ -97,7 +97,7 @@ def test_more_than_the_limit_is_an_error_before_it_fills_memory(name: str) -> No
     assert most < 2**25
 
 
-@pytest.mark.parametrize("name", ["br", "bz2", "gz", "zstd"])
+@pytest.mark.parametrize("name", ["br", pytest.param("bz2", marks=pytest.mark.slow), "gz", "zstd"])
 def test_large_file_is_unpacked_in_little_memory(name: str) -> None:
     times = 2**15 if name == "bz2" else 2**18  # it is slow
     stored = compress(f"{name}:1", bytes(range(256)) * times)

@@ -251,7 +251,7 @@ def test_sizes_that_do_not_fit_the_sample_are_an_error(tmp_path: Path) -> None:
     first = int.from_bytes(data[4:8], "little")
     data[first : first + 4] = (3).to_bytes(4, "little")
     shard = opened(bytes(data), "mds")
-    with pytest.raises(DataError, match="sample has 8 bytes, its values have 7"):
+    with pytest.raises(ValueError, match="it has 8 bytes, its values have 7"):
         shard[0]
     assert shard[1] == {"t": "efgh"}
 

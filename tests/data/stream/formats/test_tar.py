@@ -135,6 +135,15 @@ def test_other_bytes_are_refused() -> None:
         FORMATS["tar"].count(Held(b"certainly not an archive " * 100))
 
 
+def test_a_member_of_negative_size_is_refused() -> None:
+    data = bytearray(archive(("plain", b"")))  # a member that is no sample: nothing else would end the way back to it
+    data[124:136] = b"\xff" + (2**88 - 512).to_bytes(11, "big")
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    with pytest.raises(DataError, match="member 'plain' has -512 bytes, which cannot be"):
+        FORMATS["tar"].count(Held(bytes(data)))
+
+
 def test_truncated_archive_is_refused_at_every_length_short_of_a_member() -> None:
     data = archive(*((f"{number}.txt", b"word " * 150) for number in range(3)))
     entry = entry_for(data, "tar")

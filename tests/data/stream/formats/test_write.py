@@ -1,6 +1,7 @@
 """Writing a dataset: what comes back is what went in, whole or not at all, and what cannot be kept is refused by name."""
 
 import json
+import os
 import string
 from collections.abc import Iterator
 from decimal import Decimal
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from dtrain.data.stream.dataset import ShardedDataset
 from dtrain.data.stream.formats.index import read_index
 from dtrain.data.stream.formats.mds_values import encoding_for
 from dtrain.data.stream.formats.write import write_shards
@@ -247,7 +249,10 @@ def test_error_of_the_samples_comes_through_and_leaves_no_shard(tmp_path: Path) 
     def samples() -> Iterator[dict[str, Any]]:
         yield {"a": 1}
         yield {"a": 2}
-        assert [path.name for path in tmp_path.iterdir()] == ["shard.00000.mds"]  # a full one is written at once
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "_unfinished",
+            "shard.00000.mds",
+        ]  # a full one is written at once
         raise BrokenError
 
     with pytest.raises(BrokenError):
@@ -258,18 +263,30 @@ def test_error_of_the_samples_comes_through_and_leaves_no_shard(tmp_path: Path) 
 def test_two_writers_in_one_folder_make_one_dataset_and_one_error(tmp_path: Path) -> None:
     def samples() -> Iterator[dict[str, Any]]:
         yield {"a": 1}
-        write_shards([{"a": number} for number in range(10, 13)], tmp_path, format="mds", size_limit=1)  # the other one
+        with pytest.raises(ConfigError, match="has a dataset that is being written, or whose writer was killed"):
+            write_shards([{"a": 10}], tmp_path, format="mds")  # the other one
+        yield {"a": 2}
 
-    with pytest.raises(DataError, match=r"cannot be written: .*exists"):
-        write_shards(samples(), tmp_path, format="mds")
-    assert samples_of(tmp_path) == [{"a": 10}, {"a": 11}, {"a": 12}]
+    write_shards(samples(), tmp_path, format="mds")
+    assert samples_of(tmp_path) == [{"a": 1}, {"a": 2}]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "shard.00000.mds"]
+
+
+def test_what_a_killed_writer_leaves_is_no_dataset(tmp_path: Path) -> None:
+    """Killed between two shards: the process that writes is a fork, and does not come back."""
+    pid = os.fork()
+    if pid == 0:
+        write_shards(({"a": at} if at < 2 else os._exit(9) for at in range(3)), tmp_path, format="mds", size_limit=1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    assert (tmp_path / "shard.00000.mds").exists()
+    with pytest.raises(ConfigError, match="is being written, or its writer was killed"):
+        ShardedDataset(tmp_path)
 
 
 @pytest.mark.parametrize("failing", ["write", "fsync"])
 def test_disk_that_fails_is_one_line_and_leaves_no_dataset(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
 
     from dtrain.storage import local
 

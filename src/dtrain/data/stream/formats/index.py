@@ -14,6 +14,7 @@ from dtrain.errors import ConfigError, DataError
 from dtrain.types import Plain
 
 INDEX = "index.json"
+UNFINISHED = "_unfinished"  # a file that is there from the first shard to the index
 _VERSION = 2
 _KNOWN_AS = {"json": "jsonl"}  # theirs: lines of JSON, with a file beside them that says where the lines begin
 _OURS = {"version", "format", "samples", "raw_data", "zip_data"}  # of an entry; what else there is, are details

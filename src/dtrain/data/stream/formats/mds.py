@@ -51,7 +51,7 @@ class MdsShard:
                 sample[name] = decode(view[at:end])
             at = end
         if at != len(view):
-            raise DataError(f"sample has {len(view)} bytes, its values have {at}")
+            raise ValueError(f"it has {len(view)} bytes, its values have {at}")
         return sample
 
     def close(self) -> None:

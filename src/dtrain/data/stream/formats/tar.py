@@ -52,6 +52,8 @@ def _samples(source: Source, name: str) -> list[tuple[str, Members]]:
 
 
 def _add(samples: list[tuple[str, Members]], member: tarfile.TarInfo, size: int, name: str) -> None:
+    if member.size < 0:  # to go on would mean to go back, and to meet it again
+        raise DataError(f"{name}: member {member.name!r} has {member.size} bytes, which cannot be")
     found = _NAME.fullmatch(member.name)
     if not member.isreg() or found is None or member.name.startswith("__"):
         return
@@ -127,7 +129,7 @@ class TarShard:
 
     def _decode(self, column: str, view: memoryview, size: int) -> Any:
         if len(view) != size:
-            raise DataError(f"{column} has {len(view)} bytes of {size}")
+            raise ValueError(f"{column} has {len(view)} bytes of {size}")
         kind = kind_of(column)
         if self._images and kind in IMAGES:
             return images.opened(view)

@@ -11,7 +11,7 @@ from typing import Any
 from dtrain.data.stream.formats.base import ShardEntry, ShardFile
 from dtrain.data.stream.formats.compression import check_compression, compress, compression_named
 from dtrain.data.stream.formats.hashes import digests_of, new_hash
-from dtrain.data.stream.formats.index import INDEX, write_index
+from dtrain.data.stream.formats.index import INDEX, UNFINISHED, write_index
 from dtrain.data.stream.formats.samples import Sample, Writer
 from dtrain.data.stream.formats.writers import writer_for
 from dtrain.errors import ConfigError, DataError
@@ -100,9 +100,9 @@ def write_shards(
         raise ConfigError(f"{folder}: there are no samples to write")
     writer = writer_for(format, first, columns, compression, hashes, size_limit)
     make = _Dataset(folder, format, writer, compression, hashes)
-    with _storing(folder):
-        make.begin()
     try:
+        with _storing(folder):
+            make.begin()
         for number, shard in _shards(chain([first], rest), writer, size_limit, progress):
             with _storing(folder):
                 make.add(number, shard)
@@ -153,8 +153,11 @@ class _Dataset:
     def begin(self) -> None:
         if is_folder(self._folder) and (names := list_names(self._folder)):
             what = "has a dataset already" if INDEX in names else f"is not empty (there is {names[0]!r})"
+            if UNFINISHED in names and INDEX not in names:
+                what = "has a dataset that is being written, or whose writer was killed"
             raise ConfigError(f"{self._folder}: {what}; name a new folder, or remove this one first")
         make_folders(self._folder)
+        self._create(UNFINISHED, b"")  # shards without an index are not taken for a whole dataset
 
     def add(self, number: int, encoded: Sequence[Any]) -> None:
         raw = self._writer.pack(encoded)
@@ -179,6 +182,7 @@ class _Dataset:
     def finish(self) -> WrittenShards:
         sync_folder(self._folder)
         self._create(INDEX, write_index(self._entries))
+        remove_file(self._ours.pop(0))
         return WrittenShards(
             place=str(self._folder),
             format=self._form,
