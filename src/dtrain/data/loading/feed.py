@@ -115,18 +115,19 @@ class MapFeed:
 
     def handouts(self, begin: Position, goal: Duration, *, state: Plain = None, once: bool = False) -> Iterator[Handout]:
         """See ``Feed``."""
-        grid, at, shapes = self._grid("short") if once else self.grid(), begin, Shapes(self.batch_spec)
-        tickets = _Tickets(self._announced(self._tickets(grid, begin, goal)))
+        grid, shapes = self._grid("short") if once else self.grid(), Shapes(self.batch_spec)
+        planned: deque[tuple[Position, bool]] = deque()
+        tickets = _Tickets(self._announced(self._tickets(grid, begin, goal, planned)))
         for parcel in parcels(self.reader, tickets, self.workers):
-            start, stop = grid.bounds(at)
-            at = grid.after(at)
             content = opened(parcel)
-            batch, spare = shapes.fitted(content, has_share=bool(self._share(start, stop)))
+            at, has_share = planned.popleft()
+            batch, spare = shapes.fitted(content, has_share=has_share)
             yield Handout(batch=batch, spare=spare, after=at, ends=at.samples == 0, unreadable=content.unreadable)
         if tickets.failures:
             raise tickets.failures[0]
 
-    def _tickets(self, grid: Grid, begin: Position, goal: Duration) -> Iterator[Ticket]:
+    def _tickets(self, grid: Grid, begin: Position, goal: Duration, planned: deque[tuple[Position, bool]]) -> Iterator[Ticket]:
+        """A ticket per batch; where the loader is after it, and whether this rank has a sample in it, go to ``planned``."""
         at, order = begin, Prepared(self.order)
         while not reached(goal, at):
             start, stop = grid.bounds(at)
@@ -134,10 +135,11 @@ class MapFeed:
             # BatchNorm cannot run on a single value.
             share = self._share(start, stop)
             mine = share or range(start, start + 1)
-            indices = batch_indices(order, at.epoch, mine.start, mine.stop)[:: mine.step]
-            # Not a view: a tensor goes to a worker with all the memory that it is a part of.
-            yield Ticket(at.epoch, mine.start, indices.contiguous(), 1 if share else 2)
+            indices = batch_indices(order, at.epoch, mine.start, mine.stop)
+            ticket = Ticket(at.epoch, mine.start, indices if mine.step == 1 else indices[:: mine.step], 1 if share else 2)
             at = grid.after(at)
+            planned.append((at, bool(share)))
+            yield ticket
 
     def _share(self, start: int, stop: int) -> range:
         """This rank's part of a global batch; empty where it has none."""

@@ -41,13 +41,12 @@ class Prepared:
         return self.order.size
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
-        """Dataset indices at positions ``start`` to ``stop`` of ``epoch``: ``[stop - start]`` int64, the caller's own."""
+        """Dataset indices at positions ``start`` to ``stop`` of ``epoch``: ``[stop - start]`` int64, not to be written into."""
         kept = self._kept
         if kept is None or epoch != kept.epoch or not kept.start <= start <= stop <= kept.stop:
             end = min(start + self._length(kept, epoch, start, stop), self.order.size)
             kept = self._kept = _Stretch(epoch, start, self.order.indices(epoch, start, max(end, stop)))
-        # A copy: torch sends a whole storage to a loader worker, whatever part of it a tensor shows.
-        return kept.indices[start - kept.start : stop - kept.start].clone()
+        return kept.indices[start - kept.start : stop - kept.start]
 
     def _length(self, kept: _Stretch | None, epoch: int, start: int, stop: int) -> int:
         if kept is None or epoch != kept.epoch or not kept.start <= start <= kept.stop + _NEAR:
