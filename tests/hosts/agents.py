@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import signal
 import socket
 import time
@@ -49,7 +49,11 @@ class Nodes:
 
     def read(self, wait_s: float) -> None:
         open_ = {node.agent.fileno(): node for node in self.started if node.agent.fileno() != -1 and not node.agent.gone}
-        for fd in select.select(list(open_), [], [], wait_s)[0]:
+        with selectors.DefaultSelector() as selector:  # descriptors may have any number in a process that runs all tests
+            for fd in open_:
+                selector.register(fd, selectors.EVENT_READ)
+            ready = [key.fd for key, _ in selector.select(wait_s)]
+        for fd in ready:
             open_[fd].said += open_[fd].agent.read()
 
     def wait_for(self, kind: type[Message], *nodes: Node) -> list[Message]:

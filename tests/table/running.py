@@ -175,9 +175,12 @@ def _read(path: Path) -> str:
 def besides_tracebacks(text: str, script: str) -> list[str]:
     """The lines of ``text`` that belong to no traceback of ``script``; a launcher's own traceback counts."""
     lines: list[str] = []
-    block: list[str] = []  # a traceback: from its heading to the error's own line
+    block: list[str] = []  # a traceback: from its heading to the error's own line, or to where its rank was ended
     for line in text.splitlines():
         bare = re.sub(r"^\[[^\]]*\][: ]", "", line)
+        if block and line.startswith("dtrain: "):
+            lines += [] if any(script in frame for frame in block) else block
+            block = []
         if block or bare.startswith("Traceback (most recent call last)"):
             block.append(line)
             if len(block) > 1 and not bare.startswith(" "):

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 import dtrain as dt
-from places.mosaicml import MDSWriter, StreamingDataset
+from places.mosaicml import MDSWriter, StreamingDataset, released
 
 
 def build(dataset, rank=0, ranks=1, **options) -> dt.Loader:
@@ -62,7 +62,8 @@ def shards(tmp_path, monkeypatch):
     with MDSWriter(out=str(tmp_path / "mds"), columns={"id": "int", "x": "ndarray:float32:2"}, size_limit=512) as out:
         for at in range(48):
             out.write({"id": at, "x": torch.full((2,), float(at)).numpy()})
-    return str(tmp_path / "mds")
+    with released():
+        yield str(tmp_path / "mds")
 
 
 def mosaic(shards: str, batch_size: int, **options) -> StreamingDataset:

@@ -154,8 +154,11 @@ def test_many_shards_by_theirs_are_read_with_the_empty_one_before_a_large_sample
 def test_compression_by_us_is_read_by_theirs(compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for its locks, which stay
     write_shards(ROWS, tmp_path / "data", format="mds", compression=compression, size_limit=4000)
-    dataset = mosaicml.StreamingDataset(local=str(tmp_path / "data"), shuffle=False, batch_size=1)
-    assert [dataset[number] for number in range(len(dataset))] == ROWS
+    with mosaicml.released():
+        dataset = mosaicml.StreamingDataset(local=str(tmp_path / "data"), shuffle=False, batch_size=1)
+        found = [dataset[number] for number in range(len(dataset))]
+        del dataset
+    assert found == ROWS
     assert samples_of(tmp_path / "data") == ROWS
 
 
