@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dtrain.errors import ConfigError
-from dtrain.types import Batch
+from dtrain.types import Batch, is_tensordict
 
 _PER_SAMPLE = (list, tuple)  # a sequence without tensors holds one entry per sample (ids, file names)
 
@@ -57,10 +57,10 @@ class BatchSpec:
     def narrow(self, batch: Batch, start: int, length: int) -> Batch:
         """``length`` samples of ``batch`` from ``start`` on, as views; what the spec does not name is kept whole."""
         axis = {key: axes.index("batch") for key, axes in self.axes.items() if "batch" in axes}
-        if _is_tensordict(batch) and batch.batch_dims and not any(axis.values()):
+        if is_tensordict(batch) and batch.batch_dims and not any(axis.values()):
             return batch[start : start + length]
         cut = {key: batch[key].narrow(at, start, length) for key, at in axis.items()}
-        if not _is_tensordict(batch):
+        if not is_tensordict(batch):
             return {key: cut.get(key, value) for key, value in batch.items()}
         part = batch.copy()
         part.batch_size = []  # the axis of the batch is not the first one everywhere
@@ -209,16 +209,11 @@ def zeros_like_samples(batch: Batch) -> Batch:
     return _map(batch, fill, fill_all)
 
 
-def _is_tensordict(value: Any) -> bool:
-    """Whether ``value`` is a TensorDict, without importing tensordict (1-2 s) where no batch is one."""
-    return type(value).__module__.startswith("tensordict")
-
-
 def _map(value: Any, fn: Callable[[Any], Any], of_tensordict: Callable[[Any], Any]) -> Any:
     """``value`` with ``fn`` applied to tensors and what holds none, and ``of_tensordict`` to whole TensorDicts."""
     if isinstance(value, Tensor):
         return fn(value)
-    if _is_tensordict(value):
+    if is_tensordict(value):
         return of_tensordict(value)
     if isinstance(value, Mapping):
         return {key: _map(item, fn, of_tensordict) for key, item in value.items()}
@@ -233,7 +228,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     """Every tensor in a batch."""
     if isinstance(value, Tensor):
         return [value]
-    if type(value) is dict or isinstance(value, Mapping) or _is_tensordict(value):
+    if type(value) is dict or isinstance(value, Mapping) or is_tensordict(value):
         items = list(value.values())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         items = list(value)
@@ -247,7 +242,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
-    elif isinstance(value, Mapping) or _is_tensordict(value):
+    elif isinstance(value, Mapping) or is_tensordict(value):
         for key, item in value.items():
             yield from _tensors(item, f"{path}[{key!r}]")
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -260,6 +255,6 @@ def _has(batch: Batch, key: str) -> bool:
 
 
 def _keys(batch: Batch) -> list[Any]:
-    if not (isinstance(batch, Mapping) or _is_tensordict(batch)):
+    if not (isinstance(batch, Mapping) or is_tensordict(batch)):
         raise ConfigError(f"batch_spec: needs a mapping of tensors, got a {type(batch).__name__}")
     return list(batch.keys())

@@ -36,6 +36,11 @@ Metrics: TypeAlias = dict[str, Metric]
 """Metrics of a step by name. Microbatches, steps and ranks simply add; ``reduce_metrics`` makes means of them."""
 
 
+def is_tensordict(value: Any) -> bool:
+    """Whether ``value`` is a TensorDict, without importing tensordict (1-2 s) where nothing is one."""
+    return type(value).__module__.startswith("tensordict")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class LossSum:
     """What a loss function returns for one microbatch: a sum and the weight it is to be divided by.

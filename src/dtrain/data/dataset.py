@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from dtrain.dist.rng import derive_seed
-from dtrain.types import Plain
+from dtrain.types import Plain, is_tensordict
 
 
 class MapDataset(Protocol):
@@ -54,11 +54,6 @@ def _text(value: Plain) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key!r}:{_text(value[key])}" for key in sorted(value)) + "}"
     return "[" + ",".join(map(_text, value)) + "]" if isinstance(value, list) else repr(value)
-
-
-def is_tensordict(value: Any) -> bool:
-    """Whether ``value`` is a TensorDict, without importing tensordict (1-2 s) where nothing is one."""
-    return type(value).__module__.startswith("tensordict")
 
 
 def is_hugging_face(dataset: Any) -> bool:

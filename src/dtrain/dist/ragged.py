@@ -21,7 +21,7 @@ from dtrain.dist.init import DistInfo, current
 from dtrain.dist.mesh import MODEL_AXES, data_rank
 from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import ConfigError, PeerError
-from dtrain.types import Plain
+from dtrain.types import Plain, is_tensordict
 
 Rows: TypeAlias = Any
 """A tensor ``[n, ...]``; or mappings with text as keys, lists, tuples and TensorDicts of such, all with the same ``n``."""
@@ -196,11 +196,11 @@ def _described(rows: Rows, leaves: list[Tensor]) -> Plain:
             raise ConfigError(f"takes dense tensors with rows, got shape {tuple(rows.shape)}, {rows.layout}; stack them first")
         leaves.append(rows.detach())
         return {"tensor": str(rows.dtype).removeprefix("torch."), "shape": list(rows.shape[1:])}
-    if isinstance(rows, Mapping) or _is_tensordict(rows):
+    if isinstance(rows, Mapping) or is_tensordict(rows):
         keys = list(rows.keys())  # a TensorDict iterates over its rows
         if odd := [key for key in keys if not isinstance(key, str)]:
             raise ConfigError(f"keys must be text, got {odd[0]!r}")
-        kind = "tensordict" if _is_tensordict(rows) else "mapping"
+        kind = "tensordict" if is_tensordict(rows) else "mapping"
         return {kind: {key: _described(rows[key], leaves) for key in sorted(keys)}}
     if isinstance(rows, list | tuple):
         return {type(rows).__name__ if type(rows) is list else "tuple": [_described(each, leaves) for each in rows]}
@@ -279,11 +279,6 @@ def _rebuilt(tree: Any, leaves: Any, n: int) -> Any:
         return parts if kind == "mapping" else _tensordict(parts, n)
     each = [_rebuilt(part, leaves, n) for part in content]
     return each if kind == "list" else tuple(each)
-
-
-def _is_tensordict(value: Any) -> bool:
-    """Whether ``value`` is a TensorDict, without importing tensordict (1-2 s) where nothing is one."""
-    return type(value).__module__.startswith("tensordict")
 
 
 def _tensordict(parts: dict[str, Any], n: int) -> Any:

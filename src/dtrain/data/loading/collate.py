@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
-from dtrain.data.dataset import is_tensordict
 from dtrain.data.loading.parcel import SMALL_BYTES
 from dtrain.errors import DataError
-from dtrain.types import Batch
+from dtrain.types import Batch, is_tensordict
 
 
 def collate(samples: Sequence[Any]) -> Batch:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from dtrain.data.dataset import is_tensordict
 from dtrain.data.loading.collate import collate
 from dtrain.data.loading.parcel import Content, Parcel
 from dtrain.data.transforms import SampleTransform, apply_transform
 from dtrain.dist.rng import derive_seed, drawing_from, reseed
 from dtrain.errors import DataError, ShardError
-from dtrain.types import Batch
+from dtrain.types import Batch, is_tensordict
 
 OnError = Literal["raise", "skip"]
 
