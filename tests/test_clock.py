@@ -1,48 +1,17 @@
-import pytest
+import math
+from fractions import Fraction
 
-from dtrain.clock import Clock, Duration
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.clock import Clock
+from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
 
 
 def ticked(clock: Clock = Clock(), **changes) -> Clock:  # noqa: B008  # frozen
     return clock.tick(**{"samples": 10, "tokens": 100, "seconds": 0.5, "end_of_epoch": False, **changes})
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (7, Duration(7, "ba")),
-        ("7ba", Duration(7, "ba")),
-        ("3ep", Duration(3, "ep")),
-        ("5_000sp", Duration(5000, "sp")),
-        ("1e9tok", Duration(10**9, "tok")),
-        ("90sec", Duration(90, "sec")),
-        (Duration(2, "ep"), Duration(2, "ep")),
-    ],
-)
-def test_duration_parses(text, expected):
-    assert Duration.parse(text) == expected
-    assert Duration.parse(str(expected)) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("3 fortnights", "unknown unit 'fortnights'; use one of ep, ba, sp, tok, sec"),
-        ("1.5ep", "needs a whole number of ep, got '1.5ep'"),
-        ("0ba", "at least 1, got 0 ba"),
-        (0, "at least 1, got 0 ba"),
-        (-3, "at least 1, got -3 ba"),
-        (True, "got True ba"),
-        ("ep", "cannot read 'ep'"),
-        ("", "cannot read ''"),
-        (None, "cannot read None"),
-        ("3ep2ba", "cannot read '3ep2ba'"),
-    ],
-)
-def test_duration_refuses(text, message):
-    with pytest.raises(ConfigError, match=message):
-        Duration.parse(text)
 
 
 def test_tick_counts_and_an_epoch_ends():
@@ -68,3 +37,86 @@ def test_crossed_is_true_once_per_boundary_whatever_the_tick(interval):
 
 def test_nothing_is_crossed_before_the_first_tick():
     assert not Clock(step=100).crossed("100ba")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    unit=st.sampled_from(["ba", "sp", "tok", "sec"]),
+    value=st.integers(1, 50),
+    ticks=st.lists(st.integers(1, 60), min_size=1, max_size=30),
+)
+def test_boundaries_are_crossed_as_often_as_they_are_passed(unit, value, ticks):
+    """Any unit, any size of batch: a tick is a crossing exactly when a multiple of the interval lies in it."""
+    clock, passed = Clock(), 0
+    for size in ticks:
+        clock = clock.tick(samples=size, tokens=3 * size, seconds=float(size), end_of_epoch=False)
+        before, now = passed, {"ba": clock.step, "sp": clock.samples, "tok": clock.tokens, "sec": clock.seconds}[unit]
+        inside = any(before < multiple * value <= now for multiple in range(int(now // value) + 2))
+        assert clock.crossed(f"{value}{unit}") == inside
+        passed = now
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=st.integers(1, 400), hundredths=st.integers(1, 100))
+def test_shares_of_a_run_are_crossed_where_the_exact_fraction_is(steps, hundredths):
+    """A tenth of 1,000 steps is step 100, and not one beside it because 0.1 is no binary number."""
+    clock, found = Clock(run=RunLength(total=steps)), []
+    for _ in range(steps):
+        clock = clock.tick(samples=1, tokens=0, seconds=0.1, end_of_epoch=False)
+        if clock.crossed(f"{hundredths / 100}dur"):
+            found.append(clock.step)
+    share = Fraction(hundredths, 100) * steps
+    assert found == sorted({math.ceil(share * n) for n in range(1, steps * 100) if share * n <= steps})
+
+
+def test_a_share_of_a_run_in_epochs_counts_the_steps_of_the_current_one():
+    clock, found = Clock(run=RunLength(total="2ep", steps_per_epoch=5)), []
+    for step in range(10):
+        clock = ticked(clock, end_of_epoch=step % 5 == 4)
+        if clock.crossed("0.25dur"):
+            found.append(clock.step)
+    assert found == [3, 5, 8, 10]
+
+
+def test_a_share_that_is_whole_epochs_needs_no_steps():
+    clock, found = Clock(run=RunLength(total="4ep")), []
+    for step in range(12):
+        clock = ticked(clock, end_of_epoch=step % 3 == 2)
+        if clock.crossed("0.5dur"):
+            found.append(clock.step)
+    assert found == [6, 12]
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (None, r"clock: 0.1dur is a share of the run, whose length is not known; .*step.init\(model, optimizer, run="),
+        (RunLength(steps_per_epoch=5), "whose length is not known"),
+        (
+            RunLength(total="3ep"),
+            r"0.1dur of a run of 3ep may end inside of an epoch, .*RunLength\(total='3ep', steps_per_epoch",
+        ),
+    ],
+)
+def test_a_share_of_an_unknown_length_is_refused(run, message):
+    clock = ticked(Clock(run=run))
+    with pytest.raises(ConfigError, match=message):
+        clock.crossed("0.1dur")
+
+
+@pytest.mark.parametrize("point", ["0ba", "0dur", "3ba", "30sp", "300tok", "1sec", "0.5dur"])
+def test_a_point_is_reached_and_stays_so(point):
+    clock = Clock(run=RunLength(total=6))
+    reached = []
+    for _ in range(5):
+        reached.append(clock.reached(Duration.parse(point, zero=True)))
+        clock = ticked(clock)
+    expected = {"0ba": 0, "0dur": 0, "3ba": 3, "30sp": 3, "300tok": 3, "1sec": 2, "0.5dur": 3}[point]
+    assert reached == [step >= expected for step in range(5)]
+
+
+def test_counts_by_unit():
+    clock = Clock(step=1, epoch=2, samples=3, tokens=4, seconds=5.0, run=RunLength(total=4))
+    assert [clock.count(unit) for unit in ("ba", "ep", "sp", "tok", "sec", "dur")] == [1, 2, 3, 4, 5.0, 0.25]
+    with pytest.raises(ConfigError, match="clock: counts ep, ba, sp, tok, sec and dur, got 'min'"):
+        clock.count("min")

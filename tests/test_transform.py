@@ -1,6 +1,6 @@
 import pytest
 
-from dtrain.algorithms.ema import ema
+from dtrain.algorithms.weights.ema import ema
 from dtrain.errors import ConfigError
 from dtrain.transform import Transform, check_transform
 

@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dtrain.algorithms.autocast import autocast
-    from dtrain.algorithms.clip import clip_by_norm
-    from dtrain.algorithms.ema import ema, update_ema_
-    from dtrain.algorithms.loss_scale import loss_scale
-    from dtrain.algorithms.scale_lr import scale_lr
+    from dtrain.algorithms.gradients.clip import clip_by_norm
+    from dtrain.algorithms.precision.autocast import autocast
+    from dtrain.algorithms.precision.loss_scale import loss_scale
+    from dtrain.algorithms.rates.scale_lr import scale_lr
+    from dtrain.algorithms.weights.ema import ema, update_ema_
     from dtrain.batch import BatchSpec, batch_spec, split_batch
     from dtrain.checkpoint.convert.convert import Converted, convert_checkpoint
     from dtrain.checkpoint.find import Committed, latest_checkpoint, list_checkpoints
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dtrain.checkpoint.save import SaveHandle, save_sharded
     from dtrain.checkpoint.verify import verify_checkpoint
     from dtrain.checkpoint.weights import LoadedWeights, load_weights_
-    from dtrain.clock import Clock, Duration
+    from dtrain.clock import Clock
     from dtrain.combinators import between, every, masked, on_batch
     from dtrain.data.loading.build import build_loader
     from dtrain.data.loading.device import prefetch_to_device
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from dtrain.dist.rng import derive_seed, generator, rng_state, seed_all, set_rng_state
     from dtrain.dist.tf32 import Tf32, use_tf32
     from dtrain.dist.turns import local_rank_zero_first
+    from dtrain.durations import Duration, RunLength
     from dtrain.errors import (
         CheckpointError,
         CheckpointMismatchError,
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from dtrain.planning.workload import Workload
     from dtrain.pulse import beat
     from dtrain.schedules.basic import constant, cosine, linear, with_warmup
+    from dtrain.schedules.hyper import measured_in
     from dtrain.shard.communication import Communication
     from dtrain.shard.compile import compile_blocks
     from dtrain.shard.context_parallel import context_parallel
@@ -104,11 +106,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "algorithms.autocast": "autocast",
-    "algorithms.clip": "clip_by_norm",
-    "algorithms.ema": "ema update_ema_",
-    "algorithms.loss_scale": "loss_scale",
-    "algorithms.scale_lr": "scale_lr",
+    "algorithms.gradients.clip": "clip_by_norm",
+    "algorithms.precision.autocast": "autocast",
+    "algorithms.precision.loss_scale": "loss_scale",
+    "algorithms.rates.scale_lr": "scale_lr",
+    "algorithms.weights.ema": "ema update_ema_",
     "batch": "BatchSpec batch_spec split_batch",
     "checkpoint.convert.convert": "Converted convert_checkpoint",
     "checkpoint.find": "Committed latest_checkpoint list_checkpoints",
@@ -118,7 +120,7 @@ _HOME = {
     "checkpoint.save": "SaveHandle save_sharded",
     "checkpoint.verify": "verify_checkpoint",
     "checkpoint.weights": "LoadedWeights load_weights_",
-    "clock": "Clock Duration",
+    "clock": "Clock",
     "combinators": "between every masked on_batch",
     "data.loading.build": "build_loader",
     "data.loading.device": "prefetch_to_device",
@@ -145,9 +147,11 @@ _HOME = {
     "dist.rng": "derive_seed generator rng_state seed_all set_rng_state",
     "dist.tf32": "Tf32 use_tf32",
     "dist.turns": "local_rank_zero_first",
+    "durations": "Duration RunLength",
     "errors": (
         "CheckpointError CheckpointMismatchError ConfigError DamagedCheckpointError DataError "
-        "DistError DoesNotFitError DtrainError PeerError RankError ShardError StaleStateError StepError"
+        "DistError DoesNotFitError DtrainError PeerError RankError ShardError StaleStateError "
+        "StepError"
     ),
     "launch.call": "spawn",
     "losses": "mean_loss token_cross_entropy",
@@ -161,6 +165,7 @@ _HOME = {
     "planning.workload": "Workload",
     "pulse": "beat",
     "schedules.basic": "constant cosine linear with_warmup",
+    "schedules.hyper": "measured_in",
     "shard.communication": "Communication",
     "shard.compile": "compile_blocks",
     "shard.context_parallel": "context_parallel",
@@ -239,6 +244,7 @@ __all__ = [
     "Precision",
     "RankError",
     "Restored",
+    "RunLength",
     "SampleTransform",
     "SaveHandle",
     "SavedStep",
@@ -317,6 +323,7 @@ __all__ = [
     "masked",
     "materialize",
     "mean_loss",
+    "measured_in",
     "memory_mapped",
     "microbatch_step",
     "mix",

@@ -1,68 +1,16 @@
-"""Training time: the frozen ``Clock``, and durations such as ``"3ep"`` and ``"100ba"``."""
+"""Training time: the frozen ``Clock``."""
 
 from __future__ import annotations
 
-import re
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
+from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
 
-UNITS = {
-    "ep": "epochs",
-    "ba": "batches, which are steps",
-    "sp": "samples",
-    "tok": "tokens",
-    "sec": "seconds",
-}
 _FIELD = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens", "sec": "seconds"}
-_PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]+)\s*")
-
-
-@dataclass(frozen=True, slots=True)
-class Duration:
-    """A length of training in one unit: ``Duration(3, "ep")``, ``Duration.parse("100ba")``.
-
-    Args:
-        value: how many, a positive whole number.
-        unit: ``ep``, ``ba``, ``sp``, ``tok`` or ``sec``.
-    """
-
-    value: int
-    unit: str
-
-    def __post_init__(self) -> None:
-        if self.unit not in UNITS:
-            raise ConfigError(f"duration: unknown unit {self.unit!r}; use one of {', '.join(UNITS)} (as in '3ep', '100ba')")
-        if isinstance(self.value, bool) or not isinstance(self.value, int) or self.value < 1:
-            raise ConfigError(f"duration: needs a whole number of at least 1, got {self.value!r} {self.unit}")
-
-    @classmethod
-    def parse(cls, text: Duration | int | str) -> Duration:
-        """The duration that ``text`` names; a plain integer counts steps.
-
-        >>> Duration.parse("5_000sp"), Duration.parse("1e9tok"), Duration.parse(10)
-        (Duration(value=5000, unit='sp'), Duration(value=1000000000, unit='tok'), Duration(value=10, unit='ba'))
-
-        Raises:
-            ConfigError: not a number and a unit, an unknown unit, or not a whole number of at least 1.
-        """
-        if isinstance(text, Duration):
-            return text
-        if isinstance(text, int):
-            return cls(text, "ba")
-        match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
-        if match is None:
-            raise ConfigError(f"duration: cannot read {text!r}; write a number and a unit, as in '3ep', '100ba', '90sec'")
-        number = float(match[1].replace("_", ""))
-        if number != int(number):
-            raise ConfigError(f"duration: needs a whole number of {match[2]}, got {text!r}")
-        return cls(int(number), match[2])
-
-    def __str__(self) -> str:
-        return f"{self.value}{self.unit}"
-
-
 _COUNTS = ("step", "epoch", "step_in_epoch", "samples", "tokens", "seconds")
 
 
@@ -71,7 +19,8 @@ class Clock:
     """How far training has come. All counts are global (summed over ranks) and exact.
 
     ``seconds`` is rank 0's time inside steps and between them, summed over resumes; it is the same number on every rank,
-    and not part of bit-equality. ``before`` is the clock one tick ago, which is what ``crossed`` compares with.
+    and not part of bit-equality. ``before`` is the clock one tick ago, which is what ``crossed`` compares with. ``run`` is how
+    long the run is to be, which ``"0.1dur"`` is a share of; it is what ``Step.init`` was told, and in no checkpoint.
     """
 
     step: int = 0
@@ -81,6 +30,7 @@ class Clock:
     tokens: int = 0
     seconds: float = 0.0
     before: Clock | None = None
+    run: RunLength | None = None
 
     def tick(self, *, samples: int, tokens: int, seconds: float, end_of_epoch: bool) -> Clock:
         """The clock after one step over ``samples`` and ``tokens`` that took ``seconds``."""
@@ -92,6 +42,7 @@ class Clock:
             tokens=self.tokens + tokens,
             seconds=self.seconds + seconds,
             before=self if self.before is None else self._alone(),
+            run=self.run,
         )
 
     def _alone(self) -> Clock:
@@ -100,7 +51,27 @@ class Clock:
         for name in _COUNTS:
             object.__setattr__(made, name, getattr(self, name))
         object.__setattr__(made, "before", None)
+        object.__setattr__(made, "run", self.run)
         return made
+
+    def count(self, unit: str) -> int | float:
+        """How many of ``unit`` there have been; ``ep`` counts whole epochs, and ``dur`` is the share of the run.
+
+        Raises:
+            ConfigError: an unknown unit, or ``dur`` where the length of the run is not known.
+        """
+        if unit == "dur":
+            return float(self._share())
+        if unit not in _FIELD:
+            raise ConfigError(f"clock: counts {', '.join(_FIELD)} and dur, got {unit!r}")
+        found: int | float = getattr(self, _FIELD[unit])
+        return found
+
+    def reached(self, point: Duration) -> bool:
+        """Whether training has come as far as ``point``."""
+        if point.unit == "dur":
+            return self._intervals(point) >= 1 if point.value else True
+        return self.count(point.unit) >= point.value
 
     def crossed(self, interval: Duration | int | str) -> bool:
         """Whether the last tick crossed a boundary of ``interval``, whatever the size of the tick.
@@ -108,13 +79,42 @@ class Clock:
         >>> clock = Clock().tick(samples=30, tokens=0, seconds=0.1, end_of_epoch=False)
         >>> clock.crossed("1ba"), clock.crossed("25sp"), clock.crossed("40sp"), clock.crossed("1ep")
         (True, True, False, False)
+
+        Raises:
+            ConfigError: no duration, or ``dur`` where the length of the run is not known.
         """
         every = Duration.parse(interval)
         if self.before is None:
             return False
-        now, then = (getattr(clock, _FIELD[every.unit]) for clock in (self, self.before))
-        return bool(now // every.value > then // every.value)
+        return self._intervals(every) > self.before._intervals(every)
+
+    def _intervals(self, every: Duration) -> int:
+        """How many whole ones have passed."""
+        if every.unit == "dur":
+            return math.floor(self._share(every) / every.fraction)
+        return int(self.count(every.unit) // every.value)
+
+    def _share(self, part: Duration | None = None) -> Fraction:
+        """How much of the run is done, exactly; of a run in epochs, by the steps of the current one."""
+        total = None if self.run is None else self.run.total
+        if total is None:
+            raise ConfigError(
+                f"clock: {part or 'dur'} is a share of the run, whose length is not known; "
+                "give it to the step: step.init(model, optimizer, run=loader.run_length('3ep'))"
+            )
+        if total.unit != "ep":
+            return Fraction(self.count(total.unit)) / Fraction(total.value)
+        steps = self.run.steps_per_epoch if self.run is not None else None
+        if steps is None:
+            if part is not None and (part.fraction * int(total.value)).denominator == 1:
+                return Fraction(self.epoch, int(total.value))  # all boundaries are ends of epochs
+            raise ConfigError(
+                f"clock: {part or 'dur'} of a run of {total} may end inside of an epoch, whose steps are not known; "
+                f"give RunLength(total={str(total)!r}, steps_per_epoch=...), or loader.run_length({str(total)!r})"
+            )
+        return Fraction(self.epoch * steps + min(self.step_in_epoch, steps), int(total.value) * steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts as plain data, without ``before``."""
-        return {name: getattr(self, name) for name in _COUNTS}
+        """The counts as plain data, and as ``before`` those of one tick ago (None at the beginning)."""
+        own = {name: getattr(self, name) for name in _COUNTS}
+        return {**own, "before": None if self.before is None else {name: getattr(self.before, name) for name in _COUNTS}}

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dtrain.batch import FailedBatch, to_device
-from dtrain.clock import Clock, Duration
+from dtrain.clock import Clock
 from dtrain.dist.control import spare_replaced, spare_sample
+from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.names import matcher
 from dtrain.state import TrainState
@@ -40,34 +41,27 @@ def every(interval: Duration | int | str, transform: Transform) -> Transform:
     """``transform`` in the first step of every interval, nothing in the others.
 
     With ``every(10, t)`` the steps 0, 10, 20, ... are wrapped (counted from 0: the value of ``state.step`` that the step starts
-    from), with ``every("2ep", t)`` the first steps of the epochs 0, 2, 4, ...; ``every(1, t)`` is ``t``. Those are the steps
-    after ``state.crossed(interval)``, and the very first one.
+    from), with ``every("2ep", t)`` the first steps of the epochs 0, 2, 4, ..., with ``every("1e9tok", t)`` the first step after
+    each billion tokens; ``every(1, t)`` is ``t``. Those are the steps after ``state.crossed(interval)``, and the first one.
 
     Args:
-        interval: steps or epochs: ``10``, ``"10ba"``, ``"1ep"``. Samples, tokens and seconds are refused: whether a step
-            crossed one of their boundaries depends on its size, which a resumed run does not know of the step before.
+        interval: any duration: ``10``, ``"10ba"``, ``"1ep"``, ``"1e9tok"``, ``"10m"`` (rank 0's clock, so all ranks agree),
+            ``"0.1dur"`` (which needs ``step.init(..., run=...)``).
         transform: what is wrapped; its slice is made at the start of the run all the same.
 
     Raises:
-        ConfigError: no transform, an interval below 1, or in other units.
+        ConfigError: no transform, or no duration; in a step, ``dur`` in a run whose length is not known.
     """
     check_transform(transform, "every", "dt.every(10, {})")
     each = Duration.parse(interval)
-    if each.unit not in ("ba", "ep"):
-        raise ConfigError(f"every: counts steps or epochs (as in 100, '100ba', '1ep'), got interval={str(each)!r}")
-
-    def begins(clock: Clock) -> bool:
-        in_epoch = 0 if each.unit == "ba" else clock.step_in_epoch
-        return in_epoch == 0 and _count(clock, each.unit) % each.value == 0
-
-    return _only_when(begins, transform)
+    return _only_when(lambda clock: clock.step == 0 or clock.crossed(each), transform)
 
 
 def between(start: Duration | int | str, end: Duration | int | str, transform: Transform) -> Transform:
     """``transform`` while ``start <= now < end``, nothing before and after; ``now`` is the clock that the step starts from.
 
     Args:
-        start: a number of steps, from 0 on, or a duration in any unit that the clock counts (``"1ep"``, ``"1e9tok"``).
+        start: a number of steps, from 0 on, or a duration in any unit (``"1ep"``, ``"1e9tok"``, ``"0.2dur"``).
         end: likewise, in the same unit or another one.
         transform: what is wrapped; its slice is made at the start of the run all the same.
 
@@ -75,16 +69,10 @@ def between(start: Duration | int | str, end: Duration | int | str, transform: T
         ConfigError: no transform, a bound that is no duration, or in one unit an ``end`` that is not after ``start``.
     """
     check_transform(transform, "between", "dt.between(0, 100, {})")
-    first = None if start == 0 and type(start) is int else Duration.parse(start)
-    last = Duration.parse(end)
-    if first is not None and first.unit == last.unit and first.value >= last.value:
+    first, last = Duration.parse(start, zero=True), Duration.parse(end)
+    if first.unit == last.unit and first.value >= last.value:
         raise ConfigError(f"between: needs start < end, got start={str(first)!r}, end={str(last)!r}")
-
-    def inside(clock: Clock) -> bool:
-        begun = first is None or _count(clock, first.unit) >= first.value
-        return begun and _count(clock, last.unit) < last.value
-
-    return _only_when(inside, transform)
+    return _only_when(lambda clock: clock.reached(first) and not clock.reached(last), transform)
 
 
 def masked(transform: Transform, where: Where) -> Transform:
@@ -173,13 +161,6 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
 
 
 # When a transform acts.
-
-_COUNTED = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens", "sec": "seconds"}
-
-
-def _count(clock: Clock, unit: str) -> float:
-    count: float = getattr(clock, _COUNTED[unit])
-    return count
 
 
 def _only_when(active: Callable[[Clock], bool], transform: Transform) -> Transform:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.clock import Clock, Duration
+from dtrain.clock import Clock
 from dtrain.dist import stopping
 from dtrain.dist.control import Tally
 from dtrain.dist.init import current
+from dtrain.dist.mesh import Replicas
+from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.names import clean_parameters, unwrapped
 from dtrain.tensors import is_distributed
@@ -41,6 +43,8 @@ class ShardSpec:
         buffers: what becomes of persistent buffers that a forward changed.
         left_out: names of the parameters that are whole on every rank.
         computes_on: the device of forward and backward, where parameters are kept on another one; else None.
+        apart: the copies of the model while they train apart: gradients are summed within each, and parameters may differ. None
+            otherwise, and always in what ``shard_model`` sets; see ``split_replicas``.
     """
 
     strategy: Strategy = "none"
@@ -53,6 +57,7 @@ class ShardSpec:
     buffers: Buffers = "broadcast"
     left_out: tuple[str, ...] = ()
     computes_on: torch.device | None = None
+    apart: Replicas | None = field(default=None, repr=False)
 
 
 def attach_spec(model: nn.Module, spec: ShardSpec) -> None:
@@ -80,7 +85,8 @@ class Shared:
     it committed or loaded, in that order, each with what it holds, and by root what keeps other jobs out as long as this lives.
     ``make_slices`` makes the slices of all transforms for a state, as ``Step.init`` did: for weights loaded into a new run.
     ``kept`` is what a transform keeps from step to step outside of checkpoints, by its name. ``stepped_early`` is whether the
-    optimizer has run on some parameters already in the step in progress, and their gradients are gone.
+    optimizer has run on some parameters already in the step in progress, and their gradients are gone. ``swapped`` names the
+    average that is in the place of the parameters just now.
     """
 
     generation: int = 0
@@ -92,6 +98,7 @@ class Shared:
     make_slices: Callable[[TrainState], dict[str, Slice]] | None = None
     kept: dict[str, Any] = field(default_factory=dict)
     stepped_early: bool = False
+    swapped: str | None = None
 
 
 class HostScalar:
@@ -169,7 +176,7 @@ class TrainState:
         return self.spec.computes_on or next(iter(self.params.values())).device
 
     def crossed(self, interval: Duration | int | str) -> bool:
-        """Whether the last step crossed a boundary of ``interval`` (``"100ba"``, ``"1ep"``, ``"5_000sp"``, ``100``)."""
+        """Whether the last step crossed a boundary of ``interval``: ``"100ba"``, ``"1ep"``, ``"0.1dur"``, ``100``."""
         return self.clock.crossed(interval)
 
     def drop_gradients(self) -> None:
@@ -178,11 +185,24 @@ class TrainState:
             param.grad = None
 
     def check_fresh(self, where: str) -> None:
-        """Raise ``StaleStateError`` if a later state of this run exists."""
+        """Raise ``StaleStateError`` if a later state of this run exists, or its parameters are swapped for an average."""
+        if self.shared.swapped is not None:
+            raise StaleStateError(
+                f"{where}: the average {self.shared.swapped!r} is in the place of the parameters; leave "
+                f"`with dt.swapped(state, {self.shared.swapped!r}):` first"
+            )
         if self.generation != self.shared.generation:
             raise StaleStateError(
                 f"{where}: this state was stepped already (step {self.step}), and its parameters have changed since; "
                 "keep the returned one: `state, metrics = step(state, batch)`"
+            )
+
+    def check_together(self, where: str) -> None:
+        """Raise ``ConfigError`` while copies of the model train apart: there is no one state of the run then."""
+        if self.spec.apart is not None:
+            raise ConfigError(
+                f"{where}: {self.spec.apart.count} copies of the model are training apart at step {self.step}, so there is no one "
+                "state of the run; make one of them first: `state = dt.join_replicas(state)`"
             )
 
     def successor(self, **changes: Any) -> TrainState:
@@ -215,8 +235,10 @@ _TAKE = attrgetter(*_FIELDS)
 _PUT = tuple(getattr(TrainState, name).__set__ for name in _FIELDS)  # of the slots, past the freeze
 
 
-def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0) -> TrainState:
+def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0, run: RunLength | None = None) -> TrainState:
     """The state at step 0, without slices. Parameters are captured here, so shard and materialize before.
+
+    ``run`` is how long the run is to be, for what is given as a share of it (``"0.1dur"``).
 
     Mutates: what SIGTERM does to this process, until the end of ``init_dist``'s block; see ``should_stop``.
 
@@ -253,7 +275,9 @@ def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int =
     for index, group in enumerate(optimizer.param_groups):
         _check_form(index, group, optimizer, {id(p): name for name, p in params.items()})
     stopping.watch()
-    return TrainState(model=model, optimizer=optimizer, spec=spec, params=params, aliases=aliases, seed=seed)
+    return TrainState(
+        model=model, optimizer=optimizer, spec=spec, params=params, aliases=aliases, clock=Clock(run=run), seed=seed
+    )
 
 
 def _check_form(index: int, group: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

@@ -17,8 +17,10 @@ from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.rank_index import parse_index
 from dtrain.checkpoint.save import save_sharded
 from dtrain.checkpoint.verify import verify_checkpoint
+from dtrain.clock import Clock
 from dtrain.dist.rng import seed_all
-from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, StaleStateError
+from dtrain.durations import RunLength
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, DamagedCheckpointError, StaleStateError
 from dtrain.state import TrainState, new_state
 
 
@@ -73,6 +75,35 @@ def test_the_loaded_state_equals_the_saved_one_bit_for_bit(tmp_path):
     assert (step.dtype, step.device.type, float(step)) == (torch.float32, "cpu", 3.0)
     with pytest.raises(StaleStateError, match="stepped already"):
         load_sharded(tmp_path, given)
+
+
+def test_the_clock_comes_back_with_the_tick_before_it_and_the_length_of_the_new_run(tmp_path):
+    saved = train(plain_state(), 3)
+    save_sharded(tmp_path, saved)
+    longer = RunLength(total="5ep")
+    fresh = plain_state(1)
+    clock = load_sharded(tmp_path, fresh.but(clock=Clock(run=longer))).state.clock
+    assert replace(clock, run=None) == replace(saved.clock, before=replace(saved.clock.before, before=None), run=None)
+    assert clock.run == longer
+    assert (clock.crossed("12sp"), clock.crossed("5sp"), clock.crossed("24sp")) == (True, True, False)
+
+
+def test_a_clock_of_an_early_version_has_no_tick_before_it(tmp_path, monkeypatch):
+    state_dict = Clock.state_dict
+    monkeypatch.setattr(Clock, "state_dict", lambda clock: {k: v for k, v in state_dict(clock).items() if k != "before"})
+    save_sharded(tmp_path, train(plain_state(), 3))
+    monkeypatch.undo()
+    clock = load_sharded(tmp_path, plain_state(1)).state.clock
+    assert (clock.step, clock.before) == (3, None)
+
+
+def test_a_clock_with_something_else_before_it_is_damaged(tmp_path, monkeypatch):
+    state_dict = Clock.state_dict
+    monkeypatch.setattr(Clock, "state_dict", lambda clock: {**state_dict(clock), "before": 3})
+    save_sharded(tmp_path, train(plain_state(), 3))
+    monkeypatch.undo()
+    with pytest.raises(DamagedCheckpointError, match="clock: before: needs a dict, got int 3"):
+        load_sharded(tmp_path, plain_state(1))
 
 
 def test_loading_writes_into_the_tensors_that_are_there(tmp_path):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from checkpoint.filled import full
-from dtrain.algorithms.ema import ema
+from dtrain.algorithms.weights.ema import ema
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.checkpoint.verify import verify_checkpoint

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.basic import as_schedule, constant, cosine, linear, with_warmup
+from dtrain.schedules.basic import constant, cosine, linear, with_warmup
 
 
 def test_ten_linear_steps_from_one_use_one_down_to_a_tenth():
@@ -72,14 +72,3 @@ def test_a_constant_is_the_same_everywhere():
 def test_a_constant_needs_a_number(value):
     with pytest.raises(ConfigError, match="constant: value must be a finite number, got"):
         constant(value)
-
-
-def test_a_hyperparameter_becomes_a_schedule():
-    decay = linear(1.0, 0.0, 10)
-    assert as_schedule(decay, "x") is decay
-    assert [as_schedule(3, "x")(t) for t in (0, 7)] == [3, 3]
-
-
-def test_a_hyperparameter_of_another_kind_is_refused():
-    with pytest.raises(ConfigError, match=r"ema: decay: needs a number or a schedule \(a function of the step\), got 'x'"):
-        as_schedule("x", "ema: decay")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.algorithms.clip import clip_by_norm
-from dtrain.algorithms.ema import ema
+from dtrain.algorithms.gradients.clip import clip_by_norm
+from dtrain.algorithms.weights.ema import ema
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.init import current

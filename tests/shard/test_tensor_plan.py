@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from dtrain.algorithms.clip import clip_by_norm
-from dtrain.algorithms.ema import ema
+from dtrain.algorithms.gradients.clip import clip_by_norm
+from dtrain.algorithms.weights.ema import ema
 from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh, data_rank
 from dtrain.dist.rng import seed_all

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.algorithms.clip import clip_by_norm
-from dtrain.algorithms.ema import ema
-from dtrain.algorithms.scale_lr import scale_lr
+from dtrain.algorithms.gradients.clip import clip_by_norm
+from dtrain.algorithms.rates.scale_lr import scale_lr
+from dtrain.algorithms.weights.ema import ema
 from dtrain.dist.mesh import build_mesh
 from dtrain.losses import token_cross_entropy
 from dtrain.observe.metrics import reduce_metrics

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.algorithms.clip import clip_by_norm
-from dtrain.algorithms.ema import ema
-from dtrain.algorithms.scale_lr import scale_lr
+from dtrain.algorithms.gradients.clip import clip_by_norm
+from dtrain.algorithms.rates.scale_lr import scale_lr
+from dtrain.algorithms.weights.ema import ema
 from dtrain.combinators import on_batch
 from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh

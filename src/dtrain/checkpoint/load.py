@@ -11,7 +11,7 @@ import hashlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
@@ -330,7 +330,8 @@ def _with_weights(state: TrainState, fitted: Fit, landed: Mapping[str, Tensor]) 
 
 def _resumed(state: TrainState, fitted: Fit, landed: Mapping[str, Tensor]) -> TrainState:
     """The state as it was saved."""
-    fresh = state.successor(clock=fitted.clock, seed=fitted.seed)
+    clock = None if fitted.clock is None else replace(fitted.clock, run=state.clock.run)  # how long it is to be is new
+    fresh = state.successor(clock=clock, seed=fitted.seed)
     _copy(state, fitted, landed)
     clear_optimizer_(state, fitted.left)  # frees its memory before more is made on the device
     made = {key: make(landed[key]) for key, make in fitted.make.items()}

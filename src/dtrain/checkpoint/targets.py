@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -236,14 +236,26 @@ def _dict_of(opened: Opened, section: str) -> dict[str, Any]:
 
 def _clock(opened: Opened, *, check_step: bool) -> Clock:
     where = f"{layout.index_name(0)}: clock"
-    raw = closed.record(_dict_of(opened, "clock"), where, tuple(Clock().state_dict()))
+    raw = {"before": None, **_dict_of(opened, "clock")}  # which early versions did not save
+    before = raw.pop("before")
+    if before is not None and type(before) is not dict:
+        raise DamagedCheckpointError(f"{where}: before: needs a dict, got {closed.kind(before)}")
+    counts = _counts(raw, where)
+    if check_step and counts["step"] != opened.manifest.step:
+        raise DamagedCheckpointError(f"{where}: is at step {counts['step']}, the manifest at step {opened.manifest.step}")
+    return Clock(**counts, before=None if before is None else Clock(**_counts(before, f"{where}: before")))
+
+
+def _counts(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """The counts of a clock, checked."""
+    closed.record(raw, where, tuple(name for name in Clock().state_dict() if name != "before"))
     seconds = raw["seconds"]
     if type(seconds) is not float:
         raise DamagedCheckpointError(f"{where}: seconds: needs a float, got {closed.kind(seconds)}")
-    counts = {name: closed.whole(value, f"{where}: {name}") for name, value in raw.items() if name != "seconds"}
-    if check_step and counts["step"] != opened.manifest.step:
-        raise DamagedCheckpointError(f"{where}: is at step {counts['step']}, the manifest at step {opened.manifest.step}")
-    return Clock(**cast(dict[str, Any], counts), seconds=seconds)
+    return {
+        **{name: closed.whole(value, f"{where}: {name}") for name, value in raw.items() if name != "seconds"},
+        "seconds": seconds,
+    }
 
 
 def _seed(opened: Opened) -> int:

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from dtrain.clock import Duration
 from dtrain.dist.collectives import all_gather_json
+from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.state import TrainState
 from dtrain.step.ballast import agreed_ballast

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
 from dtrain.state import TrainState, new_state
 from dtrain.step.microbatch import microbatch_step
@@ -26,13 +27,16 @@ class Step:
     transforms: tuple[Transform, ...]
     run: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
-    def init(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0) -> TrainState:
+    def init(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0, run: RunLength | None = None
+    ) -> TrainState:
         """The state at step 0.
 
         Args:
             model: sharded and materialized; a plain module works in one process.
             optimizer: built from this model's parameters, after sharding.
             seed: what the random streams of transforms are derived from.
+            run: how long the run is to be, for intervals that are a share of it (``"0.1dur"``): ``loader.run_length("3ep")``.
 
         Mutates: what SIGTERM does to this process, until the end of ``init_dist``'s block: from now on there is something to
         save, and ``should_stop`` says when.
@@ -40,7 +44,7 @@ class Step:
         Raises:
             ConfigError: parameters on the meta device, or an optimizer that holds others than the model's.
         """
-        state = new_state(model, optimizer, seed=seed)
+        state = new_state(model, optimizer, seed=seed, run=run)
         state.shared.make_slices = self._slices
         return replace(state, slices=self._slices(state))
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from dtrain.clock import Duration
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import current
+from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.memory.snapshot import write_snapshot
 from dtrain.state import TrainState

@@ -9,6 +9,7 @@ import torch
 from dtrain.data.loading.build import build_loader
 from dtrain.data.loading.loader import Loader
 from dtrain.dist.control import agree_before_step
+from dtrain.durations import RunLength
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
 
 
@@ -133,6 +134,14 @@ def test_until_is_counted_from_the_start_of_the_run():
     assert list(source.until(7)) == []
     assert len(list(source.until("2ep"))) == 3
     assert source.position.epoch == 2
+
+
+def test_a_loader_knows_how_the_units_of_a_run_go_into_each_other():
+    length = loader().run_length("2ep")
+    assert length == RunLength(total="2ep", steps_per_epoch=loader().steps_per_epoch(), samples_per_step=5)
+    assert length.steps() == loader().total_steps("2ep")
+    with pytest.raises(ConfigError, match="loader: cannot count steps in 'tok'"):
+        loader().run_length("100tok")
 
 
 @pytest.mark.parametrize(("length", "steps"), [("3ep", 15), (4, 4), ("23sp", 5), ("25sp", 6), ("46sp", 10)])

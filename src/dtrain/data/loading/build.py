@@ -26,14 +26,15 @@ from dtrain.data.transforms import SampleTransform
 from dtrain.dist.init import current
 from dtrain.dist.mesh import data_rank
 from dtrain.errors import ConfigError
-from dtrain.types import Batch
+from dtrain.schedules.hyper import Measured
+from dtrain.types import Batch, Schedule
 
 
 def build_loader(
     dataset: MapDataset | Iterable[Any],
     *,
     mesh: DeviceMesh | None = None,
-    global_batch_size: int,
+    global_batch_size: int | Schedule,
     seed: int,
     shuffle: bool | BlockShuffle = True,
     workers: int = 0,
@@ -58,7 +59,7 @@ def build_loader(
             without them by reading what was consumed. A MosaicML ``StreamingDataset`` keeps its own order and state.
         mesh: its data-parallel ranks share each batch, and those along ``cp`` and ``tp`` get the same; needed when there are
             several ranks.
-        global_batch_size: samples per step over all ranks.
+        global_batch_size: samples per step over all ranks; or a schedule of such, rounded down, of the number of the step.
         seed: the order depends on it and on the epoch, and on nothing else; so does what is drawn while samples are read.
         shuffle: False keeps the dataset's order; a ``BlockShuffle`` shuffles near by, for data in shards.
         workers: loader processes per node, divided over its ranks; 0 loads in the ranks themselves.
@@ -83,7 +84,14 @@ def build_loader(
         ConfigError: no sample, a batch size below 1, no whole batch with ``tail="drop"``, negative workers, several ranks
             without a mesh, a shuffle of what can only be iterated.
     """
-    _check(global_batch_size=(global_batch_size, 1), workers=(workers, 0), prefetch=(prefetch, 1))
+    if callable(global_batch_size):
+        if isinstance(global_batch_size, Measured) and global_batch_size.unit != "ba":
+            raise ConfigError(f"build_loader: global_batch_size is a schedule of steps, got one of {global_batch_size.unit!r}")
+        if tail != "short" or not is_indexed(dataset):
+            raise ConfigError("build_loader: a schedule of global_batch_size needs a dataset that is indexed, and tail='short'")
+    else:
+        _check(global_batch_size=(global_batch_size, 1))
+    _check(workers=(workers, 0), prefetch=(prefetch, 1))
     for name, text, known in (("tail", tail, TAILS), ("on_error", on_error, ("raise", "skip"))):
         if text not in known:
             raise ConfigError(f"build_loader: {name} must be one of {', '.join(map(repr, known))}, got {text!r}")
@@ -121,7 +129,7 @@ def _check(**numbers: tuple[int, int]) -> None:
 class _Plan:
     """The arguments of ``build_loader``, checked."""
 
-    global_batch_size: int
+    global_batch_size: int | Schedule
     seed: int
     shuffle: bool | BlockShuffle
     place: tuple[int, int]
@@ -143,7 +151,7 @@ def _map_feed(dataset: Any, plan: _Plan) -> MapFeed:
     if is_hugging_face(dataset) and plan.collate is None and dataset.format["type"] is None:
         dataset = dataset.with_format("torch")
     order = _order(dataset, size, plan)
-    if plan.tail == "drop" and order.size < batch:
+    if plan.tail == "drop" and not callable(batch) and order.size < batch:
         raise ConfigError(f"build_loader: {order.size} samples are less than one global batch of {batch}; use tail='short'")
     reader = Reader(dataset=dataset, seed=plan.seed, collate=plan.collate, transform=plan.transform, on_error=plan.on_error)
     return MapFeed(
@@ -175,16 +183,15 @@ def _iterable_feed(dataset: Any, plan: _Plan) -> IterableFeed:
         raise ConfigError("build_loader: an iterable dataset has its own order; give shuffle=False, and shuffle in the dataset")
     if plan.tail == "pad":
         raise ConfigError("build_loader: tail='pad' needs a dataset that is indexed; give tail='short' or 'drop'")
-    rank, ranks = plan.place
-    own = checked_mosaic(dataset, global_batch_size=plan.global_batch_size, ranks=ranks) if is_mosaic(dataset) else None
-    if plan.already_split and plan.global_batch_size % ranks:
-        raise ConfigError(
-            f"build_loader: already_split needs a global_batch_size that {ranks} ranks can divide, got {plan.global_batch_size}"
-        )
+    (rank, ranks), batch = plan.place, plan.global_batch_size
+    assert not callable(batch), "refused before"
+    own = checked_mosaic(dataset, global_batch_size=batch, ranks=ranks) if is_mosaic(dataset) else None
+    if plan.already_split and batch % ranks:
+        raise ConfigError(f"build_loader: already_split needs a global_batch_size that {ranks} ranks can divide, got {batch}")
     return IterableFeed(
         dataset=as_iterable(dataset),
         seed=plan.seed,
-        global_batch_size=plan.global_batch_size,
+        global_batch_size=batch,
         tail=plan.tail,
         rank=rank,
         ranks=ranks,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dtrain.batch import BatchSpec, narrow_batch
-from dtrain.clock import Duration
 from dtrain.data.loading.parcel import Content, Parcel
 from dtrain.data.loading.position import Grid, Position, reached
 from dtrain.data.loading.reading import Reader, Ticket, described
@@ -16,8 +15,9 @@ from dtrain.data.loading.workers import Workers, parcels
 from dtrain.data.order.base import Order, rank_positions
 from dtrain.data.order.prepared import Prepared
 from dtrain.data.order.tails import Tail, batch_indices
+from dtrain.durations import Duration
 from dtrain.errors import DataError, DtrainError
-from dtrain.types import Batch, Plain
+from dtrain.types import Batch, Plain, Schedule
 
 _READ_AHEAD = 8  # batches of which a dataset that fetches from far away is told in advance
 
@@ -51,6 +51,11 @@ class Feed(Protocol):
     """Where handouts come from."""
 
     @property
+    def global_batch_size(self) -> int | Schedule:
+        """Samples of a full batch, over all ranks."""
+        ...
+
+    @property
     def in_turns(self) -> bool:
         """Whether the dataset can be at one place only: a second reader of it moves the first one."""
         ...
@@ -82,7 +87,7 @@ class MapFeed:
 
     reader: Reader
     order: Order
-    global_batch_size: int
+    global_batch_size: int | Schedule
     tail: Tail
     rank: int
     ranks: int

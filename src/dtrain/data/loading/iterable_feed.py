@@ -17,7 +17,6 @@ from typing import Any, Literal
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.batch import BatchSpec
-from dtrain.clock import Duration
 from dtrain.data.loading.feed import Handout, Shapes, opened
 from dtrain.data.loading.foreign import OwnState, begins_anew, loses_samples
 from dtrain.data.loading.parcel import Content, Parcel
@@ -28,6 +27,7 @@ from dtrain.data.order.base import check_same, rank_share
 from dtrain.data.transforms import SampleTransform, apply_transform
 from dtrain.dist.control import epoch_is_over
 from dtrain.dist.rng import derive_seed, drawing_from, reseed
+from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.types import Batch, Plain
 

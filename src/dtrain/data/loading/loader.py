@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 
 from dtrain.batch import FailedBatch
-from dtrain.clock import Duration
 from dtrain.data.dataset import digest_of
 from dtrain.data.loading.device import moved_ahead
 from dtrain.data.loading.feed import Feed, Handout
@@ -21,6 +20,7 @@ from dtrain.data.loading.reading import described
 from dtrain.dist.control import Post, epoch_is_over, post_batch
 from dtrain.dist.init import current
 from dtrain.dist.rng import derive_seed
+from dtrain.durations import Duration, RunLength
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError, DtrainError
 from dtrain.types import Batch, Plain
 
@@ -94,7 +94,19 @@ class Loader:
             ConfigError: a unit that a loader cannot count (tokens, seconds), or epochs of a dataset without a length.
         """
         goal = countable(length)
-        return goal.value if goal.unit == "ba" else self._grid("total_steps").total_steps(goal)
+        return int(goal.value) if goal.unit == "ba" else self._grid("total_steps").total_steps(goal)
+
+    def run_length(self, length: Duration | int | str) -> RunLength:
+        """What this loader knows of a run of ``length``: what ``"0.1dur"`` and ``"1ep"`` of it come to in steps.
+
+        Raises:
+            ConfigError: a unit that a loader cannot count (tokens, seconds), or epochs of a dataset without a length.
+        """
+        goal, grid, size = countable(length), self.feed.grid(), self.feed.global_batch_size
+        if callable(size):  # no two epochs need be alike
+            return RunLength(total=self.total_steps(goal))
+        per_epoch = self.steps_per_epoch() if goal.unit == "ep" or grid is not None else None
+        return RunLength(total=goal, steps_per_epoch=per_epoch, samples_per_step=size)
 
     def until(self, length: Duration | int | str) -> Iterator[Batch]:
         """Batches from the current position up to ``length`` of the whole run; nothing when it is reached already.

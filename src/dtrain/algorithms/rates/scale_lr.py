@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.basic import as_schedule
+from dtrain.schedules.hyper import hyperparameter
 from dtrain.state import TrainState
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metrics, Schedule, as_metric
@@ -25,13 +25,13 @@ def scale_lr(schedule: float | Schedule) -> Transform:
         ConfigError: ``schedule`` is neither a function nor a number; a factor that is negative or not finite, of a schedule in
             the step that it is for, before anything changes.
     """
-    factor_at = as_schedule(schedule, "scale_lr: schedule")
+    factor_at = hyperparameter(schedule, "scale_lr: schedule")
     if not callable(schedule):
         _check_factor(schedule)
 
     def update(inner: UpdateFn) -> UpdateFn:
         def scaled(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            factor, groups = factor_at(state.step), state.optimizer.param_groups
+            factor, groups = factor_at(state.clock), state.optimizer.param_groups
             _check_factor(factor)
             rates = [group["lr"] for group in groups]
             try:

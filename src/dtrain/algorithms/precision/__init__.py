@@ -1,0 +1,1 @@
+"""Low precision: in which dtype the forward runs, and how its gradients survive."""
