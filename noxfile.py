@@ -20,9 +20,10 @@ def install_to_test(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that runs in minutes on two cores."""
+    """Everything that runs in minutes on two cores; with arguments, what pytest makes of them."""
     install_to_test(session)
-    session.run("pytest", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    run = ["pytest"] if session.posargs else ["python", "tests/side_by_side.py"]
+    session.run(*run, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

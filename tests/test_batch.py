@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dtrain.batch import batch_spec, count_samples, split_batch, to_device, zeros_like_samples
+from dtrain.batch import batch_spec, count_samples, pick_samples, split_batch, to_device, zeros_like_samples
 from dtrain.errors import ConfigError
 
 Pair = namedtuple("Pair", "x y")
@@ -41,6 +41,32 @@ def test_split_then_cat_is_the_identity(kind):
 
     for whole, *pieces in zip(leaves(batch), *map(leaves, parts), strict=True):
         assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_picking_all_in_order_is_the_identity(kind):
+    batch = KINDS[kind]
+    picked = pick_samples(batch, torch.arange(5))
+    assert type(picked) is type(batch)
+    assert str(picked) == str(batch)
+
+
+def test_pick_takes_samples_in_the_order_asked_for():
+    picked = pick_samples(KINDS["nested"], torch.tensor([4, 0]))
+    assert picked["x"]["a"].tolist() == [[12, 13, 14], [0, 1, 2]]
+    assert (picked["ids"], picked["scale"]) == (["e", "a"], 2.0)
+    assert pick_samples(KINDS["tensordict"], torch.tensor([4, 0]))["y"].tolist() == [4, 0]
+
+
+def test_pick_finds_the_described_axis():
+    batch = {"ids": torch.arange(12).reshape(3, 4), "label": torch.arange(4), "name": "whole"}
+    picked = pick_samples(batch, torch.tensor([3, 1]), SPEC)
+    assert (picked["ids"].tolist(), picked["label"].tolist()) == ([[3, 1], [7, 5], [11, 9]], [3, 1])
+    assert picked["name"] == "whole"
+    of_tensordict = pick_samples(
+        TensorDict({"ids": batch["ids"], "label": batch["label"]}, batch_size=[]), torch.tensor([3]), SPEC
+    )
+    assert (of_tensordict["ids"].shape, of_tensordict["label"].tolist()) == ((3, 1), [3])
 
 
 def test_split_cuts_sequences_per_sample_and_keeps_the_rest_whole():

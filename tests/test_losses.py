@@ -1,9 +1,16 @@
+import math
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dtrain.errors import ConfigError
-from dtrain.losses import mean_loss, token_cross_entropy
+from dtrain.losses import jensen_shannon, mean_loss, soft_cross_entropy, token_cross_entropy
 
 
 def test_token_cross_entropy_is_the_mean_when_divided():
@@ -53,3 +60,115 @@ def test_mean_loss_refuses_more_than_one_number():
     loss = mean_loss(lambda model, batch: batch, weight=len)
     with pytest.raises(ConfigError, match=r"must return one number, got shape \(3,\)"):
         loss(None, torch.zeros(3))
+
+
+SHAPES = pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 3, 2)], ids=str)
+
+
+@SHAPES
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_soft_cross_entropy_of_indices_is_torchs(shape, smoothing, weighted):
+    logits, targets = torch.randn(*shape, 5, dtype=torch.float64), torch.randint(5, shape)
+    targets.view(-1)[1] = -100
+    weights = torch.rand(5, dtype=torch.float64) if weighted else None
+    loss = soft_cross_entropy(logits, targets, smoothing=smoothing, class_weights=weights)
+    expected = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), weight=weights, label_smoothing=smoothing)
+    torch.testing.assert_close(loss.total / loss.weight, expected)
+
+
+@SHAPES
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_soft_cross_entropy_of_probabilities_is_that_of_the_indices_they_stand_for(shape, smoothing, weighted):
+    logits, targets = torch.randn(*shape, 5, dtype=torch.float64, requires_grad=True), torch.randint(5, shape)
+    hot = F.one_hot(targets, 5).double()
+    targets.view(-1)[1], hot.view(-1, 5)[1] = -100, 0.0
+    weights = torch.rand(5, dtype=torch.float64) if weighted else None
+    one, other = (soft_cross_entropy(logits, t, smoothing=smoothing, class_weights=weights) for t in (targets, hot))
+    torch.testing.assert_close(other.total, one.total)
+    torch.testing.assert_close(other.weight, one.weight.double())
+    (slope,), (known,) = (torch.autograd.grad(loss.total, logits) for loss in (other, one))
+    torch.testing.assert_close(slope, known)
+
+
+def test_soft_cross_entropy_weighs_rows_by_their_mass():
+    logits = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0]])
+    loss = soft_cross_entropy(logits, torch.tensor([[0.5, 0.5], [0.25, 0.25]]))
+    assert loss.weight == 1.5
+    assert loss.total == pytest.approx(0.5 * math.log(4 / 3) + 0.5 * math.log(4) + 0.5 * math.log(2))
+
+
+def test_soft_cross_entropy_takes_another_ignore_index_and_low_precision():
+    loss = soft_cross_entropy(torch.zeros(3, 4, dtype=torch.bfloat16), torch.tensor([0, 1, 0]), ignore_index=0)
+    assert (loss.weight, loss.total.dtype) == (1, torch.float32)
+    assert loss.total == pytest.approx(math.log(4.0))
+
+
+def test_soft_cross_entropy_makes_no_dense_targets_of_indices():
+    logits, targets = torch.zeros(4, 1000), torch.zeros(4, dtype=torch.int64)
+    with sizes_made() as sizes:
+        soft_cross_entropy(logits, targets, smoothing=0.1)
+    assert [size for size in sizes if size >= 4000] == [4000]  # the log-softmax
+
+
+@contextmanager
+def sizes_made():
+    """Elements of every tensor that an operation makes anew inside."""
+    made: list[int] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made.extend(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t._base is None)
+            return out
+
+    with Mode():
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "message"),
+    [
+        (torch.zeros(2, dtype=torch.int32), {}, r"targets are class indices \(int64\) or probabilities .*got torch.int32"),
+        (torch.zeros(3, dtype=torch.int64), {}, r"needs logits \[\*, classes\], .* got \(2, 4\) and \(3,\) torch.int64"),
+        (torch.zeros(2, 3), {}, r"got \(2, 4\) and \(2, 3\) torch.float32"),
+        (torch.zeros(2, dtype=torch.int64), {"smoothing": 1.5}, r"needs smoothing in \[0, 1\], got smoothing=1.5"),
+        (torch.zeros(2, dtype=torch.int64), {"smoothing": True}, "got smoothing=True"),
+    ],
+    ids=["dtype", "indices", "probabilities", "smoothing", "bool"],
+)
+def test_soft_cross_entropy_refuses(targets, options, message):
+    with pytest.raises(ConfigError, match=message):
+        soft_cross_entropy(torch.zeros(2, 4), targets, **options)
+
+
+def cut_logits() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    logits = distribute_tensor(torch.zeros(2, 4), mesh, [Shard(-1)])
+    with pytest.raises(
+        ConfigError, match="takes whole logits; for those cut along the classes use token_cross_entropy"
+    ) as info:
+        soft_cross_entropy(logits, torch.zeros(2, dtype=torch.int64))
+    return type(info.value).__name__
+
+
+def test_soft_cross_entropy_refuses_logits_that_are_cut(ranks):
+    assert ranks(2).run(cut_logits) == ["ConfigError"] * 2
+
+
+def test_jensen_shannon_is_the_mean_divergence_from_the_middle():
+    views = [torch.randn(4, 3, dtype=torch.float64) for _ in range(3)]
+    loss = jensen_shannon(views)
+    p = [view.softmax(-1) for view in views]
+    middle = (p[0] + p[1] + p[2]) / 3
+    expected = sum(F.kl_div(middle.log(), each, reduction="sum") for each in p) / 3
+    torch.testing.assert_close(loss.total, expected)
+    assert loss.weight == 4
+    assert jensen_shannon([views[0], views[0]]).total.abs() < 1e-12
+
+
+@pytest.mark.parametrize("views", [[], [torch.zeros(2, 3)], [torch.zeros(2, 3), torch.zeros(2, 4)], [torch.zeros(3)] * 2])
+def test_jensen_shannon_refuses_what_cannot_be_compared(views):
+    with pytest.raises(ConfigError, match=r"needs logits \[\*, classes\] of two or more views, alike in shape, got \["):
+        jensen_shannon(views)

@@ -9,11 +9,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtrain.algorithms.batches.augmix import augmix, augmix_batch
+    from dtrain.algorithms.batches.colout import colout, colout_batch
+    from dtrain.algorithms.batches.cutmix import cutmix, cutmix_batch
+    from dtrain.algorithms.batches.cutout import cutout, cutout_batch
+    from dtrain.algorithms.batches.label_smoothing import label_smoothing, smooth_labels
+    from dtrain.algorithms.batches.mixup import mix_samples, mixup, mixup_batch
+    from dtrain.algorithms.batches.progressive_resizing import progressive_resizing, resize_batch
+    from dtrain.algorithms.batches.rand_augment import rand_augment, rand_augment_batch
+    from dtrain.algorithms.batches.selective_backprop import select_by_loss, selective_backprop
+    from dtrain.algorithms.batches.sequence_length import sequence_length_warmup, shorten_batch
+    from dtrain.algorithms.batches.targets import as_probabilities
+    from dtrain.algorithms.gradients.adaptive_clip import adaptive_clip, clip_grad_adaptive_
+    from dtrain.algorithms.gradients.by_value import clip_by_value, clip_grad_value_
+    from dtrain.algorithms.gradients.centralize import centralize_gradients, centralize_gradients_
     from dtrain.algorithms.gradients.clip import clip_by_norm
+    from dtrain.algorithms.gradients.noise_scale import noise_and_signal, noise_scale
+    from dtrain.algorithms.gradients.nonfinite import nonfinite
+    from dtrain.algorithms.gradients.sam import perturb_, restore_, sam
     from dtrain.algorithms.precision.autocast import autocast
     from dtrain.algorithms.precision.loss_scale import loss_scale
     from dtrain.algorithms.rates.scale_lr import scale_lr
+    from dtrain.algorithms.rates.scale_option import scale_option, set_option
+    from dtrain.algorithms.weights.apart import average_replicas_, join_replicas, split_replicas
+    from dtrain.algorithms.weights.batch_norm import update_batch_norm_
+    from dtrain.algorithms.weights.diloco import diloco, outer_step_
     from dtrain.algorithms.weights.ema import ema, update_ema_
+    from dtrain.algorithms.weights.freeze import freeze, freeze_layers
+    from dtrain.algorithms.weights.local_sgd import local_sgd
+    from dtrain.algorithms.weights.swa import swa, update_swa_
+    from dtrain.algorithms.weights.swap import swap_in_, swapped
     from dtrain.batch import BatchSpec, batch_spec, split_batch
     from dtrain.checkpoint.convert.convert import Converted, convert_checkpoint
     from dtrain.checkpoint.find import Committed, latest_checkpoint, list_checkpoints
@@ -67,18 +92,29 @@ if TYPE_CHECKING:
         StepError,
     )
     from dtrain.launch.call import spawn
-    from dtrain.losses import mean_loss, token_cross_entropy
+    from dtrain.losses import jensen_shannon, mean_loss, soft_cross_entropy, token_cross_entropy
     from dtrain.memory.failure import is_out_of_memory
     from dtrain.memory.snapshot import write_snapshot
     from dtrain.observe.metrics import gather_metric_states, reduce_metrics, tokens_per_second
     from dtrain.observe.progress import progress_line
     from dtrain.observe.sinks import jsonl, read_jsonl
+    from dtrain.optim.decoupled import DecoupledAdamW, DecoupledSGDW
+    from dtrain.optim.groups import Group, param_groups
+    from dtrain.optim.muon import Muon, orthogonalize
+    from dtrain.optim.muon_groups import muon_groups
     from dtrain.planning.estimate import MemoryEstimate, estimate_memory
     from dtrain.planning.search import compare_strategies, largest_microbatch
     from dtrain.planning.workload import Workload
     from dtrain.pulse import beat
+    from dtrain.schedules.adapt import to_lambda_lr
     from dtrain.schedules.basic import constant, cosine, linear, with_warmup
+    from dtrain.schedules.combine import clamp, join, scale, stretch
+    from dtrain.schedules.cycles import cosine_restarts, one_cycle
+    from dtrain.schedules.decays import exponential, inverse_sqrt, polynomial
     from dtrain.schedules.hyper import measured_in
+    from dtrain.schedules.plot import plot_schedule
+    from dtrain.schedules.stable import warmup_stable_decay
+    from dtrain.schedules.stairs import multi_step, step_decay
     from dtrain.shard.communication import Communication
     from dtrain.shard.compile import compile_blocks
     from dtrain.shard.context_parallel import context_parallel
@@ -99,6 +135,27 @@ if TYPE_CHECKING:
     from dtrain.step.optimizer import apply_gradients, clip_grad_norm_, optimizer_step, set_lr_
     from dtrain.step.sizing import SizeReport, find_microbatch_size
     from dtrain.step.stop import should_stop
+    from dtrain.surgery.alibi import alibi
+    from dtrain.surgery.alibi_multihead import AlibiMultiheadAttention
+    from dtrain.surgery.attention_bias import alibi_bias, alibi_slopes, with_alibi
+    from dtrain.surgery.blur_pool import blur_2d, blur_kernel, blur_pool
+    from dtrain.surgery.channels_last import channels_last
+    from dtrain.surgery.factorize import factorize, factorize_matrix
+    from dtrain.surgery.fused_norm import fused_layer_norm
+    from dtrain.surgery.gated_linear_units import GatedLinearUnit, gated_linear_units
+    from dtrain.surgery.ghost_batch_norm import ghost_batch_norm, ghost_batches
+    from dtrain.surgery.gyro_dropout import GyroDropout, drop_by_masks, gyro_dropout, subnetwork_masks
+    from dtrain.surgery.low_precision_norm import (
+        LowPrecisionGroupNorm,
+        LowPrecisionLayerNorm,
+        LowPrecisionRMSNorm,
+        low_precision_group_norm,
+        low_precision_layer_norm,
+    )
+    from dtrain.surgery.replace import Replaced, replace_modules
+    from dtrain.surgery.squeeze_excite import squeeze_excite
+    from dtrain.surgery.stochastic_depth import drop_rates, stochastic_depth
+    from dtrain.surgery.weight_standardization import standardize_weight, weight_standardization
     from dtrain.tensors import global_norm
     from dtrain.transform import GradFn, GradStep, StepContext, Transform, UpdateFn
     from dtrain.types import Batch, LossFn, LossSum, Metric, Metrics, Params, Plain, Schedule, Slice, WeightFn, add_metrics
@@ -106,11 +163,36 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "algorithms.batches.augmix": "augmix augmix_batch",
+    "algorithms.batches.colout": "colout colout_batch",
+    "algorithms.batches.cutmix": "cutmix cutmix_batch",
+    "algorithms.batches.cutout": "cutout cutout_batch",
+    "algorithms.batches.label_smoothing": "label_smoothing smooth_labels",
+    "algorithms.batches.mixup": "mix_samples mixup mixup_batch",
+    "algorithms.batches.progressive_resizing": "progressive_resizing resize_batch",
+    "algorithms.batches.rand_augment": "rand_augment rand_augment_batch",
+    "algorithms.batches.selective_backprop": "select_by_loss selective_backprop",
+    "algorithms.batches.sequence_length": "sequence_length_warmup shorten_batch",
+    "algorithms.batches.targets": "as_probabilities",
+    "algorithms.gradients.adaptive_clip": "adaptive_clip clip_grad_adaptive_",
+    "algorithms.gradients.by_value": "clip_by_value clip_grad_value_",
+    "algorithms.gradients.centralize": "centralize_gradients centralize_gradients_",
     "algorithms.gradients.clip": "clip_by_norm",
+    "algorithms.gradients.noise_scale": "noise_and_signal noise_scale",
+    "algorithms.gradients.nonfinite": "nonfinite",
+    "algorithms.gradients.sam": "perturb_ restore_ sam",
     "algorithms.precision.autocast": "autocast",
     "algorithms.precision.loss_scale": "loss_scale",
     "algorithms.rates.scale_lr": "scale_lr",
+    "algorithms.rates.scale_option": "scale_option set_option",
+    "algorithms.weights.apart": "average_replicas_ join_replicas split_replicas",
+    "algorithms.weights.batch_norm": "update_batch_norm_",
+    "algorithms.weights.diloco": "diloco outer_step_",
     "algorithms.weights.ema": "ema update_ema_",
+    "algorithms.weights.freeze": "freeze freeze_layers",
+    "algorithms.weights.local_sgd": "local_sgd",
+    "algorithms.weights.swa": "swa update_swa_",
+    "algorithms.weights.swap": "swap_in_ swapped",
     "batch": "BatchSpec batch_spec split_batch",
     "checkpoint.convert.convert": "Converted convert_checkpoint",
     "checkpoint.find": "Committed latest_checkpoint list_checkpoints",
@@ -154,18 +236,29 @@ _HOME = {
         "StepError"
     ),
     "launch.call": "spawn",
-    "losses": "mean_loss token_cross_entropy",
+    "losses": "jensen_shannon mean_loss soft_cross_entropy token_cross_entropy",
     "memory.failure": "is_out_of_memory",
     "memory.snapshot": "write_snapshot",
     "observe.metrics": "gather_metric_states reduce_metrics tokens_per_second",
     "observe.progress": "progress_line",
     "observe.sinks": "jsonl read_jsonl",
+    "optim.decoupled": "DecoupledAdamW DecoupledSGDW",
+    "optim.groups": "Group param_groups",
+    "optim.muon": "Muon orthogonalize",
+    "optim.muon_groups": "muon_groups",
     "planning.estimate": "MemoryEstimate estimate_memory",
     "planning.search": "compare_strategies largest_microbatch",
     "planning.workload": "Workload",
     "pulse": "beat",
+    "schedules.adapt": "to_lambda_lr",
     "schedules.basic": "constant cosine linear with_warmup",
+    "schedules.combine": "clamp join scale stretch",
+    "schedules.cycles": "cosine_restarts one_cycle",
+    "schedules.decays": "exponential inverse_sqrt polynomial",
     "schedules.hyper": "measured_in",
+    "schedules.plot": "plot_schedule",
+    "schedules.stable": "warmup_stable_decay",
+    "schedules.stairs": "multi_step step_decay",
     "shard.communication": "Communication",
     "shard.compile": "compile_blocks",
     "shard.context_parallel": "context_parallel",
@@ -186,6 +279,23 @@ _HOME = {
     "step.optimizer": "apply_gradients clip_grad_norm_ optimizer_step set_lr_",
     "step.sizing": "SizeReport find_microbatch_size",
     "step.stop": "should_stop",
+    "surgery.alibi": "alibi",
+    "surgery.alibi_multihead": "AlibiMultiheadAttention",
+    "surgery.attention_bias": "alibi_bias alibi_slopes with_alibi",
+    "surgery.blur_pool": "blur_2d blur_kernel blur_pool",
+    "surgery.channels_last": "channels_last",
+    "surgery.factorize": "factorize factorize_matrix",
+    "surgery.fused_norm": "fused_layer_norm",
+    "surgery.gated_linear_units": "GatedLinearUnit gated_linear_units",
+    "surgery.ghost_batch_norm": "ghost_batch_norm ghost_batches",
+    "surgery.gyro_dropout": "GyroDropout drop_by_masks gyro_dropout subnetwork_masks",
+    "surgery.low_precision_norm": (
+        "LowPrecisionGroupNorm LowPrecisionLayerNorm LowPrecisionRMSNorm low_precision_group_norm low_precision_layer_norm"
+    ),
+    "surgery.replace": "Replaced replace_modules",
+    "surgery.squeeze_excite": "squeeze_excite",
+    "surgery.stochastic_depth": "drop_rates stochastic_depth",
+    "surgery.weight_standardization": "standardize_weight weight_standardization",
     "tensors": "global_norm",
     "transform": "GradFn GradStep StepContext Transform UpdateFn",
     "types": "Batch LossFn LossSum Metric Metrics Params Plain Schedule Slice WeightFn add_metrics",
@@ -206,6 +316,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AlibiMultiheadAttention",
     "Batch",
     "BatchSpec",
     "BlockShuffle",
@@ -218,6 +329,8 @@ __all__ = [
     "Converted",
     "DamagedCheckpointError",
     "DataError",
+    "DecoupledAdamW",
+    "DecoupledSGDW",
     "Determinism",
     "DistError",
     "DistInfo",
@@ -226,16 +339,23 @@ __all__ = [
     "DtrainError",
     "Duration",
     "ElasticSampler",
+    "GatedLinearUnit",
     "GradFn",
     "GradStep",
+    "Group",
+    "GyroDropout",
     "LoadedWeights",
     "Loader",
     "LossFn",
     "LossSum",
+    "LowPrecisionGroupNorm",
+    "LowPrecisionLayerNorm",
+    "LowPrecisionRMSNorm",
     "MemoryEstimate",
     "Metric",
     "Metrics",
     "Mixture",
+    "Muon",
     "Order",
     "PackedTokens",
     "Params",
@@ -243,6 +363,7 @@ __all__ = [
     "Plain",
     "Precision",
     "RankError",
+    "Replaced",
     "Restored",
     "RunLength",
     "SampleTransform",
@@ -267,23 +388,43 @@ __all__ = [
     "WeightFn",
     "Workload",
     "WrittenShards",
+    "adaptive_clip",
     "add_metrics",
+    "alibi",
+    "alibi_bias",
+    "alibi_slopes",
     "all_gather_by_rank",
     "all_gather_json",
     "all_gather_ragged",
     "all_gather_with_grad",
     "apply_gradients",
+    "as_probabilities",
+    "augmix",
+    "augmix_batch",
     "auto_batch_eval",
     "auto_microbatch",
     "autocast",
+    "average_replicas_",
     "batch_spec",
     "beat",
     "between",
+    "blur_2d",
+    "blur_kernel",
+    "blur_pool",
     "build_loader",
     "build_mesh",
+    "centralize_gradients",
+    "centralize_gradients_",
+    "channels_last",
     "checkpoint_activations",
+    "clamp",
     "clip_by_norm",
+    "clip_by_value",
+    "clip_grad_adaptive_",
     "clip_grad_norm_",
+    "clip_grad_value_",
+    "colout",
+    "colout_batch",
     "compare_strategies",
     "compile_blocks",
     "compose_step",
@@ -292,26 +433,49 @@ __all__ = [
     "convert_checkpoint",
     "convert_to_fp8",
     "cosine",
+    "cosine_restarts",
+    "cutmix",
+    "cutmix_batch",
+    "cutout",
+    "cutout_batch",
     "data_rank",
     "derive_seed",
     "describe",
+    "diloco",
     "document_bounds",
     "document_mask",
+    "drop_by_masks",
+    "drop_rates",
     "ema",
     "estimate_memory",
     "evaluate",
     "evaluating",
     "every",
+    "exponential",
+    "factorize",
+    "factorize_matrix",
     "find_microbatch_size",
+    "freeze",
+    "freeze_layers",
     "full_params",
+    "fused_layer_norm",
+    "gated_linear_units",
     "gather_json",
     "gather_metric_states",
     "gather_ragged",
     "generator",
+    "ghost_batch_norm",
+    "ghost_batches",
     "global_norm",
+    "gyro_dropout",
     "init_dist",
+    "inverse_sqrt",
     "is_out_of_memory",
+    "jensen_shannon",
+    "join",
+    "join_replicas",
     "jsonl",
+    "label_smoothing",
     "largest_microbatch",
     "latest_checkpoint",
     "linear",
@@ -319,7 +483,10 @@ __all__ = [
     "load_sharded",
     "load_weights_",
     "local_rank_zero_first",
+    "local_sgd",
     "loss_scale",
+    "low_precision_group_norm",
+    "low_precision_layer_norm",
     "masked",
     "materialize",
     "mean_loss",
@@ -327,38 +494,85 @@ __all__ = [
     "memory_mapped",
     "microbatch_step",
     "mix",
+    "mix_samples",
+    "mixup",
+    "mixup_batch",
+    "multi_step",
+    "muon_groups",
+    "noise_and_signal",
+    "noise_scale",
+    "nonfinite",
     "offload_activations",
     "on_batch",
+    "one_cycle",
     "optimizer_step",
+    "orthogonalize",
+    "outer_step_",
     "pack_tokens",
+    "param_groups",
+    "perturb_",
+    "plot_schedule",
+    "polynomial",
     "prefetch_to_device",
     "progress_line",
+    "progressive_resizing",
     "prune_checkpoints",
+    "rand_augment",
+    "rand_augment_batch",
     "read_jsonl",
     "reduce_max",
     "reduce_mean",
     "reduce_metrics",
     "reduce_sum",
+    "replace_modules",
+    "resize_batch",
+    "restore_",
     "rng_state",
+    "sam",
     "save_sharded",
+    "scale",
     "scale_lr",
+    "scale_option",
     "seed_all",
     "seeded",
+    "select_by_loss",
+    "selective_backprop",
+    "sequence_length_warmup",
     "set_lr_",
+    "set_option",
     "set_rng_state",
     "shard_model",
+    "shorten_batch",
     "should_stop",
     "shuffle_quality",
+    "smooth_labels",
+    "soft_cross_entropy",
     "spawn",
     "split_batch",
+    "split_replicas",
+    "squeeze_excite",
+    "standardize_weight",
+    "step_decay",
     "step_in_backward",
+    "stochastic_depth",
+    "stretch",
+    "subnetwork_masks",
+    "swa",
+    "swap_in_",
+    "swapped",
+    "to_lambda_lr",
     "token_cross_entropy",
     "tokens_per_second",
     "unsharded",
+    "update_batch_norm_",
     "update_ema_",
+    "update_swa_",
     "use_deterministic",
     "use_tf32",
     "verify_checkpoint",
+    "warmup_stable_decay",
+    "weight_standardization",
+    "with_alibi",
     "with_warmup",
     "write_shards",
     "write_snapshot",

@@ -56,15 +56,25 @@ class BatchSpec:
 
     def narrow(self, batch: Batch, start: int, length: int) -> Batch:
         """``length`` samples of ``batch`` from ``start`` on, as views; what the spec does not name is kept whole."""
+        return self._each(
+            batch, lambda leaf, axis: leaf.narrow(axis, start, length), lambda whole: whole[start : start + length]
+        )
+
+    def pick(self, batch: Batch, indices: Tensor) -> Batch:
+        """The samples at ``indices`` ``[picked]``, in that order, as copies; what the spec does not name is kept whole."""
+        return self._each(batch, lambda leaf, axis: leaf.index_select(axis, indices), lambda whole: whole[indices])
+
+    def _each(self, batch: Batch, cut: Callable[[Tensor, int], Tensor], cut_first: Callable[[Any], Any]) -> Batch:
+        """``batch`` with each named tensor ``cut`` along its batch axis; ``cut_first`` does it to a TensorDict as a whole."""
         axis = {key: axes.index("batch") for key, axes in self.axes.items() if "batch" in axes}
         if is_tensordict(batch) and batch.batch_dims and not any(axis.values()):
-            return batch[start : start + length]
-        cut = {key: batch[key].narrow(at, start, length) for key, at in axis.items()}
+            return cut_first(batch)
+        parts = {key: cut(batch[key], at) for key, at in axis.items()}
         if not is_tensordict(batch):
-            return {key: cut.get(key, value) for key, value in batch.items()}
+            return {key: parts.get(key, value) for key, value in batch.items()}
         part = batch.copy()
         part.batch_size = []  # the axis of the batch is not the first one everywhere
-        return part.update(cut)
+        return part.update(parts)
 
 
 def batch_spec(axes: Mapping[str, str]) -> BatchSpec:
@@ -126,6 +136,28 @@ def narrow_batch(batch: Batch, start: int, length: int, spec: BatchSpec | None =
         return leaf
 
     return _map(batch, cut, lambda tensors: tensors[start : start + length])
+
+
+def pick_samples(batch: Batch, indices: Tensor, spec: BatchSpec | None = None) -> Batch:
+    """The samples of ``batch`` at ``indices`` ``[picked]`` (int64, on the batch's device), in that order; tensors are copies.
+
+    >>> pick_samples({"x": torch.tensor([1, 2, 3]), "id": ["a", "b", "c"]}, torch.tensor([2, 0]))
+    {'x': tensor([3, 1]), 'id': ['c', 'a']}
+
+    Host sync: none; one for each sequence that has an entry per sample.
+    """
+    if spec is not None:
+        return spec.pick(batch, indices)
+    total = count_samples(batch)
+
+    def pick(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.index_select(0, indices) if leaf.ndim > 0 else leaf
+        if isinstance(leaf, _PER_SAMPLE) and len(leaf) == total:
+            return type(leaf)(leaf[index] for index in indices.tolist())
+        return leaf
+
+    return _map(batch, pick, lambda tensors: tensors[indices])
 
 
 def split_batch(batch: Batch, microbatch_size: int, *, spec: BatchSpec | None = None) -> list[Batch]:

@@ -201,8 +201,8 @@ class TrainState:
         """Raise ``ConfigError`` while copies of the model train apart: there is no one state of the run then."""
         if self.spec.apart is not None:
             raise ConfigError(
-                f"{where}: {self.spec.apart.count} copies of the model are training apart at step {self.step}, so there is no one "
-                "state of the run; make one of them first: `state = dt.join_replicas(state)`"
+                f"{where}: {self.spec.apart.count} copies of the model are training apart at step {self.step}, so there is no "
+                "one state of the run; make one of them first: `state = dt.join_replicas(state)`"
             )
 
     def successor(self, **changes: Any) -> TrainState:

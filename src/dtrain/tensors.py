@@ -175,6 +175,32 @@ def _cutting_order(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placemen
     return order
 
 
+def mesh_of(tensor: Tensor) -> DeviceMesh | None:
+    """The mesh that ``tensor`` lies on, None when it is not distributed."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def own_part(like: Tensor, whole: Tensor) -> Tensor:
+    """The part of ``whole``, a plain tensor, that this rank has of ``like``: a view."""
+    box = extent(like)
+    return whole[tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))]
+
+
+def rows_over(tensor: Tensor) -> tuple[dist.ProcessGroup, tuple[int, ...]] | None:
+    """The ranks that have the rows of ``tensor`` between them, and how many each; None when it is whole, or cut otherwise."""
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    cuts = [(axis, _cut_dim(place)) for axis, place in enumerate(tensor.placements) if mesh.size(axis) > 1]
+    cuts = [(axis, dim) for axis, dim in cuts if dim is not None]
+    if len(cuts) != 1 or cuts[0][1] != 0:
+        return None
+    axis, rows = cuts[0][0], tensor.shape[0]
+    most = -(-rows // mesh.size(axis))
+    sizes = tuple(max(0, min(most, rows - place * most)) for place in range(mesh.size(axis)))
+    return mesh.get_group(axis), sizes
+
+
 def pieces(tensor: Tensor) -> dict[int, int]:
     """Into how many pieces each dim is cut, those that are not left out."""
     found: dict[int, int] = {}
@@ -233,6 +259,53 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     for dtype, device in kinds:
         same = shards if len(kinds) == 1 else [s for s in shards if s.dtype == dtype and s.device == device]
         torch._foreach_mul_(same, factor.to(device, dtype))  # by a tensor: by a number it takes three times as long on a CPU
+
+
+def add_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: Tensor) -> None:
+    """``tensor += factor * other`` for each pair, on the local shards, with a scalar ``factor`` ``[]``; no host sync.
+
+    Mutates: ``tensors``. Host sync: one for tensors that are on the CPU (offloaded) with a factor that is not.
+    """
+    for tensor, other in zip(tensors, others, strict=True):
+        shard = local(tensor)
+        shard.addcmul_(local(other), factor.to(shard.device, shard.dtype))
+
+
+def sum_cut_(parts: Sequence[Tensor], of: Sequence[Tensor], dims: Sequence[Sequence[int]]) -> None:
+    """Make sums over some dims of a shard sums over those dims of the whole tensor.
+
+    Args:
+        parts: for each tensor a plain one, what this rank has summed of its own shard.
+        of: the tensors, plain or DTensor.
+        dims: for each tensor those that were summed over.
+
+    Mutates: ``parts``.
+    Collective: for the tensors that are cut along a dim that was summed over, one all-reduce per mesh axis, set of such axes
+    and dtype; none where only other dims are cut.
+    """
+    groups: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
+    for part, tensor, summed in zip(parts, of, dims, strict=True):
+        if isinstance(tensor, DTensor):
+            mesh, places = tensor.device_mesh, enumerate(tensor.placements)
+            axes = tuple(axis for axis, place in places if _cut_dim(place) in summed and mesh.size(axis) > 1)
+            if axes:
+                groups[mesh, axes, part.dtype].append(part)
+    for (mesh, axes, _), sums in groups.items():
+        flat = torch.cat([part.flatten() for part in sums]).to(mesh.device_type)  # offloaded ones: as in _reduced_square
+        for axis in axes:
+            dist.all_reduce(flat, group=mesh.get_group(axis))
+        for part, found in zip(sums, flat.split([part.numel() for part in sums]), strict=True):
+            part.copy_(found.view_as(part))
+
+
+def mul_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply every tensor by a number, on the local shards.
+
+    Mutates: ``tensors``.
+    """
+    shards = [local(tensor) for tensor in tensors]
+    for kind in {(shard.dtype, shard.device) for shard in shards}:
+        torch._foreach_mul_([shard for shard in shards if (shard.dtype, shard.device) == kind], factor)
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:

@@ -10,27 +10,32 @@ import pytest
 import torch
 
 import dtrain as dt
-from battery.run import FIRST, STEPS, Fault, InjectedError, begin, differences, snapshot, take, traces, train
+from battery.run import FIRST, STEPS, Fault, InjectedError, Run, begin, differences, snapshot, traces, train
 from battery.transforms import make, row
 from dtrain.combinators import between
 from dtrain.dist.rng import seed_all, set_rng_state
 from dtrain.tensors import local
-from dtrain.testing import Ranks
+from dtrain.testing import HostSync, Ranks, count_collectives, count_host_syncs
 
 TOLERANCE = 1e-12  # norm of the difference over norm of all parameters, in float64; rounding gives about 1e-15
 FAULTS = ("loss 1", "loss 2", "before grad", "after grad", "before update")
 
 
+def begun(name: str, **how: Any) -> tuple[Run, dt.TrainState]:
+    """A run with the transform of a row, at its beginning."""
+    return begin([make(name)], task=row(name).task, **how)
+
+
 def check_resume_equals_straight(name: str, root: str) -> None:
     """Interrupted in the middle, saved, loaded into a fresh state and continued: every bit is that of the run in one piece."""
-    expected, trace = train(*begin([make(name)]), STEPS)
+    expected, trace = train(*begun(name), STEPS)
     straight = snapshot(expected)
-    state, first = train(*begin([make(name)]), FIRST)
+    state, first = train(*begun(name), FIRST)
     dt.save_sharded(root, state)
-    step, state = begin([make(name)])
+    run, state = begun(name)
     seed_all(99)  # as a new process would have it
     state = dt.load_sharded(root, state).state
-    state, second = train(step, state, STEPS)
+    state, second = train(run, state, STEPS)
     found = differences({**straight, "metrics": trace}, {**snapshot(state), "metrics": first + second})
     assert found == [], f"resume: {name}: differs from the straight run at {found}"
 
@@ -39,7 +44,7 @@ def check_never_active_equals_absent(name: str) -> None:
     """Wrapped so that it never acts, it changes no bit of a run; its slice stands there as it was made."""
     runs = []
     for transforms in ([], [between(10**9, 10**9 + 1, make(name))]):
-        state, trace = train(*begin(transforms), STEPS)
+        state, trace = train(*begin(transforms, task=row(name).task), STEPS)
         runs.append({**snapshot(state), "metrics": trace, "slices": None})
     found = differences(*runs)
     assert found == [], f"never active: {name}: differs from a run without it at {found}"
@@ -57,21 +62,97 @@ def check_ranks_equal_one(name: str, ranks: Callable[[int], Ranks]) -> None:
 
 def trained_numbers(name: str) -> dict[str, Any]:
     """All parameters at the end of a run without dropout, and the metrics of its last step over all ranks."""
-    step, state = begin([make(name)], dropout=0.0)
+    return _numbers(*begun(name, dropout=0.0))
+
+
+def _numbers(run: Run, state: dt.TrainState) -> dict[str, Any]:
     while state.step < STEPS:
-        state, metrics = take(step, state)
+        state, metrics = run.take(state)
     params = [(p.full_tensor() if hasattr(p, "full_tensor") else p).flatten().tolist() for p in state.params.values()]
     return {"params": [value for values in params for value in values], "metrics": dt.reduce_metrics(metrics)}
 
 
+def check_resumed_by_fewer_ranks(name: str, root: str, ranks: Callable[[int], Ranks]) -> None:
+    """Saved by two ranks and continued by one, a run ends where one rank alone does."""
+    straight, *_ = ranks(1).run(trained_numbers, name)
+    ranks(2).run(_saved_in_the_middle, name, root)
+    (found,) = ranks(1).run(_continued, name, root)
+    here, there = (torch.tensor(run["params"], dtype=torch.float64) for run in (straight, found))
+    apart = ((here - there).norm() / here.norm()).item()
+    assert apart <= TOLERANCE, f"fewer ranks: {name}: parameters are {apart:.1e} from those of a run by one rank"
+
+
+def _saved_in_the_middle(name: str, root: str) -> None:
+    state, _ = train(*begun(name, dropout=0.0), FIRST)
+    dt.save_sharded(root, state)
+
+
+def _continued(name: str, root: str) -> dict[str, Any]:
+    run, state = begun(name, dropout=0.0)
+    return _numbers(run, dt.load_sharded(root, state).state)
+
+
+def check_host_syncs(name: str) -> None:
+    """A step makes the host wait for the device no more often than it says. The rate is a number, so the optimizer does not."""
+    bare, found = (_syncs(transforms, row(name).task) for transforms in ([], [make(name)]))
+    more = [len(after) - len(before) for before, after in zip(bare, found, strict=True)]
+    where = sorted({f"{sync.what} at {sync.where}" for step in found for sync in step})
+    assert max(more) <= row(name).syncs, f"host syncs: {name}: {max(more)} a step, {row(name).syncs} are allowed: {where}"
+
+
+def _syncs(transforms: list[dt.Transform], task: str) -> list[list[HostSync]]:
+    """What made the host wait, in each step of a run."""
+    run, state = begin(transforms, task=task)
+    steps = []
+    for _ in range(STEPS):
+        with count_host_syncs() as seen:
+            state, _ = run.take(state)
+        steps.append(list(seen.calls))
+    return steps
+
+
+def check_collectives(name: str) -> None:
+    """On these ranks, a step gathers and reduces no more than its gradients do, and moves few bytes besides."""
+    bare, found = (_moved(transforms, row(name).task) for transforms in ([], [make(name)]))
+    for step, (allowed, moved) in enumerate(zip(bare, found, strict=True)):
+        most = row(name).passes * allowed + row(name).moves
+        assert moved <= most, f"collectives: {name}: step {step} moves {moved} bytes, {most} are allowed"
+
+
+def _moved(transforms: list[dt.Transform], task: str) -> list[int]:
+    """Bytes of all collectives but the control records, in each step of a run."""
+    run, state = begin(transforms, task=task)
+    steps = []
+    for _ in range(STEPS):
+        with count_collectives() as seen:
+            state, _ = run.take(state)
+        steps.append(seen.bytes() - seen.bytes(group="control"))
+    return steps
+
+
+def check_points(name: str) -> None:
+    """The numbers of a case that is known by hand."""
+    points = row(name).points
+    assert points is not None, f"points: {name}: has none"
+    pairs = [
+        (torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(known, dtype=torch.float64)) for got, known in points()
+    ]
+    assert len(pairs) >= 2, f"points: {name}: needs two or more, has {len(pairs)}"
+    assert not all(torch.equal(known, pairs[0][1]) for _, known in pairs), f"points: {name}: one number, again and again"
+    for at, (got, known) in enumerate(pairs):
+        torch.testing.assert_close(
+            got, known, rtol=1e-5, atol=1e-7, msg=lambda text, at=at: f"points: {name}: number {at}: {text}"
+        )
+
+
 def check_slices_are_plain(name: str) -> None:
     """Nested dicts with text keys, of numbers, text and tensors; a tensor of some size is keyed by its parameter's name."""
-    step, state = begin([make(name)])
+    run, state = begun(name)
     for _ in range(2):
         content = state.slices[make(name).name]
         problems = [*_not_plain(content, state, "")]
         assert not problems, f"slices: {name}: {problems[0]}"
-        state, _ = take(step, state)
+        state, _ = run.take(state)
 
 
 def _not_plain(tree: Any, state: dt.TrainState, path: str) -> list[str]:
@@ -89,8 +170,8 @@ def _not_plain(tree: Any, state: dt.TrainState, path: str) -> list[str]:
 
 def check_exception_changes_nothing(name: str, where: str, at: int) -> None:
     """Step ``at`` that fails inside leaves the run as it was; tried again, it is the step that never failed."""
-    *_, allowed = _failed([], where, at)
-    step, state, before, after = _failed([make(name)], where, at)
+    *_, allowed = _failed([], where, at, row(name).task)
+    run, state, before, after = _failed([make(name)], where, at, row(name).task)
     # The model's own forwards, as far as they came, have drawn random numbers and counted in buffers, unless all is taken back.
     runs = [after] if row(name).reruns else [allowed, before] if row(name).undoes else [allowed]
     found = min((differences({**before, "rng": run["rng"], "buffers": run["buffers"]}, after) for run in runs), key=len)
@@ -98,29 +179,29 @@ def check_exception_changes_nothing(name: str, where: str, at: int) -> None:
     set_rng_state(before["rng"])
     for key, buffer in state.model.named_buffers():
         buffer.copy_(before["buffers"][key])
-    again, _ = take(step, state)
-    clean, _ = train(*begin([make(name)]), at + 1)
+    again, _ = run.take(state)
+    clean, _ = train(*begun(name), at + 1)
     found = differences(snapshot(clean), snapshot(again))
     assert found == [], f"exception: {name}: step {at} tried again differs at {found} from one that never failed"
 
 
-def _failed(transforms: list[dt.Transform], where: str, at: int) -> tuple[dt.Step, dt.TrainState, dict, dict]:
+def _failed(transforms: list[dt.Transform], where: str, at: int, task: str) -> tuple[Run, dt.TrainState, dict, dict]:
     """A run whose step ``at`` failed, with snapshots of before and after."""
-    fault = Fault(where)
-    step, state = begin(transforms, **fault.parts())
-    state, _ = train(step, state, at)
+    fault = Fault(where, task)
+    run, state = begin(transforms, task=task, **fault.parts())
+    state, _ = train(run, state, at)
     before = {**snapshot(state), "traces": traces(state)}
     with fault.arming(), pytest.raises(InjectedError, match=where):
-        take(step, state)
+        run.take(state)
     assert fault.fired
-    return step, state, before, {**snapshot(state), "traces": traces(state)}
+    return run, state, before, {**snapshot(state), "traces": traces(state)}
 
 
 def check_spent_state_raises(name: str, root: str | Path) -> None:
     """A state that was stepped can be neither stepped nor saved."""
-    step, spent = begin([make(name)])
-    take(step, spent)
-    for what, use in (("step", lambda: take(step, spent)), ("save", lambda: dt.save_sharded(root, spent))):
+    run, spent = begun(name)
+    run.take(spent)
+    for what, use in (("step", lambda: run.take(spent)), ("save", lambda: dt.save_sharded(root, spent))):
         try:
             use()
         except dt.StaleStateError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,65 +19,129 @@ from dtrain.dist.rng import rng_state, seed_all
 from dtrain.tensors import local
 
 STEPS, FIRST = 7, 3  # of a whole run, and before it is interrupted
-SAMPLES, FEATURES, EPOCH = 7, 5, 3  # of a global batch, of a sample; steps of an epoch
+SAMPLES, EPOCH = 7, 3  # of a global batch; steps of an epoch
+GRAD = partial(dt.microbatch_step, microbatch_size=2)
+LENGTH = dt.RunLength(total=STEPS, steps_per_epoch=EPOCH, samples_per_step=SAMPLES)
 
 
 class Net(nn.Module):
-    """Dropout, a buffer that every forward changes, and fewer rows than features."""
+    """What all tasks have: dropout, a buffer that every forward changes, and two layers with rates of their own."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, first: nn.Module, last: nn.Module, dropout: float) -> None:
         super().__init__()
-        self.first = nn.Linear(FEATURES, 6)
-        self.last = nn.Linear(6, 2)
+        self.first, self.last = first, last
         self.dropout = dropout
         self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
-        return self.last(nn.functional.dropout(torch.tanh(self.first(x)), self.dropout, self.training))
+        hidden = nn.functional.dropout(torch.tanh(self.first(x)), self.dropout, self.training)
+        return self.last(hidden if hidden.ndim < 4 else hidden.mean((2, 3)))  # an image's features are means over its area
 
 
-def batch_of(step: int) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is trained on: both layers, the global batch of a step, and the loss."""
+
+    first: Callable[[], nn.Module]
+    last: Callable[[], nn.Module]
+    draw: Callable[[torch.Generator], dict[str, torch.Tensor]]
+    loss: dt.LossFn
+
+
+def _vectors(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": x[:, :2].square()}
+
+
+def _images(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    x = torch.rand(SAMPLES, 2, 6, 6, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": torch.arange(SAMPLES) % 3}
+
+
+def _texts(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(1, 11, (SAMPLES, 8), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.roll(-1, 1).masked_fill(torch.arange(8) == 7, -100)}
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> dt.LossSum:
+    """Of indices or of probabilities, written out: the weight is the mass of the targets."""
+    if not targets.is_floating_point():
+        targets = targets.unsqueeze(-1) == torch.arange(logits.shape[-1])  # one_hot would look at the values
+    targets = targets.to(logits.dtype)
+    return dt.LossSum(total=-(targets * logits.log_softmax(-1)).sum(), weight=targets.sum())
+
+
+TASKS: dict[str, Task] = {
+    "vector": Task(  # fewer rows than features
+        first=lambda: nn.Linear(5, 6),
+        last=lambda: nn.Linear(6, 2),
+        draw=_vectors,
+        loss=dt.mean_loss(
+            lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean(), weight=lambda batch: len(batch["x"])
+        ),
+    ),
+    "image": Task(
+        first=lambda: nn.Conv2d(2, 6, 3, padding=1),
+        last=lambda: nn.Linear(6, 3),
+        draw=_images,
+        loss=lambda model, batch: _cross_entropy(model(batch["x"]), batch["y"]),
+    ),
+    "text": Task(
+        first=lambda: nn.Embedding(11, 6),
+        last=lambda: nn.Linear(6, 11),
+        draw=_texts,
+        loss=lambda model, batch: _cross_entropy(model(batch["input_ids"]), batch["labels"]),
+    ),
+}
+
+
+def batch_of(step: int, task: str = "vector") -> dict[str, torch.Tensor]:
     """This rank's share of the global batch of a step."""
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+    whole = TASKS[task].draw(torch.Generator().manual_seed(step))
     start, stop = rank_share(0, SAMPLES, current().rank, current().world_size)
-    return {"x": x[start:stop], "y": x[start:stop, :2].square()}
+    return {key: value[start:stop] for key, value in whole.items()}
 
 
-LOSS = dt.mean_loss(lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean(), weight=lambda batch: len(batch["x"]))
-GRAD = partial(dt.microbatch_step, microbatch_size=2)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A step over one task, and its batches."""
+
+    step: dt.Step
+    task: str
+
+    def take(self, state: dt.TrainState) -> tuple[dt.TrainState, dt.Metrics]:
+        """One step over the batch that its number stands for; every ``EPOCH`` of them are an epoch."""
+        post_batch(Post(epoch_ends=state.step % EPOCH == EPOCH - 1))
+        try:
+            return self.step(state, batch_of(state.step, self.task))
+        finally:
+            post_batch()
 
 
-def begin(transforms: Sequence[dt.Transform], *, dropout: float = 0.3, **parts: Any) -> tuple[dt.Step, dt.TrainState]:
-    """A step and its first state, from one seed; sharded where there are process groups. ``parts`` replace the step's."""
+def begin(
+    transforms: Sequence[dt.Transform], *, task: str = "vector", dropout: float = 0.3, **parts: Any
+) -> tuple[Run, dt.TrainState]:
+    """A run and its first state, from one seed; sharded where there are process groups. ``parts`` replace the step's."""
     seed_all(7, current().rank)
     torch.manual_seed(11)
-    model = Net(dropout).double()
+    what = TASKS[task]
+    model = Net(what.first(), what.last(), dropout).double()
     torch.manual_seed(12 + current().rank)
     if torch.distributed.is_initialized():
-        model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=(nn.Linear,))
-    optimizer = torch.optim.SGD(
-        [{"params": model.first.parameters(), "lr": 0.1}, {"params": model.last.parameters(), "lr": 0.05}], momentum=0.9
-    )
-    step = dt.compose_step(parts.pop("loss", LOSS), transforms, **{"grad": GRAD, **parts})
-    return step, step.init(model, optimizer, seed=5)
+        blocks = (type(model.first), type(model.last))
+        model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=blocks)
+    groups = [{"name": n, "params": getattr(model, n).parameters(), "lr": lr} for n, lr in (("first", 0.1), ("last", 0.05))]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    step = dt.compose_step(parts.pop("loss", what.loss), transforms, **{"grad": GRAD, **parts})
+    return Run(step=step, task=task), step.init(model, optimizer, seed=5, run=LENGTH)
 
 
-def take(step: dt.Step, state: dt.TrainState) -> tuple[dt.TrainState, dt.Metrics]:
-    """One step over the batch that its number stands for; every ``EPOCH`` of them are an epoch."""
-    post_batch(Post(epoch_ends=state.step % EPOCH == EPOCH - 1))
-    try:
-        return step(state, batch_of(state.step))
-    finally:
-        post_batch()
-
-
-def train(step: dt.Step, state: dt.TrainState, until: int) -> tuple[dt.TrainState, list[Any]]:
+def train(run: Run, state: dt.TrainState, until: int) -> tuple[dt.TrainState, list[Any]]:
     """The state at step ``until``, and the metrics on the way."""
     trace = []
     while state.step < until:
-        state, metrics = take(step, state)
+        state, metrics = run.take(state)
         trace.append({name: [part.item() for part in metric] for name, metric in metrics.items()})
     return state, trace
 
@@ -92,10 +157,15 @@ def snapshot(state: dt.TrainState) -> dict[str, Any]:
         "groups": [{**group, "params": [names[id(param)] for param in group["params"]]} for group in optimizer.param_groups],
         "optimizer": _copied({names[id(param)]: content for param, content in optimizer.state.items()}),
         "slices": _copied(dict(state.slices)),
-        "clock": {name: count for name, count in state.clock.state_dict().items() if name != "seconds"},
+        "clock": _without_seconds(state.clock.state_dict()),
         "seed": state.seed,
         "rng": _copied(rng_state()),
     }
+
+
+def _without_seconds(clock: dict[str, Any]) -> dict[str, Any]:
+    before = clock["before"] and {name: count for name, count in clock["before"].items() if name != "seconds"}
+    return {**{name: count for name, count in clock.items() if name != "seconds"}, "before": before}
 
 
 def traces(state: dt.TrainState) -> dict[str, Any]:
@@ -144,8 +214,8 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 class Fault:
     """A point in a step that can be made to raise: in the n-th call of the loss, or around either half."""
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, where: str, task: str = "vector") -> None:
+        self.where, self.task = where, task
         self.armed = False
         self.fired = False
         self.calls = 0
@@ -169,7 +239,7 @@ class Fault:
         def loss(model: nn.Module, batch: Any) -> dt.LossSum:
             self.calls += 1
             self._at(f"loss {self.calls}")
-            return LOSS(model, batch)
+            return TASKS[self.task].loss(model, batch)
 
         def grad(*given: Any, **options: Any) -> Any:
             self._at("before grad")

@@ -7,8 +7,8 @@ import pytest
 
 import dtrain as dt
 from battery import contracts
-from battery.run import begin
 from battery.transforms import BROKEN, ROWS, make
+from dtrain.errors import RankError
 
 IN_BROKEN = {name: contract for name, (contract, _) in BROKEN.items()}
 
@@ -32,7 +32,18 @@ def _returns_transform(value: object) -> bool:
 
 
 def test_every_contract_has_something_that_breaks_it():
-    assert set(IN_BROKEN.values()) == {"resume", "never active", "ranks", "slices", "exception", "spent"}
+    assert set(IN_BROKEN.values()) == {
+        "resume",
+        "never active",
+        "ranks",
+        "fewer ranks",
+        "host syncs",
+        "collectives",
+        "points",
+        "slices",
+        "exception",
+        "spent",
+    }
 
 
 @each
@@ -65,6 +76,50 @@ def test_the_absence_contract_finds_what_is_broken(name):
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.per_rank])
 def test_two_ranks_equal_one(name, ranks):
     contracts.check_ranks_equal_one(name, ranks)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.per_rank])
+def test_saved_by_two_ranks_and_resumed_by_one(name, tmp_path, ranks):
+    contracts.check_resumed_by_fewer_ranks(name, str(tmp_path), ranks)
+
+
+@broken("fewer ranks")
+def test_the_contract_of_fewer_ranks_finds_what_is_broken(name, tmp_path, ranks):
+    with pytest.raises(AssertionError, match=f"fewer ranks: {name}: parameters are .* from those of a run by one rank"):
+        contracts.check_resumed_by_fewer_ranks(name, str(tmp_path), ranks)
+
+
+@each
+def test_no_host_sync_but_those_that_are_stated(name):
+    contracts.check_host_syncs(name)
+
+
+@broken("host syncs")
+def test_the_contract_of_host_syncs_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"host syncs: {name}: 1 a step, 0 are allowed: .*item"):
+        contracts.check_host_syncs(name)
+
+
+@each
+def test_state_and_compute_stay_sharded(name, ranks):
+    assert ranks(2).run(contracts.check_collectives, name) == [None, None]
+
+
+@broken("collectives")
+def test_the_contract_of_collectives_finds_what_is_broken(name, ranks):
+    with pytest.raises(RankError, match=f"collectives: {name}: step 0 moves .* bytes"):
+        ranks(2).run(contracts.check_collectives, name)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.points])
+def test_numbers_are_those_known_by_hand(name):
+    contracts.check_points(name)
+
+
+@broken("points")
+def test_the_contract_of_points_finds_what_is_broken(name):
+    with pytest.raises(AssertionError, match=f"points: {name}: "):
+        contracts.check_points(name)
 
 
 @broken("ranks")
@@ -121,4 +176,4 @@ def test_the_spent_contract_finds_what_is_broken(name, tmp_path):
 @each
 def test_a_row_makes_a_transform_anew_that_begins(name):
     assert make(name) is not make(name)
-    assert set(begin([make(name)])[1].slices) == {make(name).name}
+    assert set(contracts.begun(name)[1].slices) == {make(name).name}

@@ -1,4 +1,4 @@
-"""The registry of transforms: a new one is a row in ``ROWS``, and every contract holds it from then on.
+"""The registry of transforms: a new one is a row in ``rows/``, and every contract holds it from then on.
 
 ``BROKEN`` has one transform per way of breaking a contract, each with the contract that must find it.
 """
@@ -6,121 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import dtrain as dt
-from dtrain.algorithms.autocast import autocast
-from dtrain.algorithms.loss_scale import loss_scale
-from dtrain.combinators import between, every, masked, on_batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A transform under contract.
-
-    Args:
-        make: makes it anew, as a new process would.
-        of: the public functions that it is an example of.
-        per_rank: it draws differently on each rank, so two ranks do not equal one.
-        reruns: it runs the model more often than once a step, so dropout draws more than in a run without it.
-        undoes: it takes back what the model's forwards drew and counted in a step that fails.
-    """
-
-    make: Callable[[], dt.Transform]
-    of: tuple[str, ...] = ()
-    per_rank: bool = False
-    reruns: bool = False
-    undoes: bool = False
-
-
-def shrink(batch: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
-    return {**batch, "x": 0.5 * batch["x"]}
-
-
-def jitter(batch: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
-    noise = torch.randn(batch["x"].shape, generator=generator, dtype=batch["x"].dtype)
-    return {**batch, "x": batch["x"] + 0.1 * noise}
-
-
-# ---- the house patterns: what no method of the library does yet, but a user's may -------------------------------------------
-
-
-def halved_loss() -> dt.Transform:
-    """At the loss seam: every second step counts half."""
-
-    def wrap(inner: Any, context: dt.StepContext) -> Any:
-        factor = 1.0 if context.state.step % 2 else 0.5
-
-        def loss(model: Any, batch: Any) -> dt.LossSum:
-            found = inner(model, batch)
-            return dt.LossSum(total=factor * found.total, weight=found.weight, aux=found.aux)
-
-        return loss
-
-    return dt.Transform(name="halved_loss", loss=wrap)
-
-
-def repeated() -> dt.Transform:
-    """At the grad seam: computes the gradient twice, as methods with two gradients do."""
-
-    def wrap(inner: Any) -> Any:
-        def twice(state: Any, batch: Any, **options: Any) -> Any:
-            state, _ = inner(state, batch, **options)
-            return inner(state, batch, **options)
-
-        return twice
-
-    return dt.Transform(name="repeated", grad=wrap)
-
-
-def skipping() -> dt.Transform:
-    """At the update seam, with a count in the slice: every third update is left out."""
-
-    def wrap(inner: Any) -> Any:
-        def maybe(state: Any, metrics: Any) -> Any:
-            seen = state.slices["skipping"]["seen"] + 1
-            if seen % 3 != 2:
-                state, metrics = inner(state, metrics)
-            return state.with_slice("skipping", {"seen": seen}), metrics
-
-        return maybe
-
-    return dt.Transform(name="skipping", init=lambda state: {"seen": 0}, update=wrap)
-
-
-def _warm() -> dt.Schedule:
-    return dt.with_warmup(dt.cosine(1.0, 0.1, 7), 2)
-
+from battery.row import Row
+from battery.rows import batches, combinators, gradients, local, precision, rates, text, weights
+from battery.rows.combinators import halved_loss as halved
+from dtrain.tensors import gathered
 
 ROWS: dict[str, Row] = {
-    "clip_by_norm": Row(make=lambda: dt.clip_by_norm(0.05), of=("clip_by_norm",)),
-    "clip_by_norm-scheduled": Row(make=lambda: dt.clip_by_norm(dt.linear(0.5, 0.05, 6))),
-    "ema": Row(make=lambda: dt.ema(0.9), of=("ema",)),
-    "ema-scheduled": Row(make=lambda: dt.ema(dt.linear(0.5, 0.99, 6))),
-    "scale_lr": Row(make=lambda: dt.scale_lr(_warm()), of=("scale_lr",)),
-    "autocast": Row(make=lambda: autocast("bf16"), of=("autocast",)),
-    "loss_scale": Row(make=lambda: loss_scale(1000.1, growth=1.3, interval=2), of=("loss_scale",)),
-    "every-loss_scale": Row(make=lambda: every(2, loss_scale(interval=1))),
-    "auto_microbatch": Row(make=lambda: dt.auto_microbatch(), of=("auto_microbatch",), undoes=True),
-    "auto_microbatch-from-2": Row(make=lambda: dt.auto_microbatch(initial=2), undoes=True),
-    "every-auto_microbatch": Row(make=lambda: every(2, dt.auto_microbatch(initial=3, grow=2)), reruns=True),
-    "every-ema": Row(make=lambda: every(2, dt.ema(0.9)), of=("every",)),
-    "every-epoch-clip": Row(make=lambda: every("1ep", dt.clip_by_norm(0.05))),
-    "every-halved_loss": Row(make=lambda: every(2, halved_loss())),
-    "between-scale_lr": Row(make=lambda: between(1, 5, dt.scale_lr(_warm())), of=("between",)),
-    "between-samples-ema": Row(make=lambda: between("7sp", "2ep", dt.ema(0.9))),
-    "masked-clip": Row(make=lambda: masked(dt.clip_by_norm(0.05), "first.*"), of=("masked",)),
-    "masked-ema": Row(make=lambda: masked(dt.ema(0.9), lambda name, param: param.ndim == 2)),
-    "masked-every-ema": Row(make=lambda: masked(every(2, dt.ema(0.9)), ["first.*", "last.bias"])),
-    "on_batch": Row(make=lambda: on_batch(shrink, name="shrink"), of=("on_batch",)),
-    "on_batch-random": Row(make=lambda: on_batch(jitter, name="jitter"), per_rank=True),
-    "every-on_batch-random": Row(make=lambda: every(2, on_batch(jitter, name="jitter")), per_rank=True),
-    "pattern-loss": Row(make=halved_loss),
-    "pattern-grad": Row(make=repeated, reruns=True),
-    "pattern-update": Row(make=skipping),
+    name: row
+    for part in (gradients, weights, local, batches, text, precision, rates, combinators)
+    for name, row in part.ROWS.items()
 }
 
 
@@ -191,6 +91,34 @@ def mean_of_one_rank() -> dt.Transform:
     return dt.Transform(name="share", update=wrap)
 
 
+def counting_ranks() -> dt.Transform:
+    """Keeps a number that depends on how many ranks there are."""
+
+    def init(state: dt.TrainState) -> dict:
+        return {"seen": 0.0}
+
+    def wrap(inner: Any) -> Any:
+        def pulled(state: Any, metrics: Any) -> Any:
+            seen = state.slices["counting"]["seen"] + 0.01 * state.spec.data_ranks
+            for param in state.params.values():
+                param.grad.mul_(1.0 + seen)
+            return inner(state.with_slice("counting", {"seen": seen}), metrics)
+
+        return pulled
+
+    return dt.Transform(name="counting", init=init, update=wrap)
+
+
+def waiting_for_the_norm() -> dt.Transform:
+    """Looks at a number of the gradient on the host."""
+    return _before("waiting", lambda state: next(iter(state.params.values())).grad.norm().item() and None)
+
+
+def gathering() -> dt.Transform:
+    """Puts all parameters together on every rank."""
+    return _before("gathering", lambda state: [gathered(param) for param in state.params.values()] and None)
+
+
 def leaking(name: str, act: Callable[[dt.TrainState], Any], seam: str = "update") -> Callable[[], dt.Transform]:
     return lambda: _before(name, act, seam)
 
@@ -249,6 +177,12 @@ BROKEN: dict[str, tuple[str, Row]] = {
     "rate changed in init": ("never active", Row(make=rate_changed_in_init)),
     "norm of the shard": ("ranks", Row(make=norm_of_the_shard)),
     "mean of one rank": ("ranks", Row(make=mean_of_one_rank)),
+    "state of a rank": ("fewer ranks", Row(make=counting_ranks)),
+    "waiting for the device": ("host syncs", Row(make=waiting_for_the_norm)),
+    "gathering all parameters": ("collectives", Row(make=gathering)),
+    "a wrong number": ("points", Row(make=halved, points=lambda: [(1.0, 1.0), (2.0, 2.5)])),
+    "one number only": ("points", Row(make=halved, points=lambda: [(1.0, 1.0)])),
+    "one number twice": ("points", Row(make=halved, points=lambda: [(1.0, 1.0), (1.0, 1.0)])),
     "slice with an object": ("slices", Row(make=_slice("object", lambda state: {"device": state.device}))),
     "slice with a list": (
         "slices",

@@ -1,36 +1,17 @@
 import math
 
 import pytest
-import torch
 
+from dtrain.clock import Clock
 from dtrain.errors import ConfigError
 from dtrain.schedules.basic import constant, cosine, linear, with_warmup
+from dtrain.schedules.hyper import hyperparameter, measured_in
 
 
 def test_ten_linear_steps_from_one_use_one_down_to_a_tenth():
     assert [linear(1.0, 0.0, 10)(t) for t in range(11)] == pytest.approx(
         [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
     )
-
-
-def test_linear_agrees_with_torch():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    peer = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.25, total_iters=8)
-    ours = linear(1.0, 0.25, 8)
-    for t in range(12):
-        assert ours(t) == pytest.approx(peer.get_last_lr()[0], rel=1e-12)
-        optimizer.step()
-        peer.step()
-
-
-def test_cosine_agrees_with_torch():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    peer = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.1)
-    ours = cosine(1.0, 0.1, 20)
-    for t in range(20):
-        assert ours(t) == pytest.approx(peer.get_last_lr()[0], rel=1e-12)
-        optimizer.step()
-        peer.step()
 
 
 @pytest.mark.parametrize("make", [linear, cosine])
@@ -62,6 +43,57 @@ def test_decay_needs_a_length(make, steps):
 def test_warmup_refuses_a_negative_length():
     with pytest.raises(ConfigError, match="steps must be at least 0, got steps=-1"):
         with_warmup(linear(1.0, 0.0, 5), -1)
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_warmup_is_defined_before_its_beginning(steps):
+    assert with_warmup(linear(1.0, 0.0, 10), steps)(-1) == (0.0 if steps else 1.0)
+
+
+def test_a_shifted_schedule_begins_when_the_warmup_is_over():
+    alone, behind = cosine(1.0, 0.1, 20), with_warmup(cosine(1.0, 0.1, 20), 5, shifted=True)
+    assert [behind(5 + t) for t in range(25)] == [alone(t) for t in range(25)]
+    assert behind(2.5) == 0.5
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "exponential"])
+def test_a_warmup_of_any_shape_begins_at_its_share_and_ends_at_the_schedule(shape):
+    warm = with_warmup(linear(1.0, 0.0, 100), 20, start=0.25, shape=shape)
+    assert warm(0) == 0.8 * 0.25
+    assert warm(20) == linear(1.0, 0.0, 100)(20)
+    assert all(warm(t) < warm(t + 1) for t in range(20))
+
+
+def test_a_warmup_counts_what_its_schedule_counts():
+    warm = with_warmup(measured_in("tok", linear(1.0, 0.0, 1000)), 100)
+    read = hyperparameter(warm, "x")
+    assert [read(Clock(step=7, tokens=tokens)) for tokens in (50, 100, 500)] == [0.45, 0.9, 0.5]
+
+
+REFUSED = {
+    "warmup: steps": (lambda: with_warmup(constant(1.0), math.inf), "with_warmup: steps must be at least 0, got steps=inf"),
+    "warmup: start": (lambda: with_warmup(constant(1.0), 5, start=-1), "start must be at least 0, got start=-1; it is a share"),
+    "warmup: shape": (
+        lambda: with_warmup(constant(1.0), 5, shape="1-sqrt"),
+        "with_warmup: shape must be one of linear, cosine, exponential, got '1-sqrt'",
+    ),
+    "warmup: from 0": (
+        lambda: with_warmup(constant(1.0), 5, shape="exponential"),
+        "exponential needs values above 0, got start=0",
+    ),
+    "warmup: no schedule": (
+        lambda: with_warmup(0.5, 5),
+        r"with_warmup: needs a schedule \(a function of a number\), got 0.5; constant",
+    ),
+    "linear: value": (lambda: linear(math.nan, 0.0, 5), "linear: start must be a finite number, got nan"),
+    "cosine: value": (lambda: cosine(1.0, "0", 5), "cosine: end must be a finite number, got '0'"),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_a_schedule_is_refused(make, expected):
+    with pytest.raises(ConfigError, match=expected):
+        make()
 
 
 def test_a_constant_is_the_same_everywhere():

@@ -214,6 +214,7 @@ def _check(
 ) -> None:
     for state in states.values():
         state.check_fresh(_WHERE)
+        state.check_together(_WHERE)
     if len({state.shared.run_id for state in states.values()}) > 1:
         raise ConfigError(f"{_WHERE}: the states {list(states)} belong to different runs; load them from one checkpoint")
     if mode not in ("sync", "async"):

@@ -17,6 +17,7 @@ from dtrain.cli.launch import launch
 from dtrain.cli.launch_options import EXAMPLES
 from dtrain.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from dtrain.cli.plan import plan
+from dtrain.cli.plot import app as plot
 from dtrain.errors import ConfigError, DtrainError
 from dtrain.launch.output.outlet import occupy_standard_streams
 
@@ -44,6 +45,7 @@ app.command()(env)
 app.command(cls=GroupedCommand, epilog=PLAN_EXAMPLES)(plan)
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(data, name="data")
+app.add_typer(plot, name="plot")
 
 
 @app.callback(invoke_without_command=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,6 +18,23 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 
 MODEL_AXES = ("cp", "tp")
 """Axes whose ranks work on one batch together, innermost last; a mesh has those of a degree above 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Replicas:
+    """Copies of a model that train apart for a while, as one of its ranks sees them.
+
+    Args:
+        place: of the copy that this rank belongs to.
+        count: how many copies there are.
+        between: the ranks that hold the same part of each copy.
+        within: the ranks of this copy, by axis of the mesh; axes of one rank are left out.
+    """
+
+    place: int
+    count: int
+    between: dist.ProcessGroup
+    within: tuple[dist.ProcessGroup, ...] = ()
 
 
 def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1) -> DeviceMesh:

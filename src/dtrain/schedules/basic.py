@@ -92,7 +92,7 @@ def with_warmup(
     replaced. With ``shifted`` it begins when the warm-up is over, and ends ``steps`` later than it would alone. ``steps = 0``
     changes nothing.
 
-    Formula, for ``t < steps``, with ``s = t / steps`` and ``top = schedule(steps)``, or ``schedule(0)`` where it is shifted:
+    Formula: for ``t < steps``, with ``s = t / steps`` and ``top = schedule(steps)``, or ``schedule(0)`` where it is shifted:
     ``top * (start + (1 - start) * s)`` (linear), ``top * (1 + (start - 1) * (1 + cos(pi * s)) / 2)`` (cosine),
     ``top * start ** (1 - s)`` (exponential). Then ``schedule(t)``, or ``schedule(t - steps)``.
 

@@ -28,9 +28,7 @@ def measured_in(unit: str, schedule: Schedule) -> Measured:
 
     So a rate may follow the tokens that were trained on, whatever the batch size was.
 
-    >>> decay = measured_in("tok", lambda t: 1.0 - t / 1e9)
-    >>> hyperparameter(decay, "example")(Clock(tokens=250_000_000))
-    0.75
+    Formula: ``value = schedule(clock.count(unit))``
 
     Args:
         unit: ``ba`` (steps), ``ep`` (whole epochs), ``sp``, ``tok``, ``sec`` (rank 0's clock), ``dur`` (the share of the run).
@@ -38,6 +36,13 @@ def measured_in(unit: str, schedule: Schedule) -> Measured:
 
     Raises:
         ConfigError: an unknown unit, or no function.
+
+    Source: dtrain's own; a scheduler of MosaicML's Composer is measured in the unit of its ``t_max``.
+
+    Example:
+        >>> decay = measured_in("tok", lambda t: 1.0 - t / 1e9)
+        >>> hyperparameter(decay, "example")(Clock(tokens=250_000_000))
+        0.75
     """
     if unit not in UNITS:
         raise ConfigError(f"measured_in: unknown unit {unit!r}; use one of {', '.join(UNITS)}")

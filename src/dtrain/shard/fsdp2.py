@@ -1,19 +1,22 @@
 """The private side of FSDP2: the only module that uses names of torch which are not public.
 
 Each use is for something that torch offers no call for, and is held in place by a test: what happens to a parameter
-without a gradient (``tests/shard/test_reduction.py``), the way back after an exception (``tests/step/test_failures.py``),
+without a gradient (``tests/shard/test_reduction.py``), gradients that stay within one copy of the model
+(``tests/algorithms/weights/test_local_sgd.py``), the way back after an exception (``tests/step/test_failures.py``),
 what a forward without a backward leaves (``tests/shard/test_gathered.py``), and what memory is for (``tests/planning/``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.utils.hooks import RemovableHandle
 
 
@@ -49,16 +52,40 @@ def in_forward(unit: FSDPModule) -> bool:
     return str(unit._get_fsdp_state()._training_state).endswith(".FORWARD")
 
 
-def before_reduction(group: Any, call: Callable[[], None]) -> None:
-    """Have ``call`` run each time before ``group`` reduces its gradients. Mutates: ``group``."""
+def before_reduction(group: Any, call: Callable[[], bool]) -> None:
+    """Have ``call`` run each time before ``group`` reduces its gradients. Mutates: ``group``.
+
+    Where it returns True, gradients are summed over the ranks that parameters are cut over, and not over the copies beside.
+    """
     reduce = group.post_backward
 
     def post_backward(*args: Any) -> Any:
-        if group.reduce_grads:
-            call()
+        if group.reduce_grads and call():
+            with _without_copies(group):
+                return reduce(*args)
         return reduce(*args)
 
     group.post_backward = post_backward
+
+
+@contextmanager
+def _without_copies(group: Any) -> Iterator[None]:
+    """A context in which ``group`` takes its mesh for one without a replicated axis.
+
+    FSDP2's ``set_requires_all_reduce(False)`` is no way: it keeps what it has reduced for a later backward, and off ``.grad``.
+
+    Mutates: ``group``, while it lasts.
+    """
+    whole = group.mesh_info
+    if not isinstance(whole, HSDPMeshInfo):
+        yield
+        return
+    group.mesh_info = copy(whole)
+    group.mesh_info.__class__ = FSDPMeshInfo  # the same axes and process groups, of which FSDP2 uses those of this class
+    try:
+        yield
+    finally:
+        group.mesh_info = whole
 
 
 def after_reduction(group: Any, call: Callable[[], None]) -> RemovableHandle | None:

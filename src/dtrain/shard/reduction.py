@@ -51,14 +51,19 @@ class Reduction:
         self._missing: set[tuple[int, int]] = set()
         self._last: bool | None = None
         self._in_step = False
+        self._apart = False
         for index, group in enumerate(self._groups):
             before_reduction(group, partial(self._about_to_reduce, index))
 
-    def begin(self) -> None:
-        """Start a step. Mutates: FSDP2's units, where a forward outside of a step has left something."""
+    def begin(self, *, apart: bool = False) -> None:
+        """Start a step. Mutates: FSDP2's units, where a forward outside of a step has left something.
+
+        Args:
+            apart: whether gradients are summed within each copy of the model only.
+        """
         if self._sharded and not is_idle(self._model, self._groups):
             reset(self._model)
-        self._in_step = True
+        self._in_step, self._apart = True, apart
         self._order.clear()
         self._present.clear()
         self._missing.clear()
@@ -81,7 +86,7 @@ class Reduction:
     def end(self) -> None:
         """Leave FSDP2's flags as they were before the step."""
         self.before_microbatch(last=True)
-        self._in_step = False
+        self._in_step = self._apart = False
 
     def free(self) -> None:
         """Drop gathered copies of parameters that are about to change. Mutates: FSDP2's units."""
@@ -155,12 +160,13 @@ class Reduction:
             params = enumerate(sharded_params(self._groups[index]))
             call([param for at, param in params if param.grad is not None and (index, at) not in lacking])
 
-    def _about_to_reduce(self, index: int) -> None:
+    def _about_to_reduce(self, index: int) -> bool:
         present, missing = fill_missing(self._groups[index])
         if self._in_step:
             self._order.append(index)
             self._present.update((index, at) for at in present)
             self._missing.update((index, at) for at in missing)
+        return self._apart
 
 
 def watch_reductions(model: nn.Module, spec: ShardSpec) -> None:
@@ -177,16 +183,19 @@ def reduction_of(model: nn.Module) -> Reduction:
 _NOTHING = Reduction(nn.Identity(), ShardSpec())
 
 
-def reduce_whole_(grads: Sequence[Tensor], *, counts: bool = True) -> None:
+def reduce_whole_(grads: Sequence[Tensor], spec: ShardSpec) -> None:
     """Sum plain gradients over all ranks that count, those of one dtype in one collective; all ranks get the sum.
 
-    Mutates: ``grads``. Collective: one all-reduce per dtype.
+    While copies of the model train apart, the ranks are those of this rank's copy.
+
+    Mutates: ``grads``. Collective: one all-reduce per dtype; for a copy one per axis of its mesh.
     """
     for dtype in {grad.dtype: None for grad in grads}:
         same = [grad for grad in grads if grad.dtype == dtype]
         flat = torch.cat([grad.reshape(-1) for grad in same])
-        if not counts:
+        if not spec.counts:
             flat.zero_()
-        dist.all_reduce(flat)
+        for group in [None] if spec.apart is None else spec.apart.within:
+            dist.all_reduce(flat, group=group)
         pieces = flat.split([grad.numel() for grad in same])
         torch._foreach_copy_(same, [piece.view_as(grad) for piece, grad in zip(pieces, same, strict=True)])

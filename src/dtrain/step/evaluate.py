@@ -60,7 +60,7 @@ def evaluate(
         first = None if microbatch_size == "auto" else microbatch_size
         in_parts = auto_batch_eval(loss_fn, initial=first, batch_spec=batch_spec, count=count, split=split)
     with naming_missing("evaluate"), evaluating(model):
-        for batch, real in _in_lockstep(loader, partial(samples_and_tokens, spec=batch_spec, count=count)):
+        for batch, real in in_lockstep(loader, partial(samples_and_tokens, spec=batch_spec, count=count)):
             for found in in_parts(model, batch) if in_parts else [loss_fn(model, to_device(batch, device))]:
                 loss = checked_loss(found, where="evaluate")
                 any_batch = True
@@ -73,11 +73,13 @@ def evaluate(
     return sums.metrics()
 
 
-def _in_lockstep(loader: Any, counted: Callable[[Batch], tuple[int, int]]) -> Iterator[tuple[Batch, bool]]:
+def in_lockstep(loader: Any, counted: Callable[[Batch], tuple[int, int]]) -> Iterator[tuple[Batch, bool]]:
     """This rank's batches, then one that does not count for as long as another rank still has one.
 
     Yields:
         A batch, and whether it counts.
+
+    Collective: one small record per batch on the control group.
     """
     batches = iter(loader.one_pass() if hasattr(loader, "one_pass") else loader)
     filler: Batch | None = None

@@ -41,7 +41,8 @@ def microbatch_step(
     The mean is the sum of ``LossSum.total`` over all microbatches and ranks, divided by the sum of ``LossSum.weight``: the
     same for every microbatch size, world size and split, up to rounding. With ``terms`` it is the sum of such means. A rank
     may have fewer samples than the others, or none: it repeats a microbatch with weight zero, so that all ranks run the same
-    number of forwards and backwards.
+    number of forwards and backwards. Between ``split_replicas`` and ``join_replicas`` it is the mean over the samples of this
+    rank's copy of the model.
 
     Args:
         state: not spent; its parameters are not changed.
@@ -87,7 +88,7 @@ def microbatch_step(
     tally = _agree(state, parts, list(weights), error)
     state.drop_gradients()
     reduction, buffers, attempt = reduction_of(state.model), buffers_of(state.model), attempt_of(state.shared)
-    reduction.begin()
+    reduction.begin(apart=state.spec.apart is not None)
     buffers.begin()
     try:
         with naming_missing("microbatch_step"):  # the model's collectives and ours: if one fails, because of whom
@@ -145,12 +146,12 @@ def _backward(
     """Forward and backward of the whole step; with an ``attempt`` its failure is noted there, and nothing of it is left."""
     reduction = reduction_of(state.model)
     if attempt is None:
-        known = global_weights(weights, state.device, counts=state.spec.counts)
+        known = global_weights(weights, state.device, state.spec)
         return known, _accumulate(state, parts, tally.microbatches, loss_fn, reduction, known)
 
     def body() -> tuple[Weights, Metrics]:
         attempt.enter("before")
-        known = global_weights(weights, state.device, counts=state.spec.counts)
+        known = global_weights(weights, state.device, state.spec)
         metrics = _accumulate(state, parts, microbatches, loss_fn, reduction, known, attempt)
         _reserve(state, buffers_of(state.model))
         return known, metrics
@@ -256,4 +257,4 @@ def _reduce_left_out(state: TrainState, unused: Sequence[str]) -> None:
     for param in params:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-    reduce_whole_([param.grad for param in params if param.grad is not None], counts=state.spec.counts)
+    reduce_whole_([param.grad for param in params if param.grad is not None], state.spec)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dtrain.clock import Clock
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.reduction import reduction_of
 from dtrain.state import TrainState
+from dtrain.step.finite import all_finite
 from dtrain.tensors import global_norm, local, scale_
 from dtrain.types import Metrics, Params, as_metric
 
@@ -69,8 +72,7 @@ def apply_gradients(
         raise StepError("apply_gradients: no parameter has a gradient; call microbatch_step (or backward) before")
     if nonfinite not in ("allow", "raise", "skip"):
         raise ConfigError(f"apply_gradients: nonfinite must be 'allow', 'raise' or 'skip', got {nonfinite!r}")
-    # The global norm is the same number on every rank, so they all decide alike.
-    broken = nonfinite != "allow" and not _is_finite(global_norm(grads))
+    broken = nonfinite != "allow" and _any_broken(state, grads)
     if broken and nonfinite == "raise":
         names = [name for name, p in state.params.items() if p.grad is not None and not _is_finite(local(p.grad).sum())]
         state.drop_gradients()
@@ -91,6 +93,13 @@ def _is_finite(value: Tensor) -> bool:
     return bool(torch.isfinite(value))
 
 
+def _any_broken(state: TrainState, grads: Sequence[Tensor]) -> bool:
+    """Whether a gradient is not finite on any rank; the same on all of them, who must go on alike."""
+    if state.spec.apart is None:
+        return not _is_finite(global_norm(grads))  # the same number on every rank
+    return not all_finite(grads, state.device, where="apply_gradients")
+
+
 def tick(state: TrainState) -> TrainState:
     """The state with its clock moved by one step, by what the ranks agreed in ``microbatch_step``. Spends ``state``.
 
@@ -98,11 +107,19 @@ def tick(state: TrainState) -> TrainState:
         StepError: no step is in progress: ``microbatch_step`` did not run on this state.
     """
     state.check_fresh("tick")
-    if state.tally is None:
-        raise StepError("tick: no step is in progress; the state must come from microbatch_step, which counts the batch")
+    return state.successor(clock=next_clock(state), tally=None)
+
+
+def next_clock(state: TrainState) -> Clock:
+    """The clock after the step in progress: what a transform goes by that has something to do at the end of an interval.
+
+    Raises:
+        StepError: no step is in progress.
+    """
     tally = state.tally
-    clock = state.clock.tick(samples=tally.samples, tokens=tally.tokens, seconds=tally.seconds, end_of_epoch=tally.end_of_epoch)
-    return state.successor(clock=clock, tally=None)
+    if tally is None:
+        raise StepError("tick: no step is in progress; the state must come from microbatch_step, which counts the batch")
+    return state.clock.tick(samples=tally.samples, tokens=tally.tokens, seconds=tally.seconds, end_of_epoch=tally.end_of_epoch)
 
 
 def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:

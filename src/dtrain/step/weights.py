@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError, StepError
-from dtrain.state import HostScalar, TrainState
+from dtrain.state import HostScalar, ShardSpec, TrainState
 from dtrain.step.sums import is_number, shown
 from dtrain.tensors import scale_
 from dtrain.types import Batch, LossSum, Metrics, WeightFn
@@ -23,6 +23,8 @@ _SLACK = 1e-6  # relative; weights are counts, or sums of a few thousand float32
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
     """The weights that ``weight_fn`` promised: this rank's, and the factors ``1 / global weight``; none without one.
+
+    While copies of the model train apart, a factor is of the weight of this rank's copy.
 
     Args:
         local: by term, float64 ``[]``.
@@ -98,16 +100,16 @@ def promised(weight_fn: WeightFn | None, batch: Batch) -> dict[str, Tensor | flo
     return {name: weights[name] for name in sorted(weights)}
 
 
-def global_weights(local: Mapping[str, Tensor | float], device: torch.device, *, counts: bool = True) -> Weights:
-    """The factors of every term; ``counts`` is that of the ``ShardSpec``.
+def global_weights(local: Mapping[str, Tensor | float], device: torch.device, spec: ShardSpec) -> Weights:
+    """The factors of every term.
 
     Collective: one all-reduce (float64), none without terms.
     """
     if not local:
         return Weights(local={}, factors={})
     mine = torch.stack([torch.as_tensor(w, dtype=torch.float64).detach().reshape(()).to(device) for w in local.values()])
-    whole = _summed(mine, counts=counts)
-    factors = torch.where(whole > 0, 1.0 / whole, 0.0)
+    shared, whole = _summed(mine, spec)
+    factors = torch.where(shared > 0, 1.0 / shared, 0.0)
     return Weights(
         local=dict(zip(local, mine.unbind(), strict=True)),
         factors=dict(zip(local, factors.unbind(), strict=True)),
@@ -121,7 +123,10 @@ def divide_(grads: Sequence[Tensor], state: TrainState, weights: Weights, metric
     Mutates: ``grads``. Collective: one all-reduce of float64 ``[]``, unless ``weight_fn`` promised the weight.
     Host sync: none. On a GPU the weight reaches the host late: the gradient is zero now, and the next step raises.
     """
-    weight = weights.loss if weights.loss is not None else _summed(metrics["loss"].weight, counts=state.spec.counts)
+    if weights.loss is None:
+        shared, weight = _summed(metrics["loss"].weight, state.spec)
+    else:
+        shared = weight = weights.loss
     value = _to_host(state, weight) if weights.loss is None else _seen(state, weight)
     if value is not None and not value > 0:
         _host(state, weight.device).clear()
@@ -130,8 +135,10 @@ def divide_(grads: Sequence[Tensor], state: TrainState, weights: Weights, metric
             "look for a batch in which everything is masked"
         )
     if weights.loss is None:
-        # On a GPU nothing is known of the weight here, without waiting: zero must not poison the parameters with NaN.
-        factor = weight.reciprocal() if value is not None else torch.where(weight > 0, 1.0 / weight, 0.0)
+        # On a GPU nothing is known of the weight here, without waiting: zero must not poison the parameters with NaN. That of a
+        # copy that trains apart may be zero, and is no error: its gradient is.
+        known = value is not None and state.spec.apart is None
+        factor = weight.reciprocal() if known else torch.where(shared > 0, 1.0 / shared, 0.0)
         scale_(grads, factor)
 
 
@@ -151,9 +158,19 @@ def _seen(state: TrainState, value: Tensor) -> float | None:
     return _host(state, value.device).peek() if value.device.type == "cpu" else None
 
 
-def _summed(local: Tensor, *, counts: bool) -> Tensor:
+def _summed(local: Tensor, spec: ShardSpec) -> tuple[Tensor, Tensor]:
+    """``local`` added up over the ranks that share their gradients, and over all: the same unless copies train apart.
+
+    Collective: one all-reduce over all ranks.
+    """
     if current().world_size == 1:
-        return local
-    whole = local.clone() if counts else torch.zeros_like(local)
-    dist.all_reduce(whole)
-    return whole
+        return local, local
+    counted = local if spec.counts else torch.zeros_like(local)
+    if spec.apart is None:
+        whole = counted.clone()
+        dist.all_reduce(whole)
+        return whole, whole
+    copies = local.new_zeros(spec.apart.count, *local.shape)
+    copies[spec.apart.place] = counted
+    dist.all_reduce(copies)
+    return copies[spec.apart.place], copies.sum(0)

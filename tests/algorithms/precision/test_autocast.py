@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.algorithms.autocast import autocast
+from dtrain.algorithms.precision.autocast import autocast
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError
 from dtrain.memory.live import LiveBytes

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.algorithms.autocast import autocast
-from dtrain.algorithms.loss_scale import Rule, all_finite, loss_scale
+from dtrain.algorithms.precision.autocast import autocast
+from dtrain.algorithms.precision.loss_scale import Rule, loss_scale
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.precision import Precision
 from dtrain.step.auto import auto_microbatch
+from dtrain.step.finite import all_finite
 from dtrain.tensors import gathered
 from dtrain.testing import count_collectives, count_host_syncs
 from dtrain.transform import StepContext, Transform

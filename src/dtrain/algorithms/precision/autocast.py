@@ -18,6 +18,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def autocast(dtype: Literal["bf16", "fp16"] = "bf16", *, cache: bool = True) -> Transform:
     """Run the forward of every microbatch under ``torch.autocast``: matmuls in ``dtype``, what needs range in float32.
 
+    Formula: ``loss = loss_fn(model, batch)`` with every matmul as ``(a.to(dtype) @ b.to(dtype))``
+
     Wherever it is listed, the loss function and the wrappers listed after this one run inside; backward runs in the dtypes
     that forward has chosen. Parameters, gradients and their sums over ranks keep their dtypes. In float16, ``loss_scale`` goes
     with it.
@@ -34,6 +36,18 @@ def autocast(dtype: Literal["bf16", "fp16"] = "bf16", *, cache: bool = True) -> 
         ConfigError: another dtype; from ``Step.init`` on, one that autocast does not have on the model's device.
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740.
+
+    Example:
+        >>> seen = []
+        >>> def loss(model, x):
+        ...     seen.append(model(x).dtype)
+        ...     return LossSum(total=model(x).float().sum(), weight=len(x))
+        >>> from dtrain.step.compose import compose_step
+        >>> model = torch.nn.Linear(2, 1)
+        >>> step = compose_step(loss, [autocast("bf16")])
+        >>> _ = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(1, 2))
+        >>> seen
+        [torch.bfloat16]
     """
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ConfigError(f"autocast: dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")

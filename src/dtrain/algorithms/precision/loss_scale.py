@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.dist.init import current
-from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import ConfigError, StepError
 from dtrain.state import TrainState
-from dtrain.tensors import local, scale_
+from dtrain.step.finite import all_finite
+from dtrain.tensors import scale_
 from dtrain.transform import GradStep, Transform, UpdateFn
 from dtrain.types import Batch, LossFn, LossSum, Metrics, Slice, as_metric
 
@@ -33,6 +30,9 @@ def loss_scale(
     minimum: float = 2.0**-40,
 ) -> Transform:
     """Scale the loss before backward and the gradient back after it; leave a step out whose gradient is not finite.
+
+    Formula: ``gradient = d(scale * loss) / scale``; ``scale *= backoff`` after an update that is not finite,
+    ``scale *= growth`` after ``interval`` in a row that are
 
     What all other transforms see, wherever this one is listed, is the loss and the gradient as they are: the scale is put on
     after every loss wrapper, and taken off before any gradient wrapper returns. An update for which any rank's gradient is
@@ -62,6 +62,13 @@ def loss_scale(
         StepError: in a step, gradients are not finite at the smallest scale; on all ranks.
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
+
+    Example:
+        >>> rule = Rule(growth=2.0, backoff=0.5, interval=2, minimum=1e-6)
+        >>> rule.next(1024.0, 1, broken=False), rule.next(1024.0, 1, broken=True)  # (scale, updates since it changed)
+        ((2048.0, 0), (512.0, 0))
+        >>> loss_scale(1024.0, interval=2).name
+        'loss_scale'
     """
     rule = Rule(growth=growth, backoff=backoff, interval=interval, minimum=minimum)
     if not _is_number(initial) or not minimum <= _float32(initial) < math.inf:
@@ -96,30 +103,6 @@ class Rule:
             return scale, streak + 1
         grown = _float32(scale * self.growth)
         return (grown if math.isfinite(grown) else scale), 0
-
-
-def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Whether no element of any tensor is infinite or NaN on any rank: bool ``[]``, the same on every rank.
-
-    Args:
-        tensors: plain ones and DTensors, of any dtype.
-        device: where the answer is to be: that of the training group.
-
-    Collective: one all-reduce of float32 ``[]`` over all ranks. Host sync: none, except for tensors on another device.
-    """
-    kinds = defaultdict(list)
-    for tensor in tensors:
-        shard = local(tensor)
-        if shard.numel():  # nothing has no largest element
-            kinds[shard.dtype, shard.device].append(shard)
-    broken = torch.zeros((), device=device)
-    for shards in kinds.values():
-        largest = torch.stack(torch._foreach_norm(shards, math.inf))
-        broken += (~torch.isfinite(largest)).sum().to(device)
-    if current().world_size > 1:
-        with naming_missing(_NAME):
-            dist.all_reduce(broken)
-    return broken == 0
 
 
 class _Amplified(torch.autograd.Function):
@@ -181,7 +164,7 @@ def _unless_broken(rule: Rule) -> Callable[[UpdateFn], UpdateFn]:
         def maybe(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             now = state.slices[_NAME]
             grads = [param.grad for param in state.params.values() if param.grad is not None]
-            finite = all_finite(grads, state.device)
+            finite = all_finite(grads, state.device, where=_NAME)
             broken = not bool(finite)  # note: the one wait for the device
             scale, streak = rule.next(now["scale"], now["streak"], broken=broken)
             if broken and scale < rule.minimum:

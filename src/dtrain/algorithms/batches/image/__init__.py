@@ -1,0 +1,1 @@
+"""Operations on images, each on a whole batch with an amount for every image."""

@@ -1,0 +1,201 @@
+"""The gradient noise scale: how large a batch is worth while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from dtrain.batch import BatchSpec, FailedBatch, count_batch, pick_samples, to_device
+from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist.rng import KeptRandomness
+from dtrain.durations import Duration
+from dtrain.errors import ConfigError
+from dtrain.schedules.hyper import hyperparameter
+from dtrain.shard.replicas import KeptBuffers
+from dtrain.state import TrainState
+from dtrain.tensors import global_norm, local, with_shard
+from dtrain.transform import GradFn, Transform
+from dtrain.types import Batch, Metric, Metrics, Params, Schedule, Slice, once
+
+_NAME = "noise_scale"
+
+
+def noise_and_signal(part: Params, whole: Params, *, part_samples: float, whole_samples: float) -> tuple[Tensor, Tensor]:
+    """Unbiased estimates of the variance of a sample's gradient and of the squared norm of the true one, from two gradients.
+
+    Formula: ``noise = norm(part - whole)**2 / (1 / part_samples - 1 / whole_samples)``,
+    ``signal = norm(whole)**2 - noise / whole_samples``
+
+    Their quotient, each averaged over steps, is the noise scale. For halves of a batch this ``noise`` is the mean over both
+    halves of what the paper computes from the norms, ``(norm(part)**2 - norm(whole)**2) / (1 / part_samples - 1 /
+    whole_samples)``; a difference of vectors is less noisy than a difference of norms.
+
+    Args:
+        part: mean gradients over a part of a batch, by parameter, plain or DTensor.
+        whole: those over the whole batch. A name that is in one of the two only has a gradient of 0 in the other.
+        part_samples: samples of the part.
+        whole_samples: samples of the whole batch, more.
+
+    Returns:
+        ``noise`` and ``signal``, float64 scalars ``[]``, the same on every rank. ``signal`` may come out negative.
+
+    Collective: two all-reduces of a scalar per mesh axis that gradients are sharded on.
+    Host sync: none.
+
+    Raises:
+        ConfigError: not ``0 < part_samples < whole_samples``.
+
+    Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1.
+
+    Example:
+        >>> part, whole = {"w": torch.tensor([3.0, 0.0])}, {"w": torch.tensor([2.0, 1.0])}
+        >>> noise, signal = noise_and_signal(part, whole, part_samples=2, whole_samples=4)
+        >>> round(noise.item(), 5), round(signal.item(), 5)  # 2 / (1/2 - 1/4), and 5 - 8/4
+        (8.0, 3.0)
+    """
+    if not 0 < part_samples < whole_samples:
+        raise ConfigError(f"noise_and_signal: needs 0 < part_samples < whole_samples, got {part_samples=}, {whole_samples=}")
+    apart = [_minus(part.get(name), whole.get(name)) for name in {**whole, **part}]
+    noise = global_norm(apart).double().square() / (1.0 / part_samples - 1.0 / whole_samples)
+    return noise, global_norm(whole.values()).double().square() - noise / whole_samples
+
+
+def noise_scale(
+    decay: float | Schedule = 0.9, *, interval: Duration | int | str = 10, batch_spec: BatchSpec | None = None
+) -> Transform:
+    """Report as ``noise_scale`` the batch size, in samples, at which noise and signal of the gradient are equal.
+
+    Far below it, twice the batch size saves half of the steps; far above it, it saves nothing. It does not change what is
+    trained, by no bit: in the first step of each interval every second sample of the global batch is run before the whole of
+    it, after which the random generators and the buffers of the model are put back. Such a step costs half a step more.
+
+    It is about the gradient that ``inner`` computes, so what is listed after it counts. Noise is that of a sample, also where
+    the loss is a mean over tokens. While the signal is small its estimate may be negative, and so the scale.
+
+    The slice is ``{"measured": int, "noise": [], "signal": []}``: how often, and the averages. They begin at 0, which their
+    quotient does not see. The metric is there from the first measurement on; a global batch of one sample is not measured.
+
+    Formula: ``noise_scale = average(noise) / average(signal)`` with ``average = decay * average + (1 - decay) * new`` and the
+    estimates of ``noise_and_signal``
+
+    Args:
+        decay: of the two averages, per measurement, in ``[0, 1)``; or a schedule of such, read at the step about to run.
+        interval: the first step of each is measured, as with ``every``.
+        batch_spec: where the batch axis is; None takes the first one. The same that ``microbatch_step`` was given.
+
+    Mutates: nothing that lasts. It takes the memory of a second gradient while a step is measured.
+    Collective: in a measured step one record on the control group, those of a second gradient, and as ``noise_and_signal``.
+    Host sync: none; in a measured step one for each sequence in a batch that has an entry per sample (names of files).
+
+    Raises:
+        ConfigError: ``decay`` outside of ``[0, 1)``; of a schedule, in the step for which it is. ``interval`` is no duration.
+
+    Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1.
+
+    Example:
+        >>> from dtrain.losses import mean_loss
+        >>> from dtrain.step.compose import compose_step
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> loss = mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> step = compose_step(loss, [noise_scale()])
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> state, metrics = step(state, torch.tensor([[1.0], [2.0]]))  # gradients: 1 of the half, 1.5 of the whole
+        >>> round(metrics["noise_scale"].total.item(), 6)  # noise 0.25 / (1 - 1/2) = 0.5, signal 2.25 - 0.5/2 = 2
+        0.25
+    """
+    decay_at, each = hyperparameter(decay, "noise_scale: decay"), Duration.parse(interval)
+    if not callable(decay):
+        _check_decay(decay)
+
+    def init(state: TrainState) -> Slice:
+        nothing = torch.zeros((), dtype=torch.float64, device=state.device)
+        return {"measured": 0, "noise": nothing, "signal": nothing.clone()}
+
+    def grad(inner: GradFn) -> GradFn:
+        def measured(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+            if state.step and not state.clock.crossed(each):
+                state, metrics = inner(state, batch, microbatch_size=microbatch_size)
+                return state, {**metrics, **_reported(state)}
+            now = decay_at(state.clock)
+            _check_decay(now)
+            half, total = _half(state, batch, batch_spec)
+            if half is None:
+                state, metrics = inner(state, batch, microbatch_size=microbatch_size)
+                return state, {**metrics, **_reported(state)}
+            with _unseen(state):
+                state, _ = inner(state, half, microbatch_size=microbatch_size)
+            part = _gradients(state)
+            state, metrics = inner(state, batch, microbatch_size=microbatch_size)
+            found = noise_and_signal(part, _gradients(state), part_samples=(total + 1) // 2, whole_samples=total)
+            state = state.with_slice(_NAME, _averaged(state.slices[_NAME], *found, decay=now))
+            return state, {**metrics, **_reported(state)}
+
+        return measured
+
+    return Transform(name=_NAME, init=init, grad=grad)
+
+
+@contextmanager
+def _unseen(state: TrainState) -> Iterator[None]:
+    """What runs inside draws and counts nothing that is seen afterwards."""
+    randomness, buffers = KeptRandomness(), KeptBuffers(state.model)
+    buffers.keep()
+    try:
+        yield
+    finally:
+        buffers.put_back()
+        randomness.put_back()
+
+
+def _half(state: TrainState, batch: Batch, spec: BatchSpec | None) -> tuple[Batch | None, int]:
+    """This rank's part of every second sample of the global batch, which is the same half for any number of ranks.
+
+    Returns:
+        The samples, None where there are not two in all or a rank cannot count its batch; and how many the whole batch has.
+    """
+    mine, broken = 0, False
+    try:
+        if not isinstance(batch, FailedBatch):
+            mine = count_batch(batch, spec)[0]
+    except Exception:  # noqa: BLE001  # the step will meet it, too, and raise it on all ranks
+        broken = True
+    rows = all_gather_numbers([mine, broken or isinstance(batch, FailedBatch)], where=_NAME)
+    by_data_rank = [int(count) for count, _ in rows[:: state.spec.copies]]
+    total, before = sum(by_data_rank), sum(by_data_rank[: state.spec.data_rank])
+    if total < 2 or any(failed for _, failed in rows):
+        return None, total
+    batch = to_device(batch, state.device)
+    return pick_samples(batch, torch.arange(mine, device=state.device)[before % 2 :: 2], spec), total
+
+
+def _gradients(state: TrainState) -> dict[str, Tensor]:
+    """The gradients as they are. The next one is made of new tensors, so these need no copies."""
+    return {name: param.grad for name, param in state.params.items() if param.grad is not None}
+
+
+def _minus(one: Tensor | None, other: Tensor | None) -> Tensor:
+    if one is None or other is None:
+        found = one if one is not None else other
+        assert found is not None
+        return found
+    return with_shard(one, local(one) - local(other))
+
+
+def _averaged(before: Slice, noise: Tensor, signal: Tensor, *, decay: float) -> Slice:
+    def mean(key: str, new: Tensor) -> Tensor:
+        return torch.lerp(before[key], new.to(before[key].device), 1.0 - decay)
+
+    return {"measured": before["measured"] + 1, "noise": mean("noise", noise), "signal": mean("signal", signal)}
+
+
+def _reported(state: TrainState) -> Metrics:
+    found = state.slices[_NAME]
+    return {_NAME: Metric(found["noise"] / found["signal"], once(state.device))} if found["measured"] else {}
+
+
+def _check_decay(decay: float) -> None:
+    if not 0.0 <= decay < 1.0:
+        raise ConfigError(f"noise_scale: needs 0 <= decay < 1, got {decay=}")

@@ -1,0 +1,97 @@
+"""What becomes of a step whose gradient is infinite or NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from dtrain.errors import ConfigError, StepError
+from dtrain.state import TrainState
+from dtrain.step.finite import all_finite
+from dtrain.tensors import local
+from dtrain.transform import Transform, UpdateFn
+from dtrain.types import Metrics, Slice, as_metric
+
+_NAME = "nonfinite"
+
+
+def nonfinite(action: Literal["skip", "raise"] = "skip", *, in_a_row: int | None = None) -> Transform:
+    """Leave out, or refuse, an update for which any rank's gradient is infinite or NaN; on all ranks alike.
+
+    What is listed after it is left out together with the update (an average of the parameters does not move on), what is listed
+    before it is not. With ``loss_scale``, which leaves such updates out too, it is not needed.
+
+    The slice is ``{"skipped": int, "in_a_row": int}``: the updates left out in all, and since the last one that was made. Adds
+    the metric ``skipped``, 1 for a step without an update, whose mean is their share.
+
+    Formula: ``param = update(param) if all(isfinite(grad)) else param``, over all gradients of all ranks
+
+    Args:
+        action: ``"skip"`` goes on without the update, ``"raise"`` raises.
+        in_a_row: with ``"skip"``, the number of such steps one after another that is too many: the last of them raises. None
+            goes on for ever.
+
+    Collective: one all-reduce of float32 ``[]`` a step, on several ranks.
+    Host sync: one a step: whether the gradient is finite decides what the host does next.
+
+    Raises:
+        ConfigError: another ``action``, or ``in_a_row`` is no whole number >= 1, or not for ``"skip"``.
+        StepError: in a step, on all ranks, a gradient is not finite (``"raise"``), or as often as ``in_a_row`` says.
+
+    Source: the behaviour of ``torch.amp.GradScaler``, Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, without a scale.
+
+    Example:
+        >>> from dtrain.losses import mean_loss
+        >>> from dtrain.step.compose import compose_step
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.constant_(model.weight, 2.0)
+        >>> loss = mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> step = compose_step(loss, [nonfinite("skip")])
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        >>> state, metrics = step(state, torch.tensor([[float("inf")]]))
+        >>> model.weight.item(), metrics["skipped"].total.item(), state.slices["nonfinite"]
+        (2.0, 1.0, {'skipped': 1, 'in_a_row': 1})
+        >>> state, metrics = step(state, torch.tensor([[0.5]]))
+        >>> model.weight.item(), metrics["skipped"].total.item(), state.slices["nonfinite"]
+        (1.5, 0.0, {'skipped': 1, 'in_a_row': 0})
+    """
+    if action not in ("skip", "raise"):
+        raise ConfigError(f"nonfinite: action must be 'skip' or 'raise', got {action!r}")
+    if in_a_row is not None and (action != "skip" or type(in_a_row) is not int or in_a_row < 1):
+        raise ConfigError(f"nonfinite: in_a_row is a whole number >= 1, with 'skip' only, got {in_a_row=}, {action=}")
+    most = 1 if action == "raise" else in_a_row
+
+    def update(inner: UpdateFn) -> UpdateFn:
+        def guarded(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+            grads = {name: param.grad for name, param in state.params.items() if param.grad is not None}
+            broken = not bool(all_finite(grads.values(), state.device, where=_NAME))  # note: the one wait for the device
+            now = _counted(state.slices[_NAME], broken=broken)
+            if most is not None and now["in_a_row"] >= most:
+                raise StepError(_complaint(state, now["in_a_row"], [n for n, grad in grads.items() if not _is_finite(grad)]))
+            if not broken:
+                state, metrics = inner(state, metrics)
+            skipped = as_metric(float(broken), 1.0, state.device)
+            return state.with_slice(_NAME, now), {"skipped": skipped, **metrics}
+
+        return guarded
+
+    return Transform(name=_NAME, init=lambda state: {"skipped": 0, "in_a_row": 0}, update=update)
+
+
+def _counted(before: Slice, *, broken: bool) -> Slice:
+    return {"skipped": before["skipped"] + broken, "in_a_row": before["in_a_row"] + 1 if broken else 0}
+
+
+def _is_finite(grad: Tensor) -> bool:
+    return bool(local(grad).isfinite().all())
+
+
+def _complaint(state: TrainState, in_a_row: int, names: Sequence[str]) -> str:
+    here = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else "none"
+    often = f", {in_a_row} steps in a row" if in_a_row > 1 else ""
+    return (
+        f"nonfinite: step {state.step}: a gradient is not finite{often} (on this rank: {here}); lower the learning rate, clip, "
+        "or look for a loss that is infinite or NaN by itself"
+    )

@@ -1,0 +1,174 @@
+"""Options of an optimizer's parameter groups that are other ones for the time of an update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from dtrain.clock import Clock
+from dtrain.errors import ConfigError
+from dtrain.names import matcher
+from dtrain.schedules.hyper import hyperparameter, is_number
+from dtrain.state import TrainState
+from dtrain.transform import Transform, UpdateFn
+from dtrain.types import Metrics, Schedule, Slice, as_metric
+
+ByGroup: TypeAlias = "float | Schedule | Mapping[str, float | Schedule]"
+"""A number or schedule for all groups, or one each by name: ``"head"`` is ``head.no_decay``, too, and patterns are names."""
+
+_SHARES = frozenset({"betas", "momentum"})  # these are below 1
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A number or schedule per group.
+
+    Args:
+        where: the transform, for errors.
+        what: what its numbers are, for errors.
+        at: by patterns of names, of which None stands for all groups.
+    """
+
+    where: str
+    what: str
+    at: tuple[tuple[str | None, Callable[[Clock], float]], ...]
+
+    def now(self, clock: Clock, groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
+        """For each group its number for the step about to run, None where there is none.
+
+        Raises:
+            ConfigError: a number that is negative or not finite, a name that no group has, or a group that two patterns fit.
+        """
+        values = [_checked(value(clock), self.where, self.what) for _, value in self.at]
+        return [None if at is None else values[at] for at in self.of(groups)]
+
+    def of(self, groups: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        """For each group the index of its number.
+
+        Raises:
+            ConfigError: a name that no group has, or a group that two patterns fit.
+        """
+        if self.at[0][0] is None:
+            return [0 for _ in groups]
+        names = [str(group.get("name", "")) for group in groups]
+        fits = [(key, matcher([key, f"{key}.**"], where=self.where)) for key, _ in self.at if key is not None]
+        for key, fit in fits:
+            if not any(fit(name) for name in names):
+                have = ", ".join(name or "(no name)" for name in names)
+                raise ConfigError(f"{self.where}: no group is called {key!r}, there are: {have}; dt.param_groups gives names")
+        mine = [[at for at, (_, fit) in enumerate(fits) if fit(name)] for name in names]
+        for name, found in zip(names, mine, strict=True):
+            if len(found) > 1:
+                both = " and ".join(repr(fits[at][0]) for at in found)
+                raise ConfigError(f"{self.where}: {both} fit the group {name!r}; keep one of them")
+        return [found[0] if found else None for found in mine]
+
+
+def numbers(given: ByGroup, where: str, what: str) -> Numbers:
+    """The argument of a transform, checked as far as it can be without a run.
+
+    Raises:
+        ConfigError: neither a number >= 0, nor a schedule, nor a mapping from text to such.
+    """
+    by_name: Mapping[Any, float | Schedule] = given if isinstance(given, Mapping) else {None: given}
+    if not by_name:
+        raise ConfigError(f"{where}: needs the name of a group, got an empty mapping; as in {{'head': 0.1}}")
+    for key, value in by_name.items():
+        if not (isinstance(key, str) or (key is None and by_name is not given)):
+            raise ConfigError(f"{where}: names of groups are text, got {key!r}")
+        if not callable(value) and is_number(value):
+            _checked(value, where, what)
+    return Numbers(where, what, tuple((key, hyperparameter(value, f"{where}: schedule")) for key, value in by_name.items()))
+
+
+def for_the_update(
+    name: str, option: str, given: Numbers, combine: Callable[[float, float], float], *, first_too: bool = False
+) -> Transform:
+    """A transform that changes an option of groups for the time of the update.
+
+    Args:
+        name: of the transform.
+        option: of the groups; ``betas.0`` is the first of several numbers.
+        given: a number per group.
+        combine: what the option is for the update, of what the group has and the number for the step.
+        first_too: whether there is a metric of the first group even if numbers go by name.
+    """
+    by_name = given.at[0][0] is not None
+
+    def init(state: TrainState) -> Slice:
+        groups = state.optimizer.param_groups
+        for group, at in zip(groups, given.of(groups), strict=True):
+            if at is not None:
+                _get(group, option, name, type(state.optimizer).__name__)
+        return {}
+
+    def reported(groups: Sequence[Mapping[str, Any]], values: Sequence[float | None]) -> dict[str, float]:
+        first = {option: _get(groups[0], option, name)} if first_too or not by_name else {}
+        if by_name:
+            first.update({f"{option}.{g['name']}": v for g, v in zip(groups, values, strict=True) if v is not None})
+        return first
+
+    def update(inner: UpdateFn) -> UpdateFn:
+        def changed(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+            groups = state.optimizer.param_groups
+            values: list[float | None] = []
+            for group, number in zip(groups, given.now(state.clock, groups), strict=True):
+                values.append(None if number is None else combine(_get(group, option, name), number))
+                _check_value(values[-1], option, name)
+            key = option.partition(".")[0]
+            before = [group.get(key) for group in groups]
+            try:
+                for group, value in zip(groups, values, strict=True):
+                    if value is not None:
+                        _put(group, option, value)
+                seen = {key: as_metric(value, 1.0, state.device) for key, value in reported(groups, values).items()}
+                return inner(state, {**metrics, **seen})
+            finally:
+                for group, value, held in zip(groups, values, before, strict=True):
+                    if value is not None:
+                        group[key] = held
+
+        return changed
+
+    return Transform(name=name, init=init, update=update, sees_gradient=False)
+
+
+def _get(group: Mapping[str, Any], option: str, where: str, owner: str = "the optimizer") -> float:
+    """The number that a group has as ``option``.
+
+    Raises:
+        ConfigError: it has none, or something else.
+    """
+    key, _, index = option.partition(".")
+    value = group.get(key)
+    if index and isinstance(value, (tuple, list)) and index.isdecimal() and int(index) < len(value):
+        value = value[int(index)]
+    elif index:
+        value = None
+    if not is_number(value):
+        which = f"the group {group['name']!r}" if "name" in group else "a group"
+        found = [key for key, value in group.items() if is_number(value)]
+        pairs = [f"{key}.{at}" for key, value in group.items() if isinstance(value, tuple) for at in range(len(value))]
+        raise ConfigError(f"{where}: {which} of {owner} has no number {option!r}; it has {', '.join(found + pairs)}")
+    number: float = value  # type: ignore[assignment]
+    return number
+
+
+def _put(group: dict[str, Any], option: str, value: float) -> None:
+    """Mutates: ``group``; of several numbers it has new ones after that."""
+    key, _, index = option.partition(".")
+    held = group[key]
+    group[key] = type(held)(value if at == int(index) else old for at, old in enumerate(held)) if index else value
+
+
+def _checked(number: float, where: str, what: str) -> float:
+    if not 0.0 <= number < math.inf:
+        raise ConfigError(f"{where}: needs a finite {what} >= 0, got {what}={number!r}")
+    return number
+
+
+def _check_value(value: float | None, option: str, where: str) -> None:
+    if value is not None and option.partition(".")[0] in _SHARES and not value < 1.0:
+        raise ConfigError(f"{where}: needs {option} < 1, got {value!r}")

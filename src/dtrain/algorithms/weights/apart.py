@@ -1,0 +1,234 @@
+"""Copies of a model that train apart for a while, and become one again.
+
+How it works, and why so:
+
+1. A copy is what one place of the mesh's ``dp_replicate`` holds (``hybrid_shard``: cut over ``dp_shard``), or one data-parallel
+   rank (``replicate``). ``split_replicas`` writes them into ``state.spec.apart``; nothing else is switched on or off.
+2. While it is there, a step sums gradients within a copy only (FSDP2's reduce-scatter, without the all-reduce behind it; for
+   whole parameters an all-reduce over the copy's ranks) and divides by the weight of that copy's samples. So a copy's gradient
+   is that of the mean over its own samples; ``clip_by_norm`` and ``sam`` see norms of that gradient, since a parameter is cut
+   over ``dp_shard`` alone.
+3. The clock, metrics, buffers, and every decision (out of memory, not finite, no weight anywhere) stay those of all ranks: the
+   records of a step are exchanged as ever, so nobody waits for a copy that went another way. What is saved is the gradient's
+   way between copies, not the lockstep.
+4. ``join_replicas`` averages whatever may differ: parameters, the optimizer's state, slices of other transforms. After it all
+   copies are equal in every bit, so a checkpoint means something, and fits any number of copies.
+5. In between they differ, and a checkpoint holds one copy of everything: ``save_sharded`` refuses (in one line), also for an
+   end of a round at which the optimizer's state is kept apart. ``join_replicas`` may be called at any step, which is what a run
+   does that is told to stop; going on from there, and resuming from what was saved there, are the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtrain.dist.mesh import Replicas, degree, mesh_of
+from dtrain.dist.timeouts import naming_missing
+from dtrain.errors import ConfigError
+from dtrain.names import clean_parameters
+from dtrain.shard.reduction import reduction_of
+from dtrain.state import ShardSpec, TrainState
+from dtrain.tensors import local
+
+_BUCKET_BYTES = 64 << 20  # of one all-reduce: what it takes besides the tensors
+
+
+def split_replicas(state: TrainState) -> TrainState:
+    """The state with its copies of the model apart: from now on each sums gradients over its own ranks, and goes its own way.
+
+    It is ``state`` itself where there is one copy only, or where they are apart already. Nothing is changed or sent.
+
+    Formula: ``grad_k = sum(losses of copy k) / sum(weights of copy k)`` for each copy ``k``, in place of the sums over all
+
+    Raises:
+        ConfigError: ``full_shard`` or ``shard_grad_op`` on a mesh with ``dp_replicate`` above 1, which cut over that axis, too;
+            or ``replicate`` with context parallelism, where a rank alone has no whole samples.
+
+    Source: Stich 2019, arXiv:1805.09767, algorithm 1.
+
+    Example:
+        >>> from dtrain.losses import mean_loss
+        >>> from dtrain.step.compose import compose_step
+        >>> model = torch.nn.Linear(1, 1)
+        >>> step = compose_step(mean_loss(lambda model, x: model(x).mean(), weight=len))
+        >>> state = step.init(model, torch.optim.SGD(model.parameters()))
+        >>> split_replicas(state) is state  # one process has one copy
+        True
+    """
+    if state.spec.apart is not None:
+        return state
+    copies = _replicas_of(state.spec)
+    return state if copies is None else state.but(spec=replace(state.spec, apart=copies))
+
+
+def join_replicas(state: TrainState) -> TrainState:
+    """The state with its copies of the model made one: the mean of all that may differ between them.
+
+    That is the parameters which the optimizer holds, its own state (floating-point tensors of a parameter's shape), and
+    floating-point tensors in the slices of transforms, such as averages of the parameters. It is ``state`` itself where the
+    copies are not apart. In a loop with ``local_sgd`` or ``diloco``, call it before a checkpoint in the middle of a round, and
+    at the end. By hand, ``split_replicas`` before each step and this after some are local SGD.
+
+    Formula: ``x = (x_1 + ... + x_K) / K`` for each such tensor of ``K`` copies
+
+    Mutates: parameters, optimizer state, slices; spends ``state``.
+    Collective: one all-reduce between copies per dtype and 64 MiB of this rank's shards, in float32 at least.
+    Host sync: none.
+
+    Raises:
+        StaleStateError: ``state`` was stepped already.
+        DistError: a copy does not come.
+
+    Source: Stich 2019, arXiv:1805.09767, algorithm 1; of momentum, Yu et al. 2019, arXiv:1905.03817, algorithm 1.
+
+    Example:
+        >>> from dtrain.losses import mean_loss
+        >>> from dtrain.step.compose import compose_step
+        >>> model = torch.nn.Linear(1, 1)
+        >>> step = compose_step(mean_loss(lambda model, x: model(x).mean(), weight=len))
+        >>> state = step.init(model, torch.optim.SGD(model.parameters()))
+        >>> join_replicas(split_replicas(state)) is state  # one process has one copy
+        True
+    """
+    state.check_fresh("join_replicas")
+    if state.spec.apart is None:
+        return state
+    average_held_(state, "join_replicas")
+    return joined(state, where="join_replicas")
+
+
+def average_replicas_(tensors: Sequence[Tensor], copies: Replicas | None, *, device: torch.device | None = None) -> None:
+    """Replace every tensor by its mean over the copies of the model, on the local shards.
+
+    Formula: ``tensor = (tensor_1 + ... + tensor_K) / K`` for ``K`` copies
+
+    Args:
+        tensors: floating-point ones, plain or DTensors; of one shape and dtype on all copies, in one order.
+        copies: ``state.spec.apart``; None stands for one copy, of which the mean is itself.
+        device: where the sum is made, for tensors that are kept on another one; None: where they are.
+
+    Mutates: ``tensors``.
+    Collective: one all-reduce between copies per dtype and 64 MiB, in float32 at least; none for one copy.
+    Host sync: none; with ``device`` those of the copies to and fro.
+
+    Source: Stich 2019, arXiv:1805.09767, algorithm 1.
+
+    Example:
+        >>> weight = torch.tensor([1.5])
+        >>> average_replicas_([weight], None)
+        >>> weight.tolist()
+        [1.5]
+    """
+    if copies is None:
+        return
+    with torch.no_grad():
+        for bucket in _buckets([local(tensor) for tensor in tensors]):
+            flat = torch.cat([shard.reshape(-1) for shard in bucket])
+            flat = flat.to(device or flat.device, torch.promote_types(flat.dtype, torch.float32))
+            dist.all_reduce(flat, group=copies.between)
+            flat.div_(copies.count)
+            pieces = flat.split([shard.numel() for shard in bucket])
+            torch._foreach_copy_(bucket, [piece.view(shard.shape) for piece, shard in zip(pieces, bucket, strict=True)])
+
+
+def held(state: TrainState) -> dict[str, Tensor]:
+    """The parameters that the optimizer may change, by name: those in which copies that train apart differ."""
+    known = {id(param) for group in state.optimizer.param_groups for param in group["params"]}
+    return {name: param for name, param in state.params.items() if id(param) in known and param.is_floating_point()}
+
+
+def average_held_(state: TrainState, where: str) -> None:
+    """Give all copies the mean of the parameters. Mutates: parameters. Collective: as ``average_replicas_``."""
+    reduction_of(state.model).free()  # a forward may have left gathered copies of them
+    with naming_missing(where):
+        average_replicas_(list(held(state).values()), state.spec.apart, device=state.device)
+
+
+def joined(state: TrainState, *, where: str, but: str = "") -> TrainState:
+    """The state of copies whose parameters are equal, with the rest made equal, too, except for the slice of ``but``.
+
+    Mutates: optimizer state, slices; spends ``state``. Collective: as ``average_replicas_``.
+    """
+    others = {name: content for name, content in state.slices.items() if name != but}
+    with naming_missing(where):
+        average_replicas_([*_of_optimizer(state), *_of_slices(others)], state.spec.apart, device=state.device)
+    return state.successor(spec=replace(state.spec, apart=None))
+
+
+def check_unmasked(state: TrainState, where: str) -> None:
+    """Refuse to train a part of the parameters apart: the others would never be made one again.
+
+    Raises:
+        ConfigError: ``state`` was narrowed by ``masked``.
+    """
+    if len(state.params) < len(clean_parameters(state.model)[0]):
+        raise ConfigError(
+            f"{where}: copies train apart in all parameters or in none, got a part of them; list it without masked"
+        )
+
+
+def _replicas_of(spec: ShardSpec) -> Replicas | None:
+    """The copies of a model that is laid out so; None for one."""
+    mesh = spec.mesh
+    if mesh is None or spec.strategy == "none":
+        return None
+    if spec.strategy == "hybrid_shard":
+        within = tuple(mesh.get_group(axis) for axis in range(1, mesh.ndim) if mesh.size(axis) > 1)
+        return Replicas(place=mesh.get_local_rank(0), count=mesh.size(0), between=mesh.get_group(0), within=within)
+    if spec.strategy != "replicate":
+        if degree(mesh, "dp_replicate") > 1:
+            raise ConfigError(
+                f"split_replicas: strategy={spec.strategy!r} cuts over dp_replicate={degree(mesh, 'dp_replicate')} as well, so "
+                "there is one copy of the model; use strategy='hybrid_shard'"
+            )
+        return None
+    if degree(mesh, "cp") > 1:
+        raise ConfigError(
+            f"split_replicas: with cp={degree(mesh, 'cp')} a copy on one rank has no whole samples; use strategy='hybrid_shard'"
+        )
+    if spec.data_ranks == 1:
+        return None
+    tensor = {"tp": degree(mesh, "tp")} if degree(mesh, "tp") > 1 else {}
+    lines = mesh_of({"dp_all": spec.data_ranks, "dp_one": 1, **tensor})  # the one that shard_model has made
+    within = (lines.get_group("tp"),) if tensor else ()
+    return Replicas(place=spec.data_rank, count=spec.data_ranks, between=lines.get_group("dp_all"), within=within)
+
+
+def _of_optimizer(state: TrainState) -> Iterator[Tensor]:
+    for param, content in state.optimizer.state.items():
+        for key, value in content.items():
+            same = isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
+            if same and key != "step":  # which is a count, and of the shape of a parameter that is a scalar
+                yield value
+
+
+def _of_slices(tree: Mapping[str, Any]) -> Iterator[Tensor]:
+    for value in tree.values():
+        if isinstance(value, Mapping):
+            yield from _of_slices(value)
+        elif isinstance(value, Tensor) and value.is_floating_point():
+            yield value
+
+
+def _buckets(shards: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Those of one dtype and device together, as many as an all-reduce takes; those without elements are left out."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for shard in shards:
+        if shard.numel():
+            kinds.setdefault((shard.dtype, shard.device), []).append(shard)
+    for same in kinds.values():
+        bucket: list[Tensor] = []
+        size = 0
+        for shard in same:
+            if bucket and size + shard.numel() * shard.element_size() > _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(shard)
+            size += shard.numel() * shard.element_size()
+        yield bucket

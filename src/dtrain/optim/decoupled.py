@@ -1,0 +1,183 @@
+"""SGD and AdamW whose weight decay follows the schedule of the rate, but not its size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.optim.forms import alike, evaluated, fusable, has_form, set_peak_, trained, unhooked
+from dtrain.tensors import mul_
+
+_ADAMW_STEP, _SGD_STEP = unhooked(torch.optim.AdamW.step), unhooked(torch.optim.SGD.step)
+
+
+class DecoupledAdamW(torch.optim.AdamW):
+    """AdamW whose ``weight_decay`` is the share of a parameter that a step at the peak rate takes away, whatever that rate is.
+
+    ``torch.optim.AdamW`` takes away ``lr * weight_decay``, so that another rate is another decay. Here the two are tuned apart:
+    ``weight_decay=1e-5`` here is ``1e-5 / lr`` there, and the decay follows the schedule of the rate down.
+
+    Formula: ``param -= (lr / initial_lr) * weight_decay * param``, then Adam:
+        ``m = beta1 * m + (1 - beta1) * grad``, ``v = beta2 * v + (1 - beta2) * grad**2``,
+        ``param -= lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)``
+
+    ``initial_lr`` of a group is the rate it was made with, the peak. ``dt.scale_lr`` changes ``lr`` for the time of the update,
+    so between steps the two are equal. Both are in a checkpoint, and what was saved wins over what a resumed run was built
+    with, as for every option. ``dt.set_lr_`` after that changes ``lr`` alone: the peak that the run began with still wins, and
+    half the rate is half the decay. To begin a new peak with the old decay, set both: ``group.update(lr=new, initial_lr=new)``.
+
+    Torch's fused kernel runs where there is one for the parameters of a group (floating point on a CPU or GPU; all on one mesh
+    or none on any), else torch's choice; ``fused=`` and ``foreach=`` say otherwise.
+
+    Args:
+        params: parameters, or groups of them as from ``param_groups``.
+        lr: the peak rate, a number > 0.
+        betas, eps, amsgrad, options: as those of ``torch.optim.AdamW``.
+        weight_decay: share of a parameter per step at the peak rate, >= 0.
+
+    Mutates: in ``step``, parameters and the optimizer's state. Collective: none.
+
+    Raises:
+        ConfigError: ``lr`` is a tensor, or no finite number > 0.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, where the multiplier of the schedule is ``lr /
+        initial_lr``; defaults of the paper, and of MosaicML's Composer for ``weight_decay``.
+
+    Example:
+        >>> from dtrain.step.optimizer import set_lr_
+        >>> p = torch.nn.Parameter(torch.tensor([8.0], dtype=torch.float64))
+        >>> optimizer = DecoupledAdamW([p], lr=0.5, weight_decay=0.25)
+        >>> p.grad = torch.zeros_like(p)
+        >>> optimizer.step()
+        >>> p.item()  # 8 * (1 - 0.25): at the peak, whatever it is
+        6.0
+        >>> set_lr_(optimizer, 0.25)
+        >>> optimizer.step()
+        >>> p.item()  # 6 * (1 - 0.25 / 2): at half of the peak
+        5.25
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-5,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        set_peak_(param_group, "DecoupledAdamW")
+        if not has_form(param_group) and fusable(trained(param_group)):
+            param_group["fused"] = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for group in self.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Decay, then Adam's update, of every parameter with a gradient. Mutates: parameters, state."""
+        loss = None if closure is None else evaluated(closure)
+        groups = self.param_groups
+        decays = [group["weight_decay"] for group in groups]
+        try:
+            for group in groups:  # torch multiplies it by lr: so the decay costs no pass of its own
+                group["weight_decay"] /= group["initial_lr"]
+            _ADAMW_STEP(self)
+            return loss
+        finally:
+            for group, decay in zip(groups, decays, strict=False):
+                group["weight_decay"] = decay
+
+
+class DecoupledSGDW(torch.optim.SGD):
+    """SGD whose ``weight_decay`` is the share of a parameter that a step at the peak rate takes away, beside the momentum.
+
+    ``torch.optim.SGD`` adds the decay to the gradient, and so to the momentum, and multiplies it by the rate.
+
+    Formula: ``param -= (lr / initial_lr) * weight_decay * param``, then SGD:
+        ``buffer = momentum * buffer + (1 - dampening) * grad`` (the first time ``grad``),
+        ``param -= lr * buffer``, or with ``nesterov`` ``param -= lr * (grad + momentum * buffer)``
+
+    ``initial_lr`` is the peak rate, and which one wins after a resume is told under ``DecoupledAdamW``.
+
+    Torch's foreach form runs where all parameters of a group lie on one mesh, or none on any. Not the fused one, unless
+    ``fused=True`` asks for it: it fails in the step in which a parameter gets its first gradient after others, and takes no cut
+    parameters.
+
+    Args:
+        params: parameters, or groups of them as from ``param_groups``.
+        lr: the peak rate, a number > 0.
+        momentum, dampening, nesterov, options: as those of ``torch.optim.SGD``.
+        weight_decay: share of a parameter per step at the peak rate, >= 0.
+
+    Mutates: in ``step``, parameters and the optimizer's state. Collective: none.
+
+    Raises:
+        ConfigError: ``lr`` is a tensor, or no finite number > 0.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 1, where the multiplier of the schedule is ``lr /
+        initial_lr``; the momentum is torch's, which multiplies by the rate what the buffer holds, and not what goes into it.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.tensor([8.0], dtype=torch.float64))
+        >>> optimizer = DecoupledSGDW([p], lr=0.5, weight_decay=0.25)
+        >>> p.grad = torch.ones_like(p)
+        >>> optimizer.step()
+        >>> p.item()  # 8 * (1 - 0.25) - 0.5
+        5.5
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        set_peak_(param_group, "DecoupledSGDW")
+        if not has_form(param_group) and alike(trained(param_group)):
+            param_group["foreach"] = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for group in self.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Decay, then SGD's update, of every parameter with a gradient. Mutates: parameters, state."""
+        loss = None if closure is None else evaluated(closure)
+        decays = [group["weight_decay"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                _decay_(group)
+                group["weight_decay"] = 0.0
+            _SGD_STEP(self)
+            return loss
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+
+
+@torch.no_grad()
+def _decay_(group: dict[str, Any]) -> None:
+    """Mutates: the group's parameters that have a gradient."""
+    decay = group["lr"] / group["initial_lr"] * group["weight_decay"]
+    params: list[Tensor] = [param for param in group["params"] if param.grad is not None]
+    if decay:
+        mul_(params, 1.0 - decay)

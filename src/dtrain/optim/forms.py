@@ -1,0 +1,63 @@
+"""Which of torch's forms of an optimizer a group of parameters is given: one kernel for all of them where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.errors import ConfigError
+from dtrain.tensors import mesh_of
+
+_FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
+
+
+def alike(params: Sequence[Tensor]) -> bool:
+    """Whether all lie on one mesh, or none on any: torch's foreach and fused forms take no others together."""
+    return len({mesh_of(param) for param in params}) <= 1
+
+
+def fusable(params: Sequence[Tensor]) -> bool:
+    """Whether torch's fused Adam takes them together."""
+    return alike(params) and all(param.is_floating_point() and param.device.type in _FUSED_DEVICES for param in params)
+
+
+def has_form(group: dict[str, Any]) -> bool:
+    """Whether the user has said which form a group is to take, or asks for what only the plain one can do."""
+    return any(group.get(form) is not None for form in ("fused", "foreach")) or bool(group.get("differentiable"))
+
+
+def trained(group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of a group that get gradients."""
+    return [param for param in group["params"] if param.requires_grad]
+
+
+def set_peak_(group: dict[str, Any], where: str) -> None:
+    """Keep the rate that a group was made with under ``initial_lr``, as torch's schedulers do.
+
+    Mutates: ``group``.
+
+    Raises:
+        ConfigError: a rate that is a tensor, zero or not a finite number.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor) or not 0.0 < lr < float("inf"):
+        raise ConfigError(
+            f"{where}: needs a finite number lr > 0, got {lr!r}: it is the peak that the decay is relative to; make rates "
+            "smaller by dt.scale_lr"
+        )
+    group.setdefault("initial_lr", lr)
+
+
+def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's ``step`` without the hooks that torch puts around it: a subclass's own step has them already."""
+    inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    return inner
+
+
+def evaluated(closure: Callable[[], float]) -> float:
+    """What the function that an optimizer's ``step`` was given returns."""
+    with torch.enable_grad():
+        return closure()

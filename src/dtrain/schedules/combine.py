@@ -1,0 +1,121 @@
+"""Schedules made of other schedules: one behind the other, scaled, stretched, held within limits.
+
+What they make is measured in the unit of what it is made of: ``scale(measured_in("tok", schedule), 2.0)`` is of tokens, too.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from dtrain.errors import ConfigError
+from dtrain.schedules.checks import check_finite, check_increasing, check_positive
+from dtrain.schedules.hyper import is_number
+from dtrain.schedules.units import in_unit, shared_unit
+from dtrain.types import Schedule
+
+
+def join(schedules: Sequence[Schedule], boundaries: Sequence[float], *, shifted: bool = True) -> Schedule:
+    """One schedule behind the other: the first until ``boundaries[0]``, the second from there on, and so on.
+
+    Formula: ``schedules[i](t - boundaries[i - 1])``, where ``i`` boundaries are at most ``t``; ``schedules[0](t)`` for none;
+    ``schedules[i](t)`` where they are not ``shifted``
+
+    Args:
+        schedules: at least one.
+        boundaries: where the next one takes over, one less than schedules, each later than the one before.
+        shifted: whether each of them sees the time since it took over, as if it began there; else that of the whole run.
+
+    Raises:
+        ConfigError: no schedules, another number of boundaries, some that do not increase, or schedules in different units.
+
+    Source: as ``torch.optim.lr_scheduler.SequentialLR``.
+
+    Example:
+        >>> from dtrain.schedules.basic import constant, linear
+        >>> both = join([linear(0.0, 1.0, 10), constant(1.0), linear(1.0, 0.0, 10)], [10, 90])
+        >>> [round(both(t), 3) for t in (0, 5, 10, 90, 95, 100)]
+        [0.0, 0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    parts, times = tuple(schedules), tuple(boundaries)
+    if not parts or len(times) != len(parts) - 1:
+        raise ConfigError(
+            f"join: needs one boundary less than schedules, got {len(times)} and {len(parts)}; at each one the next begins"
+        )
+    check_increasing("join", "boundaries", times)
+    unit = shared_unit("join", *parts)
+    begins = (0, *times) if shifted else (0,) * len(parts)
+
+    def at(t: float) -> float:
+        number = bisect_right(times, t)
+        return parts[number](t - begins[number])
+
+    return in_unit(unit, at)
+
+
+def scale(schedule: Schedule, factor: float) -> Schedule:
+    """``schedule`` with all its values times ``factor``.
+
+    Formula: ``factor * schedule(t)``
+
+    Raises:
+        ConfigError: no schedule, or ``factor`` is not a finite number.
+
+    Source: arithmetic; a base rate times a schedule of factors.
+
+    Example:
+        >>> from dtrain.schedules.basic import linear
+        >>> [scale(linear(1.0, 0.0, 10), 0.5)(t) for t in (0, 5, 10)]
+        [0.5, 0.25, 0.0]
+    """
+    unit = shared_unit("scale", schedule)
+    check_finite("scale", factor=factor)
+    return in_unit(unit, lambda t: factor * schedule(t))
+
+
+def stretch(schedule: Schedule, ratio: float) -> Schedule:
+    """``schedule`` over ``ratio`` times its time: 2 takes twice as long, 0.5 half.
+
+    All of it is stretched, a warm-up within it too. Composer's ``scale_schedule_ratio``, which scales the length of the run as
+    well: give the run ``ratio`` times its length.
+
+    Formula: ``schedule(t / ratio)``
+
+    Raises:
+        ConfigError: no schedule, or ``ratio`` is not positive.
+
+    Source: Composer's scale schedule ratio, with the warm-up scaled.
+
+    Example:
+        >>> from dtrain.schedules.basic import linear
+        >>> [stretch(linear(1.0, 0.0, 10), 2.0)(t) for t in (0, 5, 10, 20)]
+        [1.0, 0.75, 0.5, 0.0]
+    """
+    unit = shared_unit("stretch", schedule)
+    check_positive("stretch", "it is how many times as long the schedule takes", ratio=ratio)
+    return in_unit(unit, lambda t: schedule(t / ratio))
+
+
+def clamp(schedule: Schedule, *, low: float = -math.inf, high: float = math.inf) -> Schedule:
+    """``schedule`` where it is within ``low`` and ``high``, and the nearer of the two elsewhere.
+
+    Formula: ``min(max(schedule(t), low), high)``
+
+    Raises:
+        ConfigError: no schedule, neither limit, one that is no number, or limits the wrong way round.
+
+    Source: arithmetic; ``min_lr`` of many recipes is a lower limit.
+
+    Example:
+        >>> from dtrain.schedules.basic import linear
+        >>> [clamp(linear(1.0, 0.0, 10), low=0.1, high=0.75)(t) for t in (0, 5, 10)]
+        [0.75, 0.5, 0.1]
+    """
+    unit = shared_unit("clamp", schedule)
+    for name, limit in (("low", low), ("high", high)):
+        if not is_number(limit) or abs(limit) != math.inf:
+            check_finite("clamp", **{name: limit})
+    if not low <= high or (low, high) == (-math.inf, math.inf):
+        raise ConfigError(f"clamp: needs low <= high, and at least one of them, got {low=} and {high=}")
+    return in_unit(unit, lambda t: min(max(schedule(t), low), high))

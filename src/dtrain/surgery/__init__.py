@@ -1,0 +1,1 @@
+"""Edits of a model, made before it is sharded: ``Module -> Module``, one file per method."""

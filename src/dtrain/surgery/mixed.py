@@ -1,0 +1,57 @@
+"""Modules that do a little more than before, under the names that they had.
+
+A ``Mixed`` class stands in front of a module's own: ``Blur`` and ``nn.Conv2d`` make ``BlurConv2d``, whose ``forward`` calls
+that of ``nn.Conv2d``. A module is given that class where it is, so its parameters, its hooks, its place and all names in a
+state dict stay, it is still an ``nn.Conv2d`` (or a user's block, which ``shard_model(blocks=(Block,))`` finds), and edits
+combine.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+
+class Mixed(nn.Module):
+    """Base of what is mixed in. It keeps its settings in attributes that begin with ``_``, which no constructor takes."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A class made here cannot be found by name, so copies and pickles are made from what it was mixed from.
+        base, *mixins = _parts(type(self))
+        return _made, (base, mixins), self.__dict__
+
+
+def mix_in(module: nn.Module, mixin: type[Mixed]) -> bool:
+    """Give ``module`` the class that is ``mixin`` in front of its own; False when it has that already.
+
+    Mutates: ``module.__class__``.
+    """
+    if isinstance(module, mixin):
+        return False
+    pair: Any = (mixin, type(module))
+    module.__class__ = _class_of(*pair)
+    return True
+
+
+@cache  # one class for each pair: what compares classes, or compiles for them, sees one
+def _class_of(mixin: Any, base: Any) -> Any:
+    name = f"{mixin.__name__}{base.__name__}"
+    return type(name, (mixin, base), {"__module__": mixin.__module__, "__doc__": mixin.__doc__, "_dtrain_mixed": True})
+
+
+def _parts(kind: type[nn.Module]) -> list[type[nn.Module]]:
+    """The class at the bottom, and then what was mixed into it, in that order."""
+    if "_dtrain_mixed" not in vars(kind):
+        return [kind]
+    mixin, base = kind.__bases__
+    return [*_parts(base), mixin]
+
+
+def _made(base: type[nn.Module], mixins: list[type[Mixed]]) -> nn.Module:
+    """An empty module of that class, to be filled."""
+    for mixin in mixins:
+        pair: Any = (mixin, base)
+        base = _class_of(*pair)
+    return base.__new__(base)

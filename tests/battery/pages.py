@@ -1,0 +1,146 @@
+"""The page of all recipes, made of the registries and the docstrings: ``python tests/battery/pages.py --write``."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "recipes.md"
+COSTS = ROOT / "benchmarks" / "results" / "algorithms.json"
+if __name__ == "__main__":
+    sys.path.append(str(ROOT / "tests"))
+
+import dtrain as dt
+from battery.surgery import ROWS as SURGERIES
+from battery.transforms import ROWS as TRANSFORMS
+
+ROOMS = {
+    "algorithms.gradients": "Gradients and updates",
+    "algorithms.weights": "Weights",
+    "algorithms.batches": "Batches and targets",
+    "algorithms.precision": "Low precision",
+    "algorithms.rates": "Options of the optimizer",
+    "surgery": "Model surgery",
+    "optim": "Optimizers",
+    "schedules": "Schedules",
+}
+_HEADS = "Args|Returns|Yields|Raises|Mutates|Collective|Host sync|Formula|Source|Example|Examples|Note"
+_SECTION = re.compile(rf"^({_HEADS}):[ \t]*(.*?)(?=^(?:{_HEADS}):|\Z)", re.MULTILINE | re.DOTALL)
+
+INTRO = """# Recipes
+
+Every algorithm, surgery, optimizer and schedule of dtrain: what it computes, where it is from, an example that runs, and what it costs.
+This page is made of the docstrings and of the registries of the tests (`python tests/battery/pages.py --write`), and a test holds it to
+them: no recipe is exported without numbers that are known by hand, a run on two ranks under FSDP2, a resumed run, and a figure of its cost.
+
+An *algorithm* is a `Transform`, listed in `compose_step`; beside it stands the plain helper, for a loop written by hand. A *surgery* is a
+function of a model, called before `shard_model`. What Composer calls them is in [composer.md](composer.md).
+"""
+
+TABLE = """
+## What is held for each
+
+*Numbers*: values worked out by hand that the tests compare with. *Two ranks*: sharded by FSDP2 over two ranks, a run ends where one rank
+alone does (relative {tolerance:.0e} in float64); *per rank*: it draws for each rank's samples, so it is checked to differ, and to resume. Every one
+of them is also resumed in the middle (bit for bit, and saved by two ranks and resumed by one), interrupted by exceptions at every seam,
+compared with a run without it while it does not act, and watched for host syncs and collectives. *Cost* is the processor time of a whole
+step with it, against {against}; in brackets where the noise of the run leaves it.
+
+{machine}
+"""
+
+
+def section(function: Any, name: str) -> str:
+    """The text of a section of a docstring, without its head; empty where there is none."""
+    return next((body.strip("\n") for head, body in _SECTION.findall(inspect.getdoc(function) or "") if head == name), "").strip()
+
+
+def exported() -> dict[str, list[tuple[str, Any]]]:
+    """The public functions and classes of the rooms, by room in their order here; reports and values (dataclasses) are left out."""
+    found: dict[str, list[tuple[str, Any]]] = {room: [] for room in ROOMS}
+    for name in dt.__all__:
+        value = getattr(dt, name)
+        room = next((room for room in ROOMS if getattr(value, "__module__", "").startswith(f"dtrain.{room}")), None)
+        if room is not None and not hasattr(value, "__dataclass_fields__"):
+            found[room].append((name, value))
+    return found
+
+
+def is_algorithm(value: Any) -> bool:
+    """Whether it makes a transform."""
+    return inspect.isfunction(value) and inspect.signature(value).return_annotation in ("Transform", dt.Transform)
+
+
+def costs() -> dict[str, Any]:
+    """What ``benchmarks/algorithms.py`` has measured last."""
+    found: dict[str, Any] = json.loads(COSTS.read_text())
+    return found
+
+
+def rows_of(name: str) -> list[Any]:
+    """The rows of the registries that are examples of a public function."""
+    return [row for rows in (TRANSFORMS, SURGERIES) for row in rows.values() if name in row.of]
+
+
+def table() -> Iterator[str]:
+    """A line for each algorithm and surgery."""
+    measured = costs()["costs"]
+    yield "| recipe | numbers | two ranks | resumed | cost of a step |"
+    yield "|---|---|---|---|---|"
+    for room, members in exported().items():
+        for name, _ in members:
+            rows = rows_of(name)
+            if not rows:
+                continue
+            points = sum(len(row.points()) for row in rows if row.points is not None)
+            alike = "per rank" if all(row.per_rank for row in rows) else "as one"
+            cost = measured.get(name)
+            shown = f"{cost['ratio']:.2f}x ({cost['low']:.2f}..{cost['high']:.2f})" if cost else "not measured"
+            yield f"| [`{name}`](#{name}) | {points} | {alike} | bit for bit | {shown} |"
+
+
+def entry(name: str, value: Any) -> str:
+    """The part of the page on one name."""
+    summary = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ").replace("``", "`")
+    formula = inspect.cleandoc(section(value, "Formula")).replace("``", "`")
+    source = " ".join(section(value, "Source").split()).replace("``", "`")
+    example = inspect.cleandoc("\n" + section(value, "Example").replace("\n", "\n"))
+    signature = f"{name}{inspect.signature(value)}" if callable(value) else name
+    return (
+        f"### {name}\n\n```text\n{_folded(signature)}\n```\n\n{summary}\n\n*Formula.* {formula}\n\n*Source.* {source}\n\n"
+        f"```pycon\n{example}\n```\n"
+    )
+
+
+def _folded(signature: str) -> str:
+    """One argument a line where it would be too long."""
+    signature = re.sub(r"'(\w[\w .|\[\],]*)'", r"\1", signature)
+    if len(signature) <= 110:
+        return signature
+    return re.sub(r"(?<=[\(,]) ?(?=[\w*/]+[:,=)])", "\n    ", signature, count=0)
+
+
+def page() -> str:
+    """The whole page."""
+    measured = costs()
+    head = TABLE.format(tolerance=1e-12, against=measured["against"], machine=f"Measured on: {measured['machine']}.")
+    parts = [INTRO, head, "\n".join(table()) + "\n"]
+    for room, title in ROOMS.items():
+        members = exported()[room]
+        if members:
+            parts.append(f"\n## {title}\n")
+            parts += ["\n" + entry(name, value) for name, value in members]
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(page())
+    else:
+        print(page(), end="")

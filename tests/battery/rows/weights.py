@@ -1,0 +1,87 @@
+"""Rows: what is done to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+
+import dtrain as dt
+from battery.row import Points, Row
+from dtrain.algorithms.weights.ema import ema
+from dtrain.algorithms.weights.freeze import freeze, freeze_layers
+from dtrain.algorithms.weights.swa import swa
+from dtrain.combinators import every, masked
+from dtrain.step.compose import compose_step
+
+FALLING = dt.mean_loss(lambda model, x: model(x).sum() / len(x), weight=len)  # on ones, every gradient is 1
+
+
+def states(transform: dt.Transform, steps: int, *, layers: int = 1, lr: float = 0.5) -> Iterator[dt.TrainState]:
+    """Each state of a run on linear layers that begin at 4. The weight of a single one falls by ``lr`` a step."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(layers)))
+    for param in model.parameters():
+        torch.nn.init.constant_(param, 4.0)
+    step = compose_step(FALLING, [transform])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=lr))
+    yield state
+    for _ in range(steps):
+        state, _ = step(state, torch.ones(2, 1))
+        yield state
+
+
+def last(transform: dt.Transform, steps: int) -> dt.TrainState:
+    """The end of a run in which the weight goes 4, 3.5, 3, ..."""
+    return list(states(transform, steps))[-1]
+
+
+def average(state: dt.TrainState, name: str) -> float:
+    return state.slices[name]["params"]["0.weight"].item()
+
+
+def ema_points() -> Points:
+    return [
+        (average(last(ema(0.75), 2), "ema"), 0.75 * (0.75 * 4.0 + 0.25 * 3.5) + 0.25 * 3.0),
+        (average(last(ema(half_life=2, interval=2), 2), "ema"), 0.5 * 4.0 + 0.5 * 3.0),
+        (average(last(ema(0.75, start=2), 3), "ema"), 0.75 * 3.0 + 0.25 * 2.5),
+    ]
+
+
+def swa_points() -> Points:
+    beside = last(swa(start=1, end=4, interval=2, swap_in=False), 6)
+    inside = last(swa(start=1, end=3, interval=1), 5)
+    annealed = last(swa(start=2, end=9, interval=1, lr=0.1, anneal=4), 4)
+    return [
+        (average(beside, "swa"), (3.5 + 3.0 + 2.0) / 3),  # after step 1, which comes to the start, and 2 and 4
+        (inside.params["0.weight"].item(), (3.5 + 3.0 + 2.5) / 3),
+        # The fourth step is the first one with another rate: a quarter of the way from 0.5 to 0.1.
+        (annealed.params["0.weight"].item(), 4.0 - 3 * 0.5 - (0.75 * 0.5 + 0.25 * 0.1)),
+    ]
+
+
+def freeze_points() -> Points:
+    params = last(freeze("*.weight", start=1), 4).params
+    return [(params["0.weight"].item(), 4.0 - 0.5), (params["0.bias"].item(), 4.0 - 4 * 0.5)]
+
+
+def freeze_layers_points() -> Points:
+    """Of three layers floor(t / 4 * 2) are frozen: the first from t = 2 on, two from t = 4 on, never the last."""
+    run = states(freeze_layers(start=0, end=4), 6, layers=3, lr=1e-4)
+    biases = [[layer.bias.item() for layer in state.model] for state in run]
+    moved = [[a != b for a, b in zip(*pair, strict=True)] for pair in pairwise(biases)]
+    return list(zip(moved, 2 * [[True] * 3] + 2 * [[False, True, True]] + 2 * [[False, False, True]], strict=True))
+
+
+ROWS: dict[str, Row] = {
+    "ema": Row(make=lambda: ema(0.9), of=("ema",), points=ema_points),
+    "ema-scheduled": Row(make=lambda: ema(dt.linear(0.5, 0.99, 6))),
+    "ema-half-life": Row(make=lambda: ema(half_life="4ba", start=2, interval="2ba")),
+    "swa": Row(make=lambda: swa(start=2, end=5, interval=2, lr=0.02, anneal=2), of=("swa",), points=swa_points),
+    "swa-beside": Row(make=lambda: swa(start="1ep", end="2ep", swap_in=False, lr=0.02, strategy="cosine")),
+    "masked-swa": Row(make=lambda: masked(swa(start=1, end=5, interval=1), "first.*")),
+    "every-swa": Row(make=lambda: every(2, swa(start=1, end=5, interval=1, swap_in=False, lr=0.02, anneal=3))),
+    "freeze": Row(make=lambda: freeze(["*.bias", "first.weight"], start="1ep"), of=("freeze",), points=freeze_points),
+    "freeze_layers": Row(make=lambda: freeze_layers(start=1, end=5), of=("freeze_layers",), points=freeze_layers_points),
+    "every-freeze": Row(make=lambda: every(2, freeze("last.*"))),
+}

@@ -1,0 +1,40 @@
+"""No recipe is exported without its evidence and its entry in the docs."""
+
+import pytest
+
+from battery import pages
+
+NAMES = {name: value for members in pages.exported().values() for name, value in members}
+ALGORITHMS = [name for name, value in NAMES.items() if pages.is_algorithm(value)]
+SURGERIES = [name for name, value in NAMES.items() if value.__module__.startswith("dtrain.surgery.") and pages.rows_of(name)]
+
+
+def test_all_rooms_export_something():
+    assert all(pages.exported().values())
+    assert len(ALGORITHMS) >= 25
+    assert len(SURGERIES) >= 12
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("section", ["Formula", "Source", "Example"])
+def test_every_recipe_says(section, name):
+    assert pages.section(NAMES[name], section), f"{name} has no section {section}: in its docstring"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_example_runs_and_shows_what_comes_out(name):
+    lines = pages.section(NAMES[name], "Example").splitlines()
+    assert any(line.strip().startswith(">>>") for line in lines)
+    assert any(line.strip() and not line.strip().startswith((">>>", "...")) for line in lines), f"{name}: its example shows nothing"
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, *SURGERIES])
+def test_every_algorithm_has_numbers_two_ranks_a_resume_and_a_cost(name):
+    rows = pages.rows_of(name)
+    assert any(row.points for row in rows), f"{name}: no row with numbers that are known by hand"
+    assert rows, f"{name}: no row, so it is run neither on two ranks nor resumed"
+    assert name in pages.costs()["costs"], f"{name}: no figure of its cost; run benchmarks/algorithms.py --out"
+
+
+def test_the_page_is_that_of_the_code():
+    assert pages.PAGE.read_text() == pages.page(), "run python tests/battery/pages.py --write"

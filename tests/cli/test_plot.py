@@ -1,0 +1,168 @@
+"""``dtrain plot``: what it draws in a terminal and in a file, and one line for each mistake."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dtrain.cli import main
+from dtrain.cli.text_plot import text_plot
+
+LOOP = """
+from dtrain.schedules.basic import constant, linear
+from dtrain.schedules.hyper import measured_in
+
+schedule = linear(1.0, 0.0, 10)
+by_tokens = measured_in("tok", linear(1.0, 0.0, 10**6))
+
+def make():
+    return {"lr": schedule, "decay": constant(0.1)}
+
+def by_hand(step):
+    return 1.0 / (1 + step)
+
+def failing(step):
+    return 1 // (step - 5)
+
+def stumbling():
+    raise ValueError("not today")
+
+def two(step, more):
+    return step
+
+number = 3
+if __name__ == "__main__":
+    raise SystemExit("the loop ran")
+"""
+
+
+@pytest.fixture
+def plot(monkeypatch, capsys, tmp_path):
+    """``plot(*args)``: the exit code of the command, what it printed, and what it complained about."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plotted_loop.py").write_text(LOOP)
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["dtrain", "plot", *args])
+        with pytest.raises(SystemExit) as end:
+            main.run()
+        return end.value.code, *capsys.readouterr()
+
+    yield run
+    sys.modules.pop("plotted_loop", None)
+
+
+def test_a_schedule_is_sketched_in_the_terminal(plot):
+    code, out, err = plot("schedule", "plotted_loop.py:schedule", "--steps", "11")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "schedule, steps 0 to 10:"
+    assert lines[1].lstrip().startswith("1 |***")
+    assert lines[16].lstrip().startswith("0 |  ")
+    assert lines[16].endswith("*")
+    assert lines[-1].split() == ["0", "10"]
+    assert out.isascii()
+
+
+@pytest.mark.parametrize("steps", ["100", "1_00", "1e2"])
+def test_a_function_that_makes_schedules_is_called(plot, steps):
+    code, out, _ = plot("schedule", "plotted_loop:make", "--steps", steps)
+    assert code == 0
+    assert [line for line in out.splitlines() if line.endswith(":")] == ["lr, steps 0 to 99:", "decay, steps 0 to 99:"]
+    assert "0.1 |****" in out
+
+
+def test_a_schedule_may_be_any_function_of_a_number(plot):
+    assert plot("schedule", "plotted_loop.py:by_hand", "--steps", "3")[0] == 0
+
+
+def test_what_is_counted_is_said(plot):
+    assert plot("schedule", "plotted_loop.py:by_tokens", "--steps", "1e6")[1].startswith("by_tokens, tokens 0 to 999999:\n")
+
+
+@pytest.mark.parametrize(("suffix", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
+def test_a_picture_is_written_where_it_is_asked_for(plot, tmp_path, suffix, begin):
+    assert plot("schedule", "plotted_loop.py:make", "--steps", "100", "--output", f"lr.{suffix}") == (0, "", "")
+    assert (tmp_path / f"lr.{suffix}").read_bytes().startswith(begin)
+
+
+def test_the_group_alone_shows_its_commands(plot):
+    code, out, _ = plot()
+    assert code == 0
+    assert "  schedule " in out
+
+
+MISTAKES = {
+    "no target": (["--steps", "5"], 2, "plot: schedule: missing argument 'TARGET'; see `dtrain plot schedule --help`"),
+    "no steps": (["plotted_loop.py:schedule"], 2, "plot: schedule: missing option '--steps'; see"),
+    "no name": (["plotted_loop.py", "--steps", "5"], 2, "plot schedule: 'plotted_loop.py' names no schedule; name a file or"),
+    "no file": (["nope.py:x", "--steps", "5"], 2, "plot schedule: no such file: 'nope.py'"),
+    "no module": (["nope:x", "--steps", "5"], 2, "plot schedule: no module named 'nope'"),
+    "not there": (
+        ["plotted_loop.py:x", "--steps", "5"],
+        2,
+        "plot schedule: 'x' is not there in 'plotted_loop.py'; its functions",
+    ),
+    "a number": (
+        ["plotted_loop.py:number", "--steps", "5"],
+        2,
+        "plot schedule: 'number' in 'plotted_loop.py' is no schedule, got int",
+    ),
+    "two arguments": (
+        ["plotted_loop.py:two", "--steps", "5"],
+        2,
+        "plot schedule: 'two' in 'plotted_loop.py' is no schedule, got func",
+    ),
+    "a maker that fails": (
+        ["plotted_loop.py:stumbling", "--steps", "5"],
+        2,
+        "plot schedule: 'stumbling' in 'plotted_loop.py' failed: ValueError: not today (in plotted_loop.py, line ",
+    ),
+    "a schedule that fails": (
+        ["plotted_loop.py:failing", "--steps", "9"],
+        1,
+        "plot schedule: 'plotted_loop.py:failing' failed: ZeroDivisionError: ",
+    ),
+    "steps": (
+        ["x.py:x", "--steps", "0"],
+        2,
+        "plot schedule: --steps must be a whole number of at least 1, got '0'; 1000 is one",
+    ),
+    "part of a step": (["x.py:x", "--steps", "2.5"], 2, "plot schedule: --steps must be a whole number"),
+    "epochs": (["x.py:x", "--steps", "3ep"], 2, "plot schedule: --steps must be a whole number of at least 1, got '3ep'"),
+    "no picture": (
+        ["x.py:x", "--steps", "2", "--output", "lr.txt"],
+        2,
+        "plot schedule: --output must be a file that ends with .png",
+    ),
+    "no folder": (
+        ["x.py:x", "--steps", "2", "--output", "no/lr.png"],
+        2,
+        "plot schedule: --output is in a folder that is not there",
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "code", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_mistake_is_one_line(plot, args, code, expected):
+    found, out, err = plot("schedule", *args)
+    assert (found, out, err.count("\n")) == (code, "", 1)
+    assert err.startswith(f"dtrain: {expected}")
+    assert "; " in err
+
+
+def test_help_imports_neither_torch_nor_matplotlib():
+    code = "import sys; from dtrain.cli.main import app; import typer.main; typer.main.get_command(app); "
+    code += "print(sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90).stdout == "[]\n"
+
+
+def test_a_flat_curve_is_one_line():
+    assert text_plot([0, 5], [0.25, 0.25], width=4, height=8) == "0.25 |****\n     +----\n      0  5"
+
+
+def test_the_highest_value_is_at_the_top_and_the_lowest_at_the_bottom():
+    lines = text_plot(list(range(8)), [2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0], width=8, height=5).splitlines()
+    assert lines[0] == "  2 |*"
+    assert lines[2] == "  1 | *** ***"
+    assert lines[4] == "  0 |    *"

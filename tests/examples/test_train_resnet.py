@@ -1,0 +1,95 @@
+"""The vision example: digits and a folder of pictures, on two ranks, resumed, and that it learns."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dtrain as dt
+from pictures import read_digits, read_folder, shifted
+from resnet import ARCHS, ResNet
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_resnet.py"
+PATIENCE_S = 400  # for anything that takes seconds: the machine may be busy
+
+
+def run(*options: str, out: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "dtrain", "launch", "-n", "2", str(SCRIPT), "--out", str(out), *options],
+        capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def shards(out: Path) -> dict[str, bytes]:
+    folder = dt.latest_checkpoint(out / "checkpoints")
+    assert folder is not None
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def accuracy(printed: str) -> float:
+    found = re.search(r"accuracy (\d\.\d+) of \d+ pictures", printed)
+    assert found is not None, printed
+    return float(found[1])
+
+
+def test_it_learns_digits_and_resumes_bit_for_bit(tmp_path):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    printed = run("--until", "60ba", out=straight)
+    assert accuracy(printed) > 0.6, "ten classes"
+    shutil.copytree(straight / "checkpoints" / "step-00000045", resumed / "checkpoints" / "step-00000045")
+    assert run("--until", "60ba", out=resumed).splitlines()[-1] == printed.splitlines()[-1]
+    assert shards(resumed) == shards(straight)
+
+
+def pictures(root: Path) -> Path:
+    """Photographs, cut into a training and a held-out set of two classes."""
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    for name, image in zip(("temple", "flower"), load_sample_images().images, strict=True):
+        for index in range(9):
+            folder = root / ("train" if index % 3 else "val") / name
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[40 * index : 40 * index + 90, 60 * index : 60 * index + 120]).save(folder / f"{index}.png")
+    return root
+
+
+def test_a_folder_of_pictures_is_read(tmp_path):
+    found = read_folder(pictures(tmp_path), 32)
+    assert (len(found.train), len(found.held_out), found.classes, found.channels) == (12, 6, 2, 3)
+    sample = found.train[0]
+    assert (sample["x"].shape, sample["x"].dtype, int(sample["y"])) == ((3, 32, 32), torch.float32, 0)
+    assert [int(found.train[at]["y"]) for at in range(12)] == [0] * 6 + [1] * 6
+
+
+def test_a_few_steps_of_resnet50_on_a_folder(tmp_path):
+    folder = pictures(tmp_path / "pictures")
+    options = ["--arch", "resnet50", "--strategy", "replicate", "--data", str(folder), "--size", "32", "--batch", "4"]
+    printed = run(*options, "--until", "4ba", out=tmp_path / "out")
+    assert 0.0 <= accuracy(printed) <= 1.0
+    assert [path.step for path in dt.list_checkpoints(tmp_path / "out" / "checkpoints")] == [3, 4]
+
+
+@pytest.mark.parametrize(("arch", "params"), [("resnet50", 25_557_032), ("resnet18", 11_689_512)])
+def test_the_networks_are_those_of_the_paper(arch, params):
+    with torch.device("meta"):
+        model = ResNet(ARCHS[arch], channels=3, classes=1000)
+    assert sum(p.numel() for p in model.parameters()) == params
+    assert model(torch.empty(2, 3, 224, 224, device="meta")).shape == (2, 1000)
+
+
+def test_digits_are_split_and_shifted():
+    found = read_digits()
+    assert (len(found.train), len(found.held_out)) == (1437, 360)
+    sample = found.train[0]
+    moved = shifted(sample, torch.Generator().manual_seed(1))
+    assert moved["x"].shape == sample["x"].shape == (1, 8, 8)
+    assert not torch.equal(moved["x"], sample["x"])

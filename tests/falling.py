@@ -1,0 +1,36 @@
+"""A run that is known in advance: one weight, begun at 4, whose gradient is 1; and how its end of an epoch is told."""
+
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.dist.control import Post, post_batch
+
+LOSS = dt.mean_loss(lambda model, batch: model(batch).sum() / len(batch), weight=len)
+BATCH = torch.ones(2, 1)
+
+
+def begin(*transforms: dt.Transform, lr: float = 0.5, **options: object) -> tuple[dt.Step, dt.TrainState]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 4.0)
+    step = dt.compose_step(LOSS, transforms)
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=lr), **options)
+
+
+def take(step: dt.Step, state: dt.TrainState, steps: int = 1, *, epoch: int = 0) -> dt.TrainState:
+    """``state`` so many steps later; with ``epoch`` every so many are one."""
+    for _ in range(steps):
+        post_batch(Post(epoch_ends=bool(epoch) and (state.step + 1) % epoch == 0))
+        try:
+            state, _ = step(state, BATCH)
+        finally:
+            post_batch()
+    return state
+
+
+def weight(state: dt.TrainState) -> float:
+    return state.model.weight.item()
+
+
+def average(state: dt.TrainState, name: str) -> float:
+    return state.slices[name]["params"]["weight"].item()

@@ -1,0 +1,237 @@
+"""Decay relative to the peak rate: its strength, which peak wins, and that torch's own forms and hooks are used as they are."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.errors import ConfigError
+from dtrain.optim.decoupled import DecoupledAdamW, DecoupledSGDW
+
+LOSS = dt.mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
+KINDS = {"adamw": DecoupledAdamW, "sgdw": DecoupledSGDW}
+each = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def parameter(value: float = 8.0) -> nn.Parameter:
+    return nn.Parameter(torch.tensor([value], dtype=torch.float64))
+
+
+def decayed(optimizer: torch.optim.Optimizer) -> float:
+    """What share of its only parameter a step takes away when there is nothing but decay."""
+    param = optimizer.param_groups[0]["params"][0]
+    before, param.grad = param.item(), torch.zeros_like(param)
+    optimizer.step()
+    return 1.0 - param.item() / before
+
+
+def trained(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 5) -> list[torch.Tensor]:
+    """The parameters after steps with gradients that are drawn alike."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+def matrices() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(3, size, generator=generator, dtype=torch.float64)) for size in (2, 5)]
+
+
+@each
+@pytest.mark.parametrize("peak", [0.5, 0.001])
+def test_decay_at_the_peak_does_not_depend_on_the_rate(kind, peak):
+    assert decayed(kind([parameter()], lr=peak, weight_decay=0.1)) == pytest.approx(0.1)
+
+
+@each
+def test_decay_follows_the_schedule_down(kind):
+    optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
+    found = []
+    for factor in (1.0, 0.5, 0.0):
+        dt.set_lr_(optimizer, 0.5 * factor)
+        found.append(decayed(optimizer))
+    assert found == pytest.approx([0.1, 0.05, 0.0], abs=1e-12)
+
+
+@each
+def test_the_default_of_torch_is_another_decay(kind):
+    """So that the tests above could fail."""
+    plain = {DecoupledAdamW: torch.optim.AdamW, DecoupledSGDW: torch.optim.SGD}[kind]
+    assert decayed(plain([parameter()], lr=0.5, weight_decay=0.1)) == pytest.approx(0.05)
+
+
+def test_adamw_is_torchs_with_the_decay_divided_by_the_peak():
+    for options in ({}, {"amsgrad": True}, {"foreach": True}, {"maximize": True}, {"foreach": False}):
+        ours, theirs = matrices(), matrices()
+        got = trained(DecoupledAdamW(ours, lr=0.1, weight_decay=0.02, **options), ours)
+        known = trained(torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.2, **options), theirs)
+        for a, b in zip(got, known, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=0.0)
+
+
+@each
+def test_without_decay_it_is_torchs(kind):
+    plain = {DecoupledAdamW: torch.optim.AdamW, DecoupledSGDW: torch.optim.SGD}[kind]
+    ours, theirs = matrices(), matrices()
+    got = trained(kind(ours, lr=0.1, weight_decay=0.0, foreach=True), ours)
+    known = trained(plain(theirs, lr=0.1, weight_decay=0.0, foreach=True), theirs)
+    assert all(torch.equal(a, b) for a, b in zip(got, known, strict=True))
+
+
+@each
+def test_options_are_as_before_after_a_step_that_failed(kind):
+    optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1, dtype=torch.float64)
+    optimizer.param_groups[0]["lr"] = "broken"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+@each
+def test_a_closure_is_run_once_with_gradients(kind):
+    param = parameter()
+    optimizer = kind([param], lr=0.5)
+    calls = []
+
+    def closure() -> float:
+        calls.append(torch.is_grad_enabled())
+        param.grad = None
+        loss = (param * 2).sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 16.0
+    assert calls == [True]
+
+
+@each
+def test_hooks_run_once_per_step_though_the_step_of_torch_is_called_inside(kind):
+    plain = {DecoupledAdamW: torch.optim.AdamW, DecoupledSGDW: torch.optim.SGD}[kind]
+    plain([parameter()])  # after this torch's own step runs hooks, too
+    optimizer, seen = kind([parameter()], lr=0.5), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    decayed(optimizer)
+    assert seen == ["before", "after"]
+
+
+def resumed(kind: type, root: str, peak: float, new: float) -> tuple[float, dict, torch.optim.Optimizer]:
+    """A run that was saved with one peak and is loaded into an optimizer made with another."""
+    for lr in (peak, new):
+        model = nn.Linear(2, 1, bias=False).double()
+        step = dt.compose_step(LOSS, [dt.scale_lr(dt.linear(1.0, 0.0, 4))])
+        state = step.init(model, kind(model.parameters(), lr=lr, weight_decay=0.1))
+        if lr == new:
+            state = dt.load_sharded(root, state).state
+            break
+        for _ in range(2):
+            state, _ = step(state, torch.ones(1, 2, dtype=torch.float64))
+        dt.save_sharded(root, state)
+    return state.optimizer
+
+
+@each
+def test_the_peak_of_the_checkpoint_wins_over_that_of_the_resumed_run(kind, tmp_path):
+    optimizer = resumed(kind, str(tmp_path), 0.5, 0.125)
+    assert [(group["lr"], group["initial_lr"]) for group in optimizer.param_groups] == [(0.5, 0.5)]
+
+
+@each
+def test_another_rate_after_a_resume_scales_the_decay_and_another_peak_does_not(kind, tmp_path):
+    optimizer = resumed(kind, str(tmp_path), 0.5, 0.125)
+    optimizer.state.clear()
+    param = parameter()
+    group = optimizer.param_groups[0]
+    group["params"] = [param]
+    dt.set_lr_(optimizer, 0.25)
+    assert decayed(optimizer) == pytest.approx(0.05)
+    group.update(lr=0.25, initial_lr=0.25)
+    assert decayed(optimizer) == pytest.approx(0.1)
+
+
+@each
+def test_state_dicts_keep_the_peak_and_older_ones_have_none(kind):
+    optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
+    dt.set_lr_(optimizer, 0.25)
+    fresh = kind([parameter()], lr=0.75, weight_decay=0.1)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["initial_lr"]) == (0.25, 0.5)
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["param_groups"][0]["initial_lr"]
+    fresh.load_state_dict(saved)
+    assert fresh.param_groups[0]["initial_lr"] == 0.25
+    assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["initial_lr"] == 0.5
+
+
+@each
+def test_torchs_schedulers_agree_on_what_the_peak_is(kind):
+    optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + t))
+    found = [decayed(optimizer)]
+    schedule.step()
+    assert [*found, decayed(optimizer)] == pytest.approx([0.1, 0.05])
+
+
+@pytest.mark.parametrize("lr", [0.0, -1.0, float("nan"), float("inf"), torch.tensor(0.1)])
+@each
+def test_a_rate_that_is_no_peak_is_refused(kind, lr):
+    with pytest.raises((ConfigError, ValueError), match=r"needs a finite number lr > 0, got|Invalid learning rate"):
+        kind([parameter()], lr=lr)
+
+
+def forms(optimizer: torch.optim.Optimizer) -> list[tuple]:
+    return [(group["fused"], group["foreach"]) for group in optimizer.param_groups]
+
+
+def test_the_form_is_torchs_fastest_unless_another_is_asked_for():
+    assert forms(DecoupledAdamW([parameter()])) == [(True, None)]
+    assert forms(DecoupledAdamW([parameter()], foreach=True)) == [(None, True)]
+    assert forms(DecoupledAdamW([parameter()], differentiable=True)) == [(None, None)]
+    assert forms(DecoupledAdamW([nn.Parameter(torch.ones(1, dtype=torch.complex64))])) == [(None, None)]
+    assert forms(DecoupledSGDW([parameter()])) == [(None, True)]
+    assert forms(DecoupledSGDW([parameter()], fused=True)) == [(True, None)]
+
+
+def test_sgdw_takes_a_first_gradient_that_comes_late():
+    early, late = parameter(), parameter()
+    optimizer = DecoupledSGDW([early, late], lr=0.5, momentum=0.5)
+    early.grad = torch.ones_like(early)
+    optimizer.step()
+    late.grad = torch.ones_like(late)
+    optimizer.step()
+    assert (early.item(), late.item()) == (8 - 0.5 - 0.75, 7.5)
+
+
+@each
+def test_parameters_without_a_gradient_do_not_decay(kind):
+    param = parameter()
+    kind([param], lr=0.5, weight_decay=0.1).step()
+    assert param.item() == 8.0
+
+
+def sharded_forms(mixed: bool) -> list:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    options = {"leave_out": ["1.*"]} if mixed else {}
+    model = dt.shard_model(model, dt.build_mesh(), blocks=(nn.Linear,), **options)
+    found = []
+    for kind in (DecoupledAdamW, DecoupledSGDW):
+        optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.1)
+        step = dt.compose_step(LOSS, [])
+        state, _ = step(step.init(model, optimizer), torch.ones(2, 4))
+        found += forms(state.optimizer)
+    return found
+
+
+def test_cut_parameters_get_one_form_and_a_mix_gets_torchs_choice(ranks):
+    assert ranks(2).run(sharded_forms, False) == [[[True, None], [None, True]]] * 2
+    assert ranks(2).run(sharded_forms, True) == [[[None, None], [None, None]]] * 2

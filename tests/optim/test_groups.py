@@ -1,0 +1,137 @@
+"""Parameter groups: who is in which, what does not decay, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import BertConfig, BertForMaskedLM
+
+import dtrain as dt
+from dtrain.errors import ConfigError
+from dtrain.names import clean_parameters
+from dtrain.optim.groups import Group, param_groups
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too, a norm, a scale of its own, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.body = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm((3, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def members(model: nn.Module, *rules: Group, **options) -> dict[str, list[str]]:
+    """The names in each group."""
+    names = {id(param): name for name, param in clean_parameters(model)[0].items()}
+    return {group["name"]: [names[id(p)] for p in group["params"]] for group in param_groups(model, *rules, **options)}
+
+
+def test_norms_biases_and_embeddings_do_not_decay():
+    assert members(Tied()) == {
+        "all": ["body.weight"],
+        "all.no_decay": ["scale", "embed.weight", "body.bias", "norm.weight", "norm.bias"],
+    }
+    groups = param_groups(Tied(), weight_decay=0.3)
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+
+
+def test_every_trainable_parameter_of_a_transformer_is_in_one_group():
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForMaskedLM(BertConfig(vocab_size=20, max_position_embeddings=8, **sizes))
+    found = members(model)
+    assert sorted(found["all"] + found["all.no_decay"]) == sorted(clean_parameters(model)[0])
+    assert all(name.endswith(".weight") and "LayerNorm" not in name and "embeddings" not in name for name in found["all"])
+    assert len(found["all"]) == 7  # query, key, value, two of the feed-forward part, two dense ones
+
+
+@pytest.mark.parametrize("no_decay", ["**.weight", ["body.*", "**.weight"], lambda name, param: param.ndim == 2, ()])
+def test_what_does_not_decay_may_be_said(no_decay):
+    found = members(nn.Sequential(nn.Linear(2, 2)), no_decay=no_decay)
+    assert found == ({"all": ["0.bias"], "all.no_decay": ["0.weight"]} if no_decay else {"all": ["0.weight", "0.bias"]})
+
+
+def test_rules_have_options_and_a_decay_of_their_own_is_for_all_of_them():
+    head = Group("head", "head.**", {"lr": 0.5, "weight_decay": 0.7})
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    found = [{k: v for k, v in g.items() if k != "params"} for g in param_groups(model, head, Group("rest"), weight_decay=0.1)]
+    assert found == [
+        {"name": "head", "lr": 0.5, "weight_decay": 0.7},
+        {"name": "rest", "weight_decay": 0.1},
+        {"name": "rest.no_decay", "weight_decay": 0.0},
+    ]
+
+
+def test_a_tied_parameter_fits_under_any_name_and_is_there_once():
+    assert members(Tied(), Group("tied", "head.*"), Group("rest"))["tied.no_decay"] == ["embed.weight"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            [Group("a", "body.*"), Group("b", ["**.*", "scale"])],
+            "a and b both take body.weight, body.bias; each",
+        ),
+        ([Group("a", "body.*")], r"no rule takes scale, embed.weight, norm.weight, norm.bias; add .*: Group\('rest'\)"),
+        ([Group("a", "frozen.*"), Group("rest")], "the rule 'a' fits none of 6 trainable parameters .first: 'scale'."),
+        ([Group("a", "body.*"), Group("a")], "two rules are called 'a'; give each a name of its own"),
+        ([Group("a"), Group("b")], "'a' and 'b' both take what no other takes; give one of them a where"),
+        ([{"params": "body.*"}], "rules are of the class Group, got .*; as in Group"),
+    ],
+    ids=["overlap", "leftover", "nothing", "one name", "two rests", "no rule"],
+)
+def test_rules_that_cannot_be_right_are_refused(rules, message):
+    with pytest.raises(ConfigError, match=f"param_groups: {message}"):
+        param_groups(Tied(), *rules)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Group(""), "Group: needs a name, got ''; as in Group"),
+        (lambda: Group("a", 3), "Group: where is a pattern of names, several, or a function .*, got 3"),
+        (lambda: Group("a", [3]), "Group: patterns of names are text, got 3"),
+        (lambda: Group("a", None, {"params": []}), "Group: 'a': options are the optimizer's, got 'params'; leave it out"),
+        (lambda: param_groups(Tied(), weight_decay=-1.0), "param_groups: needs a finite weight_decay >= 0, got -1.0"),
+        (lambda: param_groups(Tied().parameters()), "param_groups: needs a model .an nn.Module., got generator"),
+        (lambda: param_groups(Tied().requires_grad_(False)), "param_groups: the model has no trainable parameters"),
+    ],
+)
+def test_arguments_that_cannot_be_right_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_names_are_clean_whatever_wraps_the_model():
+    model = Tied()
+    model.body = checkpoint_wrapper(model.body)
+    assert members(model, Group("body", "body.*"), Group("rest"))["body"] == ["body.weight"]
+
+
+def sharded(leave_out: list[str]) -> list:
+    """Names in groups before and after, and a step of the fused optimizer with them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    before = members(model)
+    model = dt.shard_model(model, dt.build_mesh(), blocks=(nn.Linear,), leave_out=leave_out)
+    loss = dt.mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
+    step = dt.compose_step(loss, [])
+    step(step.init(model, torch.optim.AdamW(param_groups(model), fused=True)), torch.ones(2, 4))
+    return [before, members(model)]
+
+
+def test_groups_are_the_same_after_sharding(ranks):
+    for before, after in ranks(2).run(sharded, []):
+        assert before == after == {"all": ["0.weight", "2.weight"], "all.no_decay": ["0.bias", "1.weight", "1.bias", "2.bias"]}
+
+
+def test_whole_parameters_beside_cut_ones_are_groups_of_their_own_which_the_fused_form_takes(ranks):
+    for _, after in ranks(2).run(sharded, ["2.*"]):
+        assert sorted(after) == ["all.no_decay.over_dp_all", "all.no_decay.whole", "all.over_dp_all", "all.whole"]
+        assert after["all.whole"] == ["2.weight"]

@@ -1,0 +1,242 @@
+"""Muon against torch's, under FSDP2 in every layout, its collectives, and what it refuses."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dtrain as dt
+from dtrain.errors import ConfigError
+from dtrain.optim.muon import Muon, orthogonalize
+from dtrain.optim.muon_groups import muon_groups
+from dtrain.testing import count_collectives
+
+# float64; five steps of the iteration magnify the rounding of small singular values by 500 and more
+TOLERANCE = 1e-11
+SHAPES = ((4, 6), (7, 3), (5, 5), (1, 4))
+
+
+def matrices(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(*shape, generator=generator, dtype=dtype)) for shape in SHAPES]
+
+
+def trained(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+@pytest.mark.parametrize(("adjust", "theirs"), [("original", "original"), ("match_rms", "match_rms_adamw")])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_it_is_torchs_bit_for_bit(adjust, theirs, nesterov):
+    ours, peers = matrices(), matrices()
+    got = trained(Muon(ours, lr=0.02, adjust=adjust, nesterov=nesterov), ours)
+    known = trained(torch.optim.Muon(peers, lr=0.02, weight_decay=0.1, adjust_lr_fn=theirs, nesterov=nesterov), peers)
+    assert all(torch.equal(a, b) for a, b in zip(got, known, strict=True))
+
+
+def test_its_other_half_is_torchs_adamw():
+    ours, peers = matrices(), matrices()
+    got = trained(Muon([{"params": ours, "method": "adamw", "weight_decay": 0.2}]), ours)
+    known = trained(torch.optim.AdamW(peers, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.2, fused=True), peers)
+    assert all(torch.equal(a, b) for a, b in zip(got, known, strict=True))
+    plain = [{"params": (plain := matrices()), "method": "adamw", "weight_decay": 0.2, "fused": False}]
+    for a, b in zip(trained(Muon(plain), plain[0]["params"]), known, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (5, 5)])
+def test_orthogonalized_matrices_have_the_same_vectors_and_singular_values_near_one(shape):
+    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    inner = left.T @ orthogonalize(matrix) @ right.T
+    assert torch.allclose(inner, inner.diagonal().diag(), atol=1e-12)
+    assert inner.diagonal().min() > 0.6
+    assert inner.diagonal().max() < 1.3
+
+
+def test_a_matrix_of_zeros_stays_one_and_precision_is_as_asked():
+    assert orthogonalize(torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
+    wide, half = matrices(), matrices()
+    a, b = trained(Muon(wide, ns_dtype="fp32"), wide), trained(Muon(half), half)
+    for one, other in zip(a, b, strict=True):
+        assert not torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=0.0, atol=0.02)
+
+
+class Deep(nn.Module):
+    """Matrices with few even sizes, tied embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 3, bias=False), nn.Linear(3, 1), nn.Linear(1, 5)])
+        self.head = nn.Linear(5, 11)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+IDS = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(0))
+LOSS = dt.mean_loss(
+    lambda model, ids: nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten()), weight=len
+)
+
+
+def deep(strategy: str | None, **options) -> list[float]:
+    """All parameters after a few steps in a layout."""
+    torch.manual_seed(5)
+    model: nn.Module = Deep().double()
+    world = 1
+    if strategy is not None:
+        world = dist.get_world_size()
+        mesh = dt.build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else dt.build_mesh()
+        model = dt.shard_model(model, mesh, strategy=strategy, blocks="layers.*")
+    optimizer = Muon(muon_groups(model, head="head.bias", lr=0.05, adamw_lr=0.02, ns_dtype="param", **options))
+    step = dt.compose_step(LOSS, [dt.scale_lr({"matrices": dt.linear(1.0, 0.0, 6)})])
+    state = step.init(model, optimizer)
+    share = len(IDS) // world
+    rank = dist.get_rank() if strategy is not None else 0
+    for _ in range(4):
+        state, _ = step(state, IDS[rank * share : (rank + 1) * share])
+    return [value for _, param in dt.full_params(state) for value in param.flatten().tolist()]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "replicate"])
+def test_every_layout_ends_where_one_process_does(ranks, strategy):
+    known = torch.tensor(deep(None), dtype=torch.float64)
+    for found in ranks(4).run(deep, strategy):
+        assert ((torch.tensor(found, dtype=torch.float64) - known).norm() / known.norm()).item() <= TOLERANCE
+
+
+def messages() -> list:
+    """The collectives of a step of the optimizer alone, and the bytes that this rank puts in and gets out."""
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False), nn.Linear(4, 8, bias=False))
+    model = dt.shard_model(model, dt.build_mesh(), blocks=(nn.Linear,))
+    optimizer = Muon(model.parameters(), ns_dtype="bf16")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with count_collectives() as seen:
+        optimizer.step()
+    shapes = [tuple(optimizer.state[p]["momentum_buffer"].to_local().shape) for p in model.parameters()]
+    return [seen.counts(), seen.bytes(), shapes]
+
+
+def test_a_step_sends_each_matrix_once_there_and_once_back_and_buffers_stay_cut(ranks):
+    """Three matrices on two ranks are two rounds of two all-to-alls, in bfloat16."""
+    for counts, size, shapes in ranks(2).run(messages):
+        assert [op for ops in counts.values() for op in ops.items()] == [("all_to_all", 4)]
+        here = 2 * (12 + 12 + 16)  # this rank's shards in bfloat16
+        assert size <= 4 * here
+        assert shapes == [[3, 4], [2, 6], [4, 4]]
+
+
+def two_axes() -> float:
+    """Matrices that tensor parallelism has cut, and FSDP2 again, against the same ones whole."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    def build() -> nn.Module:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)).double()
+
+    mesh = dt.build_mesh(dp_shard=2, tp=2)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    cut = dt.shard_model(build(), mesh, blocks=(nn.Linear,), plan=plan)
+    known = build()
+    loss = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    step = dt.compose_step(loss, [])
+    state = step.init(cut, Muon(cut.parameters(), ns_dtype="param"))
+    peer = Muon(known.parameters(), ns_dtype="param")
+    for _ in range(3):
+        state, _ = step(state, x)
+        peer.zero_grad()
+        known(x).square().mean().backward()
+        peer.step()
+    pairs = zip((param for _, param in dt.full_params(state)), known.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def test_matrices_that_are_cut_along_two_axes_are_gathered(ranks):
+    assert max(ranks(4).run(two_axes)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Muon([nn.Parameter(torch.ones(3))]),
+            r"Muon: is for hidden matrices, got a parameter of shape \(3,\); .*as muon_groups",
+        ),
+        (lambda: Muon([{"params": matrices(), "method": "sgd"}]), "Muon: a group's method is 'muon' or 'adamw', got 'sgd'"),
+        (
+            lambda: Muon([{"params": matrices(), "method": "adamw", "momentum": 0.9}]),
+            "Muon: a group with method='adamw' has no option 'momentum'; it has lr, betas, eps",
+        ),
+        (lambda: Muon(matrices(), lr=-1.0), "Muon: needs a finite number lr >= 0, got -1.0"),
+        (lambda: Muon(matrices(), lr=torch.tensor(0.1)), r"Muon: needs a finite number lr >= 0, got tensor"),
+        (lambda: Muon(matrices(), momentum=1.0), "Muon: needs 0 <= momentum < 1, got 1.0"),
+        (
+            lambda: Muon([{"params": matrices(), "method": "adamw", "betas": (0.9, 1.0)}]),
+            r"Muon: needs 0 <= betas < 1, got \(0.9, 1.0\)",
+        ),
+        (lambda: Muon(matrices(), adjust="rms"), "Muon: adjust is 'original' or 'match_rms', got 'rms'"),
+        (lambda: Muon(matrices(), ns_dtype="fp16"), "Muon: ns_dtype is 'bf16', 'fp32' or 'param', got 'fp16'"),
+        (lambda: Muon(matrices(), ns_steps=0), "Muon: needs a whole number ns_steps >= 1, got 0"),
+        (lambda: muon_groups(Deep(), head="nothing"), "muon_groups: head='nothing' fits none of 9 trainable parameters; pass"),
+        (
+            lambda: muon_groups(Deep(), head="head.*", matrices=["layers.0.weight", "embed.*"]),
+            "muon_groups: matrices fits embed.weight, which belongs to an embedding; Muon is for hidden",
+        ),
+        (
+            lambda: muon_groups(Deep(), head="layers.3.*", matrices="layers.3.weight"),
+            "which belongs to the head; Muon is for hidden",
+        ),
+        (lambda: muon_groups(Deep(), head=(), matrices="layers.0.*"), "layers.0.bias, which has 1 dims; Muon is for hidden"),
+        (
+            lambda: muon_groups(nn.Linear(2, 2), head="*"),
+            "muon_groups: no trainable parameter is a hidden matrix; torch.optim.AdamW",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_groups_leave_embeddings_heads_and_filters_to_adamw():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    groups = {
+        g["name"]: g for g in muon_groups(model, head=lambda name, _: name.startswith("3."), nesterov=False, momentum=0.8)
+    }
+    shapes = {name: [tuple(p.shape) for p in group["params"]] for name, group in groups.items()}
+    assert shapes == {
+        "matrices": [(4, 3)],
+        "adamw": [(3, 2, 3, 3), (2, 4)],
+        "adamw.no_decay": [(3,), (4,), (4,), (4,), (2,)],
+    }
+    assert [(group["method"], group["weight_decay"]) for group in groups.values()] == [
+        ("muon", 0.1), ("adamw", 0.1), ("adamw", 0.0)
+    ]  # fmt: skip
+    optimizer = Muon(groups.values())
+    assert optimizer.param_groups[0]["momentum"] == 0.8
+    assert [group.get("fused") for group in optimizer.param_groups] == [None, True, True]
+    only = muon_groups(nn.Sequential(nn.Linear(2, 2, bias=False)), head=())
+    assert [group["name"] for group in only] == ["matrices"]
+
+
+def test_a_closure_is_run_with_gradients_and_parameters_without_one_stay():
+    params = matrices()
+    optimizer = Muon(params)
+    before = [param.detach().clone() for param in params]
+    assert optimizer.step(lambda: float(torch.is_grad_enabled())) == 1.0
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+    assert not optimizer.state

@@ -1,0 +1,56 @@
+import pytest
+import torch
+
+from dtrain.errors import ConfigError
+from dtrain.schedules.adapt import to_lambda_lr
+from dtrain.schedules.basic import constant, cosine, linear, with_warmup
+from dtrain.schedules.hyper import measured_in
+
+
+def optimizer_of(*rates):
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
+
+
+def run(scheduler, optimizer, steps):
+    found = []
+    for _ in range(steps):
+        found.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_each_step_has_the_rate_of_the_step_about_to_run():
+    schedule, optimizer = with_warmup(cosine(1.0, 0.1, 30), 5), optimizer_of(0.5)
+    assert run(to_lambda_lr(schedule, optimizer), optimizer, 40) == [[0.5 * schedule(t)] for t in range(40)]
+
+
+def test_groups_keep_their_own_rates_and_may_have_their_own_schedules():
+    optimizer = optimizer_of(1.0, 0.1)
+    found = run(to_lambda_lr([linear(1.0, 0.0, 4), constant(0.5)], optimizer), optimizer, 4)
+    assert found == [[1.0, 0.05], [0.75, 0.05], [0.5, 0.05], [0.25, 0.05]]
+
+
+@pytest.mark.parametrize("schedule", [linear(1.0, 0.0, 10), measured_in("ba", linear(1.0, 0.0, 10))], ids=["plain", "of steps"])
+def test_a_resumed_scheduler_goes_on(schedule):
+    optimizer = optimizer_of(1.0)
+    scheduler = to_lambda_lr(schedule, optimizer)
+    run(scheduler, optimizer, 3)
+    saved, other = scheduler.state_dict(), optimizer_of(1.0)
+    other.load_state_dict(optimizer.state_dict())
+    resumed = to_lambda_lr(schedule, other)
+    resumed.load_state_dict(saved)
+    other.load_state_dict(optimizer.state_dict())
+    assert run(resumed, other, 3) == run(scheduler, optimizer, 3) == [[0.7], [0.6], [0.5]]
+
+
+def test_what_torch_cannot_count_is_refused():
+    with pytest.raises(ConfigError, match=r"to_lambda_lr: torch's scheduler counts steps, got a schedule of tok; scale_lr"):
+        to_lambda_lr(measured_in("tok", constant(1.0)), optimizer_of(1.0))
+
+
+def test_every_group_needs_a_schedule():
+    with pytest.raises(ConfigError, match="to_lambda_lr: needs a schedule for each parameter group, got 1 for 2"):
+        to_lambda_lr([constant(1.0)], optimizer_of(1.0, 1.0))
+    with pytest.raises(ConfigError, match="to_lambda_lr: needs a schedule"):
+        to_lambda_lr([0.5], optimizer_of(1.0))

@@ -1,0 +1,209 @@
+"""Composer's form: its formulas over what durations come to, and the runs that it cannot be told for."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.clock import Clock
+from dtrain.data.loading.build import build_loader
+from dtrain.durations import RunLength
+from dtrain.errors import ConfigError
+from dtrain.schedules import composer
+from dtrain.schedules.hyper import Measured, hyperparameter
+
+RUN = RunLength(total="10ep", steps_per_epoch=20, samples_per_step=8, tokens_per_step=512)
+
+
+def tau(t, warmup, end):
+    return min(1.0, (t - warmup) / (end - warmup))
+
+
+def _cosine(low, share):
+    return low + (1 - low) * (1 + math.cos(math.pi * share)) / 2
+
+
+FORMULAS = {  # of t, warmup, low, high, power: what comes out and, once the warm-up is over, what is expected
+    "linear": (lambda w, a, b, k: composer.linear(RUN, b, a), lambda t, w, a, b, k: b + (a - b) * min(1, t / 200)),
+    "cosine": (lambda w, a, b, k: composer.cosine(RUN, alpha_f=a), lambda t, w, a, b, k: _cosine(a, min(1, t / 200))),
+    "polynomial": (
+        lambda w, a, b, k: composer.polynomial(RUN, k, alpha_f=a),
+        lambda t, w, a, b, k: a + (1 - a) * (1 - min(1, t / 200)) ** k,
+    ),
+    "exponential": (lambda w, a, b, k: composer.exponential(RUN, b), lambda t, w, a, b, k: b ** (t / 20)),
+    "constant": (lambda w, a, b, k: composer.constant(RUN, b, "0.5dur"), lambda t, w, a, b, k: b if t < 100 else 1.0),
+    "step": (lambda w, a, b, k: composer.step(RUN, "3ep", b), lambda t, w, a, b, k: b ** (t // 60)),
+    "linear_with_warmup": (
+        lambda w, a, b, k: composer.linear_with_warmup(RUN, w, b, a),
+        lambda t, w, a, b, k: b + (a - b) * tau(t, w, 200),
+    ),
+    "cosine_with_warmup": (
+        lambda w, a, b, k: composer.cosine_with_warmup(RUN, w, alpha_f=a),
+        lambda t, w, a, b, k: _cosine(a, tau(t, w, 200)),
+    ),
+    "polynomial_with_warmup": (
+        lambda w, a, b, k: composer.polynomial_with_warmup(RUN, w, k, alpha_f=a),
+        lambda t, w, a, b, k: a + (1 - a) * (1 - tau(t, w, 200)) ** k,
+    ),
+    "constant_with_warmup": (
+        lambda w, a, b, k: composer.constant_with_warmup(RUN, w, b),
+        lambda t, w, a, b, k: b if t < 200 else 1.0,
+    ),
+    "multi_step_with_warmup": (
+        lambda w, a, b, k: composer.multi_step_with_warmup(RUN, w, ["8ep", "0.9dur"], b),
+        lambda t, w, a, b, k: b ** ((t >= 160) + (t >= 180)),
+    ),
+}
+RISES_TO_ALPHA = ("linear_with_warmup", "constant_with_warmup")  # the others rise to 1
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@given(t=st.integers(0, 250), w=st.integers(1, 150), a=st.floats(0.01, 1), b=st.floats(0.01, 1), k=st.floats(0.5, 4))
+@settings(max_examples=25, deadline=None)
+def test_formulas_are_those_of_the_documentation(name, t, w, a, b, k):
+    make, formula = FORMULAS[name]
+    expected = formula(max(t, w) if name.endswith("warmup") else t, w, a, b, k)
+    if name.endswith("warmup") and t < w:
+        expected = (b if name in RISES_TO_ALPHA else 1.0) * t / w
+    assert make(w, a, b, k)(t) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_a_warmup_of_no_steps_is_none_whatever_the_unit():
+    assert composer.linear_with_warmup(RunLength(total="1e6tok"), "0ba").unit == "tok"
+    assert composer.linear_with_warmup(RunLength(total="100ba"), "0tok")(50) == 0.5
+    assert [composer.linear_with_warmup(RUN, "0ba")(t) for t in (0, 100)] == [1.0, 0.5]
+
+
+SAME = {
+    "epochs": ("10ep", "1ep"),
+    "steps": ("200ba", "20ba"),
+    "a plain number": (200, 20),
+    "shares": ("1dur", "0.1dur"),
+    "samples and steps": ("1600sp", "20ba"),
+    "tokens and epochs": ("102_400tok", "1ep"),
+    "tokens and samples": ("102_400tok", "160sp"),
+}
+
+
+@pytest.mark.parametrize(("t_max", "t_warmup"), SAME.values(), ids=SAME)
+def test_units_are_converted_to_steps_where_they_differ(t_max, t_warmup):
+    schedule = composer.cosine_with_warmup(RUN, t_warmup, t_max, 0.1)
+    assert not isinstance(schedule, Measured)
+    assert [schedule(t) for t in range(220)] == [composer.cosine_with_warmup(RUN, 20, 200, 0.1)(t) for t in range(220)]
+
+
+COUNTED = {
+    "tok": (RunLength(total="1e6tok"), "1e5tok", "1dur"),
+    "sp": (RunLength(total="1_000_000sp"), "0.1dur", "1_000_000sp"),
+    "sec": (RunLength(total="10h"), "1h", "1dur"),
+}
+
+
+@pytest.mark.parametrize("unit", COUNTED)
+def test_what_the_clock_counts_is_followed_where_all_lengths_agree(unit):
+    run, t_warmup, t_max = COUNTED[unit]
+    schedule = composer.linear_with_warmup(run, t_warmup, t_max=t_max)
+    assert isinstance(schedule, Measured)
+    assert schedule.unit == unit
+    whole = run.total.value
+    field = {"tok": "tokens", "sp": "samples", "sec": "seconds"}[unit]
+    clock = Clock(step=3, **{field: whole * 55 // 100})
+    assert hyperparameter(schedule, "x")(clock) == pytest.approx(0.5)
+
+
+def test_a_loader_knows_the_length_of_its_run():
+    loader = build_loader(list(range(12)), global_batch_size=4, seed=0)
+    assert [composer.linear(loader.run_length("2ep"))(t) for t in (0, 3, 6)] == [1.0, 0.5, 0.0]
+    assert hyperparameter(composer.linear(loader.run_length("24sp")), "x")(Clock(step=1, samples=6)) == 0.75
+
+
+def test_lengths_that_are_no_whole_steps_are_not_rounded():
+    run = RunLength(total="3ba")
+    assert composer.step(run, "0.1dur", 0.5)(3) == 0.5**10
+    assert composer.linear(RunLength(total="9ba"), t_max="0.5dur", alpha_f=0.1)(4) == pytest.approx(1 - 0.9 * 4 / 4.5)
+
+
+def test_a_decay_may_end_before_the_run_where_that_is_meant():
+    assert composer.linear(RUN, alpha_f=0.1, t_max="5ep")(150) == 0.1
+    assert composer.linear(RUN, 0.0, 1.0, t_max="5ep")(150) == 1.0
+    assert composer.linear(RunLength(steps_per_epoch=20), t_max="5ep")(150) == 0.0
+    assert composer.cosine(RunLength(total="1h", steps_per_epoch=20), t_max="5ep")(100) == 0.0  # nobody can compare them
+
+
+def test_a_decay_may_end_behind_the_run():
+    assert composer.cosine(RUN, t_max="20ep")(200) == pytest.approx(0.5)
+
+
+SHORT = {
+    "linear": lambda: composer.linear(RUN, t_max="9ep"),
+    "cosine": lambda: composer.cosine(RUN, t_max="199ba"),
+    "polynomial": lambda: composer.polynomial(RUN, 2.0, t_max="0.99dur"),
+    "linear_with_warmup": lambda: composer.linear_with_warmup(RUN, "1ep", t_max="102_399tok"),
+    "cosine_with_warmup": lambda: composer.cosine_with_warmup(RUN, "1ep", t_max="9ep"),
+    "polynomial_with_warmup": lambda: composer.polynomial_with_warmup(RUN, "1ep", t_max="9ep"),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_run_that_would_go_on_at_a_rate_of_zero_is_refused(name):
+    with pytest.raises(
+        ConfigError, match=rf"composer.{name}: t_max=.* ends before the run of 10ep does, .*; give t_max='1dur', or"
+    ):
+        SHORT[name]()
+
+
+REFUSED = {
+    "no run": (
+        lambda: composer.cosine("10ep"),
+        r"composer.cosine: needs the length of the run first, got '10ep'; loader.run_len",
+    ),
+    "no total": (
+        lambda: composer.cosine(RunLength(steps_per_epoch=5)),
+        "composer.cosine: t_max=1.0dur: 1.0dur is a share of the run, whose length is not known; give RunLength",
+    ),
+    "no steps per epoch": (
+        lambda: composer.cosine(RunLength(total="3ep")),
+        "composer.cosine: t_max=1.0dur: duration: .* in steps needs steps_per_epoch; give RunLength",
+    ),
+    "no tokens per step": (
+        lambda: composer.cosine_with_warmup(RunLength(total="100ba"), "1e6tok"),
+        "t_warmup=1000000tok, t_max=1.0dur: .*needs tokens_per_step; give .* which knows; or give all of them in one unit",
+    ),
+    "seconds and steps": (
+        lambda: composer.cosine_with_warmup(RunLength(total="1h"), "10ba"),
+        "cannot be told in steps: .*; or give all of them in one unit",
+    ),
+    "no duration": (lambda: composer.exponential(RUN, 0.5, "1min"), "duration: unknown unit 'min'"),
+    "no length": (lambda: composer.step(RUN, 0), "duration: needs at least 1 ba, got 0"),
+    "a long warm-up": (
+        lambda: composer.linear_with_warmup(RUN, "10ep"),
+        r"the warm-up must be over before t_max, got t_warmup='10ep' and t_max='1dur', which are 200 and 200 ba; warm up",
+    ),
+    "a long warm-up, constant": (
+        lambda: composer.constant_with_warmup(RUN, "11ep"),
+        "composer.constant_with_warmup: the warm-up must",
+    ),
+    "no milestones": (lambda: composer.multi_step(RUN, []), "multi_step: needs at least one milestone, got none"),
+    "milestones in disorder": (lambda: composer.multi_step(RUN, ["2ep", "10ba"]), r"that increase, got \[40, 10\]"),
+    "a milestone in the warm-up": (
+        lambda: composer.multi_step_with_warmup(RUN, "2ep", ["2ep", "5ep"]),
+        r"before the first milestone, got t_warmup=2ep and milestones\[0\]=2ep; leave that milestone out, or warm up for less",
+    ),
+    "growth": (lambda: composer.step(RUN, "1ep", 2.0), "composer.step: growth needs an end, got gamma=2.0"),
+    "alpha_f": (lambda: composer.cosine(RUN, alpha_f="0"), "composer.cosine: alpha_f must be a finite number, got '0'"),
+    "alpha_f of restarts": (
+        lambda: composer.cosine_warm_restarts(RUN, "1ep", alpha_f=math.inf),
+        "composer.cosine_warm_restarts: alpha_f must be a finite number, got inf",
+    ),
+    "t_mult": (lambda: composer.cosine_warm_restarts(RUN, "1ep", 0.5), "multiplier must be at least 1, got multiplier=0.5"),
+    "power": (lambda: composer.polynomial(RUN, 0), "polynomial: power must be a positive number, got power=0"),
+    "alpha": (lambda: composer.constant(RUN, math.nan), "composer.constant: alpha must be a finite number, got nan"),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_a_schedule_is_refused(make, expected):
+    with pytest.raises(ConfigError, match=expected) as error:
+        make()
+    assert "\n" not in str(error.value)

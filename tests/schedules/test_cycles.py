@@ -1,0 +1,66 @@
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.errors import ConfigError
+from dtrain.schedules.cycles import cosine_restarts, one_cycle
+
+
+@given(period=st.integers(1, 50), multiplier=st.sampled_from([1, 1.5, 2, 3]), cycle=st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_every_cycle_begins_at_the_start_and_leads_down_to_the_end(period, multiplier, cycle):
+    begin = sum(period * multiplier**before for before in range(cycle))
+    length = period * multiplier**cycle
+    schedule = cosine_restarts(1.0, 0.0, period, multiplier=multiplier)
+    assert schedule(begin) == pytest.approx(1.0, abs=1e-9)
+    assert schedule(begin + length / 2) == pytest.approx(0.5, abs=1e-9)
+    assert schedule(begin + length * (1 - 1e-6)) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("multiplier", [1, 1.0001, 2])
+def test_restarts_are_defined_everywhere(multiplier):
+    schedule = cosine_restarts(1.0, 0.1, 7, multiplier=multiplier)
+    assert schedule(-5) == 1.0
+    assert all(0.1 - 1e-12 <= schedule(t) <= 1.0 for t in (0, 0.5, 6.999999, 7, 1e6, 1e12, 1e15))
+
+
+def test_one_cycle_peaks_where_it_says():
+    schedule = one_cycle(0.04, 1.0, 0.0, 100, rise=0.25)
+    assert max(range(101), key=schedule) == 25
+    assert (schedule(-1), schedule(100), schedule(1e9)) == (0.04, 0.0, 0.0)
+
+
+def test_momentum_cycles_the_other_way_round():
+    momentum = one_cycle(0.95, 0.85, 0.95, 10, rise=0.5, shape="linear")
+    assert [round(momentum(t), 4) for t in (0, 5, 10)] == [0.95, 0.85, 0.95]
+
+
+REFUSED = {
+    "restarts: period": (
+        lambda: cosine_restarts(1.0, 0.0, 0),
+        "cosine_restarts: period must be a positive number, got period=0",
+    ),
+    "restarts: multiplier": (
+        lambda: cosine_restarts(1.0, 0.0, 5, multiplier=0.5),
+        "cosine_restarts: multiplier must be at least 1, got multiplier=0.5; shorter cycles",
+    ),
+    "restarts: value": (lambda: cosine_restarts(math.nan, 0.0, 5), "cosine_restarts: start must be a finite number, got nan"),
+    "one_cycle: steps": (lambda: one_cycle(0.1, 1.0, 0.0, 0), "one_cycle: steps must be a positive number, got steps=0"),
+    "one_cycle: rise": (lambda: one_cycle(0.1, 1.0, 0.0, 5, rise=1), "one_cycle: rise must be above 0 and below 1, got rise=1"),
+    "one_cycle: three": (
+        lambda: one_cycle(0.1, 1.0, 0.0, 5, rise=0.5, three_phase=True),
+        "one_cycle: rise must be above 0 and below 0.5, got rise=0.5; it is a share",
+    ),
+    "one_cycle: shape": (
+        lambda: one_cycle(0.1, 1.0, 0.0, 5, shape="exponential"),
+        "one_cycle: shape must be one of linear, cosine, got 'exponential'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_a_schedule_is_refused(make, expected):
+    with pytest.raises(ConfigError, match=expected):
+        make()

@@ -1,0 +1,43 @@
+import math
+
+import pytest
+
+from dtrain.errors import ConfigError
+from dtrain.schedules.stairs import multi_step, step_decay
+
+
+def test_step_decay_changes_at_the_first_step_of_a_period():
+    assert [step_decay(1.0, 0.5, 3)(t) for t in range(-1, 7)] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
+
+
+def test_a_growing_batch_size_stays_at_its_end():
+    assert [step_decay(16, 2, 10, end=100)(t) for t in (0, 9, 10, 25, 30, 1e15)] == [16, 16, 32, 64, 100, 100]
+
+
+def test_multi_step_changes_at_each_milestone():
+    assert [multi_step(1.0, 0.5, (2, 4.5))(t) for t in range(6)] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
+
+
+def test_multi_step_may_grow():
+    assert multi_step(1.0, 3.0, [1, 2])(2) == 9.0
+
+
+REFUSED = {
+    "step_decay: period": (
+        lambda: step_decay(1.0, 0.5, -1),
+        "step_decay: period must be a positive number, got period=-1; it is",
+    ),
+    "step_decay: growth": (lambda: step_decay(1.0, 2, 5), "step_decay: growth needs an end, got gamma=2"),
+    "multi_step: none": (lambda: multi_step(1.0, 0.5, []), "multi_step: needs at least one milestone, got none; "),
+    "multi_step: equal": (lambda: multi_step(1.0, 0.5, [3, 3]), r"multi_step: milestones must be .* increase, got \[3, 3\]"),
+    "multi_step: order": (lambda: multi_step(1.0, 0.5, [4, 3]), r"that increase, got \[4, 3\]"),
+    "multi_step: negative": (lambda: multi_step(1.0, 0.5, [-1, 3]), r"numbers of at least 0 that increase, got \[-1, 3\]"),
+    "multi_step: text": (lambda: multi_step(1.0, 0.5, ["3ep"]), r"numbers of at least 0 that increase, got \['3ep'\]"),
+    "multi_step: gamma": (lambda: multi_step(1.0, math.inf, [3]), "multi_step: gamma must be a finite number, got inf"),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_a_schedule_is_refused(make, expected):
+    with pytest.raises(ConfigError, match=expected):
+        make()

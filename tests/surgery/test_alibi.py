@@ -1,0 +1,153 @@
+"""Linear biases of attention: the numbers of the paper, masks, and models of one's own; BERT and GPT-2 are tested beside."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dtrain.errors import ConfigError
+from dtrain.surgery.alibi import NoPositions, alibi
+from dtrain.surgery.attention_bias import alibi_bias, alibi_slopes, with_alibi
+
+LEAST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(
+    ("heads", "exponents"),
+    [
+        (1, [-8]),
+        (8, [-1, -2, -3, -4, -5, -6, -7, -8]),
+        (16, [-0.5 * h for h in range(1, 17)]),
+        (12, [-1, -2, -3, -4, -5, -6, -7, -8, -0.5, -1.5, -2.5, -3.5]),
+        (6, [-2, -4, -6, -8, -1, -3]),
+    ],
+)
+def test_slopes_are_those_of_the_paper(heads, exponents):
+    assert alibi_slopes(heads).tolist() == pytest.approx([2.0**exponent for exponent in exponents])
+
+
+def test_the_bias_is_the_distance_times_the_slope():
+    bias = alibi_bias(8, 2, 4, dtype=torch.float64)
+    assert bias.dtype == torch.float64
+    assert bias[0].tolist() == [[-1.0, -0.5, 0.0, -0.5], [-1.5, -1.0, -0.5, 0.0]]
+    assert bias[7].equal(bias[0] / 128)
+
+
+def test_biases_in_low_precision_are_computed_before_they_are_rounded():
+    assert alibi_bias(8, 1, 400, dtype=torch.bfloat16)[7, 0, 0].item() == torch.tensor(-399 / 256).bfloat16().item()
+
+
+@pytest.mark.parametrize(
+    ("mask", "causal", "expected"),
+    [
+        (None, False, [[0.0, -1.0], [-1.0, 0.0]]),
+        (None, True, [[0.0, LEAST], [-1.0, 0.0]]),
+        (torch.tensor([[True, False]]), True, [[0.0, LEAST], [-1.0, LEAST]]),
+        (torch.tensor([[0.0, LEAST]]), False, [[0.0, LEAST], [-1.0, LEAST]]),
+        (torch.tensor([[0.5, -3.0], [LEAST, LEAST]]), False, [[0.5, -4.0], [LEAST, LEAST]]),
+    ],
+    ids=["none", "causal", "bools", "floats", "floats of each query"],
+)
+def test_masks_of_any_kind_get_the_bias(mask, causal, expected):
+    bias = -torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
+    found = with_alibi(None if mask is None else mask[None, None], bias, causal=causal)
+    assert found[0, 0].tolist() == expected
+
+
+def test_half_precision_masks_stay_finite():
+    mask = torch.full((1, 1, 1, 2000), torch.finfo(torch.float16).min, dtype=torch.float16)
+    assert with_alibi(mask, alibi_bias(8, 1, 2000, dtype=torch.float16), causal=False).isfinite().all()
+
+
+class Attention(nn.Module):
+    """Of one's own: takes a mask by name, as the edit asks."""
+
+    def __init__(self, dim=8, heads=2, is_causal=False):
+        super().__init__()
+        self.heads, self.is_causal = heads, is_causal
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x, attention_mask=None):
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        causal = self.is_causal and attention_mask is None
+        found = functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, is_causal=causal)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, is_causal=True):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(11, 8), nn.Embedding(6, 8)
+        self.attention = Attention(is_causal=is_causal)
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        return x + self.attention(x, attention_mask=None)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_model_of_ones_own_attends_with_biases(is_causal):
+    model = alibi(Model(is_causal), attentions={Attention: "heads"}, positions="places")
+    assert isinstance(model.places, NoPositions)
+    x = torch.randn(2, 9, 8)
+    scores = alibi_bias(2, 9) + (torch.full((9, 9), -1e30).triu(1) if is_causal else 0)
+    torch.testing.assert_close(model.attention(x), Attention.forward(model.attention, x, scores.unsqueeze(0)))
+    assert model(torch.zeros(2, 9, dtype=torch.int64)).shape == (2, 9, 8)  # longer than the table was
+
+
+def test_attention_under_autocast_takes_the_bias():
+    model = alibi(Model(), attentions={Attention: "heads"})
+    ids = torch.arange(12).view(2, 6) % 11
+    with torch.autocast("cpu", torch.bfloat16):
+        low = model(ids)
+    torch.testing.assert_close(low, model(ids), rtol=0.05, atol=0.05)
+
+
+def test_attention_in_low_precision_takes_the_bias():
+    layer = alibi(nn.Sequential(Attention(is_causal=True)), attentions={Attention: "heads"})[0].bfloat16()
+    x = torch.randn(2, 6, 8, dtype=torch.bfloat16)
+    assert layer(x).dtype == torch.bfloat16
+
+
+def test_layers_of_one_class_stay_of_one_class():
+    model = alibi(nn.Sequential(Attention(), Attention()), attentions={Attention: "heads"})
+    assert type(model[0]) is type(model[1])
+    assert isinstance(model[0], Attention)
+    assert type(model[0]).__name__ == "AlibiAttention"
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: alibi_slopes(0), "alibi_slopes: needs a whole number of heads of at least 1, got 0"),
+        (lambda: alibi_bias(2.0, 3), r"alibi_slopes: needs a whole number of heads of at least 1, got 2\.0"),
+        (lambda: alibi(Model(), max_sequence_length=0), "max_sequence_length is a whole number of at least 1, got 0"),
+        (lambda: alibi(Model(), attentions={Attention: "width"}), r"Attention\.width must be the number of heads, it is None"),
+        (
+            lambda: alibi(Model(), attentions={Attention: "heads"}, positions="position"),
+            "alibi: positions='position': nothing to replace",
+        ),
+        (
+            lambda: with_alibi(torch.ones(2, 2), alibi_bias(1, 2), causal=False),
+            r"takes masks of bools or floats \[batch, heads, length, keys\], got torch.float32 \[2, 2\]; use sdpa or eager",
+        ),
+        (lambda: with_alibi("full", alibi_bias(1, 2), causal=False), "takes masks of .*, got str"),
+        (
+            lambda: with_alibi(torch.ones(1, 1, 2, 3), alibi_bias(1, 2), causal=False),
+            "a mask for 3 keys, but there are 2; caches of a fixed size are not known",
+        ),
+        (
+            lambda: alibi(nn.Sequential(Attention()), attentions={Attention: "heads"})[0](torch.ones(1, 2, 8), None),
+            "AlibiAttention must be called with attention_mask and what follows by name",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused(run, message):
+    with pytest.raises(ConfigError, match=message):
+        run()
+
+
+def test_without_transformers_attention_must_be_named(monkeypatch):
+    monkeypatch.setattr("dtrain.surgery.alibi.known_class", lambda module, name: None)
+    with pytest.raises(ConfigError, match="alibi: no attention that is known: transformers' BERT and GPT-2 are not in this"):
+        alibi(Model())

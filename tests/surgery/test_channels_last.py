@@ -1,0 +1,54 @@
+"""Channels last: the format of activations, and parameters that FSDP2 takes."""
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.errors import ConfigError
+from dtrain.surgery.channels_last import channels_last
+
+LAST = torch.channels_last
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 1))
+
+
+def formats(model: nn.Module, x: torch.Tensor) -> list[bool]:
+    seen = []
+    for module in model:
+        module.register_forward_hook(lambda module, given, out: seen.append(out.is_contiguous(memory_format=LAST)))
+    model(x)
+    return seen
+
+
+def test_activations_have_the_format_and_parameters_do_not():
+    model = channels_last(net())
+    assert formats(net(), torch.randn(2, 3, 8, 8)) == [False] * 5
+    assert formats(model, torch.randn(2, 3, 8, 8)) == [True] * 5
+    assert all(param.is_contiguous() for param in model.parameters())
+
+
+def test_values_are_those_of_the_plain_model_and_a_single_picture_computes():
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(channels_last(net())(x), net()(x))
+    picture = channels_last(nn.Conv2d(3, 4, 3))
+    assert picture(x[0]).shape == (4, 6, 6)
+
+
+def sharded() -> list[bool]:
+    with pytest.raises(NotImplementedError, match="non-contiguous"):
+        dt.shard_model(net().to(memory_format=LAST), dt.build_mesh(), blocks=nn.Conv2d)
+    model = dt.shard_model(channels_last(net()), dt.build_mesh(), blocks=nn.Conv2d)
+    return formats(model, torch.randn(2, 3, 8, 8))
+
+
+def test_a_sharded_model_computes_in_the_format_too(ranks):
+    assert ranks(2).run(sharded) == [[True] * 5] * 2
+
+
+def test_a_model_without_convolutions_is_refused():
+    with pytest.raises(ConfigError, match="channels_last: nothing to replace"):
+        channels_last(nn.Linear(2, 2))

@@ -1,0 +1,92 @@
+"""Gated linear units in models of one's own; BERT is tested beside."""
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.errors import ConfigError
+from dtrain.surgery.gated_linear_units import GatedLinearUnit, gated_linear_units
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+NETWORKS = {MLP: ("up", "act")}
+
+
+def test_a_network_is_the_formula_of_the_paper():
+    model = gated_linear_units(nn.Sequential(MLP(), MLP()), activation="silu", networks=NETWORKS)
+    layer, x = model[1], torch.randn(3, 4)
+    hidden = nn.functional.silu(x @ layer.up.weight.T) * (x @ layer.up.linear.weight.T)
+    torch.testing.assert_close(layer(x), layer.down(hidden))
+    assert [type(each.up) for each in model] == [GatedLinearUnit, GatedLinearUnit]
+
+
+def test_the_activation_of_a_network_is_kept():
+    layer = gated_linear_units(MLP(), networks=NETWORKS, bias=True)
+    assert isinstance(layer.up.activation, nn.GELU)
+    assert isinstance(layer.act, nn.Identity)
+
+
+@pytest.mark.parametrize(("bias", "linear_bias"), [(False, False), (True, False), (False, True), (True, True)])
+def test_biases_are_as_asked_for(bias, linear_bias):
+    before = MLP()
+    weight, kept = before.up.weight, before.up.bias
+    layer = gated_linear_units(before, networks=NETWORKS, bias=bias, linear_bias=linear_bias).up
+    assert layer.weight is weight
+    assert layer.bias is (kept if bias else None)
+    assert (layer.linear.bias is not None) is linear_bias
+    assert not linear_bias or not layer.linear.bias.any()
+
+
+def test_mode_and_dtype_are_those_of_the_model():
+    layer = gated_linear_units(MLP().double().eval(), networks=NETWORKS).up
+    assert {param.dtype for param in layer.parameters()} == {torch.float64}
+    assert not any(module.training for module in layer.modules())
+
+
+def test_a_model_on_meta_stays_there():
+    with torch.device("meta"):
+        model = MLP()
+    assert all(param.is_meta for param in gated_linear_units(model, networks=NETWORKS).parameters())
+
+
+def test_evaluation_of_torchs_own_layer_is_gated_too():
+    """It has a kernel of its own for evaluation, which knows no gates."""
+    layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, dropout=0.0, batch_first=True)
+    gated_linear_units(layer, networks={nn.TransformerEncoderLayer: ("linear1", "activation")})
+    x = torch.randn(2, 3, 4)
+    trained = layer(x).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), trained)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "swish", "networks": NETWORKS}, "activation is a function or one of sigmoid, .* got 'swish'"),
+        ({"activation": nn.GELU, "networks": NETWORKS}, "activation is a function or one of"),
+        ({"networks": {MLP: "up"}}, "networks is by class a pair of names, .* got "),
+        ({"networks": {MLP: ("act", "act")}}, r"MLP\.act must be an nn.Linear, it is GELU"),
+        ({"networks": {MLP: ("up", "gelu")}}, r"MLP\.gelu must be a function or a module, it is None"),
+        ({"networks": {nn.Conv2d: ("up", "act")}}, "no network to gate in this MLP: no Conv2d in it; for another model"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_and_changes_nothing(options, message):
+    model = MLP()
+    before = list(model.modules())
+    with pytest.raises(ConfigError, match=message):
+        gated_linear_units(model, **options)
+    assert list(model.modules()) == before
+
+
+def test_without_transformers_networks_must_be_named(monkeypatch):
+    monkeypatch.setattr("dtrain.surgery.gated_linear_units.known_class", lambda module, name: None)
+    with pytest.raises(ConfigError, match="no network to gate: transformers' BERT is not in this process"):
+        gated_linear_units(MLP())

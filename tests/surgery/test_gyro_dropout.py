@@ -1,0 +1,89 @@
+"""Dropout over a fixed number of subnetworks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dtrain.errors import ConfigError
+from dtrain.surgery.gyro_dropout import GyroDropout, drop_by_masks, gyro_dropout, subnetwork_masks
+
+MASKS = torch.tensor([[True, False, True], [False, True, True]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [(4, [0, 0, 1, 1]), (5, [0, 0, 0, 1, 1]), (2, [0, 1]), (1, [0]), (0, [])],
+)
+def test_samples_are_shared_out_among_masks(batch, rows):
+    found = drop_by_masks(torch.ones(batch, 3), MASKS, 0.5)
+    assert found.tolist() == [(2.0 * MASKS[row]).tolist() for row in rows]
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((2, 5, 3), -1), ((2, 3, 4, 4), 1)])
+def test_a_feature_is_dropped_everywhere_in_a_sample(shape, axis):
+    found = drop_by_masks(torch.ones(shape), MASKS, 0.5, axis=axis).movedim(axis, -1)
+    assert found.equal(2.0 * MASKS.view(2, *[1] * (len(shape) - 2), 3).expand(found.shape))
+
+
+def test_all_masks_come_from_the_fixed_ones_and_all_of_them_come():
+    layer = GyroDropout(0.5, sigma=6, tau=2, seed=3, name="a")
+    known = {tuple(row) for row in (2.0 * subnetwork_masks(6, 16, 0.5, seed=3, name="a")).tolist()}
+    seen = [{tuple(row) for row in layer(torch.ones(8, 16)).tolist()} for _ in range(40)]
+    assert len(known) == 6
+    assert {len(each) for each in seen} == {2}
+    assert set.union(*seen) == known
+
+
+def test_layers_have_masks_of_their_own_and_the_rate_that_they_had():
+    model = gyro_dropout(nn.Sequential(nn.Dropout(0.25), nn.Sequential(nn.Dropout(0.5))), sigma=4, tau=1, seed=7)
+    assert [(layer.p, layer.name) for layer in (model[0], model[1][0])] == [(0.25, "0"), (0.5, "1.0")]
+    assert gyro_dropout(nn.Sequential(nn.Dropout(0.25)), p=0.5)[0].p == 0.5
+    one, other = (subnetwork_masks(64, 64, 0.25, seed=7, name=name) for name in ("0", "1.0"))
+    assert not one.equal(other)
+    assert one.double().mean().item() == pytest.approx(0.75, abs=0.03)  # five deviations of 4096 draws
+
+
+def test_the_global_generator_decides_as_for_plain_dropout():
+    layer, x = GyroDropout(0.5, sigma=32, tau=2), torch.ones(4, 64)
+    torch.manual_seed(1)
+    first = layer(x)
+    other = layer(x)
+    torch.manual_seed(1)
+    assert layer(x).equal(first)
+    assert not other.equal(first)
+
+
+def test_a_forward_that_is_computed_again_chooses_alike():
+    layer, x = GyroDropout(0.5, sigma=32, tau=2), torch.ones(4, 64, requires_grad=True)
+    found = checkpoint(lambda x: layer(x.square()), x, use_reentrant=False)
+    found.sum().backward()
+    assert x.grad.equal(2 * found.detach())
+
+
+def test_evaluation_and_a_rate_of_nothing_change_nothing():
+    x = torch.randn(4, 8)
+    assert GyroDropout(0.5).eval()(x) is x
+    assert GyroDropout(0.0)(x) is x
+
+
+def test_nothing_of_it_is_in_a_checkpoint():
+    layer = GyroDropout(0.5)
+    layer(torch.ones(2, 4))
+    assert layer.state_dict() == {}
+    assert repr(layer) == "GyroDropout(p=0.5, sigma=256, tau=16, seed=0, axis=-1)"
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: GyroDropout(1.0), r"gyro_dropout: needs 0 <= p < 1, got p=1\.0"),
+        (lambda: GyroDropout(0.5, sigma=2, tau=3), "needs whole numbers with 1 <= tau <= sigma, got tau=3, sigma=2"),
+        (lambda: GyroDropout(0.5, tau=2.0), r"got tau=2\.0, sigma=256"),
+        (lambda: GyroDropout(0.5, name="a")(torch.ones(3)), r"needs \[batch, ..., features\], got shape \(3,\) in 'a'"),
+        (lambda: gyro_dropout(nn.Linear(2, 2)), "gyro_dropout: nothing to replace"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(run, message):
+    with pytest.raises(ConfigError, match=message):
+        run()

@@ -1,0 +1,68 @@
+"""Classes mixed into modules: one for each pair, copied and pickled, combined."""
+
+import copy
+import pickle
+
+import torch
+from torch import nn
+
+from dtrain.surgery.blur_pool import Blur, blur_pool
+from dtrain.surgery.channels_last import ChannelsLast, channels_last
+from dtrain.surgery.mixed import mix_in
+from dtrain.surgery.squeeze_excite import squeeze_excite
+from dtrain.surgery.weight_standardization import WeightStandardized, standardize_weight, weight_standardization
+
+
+def made() -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, stride=2, padding=1))
+    model = squeeze_excite(weight_standardization(blur_pool(model, min_channels=4)), min_channels=4, latent_channels=2)
+    return channels_last(model).eval()
+
+
+def test_there_is_one_class_for_each_pair():
+    one, two = nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1)
+    assert mix_in(one, ChannelsLast)
+    assert mix_in(two, ChannelsLast)
+    assert type(one) is type(two)
+    assert type(one).__name__ == "ChannelsLastConv2d"
+    assert isinstance(one, nn.Conv2d)
+
+
+def test_what_is_mixed_in_already_is_left():
+    module = nn.Conv2d(1, 1, 1)
+    mix_in(module, ChannelsLast)
+    kind = type(module)
+    assert not mix_in(module, ChannelsLast)
+    assert type(module) is kind
+
+
+def test_edits_combine_and_keep_the_names_of_what_they_change():
+    model = made()
+    assert type(model[0]).__name__ == "ChannelsLastSqueezeExciteWeightStandardizedBlurConv2d"
+    assert isinstance(model[0], Blur)
+    assert isinstance(model[0], WeightStandardized)
+    names = ["0.weight", "0.bias", "0.squeeze_excite.reduce.weight", "0.squeeze_excite.expand.weight"]
+    assert list(model.state_dict()) == names
+    x = torch.randn(2, 4, 8, 8)
+    padded = nn.functional.pad(x, (1, 1, 1, 1), mode="replicate")
+    blurred = nn.functional.avg_pool2d(nn.functional.avg_pool2d(padded, 2, 1), 2, 1)
+    out = nn.functional.conv2d(blurred, standardize_weight(model[0].weight), model[0].bias, stride=2, padding=1)
+    torch.testing.assert_close(model(x), model[0].squeeze_excite(out))
+
+
+def test_copies_and_pickles_compute_the_same():
+    model, x = made(), torch.randn(2, 4, 8, 8)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+        assert type(again[0]) is type(model[0])
+        assert torch.equal(again(x), model(x))
+    assert copy.deepcopy(model)[0].weight is not model[0].weight
+
+
+def test_repr_shows_the_settings():
+    text = repr(blur_pool(nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(16, 1, 3, stride=2))))
+    assert (
+        "BlurMaxPool2d(kernel_size=2, stride=(1, 1), padding=0, dilation=1, ceil_mode=False, blur=3 after, stride=(2, 2))"
+        in text
+    )
+    assert "blur=3 first" in text

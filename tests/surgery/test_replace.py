@@ -1,0 +1,207 @@
+"""replace_modules: what it changes, says, keeps, and refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.errors import ConfigError
+from dtrain.surgery.replace import replace_modules
+
+GELU = {nn.ReLU: lambda module, name: nn.GELU()}
+
+
+class Wrapping(nn.Module):
+    """Keeps what it replaces."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+class SubReLU(nn.ReLU):
+    pass
+
+
+def test_report_says_what_was_replaced_and_where():
+    model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Tanh())
+    done = replace_modules(model, {**GELU, nn.Tanh: lambda module, name: nn.Sigmoid()})
+    assert done.model is model
+    assert done.replaced == {"0": ("ReLU", "GELU"), "1.1": ("ReLU", "GELU"), "2": ("Tanh", "Sigmoid")}
+    assert repr(done) == "3 modules replaced: 2 ReLU by GELU (0, 1.1); 1 Tanh by Sigmoid (2)"
+    assert [type(module) for module in (model[0], model[1][1], model[2])] == [nn.GELU, nn.GELU, nn.Sigmoid]
+
+
+def test_a_policy_gets_the_module_and_its_clean_name_and_may_leave_it():
+    model = nn.ModuleDict({"a": nn.ReLU(), "b": nn.ModuleDict({"c": nn.ReLU()})})
+    inner = model["b"]["c"]
+    seen = []
+
+    def policy(module, name):
+        seen.append((name, module))
+        return nn.GELU() if name == "b.c" else None
+
+    assert list(replace_modules(model, {nn.ReLU: policy}).replaced) == ["b.c"]
+    assert seen == [("a", model["a"]), ("b.c", inner)]
+
+
+def test_what_a_policy_leaves_is_looked_into():
+    model = nn.Sequential(nn.Sequential(nn.ReLU()))
+    done = replace_modules(model, {nn.Sequential: lambda module, name: None, **GELU})
+    assert list(done.replaced) == ["0.0"]
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        (nn.ReLU, ["0"]),
+        ((nn.ReLU, nn.Tanh), ["0", "2"]),
+        (lambda name, module: isinstance(module, nn.ReLU), ["0", "1"]),
+        (lambda name, module: name == "2", ["2"]),
+    ],
+    ids=["class", "classes", "predicate of classes", "predicate of names"],
+)
+def test_keys_pick_modules(key, found):
+    model = nn.Sequential(nn.ReLU(), SubReLU(), nn.Tanh())
+    assert list(replace_modules(model, {key: lambda module, name: nn.GELU()}).replaced) == found
+
+
+def test_the_first_policy_that_picks_a_module_decides():
+    model = nn.Sequential(nn.ReLU())
+    replace_modules(model, {nn.ReLU: lambda module, name: nn.Tanh(), lambda name, module: name: lambda module, name: nn.GELU()})
+    assert type(model[0]) is nn.Tanh
+
+
+def test_the_root_may_be_replaced():
+    layer = nn.Linear(2, 2)
+    done = replace_modules(layer, {nn.Linear: lambda module, name: Wrapping(module)})
+    assert isinstance(done.model, Wrapping)
+    assert done.model.inner is layer
+    assert repr(done) == "1 module replaced: 1 Linear by Wrapping (the root)"
+
+
+def test_a_new_module_may_hold_what_it_replaces_and_is_not_looked_into():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first = model[0]
+    done = replace_modules(model, {nn.Linear: lambda module, name: Wrapping(module)})
+    assert len(done.replaced) == 2
+    assert model[0].inner is first
+
+
+def test_a_module_in_several_places_is_replaced_once_and_stays_shared():
+    shared = nn.ReLU()
+    model = nn.Sequential(shared, nn.Sequential(shared))
+    done = replace_modules(model, GELU)
+    assert model[0] is model[1][0]
+    assert done.replaced == {"0": ("ReLU", "GELU")}
+
+
+def test_tied_parameters_stay_tied_when_the_policy_reuses_them():
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
+    model[1].weight = model[0].weight
+
+    def policy(module, name):
+        new = nn.Linear(3, 4, bias=False)
+        new.weight = module.weight
+        return new
+
+    replace_modules(model, {nn.Linear: policy})
+    assert model[1].weight is model[0].weight
+
+
+def test_new_modules_take_mode_dtype_and_device_and_leave_those_of_what_they_keep():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).to("meta", torch.bfloat16)
+    model[0].eval()
+    kept = model[0].weight
+    model.train()
+    model[0].eval()
+    replace_modules(model, {nn.Linear: lambda module, name: Wrapping(module), nn.ReLU: lambda module, name: nn.PReLU()})
+    wrapping, prelu = model
+    assert wrapping.inner.weight is kept
+    assert (wrapping.scale.dtype, wrapping.scale.is_meta, wrapping.scale.requires_grad) == (torch.bfloat16, True, True)
+    assert (wrapping.count.dtype, wrapping.count.is_meta) == (torch.int64, True)
+    assert (wrapping.training, wrapping.inner.training, prelu.training) == (False, False, True)
+    assert prelu.weight.dtype == torch.bfloat16, "a module without tensors is followed by one like the model"
+    assert prelu.weight.is_meta
+
+
+def test_tied_among_the_new_stays_tied():
+    def policy(module, name):
+        new = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        new[1].weight = new[0].weight
+        return new
+
+    model = nn.Sequential(nn.Linear(2, 2)).double()
+    replace_modules(model, {nn.Linear: policy})
+    assert model[0][0].weight is model[0][1].weight
+    assert model[0][0].weight.dtype == torch.float64
+
+
+def test_hooks_of_a_kept_module_stay():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda module, given, out: out + 1)
+    replace_modules(model, {nn.Linear: lambda module, name: Wrapping(module)})
+    assert len(model[0].inner._forward_hooks) == 1
+
+
+def hooked():
+    model = nn.Sequential(nn.ReLU())
+    model[0].register_forward_hook(lambda module, given, out: out)
+    return model
+
+
+def checkpointed():
+    return dt.checkpoint_activations(nn.Sequential(nn.ReLU()), blocks=nn.ReLU)
+
+
+@pytest.mark.parametrize(
+    ("make", "policies", "said"),
+    [
+        (
+            lambda: nn.Sequential(nn.Tanh()),
+            GELU,
+            r"replace_modules: nothing to replace: of 2 modules in this Sequential \(.*1 Tanh\) none is a ReLU that fits",
+        ),
+        (lambda: nn.ReLU, GELU, "model must be a torch.nn.Module, got type"),
+        (lambda: nn.Sequential(nn.ReLU()), {}, "policies is a mapping of module classes to functions"),
+        (lambda: nn.Sequential(nn.ReLU()), [nn.ReLU], "policies is a mapping of module classes to functions"),
+        (lambda: nn.Sequential(nn.ReLU()), {"0": None}, "a policy is for a module class, .* got '0'"),
+        (lambda: nn.Sequential(nn.ReLU()), {int: None}, "a policy is for a module class, .* got <class 'int'>"),
+        (
+            lambda: nn.Sequential(nn.ReLU()),
+            {nn.ReLU: lambda m, n: nn.GELU},
+            "a policy returned <class .* for '0'; return a module",
+        ),
+        (hooked, GELU, "'0' has forward hooks of its own, which would be lost"),
+        (checkpointed, GELU, "'0' has forward of its own, which would be lost"),
+        (
+            lambda: nn.DataParallel(nn.Sequential(nn.ReLU())),
+            GELU,
+            "this model is wrapped in DataParallel; change it before that",
+        ),
+    ],
+    ids=["nothing", "class", "empty", "list", "text key", "other class", "no module", "hook", "forward", "wrapped"],
+)
+def test_what_cannot_be_right_is_refused(make, policies, said):
+    with pytest.raises(ConfigError, match=said):
+        replace_modules(make(), policies)
+
+
+def test_nothing_to_replace_is_no_error_when_allowed():
+    assert repr(replace_modules(nn.Tanh(), GELU, missing_ok=True)) == "0 modules replaced"
+
+
+def refused() -> str:
+    model = dt.shard_model(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), dt.build_mesh())
+    with pytest.raises(ConfigError) as error:
+        replace_modules(model, GELU, where="here")
+    return str(error.value)
+
+
+def test_a_sharded_model_is_refused(ranks):
+    assert "is sharded already; change it before shard_model" in ranks(1).run(refused)[0]

@@ -1,0 +1,303 @@
+"""Stochastic depth: choices that all ranks make, and that come out the same when they are made again."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.dist.init import current
+from dtrain.errors import ConfigError
+from dtrain.surgery.stochastic_depth import drop_rates, is_dropped, stochastic_depth
+from dtrain.testing import count_host_syncs
+
+
+class Block(nn.Module):
+    """Adds its branch to its input."""
+
+    def __init__(self, dim: int = 4) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(dim, dim), nn.BatchNorm1d(dim)
+
+    def forward(self, x, scale: float = 1.0):
+        return x + scale * self.norm(self.layer(x))
+
+
+class Net(nn.Sequential):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__(nn.Linear(4, 4), *[Block() for _ in range(blocks)], nn.Linear(4, 2))
+
+
+def net(**options) -> nn.Module:
+    torch.manual_seed(0)
+    return stochastic_depth(Net().double(), Block, **{"distribution": "uniform", "seed": 5, **options})
+
+
+def batch(step: int, samples: int = 6) -> torch.Tensor:
+    return torch.randn(samples, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def trained(model: nn.Module, steps: int = 6) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+    return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def choices(name: str, steps: int, rate: float = 0.5, seed: int = 5) -> list[bool]:
+    return [is_dropped(rate, count, seed=seed, name=name) for count in range(steps)]
+
+
+def test_the_choices_of_these_tests_are_of_both_kinds():
+    assert {tuple(choices(name, 6)) for name in "123"} != {(False,) * 6}
+    assert all(len(set(choices(name, 6))) == 2 for name in "123")
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_a_block_is_dropped_at_its_rate_and_blocks_do_not_follow_each_other(rate):
+    one, two = (torch.tensor(choices(name, 4000, rate, seed=0), dtype=torch.float64) for name in ("a", "b"))
+    spread = (rate * (1 - rate) / 4000) ** 0.5
+    assert abs(one.mean() - rate) < 5 * spread
+    assert abs(torch.corrcoef(torch.stack([one, two]))[0, 1]) < 0.08
+
+
+@pytest.mark.parametrize(("distribution", "rates"), [("linear", [0.1, 0.2, 0.3]), ("uniform", [0.3, 0.3, 0.3])])
+def test_rates_follow_the_order_of_the_model(distribution, rates):
+    model = net(drop_rate=0.3, distribution=distribution)
+    assert [model[at]._drop_rate for at in (1, 2, 3)] == pytest.approx(rates)
+    assert drop_rates(0.3, 3, distribution) == pytest.approx(rates)
+    assert "drop_rate=0.3" in repr(model)
+
+
+def test_a_dropped_block_is_its_input_and_neither_counts_nor_trains():
+    model, plain = net(), Net().double()
+    plain.load_state_dict(model.state_dict(), strict=False)
+    kept = [not choices(name, 1)[0] for name in "123"]
+    x = batch(0)
+    out = model(x)
+    out.sum().backward()
+    expected = plain[0](x)
+    for at in (1, 2, 3):
+        expected = plain[at](expected) if kept[at - 1] else expected
+        assert (model[at].layer.weight.grad is not None) == kept[at - 1]
+        assert int(model[at].norm.num_batches_tracked) == int(kept[at - 1])
+    assert torch.equal(out, plain[4](expected))
+
+
+def test_evaluation_is_scaled_and_counts_nothing():
+    model = net(drop_rate=0.25).eval()
+    x = batch(0)
+    expected = model[0](x)
+    for at in (1, 2, 3):
+        expected = expected + 0.75 * (model[at].norm(model[at].layer(expected)))
+    torch.testing.assert_close(model(x), model[4](expected))
+    assert int(model[1].forwards) == 0
+
+
+def test_rate_zero_is_the_plain_model():
+    plain = Net().double()
+    plain.load_state_dict(net().state_dict(), strict=False)
+    for method in ("block", "sample"):
+        model = net(drop_rate=0.0, method=method)
+        for mode in (False, True):  # training moves the norms' statistics
+            torch.testing.assert_close(model.train(mode)(batch(0)), copy.deepcopy(plain).train(mode)(batch(0)))
+
+
+def test_samples_are_dropped_one_by_one_and_in_the_mean_as_evaluation_has_it():
+    block = stochastic_depth(nn.Sequential(nn.Linear(3, 3)).double(), "0", drop_rate=0.3, method="sample")
+    x = torch.ones(20_000, 3, dtype=torch.float64)
+    torch.manual_seed(1)
+    out = block(x)
+    whole = block[0].layer(x) if hasattr(block[0], "layer") else nn.functional.linear(x, block[0].weight, block[0].bias)
+    same, full = (out - x).abs().sum(1) < 1e-12, (out - whole).abs().sum(1) < 1e-12
+    assert (same ^ full).all()
+    assert same.double().mean().item() == pytest.approx(0.3, abs=0.02)
+    torch.testing.assert_close(out.mean(0), block.eval()(x)[0], rtol=0.05, atol=0.02)
+    assert "0.forwards" not in block.state_dict()
+
+
+class Projected(nn.Module):
+    """A residual block whose shortcut is no identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortcut, self.branch = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.shortcut(x) + self.branch(x)
+
+
+@pytest.mark.parametrize("method", ["block", "sample"])
+def test_branches_may_change_the_shape(method):
+    model = stochastic_depth(Projected(), "branch", kind="branch", drop_rate=0.9, distribution="uniform", method=method)
+    x = torch.randn(5, 4)
+    torch.manual_seed(0)
+    for _ in range(4):
+        apart = model(x) - model.shortcut(x)
+        kept = (apart.abs().sum(1) > 0)[:, None]
+        branch = nn.functional.linear(x, model.branch.weight, model.branch.bias)
+        torch.testing.assert_close(apart, torch.where(kept, branch, 0.0))
+    torch.testing.assert_close(model.eval()(x), model.shortcut(x) + 0.1 * branch)
+
+
+def test_further_arguments_reach_the_block():
+    block = stochastic_depth(Block(), lambda name, module: name == "layer", drop_rate=0.0)
+    assert torch.equal(block(torch.ones(2, 4), scale=0.0), torch.ones(2, 4))
+
+
+def test_computing_again_makes_the_same_choices():
+    plain = trained(net())
+    again = trained(dt.checkpoint_activations(net(), blocks=(Block,)))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's own, when a graph is in parts
+def test_compiled_blocks_make_the_same_choices():
+    def compiled(model: nn.Module) -> nn.Module:
+        for at in (1, 2, 3):
+            model[at].compile(backend="eager")
+        return model
+
+    again = trained(compiled(net()))
+    for a, b in zip(trained(net()), again, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_host_reads_the_count_only_when_others_have_written_it():
+    model = net()
+    model(batch(0))
+    with count_host_syncs() as seen:
+        for _ in range(5):
+            model(batch(0)).sum().backward()
+    assert seen.count == 0
+    model.load_state_dict(copy.deepcopy(net().state_dict()))
+    with count_host_syncs() as seen:
+        model(batch(0))
+        model(batch(0))
+    assert seen.count == 3, "one for each block"
+    assert int(model[1].forwards) == 2
+
+
+def test_a_copy_goes_on_from_where_its_model_was():
+    model = net()
+    trained(model, steps=2)
+    again = copy.deepcopy(model)
+    for a, b in zip(trained(model), trained(again), strict=True):
+        assert torch.equal(a, b)
+
+
+def ragged(samples: int, buffers: str, blocks: str) -> list:
+    """Ranks that run unequal microbatches; counts of forwards, and a sum over all parameters."""
+    model = dt.shard_model(net(), dt.build_mesh(), blocks=(Block,) if blocks == "around" else (nn.Linear,), buffers=buffers)
+    loss = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
+    step = dt.compose_step(loss, [], grad=partial(dt.microbatch_step, microbatch_size=2))
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    mine = samples if current().rank == 0 else 2
+    for at in range(4):
+        state, _ = step(state, {"x": batch(at, mine)})
+    counts = [int(model[at].forwards) for at in (1, 2, 3)]
+    return [counts, sum(tensor.sum().item() for _, tensor in dt.full_params(state))]
+
+
+@pytest.mark.parametrize("blocks", ["around", "inside"])
+@pytest.mark.parametrize("buffers", ["broadcast", "local"])
+def test_ranks_that_count_differently_do_not_wait_for_each_other(ranks, buffers, blocks):
+    """Three more microbatches on one rank: the other repeats one, and its count stays."""
+    (one, total), (two, other) = ranks(2).run(ragged, 8, buffers, blocks)
+    assert one == [16, 16, 16]
+    assert two == (one if buffers == "broadcast" else [4, 4, 4])
+    assert total == other
+
+
+def waits(buffers: str) -> int:
+    """How often a step waits more than one of the plain model does."""
+    counts = []
+    for model in (Net().double(), net()):
+        model = dt.shard_model(model, dt.build_mesh(), blocks=(Block,), buffers=buffers)
+        loss = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
+        step = dt.compose_step(loss, [])
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for at in range(3):
+            with count_host_syncs() as seen:
+                state, _ = step(state, {"x": batch(at)})
+        counts.append(seen.count)
+    return counts[1] - counts[0]
+
+
+@pytest.mark.parametrize(("buffers", "more"), [("broadcast", 3), ("local", 0)])
+def test_the_host_waits_once_for_each_block_where_buffers_are_made_equal(ranks, buffers, more):
+    assert ranks(2).run(waits, buffers) == [more, more]
+
+
+class Odd(nn.Module):
+    def __init__(self, out) -> None:
+        super().__init__()
+        self.out = out
+
+    def forward(self, x):
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [(lambda x: (x,), r"'0' makes a tuple of \[2, 4\]"), (lambda x: x[:, :2], r"'0' makes a tensor \[2, 2\] of \[2, 4\]")],
+    ids=["tuple", "shape"],
+)
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_block_that_gives_something_else_is_refused(out, said, mode):
+    model = stochastic_depth(nn.Sequential(Odd(out)), Odd, drop_rate=0.0).train(mode)
+    with pytest.raises(ConfigError, match=f"stochastic_depth: {said}, so it cannot be left out"):
+        model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "options", "said"),
+    [
+        (nn.Conv2d, {}, "blocks names Conv2d, but the model has no such module"),
+        (Block, {"drop_rate": 1.0}, "needs 0 <= drop_rate < 1, got drop_rate=1.0"),
+        (Block, {"drop_rate": -0.1}, "needs 0 <= drop_rate < 1"),
+        (Block, {"drop_rate": float("nan")}, "needs 0 <= drop_rate < 1"),
+        (Block, {"drop_rate": None}, "needs 0 <= drop_rate < 1"),
+        (Block, {"distribution": "cubic"}, "unknown distribution='cubic'; use one of linear, uniform"),
+        (Block, {"method": "batch"}, "unknown method='batch'; use one of block, sample"),
+        (Block, {"kind": "residual"}, "unknown kind='residual'; use one of block, branch"),
+        (Block, {"seed": "five"}, "seed must be a whole number, got 'five'"),
+        ((), {}, r"blocks=\(\) picks no module inside the model"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(blocks, options, said):
+    with pytest.raises(ConfigError, match=f"stochastic_depth: .*{said}"):
+        stochastic_depth(Net(), blocks, **options)
+
+
+def test_a_second_time_there_is_nothing_to_do():
+    with pytest.raises(ConfigError, match="stochastic_depth: nothing to replace"):
+        stochastic_depth(net(), Block)
+
+
+@pytest.mark.slow
+def test_blocks_of_transformers_are_left_out():
+    from transformers import GPT2Config, GPT2Model
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0)
+    model = stochastic_depth(GPT2Model(config), GPT2Block, distribution="uniform")
+    for block in model.h:
+        block.attn.resid_dropout.p = block.attn.attn_dropout.p = block.mlp.dropout.p = 0.0
+    model.drop.p = 0.0
+    tokens = torch.arange(8)[None]
+    outs = [model(input_ids=tokens).last_hidden_state.detach() for _ in range(12)]
+    kept = [tuple(not is_dropped(0.5, count, seed=0, name=name) for name in ("h.0", "h.1")) for count in range(12)]
+    assert len(set(kept)) == 4
+    for out, choice in zip(outs, kept, strict=True):
+        assert torch.equal(out, outs[kept.index(choice)])
+    distinct = [outs[kept.index(choice)] for choice in set(kept)]
+    assert not any(torch.equal(a, b) for at, a in enumerate(distinct) for b in distinct[:at])
