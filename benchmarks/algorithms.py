@@ -1,4 +1,4 @@
-"""What every method costs in a step, against the same written by hand; averages and optimizers against the peers'.
+"""What every method costs in a step, against the same written by hand; an average of the weights against the peers'.
 
     python benchmarks/algorithms.py                             # everything: about ten minutes on two free cores
     python benchmarks/algorithms.py --only ema mixup            # some
@@ -210,27 +210,27 @@ def check_same(name: str, case: Case, given: list[Batch]) -> None:
         raise SystemExit(f"{name}: the step by hand does something else: parameters differ by {apart:.1e} (relative)")
 
 
-def of_transform(name: str, pairs: int) -> Comparison:
+def of_transform(name: str, rounds: int) -> Comparison:
     """A composed step with the transform against the step by hand."""
     case, given = TRANSFORMS[name], batches(TRANSFORMS[name].draw)
     if case.exact:
         check_same(name, case, given)
     sides = {"dtrain": Composed(model_of(case.kind), case.make()), "hand": METHODS[name](model_of(case.kind))}
     runs = {which: looped(side, given) for which, side in sides.items()}
-    seen = interleaved(runs, rounds=pairs // 2, warmup=5, clocks={"cpu": CPU})["cpu"]
+    seen = interleaved(runs, rounds=rounds, warmup=5, clocks={"cpu": CPU})["cpu"]
     return compare(seen["dtrain"], seen["hand"])
 
 
-def of_surgery(name: str, pairs: int) -> Comparison:
+def of_surgery(name: str, rounds: int) -> Comparison:
     """A step of the model with the surgery against one of the model without."""
     surgery, kind, draw = SURGERIES[name]
     sides = {"with": Hand(surgery(model_of(kind))), "without": Hand(model_of(kind))}
     runs = {which: looped(side, batches(draw)) for which, side in sides.items()}
-    seen = interleaved(runs, rounds=pairs // 2, warmup=5, clocks={"cpu": CPU})["cpu"]
+    seen = interleaved(runs, rounds=rounds, warmup=5, clocks={"cpu": CPU})["cpu"]
     return compare(seen["with"], seen["without"])
 
 
-def averages(pairs: int) -> None:
+def averages(rounds: int) -> None:
     """An average of 500 tensors, against torch's and Composer's."""
     generator = torch.Generator().manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(64, 64, generator=generator)) for _ in range(500)])
@@ -244,7 +244,7 @@ def averages(pairs: int) -> None:
 
         other = deepcopy(model)
         runs["composer"] = lambda: compute_ema(model, other, smoothing=0.99)
-    seen = interleaved(runs, rounds=pairs // 2, warmup=5, clocks={"cpu": CPU})["cpu"]
+    seen = interleaved(runs, rounds=rounds, warmup=5, clocks={"cpu": CPU})["cpu"]
     for name in [name for name in runs if name != "dtrain"]:
         found = compare(seen["dtrain"], seen[name])
         print(f"EMA of 500 tensors, dtrain against {name}: {found}")
@@ -253,33 +253,44 @@ def averages(pairs: int) -> None:
         print("EMA of 500 tensors, against composer: not installed")
 
 
+def written(path: Path) -> dict[str, dict[str, float]]:
+    """The figures that a file has already; none where there is no file yet."""
+    return json.loads(path.read_text())["costs"] if path.exists() else {}
+
+
+def write(path: Path, costs: dict[str, dict[str, float]]) -> None:
+    """The file for the table, with the figures so far."""
+    seen_on = f"{' / '.join(machine().removeprefix('machine: ').splitlines())}, {date.today()}"
+    path.write_text(json.dumps({"against": AGAINST, "machine": seen_on, "costs": costs}, indent=1) + "\n")
+
+
 def main() -> None:
     names = [*TRANSFORMS, *SURGERIES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*names, "averages"], metavar="NAME", help="(default: all)")
-    parser.add_argument("--pairs", type=int, default=300, help="ratios per figure, even (%(default)s)")
+    parser.add_argument("--pairs", type=int, default=300, help="ratios per figure, rounded up to even (%(default)s)")
     parser.add_argument("--out", type=Path, help="a file of JSON; figures that are there already stay unless measured again")
     args = parser.parse_args()
+    if args.pairs < 1:
+        parser.error(f"--pairs must be at least 1, got {args.pairs}")
+    if args.out is not None and not args.out.parent.is_dir():
+        parser.error(f"--out is in a folder that is not there: {args.out}")
+    costs = {} if args.out is None else written(args.out)
+    rounds = (args.pairs + 1) // 2  # of two ratios each
     torch.set_num_threads(1)  # processor time is then the work that is done, not how long threads wait for each other
     print(machine())
-    costs: dict[str, dict[str, float]] = {}
     for name in args.only or [*names, "averages"]:
         if name == "averages":
-            averages(args.pairs)
+            averages(rounds)
             continue
-        found = of_transform(name, args.pairs) if name in TRANSFORMS else of_surgery(name, args.pairs)
+        found = of_transform(name, rounds) if name in TRANSFORMS else of_surgery(name, rounds)
         print(f"{name}: {found}", flush=True)
+        ratio = found.ratio
         costs[name] = {
-            key: round(getattr(found.ratio, at), 3) for key, at in (("ratio", "value"), ("low", "low"), ("high", "high"))
+            key: round(value, 3) for key, value in (("ratio", ratio.value), ("low", ratio.low), ("high", ratio.high))
         }
-    if args.out is not None:
-        before = json.loads(args.out.read_text())["costs"] if args.out.exists() else {}
-        what = {
-            "against": AGAINST,
-            "machine": f"{' / '.join(machine().splitlines())}, {date.today()}",
-            "costs": {**before, **costs},
-        }
-        args.out.write_text(json.dumps(what, indent=1) + "\n")
+        if args.out is not None:
+            write(args.out, costs)  # after each: a run that is interrupted leaves what it has
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ with one of ``x / lr``; ``Muon`` in one process is ``torch.optim.Muon`` beside f
 AdamW, a speed of at least 0.98 of torch's: at most 1 / 0.98 of its time, for a model; what it costs in microseconds is seen
 at the tiny one. On a GPU, where there is one, wall time is judged, after the device has finished. Models are small enough for
 the
-caches: with 26 M parameters, where the tensors happen to lie moves a ratio of equals by 3%.
+caches. Where tensors happen to lie moves a ratio of equals by 3%, so both sides are built anew ``BUILDS`` times, in turn first.
 """
 
 import argparse
@@ -23,13 +23,14 @@ from dtrain.optim.decoupled import DecoupledAdamW, DecoupledSGDW
 from dtrain.optim.groups import param_groups
 from dtrain.optim.muon import Muon
 from dtrain.optim.muon_groups import muon_groups
-from measure import CPU, WALL, compare, interleaved, machine, verdict_line
+from measure import CPU, WALL, Comparison, compare, interleaved, machine, verdict_line
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
 
 LR, DECAY = 1e-3, 1e-5
 AT_MOST = 1 / 0.98
+BUILDS = 20
 SAME = 1e-5  # relative, float32: the decay is divided by the rate on one side and multiplied by it on the other
 MODELS = {
     "tiny MLP, 6 tensors": lambda: nn.Sequential(
@@ -49,13 +50,18 @@ def _torch_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [muon, adamw]
 
 
+def _plain(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY / LR, fused=True)]
+
+
 HEAD = ["4.*", "head.*"]  # of the MLP and of the GPT
 CLAIMS: dict[str, tuple[Make, Make]] = {
     "DecoupledAdamW against torch AdamW, both fused": (
         lambda model: [DecoupledAdamW(model.parameters(), lr=LR, weight_decay=DECAY)],
-        lambda model: [torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY / LR, fused=True)],
+        _plain,
     ),
-    "the same with two groups": (
+    "torch AdamW against itself, for the noise of where tensors lie": (_plain, _plain),
+    "DecoupledAdamW against torch AdamW with two groups": (
         lambda model: [DecoupledAdamW(param_groups(model, weight_decay=DECAY), lr=LR)],
         lambda model: [torch.optim.AdamW(param_groups(model, weight_decay=DECAY / LR), lr=LR, fused=True)],
     ),
@@ -95,6 +101,24 @@ def check_same(a: Side, b: Side) -> None:
         raise SystemExit(f"the sides differ by {apart:.1e} (relative), tolerance {SAME:.0e}")
 
 
+def measured(build: Callable[[], nn.Module], ours: Make, theirs: Make, pairs: int, device: str, *, same: bool) -> Comparison:
+    """The time of a step of one side against that of the other."""
+    clock, seen = WALL if device == "cuda" else CPU, {"ours": [], "theirs": []}
+    makes = {"ours": ours, "theirs": theirs}
+    for turn in range(BUILDS):
+        order = sorted(makes, reverse=turn % 2 == 1)
+        sides = {name: Side(build, makes[name], device) for name in order}
+        if same:
+            for side in sides.values():
+                side.step()
+            check_same(*sides.values())
+        runs = {name: side.step for name, side in sides.items()}
+        found = interleaved(runs, rounds=pairs // 2 // BUILDS, warmup=10, clocks={"clock": clock}, seed=turn)["clock"]
+        for name, rounds in found.items():
+            seen[name] += rounds
+    return compare(seen["ours"], seen["theirs"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=600, help="ratios per figure, even (%(default)s)")
@@ -104,14 +128,7 @@ def main() -> None:
     print(machine())
     for what, (ours, theirs) in CLAIMS.items():
         for name, build in MODELS.items():
-            a, b = Side(build, ours, device), Side(build, theirs, device)
-            if "SGD" not in what:
-                for _ in range(3):
-                    a.step(), b.step()
-                check_same(a, b)
-            clock = WALL if device == "cuda" else CPU
-            seen = interleaved({"a": a.step, "b": b.step}, rounds=args.pairs // 2, warmup=10, clocks={"clock": clock})["clock"]
-            found = compare(seen["a"], seen["b"])
+            found = measured(build, ours, theirs, args.pairs, device, same="SGD" not in what)
             print(f"{name}, {device}, a step of {what}: {found}", flush=True)
             if "AdamW, both" in what:
                 print(verdict_line(f"{name}, decoupled AdamW", found.ratio, at_most=AT_MOST), flush=True)

@@ -18,6 +18,8 @@ class Folder:
     def __init__(self, root: Path, classes: list[str], size: int) -> None:
         self.files = [(path, label) for label, name in enumerate(classes) for path in sorted((root / name).rglob("*"))]
         self.files = [(path, label) for path, label in self.files if path.suffix.lower() in _ENDINGS]
+        if not self.files:
+            raise FileNotFoundError(f"no pictures ({', '.join(_ENDINGS)}) in {root}/<class>/; classes: {', '.join(classes)}")
         self.size = size
 
     def __len__(self) -> int:
@@ -27,9 +29,12 @@ class Folder:
         from PIL import Image, ImageOps
 
         path, label = self.files[index]
-        with Image.open(path) as image:
-            square = ImageOps.fit(image.convert("RGB"), (self.size, self.size), Image.Resampling.BILINEAR)
-            pixels = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8)
+        try:
+            with Image.open(path) as image:
+                square = ImageOps.fit(image.convert("RGB"), (self.size, self.size), Image.Resampling.BILINEAR)
+        except (OSError, SyntaxError) as error:  # the second is what Pillow makes of some broken PNG files
+            raise OSError(f"{path} cannot be read: {error}") from error
+        pixels = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8)
         x = pixels.view(self.size, self.size, 3).float() / 255.0
         return {"x": ((x - _MEAN) / _SPREAD).permute(2, 0, 1).contiguous(), "y": torch.tensor(label)}
 

@@ -13,6 +13,7 @@ from dtrain.combinators import between, every, masked, on_batch
 from dtrain.dist.control import Post, post_batch
 from dtrain.dist.init import current
 from dtrain.dist.rng import generator
+from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
 from dtrain.transform import Transform, context_for
 
@@ -99,6 +100,24 @@ def test_every_acts_after_each_boundary_that_the_clock_crossed(interval):
 def test_between_acts_from_start_on_and_before_end():
     assert steps_at_which(partial(between, 2, 5), 8) == [2, 3, 4]
     assert steps_at_which(partial(between, 0, 2), 4) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda transform: every("0.5dur", transform),
+        lambda transform: between("0.5dur", "1ep", transform),
+        lambda transform: between(3, "0.5dur", transform),
+        lambda transform: masked(every("0.5dur", transform), "**"),
+    ],
+    ids=["every", "start", "end", "masked"],
+)
+def test_a_share_of_a_run_of_unknown_length_is_refused_at_init(make):
+    model = nn.Linear(1, 1)
+    step = dt.compose_step(LOSS, [make(dt.ema(0.5))])
+    with pytest.raises(ConfigError, match=r"clock: 0\.5dur is a share of the run, whose length is not known"):
+        step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), run=RunLength(total=10))
 
 
 def test_between_counts_in_any_unit_of_the_clock():

@@ -1,3 +1,6 @@
+import doctest
+from pathlib import Path
+
 import pytest
 
 from dtrain.durations import Duration, RunLength
@@ -23,6 +26,8 @@ RUN = RunLength(total="3ep", steps_per_epoch=100, samples_per_step=256, tokens_p
         ("2d", Duration(172_800, "sec")),
         ("30m", Duration(1800, "sec")),
         (Duration(2, "ep"), Duration(2, "ep")),
+        ("0.00001dur", Duration(1e-05, "dur")),
+        ("1e-3dur", Duration(0.001, "dur")),
     ],
 )
 def test_a_duration_parses_and_prints_what_parses_alike(text, expected):
@@ -49,6 +54,8 @@ def test_a_duration_parses_and_prints_what_parses_alike(text, expected):
         ("3ep2ba", "cannot read '3ep2ba'"),
         ("20m1h", "cannot read '20m1h'"),
         ("0.5h", "cannot read '0.5h'"),
+        ("1e-1ep", "needs a whole number of ep, got '1e-1ep'"),
+        ("1e400dur", "cannot read '1e400dur'"),
     ],
 )
 def test_what_is_no_duration_is_refused(text, message):
@@ -111,3 +118,9 @@ def test_a_length_that_is_none_is_refused(given, message):
 
 def test_a_run_knows_its_steps():
     assert (RUN.steps(), RunLength(total="1000sp", samples_per_step=256).steps()) == (300, 4)
+
+
+def test_the_page_on_time_shows_what_happens():
+    page = Path(__file__).parents[1] / "docs" / "time.md"
+    found = doctest.testfile(str(page), module_relative=False)
+    assert (found.failed, found.attempted >= 8) == (0, True)

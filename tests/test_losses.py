@@ -135,8 +135,10 @@ def sizes_made():
         (torch.zeros(2, 3), {}, r"got \(2, 4\) and \(2, 3\) torch.float32"),
         (torch.zeros(2, dtype=torch.int64), {"smoothing": 1.5}, r"needs smoothing in \[0, 1\], got smoothing=1.5"),
         (torch.zeros(2, dtype=torch.int64), {"smoothing": True}, "got smoothing=True"),
+        (torch.zeros(2, 4), {"class_weights": torch.ones(2, 1)}, r"a class weight for each of 4 classes, got shape \(2, 1\)"),
+        (torch.zeros(2, dtype=torch.int64), {"class_weights": torch.ones(3)}, r"each of 4 classes, got shape \(3,\)"),
     ],
-    ids=["dtype", "indices", "probabilities", "smoothing", "bool"],
+    ids=["dtype", "indices", "probabilities", "smoothing", "bool", "weights of samples", "weights of other classes"],
 )
 def test_soft_cross_entropy_refuses(targets, options, message):
     with pytest.raises(ConfigError, match=message):

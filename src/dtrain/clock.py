@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -67,8 +67,16 @@ class Clock:
         found: int | float = getattr(self, _FIELD[unit])
         return found
 
-    def reached(self, point: Duration) -> bool:
-        """Whether training has come as far as ``point``."""
+    def reached(self, point: Duration | int | str) -> bool:
+        """Whether training has come as far as ``point``.
+
+        >>> Clock(tokens=3000).reached("2_500tok"), Clock(step=9).reached(10)
+        (True, False)
+
+        Raises:
+            ConfigError: no duration, or ``dur`` where the length of the run is not known.
+        """
+        point = Duration.parse(point, zero=True)
         if point.unit == "dur":
             return self._intervals(point) >= 1 if point.value else True
         return self.count(point.unit) >= point.value
@@ -86,7 +94,9 @@ class Clock:
         every = Duration.parse(interval)
         if self.before is None:
             return False
-        return self._intervals(every) > self.before._intervals(every)
+        # The clock of a checkpoint, and so the one before it, knows no length of a run; and the run may be of another one now.
+        before = replace(self.before, run=self.run) if every.unit == "dur" else self.before
+        return self._intervals(every) > before._intervals(every)
 
     def _intervals(self, every: Duration) -> int:
         """How many whole ones have passed."""

@@ -21,7 +21,7 @@ from dtrain.errors import ConfigError
 from dtrain.names import matcher
 from dtrain.state import TrainState
 from dtrain.transform import GradFn, StepContext, Transform, check_transform, context_for
-from dtrain.types import Batch, LossFn, Metrics, Params
+from dtrain.types import Batch, LossFn, Metrics, Params, Slice
 
 Where: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool]
 """Which parameters: patterns of clean names (``*`` any text without a dot, ``**`` any text), or a predicate (name, param).
@@ -50,11 +50,11 @@ def every(interval: Duration | int | str, transform: Transform) -> Transform:
         transform: what is wrapped; its slice is made at the start of the run all the same.
 
     Raises:
-        ConfigError: no transform, or no duration; in a step, ``dur`` in a run whose length is not known.
+        ConfigError: no transform, or no duration; from ``Step.init`` on, ``dur`` in a run whose length is not known.
     """
     check_transform(transform, "every", "dt.every(10, {})")
     each = Duration.parse(interval)
-    return _only_when(lambda clock: clock.step == 0 or clock.crossed(each), transform)
+    return _only_when(lambda clock: clock.step == 0 or clock.crossed(each), transform, of=(each,))
 
 
 def between(start: Duration | int | str, end: Duration | int | str, transform: Transform) -> Transform:
@@ -66,13 +66,14 @@ def between(start: Duration | int | str, end: Duration | int | str, transform: T
         transform: what is wrapped; its slice is made at the start of the run all the same.
 
     Raises:
-        ConfigError: no transform, a bound that is no duration, or in one unit an ``end`` that is not after ``start``.
+        ConfigError: no transform, a bound that is no duration, or in one unit an ``end`` that is not after ``start``; from
+            ``Step.init`` on, ``dur`` in a run whose length is not known.
     """
     check_transform(transform, "between", "dt.between(0, 100, {})")
     first, last = Duration.parse(start, zero=True), Duration.parse(end)
     if first.unit == last.unit and first.value >= last.value:
         raise ConfigError(f"between: needs start < end, got start={str(first)!r}, end={str(last)!r}")
-    return _only_when(lambda clock: clock.reached(first) and not clock.reached(last), transform)
+    return _only_when(lambda clock: clock.reached(first) and not clock.reached(last), transform, of=(first, last))
 
 
 def masked(transform: Transform, where: Where) -> Transform:
@@ -163,8 +164,11 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
 # When a transform acts.
 
 
-def _only_when(active: Callable[[Clock], bool], transform: Transform) -> Transform:
-    """``transform`` with its seams open in the steps that start from an ``active`` clock. The clock moves after all of them."""
+def _only_when(active: Callable[[Clock], bool], transform: Transform, *, of: Sequence[Duration]) -> Transform:
+    """``transform`` with its seams open in the steps that start from an ``active`` clock. The clock moves after all of them.
+
+    Durations that ``active`` goes by are in ``of``: ``init`` refuses those that cannot be told of the run.
+    """
 
     def gated_loss(wrap: LossWrapper) -> LossWrapper:
         return lambda inner, context: wrap(inner, context) if active(context.state.clock) else inner
@@ -176,7 +180,12 @@ def _only_when(active: Callable[[Clock], bool], transform: Transform) -> Transfo
 
         return gate
 
-    return _rewrapped(transform, gated_loss, gated)
+    def init(state: TrainState) -> Slice:
+        for duration in of:
+            state.clock.reached(duration)
+        return transform.init(state)
+
+    return replace(_rewrapped(transform, gated_loss, gated), init=init)
 
 
 def _rewrapped(

@@ -17,7 +17,7 @@ UNITS = {
     "sec": "seconds",
     "dur": "the share of the whole run",
 }
-_PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]+)\s*")
+_PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,2})?)\s*([a-z]+)\s*")
 _HOURS = re.compile(r"\s*(?:([0-9]+)d)?\s*(?:([0-9]+)h)?\s*(?:([0-9]+)m)?\s*(?:([0-9]+)s)?\s*")
 _SECONDS = (86400, 3600, 60, 1)
 

@@ -86,6 +86,11 @@ def soft_cross_entropy(
         (0.6931, 1.0)
     """
     _check_soft(logits, targets, smoothing)
+    if class_weights is not None and class_weights.shape != logits.shape[-1:]:
+        raise ConfigError(
+            f"soft_cross_entropy: needs a class weight for each of {logits.shape[-1]} classes, got shape "
+            f"{tuple(class_weights.shape)}"
+        )
     mine, _, group = last_dim_part(logits, where="soft_cross_entropy")
     if group is not None:
         raise ConfigError("soft_cross_entropy: takes whole logits; for those cut along the classes use token_cross_entropy")

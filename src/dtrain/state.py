@@ -179,6 +179,10 @@ class TrainState:
         """Whether the last step crossed a boundary of ``interval``: ``"100ba"``, ``"1ep"``, ``"0.1dur"``, ``100``."""
         return self.clock.crossed(interval)
 
+    def reached(self, point: Duration | int | str) -> bool:
+        """Whether training has come as far as ``point``, in any unit: a loop over tokens or hours ends by it."""
+        return self.clock.reached(point)
+
     def drop_gradients(self) -> None:
         """Set every ``.grad`` to None. Mutates: the parameters' gradients."""
         for param in self.params.values():
@@ -269,8 +273,8 @@ def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int =
     if stray:
         raise ConfigError(
             f"init: {len(stray)} of {len(held)} optimizer parameters are not in the model (first: shape "
-            f"{tuple(stray[0].shape)}); shard_model and materialize replace the Parameter objects, so build the optimizer "
-            "after them"
+            f"{tuple(stray[0].shape)}); shard_model, materialize and edits of the model make new Parameter objects, so "
+            "build the optimizer after them"
         )
     for index, group in enumerate(optimizer.param_groups):
         _check_form(index, group, optimizer, {id(p): name for name, p in params.items()})

@@ -264,11 +264,17 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def add_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: Tensor) -> None:
     """``tensor += factor * other`` for each pair, on the local shards, with a scalar ``factor`` ``[]``; no host sync.
 
+    The product is made in the wider of their dtypes: of a small float16 tensor the factor may be more than float16 holds.
+
     Mutates: ``tensors``. Host sync: one for tensors that are on the CPU (offloaded) with a factor that is not.
     """
     for tensor, other in zip(tensors, others, strict=True):
-        shard = local(tensor)
-        shard.addcmul_(local(other), factor.to(shard.device, shard.dtype))
+        shard, way, by = local(tensor), local(other), factor.to(tensor.device)
+        wide = torch.promote_types(way.dtype, by.dtype)
+        if wide == shard.dtype:
+            shard.addcmul_(way, by.to(wide))
+        else:
+            shard.add_((way.to(wide) * by.to(wide)).to(shard.dtype))
 
 
 def sum_cut_(parts: Sequence[Tensor], of: Sequence[Tensor], dims: Sequence[Sequence[int]]) -> None:

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recipes.md"
 COSTS = ROOT / "benchmarks" / "results" / "algorithms.json"
 if __name__ == "__main__":
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests"))  # as pytest has it
 
-import dtrain as dt
-from battery.surgery import ROWS as SURGERIES
-from battery.transforms import ROWS as TRANSFORMS
+import dtrain as dt  # noqa: E402
+from battery.surgery import ROWS as SURGERIES  # noqa: E402
+from battery.transforms import ROWS as TRANSFORMS  # noqa: E402
+from dtrain.schedules import composer  # noqa: E402
 
 ROOMS = {
     "algorithms.gradients": "Gradients and updates",
@@ -29,46 +31,51 @@ ROOMS = {
     "surgery": "Model surgery",
     "optim": "Optimizers",
     "schedules": "Schedules",
+    "composer": "Schedules in Composer's form, of `dtrain.schedules.composer`",
 }
 _HEADS = "Args|Returns|Yields|Raises|Mutates|Collective|Host sync|Formula|Source|Example|Examples|Note"
 _SECTION = re.compile(rf"^({_HEADS}):[ \t]*(.*?)(?=^(?:{_HEADS}):|\Z)", re.MULTILINE | re.DOTALL)
 
 INTRO = """# Recipes
 
-Every algorithm, surgery, optimizer and schedule of dtrain: what it computes, where it is from, an example that runs, and what it costs.
-This page is made of the docstrings and of the registries of the tests (`python tests/battery/pages.py --write`), and a test holds it to
-them: no recipe is exported without numbers that are known by hand, a run on two ranks under FSDP2, a resumed run, and a figure of its cost.
+Every algorithm, surgery, optimizer and schedule of dtrain: what it computes, where it is from, an example that runs, and
+what it costs. This page is made of the docstrings and of the registries of the tests (`python tests/battery/pages.py
+--write`), and a test holds it to them: no algorithm or surgery is exported without numbers that are known by hand, a run on
+two ranks under FSDP2, a resumed run, and a figure of its cost.
 
-An *algorithm* is a `Transform`, listed in `compose_step`; beside it stands the plain helper, for a loop written by hand. A *surgery* is a
-function of a model, called before `shard_model`. What Composer calls them is in [composer.md](composer.md).
+An *algorithm* is a `Transform`, listed in `compose_step`; beside it stands the plain helper, for a loop written by hand. A
+*surgery* is a function of a model, called before `shard_model`. What Composer calls them is in [composer.md](composer.md).
 """
 
 TABLE = """
 ## What is held for each
 
-*Numbers*: values worked out by hand that the tests compare with. *Two ranks*: sharded by FSDP2 over two ranks, a run ends where one rank
-alone does (relative {tolerance:.0e} in float64); *per rank*: it draws for each rank's samples, so it is checked to differ, and to resume. Every one
-of them is also resumed in the middle (bit for bit, and saved by two ranks and resumed by one), interrupted by exceptions at every seam,
-compared with a run without it while it does not act, and watched for host syncs and collectives. *Cost* is the processor time of a whole
-step with it, against {against}; in brackets where the noise of the run leaves it.
+*Numbers*: values worked out by hand that the tests compare with. *Two ranks*: sharded by FSDP2 over two ranks, a run ends
+where one rank alone does (relative {tolerance:.0e} in float64); *per rank*: it draws for each rank's samples, so it is
+checked to differ, and to resume. Every one of them is also resumed in the middle (bit for bit, and saved by two ranks and
+resumed by one), interrupted by exceptions at every seam, compared with a run without it while it does not act, and watched
+for host syncs and collectives. *Cost* is the processor time of a whole step with it, against {against}; in brackets what
+the noise of the run leaves possible.
 
 {machine}
 """
 
 
 def section(function: Any, name: str) -> str:
-    """The text of a section of a docstring, without its head; empty where there is none."""
-    return next((body.strip("\n") for head, body in _SECTION.findall(inspect.getdoc(function) or "") if head == name), "").strip()
+    """The text of a section of a docstring, without its head; empty where there is none. Paragraphs behind it are not of it."""
+    bodies = (body for head, body in _SECTION.findall(inspect.getdoc(function) or "") if head == name)
+    return textwrap.dedent(re.split(r"\n\n(?=\S)", next(bodies, ""))[0].strip("\n")).strip()
 
 
 def exported() -> dict[str, list[tuple[str, Any]]]:
-    """The public functions and classes of the rooms, by room in their order here; reports and values (dataclasses) are left out."""
+    """The public functions and classes of the rooms, in their order; reports and values (dataclasses) are left out."""
     found: dict[str, list[tuple[str, Any]]] = {room: [] for room in ROOMS}
     for name in dt.__all__:
         value = getattr(dt, name)
         room = next((room for room in ROOMS if getattr(value, "__module__", "").startswith(f"dtrain.{room}")), None)
         if room is not None and not hasattr(value, "__dataclass_fields__"):
             found[room].append((name, value))
+    found["composer"] = [(f"composer.{name}", getattr(composer, name)) for name in composer.__all__]
     return found
 
 
@@ -93,7 +100,7 @@ def table() -> Iterator[str]:
     measured = costs()["costs"]
     yield "| recipe | numbers | two ranks | resumed | cost of a step |"
     yield "|---|---|---|---|---|"
-    for room, members in exported().items():
+    for members in exported().values():
         for name, _ in members:
             rows = rows_of(name)
             if not rows:
@@ -107,30 +114,47 @@ def table() -> Iterator[str]:
 
 def entry(name: str, value: Any) -> str:
     """The part of the page on one name."""
-    summary = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ").replace("``", "`")
-    formula = inspect.cleandoc(section(value, "Formula")).replace("``", "`")
-    source = " ".join(section(value, "Source").split()).replace("``", "`")
-    example = inspect.cleandoc("\n" + section(value, "Example").replace("\n", "\n"))
-    signature = f"{name}{inspect.signature(value)}" if callable(value) else name
+    summary = _prose((inspect.getdoc(value) or "").split("\n\n")[0])
+    formula, source = _prose(section(value, "Formula")), _prose(section(value, "Source"))
     return (
-        f"### {name}\n\n```text\n{_folded(signature)}\n```\n\n{summary}\n\n*Formula.* {formula}\n\n*Source.* {source}\n\n"
-        f"```pycon\n{example}\n```\n"
+        f"### {name}\n\n```text\n{signature(name, value)}\n```\n\n{summary}\n\n*Formula.* {formula}\n\n*Source.* {source}\n\n"
+        f"```pycon\n{section(value, 'Example')}\n```\n"
     )
 
 
-def _folded(signature: str) -> str:
-    """One argument a line where it would be too long."""
-    signature = re.sub(r"'(\w[\w .|\[\],]*)'", r"\1", signature)
-    if len(signature) <= 110:
-        return signature
-    return re.sub(r"(?<=[\(,]) ?(?=[\w*/]+[:,=)])", "\n    ", signature, count=0)
+def _prose(text: str) -> str:
+    """Text of a docstring as a paragraph of Markdown."""
+    return " ".join(text.split()).replace("``", "`")
+
+
+def signature(name: str, value: Any) -> str:
+    """How it is called and what it returns, one argument a line where it would be too long."""
+    found = inspect.signature(value)
+    returns = found.return_annotation
+    arrow = (
+        "" if inspect.isclass(value) else f" -> {returns if isinstance(returns, str) else inspect.formatannotation(returns)}"
+    )
+    parts: list[str] = []
+    for parameter in found.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
+            parts.append("*")
+        written = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
+        kind, default = parameter.annotation, parameter.default
+        if kind is not parameter.empty:
+            written += f": {kind if isinstance(kind, str) else inspect.formatannotation(kind)}"
+        if default is not parameter.empty:
+            written += f" = {default!r}"
+        parts.append(written)
+    line = f"{name}({', '.join(parts)}){arrow}"
+    folded = "".join(f"    {part},\n" for part in parts)
+    return line if len(line) <= 110 else f"{name}(\n{folded}){arrow}"
 
 
 def page() -> str:
     """The whole page."""
     measured = costs()
     head = TABLE.format(tolerance=1e-12, against=measured["against"], machine=f"Measured on: {measured['machine']}.")
-    parts = [INTRO, head, "\n".join(table()) + "\n"]
+    parts = [INTRO, head, "\n" + "\n".join(table()) + "\n"]
     for room, title in ROOMS.items():
         members = exported()[room]
         if members:

@@ -24,8 +24,8 @@ def test_every_recipe_says(section, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_example_runs_and_shows_what_comes_out(name):
     lines = pages.section(NAMES[name], "Example").splitlines()
-    assert any(line.strip().startswith(">>>") for line in lines)
-    assert any(line.strip() and not line.strip().startswith((">>>", "...")) for line in lines), f"{name}: its example shows nothing"
+    assert any(line.startswith(">>>") for line in lines)
+    assert any(line and not line.startswith((">>>", "...")) for line in lines), f"{name}: its example shows nothing"
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, *SURGERIES])
@@ -34,6 +34,41 @@ def test_every_algorithm_has_numbers_two_ranks_a_resume_and_a_cost(name):
     assert any(row.points for row in rows), f"{name}: no row with numbers that are known by hand"
     assert rows, f"{name}: no row, so it is run neither on two ranks nor resumed"
     assert name in pages.costs()["costs"], f"{name}: no figure of its cost; run benchmarks/algorithms.py --out"
+
+
+def test_a_signature_is_folded_and_keeps_its_quotes():
+    def short(a: int, *rest: str, b: float = 0.5) -> None: ...
+
+    assert pages.signature("short", short) == "short(a: int, *rest: str, b: float = 0.5) -> None"
+    assert pages.signature("wsd", NAMES["warmup_stable_decay"]).splitlines() == [
+        "wsd(",
+        "    peak: float,",
+        "    *,",
+        "    warmup: float,",
+        "    decay_start: float | None = None,",
+        "    decay: float = 0,",
+        "    end: float = 0.0,",
+        "    shape: Literal['linear', 'cosine', '1-sqrt', 'exponential'] = 'linear',",
+        ") -> Schedule",
+    ]
+
+
+def test_a_section_has_no_more_than_its_own_text():
+    def described():
+        """What it does.
+
+        Formula: ``a``
+        (and so on)
+
+        A paragraph.
+
+        Example:
+            >>> 1
+            1
+        """
+
+    assert pages.section(described, "Formula") == "``a``\n(and so on)"
+    assert pages.section(described, "Example") == ">>> 1\n1"
 
 
 def test_the_page_is_that_of_the_code():

@@ -150,6 +150,21 @@ def test_names_that_only_one_side_has_are_left_and_named_when_asked_for(tmp_path
     assert now.step == 1
 
 
+def test_an_average_that_is_new_begins_with_the_parameters_that_were_loaded(tmp_path):
+    def begin(seed: int, *transforms: dt.Transform) -> tuple[dt.Step, dt.TrainState]:
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2)
+        step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).sum(), weight=len), transforms)
+        return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    step, state = begin(0, dt.scale_lr(1.0))
+    save_sharded(tmp_path, step(state, torch.ones(1, 3))[0])
+    restored = load_sharded(tmp_path, begin(1, dt.ema(0.5), dt.scale_lr(1.0))[1], strict=False)
+    assert restored.missing == ("ema",)
+    for name, average in restored.state.slices["ema"]["params"].items():
+        assert torch.equal(average, restored.state.params[name])
+
+
 def test_parameters_that_are_no_longer_there_are_left_out_when_asked_for(tmp_path):
     save_sharded(tmp_path, state_of(Headed, 0, steps=1))
     restored = load_sharded(tmp_path, state_of(Net, 1), strict=False)

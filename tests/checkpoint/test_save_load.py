@@ -88,6 +88,13 @@ def test_the_clock_comes_back_with_the_tick_before_it_and_the_length_of_the_new_
     assert (clock.crossed("12sp"), clock.crossed("5sp"), clock.crossed("24sp")) == (True, True, False)
 
 
+def test_shares_of_the_run_are_told_in_the_first_step_after_a_resume(tmp_path):
+    """Neither the clock of a checkpoint nor the one before it knows how long a run is."""
+    save_sharded(tmp_path, train(plain_state(), 3))
+    clock = load_sharded(tmp_path, plain_state(1).but(clock=Clock(run=RunLength(total=12)))).state.clock
+    assert (clock.crossed("0.25dur"), clock.crossed("0.3dur"), clock.crossed("0.1dur")) == (True, False, True)
+
+
 def test_a_clock_of_an_early_version_has_no_tick_before_it(tmp_path, monkeypatch):
     state_dict = Clock.state_dict
     monkeypatch.setattr(Clock, "state_dict", lambda clock: {k: v for k, v in state_dict(clock).items() if k != "before"})

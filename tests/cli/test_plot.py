@@ -30,6 +30,15 @@ def stumbling():
 def two(step, more):
     return step
 
+def leaving():
+    raise SystemExit(3)
+
+def broken(step):
+    return float("nan")
+
+both = {"lr": schedule, "broken": broken}
+none = {}
+tiny = linear(-1.2345e-5, -1.2345e-7, 1000)
 number = 3
 if __name__ == "__main__":
     raise SystemExit("the loop ran")
@@ -86,6 +95,14 @@ def test_a_picture_is_written_where_it_is_asked_for(plot, tmp_path, suffix, begi
     assert (tmp_path / f"lr.{suffix}").read_bytes().startswith(begin)
 
 
+@pytest.mark.parametrize(("columns", "widest"), [("40", 40), ("80", 80), ("200", 80)])
+def test_a_sketch_is_as_wide_as_the_terminal_at_most(plot, monkeypatch, columns, widest):
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, _ = plot("schedule", "plotted_loop.py:tiny", "--steps", "1000")
+    assert (code, max(len(line) for line in out.splitlines())) == (0, widest)
+    assert out.splitlines()[1].endswith("*"), "the last step is there"
+
+
 def test_the_group_alone_shows_its_commands(plot):
     code, out, _ = plot()
     assert code == 0
@@ -123,6 +140,21 @@ MISTAKES = {
         1,
         "plot schedule: 'plotted_loop.py:failing' failed: ZeroDivisionError: ",
     ),
+    "a maker that exits": (
+        ["plotted_loop.py:leaving", "--steps", "5"],
+        2,
+        "plot schedule: 'leaving' in 'plotted_loop.py' failed: SystemExit: 3 (in plotted_loop.py, line ",
+    ),
+    "no number": (
+        ["plotted_loop.py:both", "--steps", "5"],
+        2,
+        "plot schedule: 'broken': the schedule must be a finite number everywhere, got nan at 0",
+    ),
+    "an empty mapping": (
+        ["plotted_loop.py:none", "--steps", "5"],
+        2,
+        "plot schedule: 'none' in 'plotted_loop.py' has no schedules in it; as in {'lr': schedule}",
+    ),
     "steps": (
         ["x.py:x", "--steps", "0"],
         2,
@@ -158,11 +190,11 @@ def test_help_imports_neither_torch_nor_matplotlib():
 
 
 def test_a_flat_curve_is_one_line():
-    assert text_plot([0, 5], [0.25, 0.25], width=4, height=8) == "0.25 |****\n     +----\n      0  5"
+    assert text_plot([0, 5], [0.25, 0.25], width=14, height=8) == "0.25 |********\n     +--------\n      0      5"
 
 
 def test_the_highest_value_is_at_the_top_and_the_lowest_at_the_bottom():
-    lines = text_plot(list(range(8)), [2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0], width=8, height=5).splitlines()
+    lines = text_plot(list(range(8)), [2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0], width=13, height=5).splitlines()
     assert lines[0] == "  2 |*"
     assert lines[2] == "  1 | *** ***"
     assert lines[4] == "  0 |    *"

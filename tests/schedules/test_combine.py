@@ -56,6 +56,11 @@ def test_what_is_made_of_a_schedule_of_tokens_is_of_tokens(make):
 
 
 REFUSED = {
+    "join: one schedule": (lambda: join(linear(1.0, 0.0, 5), []), "join: schedules must be a list, got schedules=<function"),
+    "join: one boundary": (
+        lambda: join([constant(1.0), constant(2.0)], 5),
+        r"join: boundaries must be a list, got boundaries=5",
+    ),
     "join: none": (lambda: join([], []), "join: needs one boundary less than schedules, got 0 and 0"),
     "join: number": (lambda: join([constant(1.0)] * 2, [1, 2]), "needs one boundary less than schedules, got 2 and 2; at each"),
     "join: order": (lambda: join([constant(1.0)] * 3, [2, 1]), r"join: boundaries must be .* that increase, got \[2, 1\]"),

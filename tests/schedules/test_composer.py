@@ -190,13 +190,27 @@ REFUSED = {
         lambda: composer.multi_step_with_warmup(RUN, "2ep", ["2ep", "5ep"]),
         r"before the first milestone, got t_warmup=2ep and milestones\[0\]=2ep; leave that milestone out, or warm up for less",
     ),
-    "growth": (lambda: composer.step(RUN, "1ep", 2.0), "composer.step: growth needs an end, got gamma=2.0"),
+    "growth": (
+        lambda: composer.step(RUN, "1ep", 2.0),
+        "composer.step: gamma must be above 0 and at most 1, got gamma=2.0; to grow,",
+    ),
     "alpha_f": (lambda: composer.cosine(RUN, alpha_f="0"), "composer.cosine: alpha_f must be a finite number, got '0'"),
     "alpha_f of restarts": (
         lambda: composer.cosine_warm_restarts(RUN, "1ep", alpha_f=math.inf),
         "composer.cosine_warm_restarts: alpha_f must be a finite number, got inf",
     ),
-    "t_mult": (lambda: composer.cosine_warm_restarts(RUN, "1ep", 0.5), "multiplier must be at least 1, got multiplier=0.5"),
+    "growth, continuously": (
+        lambda: composer.exponential(RUN, 2.0),
+        "composer.exponential: gamma must be above 0 and at most 1, got gamma=2.0; to grow,",
+    ),
+    "one milestone alone": (
+        lambda: composer.multi_step(RUN, "1ep"),
+        r"composer.multi_step: milestones must be a list, got milestones='1ep'; write \['1ep'\] for one alone",
+    ),
+    "t_mult": (
+        lambda: composer.cosine_warm_restarts(RUN, "1ep", 0.5),
+        "composer.cosine_warm_restarts: t_mult must be at least 1, got t_mult=0.5",
+    ),
     "power": (lambda: composer.polynomial(RUN, 0), "polynomial: power must be a positive number, got power=0"),
     "alpha": (lambda: composer.constant(RUN, math.nan), "composer.constant: alpha must be a finite number, got nan"),
 }

@@ -35,3 +35,7 @@ def test_measured_in_refuses_what_no_clock_counts():
         measured_in("min", linear(1.0, 0.0, 10))
     with pytest.raises(ConfigError, match=r"measured_in: needs a schedule \(a function of a number\), got 0.5"):
         measured_in("tok", 0.5)
+    with pytest.raises(
+        ConfigError, match="measured_in: the schedule is measured in sp already, got unit='tok'; measure it once"
+    ):
+        measured_in("tok", measured_in("sp", linear(1.0, 0.0, 10)))

@@ -57,6 +57,10 @@ REFUSED = {
         lambda: plot_schedule(lambda t: math.nan if t == 3 else 1.0, 5),
         "the schedule must be a finite number everywhere, got nan at 3; mend it there",
     ),
+    "no value of one": (
+        lambda: plot_schedule({"a": constant(1.0), "b": lambda t: None}, 5),
+        "plot_schedule: 'b': the schedule must be a finite number everywhere, got None at 0",
+    ),
 }
 
 

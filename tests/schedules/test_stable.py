@@ -52,6 +52,7 @@ REFUSED = {
         {"warmup": 0, "decay_start": 6, "decay": 1, "shape": "sqrt"},
         "shape must be one of linear, cosine, 1-sqrt, exponential, got",
     ),
+    "shape of a trunk": ({"warmup": 0, "shape": "sqrt"}, "shape must be one of linear, cosine, 1-sqrt, exponential, got"),
     "to 0": (
         {"warmup": 0, "decay_start": 6, "decay": 1, "shape": "exponential"},
         "an exponential needs values above 0, .* and end=0.0",

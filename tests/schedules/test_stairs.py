@@ -23,6 +23,7 @@ def test_multi_step_may_grow():
 
 
 REFUSED = {
+    "multi_step: one alone": (lambda: multi_step(1.0, 0.1, 30), r"multi_step: milestones must be a list, got milestones=30"),
     "step_decay: period": (
         lambda: step_decay(1.0, 0.5, -1),
         "step_decay: period must be a positive number, got period=-1; it is",

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 import dtrain as dt
+from dtrain.dist import control
+from dtrain.dist.init import current
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.transform import Transform
 
@@ -225,3 +227,47 @@ def test_tied_parameters_are_captured_once():
     state = dt.compose_step(LOSS).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert list(state.params) == ["0.weight"]
     assert state.aliases == {"1.weight": "0.weight"}
+
+
+class Hurried:
+    """``time`` in which every reading is an hour times the rank after the last one, and a second more."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.now = rank, 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1.0 + 3600.0 * self.rank
+        return self.now
+
+
+def crossed_by_the_wall_clock() -> list[list[bool]]:
+    """What is said of wall-clock intervals after each of some steps, on a rank whose own clock runs wildly."""
+    seen: list[int] = []
+
+    def act(inner):
+        return lambda state, metrics: seen.append(state.step) or inner(state, metrics)
+
+    acting = dt.Transform(name="acting", update=act)
+    step = dt.compose_step(LOSS, [dt.every("3sec", acting)])
+    torch.manual_seed(0)
+    model = dt.shard_model(nn.Linear(3, 2), dt.build_mesh(), strategy="replicate")
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    control._PROCESS.last, real = None, control.time
+    control.time = Hurried(current().rank)
+    found = []
+    try:
+        for _ in range(8):
+            state, _ = step(state, BATCH)
+            found.append([state.crossed("3sec"), state.crossed("1h"), state.reached("5sec")])
+    finally:
+        control.time, control._PROCESS.last = real, None
+    return [*found, seen]
+
+
+def test_wall_clock_intervals_follow_rank_0_on_all_ranks(ranks):
+    """Rank 1's clock is an hour a step ahead: by its own it would save, and wait for the others, where they do not."""
+    one, two = ranks(2).run(crossed_by_the_wall_clock)
+    assert one == two
+    seconds = [0, 1, 2, 3, 4, 5, 6, 7]  # of rank 0; the first step has nothing to count from
+    assert one[:-1] == [[now in (3, 6), False, now >= 5] for now in seconds]
+    assert one[-1] == [0, 4, 7], "the first step, and those after a boundary"

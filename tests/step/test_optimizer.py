@@ -110,6 +110,14 @@ def test_nonfinite_gradients_skip_the_update_and_say_so():
     assert metrics["skipped"].total == 0.0
 
 
+@pytest.mark.parametrize("how", ["skip", "raise"])
+def test_finite_gradients_are_applied_though_their_squares_overflow(how):
+    state = state_with(1e30)
+    before = state.params["bias"].detach().clone()
+    state, _ = apply_gradients(state, {}, nonfinite=how)
+    assert not torch.equal(state.params["bias"], before)
+
+
 def test_nonfinite_gradients_are_not_looked_for_unless_asked():
     state, metrics = apply_gradients(state_with(float("nan")), {})
     assert state.params["bias"].isnan().any()

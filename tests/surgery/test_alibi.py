@@ -125,7 +125,7 @@ def test_layers_of_one_class_stay_of_one_class():
         (lambda: alibi(Model(), attentions={Attention: "width"}), r"Attention\.width must be the number of heads, it is None"),
         (
             lambda: alibi(Model(), attentions={Attention: "heads"}, positions="position"),
-            "alibi: positions='position': nothing to replace",
+            "alibi: positions='position' fits no module of this Model",
         ),
         (
             lambda: with_alibi(torch.ones(2, 2), alibi_bias(1, 2), causal=False),
@@ -151,3 +151,10 @@ def test_without_transformers_attention_must_be_named(monkeypatch):
     monkeypatch.setattr("dtrain.surgery.alibi.known_class", lambda module, name: None)
     with pytest.raises(ConfigError, match="alibi: no attention that is known: transformers' BERT and GPT-2 are not in this"):
         alibi(Model())
+
+
+def test_a_pattern_that_fits_nothing_is_said_before_anything_changes():
+    model = nn.Sequential(Attention())
+    with pytest.raises(ConfigError, match="alibi: positions='wpe' fits no module of this Sequential"):
+        alibi(model, attentions={Attention: "heads"}, positions=("0", "wpe"))
+    assert type(model[0]) is Attention

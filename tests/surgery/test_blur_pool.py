@@ -55,7 +55,7 @@ def test_shapes_stay(make, side, size, first):
     ids=["pool at every place", "ceil mode", "indices", "conv at every place", "few channels", "average", "transposed"],
 )
 def test_what_does_not_fit_is_left(left):
-    with pytest.raises(ConfigError, match="blur_pool: nothing to replace"):
+    with pytest.raises(ConfigError, match="blur_pool with min_channels=16: nothing to replace"):
         blur_pool(nn.Sequential(left))
 
 

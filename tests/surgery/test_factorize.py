@@ -55,12 +55,11 @@ def test_a_convolution_of_low_rank_is_computed_exactly(conv):
         nn.Conv2d(7, 9, 3),
         nn.Conv2d(8, 8, 3, groups=2),
         nn.MultiheadAttention(8, 2),  # its out_proj is never called, only its weight is read
-        nn.LazyLinear(8),
     ],
-    ids=["few features", "few channels", "groups", "attention", "lazy"],
+    ids=["few features", "few channels", "groups", "attention"],
 )
 def test_what_does_not_fit_is_left(left):
-    with pytest.raises(ConfigError, match="factorize: nothing to replace"):
+    with pytest.raises(ConfigError, match="factorize with min_channels=8 and min_features=8: nothing to replace"):
         factorize(nn.Sequential(left), min_features=8, min_channels=8)
 
 
@@ -145,3 +144,10 @@ def test_a_model_that_is_none_is_refused():
 @pytest.mark.parametrize(("value", "of", "size"), [(64, 8, 64), (0.25, 8, 2), (0.25, 7, 1), (0.01, 7, 1)])
 def test_sizes_are_numbers_or_fractions(value, of, size):
     assert size_of(value, of) == size
+
+
+def test_a_second_time_factors_stay_and_the_limits_are_named():
+    model = factorize(nn.Sequential(nn.Linear(16, 16)), min_features=4)
+    with pytest.raises(ConfigError, match=r"factorize with min_channels=512 and min_features=4: nothing to replace: of 4 mod"):
+        factorize(model, min_features=4)
+    assert list(model.state_dict()) == ["0.down.weight", "0.up.weight", "0.up.bias"]

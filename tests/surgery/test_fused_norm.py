@@ -6,6 +6,7 @@ from torch import nn
 
 from dtrain.errors import ConfigError
 from dtrain.surgery.fused_norm import fused_layer_norm
+from dtrain.surgery.low_precision_norm import low_precision_layer_norm
 
 NOTICE = "fused_layer_norm: torch has no fused norm on a cpu; 1 norms are torch's plain ones, with the same results"
 
@@ -95,3 +96,10 @@ def test_what_computes_something_else_is_left_alone(kind):
     with pytest.raises(ConfigError, match=r"no norm that is written out in this Sequential; its 1 nn.LayerNorm and nn.RMSNorm"):
         fused_layer_norm(model)
     assert list(model) == before
+
+
+@pytest.mark.filterwarnings("ignore:fused_layer_norm:UserWarning")
+def test_under_autocast_the_low_precision_norm_follows_and_is_fused():
+    model = low_precision_layer_norm(fused_layer_norm(nn.Sequential(Written(4))))
+    with torch.autocast("cpu", torch.bfloat16):  # torch warns where it cannot fuse, which fails a test
+        assert model(torch.ones(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from dtrain.errors import ConfigError
@@ -87,3 +88,10 @@ def test_nothing_of_it_is_in_a_checkpoint():
 def test_what_cannot_be_right_is_refused(run, message):
     with pytest.raises(ConfigError, match=message):
         run()
+
+
+def test_a_rehearsal_with_fake_tensors_leaves_nothing_behind():
+    model = gyro_dropout(nn.Sequential(nn.Dropout()), sigma=4, tau=2)
+    with FakeTensorMode():
+        model(torch.ones(2, 3))
+    assert set(model(torch.ones(2, 3)).flatten().tolist()) <= {0.0, 2.0}

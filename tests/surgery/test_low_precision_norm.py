@@ -70,3 +70,10 @@ def test_names_and_parameters_stay(name):
 def test_a_model_without_such_a_norm_is_refused(edit, name):
     with pytest.raises(ConfigError, match=f"{name}: nothing to replace"):
         edit(nn.Sequential(nn.BatchNorm1d(2)))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 4)], ids=lambda norm: type(norm).__name__)
+def test_shapes_can_be_found_out_on_meta(norm):
+    model = nn.Sequential(norm).to("meta")
+    edit = low_precision_group_norm if isinstance(norm, nn.GroupNorm) else low_precision_layer_norm
+    assert edit(model)(torch.ones(2, 4, device="meta")).shape == (2, 4)

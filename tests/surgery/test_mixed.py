@@ -3,11 +3,16 @@
 import copy
 import pickle
 
+import pytest
 import torch
 from torch import nn
 
+import dtrain as dt
+from dtrain.errors import ConfigError
+from dtrain.surgery.alibi import alibi
 from dtrain.surgery.blur_pool import Blur, blur_pool
 from dtrain.surgery.channels_last import ChannelsLast, channels_last
+from dtrain.surgery.low_precision_norm import low_precision_layer_norm
 from dtrain.surgery.mixed import mix_in
 from dtrain.surgery.squeeze_excite import squeeze_excite
 from dtrain.surgery.weight_standardization import WeightStandardized, standardize_weight, weight_standardization
@@ -66,3 +71,54 @@ def test_repr_shows_the_settings():
         in text
     )
     assert "blur=3 first" in text
+
+
+class Attention(nn.Module):
+    heads, is_causal = 2, True
+
+    def forward(self, x, attention_mask=None):
+        return attention_mask
+
+
+def test_an_attention_with_biases_is_pickled():
+    model, x = alibi(nn.Sequential(Attention()), attentions={Attention: "heads"}), torch.ones(1, 3, 8)
+    assert isinstance(model[0], Attention)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+class Counted(nn.Conv2d):
+    """Says for itself what is pickled."""
+
+    def __getstate__(self):
+        return {**self.__dict__, "pickled": True}
+
+
+def test_a_module_that_says_what_is_pickled_is_asked():
+    again = pickle.loads(pickle.dumps(channels_last(Counted(1, 1, 1))))
+    assert isinstance(again, ChannelsLast)
+    assert again.pickled
+
+
+def test_what_is_parametrized_afterwards_is_not_pickled_silently():
+    conv = nn.utils.parametrizations.weight_norm(channels_last(nn.Conv2d(1, 1, 1)))
+    with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):
+        pickle.dumps(conv)
+
+
+def test_a_module_that_is_compiled_already_computes_what_it_has_become():
+    model = nn.Sequential(nn.LayerNorm(4))
+    model[0].compile(backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.ones(2, 4)).dtype == torch.float32
+        low_precision_layer_norm(model)
+        assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("edit", [low_precision_layer_norm, lambda model: blur_pool(model, min_channels=1)])
+def test_a_forward_of_its_own_would_hide_the_change(edit):
+    model = nn.Sequential(nn.LayerNorm(4), nn.Conv2d(4, 4, 3, stride=2))
+    before = [type(module) for module in model]
+    dt.checkpoint_activations(model, blocks=(nn.LayerNorm, nn.Conv2d))
+    with pytest.raises(ConfigError, match=r"surgery: a (LayerNorm|Conv2d) has a forward of its own, which would hide"):
+        edit(model)
+    assert [type(module) for module in model] == before

@@ -155,6 +155,12 @@ def hooked():
     return model
 
 
+def compiled():
+    model = nn.Sequential(nn.ReLU())
+    model[0].compile(backend="eager")
+    return model
+
+
 def checkpointed():
     return dt.checkpoint_activations(nn.Sequential(nn.ReLU()), blocks=nn.ReLU)
 
@@ -180,12 +186,41 @@ def checkpointed():
         (hooked, GELU, "'0' has forward hooks of its own, which would be lost"),
         (checkpointed, GELU, "'0' has forward of its own, which would be lost"),
         (
+            compiled,
+            GELU,
+            "'0' is compiled already, and what would take its place is not; change the model before torch.compile",
+        ),
+        (
+            lambda: nn.Sequential(torch.compile(nn.ReLU(), backend="eager")),
+            GELU,
+            "'0' is compiled already, and what would take its place",
+        ),
+        (
+            lambda: nn.Sequential(nn.LazyLinear(2), nn.ReLU()),
+            GELU,
+            "replace_modules: '0.weight' has no shape yet; call the model on a batch before it is changed",
+        ),
+        (
             lambda: nn.DataParallel(nn.Sequential(nn.ReLU())),
             GELU,
             "this model is wrapped in DataParallel; change it before that",
         ),
     ],
-    ids=["nothing", "class", "empty", "list", "text key", "other class", "no module", "hook", "forward", "wrapped"],
+    ids=[
+        "nothing",
+        "class",
+        "empty",
+        "list",
+        "text key",
+        "other class",
+        "no module",
+        "hook",
+        "forward",
+        "compiled",
+        "compiled around",
+        "lazy",
+        "wrapped",
+    ],
 )
 def test_what_cannot_be_right_is_refused(make, policies, said):
     with pytest.raises(ConfigError, match=said):

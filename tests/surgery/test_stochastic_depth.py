@@ -1,16 +1,18 @@
 """Stochastic depth: choices that all ranks make, and that come out the same when they are made again."""
 
 import copy
+import warnings
 from functools import partial
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 import dtrain as dt
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError
-from dtrain.surgery.stochastic_depth import drop_rates, is_dropped, stochastic_depth
+from dtrain.surgery.stochastic_depth import drop_rates, drop_samples, is_dropped, stochastic_depth
 from dtrain.testing import count_host_syncs
 
 
@@ -120,6 +122,11 @@ def test_samples_are_dropped_one_by_one_and_in_the_mean_as_evaluation_has_it():
     assert "0.forwards" not in block.state_dict()
 
 
+def test_what_a_dropped_sample_was_does_not_matter():
+    out = drop_samples(torch.tensor([[torch.inf], [torch.nan], [2.0]]), torch.tensor([False, False, True]))
+    assert out.tolist() == [[0.0], [0.0], [2.0]]
+
+
 class Projected(nn.Module):
     """A residual block whose shortcut is no identity."""
 
@@ -204,6 +211,18 @@ def ragged(samples: int, buffers: str, blocks: str) -> list:
         state, _ = step(state, {"x": batch(at, mine)})
     counts = [int(model[at].forwards) for at in (1, 2, 3)]
     return [counts, sum(tensor.sum().item() for _, tensor in dt.full_params(state))]
+
+
+def said_in_training() -> list[str]:
+    model = dt.shard_model(net(drop_rate=0.9), dt.build_mesh(), blocks=(Block,))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trained(model)
+    return [str(warning.message) for warning in said]
+
+
+def test_a_unit_of_sharding_that_is_left_out_gives_no_view_of_its_input(ranks):
+    assert ranks(1).run(said_in_training) == [[]]
 
 
 @pytest.mark.parametrize("blocks", ["around", "inside"])
@@ -301,3 +320,9 @@ def test_blocks_of_transformers_are_left_out():
         assert torch.equal(out, outs[kept.index(choice)])
     distinct = [outs[kept.index(choice)] for choice in set(kept)]
     assert not any(torch.equal(a, b) for at, a in enumerate(distinct) for b in distinct[:at])
+
+
+def test_weights_from_before_are_loaded_without_the_counts(tmp_path):
+    safetensors.torch.save_file(Net().double().state_dict(), tmp_path / "plain.safetensors")
+    loaded = dt.load_weights_(net(), str(tmp_path / "plain.safetensors"), missing=["**.forwards"])
+    assert "1.layer.weight" in loaded.loaded

@@ -92,7 +92,7 @@ def load_sharded(
             new run with them: optimizer, clock and random generators stay as they are, and transforms make their slices anew
             from what was loaded, if ``Step.init`` made the state.
         strict: whether parameters, buffers and transforms that only one side has are an error. Otherwise they are left as they
-            are, or left out, and named in what is returned.
+            are, or left out, and named in what is returned; a transform that is new makes its slice from what was loaded.
         ignore: patterns of names in the model (``*`` is text without a dot, ``**`` any text) that are left as they are whatever
             is stored, such as a new head; with their part of the optimizer and of slices.
         cast: whether floating-point tensors may be stored in another dtype than they have here; the optimizer's follow theirs.
@@ -120,7 +120,7 @@ def load_sharded(
         CheckpointError: nothing to load, or it cannot be read.
         DamagedCheckpointError: a committed step fails verification; names the file, and the newest older sound step.
         CheckpointMismatchError: sound, but it does not fit this state; the first ten differences.
-        ConfigError: an option that cannot be right.
+        ConfigError: an option that cannot be right, or copies of the model that train apart (``local_sgd``).
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
@@ -171,6 +171,7 @@ def _check(states: Any, extra: Mapping[str, Any], only: Any, ignore: Any, on_dam
         raise ConfigError(f"{_WHERE}: needs a TrainState, or a dict of them by their names, got {kind}")
     for state in states.values():
         state.check_fresh(_WHERE)
+        state.check_together(_WHERE)
     if on_damaged not in ("raise", "previous"):
         raise ConfigError(f"{_WHERE}: on_damaged must be 'raise' or 'previous', got {on_damaged!r}")
     if only is not None and (isinstance(only, str) or tuple(only) != ("model",)):
@@ -337,7 +338,13 @@ def _resumed(state: TrainState, fitted: Fit, landed: Mapping[str, Tensor]) -> Tr
     made = {key: make(landed[key]) for key, make in fitted.make.items()}
     set_optimizer_(fresh, completed(fitted.optimizer, lambda key, ref: made[key]))
     slices = completed(merged(fitted.slices, state.slices, fitted.left), lambda key, ref: fitted.into[key])
-    return fresh.but(slices=slices)
+    fresh = fresh.but(slices=slices)
+    make_slices = state.shared.make_slices
+    new = [name for name in state.slices if name in fitted.missing and name not in (fitted.slices or {})]
+    if not new or make_slices is None:
+        return fresh
+    begun = make_slices(fresh)  # an average that is new in this run would be one of parameters that are gone
+    return fresh.but(slices={**slices, **{name: begun[name] for name in new}})
 
 
 def _copy(state: TrainState, fitted: Fit, landed: Mapping[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +27,7 @@ dtrain plot schedule package.recipe:make_schedules --steps 1e6
 
 _WHERE = "plot schedule"
 _EXAMPLE = "as in train.py:schedule or package.recipe:schedule"
-_WIDTH, _HEIGHT = 72, 16
+_WIDEST, _HEIGHT = 80, 16
 
 app = typer.Typer()
 
@@ -70,14 +71,15 @@ def schedule(
     with loaded(_WHERE, target, "schedule", _EXAMPLE) as found:
         schedules = _schedules(found)
         with told(f"{_WHERE}: {target!r} failed", StepError):
-            times = times_of(length, _WIDTH)
-            drawn = {name: values_at(_WHERE, each, times) for name, each in schedules.items()}
+            times = times_of(length, _WIDEST)
+            drawn = {name: values_at(f"{_WHERE}: {name!r}", each, times) for name, each in schedules.items()}
             if picture is not None:
                 plot_schedule(schedules, length).savefig(picture)
                 return 0
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
     for name, values in drawn.items():
         typer.echo(f"{printable(name)}, {axis_of(_WHERE, schedules[name])} 0 to {length - 1}:")
-        typer.echo(text_plot(times, values, width=_WIDTH, height=_HEIGHT))
+        typer.echo(text_plot(times, values, width=width, height=_HEIGHT))
     return 0
 
 
@@ -92,6 +94,8 @@ def _schedules(found: Loaded) -> dict[str, Schedule]:
         with told(f"{_WHERE}: {found.name!r} in {found.place!r} failed", ConfigError):
             value = value()
     schedules = {str(name): each for name, each in value.items()} if isinstance(value, Mapping) else {found.name: value}
+    if not schedules:
+        raise ConfigError(f"{_WHERE}: {found.name!r} in {found.place!r} has no schedules in it; as in {{'lr': schedule}}")
     for name, each in schedules.items():
         if not (callable(each) and _takes(each, 0)):
             raise ConfigError(

@@ -84,12 +84,20 @@ class Replay:
         sure: those that were seen twice.
         always_warn: the stretches differ again and again, or cannot be played: their sizes depend on the batch.
         patience: how often they may still differ.
+        kind: what the runs that are known have in common.
     """
 
     known: dict[str, Stretch] = field(default_factory=dict)
     sure: set[str] = field(default_factory=set)
     always_warn: bool = False
     patience: int = 5
+    kind: object = None
+
+    def begin(self, kind: object) -> None:
+        """The next run is of ``kind``: what is known of runs of another one is forgotten. Alike on every rank."""
+        if kind != self.kind:
+            self.kind = kind
+            self.forget()
 
     def knows(self, script: Sequence[str]) -> bool:
         """Whether a rank that fails in ``script`` could play the rest of it. The same on all ranks."""

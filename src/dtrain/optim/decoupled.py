@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.optim.forms import alike, evaluated, fusable, has_form, set_peak_, trained, unhooked
+from dtrain.optim.forms import alike, bare, evaluated, fusable, has_form, set_peak_, trained
 from dtrain.tensors import mul_
 
-_ADAMW_STEP, _SGD_STEP = unhooked(torch.optim.AdamW.step), unhooked(torch.optim.SGD.step)
+_ADAMW_STEP, _SGD_STEP = bare(torch.optim.AdamW.step), bare(torch.optim.SGD.step)
 
 
 class DecoupledAdamW(torch.optim.AdamW):
@@ -88,12 +88,15 @@ class DecoupledAdamW(torch.optim.AdamW):
         loss = None if closure is None else evaluated(closure)
         groups = self.param_groups
         decays = [group["weight_decay"] for group in groups]
+        before = torch.is_grad_enabled()
         try:
+            torch.set_grad_enabled(self.defaults["differentiable"])
             for group in groups:  # torch multiplies it by lr: so the decay costs no pass of its own
                 group["weight_decay"] /= group["initial_lr"]
             _ADAMW_STEP(self)
             return loss
         finally:
+            torch.set_grad_enabled(before)
             for group, decay in zip(groups, decays, strict=False):
                 group["weight_decay"] = decay
 
@@ -162,15 +165,19 @@ class DecoupledSGDW(torch.optim.SGD):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Decay, then SGD's update, of every parameter with a gradient. Mutates: parameters, state."""
         loss = None if closure is None else evaluated(closure)
-        decays = [group["weight_decay"] for group in self.param_groups]
+        groups = self.param_groups
+        decays = [group["weight_decay"] for group in groups]
+        before = torch.is_grad_enabled()
         try:
-            for group in self.param_groups:
+            torch.set_grad_enabled(self.defaults["differentiable"])
+            for group in groups:
                 _decay_(group)
                 group["weight_decay"] = 0.0
             _SGD_STEP(self)
             return loss
         finally:
-            for group, decay in zip(self.param_groups, decays, strict=True):
+            torch.set_grad_enabled(before)
+            for group, decay in zip(groups, decays, strict=False):
                 group["weight_decay"] = decay
 
 

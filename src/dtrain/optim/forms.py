@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,9 +52,13 @@ def set_peak_(group: dict[str, Any], where: str) -> None:
     group.setdefault("initial_lr", lr)
 
 
-def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's ``step`` without the hooks that torch puts around it: a subclass's own step has them already."""
-    inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+def bare(step: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's ``step`` without what torch puts around it: hooks, which a subclass's own step has, and the grad mode.
+
+    The grad mode costs as much as all that a subclass adds here (2 of 65 microseconds for six tensors), so a subclass sets it
+    itself.
+    """
+    inner: Callable[..., Any] = inspect.unwrap(step)
     return inner
 
 

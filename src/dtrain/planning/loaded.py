@@ -64,12 +64,12 @@ def loaded(where: str, target: str, what: str, example: str) -> Iterator[Loaded]
 
 @contextmanager
 def told(what: str, kind: type[DtrainError]) -> Iterator[None]:
-    """Errors of the user's code as one line that says where; those of dtrain as they are."""
+    """Errors of the user's code, and that it exits, as one line that says where; errors of dtrain as they are."""
     try:
         yield
     except DtrainError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
         at = f" (in {os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
         text = " ".join(str(error).split())

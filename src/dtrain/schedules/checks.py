@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyper import is_number
@@ -28,6 +29,16 @@ def check_positive(where: str, advice: str, **values: float) -> None:
     for name, value in values.items():
         if not is_number(value) or not 0 < value < math.inf:
             raise ConfigError(f"{where}: {name} must be a positive number, got {name}={value!r}; {advice}")
+
+
+def check_listed(where: str, name: str, values: object) -> None:
+    """Return when ``values`` are several, and not one alone.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ConfigError(f"{where}: {name} must be a list, got {name}={values!r}; write [{values!r}] for one alone")
 
 
 def check_increasing(where: str, name: str, times: tuple[float, ...]) -> None:

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.checks import check_finite, check_increasing, check_positive
+from dtrain.schedules.checks import check_finite, check_increasing, check_listed, check_positive
 from dtrain.schedules.hyper import is_number
 from dtrain.schedules.units import in_unit, shared_unit
 from dtrain.types import Schedule
@@ -38,6 +38,8 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[float], *, shifted:
         >>> [round(both(t), 3) for t in (0, 5, 10, 90, 95, 100)]
         [0.0, 0.5, 1.0, 1.0, 0.5, 0.0]
     """
+    check_listed("join", "schedules", schedules)
+    check_listed("join", "boundaries", boundaries)
     parts, times = tuple(schedules), tuple(boundaries)
     if not parts or len(times) != len(parts) - 1:
         raise ConfigError(

@@ -35,7 +35,7 @@ def measured_in(unit: str, schedule: Schedule) -> Measured:
         schedule: a pure function of that count.
 
     Raises:
-        ConfigError: an unknown unit, or no function.
+        ConfigError: an unknown unit, no function, or one that is measured in another unit already.
 
     Source: dtrain's own; a scheduler of MosaicML's Composer is measured in the unit of its ``t_max``.
 
@@ -48,6 +48,8 @@ def measured_in(unit: str, schedule: Schedule) -> Measured:
         raise ConfigError(f"measured_in: unknown unit {unit!r}; use one of {', '.join(UNITS)}")
     if not callable(schedule):
         raise ConfigError(f"measured_in: needs a schedule (a function of a number), got {schedule!r}")
+    if isinstance(schedule, Measured) and schedule.unit != unit:
+        raise ConfigError(f"measured_in: the schedule is measured in {schedule.unit} already, got {unit=}; measure it once")
     return Measured(unit, schedule)
 
 

@@ -48,7 +48,10 @@ def plot_schedule(schedules: Schedule | Mapping[str, Schedule], steps: int, *, p
         raise ConfigError("plot_schedule: needs at least one schedule, got none; as in {'lr': linear(1.0, 0.0, 1000)}")
     label = axis_of("plot_schedule", *curves.values())
     times = times_of(steps, points)
-    drawn = {name: values_at("plot_schedule", schedule, times) for name, schedule in curves.items()}
+    drawn = {
+        name: values_at(f"plot_schedule: {name!r}" if name else "plot_schedule", schedule, times)
+        for name, schedule in curves.items()
+    }
     figure = _figure()
     axes = figure.subplots()
     for name, values in drawn.items():

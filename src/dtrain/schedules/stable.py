@@ -54,7 +54,7 @@ def warmup_stable_decay(
     where, shapes = "warmup_stable_decay", ("linear", "cosine", "1-sqrt", "exponential")
     if not is_number(warmup) or not 0 <= warmup < math.inf:
         raise ConfigError(f"{where}: warmup must be at least 0, got {warmup=}")
-    up = curve(where, "linear", 0.0, peak, shapes)
+    up, down = curve(where, "linear", 0.0, peak, shapes), curve(where, shape, peak, end, shapes)
     if decay_start is None:
         if decay != 0:
             raise ConfigError(f"{where}: {decay=} needs a decay_start; without one the value stays at its peak")
@@ -62,9 +62,8 @@ def warmup_stable_decay(
     if not is_number(decay_start) or not warmup <= decay_start < math.inf:
         raise ConfigError(f"{where}: decay_start must not be before the warm-up is over, got {decay_start=} and {warmup=}")
     check_positive(where, "it is the length of the decay", decay=decay)
-    down, begin = curve(where, shape, peak, end, shapes), decay_start
 
     def at(t: float) -> float:
-        return up(t / warmup) if max(t, 0) < warmup else down((t - begin) / decay)
+        return up(t / warmup) if max(t, 0) < warmup else down((t - decay_start) / decay)
 
     return at

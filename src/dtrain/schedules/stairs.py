@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.checks import check_finite, check_increasing, check_positive
+from dtrain.schedules.checks import check_finite, check_increasing, check_listed, check_positive
 from dtrain.schedules.decays import geometric
 from dtrain.types import Schedule
 
@@ -59,6 +59,7 @@ def multi_step(start: float, gamma: float, milestones: Sequence[float]) -> Sched
         [1.0, 1.0, 0.1, 0.01, 0.01]
     """
     check_finite("multi_step", start=start, gamma=gamma)
+    check_listed("multi_step", "milestones", milestones)
     times = tuple(milestones)
     if not times:
         raise ConfigError("multi_step: needs at least one milestone, got none; a value that never changes is constant(...)")

@@ -137,7 +137,7 @@ _NOTHING = BufferWatch(nn.Identity(), ShardSpec())
 
 @contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Buffers are, on leaving, the tensors from before with the values from before.
+    """Buffers are, on leaving, also after an exception, the tensors from before with the values from before.
 
     Mutates: the buffers of modules that have changed or replaced one of theirs in between, and no others.
     """
@@ -146,16 +146,18 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
         for name, module, key in buffer_slots(model)
         if (tensor := module._buffers[key]) is not None
     ]
-    yield
-    touched = {
-        _owner(name)
-        for name, module, key, tensor, version, _ in kept
-        if module._buffers[key] is not tensor or tensor._version != version
-    }
-    for name, module, key, tensor, _, value in kept:
-        if _owner(name) in touched:
-            module._buffers[key] = tensor
-            tensor.copy_(value)
+    try:
+        yield
+    finally:
+        touched = {
+            _owner(name)
+            for name, module, key, tensor, version, _ in kept
+            if module._buffers[key] is not tensor or tensor._version != version
+        }
+        for name, module, key, tensor, _, value in kept:
+            if _owner(name) in touched:
+                module._buffers[key] = tensor
+                tensor.copy_(value)
 
 
 class KeptBuffers:

@@ -94,14 +94,12 @@ class _Kept:
         place: what the size depends on, besides the model and its inputs; a slice that is of another one is not known here.
         smaller: the last step fitted only just.
         ballast: held for the optimizer, until its first step.
-        trained: which parameters required a gradient in the last step; others make other collectives.
     """
 
     trials: Trials
     place: str = ""
     smaller: bool = False
     ballast: list[Tensor] = field(default_factory=list)
-    trained: list[bool] = field(default_factory=list)
 
 
 def _step(limits: Limits, inner: GradFn, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -109,10 +107,6 @@ def _step(limits: Limits, inner: GradFn, state: TrainState, batch: Batch) -> tup
     kept: _Kept | None = state.shared.kept.get(_NAME)
     if kept is None:
         kept = state.shared.kept[_NAME] = _Kept(trials=trials_for(state))
-    trained = [param.requires_grad for param in state.params.values()]
-    if trained != kept.trained:  # frozen since, or thawed: nobody could stand in by what is known of other steps
-        kept.trained = trained
-        kept.trials.replay.forget()
     try:
         return _tried(limits, kept, inner, state, batch)
     finally:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dtrain.dist.init import current
 from dtrain.dist.timeouts import naming_missing
 from dtrain.tensors import local
+from dtrain.types import Params
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device, *, where: str = "all_finite") -> Tensor:
@@ -38,3 +39,13 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device, *, where: str = 
         with naming_missing(where):
             dist.all_reduce(broken)
     return broken == 0
+
+
+def broken_here(params: Params) -> str:
+    """The names of parameters whose gradient is infinite or NaN on this rank, for a message: the first three, or ``none``.
+
+    Host sync: one for each parameter.
+    """
+    grads = {name: local(param.grad) for name, param in params.items() if param.grad is not None}
+    names = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
+    return f"{', '.join(names[:3]) or 'none'}{', ...' if len(names) > 3 else ''}"

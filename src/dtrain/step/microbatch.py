@@ -161,6 +161,8 @@ def _backward(
         state.drop_gradients()
         release_cached(state.device)
 
+    # Frozen since, or thawed: nobody could stand in by what is known of steps that trained others.
+    attempt.replay.begin([param.requires_grad for param in state.params.values()])
     microbatches, attempt.samples = attempt.microbatches(tally.microbatches), parts.samples
     return attempt.guarded(body, script=script_of(microbatches), undo=undo) or (Weights(local={}, factors={}), {})
 

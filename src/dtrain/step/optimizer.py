@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -12,8 +11,8 @@ from dtrain.clock import Clock
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.reduction import reduction_of
 from dtrain.state import TrainState
-from dtrain.step.finite import all_finite
-from dtrain.tensors import global_norm, local, scale_
+from dtrain.step.finite import all_finite, broken_here
+from dtrain.tensors import global_norm, scale_
 from dtrain.types import Metrics, Params, as_metric
 
 
@@ -58,7 +57,7 @@ def apply_gradients(
             ``compose_step(..., update=partial(dt.apply_gradients, nonfinite="skip"))``.
 
     Mutates: parameters, optimizer state, ``.grad`` (set to None); spends ``state`` (not if it raises).
-    Collective: none; ``"raise"`` and ``"skip"`` those of ``global_norm``.
+    Collective: none; ``"raise"`` and ``"skip"`` one all-reduce of float32 ``[]``, on several ranks.
     Host sync: none; ``"raise"`` and ``"skip"`` one.
 
     Raises:
@@ -72,13 +71,13 @@ def apply_gradients(
         raise StepError("apply_gradients: no parameter has a gradient; call microbatch_step (or backward) before")
     if nonfinite not in ("allow", "raise", "skip"):
         raise ConfigError(f"apply_gradients: nonfinite must be 'allow', 'raise' or 'skip', got {nonfinite!r}")
-    broken = nonfinite != "allow" and _any_broken(state, grads)
+    broken = nonfinite != "allow" and not all_finite(grads, state.device, where="apply_gradients")
     if broken and nonfinite == "raise":
-        names = [name for name, p in state.params.items() if p.grad is not None and not _is_finite(local(p.grad).sum())]
+        here = broken_here(state.params)
         state.drop_gradients()
         raise StepError(
-            f"apply_gradients: step {state.step}: a gradient is not finite (on this rank: {', '.join(names[:3]) or 'none'}"
-            f"{', ...' if len(names) > 3 else ''}); lower the learning rate, clip, or pass nonfinite='skip'"
+            f"apply_gradients: step {state.step}: a gradient is not finite (on this rank: {here}); lower the learning rate, "
+            "clip, or pass nonfinite='skip'"
         )
     reduction_of(state.model).free()  # a look at the model since the gradient has left copies, which would be used again
     if not broken:
@@ -87,17 +86,6 @@ def apply_gradients(
     if nonfinite == "skip":
         metrics = {**metrics, "skipped": as_metric(float(broken), 1.0, state.device)}
     return state.successor(), metrics
-
-
-def _is_finite(value: Tensor) -> bool:
-    return bool(torch.isfinite(value))
-
-
-def _any_broken(state: TrainState, grads: Sequence[Tensor]) -> bool:
-    """Whether a gradient is not finite on any rank; the same on all of them, who must go on alike."""
-    if state.spec.apart is None:
-        return not _is_finite(global_norm(grads))  # the same number on every rank
-    return not all_finite(grads, state.device, where="apply_gradients")
 
 
 def tick(state: TrainState) -> TrainState:

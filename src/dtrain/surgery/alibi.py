@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from functools import lru_cache
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
-from dtrain.names import matcher
+from dtrain.names import clean_modules, matcher
 from dtrain.surgery.alibi_multihead import biased, pad_tensors_, sees_another_text
 from dtrain.surgery.attention_bias import alibi_bias, with_alibi
 from dtrain.surgery.known import known_class
+from dtrain.surgery.mixed import Mixed, mix_in
 from dtrain.surgery.replace import Key, Policy, check_plain, replace_modules
-from dtrain.surgery.retype import retyped
 
 
 class NoPositions(nn.Module):
@@ -82,6 +81,7 @@ def alibi(
         raise ConfigError(f"{_WHERE}: max_sequence_length is a whole number of at least 1, got {max_sequence_length!r}")
     heads = {**_known_attentions(), **(attentions or {})}
     _check_implementation(model)
+    silent = _position_places(model, positions)
     others = sees_another_text(model)
     policies: dict[Key, Policy] = {kind: _policy(attribute, others) for kind, attribute in heads.items()}
     if not policies:
@@ -91,7 +91,7 @@ def alibi(
         )
     model = replace_modules(model, policies, where=_WHERE).model
     pad_tensors_(model)
-    _silence_positions_(model, positions)
+    _silence_positions_(model, silent)
     if max_sequence_length is not None:
         _lengthen_(model, max_sequence_length)
     return model
@@ -125,23 +125,18 @@ def _policy(attribute: str, others: Container[int]) -> Policy:
             raise ConfigError(f"{_WHERE}: {type(module).__name__}.{attribute} must be the number of heads, it is {heads!r}")
         if type(module) is nn.MultiheadAttention:
             return biased(module)
-        kind: Any = type(module)
-        made = retyped(module, _attention_class(kind))
-        made.__dict__["alibi_heads"] = heads
-        return made
+        mix_in(module, Alibi)
+        assert isinstance(module, Alibi)
+        module._alibi_heads = heads
+        return module
 
     return policy
 
 
-@lru_cache(maxsize=64)  # one class for all modules of one, so that they stay of one class
-def _attention_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Alibi{kind.__name__}", (_Biased, kind), {"__module__": kind.__module__})
+class Alibi(Mixed):
+    """Mixed into an attention: the mask that it is called with gets the bias."""
 
-
-class _Biased(nn.Module):
-    """Comes before a class of attention: what that is called with gets a mask with the bias in it."""
-
-    alibi_heads: int
+    _alibi_heads: int
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """``[batch, length, dim]`` -> what the attention gives."""
@@ -149,7 +144,7 @@ class _Biased(nn.Module):
             raise ConfigError(f"{_WHERE}: {type(self).__name__} must be called with attention_mask and what follows by name")
         length = hidden_states.shape[1]
         bias = alibi_bias(
-            self.alibi_heads, length, length + self._past(kwargs), device=hidden_states.device, dtype=hidden_states.dtype
+            self._alibi_heads, length, length + self._past(kwargs), device=hidden_states.device, dtype=hidden_states.dtype
         )
         mask = with_alibi(kwargs.pop("attention_mask", None), bias, causal=bool(getattr(self, "is_causal", False)))
         return super().forward(hidden_states, attention_mask=mask, **kwargs)
@@ -160,21 +155,28 @@ class _Biased(nn.Module):
         return 0 if cache is None else int(cache.get_seq_length(getattr(self, "layer_idx", 0)))
 
 
-def _silence_positions_(model: nn.Module, positions: str | tuple[str, ...]) -> None:
-    """Mutates: ``model``: its embeddings of positions give zero."""
+def _position_places(model: nn.Module, positions: str | tuple[str, ...]) -> set[int]:
+    """Identities of the modules that the patterns name, each of which must name one."""
+    found = set()
+    for pattern in (positions,) if isinstance(positions, str) else positions:
+        fits = matcher([pattern], where=_WHERE)
+        named = {id(module) for name, module in clean_modules(model, every_name=True) if fits(name)}
+        if not named:
+            raise ConfigError(f"{_WHERE}: positions={pattern!r} fits no module of this {type(model).__name__}")
+        found |= named
+    return found
+
+
+def _silence_positions_(model: nn.Module, named: set[int]) -> None:
+    """Mutates: ``model``: its embeddings of positions, and what is named, give zero."""
     places = ((known_class(_BERT, "BertEmbeddings"), "position_embeddings"), (known_class(_GPT2, "GPT2Model"), "wpe"))
     for module in model.modules():
         for kind, key in places:
             if kind is not None and isinstance(module, kind):
                 setattr(module, key, NoPositions().train(module.training))
-    for pattern in (positions,) if isinstance(positions, str) else positions:
-        fits = matcher([pattern], where=_WHERE)
-        policies: dict[Key, Policy] = {_named(fits): lambda module, name: NoPositions()}
-        replace_modules(model, policies, where=f"{_WHERE}: positions={pattern!r}")
-
-
-def _named(fits: Callable[[str], bool]) -> Callable[[str, nn.Module], bool]:
-    return lambda name, module: fits(name)
+    if named:
+        policies: dict[Key, Policy] = {lambda name, module: id(module) in named: lambda module, name: NoPositions()}
+        replace_modules(model, policies, where=_WHERE, missing_ok=True)  # those that gave zero above are gone
 
 
 def _lengthen_(model: nn.Module, length: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.surgery.attention_bias import alibi_bias
-from dtrain.surgery.retype import retyped
+from dtrain.surgery.mixed import become
 
 
 class AlibiMultiheadAttention(nn.MultiheadAttention):
@@ -57,11 +57,10 @@ class AlibiMultiheadAttention(nn.MultiheadAttention):
         )
 
 
-def biased(module: nn.MultiheadAttention) -> AlibiMultiheadAttention:
+def biased(module: nn.MultiheadAttention) -> nn.Module:
     """``module`` with linear biases. A hook that does nothing keeps torch from its kernels for evaluation, which have none."""
-    made = retyped(module, AlibiMultiheadAttention)
-    made.register_forward_pre_hook(_nothing)
-    return made
+    become(module, AlibiMultiheadAttention).register_forward_pre_hook(_nothing)
+    return module
 
 
 def sees_another_text(model: nn.Module) -> set[int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
 from dtrain.surgery.mixed import Mixed, mix_in
-from dtrain.surgery.replace import replace_modules
+from dtrain.surgery.replace import check_plain, replace_modules
 from dtrain.surgery.sizes import check_whole
 
 Edge = Literal["replicate", "reflect", "zeros"]
@@ -134,6 +134,7 @@ def blur_pool(
     if not replace_convs and not replace_maxpools:
         raise ConfigError(f"{where}: neither replace_convs nor replace_maxpools, so there is nothing to do")
     check_whole(min_channels, where, "min_channels")
+    check_plain(model, where)
 
     def blurred(module: nn.Module, name: str) -> nn.Module | None:
         assert isinstance(module, nn.Conv2d | nn.MaxPool2d)
@@ -153,7 +154,7 @@ def blur_pool(
             return replace_maxpools and not module.ceil_mode and not module.return_indices
         return replace_convs and isinstance(module, nn.Conv2d) and module.in_channels >= min_channels
 
-    return replace_modules(model, {wanted: blurred}, where=where).model
+    return replace_modules(model, {wanted: blurred}, where=f"{where} with {min_channels=}").model
 
 
 def _pair(value: object) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.replace import replace_modules
+from dtrain.surgery.replace import check_plain, replace_modules
 from dtrain.surgery.sizes import check_size, check_whole, size_of
 
 
@@ -107,8 +107,9 @@ def factorize(
 
     A layer of weight ``[out, in]`` becomes ``down`` (in to rank) and ``up`` (rank to out, with the bias); of a convolution,
     ``down`` has its kernel and ``up`` is 1x1. Their product is the matrix of that rank nearest to the weight; on meta, where
-    there is none, ``materialize`` draws both. Left alone: layers for which two would not be smaller, grouped convolutions,
-    weights that are tied or computed, and subclasses of ``nn.Linear`` and ``nn.Conv2d`` (so factorise before other edits).
+    there is none, ``materialize`` draws both. Left alone: layers for which two would not be smaller, factors, grouped
+    convolutions, weights that are tied or computed, and subclasses of ``nn.Linear`` and ``nn.Conv2d`` (so factorise before
+    other edits).
 
     Formula: ``up.weight @ down.weight = factorize_matrix(weight, rank)``, if ``rank * (out + in) < out * in``; a convolution's
     weight as ``[out, in * height * width]``
@@ -143,8 +144,10 @@ def factorize(
     check_size(latent_features, where, "latent_features")
     if not factorize_convs and not factorize_linears:
         raise ConfigError(f"{where}: neither factorize_convs nor factorize_linears, so there is nothing to do")
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    owners = Counter(id(p) for module in set(modules) for p in module._parameters.values() if p is not None)
+    check_plain(model, where)
+    modules = set(model.modules())
+    parts = {id(part) for module in modules if isinstance(module, _Factorized) for part in module.modules()}
+    owners = Counter(id(p) for module in modules for p in module._parameters.values() if p is not None)
 
     def low_rank(module: nn.Module, name: str) -> nn.Module | None:
         assert isinstance(module, nn.Linear | nn.Conv2d)
@@ -152,14 +155,15 @@ def factorize(
         least = min_features if linear else min_channels
         smaller, rows, columns = min(weight.shape[:2]), len(weight), weight[0].numel()
         rank = size_of(latent_features if linear else latent_channels, smaller)
-        if smaller < least or owners[id(weight)] != 1 or rank * (rows + columns) >= rows * columns:
+        if smaller < least or id(module) in parts or owners[id(weight)] != 1 or rank * (rows + columns) >= rows * columns:
             return None
         if isinstance(module, nn.Linear):
             return FactorizedLinear(module, rank)
         return FactorizedConv2d(module, rank) if module.groups == 1 else None
 
     kinds = [nn.Linear] * factorize_linears + [nn.Conv2d] * factorize_convs
-    return replace_modules(model, dict.fromkeys(kinds, low_rank), where=where).model
+    least = f"with {min_channels=} and {min_features=}"
+    return replace_modules(model, dict.fromkeys(kinds, low_rank), where=f"{where} {least}").model
 
 
 def _fill_(down: nn.Module, up: nn.Module, layer: nn.Linear | nn.Conv2d, rank: int) -> None:

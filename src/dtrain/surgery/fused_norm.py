@@ -23,7 +23,8 @@ def fused_layer_norm(model: nn.Module) -> nn.Module:
     Torch's are one kernel forward on a GPU, so ``nn.LayerNorm`` and ``nn.RMSNorm`` are left as they are. What counts as a norm
     that is written out is found by trial: a module without children and buffers, of a ``weight`` ``[dim]``, perhaps a ``bias``
     ``[dim]``, and one number between 0 and 1 for ``eps``, that gives what torch's gives for random numbers. So the RMS norms
-    of T5 and Llama are replaced, and that of Gemma, which adds 1 to its weight, is not. Names in checkpoints stay.
+    of T5 and Llama are replaced, and that of Gemma, which adds 1 to its weight, is not. Names in checkpoints stay. Under
+    autocast let ``low_precision_layer_norm`` follow: where input and weight are of two dtypes, torch's RMS norm is not fused.
 
     Formula: ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, or ``y = x / sqrt(mean(x ** 2) + eps) * weight``
 

@@ -15,7 +15,8 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def ghost_batches(x: Tensor, ghost_batch_size: int) -> tuple[Tensor, ...]:
     """``x`` in as few groups along its first axis as have at most ``ghost_batch_size`` samples, as even as can be.
 
-    So a last group is never much smaller than the others: of one sample there would be no variance.
+    So a last group is never much smaller than the others. One sample alone, for which a ``BatchNorm1d`` of features has no
+    variance, is only left of an odd batch in groups of 2.
 
     Formula: ``groups = ceil(len(x) / ghost_batch_size)``, of sizes that differ by at most 1
 

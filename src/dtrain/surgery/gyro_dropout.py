@@ -70,7 +70,7 @@ class GyroDropout(nn.Dropout):
         name: of this layer: each has its own masks.
         axis: of the features; the axis of samples is the first one.
 
-    Host sync: none.
+    Host sync: none, but in the first forward, which copies the masks to the device.
 
     Raises:
         ConfigError: ``p`` outside of ``[0, 1)``, not ``1 <= tau <= sigma``; in a forward, a tensor without an axis of samples.
@@ -111,7 +111,8 @@ class GyroDropout(nn.Dropout):
         found = self._made.get((features, device))
         if found is None:
             found = subnetwork_masks(self.sigma, features, self.p, seed=self.seed, name=self.name).to(device)
-            self._made[(features, device)] = found
+            if type(found) is Tensor:  # a rehearsal with fake tensors leaves nothing behind
+                self._made[(features, device)] = found
         return found
 
     def extra_repr(self) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dtrain.surgery.mixed import become
 from dtrain.surgery.replace import Key, Policy, replace_modules
-from dtrain.surgery.retype import retyped
 
 
 def in_autocast_dtype(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -24,10 +26,18 @@ def in_autocast_dtype(*tensors: Tensor | None) -> list[Tensor | None]:
     """
     first = next(tensor for tensor in tensors if tensor is not None)
     kind = first.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not _autocasts(kind):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+
+
+def _autocasts(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # there is none on meta
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[None]:
+    return torch.autocast(kind, enabled=False) if _autocasts(kind) else nullcontext()
 
 
 class LowPrecisionLayerNorm(nn.LayerNorm):
@@ -47,7 +57,7 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
         """``[*, normalized_shape]`` -> the same shape."""
         x, weight, bias = in_autocast_dtype(input, self.weight, self.bias)
         assert x is not None
-        with torch.autocast(input.device.type, enabled=False):  # which would make it float32 again
+        with _without_autocast(input.device.type):  # which would make it float32 again
             return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -68,7 +78,7 @@ class LowPrecisionRMSNorm(nn.RMSNorm):
         """``[*, normalized_shape]`` -> the same shape."""
         low, weight = in_autocast_dtype(x, self.weight)
         assert low is not None
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x.device.type):
             return functional.rms_norm(low, list(self.normalized_shape), weight, self.eps)
 
 
@@ -90,7 +100,7 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
         """``[batch, channels, ...]`` -> the same shape."""
         x, weight, bias = in_autocast_dtype(input, self.weight, self.bias)
         assert x is not None
-        with torch.autocast(input.device.type, enabled=False):
+        with _without_autocast(input.device.type):
             return functional.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
@@ -120,8 +130,8 @@ def low_precision_layer_norm(model: nn.Module) -> nn.Module:
         torch.bfloat16
     """
     policies: dict[Key, Policy] = {
-        nn.LayerNorm: lambda norm, name: retyped(norm, LowPrecisionLayerNorm),
-        nn.RMSNorm: lambda norm, name: retyped(norm, LowPrecisionRMSNorm),
+        nn.LayerNorm: lambda norm, name: become(norm, LowPrecisionLayerNorm),
+        nn.RMSNorm: lambda norm, name: become(norm, LowPrecisionRMSNorm),
     }
     return replace_modules(model, policies, where="low_precision_layer_norm").model
 
@@ -147,5 +157,5 @@ def low_precision_group_norm(model: nn.Module) -> nn.Module:
         ...     model(torch.tensor([[[1.0], [3.0]]])).flatten().tolist()
         [-1.0, 1.0]
     """
-    policies: dict[Key, Policy] = {nn.GroupNorm: lambda norm, name: retyped(norm, LowPrecisionGroupNorm)}
+    policies: dict[Key, Policy] = {nn.GroupNorm: lambda norm, name: become(norm, LowPrecisionGroupNorm)}
     return replace_modules(model, policies, where="low_precision_group_norm").model

@@ -4,6 +4,8 @@ A ``Mixed`` class stands in front of a module's own: ``Blur`` and ``nn.Conv2d`` 
 that of ``nn.Conv2d``. A module is given that class where it is, so its parameters, its hooks, its place and all names in a
 state dict stay, it is still an ``nn.Conv2d`` (or a user's block, which ``shard_model(blocks=(Block,))`` finds), and edits
 combine.
+
+A class that is written out for one kind of module, as ``LowPrecisionLayerNorm`` is, is given in the same way, by ``become``.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from dtrain.errors import ConfigError
+
 
 class Mixed(nn.Module):
     """Base of what is mixed in. It keeps its settings in attributes that begin with ``_``, which no constructor takes."""
@@ -20,7 +24,7 @@ class Mixed(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A class made here cannot be found by name, so copies and pickles are made from what it was mixed from.
         base, *mixins = _parts(type(self))
-        return _made, (base, mixins), self.__dict__
+        return _made, (base, mixins), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 def mix_in(module: nn.Module, mixin: type[Mixed]) -> bool:
@@ -31,8 +35,33 @@ def mix_in(module: nn.Module, mixin: type[Mixed]) -> bool:
     if isinstance(module, mixin):
         return False
     pair: Any = (mixin, type(module))
-    module.__class__ = _class_of(*pair)
+    become(module, _class_of(*pair))
     return True
+
+
+def become(module: nn.Module, kind: Any) -> nn.Module:
+    """Give ``module`` the class ``kind``, a subclass of its own that stores nothing in ``__init__``; return it.
+
+    Mutates: ``module.__class__``.
+
+    Raises:
+        ConfigError: a ``forward`` was set on the module itself, which would hide that of the class.
+
+    Example:
+        >>> class Doubled(nn.Linear):
+        ...     def forward(self, input):
+        ...         return 2 * super().forward(input)
+        >>> linear = nn.Linear(1, 1, bias=False)
+        >>> bool(become(linear, Doubled)(torch.ones(1)) == 2 * linear.weight), list(linear.state_dict())
+        (True, ['weight'])
+    """
+    if "forward" in module.__dict__:
+        raise ConfigError(
+            f"surgery: a {type(module).__name__} has a forward of its own, which would hide what it is to do; change the model "
+            "before hooks, checkpoint_activations and the like"
+        )
+    module.__class__ = kind
+    return module
 
 
 @cache  # one class for each pair: what compares classes, or compiles for them, sees one

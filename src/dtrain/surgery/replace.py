@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dtrain.errors import ConfigError
 from dtrain.names import clean_modules, unwrapped
@@ -22,6 +23,7 @@ Key: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str,
 Policy: TypeAlias = "Callable[[nn.Module, str], nn.Module | None]"
 """``(module, name)`` -> what takes its place; None leaves it."""
 
+_COMPILED = "is compiled already, and what would take its place is not; change the model before torch.compile"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -81,8 +83,8 @@ def replace_modules(
         was built before; those a policy reuses stay tied.
 
     Raises:
-        ConfigError: nothing to replace, a model that is sharded or wrapped already, a module whose hooks or own ``forward``
-            would be lost, a policy that returns something else, no policies.
+        ConfigError: nothing to replace, a model that is sharded or wrapped already or has lazy modules, a module whose hooks,
+            own ``forward`` or compiled code would be lost, a policy that returns something else, no policies.
 
     Source: the interface follows MosaicML Composer's ``module_surgery.replace_module_classes``; unlike there, what is left
         unchanged is not silent, and a class does not stand for its subclasses.
@@ -110,7 +112,7 @@ def check_plain(model: object, where: str) -> None:
     """Refuse what is no plain model any more: surgery comes first.
 
     Raises:
-        ConfigError: no module, one that is wrapped, or sharded, or has something sharded inside.
+        ConfigError: no module, one that is wrapped, or sharded, or has something sharded or lazy inside.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{where}: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -119,6 +121,9 @@ def check_plain(model: object, where: str) -> None:
     laid_out = any(spec_of(module).mesh is not None for module in model.modules())
     if laid_out or any(is_distributed(param) for param in model.parameters()):
         raise ConfigError(f"{where}: this {type(model).__name__} is sharded already; change it before shard_model")
+    lazy = next((name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if is_lazy(tensor)), None)
+    if lazy is not None:  # its module will take another class when it is first called
+        raise ConfigError(f"{where}: {lazy!r} has no shape yet; call the model on a batch before it is changed")
 
 
 class _Surgery:
@@ -144,6 +149,8 @@ class _Surgery:
         if name is None or new is None or (new is module and type(new) is before):
             for key, child in list(module._modules.items()):
                 if child is not None and (after := self.visit(child)) is not child:
+                    if name is None and key == "_orig_mod":  # torch.compile has bound the old one, and would go on calling it
+                        raise ConfigError(f"{self._where}: {self._names[id(child)]!r} {_COMPILED}")
                     module._modules[key] = after
             return module
         self.replaced[name] = (before.__name__, type(new).__name__)
@@ -157,6 +164,8 @@ class _Surgery:
             return new
         if not isinstance(new, nn.Module):
             raise ConfigError(f"{self._where}: a policy returned {new!r} for {name or 'the root'!r}; return a module, or None")
+        if module._compiled_call_impl is not None:
+            raise ConfigError(f"{self._where}: {name or 'the root'!r} {_COMPILED}")
         kept = {id(inner) for inner in new.modules()}
         lost = [key for key in _HOOKS if getattr(module, key)] + [key for key in ("forward",) if key in module.__dict__]
         if lost and id(module) not in kept:

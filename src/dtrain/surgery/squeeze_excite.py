@@ -124,4 +124,4 @@ def squeeze_excite(
             return False
         return patterns is None or fits(name)
 
-    return replace_modules(model, {wanted: gated}, where=where).model
+    return replace_modules(model, {wanted: gated}, where=f"{where} with {min_channels=}").model

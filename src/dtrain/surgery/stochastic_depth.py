@@ -57,7 +57,7 @@ def drop_samples(x: Tensor, keep: Tensor) -> Tensor:
 
     Args:
         x: ``[samples, ...]``.
-        keep: ``[samples]``, true or false.
+        keep: bool ``[samples]``.
 
     Source: the per-sample form is MosaicML Composer's.
 
@@ -65,7 +65,7 @@ def drop_samples(x: Tensor, keep: Tensor) -> Tensor:
         >>> drop_samples(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([False, True])).tolist()
         [[0.0, 0.0], [3.0, 4.0]]
     """
-    return x * keep.to(x.dtype).reshape(-1, *[1] * (x.ndim - 1))
+    return x.masked_fill(~keep.reshape(-1, *[1] * (x.ndim - 1)), 0.0)  # a product would make infinity something else
 
 
 class Stochastic(Mixed):
@@ -95,7 +95,10 @@ class Stochastic(Mixed):
         if any(isinstance(inner, FSDPModule) for inner in self.modules() if inner is not self):
             # What is gathered inside must not depend on numbers that a rank may have counted otherwise.
             return self._scaled(x, self._computed(x, args, kwargs), 0.0)
-        return x.new_zeros(()) if self._kind == "branch" else x
+        if self._kind == "branch":
+            return x.new_zeros(())
+        # What comes into a unit of FSDP2 is a view, on which a later operation in place would drop the unit's hook.
+        return x.clone() if isinstance(self, FSDPModule) else x
 
     def _scaled(self, x: Tensor, out: Tensor, factor: float) -> Tensor:
         if self._kind == "branch":
@@ -165,7 +168,8 @@ def stochastic_depth(
             changes its choices and nothing else.) Those of ``"sample"`` are drawn from torch's global generator, as dropout's
             are, so they differ between ranks.
 
-    Mutates: ``model``: the classes of the blocks, and for ``"block"`` a buffer ``forwards`` in each, which is saved.
+    Mutates: ``model``: the classes of the blocks, and for ``"block"`` a buffer ``forwards`` in each, which is saved. (So
+        weights from before load with ``load_weights_(..., missing=["**.forwards"])``.)
     Collective: none of its own; ``forwards`` is one of the buffers that a step makes equal on all ranks. Where units of
         sharding are inside a block, it is computed even if left out.
     Host sync: none while the count is only written here. After a checkpoint was loaded, in activation checkpointing, and where

@@ -1,6 +1,8 @@
 import pytest
 import torch
+from torch import nn
 
+import dtrain as dt
 from dtrain.algorithms.batches.label_smoothing import label_smoothing, smooth_labels
 from dtrain.algorithms.batches.targets import as_probabilities
 from dtrain.errors import ConfigError
@@ -63,6 +65,16 @@ REFUSED = {
         r"label_smoothing: needs targets \[\*, 3\], got shape \(1, 4\)",
     ),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_targets_that_are_neither_indices_nor_probabilities_are_refused(dtype):
+    """Numbers of a regression, one each: smoothing would take the batch for the classes."""
+    model = nn.Linear(1, 1)
+    step = dt.compose_step(dt.mean_loss(lambda model, batch: model(batch["x"]).sum(), weight=len), [label_smoothing(0.1)])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"label_smoothing: .*class indices \(int64\) or probabilities .*, got torch\."):
+        step(state, {"x": torch.ones(4, 1), "y": torch.zeros(4, dtype=dtype)})
 
 
 @pytest.mark.parametrize("name", REFUSED)

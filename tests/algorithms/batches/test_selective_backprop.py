@@ -49,7 +49,9 @@ def seen_by(calls):
 # ---- who is drawn -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "keep", "kept"), [(1, 0.1, 1), (7, 0.5, 4), (30, 0.1, 3), (10, 1.0, 10), (0, 0.5, 0)])
+@pytest.mark.parametrize(
+    ("count", "keep", "kept"), [(1, 0.1, 1), (7, 0.5, 4), (30, 0.1, 3), (10, 1.0, 10), (0, 0.5, 0), (3, 1e-12, 1)]
+)
 def test_share_is_rounded_up(count, keep, kept):
     picked = select_by_loss(torch.rand(count), keep, generator=torch.Generator().manual_seed(0))
     assert len(picked) == kept
@@ -92,6 +94,14 @@ def test_a_tiny_share_of_many_does_not_underflow():
 def test_a_loss_that_is_no_number_counts_as_the_largest():
     losses = torch.tensor([1.0, float("nan"), 2.0])
     assert select_by_loss(losses, 0.01, uniforms=torch.full((3,), 0.5)).tolist() == [1]
+
+
+def test_samples_with_equal_losses_have_equal_chances():
+    draws, counts = 4000, [0] * 4
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(draws):
+        counts[select_by_loss(torch.full((4,), 0.5), 0.25, generator=generator).item()] += 1
+    assert [count / draws for count in counts] == [pytest.approx(0.25, abs=4 * math.sqrt(0.1875 / draws))] * 4
 
 
 @pytest.mark.parametrize(

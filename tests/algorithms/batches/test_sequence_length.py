@@ -77,6 +77,22 @@ def test_axes_say_what_is_along_the_sequence():
     }
 
 
+def test_masks_that_say_of_pairs_or_of_keys_are_cut_along_the_keys():
+    pairs = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 6, 6)
+    batch = {"input_ids": IDS, "pairs": pairs, "keys": torch.arange(12).view(2, 1, 1, 6), "features": torch.ones(2, 6, 6)}
+    cut = shorten_batch(batch, 3)
+    assert {key: list(value.shape[1:]) for key, value in cut.items()} == {
+        "input_ids": [3],
+        "pairs": [3, 3],
+        "keys": [1, 1, 3],
+        "features": [3, 6],
+    }
+    assert torch.equal(cut["pairs"][1], torch.ones(3, 3, dtype=torch.bool).tril())
+    pieces = shorten_batch(batch, 3, truncate=False)
+    assert pieces["keys"].flatten(1).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert pieces["pairs"].shape == (4, 3, 3)
+
+
 def test_an_empty_batch_is_cut_like_the_others():
     cut = shorten_batch({"input_ids": IDS[:0], "attention_mask": MASK[:0]}, 2, keep_end=True)
     assert cut["input_ids"].shape == cut["attention_mask"].shape == (0, 2)
@@ -109,6 +125,31 @@ def test_a_tensordict_stays_one():
         (
             lambda: shorten_batch({"input_ids": IDS, "x": IDS[:, :3]}, 2, axes={"x": (1,)}),
             r"'x' \[2, 3\] is not 6 long along the axes \(1,\); axes= takes one or two",
+        ),
+        (
+            lambda: shorten_batch({"input_ids": IDS, "x": IDS}, 2, axes={"x": 1}),
+            r"'x' \[2, 6\] is not 6 long along the axes 1; axes= takes one or two .* as in \(1,\)",
+        ),
+        (
+            lambda: shorten_batch({"input_ids": IDS, "x": ["a", "b"]}, 2, axes={"x": (1,)}),
+            r"'x' \(a list\) is not 6 long along the axes",
+        ),
+        (
+            lambda: shorten_batch({"input_ids": IDS}, 2, axes={"input_ids": (5,)}),
+            r"'input_ids' \[2, 6\] has no sequence along the axes \(5,\)",
+        ),
+        (lambda: shorten_batch({"input_ids": IDS}, 2, axes={"input_ids": ()}), r"has no sequence along the axes \(\)"),
+        (
+            lambda: shorten_batch({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 1, 6)}, 2, keep_end=True),
+            r"keep_end needs a mask \[batch, seq\] under mask='attention_mask', got \[2, 1, 1, 6\]",
+        ),
+        (
+            lambda: shorten_batch({"input_ids": IDS, "position_ids": torch.arange(6)[None]}, 2, truncate=False),
+            r"'position_ids' \[1, 6\] is not of 2 samples, so it belongs to no piece of one",
+        ),
+        (
+            lambda: shorten_batch({"input_ids": IDS, "names": ["a", "b"]}, 2, truncate=False),
+            r"'names' \[2\] is not along the sequence, so it belongs to no piece of one",
         ),
         (
             lambda: shorten_batch({"input_ids": IDS}, 2, truncate=False, keep_end=True),

@@ -1,11 +1,14 @@
 """The gradient noise scale against what is known of the data; and that measuring it changes nothing."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import dtrain as dt
 from dtrain.algorithms.gradients.noise_scale import noise_and_signal, noise_scale
+from dtrain.algorithms.gradients.nonfinite import nonfinite
 from dtrain.dist.control import Post, post_batch
 from dtrain.errors import ConfigError
 from dtrain.tensors import local
@@ -14,9 +17,9 @@ LOSS = dt.mean_loss(lambda model, batch: model(batch["x"]).mean(), weight=lambda
 DIM, TRUE = 50, 0.3  # the gradient of a sample is TRUE everywhere, plus a normal number of variance 1
 
 
-def begin(*transforms, model=None, loss=LOSS, lr=0.0):
+def begin(*transforms, model=None, loss=LOSS, lr=0.0, **parts):
     model = model or nn.Linear(DIM, 1, bias=False).double()
-    step = dt.compose_step(loss, transforms)
+    step = dt.compose_step(loss, transforms, **parts)
     return step, step.init(model, torch.optim.SGD(model.parameters(), lr=lr))
 
 
@@ -122,6 +125,44 @@ def test_a_batch_that_cannot_be_counted_is_the_step_s_error():
     step, state = begin(noise_scale())
     with pytest.raises(ConfigError, match="the first axis must be the batch axis"):
         step(state, {"x": torch.zeros(2, DIM), "y": torch.zeros(3)})
+
+
+def test_a_batch_that_only_the_step_can_count_is_refused_instead_of_never_measured():
+    step, state = begin(noise_scale(), grad=partial(dt.microbatch_step, count=lambda batch: len(batch["x"])))
+    with pytest.raises(ConfigError, match="the first axis must be the batch axis"):
+        step(state, {**samples(0, 2), "y": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_leaves_the_averages_alone(bad):
+    step, state = begin(nonfinite(), noise_scale(interval=1), lr=0.1)
+    broken = {"x": torch.full((4, DIM), bad, dtype=torch.float64)}
+    state, metrics = step(state, broken)
+    assert metrics["noise_scale"].total.isnan()
+    state, first = step(state, samples(0, 4))
+    state, again = step(state, broken)
+    assert first["noise_scale"].total.isfinite()
+    assert torch.equal(first["noise_scale"].total, again["noise_scale"].total)
+
+
+def of_this_copy(counts: list[int]) -> list[float]:
+    """What two copies that train apart measure, each of its own samples; and whether they did."""
+    mesh = dt.build_mesh()
+    model = dt.shard_model(nn.Linear(DIM, 1, bias=False).double(), mesh, strategy="replicate", blocks=())
+    step, state = begin(dt.local_sgd(4), noise_scale(), model=model)
+    rank = state.spec.data_rank
+    state, metrics = step(state, samples(rank, counts[rank]))
+    scale = metrics["noise_scale"].total.item() if "noise_scale" in metrics else 0.0
+    return [scale, state.slices["noise_scale"]["measured"]]
+
+
+def test_copies_that_train_apart_are_measured_by_their_own_samples(ranks):
+    expected = []
+    for rank, count in enumerate([4, 7]):
+        step, state = begin(noise_scale())
+        expected.append([pytest.approx(step(state, samples(rank, count))[1]["noise_scale"].total.item(), rel=1e-12), 1])
+    assert ranks(2).run(of_this_copy, [4, 7]) == expected
+    assert ranks(2).run(of_this_copy, [1, 7]) == [[0.0, 0]] * 2  # one of them has nothing to halve
 
 
 def uneven(counts: list[int]) -> list[float]:

@@ -80,6 +80,22 @@ def test_a_sum_that_overflows_is_no_infinite_gradient():
     assert skipped == [0.0]
 
 
+def test_listed_before_a_loss_scale_it_says_so_instead_of_leaving_out_all_steps():
+    """The scale is too large for the gradient, and nobody would tell it."""
+    step, state = begin(nonfinite(), dt.loss_scale(initial=2.0**127, interval=1))
+    state, skipped = run(step, state, [FINE])
+    assert skipped == [0.0]
+    with pytest.raises(ConfigError, match=r"loss_scale, listed after it, .* leave nonfinite out, or list it after loss_scale"):
+        run(step, state, [float("inf")])
+
+
+def test_listed_after_a_loss_scale_it_has_nothing_to_do():
+    step, state = begin(dt.loss_scale(), nonfinite("raise"))
+    state, skipped = run(step, state, [float("inf"), FINE])
+    assert skipped == [1.0, 0.0]
+    assert state.slices["loss_scale"]["scale"] == 2.0**15
+
+
 def on_ranks(action):
     """One row of the weight is on each rank, and only the gradient of the last one is spoiled, by a hook."""
 

@@ -105,6 +105,16 @@ def test_zero_gradient_does_not_move():
     assert w.tolist() == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_small_gradient_of_low_precision_moves_parameters_by_rho(dtype, adaptive):
+    """In float16 1 over its norm is more than the dtype holds."""
+    w = torch.ones(2, dtype=dtype, requires_grad=True)
+    w.grad = torch.tensor([2e-7, 0.0], dtype=dtype)
+    perturb_({"w": w}, 0.5, adaptive=adaptive, eta=0.0)
+    assert w.tolist() == [1.5, 1.0]
+
+
 def test_interval_acts_in_the_first_step_of_each():
     passes = []
 
@@ -130,14 +140,15 @@ def test_statistics_of_batch_norm_are_those_of_the_first_pass():
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_an_error_in_the_second_pass_restores_the_parameters():
+def test_an_error_in_the_second_pass_restores_parameters_and_buffers():
     calls = []
 
     def failing(model, x):
         calls.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        made = LOSS(model, x)
         if len(calls) == 2:
             raise RuntimeError("second pass")
-        return LOSS(model, x)
+        return made
 
     step, state = begin(sam(0.3), loss=failing)
     before = {name: param.detach().clone() for name, param in state.params.items()}
@@ -145,6 +156,7 @@ def test_an_error_in_the_second_pass_restores_the_parameters():
         step(state, batch())
     assert any(not torch.equal(calls[1][name], before[name]) for name in before)  # it did run elsewhere
     assert all(torch.equal(param, before[name]) for name, param in state.params.items())
+    assert state.model[1].num_batches_tracked.item() == 1  # of the first pass
 
 
 def test_an_infinite_first_gradient_leaves_parameters_to_be_restored():

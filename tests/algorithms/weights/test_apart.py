@@ -127,6 +127,20 @@ def test_copies_that_differ_are_not_saved(ranks, tmp_path, keep, steps):
     assert not list(Path(tmp_path).glob("step-*"))
 
 
+def loaded_over_copies(root: str) -> list[Any]:
+    step, state = begin([local_sgd(3)], "hybrid_shard", MOMENTUM)
+    save_sharded(root, state := train(step, state, 3))
+    state = train(step, state, 4)
+    with pytest.raises(ConfigError, match="load_sharded: 2 copies of the model are training apart at step 4"):
+        load_sharded(root, state)
+    state = load_sharded(root, join_replicas(state)).state
+    return [state.step, state.spec.apart is None]
+
+
+def test_a_checkpoint_is_not_loaded_over_copies_that_differ(ranks, tmp_path):
+    assert ranks(2).run(loaded_over_copies, str(tmp_path)) == [[3, True]] * 2
+
+
 def spent() -> list[bool]:
     state = train(*begin([local_sgd(9)], "hybrid_shard", MOMENTUM), 2)
     one = join_replicas(state)
@@ -137,6 +151,22 @@ def spent() -> list[bool]:
 
 def test_joining_spends_the_state_and_is_nothing_where_there_is_one(ranks):
     assert ranks(2).run(spent) == [[True] * 3] * 2
+
+
+def with_rows_and_columns() -> list[Any]:
+    """All floating-point state of an optimizer that keeps sums over rows and columns, and a vector's in full, after joining."""
+    model = shard_model(net(), build_mesh(), strategy="replicate", leave_out=["**"])
+    step = compose_step(loss, [local_sgd(9)])
+    state = step.init(model, torch.optim.Adafactor(model.parameters(), lr=0.1, foreach=False))
+    state = join_replicas(train(step, state, 2))
+    kept = [tensor for content in state.optimizer.state.values() for tensor in content.values()]
+    return [[tensor.tolist() for tensor in kept], sum(tensor.ndim > 0 for tensor in kept)]
+
+
+def test_joining_makes_equal_what_an_optimizer_keeps_in_other_shapes(ranks):
+    (one, many), (other, _) = ranks(2).run(with_rows_and_columns)
+    assert one == other
+    assert many >= 6
 
 
 def ended() -> list[Any]:

@@ -8,12 +8,12 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 
 import dtrain as dt
-from falling import LOSS
 from dtrain.algorithms.weights.batch_norm import update_batch_norm_
 from dtrain.algorithms.weights.ema import ema
 from dtrain.algorithms.weights.swap import swapped
 from dtrain.dist.init import current
 from dtrain.errors import StepError
+from falling import LOSS
 
 SIZES = [5, 7, 4]
 

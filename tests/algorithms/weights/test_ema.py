@@ -1,19 +1,20 @@
 """The exponential average: by hand, in any unit of time, in enough bits, and never gathered."""
 
 import math
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtrain as dt
-from falling import BATCH, LOSS, average, begin, take, weight
-from dtrain.algorithms.weights.averages import clock_after
 from dtrain.algorithms.weights.ema import ema, update_ema_
 from dtrain.durations import RunLength
-from dtrain.errors import ConfigError, StepError
+from dtrain.errors import ConfigError
 from dtrain.tensors import gathered
 from dtrain.testing import count_collectives
+from falling import BATCH, LOSS, average, begin, take, weight
 
 
 def test_ema_of_a_line_by_hand():
@@ -130,10 +131,37 @@ def test_an_average_of_few_bits_is_kept_in_more():
     assert {mean.dtype for mean in state.slices["ema"]["params"].values()} == {torch.float32}
 
 
-def test_nothing_is_due_without_a_step():
-    _, state = begin()
-    with pytest.raises(StepError, match="ema: no step is in progress; the state must come from microbatch_step"):
-        clock_after(state, "ema")
+def test_narrow_parameters_are_widened_one_after_another():
+    """All of them at once would take the memory of the average a second time."""
+    params = {name: torch.ones(4, dtype=torch.bfloat16) for name in "abc"}
+    averages = {name: torch.zeros(4) for name in "abc"}
+    widened: list[weakref.ref] = []
+    alive: list[int] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket is torch.ops.aten._to_copy:
+                widened.append(weakref.ref(out))
+                alive.append(sum(ref() is not None for ref in widened))
+            return out
+
+    with Mode():
+        update_ema_(averages, params, 0.75)
+    assert [average.tolist() for average in averages.values()] == [[0.25] * 4] * 3
+    assert len(alive) == 3
+    assert max(alive) <= 2  # that of the one before goes when the next one is there
+
+
+def test_ema_of_complex_numbers():
+    average = {"w": torch.tensor([4.0 + 0j])}
+    update_ema_(average, {"w": torch.tensor([0.0 + 4j])}, 0.75)
+    assert average["w"].item() == 3.0 + 1j
+    model = nn.Linear(1, 1)
+    model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    step = dt.compose_step(LOSS, [ema(0.75)])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert state.slices["ema"]["params"]["phase"].dtype == torch.complex64
 
 
 # ---- sharded ----------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from falling import begin, take, weight
 from dtrain.algorithms.weights.freeze import freeze, freeze_layers
 from dtrain.combinators import between
 from dtrain.dist.init import current
@@ -17,6 +16,7 @@ from dtrain.step.auto import auto_microbatch
 from dtrain.step.in_backward import step_in_backward
 from dtrain.tensors import gathered
 from dtrain.testing import count_collectives
+from falling import begin, take, weight
 
 DIM = 4
 LOSS = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
@@ -189,7 +189,7 @@ def test_a_frozen_unit_is_not_reduced_and_hardly_gathered(ranks):
         assert [whole["all_gather"] - found["all_gather"] for found in (one, both)] == [0, 1]
 
 
-def out_of_memory_when_frozen(at: int) -> list:
+def out_of_memory_when_frozen(at: int, inside: bool = False) -> list:
     """Rank 1 runs out of memory in a step that has other collectives than those before it."""
     armed = []
 
@@ -199,7 +199,8 @@ def out_of_memory_when_frozen(at: int) -> list:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
         return made
 
-    step, state = sharded(freeze_layers(start=0, end=8), auto_microbatch(initial=4, grow=None), loss=loss)
+    transforms = [freeze_layers(start=0, end=8), auto_microbatch(initial=4, grow=None)]
+    step, state = sharded(*(transforms[::-1] if inside else transforms), loss=loss)
     for _ in range(6):
         armed = [True] if state.step == at else []
         state, _ = step(state, batch(4))
@@ -207,9 +208,10 @@ def out_of_memory_when_frozen(at: int) -> list:
     return [sizes, [gathered(param).flatten().tolist() for param in state.params.values()]]
 
 
-def test_memory_may_run_out_in_the_very_step_that_freezes(ranks):
+@pytest.mark.parametrize("inside", [False, True], ids=["around auto_microbatch", "inside of it"])
+def test_memory_may_run_out_in_the_very_step_that_freezes(ranks, inside):
     known = ranks(2).run(out_of_memory_when_frozen, 99)
-    found = ranks(2).run(out_of_memory_when_frozen, 4, timeout_s=60)  # the first step without the first layer
+    found = ranks(2).run(out_of_memory_when_frozen, 4, inside, timeout_s=60)  # the first step without the first layer
     assert [size for size, _ in found] == [2, 2]
     assert found[0] == found[1]
     values = [torch.tensor([v for param in run[0][1] for v in param], dtype=torch.float64) for run in (known, found)]

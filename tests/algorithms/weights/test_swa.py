@@ -9,12 +9,12 @@ from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 import dtrain as dt
-from falling import BATCH, average, begin, take, weight
 from dtrain.algorithms.weights.ema import ema
 from dtrain.algorithms.weights.swa import swa, update_swa_
 from dtrain.algorithms.weights.swap import swapped
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
+from falling import BATCH, average, begin, take, weight
 
 
 def test_the_average_is_that_of_torch():
@@ -123,6 +123,22 @@ def test_shares_of_a_run_and_epochs():
 def test_the_end_of_a_run_may_be_the_end():
     step, state = begin(swa(start="0.5dur", end="1dur", interval=1), run=RunLength(total=4))
     assert weight(take(step, state, 4)) == (3.0 + 2.5 + 2.0) / 3
+
+
+@pytest.mark.parametrize(("around", "weights"), [(True, (4.0 + 3.5 + 3.0) / 3), (False, (3.5 + 3.0) / 2)])
+def test_the_first_set_may_wait_for_a_step_that_is_not_skipped(around, weights):
+    """The step that comes to the start is skipped by a loss scale, around which or inside of which the average is."""
+    transforms = [swa(start=1, end=9, interval=1, swap_in=False), dt.loss_scale(2.0)]
+    step, state = begin(*(transforms if around else transforms[::-1]))
+    state, _ = step(state, BATCH * math.inf)
+    assert average(take(step, state, 2), "swa") == weights
+
+
+def test_the_start_may_be_no_boundary_and_its_step_be_skipped():
+    step, state = begin(dt.loss_scale(2.0), swa(start=2, end=9, interval=10, swap_in=False))
+    for factor in (1.0, math.inf, 1.0, 1.0):
+        state, _ = step(state, BATCH * factor)
+    assert (average(state, "swa"), state.slices["swa"]["averaged"]) == (3.0, 1)
 
 
 def test_the_first_set_overwrites_what_was_there():

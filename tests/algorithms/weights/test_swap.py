@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from falling import BATCH, LOSS, average, begin, take, weight
 from dtrain.algorithms.weights.ema import ema
 from dtrain.algorithms.weights.swap import swap_in_, swapped
 from dtrain.combinators import masked
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.tensors import gathered, local
+from falling import BATCH, LOSS, average, begin, take, weight
 
 
 class BrokenError(Exception):

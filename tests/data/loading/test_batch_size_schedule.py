@@ -43,6 +43,13 @@ def test_a_resume_anywhere_goes_on_with_the_same_batches():
         assert begun + batches(again) == whole
 
 
+def test_a_schedule_is_not_asked_beyond_the_run():
+    sizes = [20, 20, 10]
+    source = loader(lambda step: sizes[step])
+    assert source.total_steps("1ep") == 3
+    assert [len(batch) for batch in batches(source, "1ep")] == sizes
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_batches_do_not_depend_on_the_number_of_ranks(ranks):
     shares = [batches(loader(rank=rank, ranks=ranks)) for rank in range(ranks)]

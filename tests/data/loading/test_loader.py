@@ -144,6 +144,14 @@ def test_a_loader_knows_how_the_units_of_a_run_go_into_each_other():
         loader().run_length("100tok")
 
 
+@pytest.mark.parametrize(("length", "total"), [("20sp", "20sp"), ("23sp", "23sp"), ("230sp", "50ba")])
+def test_a_run_in_samples_has_the_steps_that_the_loader_makes_of_it(length, total):
+    """Each epoch of 23 samples is 5 steps, the last one of 3 samples; by samples alone it would be 4.6."""
+    found = loader().run_length(length)
+    assert found.steps() == loader().total_steps(length)
+    assert str(found.total) == total
+
+
 @pytest.mark.parametrize(("length", "steps"), [("3ep", 15), (4, 4), ("23sp", 5), ("25sp", 6), ("46sp", 10)])
 def test_total_steps(length, steps):
     assert loader().total_steps(length) == steps

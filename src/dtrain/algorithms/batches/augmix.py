@@ -204,7 +204,7 @@ def augmix(
         options, drawn = options_at(severity_at(state.clock)), host_random(state, "augmix")
         return _viewed(batch, inputs, views, fill, lambda count: _drawn(count, options, drawn))
 
-    return at_batch(augmented, name="augmix")
+    return at_batch(augmented, name="augmix", images=inputs)
 
 
 def _viewed(batch: Batch, inputs: Key, views: int, fill: float, draw: Callable[[int], Mixture]) -> Batch:

@@ -105,7 +105,7 @@ def colout(
         now = row_at(state.clock), col_at(state.clock)
         return colout_batch(batch, p_row=now[0], p_col=now[1], inputs=inputs, also=also, generator=generator)
 
-    return at_batch(cut, name="colout")
+    return at_batch(cut, name="colout", images=inputs)
 
 
 def _kept(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dtrain.algorithms.batches.boxes import Box, Place, as_boxes, box_mask, box_share, check_place, draw_boxes
 from dtrain.algorithms.batches.drawing import beta, check_alpha, check_share, needed, permutation
-from dtrain.algorithms.batches.fields import Key, check_batched, read, replaced
+from dtrain.algorithms.batches.fields import Key, check_batched, read, read_targets, replaced
 from dtrain.algorithms.batches.mixup import mix_samples
 from dtrain.algorithms.batches.seam import at_batch
 from dtrain.algorithms.batches.targets import as_probabilities, check_classes
@@ -76,7 +76,7 @@ def cutmix_batch(
         ([[[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]], [0.75, 0.25])
     """
     check_alpha(alpha, "cutmix")
-    x, y = read(batch, inputs, "cutmix"), read(batch, targets, "cutmix")
+    x, y = read(batch, inputs, "cutmix"), read_targets(batch, targets, "cutmix")
     check_batched(x, "cutmix", key=inputs)
     size = (x.shape[-2], x.shape[-1])
     if box is None:

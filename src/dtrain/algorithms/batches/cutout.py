@@ -94,7 +94,7 @@ def cutout(
         now = length_at(state.clock)
         return cutout_batch(batch, length=now, holes=holes, fill=fill, place=place, inputs=inputs, generator=generator)
 
-    return at_batch(cut, name="cutout")
+    return at_batch(cut, name="cutout", images=inputs)
 
 
 def _cut(

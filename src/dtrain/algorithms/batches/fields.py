@@ -32,6 +32,19 @@ def read(batch: Batch, key: Key, where: str) -> Tensor:
     return value
 
 
+def read_targets(batch: Batch, key: Key, where: str) -> Tensor:
+    """The tensor at ``key``, of a batch that has more than one.
+
+    Raises:
+        ConfigError: there is none, something else, or the batch is a tensor, which would be its own target.
+    """
+    if isinstance(batch, Tensor):
+        raise ConfigError(
+            f"{where}: needs inputs and targets, got a batch that is one tensor; give a mapping or a tuple of both"
+        )
+    return read(batch, key, where)
+
+
 def replaced(batch: Batch, values: Mapping[Any, Tensor]) -> Batch:
     """A batch of the same kind with ``values`` at their keys, and all else as it was."""
     if isinstance(batch, Tensor):
@@ -40,7 +53,9 @@ def replaced(batch: Batch, values: Mapping[Any, Tensor]) -> Batch:
         return batch.copy().update(dict(values))
     if isinstance(batch, Mapping):
         return {**batch, **values}
-    items = [values.get(at, item) for at, item in enumerate(batch)]
+    items = list(batch)
+    for at, value in values.items():
+        items[at] = value
     return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
 
 

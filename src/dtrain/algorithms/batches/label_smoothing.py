@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from dtrain.algorithms.batches.drawing import check_share
-from dtrain.algorithms.batches.fields import Key, read, replaced
+from dtrain.algorithms.batches.fields import Key, read_targets, replaced
 from dtrain.algorithms.batches.seam import at_batch
 from dtrain.algorithms.batches.targets import as_probabilities, check_classes
+from dtrain.errors import ConfigError
 from dtrain.schedules.hyper import hyperparameter
 from dtrain.state import TrainState
 from dtrain.transform import Transform
@@ -61,7 +62,8 @@ def label_smoothing(
         ignore_index: the index that is left out.
 
     Raises:
-        ConfigError: ``smoothing`` outside of ``[0, 1]``; of a schedule, in the step for which it is.
+        ConfigError: ``smoothing`` outside of ``[0, 1]``; of a schedule, in the step for which it is, as for targets that are
+            neither indices nor probabilities.
 
     Source: Szegedy et al. 2016, arXiv:1512.00567, section 7.
 
@@ -75,7 +77,12 @@ def label_smoothing(
     check_classes(num_classes, "label_smoothing")
 
     def smoothed(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        given = read(batch, targets, "label_smoothing")
+        given = read_targets(batch, targets, "label_smoothing")
+        if given.is_floating_point() and given.ndim < 2:
+            raise ConfigError(
+                f"label_smoothing: needs class indices (int64) or probabilities [batch, classes], got {given.dtype} of shape "
+                f"{tuple(given.shape)} at {targets!r}"
+            )
         made = smooth_labels(given, smoothing_at(state.clock), num_classes=num_classes, ignore_index=ignore_index)
         return replaced(batch, {targets: made})
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dtrain.algorithms.batches.drawing import beta, check_alpha, needed, permutation
-from dtrain.algorithms.batches.fields import Key, read, replaced
+from dtrain.algorithms.batches.fields import Key, read, read_targets, replaced
 from dtrain.algorithms.batches.seam import at_batch
 from dtrain.algorithms.batches.targets import as_probabilities, check_classes
 from dtrain.errors import ConfigError
@@ -95,7 +95,7 @@ def mixup_batch(
         ([[2.0], [6.0]], [[0.75, 0.25], [0.25, 0.75]])
     """
     check_alpha(alpha, "mixup")
-    x, y = read(batch, inputs, "mixup"), read(batch, targets, "mixup")
+    x, y = read(batch, inputs, "mixup"), read_targets(batch, targets, "mixup")
     if not x.is_floating_point():
         raise ConfigError(f"mixup: needs floating-point inputs, got {x.dtype} at {inputs!r}; convert them before")
     dtype = torch.promote_types(x.dtype, torch.float32)

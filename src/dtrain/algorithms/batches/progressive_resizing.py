@@ -142,7 +142,7 @@ def progressive_resizing(
 
         return on_images(batch, inputs, "progressive_resizing", small)
 
-    return at_batch(resized, name="progressive_resizing", init=init)
+    return at_batch(resized, name="progressive_resizing", images=inputs, init=init)
 
 
 def growing(initial: float, delay: Duration, full: Duration) -> Callable[[Clock], float]:

@@ -131,7 +131,7 @@ def rand_augment(
 
         return on_images(batch, inputs, "rand_augment", lambda images: _augmented(images, draw, fill))
 
-    return at_batch(augmented, name="rand_augment")
+    return at_batch(augmented, name="rand_augment", images=inputs)
 
 
 def _augmented(images: Tensor, draw: Callable[[int], Sequence[Chain]], fill: float) -> Tensor:

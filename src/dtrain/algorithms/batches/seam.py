@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from dtrain.algorithms.batches.fields import Key, check_batched, read
 from dtrain.combinators import on_batch
 from dtrain.dist.rng import derive_seed
 from dtrain.state import TrainState
@@ -18,12 +19,24 @@ StatedBatchFn: TypeAlias = Callable[[Batch, TrainState, torch.Generator], Batch]
 """A batch method that reads the state about to be stepped (its clock, its seed) and changes nothing of it."""
 
 
-def at_batch(fn: StatedBatchFn, *, name: str, **parts: Any) -> Transform:
-    """``fn`` on this rank's whole batch before it is split, as by ``on_batch``; ``parts`` are further seams."""
+def at_batch(fn: StatedBatchFn, *, name: str, images: Key | None = None, **parts: Any) -> Transform:
+    """``fn`` on this rank's whole batch before it is split, as by ``on_batch``.
+
+    Args:
+        fn: the method.
+        name: of the transform.
+        images: where there must be images ``[batch, channels, height, width]``: three axes would pass for one image.
+        parts: further seams.
+    """
+
+    def checked(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
+        if images is not None:
+            check_batched(read(batch, images, name), name, key=images)
+        return fn(batch, state, generator)
 
     def grad(inner: GradFn) -> GradFn:
         def changed(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
-            now = on_batch(lambda batch, generator: fn(batch, state, generator), name=name)
+            now = on_batch(lambda batch, generator: checked(batch, state, generator), name=name)
             assert now.grad is not None
             return now.grad(inner)(state, batch, microbatch_size=microbatch_size)
 

@@ -76,7 +76,8 @@ def select_by_loss(
         uniforms = torch.rand(count, generator=generator, dtype=torch.float64, device=losses.device)
     elif uniforms.shape != losses.shape:
         raise ConfigError(f"select_by_loss: needs a uniform for each of {count} losses, got shape {tuple(uniforms.shape)}")
-    percentiles = (torch.argsort(torch.argsort(losses.detach(), stable=True)).double() + 0.5) / count
+    known = losses.detach().double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    percentiles = (torch.searchsorted(known.sort().values, known) + 0.5).double() / count
     # The key is -log(uniform) / chance, and its logarithm is compared: chances may be smaller than the smallest float64.
     keys = (-uniforms.double().log()).log() - (1.0 / keep - 1.0) * percentiles.log()
     return torch.argsort(keys, stable=True)[: _kept(count, keep)].sort().values
@@ -243,8 +244,8 @@ def _looking(model: nn.Module) -> Iterator[None]:
 
 
 def _kept(count: int, keep: float) -> int:
-    """``ceil(keep * count)``, where rounding has not made the product a little too large."""
-    return math.ceil(keep * count - 1e-9)
+    """``ceil(keep * count)``, where rounding has not made the product a little too large; of some samples at least one."""
+    return max(math.ceil(keep * count - 1e-9), min(count, 1))
 
 
 def _check_keep(where: str, keep: float) -> None:

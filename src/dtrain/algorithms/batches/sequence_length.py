@@ -45,8 +45,9 @@ def shorten_batch(
         inputs: the key of the tensor ``[batch, seq, ...]`` that says how long sequences are.
         mask: the key of a tensor ``[batch, seq]`` that is not 0 where there is a token; without it sequences are full.
         axes: by key, the axes along the sequence, ``{"scores": (2,)}``; an empty tuple leaves a tensor as it is. By default
-            axis 1 of every tensor whose axis 1 is as long as that of ``inputs``, and both last axes of a mask of pairs
-            ``[batch, heads, seq, seq]``. Of that, pieces get the squares on the diagonal: a token sees none in another piece.
+            axis 1 of every tensor whose axis 1 is as long as that of ``inputs``, the last axis of a mask of keys
+            ``[batch, 1, 1, seq]``, and both last axes of a mask of pairs ``[batch, heads, seq, seq]``, or, of bools,
+            ``[batch, seq, seq]``. Of that, pieces get the squares on the diagonal: a token sees none in another piece.
 
     Returns:
         A new mapping (a TensorDict for one); tensors that were cut are contiguous. What is not along the sequence is kept.
@@ -55,8 +56,8 @@ def shorten_batch(
 
     Raises:
         ConfigError: ``length`` is no whole number of at least 1, ``batch`` is no mapping or has no such ``inputs``, an axis
-            that is not as long, ``keep_end`` without ``truncate``; pieces are to be made of a batch that has a tensor by
-            sample (a label), which belongs to none of them.
+            that is not as long, ``keep_end`` without ``truncate`` or with a mask of another shape; pieces are to be
+            made of a batch that has something by sample (a label), or for all samples, which belongs to none of them.
 
     Source: Li et al. 2021, arXiv:2108.06084, section 4 (truncation).
 
@@ -219,31 +220,39 @@ def _axes(batch: Any, inputs: str, given: Mapping[str, Sequence[int]] | None) ->
         raise ConfigError(
             f"shorten_batch: axes names {strange[0]!r}, which is not in the batch; it has {sorted(map(str, keys))}"
         )
-    own = tuple(given.get(inputs, (1,)))
-    full = batch[inputs].shape[own[0]]
-    found = {key: tuple(given[key]) if key in given else _usual(batch[key], full) for key in keys if key != inputs}
-    found = {inputs: own, **{key: along for key, along in found.items() if along}}
-    for key, along in found.items():
-        shape = tuple(batch[key].shape)
-        if (
-            any(not 0 < axis < len(shape) or shape[axis] != full for axis in along)
-            or len(set(along)) != len(along)
-            or len(along) > 2
-        ):
+    own = given.get(inputs, (1,))
+    full = batch[inputs].shape[own[0]] if own and _are_axes(own, batch[inputs]) else None
+    for key, along in {inputs: own, **given}.items():
+        value = batch[key]
+        if full is None or not _are_axes(along, value) or any(value.shape[axis] != full for axis in along):
+            what = list(value.shape) if isinstance(value, Tensor) else f"(a {type(value).__name__})"
+            wrong = "has no sequence" if full is None else f"is not {full} long"
             raise ConfigError(
-                f"shorten_batch: {key!r} {list(shape)} is not {full} long along the axes {along}; axes= takes one or two of "
-                "them, counted from 0, the batch's"
+                f"shorten_batch: {key!r} {what} {wrong} along the axes {along!r}; axes= takes one or two of them, counted from "
+                "0, the batch's, as in (1,)"
             )
-    return found
+    assert full is not None
+    found = {inputs: own, **{key: given[key] if key in given else _usual(batch[key], full) for key in keys if key != inputs}}
+    return {key: tuple(along) for key, along in found.items() if along}
+
+
+def _are_axes(along: object, value: object) -> bool:
+    """Whether these are none, one or two axes of ``value`` behind the first."""
+    if not isinstance(along, Sequence) or len(along) > 2 or not all(type(axis) is int for axis in along):
+        return False
+    last = value.ndim - 1 if isinstance(value, Tensor) else 0
+    return len(set(along)) == len(along) and all(1 <= axis <= last for axis in along)
 
 
 def _usual(value: Any, full: int) -> tuple[int, ...]:
-    """The axes of a tensor that is laid out as usual: ``[batch, seq, ...]``, or a mask of pairs, ``[.., .., seq, seq]``."""
-    if not isinstance(value, Tensor) or value.ndim < 2:
-        return ()
-    if value.ndim == 4 and value.shape[2] == value.shape[3] == full:
-        return (2, 3)
-    return (1,) if value.shape[1] == full else ()
+    """The axes of a tensor that is laid out as usual: ``[batch, seq, ...]``, or a mask ``[.., .., 1 or seq, seq]``."""
+    # Of three axes, floats may be features that are as many as tokens by chance.
+    shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+    if len(shape) == 4 and shape[3] == full and shape[2] in (1, full):
+        return (2, 3) if shape[2] == full else (3,)
+    if len(shape) == 3 and shape[1] == shape[2] == full and value.dtype == torch.bool:
+        return (1, 2)
+    return (1,) if len(shape) >= 2 and shape[1] == full else ()
 
 
 def _narrowed(tensor: Tensor, along: tuple[int, ...], length: int) -> Tensor:
@@ -257,6 +266,11 @@ def _places(batch: Any, like: Tensor, mask: str, full: int, length: int) -> Tens
     places = torch.arange(length, device=like.device).repeat(like.shape[0], 1)
     if mask in batch.keys():  # noqa: SIM118  # a TensorDict has no "in"
         there = batch[mask] != 0
+        if tuple(there.shape) != (len(like), full):
+            raise ConfigError(
+                f"shorten_batch: keep_end needs a mask [batch, seq] under mask={mask!r}, got {list(there.shape)}; name another "
+                "one, or one that is not in the batch: then the last place is the end"
+            )
         end = torch.where(there, torch.arange(full, device=like.device), 0).amax(1)
     else:
         end = torch.full_like(places[:, 0], full - 1)
@@ -274,12 +288,15 @@ def _taken(tensor: Tensor, along: tuple[int, ...], places: Tensor) -> Tensor:
 
 def _pieces(batch: Any, along: dict[str, tuple[int, ...]], full: int, length: int) -> dict[str, Tensor]:
     """Every tensor with its sequences cut into samples of their own."""
-    whole = [key for key in batch.keys() if key not in along and isinstance(batch[key], Tensor) and batch[key].ndim]  # noqa: SIM118
-    if whole:
-        raise ConfigError(
-            f"shorten_batch: {whole[0]!r} {list(batch[whole[0]].shape)} is not along the sequence, so it belongs to no piece "
-            "of one; use truncate=True, or leave it out of the batch"
-        )
+    samples = len(batch[next(iter(along))])
+    for key in batch.keys():  # noqa: SIM118
+        value, kept = batch[key], key not in along
+        shape = list(value.shape) if isinstance(value, Tensor) else [len(value)] if isinstance(value, list | tuple) else []
+        if shape and (kept or shape[0] != samples):
+            raise ConfigError(
+                f"shorten_batch: {key!r} {shape} is not {'along the sequence' if kept else f'of {samples} samples'}, so it "
+                "belongs to no piece of one; use truncate=True, or leave it out of the batch"
+            )
     many = full // length
     found = {}
     for key, axes in along.items():

@@ -45,7 +45,8 @@ def clip_grad_value_(params: Params, limit: float) -> None:
 def clip_by_value(limit: float | Schedule) -> Transform:
     """Clamp every element of the gradient to ``[-limit, limit]`` before it is applied.
 
-    It changes the direction of the gradient, which ``clip_by_norm`` keeps.
+    It changes the direction of the gradient, which ``clip_by_norm`` keeps. List it after ``loss_scale`` and ``nonfinite``: an
+    infinite element is ``limit`` after it, and no longer a reason to leave the update out.
 
     Formula: ``grad = min(max(grad, -limit), limit)``
 

@@ -53,6 +53,7 @@ def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:
     def update(inner: UpdateFn) -> UpdateFn:
         def clipped(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             norm = clip_grad_norm_(state.params, limit(state.clock), eps=eps)
+            norm = norm.to(state.device)  # that of no gradient at all (the part it is masked to is frozen) is on the host
             return inner(state, {**metrics, "grad_norm": Metric(norm, once(norm.device))})
 
         return clipped

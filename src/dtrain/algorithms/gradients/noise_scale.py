@@ -76,7 +76,8 @@ def noise_scale(
     the loss is a mean over tokens. While the signal is small its estimate may be negative, and so the scale.
 
     The slice is ``{"measured": int, "noise": [], "signal": []}``: how often, and the averages. They begin at 0, which their
-    quotient does not see. The metric is there from the first measurement on; a global batch of one sample is not measured.
+    quotient does not see. The metric is there from the first measurement on; a global batch of one sample is not measured. A
+    gradient that is infinite or NaN leaves the averages alone (until there is a finite one, the metric is NaN).
 
     Formula: ``noise_scale = average(noise) / average(signal)`` with ``average = decay * average + (1 - decay) * new`` and the
     estimates of ``noise_and_signal``
@@ -92,6 +93,8 @@ def noise_scale(
 
     Raises:
         ConfigError: ``decay`` outside of ``[0, 1)``; of a schedule, in the step for which it is. ``interval`` is no duration.
+            In a step, a batch that cannot be counted.
+        StepError: in a measured step, every second sample of the batch has no weight, so half of it has no mean loss.
 
     Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1.
 
@@ -122,8 +125,8 @@ def noise_scale(
             now = decay_at(state.clock)
             _check_decay(now)
             half, total = _half(state, batch, batch_spec)
-            if half is None:
-                state, metrics = inner(state, batch, microbatch_size=microbatch_size)
+            if half is None or isinstance(half, FailedBatch):
+                state, metrics = inner(state, batch if half is None else half, microbatch_size=microbatch_size)
                 return state, {**metrics, **_reported(state)}
             with _unseen(state):
                 state, _ = inner(state, half, microbatch_size=microbatch_size)
@@ -153,22 +156,27 @@ def _unseen(state: TrainState) -> Iterator[None]:
 def _half(state: TrainState, batch: Batch, spec: BatchSpec | None) -> tuple[Batch | None, int]:
     """This rank's part of every second sample of the global batch, which is the same half for any number of ranks.
 
+    Where copies of the model train apart, the batch of this rank's copy stands for the global one.
+
     Returns:
-        The samples, None where there are not two in all or a rank cannot count its batch; and how many the whole batch has.
+        The samples; a ``FailedBatch``, for the step to raise, where this rank cannot count its own; None where there are not
+        two in all, or another rank has failed. And how many the whole batch has.
     """
-    mine, broken = 0, False
+    mine, failed = 0, batch if isinstance(batch, FailedBatch) else None
     try:
-        if not isinstance(batch, FailedBatch):
-            mine = count_batch(batch, spec)[0]
-    except Exception:  # noqa: BLE001  # the step will meet it, too, and raise it on all ranks
-        broken = True
-    rows = all_gather_numbers([mine, broken or isinstance(batch, FailedBatch)], where=_NAME)
+        mine = count_batch(batch, spec)[0] if failed is None else 0
+    except Exception as error:  # noqa: BLE001  # of any kind; raised in the step, by all ranks
+        failed = FailedBatch(error)
+    rows = all_gather_numbers([mine, failed is not None], where=_NAME)
     by_data_rank = [int(count) for count, _ in rows[:: state.spec.copies]]
-    total, before = sum(by_data_rank), sum(by_data_rank[: state.spec.data_rank])
-    if total < 2 or any(failed for _, failed in rows):
-        return None, total
+    ranks = state.spec.data_ranks // (state.spec.apart.count if state.spec.apart else 1)  # that have a batch between them
+    batches = [by_data_rank[first : first + ranks] for first in range(0, len(by_data_rank), ranks)]
+    if failed is not None or any(broken for _, broken in rows) or min(map(sum, batches)) < 2:
+        return failed, 0
+    own, place = divmod(state.spec.data_rank, ranks)
+    before = sum(batches[own][:place])
     batch = to_device(batch, state.device)
-    return pick_samples(batch, torch.arange(mine, device=state.device)[before % 2 :: 2], spec), total
+    return pick_samples(batch, torch.arange(mine, device=state.device)[before % 2 :: 2], spec), sum(batches[own])
 
 
 def _gradients(state: TrainState) -> dict[str, Tensor]:
@@ -186,8 +194,10 @@ def _minus(one: Tensor | None, other: Tensor | None) -> Tensor:
 
 def _averaged(before: Slice, noise: Tensor, signal: Tensor, *, decay: float) -> Slice:
     def mean(key: str, new: Tensor) -> Tensor:
-        return torch.lerp(before[key], new.to(before[key].device), 1.0 - decay)
+        moved = torch.lerp(before[key], new.to(before[key].device), 1.0 - decay)
+        return torch.where(known.to(moved.device), moved, before[key])
 
+    known = noise.isfinite() & signal.isfinite()  # not so while a loss scale is too large, and an average would never forget
     return {"measured": before["measured"] + 1, "noise": mean("noise", noise), "signal": mean("signal", signal)}
 
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
-
-from torch import Tensor
 
 from dtrain.errors import ConfigError, StepError
 from dtrain.state import TrainState
-from dtrain.step.finite import all_finite
-from dtrain.tensors import local
+from dtrain.step.finite import all_finite, broken_here
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metrics, Slice, as_metric
 
 _NAME = "nonfinite"
+_BEFORE_LOSS_SCALE = (
+    "nonfinite: a gradient is not finite, and loss_scale, listed after it, would never learn that its scale is too large; "
+    "leave nonfinite out, or list it after loss_scale"
+)
 
 
 def nonfinite(action: Literal["skip", "raise"] = "skip", *, in_a_row: int | None = None) -> Transform:
     """Leave out, or refuse, an update for which any rank's gradient is infinite or NaN; on all ranks alike.
 
     What is listed after it is left out together with the update (an average of the parameters does not move on), what is listed
-    before it is not. With ``loss_scale``, which leaves such updates out too, it is not needed.
+    before it is not. With ``loss_scale``, which leaves such updates out too, it is not needed, and not to be listed before it.
 
     The slice is ``{"skipped": int, "in_a_row": int}``: the updates left out in all, and since the last one that was made. Adds
     the metric ``skipped``, 1 for a step without an update, whose mean is their share.
@@ -37,7 +37,8 @@ def nonfinite(action: Literal["skip", "raise"] = "skip", *, in_a_row: int | None
     Host sync: one a step: whether the gradient is finite decides what the host does next.
 
     Raises:
-        ConfigError: another ``action``, or ``in_a_row`` is no whole number >= 1, or not for ``"skip"``.
+        ConfigError: another ``action``, or ``in_a_row`` is no whole number >= 1, or not for ``"skip"``; in a step, a
+            gradient is not finite that ``loss_scale``, listed after it, should have seen.
         StepError: in a step, on all ranks, a gradient is not finite (``"raise"``), or as often as ``in_a_row`` says.
 
     Source: the behaviour of ``torch.amp.GradScaler``, Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, without a scale.
@@ -65,11 +66,13 @@ def nonfinite(action: Literal["skip", "raise"] = "skip", *, in_a_row: int | None
 
     def update(inner: UpdateFn) -> UpdateFn:
         def guarded(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            grads = {name: param.grad for name, param in state.params.items() if param.grad is not None}
-            broken = not bool(all_finite(grads.values(), state.device, where=_NAME))  # note: the one wait for the device
+            grads = [param.grad for param in state.params.values() if param.grad is not None]
+            broken = not bool(all_finite(grads, state.device, where=_NAME))  # note: the one wait for the device
+            if broken and "loss_scale" in state.slices:  # which would have kept it away, had it been asked first
+                raise ConfigError(_BEFORE_LOSS_SCALE)
             now = _counted(state.slices[_NAME], broken=broken)
             if most is not None and now["in_a_row"] >= most:
-                raise StepError(_complaint(state, now["in_a_row"], [n for n, grad in grads.items() if not _is_finite(grad)]))
+                raise StepError(_complaint(state, now["in_a_row"]))
             if not broken:
                 state, metrics = inner(state, metrics)
             skipped = as_metric(float(broken), 1.0, state.device)
@@ -84,14 +87,9 @@ def _counted(before: Slice, *, broken: bool) -> Slice:
     return {"skipped": before["skipped"] + broken, "in_a_row": before["in_a_row"] + 1 if broken else 0}
 
 
-def _is_finite(grad: Tensor) -> bool:
-    return bool(local(grad).isfinite().all())
-
-
-def _complaint(state: TrainState, in_a_row: int, names: Sequence[str]) -> str:
-    here = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else "none"
+def _complaint(state: TrainState, in_a_row: int) -> str:
     often = f", {in_a_row} steps in a row" if in_a_row > 1 else ""
     return (
-        f"nonfinite: step {state.step}: a gradient is not finite{often} (on this rank: {here}); lower the learning rate, clip, "
-        "or look for a loss that is infinite or NaN by itself"
+        f"nonfinite: step {state.step}: a gradient is not finite{often} (on this rank: {broken_here(state.params)}); lower the "
+        "learning rate, clip, or look for a loss that is infinite or NaN by itself"
     )

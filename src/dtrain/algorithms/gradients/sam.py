@@ -113,8 +113,8 @@ def sam(
         eta: smallest size of a weight in it, >= 0.
         interval: the first step of each acts, as with ``every``; the others cost nothing.
 
-    Mutates: while the second gradient is computed, the parameters; then, also after an exception, they are what they were.
-    It takes the memory of one copy of this rank's shards of them, two more with ``adaptive``.
+    Mutates: while the second gradient is computed, parameters and buffers; then, also after an exception, they are what the
+    first has left. It takes the memory of one copy of this rank's shards of the parameters, two more with ``adaptive``.
     Collective: those of the second gradient, and one all-reduce of a scalar per mesh axis that gradients are sharded on.
     Host sync: none.
 

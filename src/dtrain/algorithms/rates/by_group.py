@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from dtrain.clock import Clock
 from dtrain.errors import ConfigError
 from dtrain.names import matcher
@@ -147,7 +149,7 @@ def _get(group: Mapping[str, Any], option: str, where: str, owner: str = "the op
         value = value[int(index)]
     elif index:
         value = None
-    if not is_number(value):
+    if not is_number(value) and not (isinstance(value, Tensor) and value.ndim == 0):  # a rate may be a tensor on the device
         which = f"the group {group['name']!r}" if "name" in group else "a group"
         found = [key for key, value in group.items() if is_number(value)]
         pairs = [f"{key}.{at}" for key, value in group.items() if isinstance(value, tuple) for at in range(len(value))]

@@ -70,10 +70,11 @@ def split_replicas(state: TrainState) -> TrainState:
 def join_replicas(state: TrainState) -> TrainState:
     """The state with its copies of the model made one: the mean of all that may differ between them.
 
-    That is the parameters which the optimizer holds, its own state (floating-point tensors of a parameter's shape), and
-    floating-point tensors in the slices of transforms, such as averages of the parameters. It is ``state`` itself where the
-    copies are not apart. In a loop with ``local_sgd`` or ``diloco``, call it before a checkpoint in the middle of a round, and
-    at the end. By hand, ``split_replicas`` before each step and this after some are local SGD.
+    That is the parameters which the optimizer holds, its own state (floating-point tensors; a single number of a larger
+    parameter is a count, and alike), and floating-point tensors in the slices of transforms, such as averages of the
+    parameters. It is ``state`` itself where the copies are not apart. In a loop with ``local_sgd`` or ``diloco``, call it
+    before a checkpoint in the middle of a round, and at the end. By hand, ``split_replicas`` before each step and this after
+    some are local SGD.
 
     Formula: ``x = (x_1 + ... + x_K) / K`` for each such tensor of ``K`` copies
 
@@ -203,8 +204,9 @@ def _replicas_of(spec: ShardSpec) -> Replicas | None:
 def _of_optimizer(state: TrainState) -> Iterator[Tensor]:
     for param, content in state.optimizer.state.items():
         for key, value in content.items():
-            same = isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
-            if same and key != "step":  # which is a count, and of the shape of a parameter that is a scalar
+            if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
+                continue
+            if value.ndim or not param.ndim:  # else it follows from the count of steps, and may be on the host
                 yield value
 
 

@@ -1,4 +1,4 @@
-"""Averages of parameters, laid out like them: how one is begun, copied, pulled along; and the time at which that is due."""
+"""Averages of parameters, laid out like them: how one is begun, copied, pulled along; and shares of time."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from torch import Tensor
 
 from dtrain.clock import Clock
 from dtrain.durations import Duration, RunLength
-from dtrain.errors import StepError
 from dtrain.state import TrainState
 from dtrain.tensors import local, with_shard
 from dtrain.types import Params
 
 
 def begun(state: TrainState) -> dict[str, Tensor]:
-    """A copy of every floating-point parameter, laid out like it, in float32 where the parameter has fewer bits.
+    """A copy of every parameter of real or complex numbers, laid out like it, in float32 where the parameter has fewer bits.
 
     An average moves by a thousandth of a difference: eight bits of a bfloat16 would not see that.
     """
-    return {name: _wide_copy(param.detach()) for name, param in state.params.items() if param.is_floating_point()}
+    return {
+        name: _wide_copy(param.detach())
+        for name, param in state.params.items()
+        if param.is_floating_point() or param.is_complex()
+    }
 
 
 def _wide_copy(param: Tensor) -> Tensor:
@@ -41,24 +44,14 @@ def pull_(averages: Params, params: Params, weight: float) -> None:
     Mutates: ``averages``. Collective: none.
     """
     with torch.no_grad():
-        targets = [local(average) for average in averages.values()]
-        sources = [local(params[name]) for name in averages]
-        if [t.dtype for t in targets] != [s.dtype for s in sources]:
-            sources = [s.to(t.dtype) for s, t in zip(sources, targets, strict=True)]
-        if targets:
+        pairs = [(local(average), local(params[name])) for name, average in averages.items()]
+        alike = [(target, source) for target, source in pairs if target.dtype == source.dtype]
+        if alike:
+            targets, sources = zip(*alike, strict=True)
             torch._foreach_lerp_(targets, sources, weight)
-
-
-def clock_after(state: TrainState, where: str) -> Clock:
-    """The clock as it will be when the step in progress is over: what falls due at its end is done in it, not one late.
-
-    Raises:
-        StepError: no step is in progress: nobody has counted the batch.
-    """
-    tally = state.tally
-    if tally is None:
-        raise StepError(f"{where}: no step is in progress; the state must come from microbatch_step, which counts the batch")
-    return state.clock.tick(samples=tally.samples, tokens=tally.tokens, seconds=tally.seconds, end_of_epoch=tally.end_of_epoch)
+        for target, source in pairs:
+            if target.dtype != source.dtype:  # one after another: wide copies of all would take what the averages do once more
+                target.lerp_(source.to(target.dtype), weight)
 
 
 def ratio(part: Duration, whole: Duration, run: RunLength | None) -> Fraction:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dtrain.algorithms.weights.averages import begun, clock_after, copy_, pull_, ratio
+from dtrain.algorithms.weights.averages import begun, copy_, pull_, ratio
 from dtrain.clock import Clock
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyper import hyperparameter
 from dtrain.state import TrainState
+from dtrain.step.optimizer import next_clock
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metrics, Params, Schedule, Slice
 
@@ -62,7 +63,8 @@ def ema(
         half_life: after which a set of parameters counts half as much, as a duration (``"1000ba"``, ``"1ep"``). In the unit of
             ``interval``, or both are converted into steps, for which ``step.init(..., run=...)`` must say enough.
         start: when the average begins, with the parameters as they are then.
-        interval: from one update to the next; an update is due in the step that reaches its end.
+        interval: from one update to the next; an update is due in the step that reaches its end. Listed after what skips
+            updates (``loss_scale``), the average skips those steps, too: for longer intervals list it before.
 
     Collective: none. Host sync: none.
 
@@ -100,7 +102,7 @@ def ema(
             now = decay_at(state.clock)
             _check_decay(now)
             state, metrics = inner(state, metrics)
-            after, kept = clock_after(state, _NAME), state.slices[_NAME]
+            after, kept = next_clock(state), state.slices[_NAME]
             if not kept["averaged"]:
                 if not after.reached(begins):
                     return state, metrics

@@ -28,7 +28,8 @@ def freeze(where: Where, *, start: Duration | int | str = 0) -> Transform:
     steps) stands still and is kept. What comes before all trained parameters in the forward is not run backward at all; behind
     them the gradient of a frozen weight is saved, not that of its input. Of a sharded model, units that are frozen as a whole
     are not reduced, and those that backward does not come to are not gathered again, but for the first one in its way, which
-    is gathered ahead. Norms and clipping see trained parameters only.
+    is gathered ahead. Norms and clipping see trained parameters only. Buffers are no parameters: a frozen batch normalisation
+    goes on with its running statistics.
 
     Args:
         where: a pattern of names, several, or a predicate ``(name, param) -> bool``; see ``masked``.

@@ -25,7 +25,7 @@ def local_sgd(interval: Duration | int | str, *, optimizer_state: Literal["avera
     A round ends after the step in which the clock crosses a boundary of ``interval``, as ``state.crossed(interval)`` then says.
     In between copies differ, and ``save_sharded`` refuses: save at such a boundary, or after ``state =
     dt.join_replicas(state)``, which averages at any step; so also at the end of a run, and after ``between`` has ended. List it
-    first: what may leave an update out must be inside of it.
+    first: what may leave an update out must be inside of it. In ``every`` it would miss the steps in which rounds end.
 
     Formula: ``param_k = update_k(param_k, grad_k)`` in each step and copy ``k``; at the end of an interval
     ``param_k = (param_1 + ... + param_K) / K``

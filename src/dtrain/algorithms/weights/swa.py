@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from dtrain.algorithms.weights.averages import begun, clock_after, copy_, pull_, share
+from dtrain.algorithms.weights.averages import begun, copy_, pull_, share
 from dtrain.clock import Clock
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyper import hyperparameter
 from dtrain.shard.reduction import reduction_of
 from dtrain.state import TrainState
+from dtrain.step.optimizer import next_clock
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metrics, Params, Schedule, Slice, as_metric
 
@@ -65,6 +66,9 @@ def swa(
     comes to is the average, and the last steps bring the running statistics of batch normalisation close to it.
     ``update_batch_norm_`` makes those that fit exactly; the paper has them made by a pass over the training data. Without
     ``swap_in`` training goes on beside the average: ``with swapped(state, "swa")`` evaluates it, ``swap_in_`` puts it in.
+
+    List it before what skips updates (``loss_scale``): inside, it does not learn of the steps that are skipped, and an interval
+    that ends in one has no set in the average.
 
     The slice is ``{"params": {name: average}, "averaged": n}``; before the first set (``n = 0``) the average is that of no
     weights, and ``swapped`` refuses it. It is laid out like the parameters, in their dtype, or in float32 where that is wider.
@@ -119,8 +123,9 @@ def swa(
             before = state.clock
             with _annealed(state, rate_at(before)) as metric:
                 state, metrics = inner(state, {**metrics, **metric})
-            after, kept = clock_after(state, _NAME), state.slices[_NAME]
-            due = after.reached(first) and (after.crossed(each) or not before.reached(first))
+            after, kept = next_clock(state), state.slices[_NAME]
+            begins = first.value > 0 and not kept["averaged"]  # in this step, or in an earlier one that was skipped
+            due = after.reached(first) and (begins or after.crossed(each))
             if due and not before.reached(last):
                 update_swa_(kept["params"], state.params, kept["averaged"])
                 kept = {**kept, "averaged": kept["averaged"] + 1}

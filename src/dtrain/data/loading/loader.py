@@ -99,6 +99,9 @@ class Loader:
     def run_length(self, length: Duration | int | str) -> RunLength:
         """What this loader knows of a run of ``length``: what ``"0.1dur"`` and ``"1ep"`` of it come to in steps.
 
+        Its total is ``length``; or, where the size of batches is a schedule, or samples end with a smaller batch in each epoch,
+        that in steps, since a number of samples per step would not tell it.
+
         Raises:
             ConfigError: a unit that a loader cannot count (tokens, seconds), or epochs of a dataset without a length.
         """
@@ -106,7 +109,9 @@ class Loader:
         if callable(size):  # no two epochs need be alike
             return RunLength(total=self.total_steps(goal))
         per_epoch = self.steps_per_epoch() if goal.unit == "ep" or grid is not None else None
-        return RunLength(total=goal, steps_per_epoch=per_epoch, samples_per_step=size)
+        run = RunLength(total=goal, steps_per_epoch=per_epoch, samples_per_step=size)
+        uneven = goal.unit == "sp" and grid is not None and run.steps() != self.total_steps(goal)
+        return replace(run, total=Duration(self.total_steps(goal), "ba")) if uneven else run
 
     def until(self, length: Duration | int | str) -> Iterator[Batch]:
         """Batches from the current position up to ``length`` of the whole run; nothing when it is reached already.

@@ -116,5 +116,7 @@ class Grid:
 
     def inside(self, at: Position) -> Position:
         """``at``, or the start of the next epoch where this one has no batch left."""
-        ended = batch_bounds(at.samples, self.size, self.batch_size(at), self.tail) is None
+        # A schedule is not asked for the size of a batch beyond the run, of which it may know nothing.
+        size = 1 if self.tail == "short" else self.batch_size(at)
+        ended = batch_bounds(at.samples, self.size, size, self.tail) is None
         return replace(at, epoch=at.epoch + 1, samples=0) if ended else at

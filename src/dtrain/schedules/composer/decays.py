@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 
 from dtrain.durations import RunLength
+from dtrain.errors import ConfigError
 from dtrain.schedules import basic, cycles, decays, stairs
 from dtrain.schedules.checks import check_finite
 from dtrain.schedules.composer.lengths import Length, check_covers, lengths, named
+from dtrain.schedules.hyper import is_number
 from dtrain.types import Schedule
 
 
@@ -94,6 +96,8 @@ def cosine_warm_restarts(run: RunLength, t_0: Length, t_mult: float = 1.0, alpha
     """
     where = "composer.cosine_warm_restarts"
     check_finite(where, alpha_f=alpha_f)
+    if not is_number(t_mult) or not 1 <= t_mult < math.inf:
+        raise ConfigError(f"{where}: t_mult must be at least 1, got {t_mult=}; shorter cycles would pile up")
     first = lengths(where, run, {"t_0": t_0})
     return first.schedule(cycles.cosine_restarts(1.0, alpha_f, first["t_0"], multiplier=t_mult))
 
@@ -135,7 +139,9 @@ def exponential(run: RunLength, gamma: float, decay_period: Length = "1ep") -> S
         >>> [exponential(run, 0.25)(t) for t in (0, 5, 10)]
         [1.0, 0.5, 0.25]
     """
-    period = lengths("composer.exponential", run, {"decay_period": decay_period})
+    where = "composer.exponential"
+    _check_falls(where, gamma)
+    period = lengths(where, run, {"decay_period": decay_period})
     return period.schedule(decays.exponential(1.0, gamma, period["decay_period"]))
 
 
@@ -155,6 +161,7 @@ def step(run: RunLength, step_size: Length, gamma: float = 0.1) -> Schedule:
         [1.0, 1.0, 0.5, 0.25]
     """
     where = "composer.step"
+    _check_falls(where, gamma)
     period = lengths(where, run, {"step_size": step_size})
     after, size = decays.geometric(where, 1.0, gamma, None), period.exact["step_size"]
     return period.schedule(lambda t: after(math.floor(t / size)))  # exact: 0.3 steps go ten times into 3 of them
@@ -175,5 +182,14 @@ def multi_step(run: RunLength, milestones: Sequence[Length], gamma: float = 0.1)
         >>> [round(multi_step(run, ["0.3dur", "5ep"])(t), 3) for t in (0, 29, 30, 49, 50)]
         [1.0, 1.0, 0.1, 0.1, 0.01]
     """
-    times = lengths("composer.multi_step", run, named("milestones", milestones))
+    where = "composer.multi_step"
+    times = lengths(where, run, named(where, "milestones", milestones))
     return times.schedule(stairs.multi_step(1.0, gamma, [times[name] for name in times.exact]))
+
+
+def _check_falls(where: str, gamma: float) -> None:
+    if not is_number(gamma) or not 0 < gamma <= 1:
+        raise ConfigError(
+            f"{where}: gamma must be above 0 and at most 1, got {gamma=}; to grow, take step_decay or exponential of dtrain "
+            "with an end=, where the value stays"
+        )

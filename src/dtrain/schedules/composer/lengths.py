@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
-from dtrain.schedules.checks import check_finite
+from dtrain.schedules.checks import check_finite, check_listed
 from dtrain.schedules.units import STEPS, in_unit
 from dtrain.types import Schedule
 
@@ -75,8 +75,13 @@ def check_covers(where: str, run: RunLength, t_max: Length, alpha_i: float, alph
         )
 
 
-def named(name: str, values: Sequence[Length]) -> dict[str, Length]:
-    """Several durations of one argument, each by a name of its own."""
+def named(where: str, name: str, values: Sequence[Length]) -> dict[str, Length]:
+    """Several durations of one argument, each by a name of its own.
+
+    Raises:
+        ConfigError: one duration instead of several.
+    """
+    check_listed(where, name, values)
     return {f"{name}[{number}]": value for number, value in enumerate(values)}
 
 

@@ -127,7 +127,7 @@ def multi_step_with_warmup(run: RunLength, t_warmup: Length, milestones: Sequenc
         [0.0, 0.5, 1.0, 0.1, 0.01]
     """
     where = "composer.multi_step_with_warmup"
-    marks = named("milestones", milestones)
+    marks = named(where, "milestones", milestones)
     times = lengths(where, run, {"t_warmup": t_warmup, **marks})
     stair = stairs.multi_step(1.0, gamma, [times[name] for name in marks])
     if times["t_warmup"] >= times["milestones[0]"]:

@@ -1,4 +1,4 @@
-"""Each algorithm against its formula, by hand."""
+"""``scale_lr`` against its formula and torch's ``LambdaLR``."""
 
 import pytest
 import torch
@@ -6,63 +6,13 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.errors import ConfigError
-
-LOSS = dt.mean_loss(lambda model, batch: model(batch).sum() / len(batch), weight=len)
-BATCH = torch.ones(2, 1)
+from falling import BATCH, LOSS, weight
 
 
 def begin(step: dt.Step, lr: float = 0.5) -> dt.TrainState:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 4.0)
     return step.init(model, torch.optim.SGD(model.parameters(), lr=lr))
-
-
-def weight(state: dt.TrainState) -> float:
-    return state.model.weight.item()
-
-
-def test_clipping_limits_the_step_and_reports_the_norm_before():
-    step = dt.compose_step(LOSS, [dt.clip_by_norm(0.25, eps=0.0)])
-    state, metrics = step(begin(step), BATCH)
-    assert weight(state) == 4.0 - 0.5 * 0.25
-    assert dt.reduce_metrics(metrics)["grad_norm"] == 1.0
-
-
-def test_clipping_reads_a_schedule_at_the_step_about_to_run():
-    step = dt.compose_step(LOSS, [dt.clip_by_norm(lambda t: (0.5, 0.25)[int(t)], eps=0.0)])
-    state, _ = step(begin(step), BATCH)
-    assert weight(state) == 4.0 - 0.5 * 0.5
-    state, _ = step(state, BATCH)
-    assert weight(state) == 4.0 - 0.5 * 0.5 - 0.5 * 0.25
-
-
-def test_clipping_refuses_a_norm_from_a_schedule():
-    step = dt.compose_step(LOSS, [dt.clip_by_norm(lambda t: -1.0)])
-    with pytest.raises(ConfigError, match=r"needs a positive max_norm, got max_norm=-1\.0"):
-        step(begin(step), BATCH)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: dt.clip_by_norm("1"), "clip_by_norm: max_norm: needs a finite number or a schedule .*, got '1'"),
-        (lambda: dt.scale_lr(True), "scale_lr: schedule: needs a finite number or a schedule .*, got True"),
-    ],
-)
-def test_a_hyperparameter_is_a_number_or_a_schedule(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()
-
-
-def test_clipping_refuses_a_norm():
-    with pytest.raises(ConfigError, match="clip_by_norm: needs a positive max_norm, got max_norm=0"):
-        dt.clip_by_norm(0)
-
-
-@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), "1e-6", None])
-def test_clipping_refuses_an_eps(eps):
-    with pytest.raises(ConfigError, match="clip_by_norm: needs a finite eps >= 0, got eps="):
-        dt.clip_by_norm(1.0, eps=eps)
 
 
 @pytest.mark.parametrize("factor", [-0.1, float("nan"), float("inf")])
@@ -144,3 +94,8 @@ def test_scale_lr_keeps_a_rate_that_is_a_tensor():
     state, metrics = step(step.init(model, torch.optim.Adam(model.parameters(), lr=rate, capturable=False)), BATCH)
     assert state.optimizer.param_groups[0]["lr"] is rate
     assert (rate.item(), dt.reduce_metrics(metrics)["lr"]) == (0.5, 0.25)
+
+
+def test_the_factor_is_a_number_or_a_schedule():
+    with pytest.raises(ConfigError, match=r"scale_lr: schedule: needs a finite number or a schedule .*, got True"):
+        dt.scale_lr(True)
