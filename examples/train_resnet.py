@@ -4,7 +4,7 @@
     dtrain launch -n 8 examples/train_resnet.py --arch resnet50 --data DIR        # DIR/train/<class>/, DIR/val/<class>/
     python examples/train_resnet.py                                               # one process, no launcher
 
-The same command goes on after the last checkpoint. Needs `pip install scikit-learn`, or pillow for a folder; nothing is downloaded.
+The same command goes on after the last checkpoint. Needs `pip install scikit-learn`, or pillow for a folder. Downloads nothing.
 """
 
 import argparse

@@ -1,0 +1,45 @@
+"""The script that measures what methods cost: that it writes what docs/recipes.md reads, and refuses before it measures."""
+
+import json
+import sys
+
+import pytest
+
+import ablation
+import algorithms
+
+
+def test_figures_are_written_one_by_one_and_others_stay(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "costs.json"
+    out.write_text(json.dumps({"costs": {"ema": {"ratio": 1.0, "low": 1.0, "high": 1.0}}}))
+    monkeypatch.setattr(algorithms.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(
+        sys, "argv", ["algorithms.py", "--only", "clip_by_value", "blur_pool", "--pairs", "1", "--out", str(out)]
+    )
+    algorithms.main()
+    found = json.loads(out.read_text())
+    assert list(found["costs"]) == ["ema", "clip_by_value", "blur_pool"]
+    assert found["costs"]["blur_pool"].keys() == {"ratio", "low", "high"}
+    assert found["against"] == algorithms.AGAINST
+    assert "clip_by_value: " in capsys.readouterr().out
+
+
+def test_every_method_by_hand_has_its_transform():
+    assert algorithms.METHODS.keys() == algorithms.TRANSFORMS.keys()
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "expected"),
+    [
+        (algorithms, ["--pairs", "0"], "--pairs must be at least 1, got 0"),
+        (algorithms, ["--out", "not/there/costs.json"], "--out is in a folder that is not there: not/there/costs.json"),
+        (ablation, ["--seeds", "0"], "--epochs and --seeds must be at least 1, got 8 and 0"),
+    ],
+    ids=["pairs", "folder", "seeds"],
+)
+def test_a_mistake_is_told_before_anything_is_measured(monkeypatch, tmp_path, capsys, script, options, expected):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
+    assert expected in capsys.readouterr().err
