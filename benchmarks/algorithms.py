@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import date
@@ -116,13 +116,13 @@ class Case:
     """A transform to measure.
 
     Args:
-        make: makes it.
+        make: makes it; None is a step without any.
         kind: of the model.
         draw: of a batch.
         exact: whether both sides must reach the same parameters: a method that draws does not.
     """
 
-    make: Callable[[], dt.Transform]
+    make: Callable[[], dt.Transform | None]
     kind: type[nn.Module] = Small
     draw: Callable[[torch.Generator], Batch] = images
     exact: bool = True
@@ -130,6 +130,7 @@ class Case:
 
 DRAWN = partial(Case, exact=False)
 TRANSFORMS: dict[str, Case] = {
+    "nothing": Case(make=lambda: None),  # what the composed step itself costs, which is in all of the others
     "clip_by_norm": Case(make=lambda: dt.clip_by_norm(0.5)),
     "clip_by_value": Case(make=lambda: dt.clip_by_value(0.01)),
     "adaptive_clip": Case(make=lambda: dt.adaptive_clip(0.01)),
@@ -181,8 +182,8 @@ SURGERIES: dict[str, tuple[Callable[[nn.Module], nn.Module], type[nn.Module], Ca
 class Composed:
     """The step as dtrain composes it."""
 
-    def __init__(self, model: nn.Module, transform: dt.Transform) -> None:
-        self.composed = dt.compose_step(loss_fn, [transform])
+    def __init__(self, model: nn.Module, transforms: Sequence[dt.Transform]) -> None:
+        self.composed = dt.compose_step(loss_fn, transforms)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         self.state = self.composed.init(model, optimizer)
         self.params = list(self.state.params.values())
@@ -197,9 +198,14 @@ def looped(side: Any, given: list[Batch]) -> Callable[[], object]:
     return lambda: side.step(next(endless))
 
 
+def transforms_of(case: Case) -> list[dt.Transform]:
+    made = case.make()
+    return [] if made is None else [made]
+
+
 def check_same(name: str, case: Case, given: list[Batch]) -> None:
     """Stop here if both sides do not come to the same parameters in float64: then they did different arithmetic."""
-    sides = [Composed(model_of(case.kind).double(), case.make()), METHODS[name](model_of(case.kind).double())]
+    sides = [Composed(model_of(case.kind).double(), transforms_of(case)), METHODS[name](model_of(case.kind).double())]
     for batch in (given * STEPS)[:STEPS]:
         wide = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
         for side in sides:
@@ -215,7 +221,7 @@ def of_transform(name: str, rounds: int) -> Comparison:
     case, given = TRANSFORMS[name], batches(TRANSFORMS[name].draw)
     if case.exact:
         check_same(name, case, given)
-    sides = {"dtrain": Composed(model_of(case.kind), case.make()), "hand": METHODS[name](model_of(case.kind))}
+    sides = {"dtrain": Composed(model_of(case.kind), transforms_of(case)), "hand": METHODS[name](model_of(case.kind))}
     runs = {which: looped(side, given) for which, side in sides.items()}
     seen = interleaved(runs, rounds=rounds, warmup=5, clocks={"cpu": CPU})["cpu"]
     return compare(seen["dtrain"], seen["hand"])

@@ -305,6 +305,7 @@ class LossScale(Hand):
 
 
 METHODS: dict[str, type[Any]] = {
+    "nothing": Hand,
     "clip_by_norm": ClipByNorm,
     "clip_by_value": ClipByValue,
     "adaptive_clip": AdaptiveClip,

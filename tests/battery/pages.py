@@ -54,8 +54,9 @@ TABLE = """
 where one rank alone does (relative {tolerance:.0e} in float64); *per rank*: it draws for each rank's samples, so it is
 checked to differ, and to resume. Every one of them is also resumed in the middle (bit for bit, and saved by two ranks and
 resumed by one), interrupted by exceptions at every seam, compared with a run without it while it does not act, and watched
-for host syncs and collectives. *Cost* is the processor time of a whole step with it, against {against}; in brackets what
-the noise of the run leaves possible.
+for host syncs and collectives. *Cost* is the processor time of a whole step with it, against {against};
+in brackets what the noise of the run leaves possible. A composed step without any of them costs {nothing:.2f}x of one by
+hand, and that is in all figures of transforms. `python benchmarks/algorithms.py` prints them.
 
 {machine}
 """
@@ -153,7 +154,12 @@ def signature(name: str, value: Any) -> str:
 def page() -> str:
     """The whole page."""
     measured = costs()
-    head = TABLE.format(tolerance=1e-12, against=measured["against"], machine=f"Measured on: {measured['machine']}.")
+    head = TABLE.format(
+        tolerance=1e-12,
+        against=measured["against"],
+        nothing=measured["costs"]["nothing"]["ratio"],
+        machine=f"Measured on: {measured['machine']}.",
+    )
     parts = [INTRO, head, "\n" + "\n".join(table()) + "\n"]
     for room, title in ROOMS.items():
         members = exported()[room]

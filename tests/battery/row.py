@@ -25,8 +25,8 @@ class Row:
         task: what is trained: ``vector`` (x [7, 5] to two numbers), ``image`` ([7, 2, 6, 6] to one of three labels) or ``text``
             (tokens [7, 8] of 11, the next one).
         per_rank: it draws differently on each rank, so two ranks do not equal one.
-        reruns: it runs the model more often than once a step, or on samples of another shape, so dropout draws otherwise than in
-            a run without it.
+        reruns: it runs the model more often than once a step, or on samples of another shape, so dropout draws otherwise than
+            in a run without it.
         undoes: it takes back what the model's forwards drew and counted in a step that fails.
         syncs: how often a step may make the host wait for the device, beyond a step without it. Any but 0 has its reason in
             the docstring of the function (``Host sync:``).
