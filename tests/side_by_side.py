@@ -1,6 +1,6 @@
-"""All tests in two processes side by side: those that mostly wait for processes and servers, and those that mostly compute.
+"""All tests in the time that two cores need: those that watch processes and their timing alone, then the others two at a time.
 
-Two cores run both in little more than the time of the longer one. Run as ``python tests/side_by_side.py [pytest's options]``.
+Run as ``python tests/side_by_side.py [pytest's options]``.
 """
 
 import subprocess
@@ -9,26 +9,28 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-WAITING = ("benchmarks", "cli", "dist", "examples", "launch", "storage")
+ALONE = ("benchmarks", "cli", "dist", "examples", "launch", "storage")
+BESIDE = ("algorithms", "battery", "memory", "observe", "optim", "planning", "schedules", "shard", "surgery")
 
 
 def main(options: list[str]) -> int:
-    """Both halves; what the second one printed comes when the first one is done. The exit code is that of one that failed."""
-    waiting = [str(HERE / name) for name in WAITING]
-    computing = [f"--ignore={path}" for path in waiting]
+    """What the second of two printed comes when the first one is done. The exit code is that of one that failed."""
+    alone, beside = ([str(HERE / name) for name in names] for names in (ALONE, BESIDE))
+    rest = [f"--ignore={path}" for path in (*alone, *beside)]
+    codes = [subprocess.run([*_pytest("alone"), *alone, *options], check=False).returncode]
     with tempfile.TemporaryFile() as printed:
-        with subprocess.Popen(
-            [*_pytest("computing"), *computing, *options], stdout=printed, stderr=subprocess.STDOUT
-        ) as second:
-            first = subprocess.run([*_pytest("waiting"), *waiting, *options], check=False)
+        second = subprocess.Popen([*_pytest("rest"), *rest, *options], stdout=printed, stderr=subprocess.STDOUT)
+        with second:
+            codes.append(subprocess.run([*_pytest("beside"), *beside, *options], check=False).returncode)
+        codes.append(second.returncode)
         printed.seek(0)
         sys.stdout.buffer.write(b"\n" + printed.read())
-    return first.returncode or second.returncode
+    return next((code for code in codes if code), 0)
 
 
-def _pytest(half: str) -> list[str]:
-    """A run that keeps its cache apart from the other's."""
-    return [sys.executable, "-m", "pytest", "-o", f"cache_dir=.pytest_cache/{half}"]
+def _pytest(part: str) -> list[str]:
+    """A run that keeps its cache apart from the others'."""
+    return [sys.executable, "-m", "pytest", "-o", f"cache_dir=.pytest_cache/{part}"]
 
 
 if __name__ == "__main__":

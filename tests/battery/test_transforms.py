@@ -2,11 +2,14 @@
 
 import inspect
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import dtrain as dt
 from battery import contracts
+from battery.row import Row
 from battery.transforms import BROKEN, ROWS, make
 from dtrain.errors import RankError
 
@@ -17,7 +20,18 @@ def broken(contract: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", [name for name, breaks in IN_BROKEN.items() if breaks == contract])
 
 
+def rows(holds: Callable[[Row], bool] = lambda row: True) -> list[Any]:
+    """Names of rows; those that vary another one take too long for every change, where they take long."""
+    return [
+        pytest.param(name, marks=() if row.of or name.startswith("pattern") else pytest.mark.slow)
+        for name, row in ROWS.items()
+        if holds(row)
+    ]
+
+
 each = pytest.mark.parametrize("name", ROWS)
+mostly = pytest.mark.parametrize("name", rows())
+alike = pytest.mark.parametrize("name", rows(lambda row: not row.per_rank))
 
 
 def test_every_public_function_that_makes_a_transform_has_a_row():
@@ -51,7 +65,7 @@ def test_resumed_in_the_middle_equals_straight(name, tmp_path):
     contracts.check_resume_equals_straight(name, str(tmp_path))
 
 
-@each
+@mostly
 def test_resumed_in_the_middle_equals_straight_when_sharded_on_two_ranks(name, tmp_path, ranks):
     assert ranks(2).run(contracts.check_resume_equals_straight, name, str(tmp_path)) == [None, None]
 
@@ -73,12 +87,12 @@ def test_the_absence_contract_finds_what_is_broken(name):
         contracts.check_never_active_equals_absent(name)
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.per_rank])
+@alike
 def test_two_ranks_equal_one(name, ranks):
     contracts.check_ranks_equal_one(name, ranks)
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.per_rank])
+@alike
 def test_saved_by_two_ranks_and_resumed_by_one(name, tmp_path, ranks):
     contracts.check_resumed_by_fewer_ranks(name, str(tmp_path), ranks)
 
@@ -100,7 +114,7 @@ def test_the_contract_of_host_syncs_finds_what_is_broken(name):
         contracts.check_host_syncs(name)
 
 
-@each
+@mostly
 def test_state_and_compute_stay_sharded(name, ranks):
     assert ranks(2).run(contracts.check_collectives, name) == [None, None]
 
@@ -149,7 +163,7 @@ def test_the_slice_contract_finds_what_is_broken(name):
         contracts.check_slices_are_plain(name)
 
 
-@each
+@mostly
 @pytest.mark.parametrize("where", contracts.FAULTS)
 def test_an_exception_inside_changes_nothing(name, where):
     for at in (2, 3):  # of any wrapping in the registry, one of the two is a step in which it acts

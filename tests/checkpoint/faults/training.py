@@ -98,7 +98,9 @@ def train(values: dict[str, Any]) -> int:
 
 def _digest(run: Run, state: dt.TrainState) -> str:
     """Of all that training reads; the clock's seconds are those of the machine, and streams depend on the world size."""
-    return digest(state.but(clock=replace(state.clock, seconds=0.0)), rng=not run.elastic)
+    before = state.clock.before
+    clock = replace(state.clock, seconds=0.0, before=None if before is None else replace(before, seconds=0.0))
+    return digest(state.but(clock=clock), rng=not run.elastic)
 
 
 def _mode(run: Run) -> dict[str, str]:
