@@ -86,7 +86,7 @@ def test_a_file_of_parts_comes_back_whole(root, threads):
     assert sorted(asked) == list(range(len(SIZES)))
     assert storage.list_names(root) == ["data"], "and nothing beside it"
     assert storage.read_file(root / "data", limit=2**30) == CONTENT
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("dtrain-")] == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("dtrain-write")] == []
 
 
 def test_a_failed_source_leaves_no_file(root):
