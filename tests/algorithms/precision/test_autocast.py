@@ -158,6 +158,6 @@ def held_after_forward(how: str) -> int:
 
 def test_under_full_shard_it_keeps_copies_of_weights_that_precision_does_not(ranks):
     copies = 8 * SIDE * SIDE * 2
-    # Not nothing: gloo may drop what it has sent late, on a busy machine.
-    assert ranks(2).run(held_after_forward, "precision")[0] < 0.25 * copies
-    assert 0.8 * copies < ranks(2).run(held_after_forward, "autocast")[0] < 1.1 * copies
+    late = 0.25 * copies  # one gathered weight: gloo may drop what it has sent late, on a busy machine
+    assert ranks(2).run(held_after_forward, "precision")[0] < late
+    assert 0.8 * copies < ranks(2).run(held_after_forward, "autocast")[0] < 1.1 * copies + late
