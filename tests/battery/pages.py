@@ -46,8 +46,8 @@ two ranks under FSDP2, a resumed run, and a figure of its cost.
 An *algorithm* is a `Transform`, listed in `compose_step`; beside it stands the plain helper, for a loop written by hand. A
 *surgery* is a function of a model, called before `shard_model`. What Composer calls them is in [composer.md](composer.md).
 
-The examples run with the tests, each in the module that defines its name: `torch` and what stands in that module are there, and what
-they show is compared.
+The examples run with the tests, each in the module that defines its name: `torch` and what stands in that module are there,
+and what they show is compared.
 """
 
 TABLE = """
