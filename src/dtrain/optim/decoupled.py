@@ -11,10 +11,42 @@ from torch import Tensor
 from dtrain.optim.forms import alike, bare, evaluated, fusable, has_form, set_peak_, trained
 from dtrain.tensors import mul_
 
-_ADAMW_STEP, _SGD_STEP = bare(torch.optim.AdamW.step), bare(torch.optim.SGD.step)
+
+class _Decoupled:
+    """Before an optimizer of torch among the bases of a class: its decay is relative to the rate that a group was made with."""
+
+    _bare_step: Callable[[Any], Any]
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        for group in self.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Decay, then torch's update, of every parameter with a gradient. Mutates: parameters, state."""
+        loss = None if closure is None else evaluated(closure)
+        groups = self.param_groups
+        decays = [group["weight_decay"] for group in groups]
+        before = torch.is_grad_enabled()
+        try:
+            torch.set_grad_enabled(self.defaults["differentiable"])
+            for group in groups:
+                self._decay_(group)
+            type(self)._bare_step(self)
+            return loss
+        finally:
+            torch.set_grad_enabled(before)
+            for group, decay in zip(groups, decays, strict=False):
+                group["weight_decay"] = decay
+
+    def _decay_(self, group: dict[str, Any]) -> None:
+        """Mutates: the group's decay, which is put back after the update, as torch's own is to see it; or its parameters."""
+        raise NotImplementedError
 
 
-class DecoupledAdamW(torch.optim.AdamW):
+class DecoupledAdamW(_Decoupled, torch.optim.AdamW):  # type: ignore[misc]
     """AdamW whose ``weight_decay`` is the share of a parameter that a step at the peak rate takes away, whatever that rate is.
 
     ``torch.optim.AdamW`` takes away ``lr * weight_decay``, so that another rate is another decay. Here the two are tuned apart:
@@ -60,6 +92,8 @@ class DecoupledAdamW(torch.optim.AdamW):
         5.25
     """
 
+    _bare_step = staticmethod(bare(torch.optim.AdamW.step))
+
     def __init__(
         self,
         params: Any,
@@ -78,30 +112,11 @@ class DecoupledAdamW(torch.optim.AdamW):
         if not has_form(param_group) and fusable(trained(param_group)):
             param_group["fused"] = True
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for group in self.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Decay, then Adam's update, of every parameter with a gradient. Mutates: parameters, state."""
-        loss = None if closure is None else evaluated(closure)
-        groups = self.param_groups
-        decays = [group["weight_decay"] for group in groups]
-        before = torch.is_grad_enabled()
-        try:
-            torch.set_grad_enabled(self.defaults["differentiable"])
-            for group in groups:  # torch multiplies it by lr: so the decay costs no pass of its own
-                group["weight_decay"] /= group["initial_lr"]
-            _ADAMW_STEP(self)
-            return loss
-        finally:
-            torch.set_grad_enabled(before)
-            for group, decay in zip(groups, decays, strict=False):
-                group["weight_decay"] = decay
+    def _decay_(self, group: dict[str, Any]) -> None:
+        group["weight_decay"] /= group["initial_lr"]  # torch multiplies it by lr: so the decay costs no pass of its own
 
 
-class DecoupledSGDW(torch.optim.SGD):
+class DecoupledSGDW(_Decoupled, torch.optim.SGD):  # type: ignore[misc]
     """SGD whose ``weight_decay`` is the share of a parameter that a step at the peak rate takes away, beside the momentum.
 
     ``torch.optim.SGD`` adds the decay to the gradient, and so to the momentum, and multiplies it by the rate.
@@ -139,6 +154,8 @@ class DecoupledSGDW(torch.optim.SGD):
         5.5
     """
 
+    _bare_step = staticmethod(bare(torch.optim.SGD.step))
+
     def __init__(
         self,
         params: Any,
@@ -157,34 +174,9 @@ class DecoupledSGDW(torch.optim.SGD):
         if not has_form(param_group) and alike(trained(param_group)):
             param_group["foreach"] = True
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for group in self.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Decay, then SGD's update, of every parameter with a gradient. Mutates: parameters, state."""
-        loss = None if closure is None else evaluated(closure)
-        groups = self.param_groups
-        decays = [group["weight_decay"] for group in groups]
-        before = torch.is_grad_enabled()
-        try:
-            torch.set_grad_enabled(self.defaults["differentiable"])
-            for group in groups:
-                _decay_(group)
-                group["weight_decay"] = 0.0
-            _SGD_STEP(self)
-            return loss
-        finally:
-            torch.set_grad_enabled(before)
-            for group, decay in zip(groups, decays, strict=False):
-                group["weight_decay"] = decay
-
-
-@torch.no_grad()
-def _decay_(group: dict[str, Any]) -> None:
-    """Mutates: the group's parameters that have a gradient."""
-    decay = group["lr"] / group["initial_lr"] * group["weight_decay"]
-    params: list[Tensor] = [param for param in group["params"] if param.grad is not None]
-    if decay:
-        mul_(params, 1.0 - decay)
+    @torch.no_grad()
+    def _decay_(self, group: dict[str, Any]) -> None:
+        decay, group["weight_decay"] = group["lr"] / group["initial_lr"] * group["weight_decay"], 0.0
+        params: list[Tensor] = [param for param in group["params"] if param.grad is not None]
+        if decay:
+            mul_(params, 1.0 - decay)
