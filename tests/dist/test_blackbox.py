@@ -169,6 +169,24 @@ def test_nothing_is_written_and_no_thread_is_left_when_the_block_is_closed(tmp_p
     assert not path.exists()
 
 
+def test_each_question_is_answered_once_and_none_twice_after_the_block_is_opened_again(tmp_path, question):
+    path = prepare(tmp_path)
+    told = environment(tmp_path, question[0])
+    with init_dist(device="cpu") as info:
+        open_blackbox(told, info)
+        for _ in range(3):
+            os.write(question[1], b"?")
+            wait_for(path.exists)
+            path.unlink()
+    with init_dist(device="cpu") as info:
+        open_blackbox(told, info)
+        time.sleep(0.5)  # the old questions can still be seen
+        assert not path.exists()
+        os.write(question[1], b"?")
+        wait_for(path.exists)
+    assert not threads()
+
+
 def test_nothing_is_written_when_the_launcher_has_died(tmp_path, question):
     path = prepare(tmp_path)
     with init_dist(device="cpu") as info:

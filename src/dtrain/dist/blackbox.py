@@ -6,11 +6,14 @@ and takes no part in anything before that pipe can be read. The collectives are 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
 import stat
+import struct
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator, MutableMapping
@@ -31,6 +34,7 @@ LAST = 20
 """How many collectives of each group are written, besides those that wait."""
 
 _JOIN_S = 5.0  # for a thread that is just writing
+_LOOK_EVERY_MS = 200  # once the launcher has asked: the pipe has something to read from then on
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo and of NCCL; which exist depends on the build
 # What NCCL calls them, and how the functions are called that a reader finds in his program.
 _FUNCTIONS = {
@@ -50,6 +54,7 @@ class _Thread:
 @dataclass(slots=True)
 class _Process:
     asked: int | None = None  # the launcher's pipe
+    answered: int = 0  # how many questions of the launcher's
     since_ns: int = 0  # what was recorded before is of groups that are closed; torch gives their names to later ones
     open: _Thread | None = None
 
@@ -98,19 +103,30 @@ def _is_pipe(fd: int) -> bool:
 
 
 def _wait(asked: int, end: int, run_dir: Path, info: DistInfo) -> None:
-    """Write when ``asked`` can be read. Not when it is closed: then the launcher has died, and asks nothing."""
+    """Write as often as the launcher asks, until this rank leaves the block. Not when it has died: then it asks nothing."""
     poll = select.poll()
-    poll.register(asked, select.POLLIN)
+    poll.register(asked, select.POLLIN if _PROCESS.answered == 0 else 0)
     poll.register(end, select.POLLIN)
-    events = dict(poll.poll())
     try:
-        if events.get(asked, 0) & select.POLLIN:
-            write_stacks(wire.stacks_file(run_dir, info.rank))
-            write_down(wire.blackbox_file(run_dir, info.rank), info)  # last: with it the launcher has all it asked for
+        while True:
+            events = dict(poll.poll(None if _PROCESS.answered == 0 else _LOOK_EVERY_MS))
+            questions = _questions(asked)
+            if end not in events and questions > _PROCESS.answered:
+                _PROCESS.answered = questions
+                write_stacks(wire.stacks_file(run_dir, info.rank))
+                write_down(wire.blackbox_file(run_dir, info.rank), info)  # last: with it the launcher has all it asked for
+                poll.modify(asked, 0)  # it can be read for good now: look from time to time whether there is more
+            if events.get(end) or events.get(asked, 0) & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
+                return
     except Exception as problem:  # noqa: BLE001 - a record only improves a message
         print(f"dtrain: rank {info.rank} could not write down its collectives: {problem!r}", file=sys.stderr)
     finally:
         os.close(end)
+
+
+def _questions(asked: int) -> int:
+    """How many there have been: each is a byte in the pipe, which all ranks of the node share, and which nobody reads."""
+    return int(struct.unpack("i", fcntl.ioctl(asked, termios.FIONREAD, bytes(4)))[0])
 
 
 def write_stacks(path: Path) -> None:

@@ -28,8 +28,13 @@ def start_ranks(job: Job) -> None:
         _remove(plan.failure_file(rank))
     for mark in (wire.failed_file(plan.run_dir), wire.interrupted_file(plan.run_dir)):
         _remove(mark)
-    if plan.hang_timeout_s is not None:
-        job.guard = Guard(run_dir=plan.run_dir, world_size=layout.world_size, timeout_s=plan.hang_timeout_s)
+    job.guard = Guard(
+        run_dir=plan.run_dir,
+        world_size=layout.world_size,
+        timeout_s=plan.hang_timeout_s,
+        node_rank=layout.node_rank,
+        nproc=layout.nproc,
+    )
     cores, count = usable_cores(), core_count()
     shares = share_cores(cores, layout.nproc) if plan.bind else [[]] * layout.nproc
     for rank, share in zip(layout.ranks, shares, strict=True):

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from dtrain import pulse
+from dtrain import pulse, wire
 from dtrain.launch import companions, processes, verdict
 from dtrain.launch.attempt import Attempt
 from dtrain.launch.cgroup import oom_kills
@@ -96,7 +96,7 @@ def _wake_up_pipe() -> int:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     # The front has handlers for all that were not ignored when it started.
     ending = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    watched = (signal.SIGCHLD, *ending, *PASSED_ON)
+    watched = (signal.SIGCHLD, *ending, *PASSED_ON, wire.STACKS_SIGNAL)
     for number in watched:
         signal.signal(number, lambda *_: None)  # a handler must exist, or nothing is written
     signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
@@ -182,10 +182,13 @@ def _look_for_hang(job: Job, now: float) -> None:
     if job.guard is None or attempt.ending or attempt.decide_at is not None:
         return  # a failure explains more than the silence that follows it
     ended = {rank: exit_.code for rank, exit_ in attempt.exits.items()}
-    lines = job.guard.step(now, pids=attempt.running(), ended=ended)
+    answer = job.guard.step(now, pids=attempt.running(), ended=ended)
     attempt.hangs = job.guard.asking
-    if lines is not None:
-        attempt.fail(lines, now, code=verdict.HUNG)
+    if answer is not None and answer.hang:
+        attempt.fail(answer.lines, now, code=verdict.HUNG)
+    elif answer is not None:
+        for line in answer.lines:
+            job.output.say(line)
 
 
 def _forget_unborn(job: Job) -> None:
@@ -215,6 +218,8 @@ def _read_signals(job: Job, wake: int) -> None:
             job.attempt.ask_to_end(number, time.monotonic())
         elif number in PASSED_ON:
             job.attempt.forward(number)
+        elif number == wire.STACKS_SIGNAL and job.guard is not None:
+            job.guard.ask()
 
 
 def _on_front_gone(job: Job, front_alive: int) -> None:

@@ -11,7 +11,7 @@ from dtrain.launch.hang.collectives import parse_record
 from dtrain.launch.hang.explain import Evidence, explain
 from dtrain.launch.hang.watch import Seen
 
-FOLDER = Path("/runs/1/hang")
+REPORT = Path("/runs/1/hang/report.txt")
 
 
 def stack(line: int) -> str:
@@ -56,20 +56,20 @@ def all_but(odd: Evidence, written: str = WAITS) -> list[Evidence]:
             all_but(rank(1, BEHIND, line=12)),
             "rank 1 of 4 made no progress for 30 s, and others wait in a collective",
             ["rank 1: /home/me/loop.py:12 in train (step, point of progress 9)",
-             "rank 1 has not come to all_gather #57 of group control, where ranks 0, 2, 3 wait",
+             "rank 1 has not entered all_gather #57 of group control, where ranks 0, 2, 3 wait; it is in loop.py:12",
              "ranks 0, 2, 3: /home/me/loop.py:30 in train (step, point of progress 9)"],
             id="one-lacks-a-collective",
         ),
         pytest.param(
             all_but(rank(1, record(), line=12)),
             "rank 1 of 4 made no progress for 30 s, and others wait in a collective",
-            ["rank 1 has not come to all_gather #57 of group control, where ranks 0, 2, 3 wait"],
+            ["rank 1 has not entered all_gather #57 of group control, where ranks 0, 2, 3 wait; it is in loop.py:12"],
             id="one-lacks-the-first-collective",
         ),
         pytest.param(
             all_but(rank(1, HALF_WAY), AHEAD),
             "rank 1 of 4 made no progress for 30 s, and others wait in a collective",
-            ["rank 1 has not come to all_gather #59 of group control, where ranks 0, 2, 3 wait"],
+            ["rank 1 has not entered all_gather #59 of group control, where ranks 0, 2, 3 wait; it is in loop.py:30"],
             id="one-lacks-a-later-collective",
         ),
         pytest.param(
@@ -99,7 +99,7 @@ def all_but(odd: Evidence, written: str = WAITS) -> list[Evidence]:
         pytest.param(
             all_but(rank(1, BEHIND, state="D")),
             "rank 1 of 4 made no progress for 30 s (in the kernel: disk or driver)",
-            ["rank 1 has not come to all_gather #57 of group control, where ranks 0, 2, 3 wait"],
+            ["rank 1 has not entered all_gather #57 of group control, where ranks 0, 2, 3 wait; it is in loop.py:30"],
             id="in-the-kernel",
         ),
         pytest.param(
@@ -111,7 +111,7 @@ def all_but(odd: Evidence, written: str = WAITS) -> list[Evidence]:
         pytest.param(
             [rank(number, AT_END, phase="leaving") for number in (1, 2, 3)] + [rank(0, BEHIND, line=80)],
             "rank 0 of 4 made no progress for 30 s, and others wait in a collective",
-            ["rank 0 has not come to barrier #57 of group control, where ranks 1, 2, 3 wait"],
+            ["rank 0 has not entered barrier #57 of group control, where ranks 1, 2, 3 wait; it is in loop.py:80"],
             id="all-have-returned-but-one-that-works",
         ),
         pytest.param(
@@ -179,39 +179,100 @@ def all_but(odd: Evidence, written: str = WAITS) -> list[Evidence]:
         pytest.param(
             [rank(0, ELSEWHERE), rank(1, WAITS), rank(2, WAITS), rank(3, WAITS)],
             "ranks 0, 1 of 4 wait for each other in different collectives, no progress for 30 s",
-            ["rank 0 has not come to all_gather #57 of group control, where ranks 1, 2, 3 wait",
-             "rank 1 has not come to all_reduce #3 of group training, where rank 0 waits"],
+            ["rank 0 has not entered all_gather #57 of group control, where ranks 1, 2, 3 wait; it is in loop.py:30",
+             "rank 1 has not entered all_reduce #3 of group training, where rank 0 waits; it is in loop.py:30"],
             id="each-waits-for-the-other",
         ),
         pytest.param(
             [rank(0, ELSEWHERE), rank(1, BEHIND), rank(2, WAITS), rank(3, WAITS)],
             "rank 1 of 4 made no progress for 30 s, and others wait in a collective",
-            ["ranks 0, 1 have not come to all_gather #57 of group control, where ranks 2, 3 wait",
-             "rank 1 has not come to all_reduce #3 of group training, where rank 0 waits"],
+            ["ranks 0, 1 have not entered all_gather #57 of group control, where ranks 2, 3 wait; they are in loop.py:30",
+             "rank 1 has not entered all_reduce #3 of group training, where rank 0 waits; it is in loop.py:30"],
             id="a-chain-begins-at-the-rank-that-waits-for-nobody",
         ),
     ],
 )  # fmt: skip
 def test_explanation_names_the_rank_that_stopped(evidence, says, lines):
-    first, *rest = explain(evidence, world_size=4, timeout_s=30.0, folder=FOLDER)
-    assert first == f"dtrain: launch: hang: {says}; see the stacks in {FOLDER}"
+    first, *rest = explain(evidence, world_size=4, timeout_s=30.0, report=REPORT)
+    assert first == f"dtrain: launch: hang: {says}; see {REPORT}"
     assert [line for line in lines if f"  {line}" not in rest] == [], rest
 
 
-def test_explanation_is_at_most_twelve_lines_for_many_ranks():
-    names, everyone = [f"axis{index}" for index in range(9)], tuple(range(100))
-    groups = [json.loads(record((7, "all_reduce", True), group=name, ranks=everyone))["groups"][0] for name in names]
-    waiting = json.dumps({"passed": 1, "doing": "step", "groups": groups})
-    evidence = [rank(number, waiting if number % 2 else record(), line=number) for number in everyone]
-    lines = explain(evidence, world_size=100, timeout_s=30.0, folder=FOLDER)
-    assert 10 <= len(lines) <= 12
+@pytest.mark.parametrize("by_hand", [False, True], ids=["hang", "by-hand"])
+@pytest.mark.parametrize("groups", [1, 3, 9])
+@pytest.mark.parametrize("odd", ["none", "one", "each-second", "many-places", "silent", "ended", "another-collective"])
+def test_explanation_is_at_most_twelve_lines_and_names_at_most_eight_ranks(groups, odd, by_hand):
+    names, everyone = [f"axis{index}" for index in range(groups)], tuple(range(64))
+
+    def told(number: int, op: str = "all_reduce", *, waits: bool = True) -> str:
+        made = [json.loads(record((number, op, waits), group=name, ranks=everyone))["groups"][0] for name in names]
+        return json.dumps({"passed": number, "doing": "step", "groups": made})
+
+    lacks = told(6, waits=False)
+    written = {
+        "none": lambda number: told(7),
+        "one": lambda number: lacks if number == 3 else told(7),
+        "each-second": lambda number: told(7) if number % 2 else lacks,
+        "many-places": lambda number: told(7) if number % 2 else lacks,
+        "silent": lambda number: None if number % 3 else told(7),
+        "ended": lambda number: None if number < 20 else told(7),
+        "another-collective": lambda number: told(7, "broadcast" if number % 4 else "all_reduce"),
+    }[odd]
+    evidence = [
+        rank(
+            number,
+            written(number),
+            line=number if odd == "many-places" else 30,
+            ended=0 if odd == "ended" and number < 20 else None,
+            quiet_s=2.0 + number,
+        )
+        for number in everyone
+    ]
+    lines = explain(evidence, world_size=64, timeout_s=None if by_hand else 30.0, report=REPORT)
+    assert 2 <= len(lines) <= 12
     assert all(line.startswith("  ") for line in lines[1:])
-    assert "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 42 more of 100" in lines[0]
+    assert all(len(line) < 400 for line in lines)
+    assert lines[0].startswith("dtrain: launch: asked: " if by_hand else "dtrain: launch: hang: ")
+    if odd == "one":
+        joined = "  rank 3 has not entered all_reduce #7 of group axis0, where ranks 0, 1, 2, 4, 5, 6, 7, 8 and 55 more wait"
+        assert f"{joined}; it is in loop.py:30" in lines
+        assert f"rank 3 of 64 made no progress for {'5.0' if by_hand else '30'} s" in lines[0]
+    if odd == "each-second":
+        assert "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 24 more of 64" in lines[0]
+
+
+def test_place_of_ranks_that_lack_a_collective_is_left_out_where_they_differ():
+    evidence = [rank(0, WAITS), rank(1, BEHIND, line=12), rank(2, BEHIND, line=13), rank(3, WAITS)]
+    lines = explain(evidence, world_size=4, timeout_s=30.0, report=REPORT)
+    assert "  ranks 1, 2 have not entered all_gather #57 of group control, where ranks 0, 3 wait" in lines
+    assert lines[1:3] == [f"  rank {number}: /home/me/loop.py:{11 + number} in train (step, point of progress 9)"
+                          for number in (1, 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("quiet", "says"),
+    [
+        pytest.param(
+            [9.0, 4.25, 9.0, 9.0], "rank 1 of 4 made no progress for 4.2 s, and others", id="of-the-rank-that-stopped"
+        ),
+        pytest.param([9.0, None, 8.0, 9.0], "rank 1 of 4 made no progress for 8.0 s, and others", id="of-all"),
+        pytest.param([None] * 4, "rank 1 of 4 made no progress, and others", id="not-known"),
+    ],
+)
+def test_explanation_by_hand_says_since_when_nothing_was_heard(quiet, says):
+    evidence = [rank(number, BEHIND if number == 1 else WAITS, quiet_s=quiet[number]) for number in range(4)]
+    (first, *_) = explain(evidence, world_size=4, timeout_s=None, report=REPORT)
+    assert first.startswith(f"dtrain: launch: asked: {says}"), first
+
+
+def test_explanation_by_hand_does_not_doubt_the_network():
+    lines = explain([rank(number, WAITS) for number in range(4)], world_size=4, timeout_s=None, report=REPORT)
+    assert "  ranks 0, 1, 2, 3 wait in all_gather #57 of group control, and all its ranks have come" in lines
 
 
 def test_explanation_shows_no_control_characters():
     odd = rank(0, None, stacks=stack(3).replace("loop.py", "lo\x1b[2Jop.py"))
-    assert "\x1b" not in "".join(explain([odd], world_size=1, timeout_s=30.0, folder=FOLDER))
+    assert "\x1b" not in "".join(explain([odd], world_size=1, timeout_s=30.0, report=REPORT))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"groups": [{}], "passed": 1, "doing": ""}', '{"groups": 3}'])

@@ -63,7 +63,7 @@ CASES = {
         n=4,
         says="rank 1 of 4 made no progress for 4 s, and others wait in a collective",
         lines=("rank 1: {script}:{sleep} in misbehave (step, point of progress 4)",
-               "rank 1 has not come to all_gather #4 of group control, where ranks 0, 2, 3 wait",
+               "rank 1 has not entered all_gather #4 of group control, where ranks 0, 2, 3 wait",
                "ranks 0, 2, 3: {script}:{gather} in steps (step, point of progress 4)"),
     ),
     "stopped": Case(
@@ -79,8 +79,8 @@ CASES = {
     ),
     "one-collective-too-many": Case(
         says="ranks 0, 1 of 2 wait for each other in different collectives, no progress for 4 s",
-        lines=("rank 0 has not come to all_gather #5 of group control, where rank 1 waits",
-               "rank 1 has not come to all_reduce #4 of group training, where rank 0 waits"),
+        lines=("rank 0 has not entered all_gather #5 of group control, where rank 1 waits",
+               "rank 1 has not entered all_reduce #4 of group training, where rank 0 waits"),
     ),
     "another-collective": Case(
         says="rank 1 of 2 ran another collective than the others, no progress for 4 s",
@@ -130,7 +130,7 @@ def test_hang_names_the_rank_that_stopped_and_exits_with_124_and_work_of_one_ran
             assert not folder.exists()  # what was prepared for a hang is gone
             continue
         lines = result.err.splitlines()
-        assert result.summary == [f"dtrain: launch: hang: {case.says}; see the stacks in {folder}"], result.err
+        assert result.summary == [f"dtrain: launch: hang: {case.says}; see {folder}/report.txt"], result.err
         begins = [f"  {line.format(script=job.script, **PLACES)}" for line in case.lines]
         assert [line for line in begins if not any(shown.startswith(line) for shown in lines)] == [], result.err
         assert len(lines) <= 12

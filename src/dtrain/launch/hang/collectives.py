@@ -92,8 +92,9 @@ def find_stops(records: Mapping[int, Record]) -> list[Stop]:
     return sorted(stops, key=_says_little)
 
 
-def _says_little(stop: Stop) -> tuple[bool, bool, bool, str, str]:
-    return (not stop.others, not stop.lacking, not stop.unknown, stop.group.id, stop.group.backend)
+def _says_little(stop: Stop) -> tuple[bool, bool, bool, str, str, str]:
+    group = stop.group
+    return (not stop.others, not stop.lacking, not stop.unknown, group.id, group.backend, group.name)
 
 
 def _stop(group: Group, records: Mapping[int, Record]) -> Iterator[Stop]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtrain.launch.hang.collectives import Record, Stop, find_stops
-from dtrain.launch.hang.frames import own_frame
+from dtrain.launch.hang.frames import own_frame, short_place
 from dtrain.launch.hang.watch import Seen
 from dtrain.launch.verdict import describe_end
 
@@ -22,7 +22,9 @@ class Evidence:
     """What is known about one rank of this node."""
 
     rank: int
+    pid: int | None = None
     seen: Seen | None = None  # what it reported; None: it has not come to init_dist's block
+    quiet_s: float | None = None  # since then, when it was asked
     ended: int | None = None  # its exit code, a signal as a negative number
     died: int | None = None  # the same, of one that ended only when it was asked: that is not what was the matter with it
     state: str = ""  # the letter of its process in /proc
@@ -55,22 +57,24 @@ class Evidence:
         return self.record.doing or reported if self.record is not None else reported
 
 
-def explain(evidence: Collection[Evidence], *, world_size: int, timeout_s: float, folder: Path) -> list[str]:
+def explain(evidence: Collection[Evidence], *, world_size: int, timeout_s: float | None, report: Path) -> list[str]:
     """The message: one line that names the rank that stopped and why, then indented ones with what is known.
 
     Args:
         evidence: one for each rank of this node.
         world_size: ranks of the whole job.
-        timeout_s: how long there was no progress.
-        folder: where the stacks and the records are.
+        timeout_s: how long there was no progress. None: somebody has asked, so it is what was heard of those ranks last.
+        report: the file with the whole.
     """
     by_rank = {one.rank: one for one in sorted(evidence, key=lambda one: one.rank)}
     stops = find_stops({rank: one.record for rank, one in by_rank.items() if one.record is not None and not one.gone})
     culprits, reason = _cause(by_rank, stops)
     who = f"{name_ranks(culprits)} of {world_size}"
-    lines = [f"dtrain: launch: hang: {who} {reason.format(time=f'{timeout_s:g} s')}; see the stacks in {folder}"]
+    quiet = f" for {timeout_s:g} s" if timeout_s is not None else _quiet(by_rank, culprits)
+    what = "asked" if timeout_s is None else "hang"
+    lines = [f"dtrain: launch: {what}: {who} {reason.format(time=quiet)}; see {report}"]
     lines += _first(_places([by_rank[rank] for rank in culprits if not by_rank[rank].gone]))
-    lines += _first(_describe(stop, by_rank) for stop in stops)
+    lines += _first(_describe(stop, by_rank, hang=timeout_s is not None) for stop in stops)
     lines += _first(_places([one for rank, one in by_rank.items() if rank not in culprits and not one.gone]))
     return ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
 
@@ -79,23 +83,30 @@ def _cause(by_rank: Mapping[int, Evidence], stops: Sequence[Stop]) -> tuple[list
     """The ranks that stopped and what is the matter with them. What is seen from outside is most certain and comes first."""
     here = [one for one in by_rank.values() if not one.gone]
     for ranks, reason in (
-        (_gone(by_rank.values(), here), "ended while the others went on, no progress for {time}"),
-        ([one.rank for one in here if one.stopped], "made no progress for {time} (stopped, as by SIGSTOP)"),
-        (_early(here), "returned early, to the end of init_dist's block, no progress for {time}"),
-        ([one.rank for one in here if one.seen is None], "never came to init_dist's block, no progress for {time}"),
+        (_gone(by_rank.values(), here), "ended while the others went on, no progress{time}"),
+        ([one.rank for one in here if one.stopped], "made no progress{time} (stopped, as by SIGSTOP)"),
+        (_early(here), "returned early, to the end of init_dist's block, no progress{time}"),
+        ([one.rank for one in here if one.seen is None], "never came to init_dist's block, no progress{time}"),
         (
             [one.rank for one in here if one.state == _IN_KERNEL],
-            "made no progress for {time} (in the kernel: disk or driver)",
+            "made no progress{time} (in the kernel: disk or driver)",
         ),
-        (_silent(here), "made no progress for {time} (no answer: something holds the interpreter)"),
-        (_strangers(stops), "ran another collective than the others, no progress for {time}"),
-        (_lacking(stops, wait=False), "made no progress for {time}, and others wait in a collective"),
-        (_lacking(stops, wait=True), "wait for each other in different collectives, no progress for {time}"),
-        (_behind(here), "made no progress for {time}, after fewer steps than the others"),
+        (_silent(here), "made no progress{time} (no answer: something holds the interpreter)"),
+        (_strangers(stops), "ran another collective than the others, no progress{time}"),
+        (_lacking(stops, wait=False), "made no progress{time}, and others wait in a collective"),
+        (_lacking(stops, wait=True), "wait for each other in different collectives, no progress{time}"),
+        (_behind(here), "made no progress{time}, after fewer steps than the others"),
     ):
         if ranks:
             return ranks, reason
-    return [one.rank for one in here], "made no progress for {time}"
+    return [one.rank for one in here], "made no progress{time}"
+
+
+def _quiet(by_rank: Mapping[int, Evidence], culprits: Collection[int]) -> str:
+    """Since when nothing was heard of these ranks; of all, when it is not known of these."""
+    known = {rank: one.quiet_s for rank, one in by_rank.items() if one.quiet_s is not None and not one.gone}
+    least = min((known[rank] for rank in (known.keys() & set(culprits)) or known), default=None)
+    return "" if least is None else f" for {least:.1f} s"
 
 
 def _gone(everyone: Collection[Evidence], here: Sequence[Evidence]) -> list[int]:
@@ -137,7 +148,7 @@ def _behind(here: Sequence[Evidence]) -> list[int]:
     return behind if len(behind) < len(here) else []
 
 
-def _describe(stop: Stop, by_rank: Mapping[int, Evidence]) -> str:
+def _describe(stop: Stop, by_rank: Mapping[int, Evidence], *, hang: bool) -> str:
     what, group = stop.collective, f"of group {stop.group.name}"
     waiting = f"{name_ranks(stop.waiting)} {_verb(stop.waiting, 'wait')}"
     if stop.others:
@@ -147,7 +158,8 @@ def _describe(stop: Stop, by_rank: Mapping[int, Evidence]) -> str:
         return f"as collective #{what.number} {group} {name_ranks(stop.waiting)} {run} {ours}, but {theirs}"
     if stop.lacking:
         have = "has" if len(stop.lacking) == 1 else "have"
-        return f"{name_ranks(stop.lacking)} {have} not come to {what} {group}, where {waiting}"
+        where = _where(stop.lacking, by_rank)
+        return f"{name_ranks(stop.lacking)} {have} not entered {what} {group}, where {waiting}{where}"
     gone = [rank for rank in stop.unknown if rank in by_rank and by_rank[rank].gone]
     mute = [rank for rank in stop.unknown if rank in by_rank and not by_rank[rank].gone]
     if gone or mute:
@@ -156,7 +168,15 @@ def _describe(stop: Stop, by_rank: Mapping[int, Evidence]) -> str:
         return f"{waiting} in {what} {group}{ended}{silent}"
     if stop.unknown:
         return f"{waiting} in {what} {group} for ranks of other nodes; see what their launchers say"
-    return f"{waiting} in {what} {group}, and all its ranks have come: is the network between them sound?"
+    doubt = ": is the network between them sound?" if hang else ""  # who has only asked has caught it in passing
+    return f"{waiting} in {what} {group}, and all its ranks have come{doubt}"
+
+
+def _where(ranks: Collection[int], by_rank: Mapping[int, Evidence]) -> str:
+    """In which line of the program they are, when it is the same for all: another line of the message has the path."""
+    places = {short_place(by_rank[rank].stacks) for rank in ranks}
+    place = places.pop() if len(places) == 1 else None
+    return "" if place is None else f"; {'it is' if len(ranks) == 1 else 'they are'} in {place}"
 
 
 def _place(one: Evidence) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 from collections.abc import Iterable
@@ -37,8 +38,17 @@ def main_thread(stacks: str) -> list[tuple[str, int, str]]:
 
 def own_frame(stacks: str, *, libraries: Iterable[str] = _LIBRARIES) -> str | None:
     """``file:line in function`` of the innermost frame of the main thread that is the user's own; None when there is none."""
+    found = _own(stacks, tuple(libraries))
+    return None if found is None else "{}:{} in {}".format(*found)
+
+
+def short_place(stacks: str) -> str | None:
+    """The same as ``file:line`` without its folders."""
+    found = _own(stacks, _LIBRARIES)
+    return None if found is None else f"{os.path.basename(found[0])}:{found[1]}"
+
+
+def _own(stacks: str, libraries: tuple[str, ...]) -> tuple[str, int, str] | None:
     frames = main_thread(stacks)
-    own = [frame for frame in frames if not frame[0].startswith(tuple(libraries)) and not _INSTALLED.search(frame[0])]
-    for file, line, function in own or frames[:1]:
-        return f"{file}:{line} in {function}"
-    return None
+    own = [frame for frame in frames if not frame[0].startswith(libraries) and not _INSTALLED.search(frame[0])]
+    return next(iter(own or frames), None)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dtrain import wire
 from dtrain.launch import processes
-from dtrain.launch.hang.collectives import parse_record
-from dtrain.launch.hang.explain import Evidence, explain
+from dtrain.launch.hang.explain import explain
+from dtrain.launch.hang.known import Account, Known, evidence_of, forget, read, write_account
+from dtrain.launch.hang.report import write_report
 from dtrain.launch.hang.watch import Seen
 
 PATIENCE_S = 3.0
@@ -24,14 +26,18 @@ _SETTLE_S = 0.2  # after the last file has come: faulthandler writes line by lin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspects:
-    """A job that hangs, as its launcher knows it. Ranks are those of this node."""
+    """A job that hangs, as its launcher knows it. Ranks are those of this node.
+
+    Without ``timeout_s`` somebody has asked, and the job may be in good health: then no rank is sent the signal.
+    """
 
     run_dir: Path
     world_size: int
-    timeout_s: float
+    timeout_s: float | None
     pids: Mapping[int, int]  # of the ranks whose processes run
     ended: Mapping[int, int]  # exit codes of those that have ended
     seen: Mapping[int, Seen]
+    node_rank: int = 0
 
 
 class Inspection:
@@ -44,12 +50,14 @@ class Inspection:
     """
 
     def __init__(self, suspects: Suspects, *, now: float) -> None:
-        self._suspects = suspects
+        self._suspects, self._began = suspects, now
         self._states = _states(suspects.pids)
         self._answering = [rank for rank in self._able() if rank in suspects.seen and suspects.seen[rank].phase != "closed"]
         self._died: Mapping[int, int] = {}  # exit codes of those that ended since they were asked
-        self._signalled = self._send_signal(rank for rank in self._able() if rank not in self._answering)
-        self._signal_at: float | None = now + PATIENCE_S * _UNTIL_SIGNAL
+        mute = [rank for rank in self._able() if rank not in self._answering]
+        risk = suspects.timeout_s is not None  # a rank may die of the signal: one that hangs loses nothing by it
+        self._signalled = self._send_signal(mute) if risk else []
+        self._signal_at: float | None = now + PATIENCE_S * _UNTIL_SIGNAL if risk else None
         self._deadline = now + PATIENCE_S
         self._complete_at: float | None = None
 
@@ -75,28 +83,31 @@ class Inspection:
         return None if now >= end else min(end, now + LOOK_EVERY_S)
 
     def finish(self) -> list[str]:
-        """The message about the hang, to be printed as it is."""
+        """The message about the hang, to be printed as it is.
+
+        Mutates: the run folder, which gets what is known about the ranks, and the whole as a text.
+        """
         suspects, later = self._suspects, _states(self._suspects.pids)
-        evidence = [
-            Evidence(
+        ranks = [
+            Known(
                 rank=rank,
+                pid=suspects.pids.get(rank),
                 seen=suspects.seen.get(rank),
+                quiet_s=round(self._began - suspects.seen[rank].at, 3) if rank in suspects.seen else None,
                 ended=suspects.ended.get(rank),
                 died=self._died.get(rank),
                 # Any process may be in the kernel for a moment; one that hangs there stays.
                 state=state if (state := self._states.get(rank, "")) == later.get(rank) else "",
-                record=parse_record(_read(self._record(rank))),
-                stacks="" if self._cut_short(rank) else _read(self._stacks(rank)),
+                cut_short=self._cut_short(rank),
             )
             for rank in sorted({*suspects.pids, *suspects.ended})
         ]
-        folder = wire.stacks_file(suspects.run_dir, 0).parent
-        return explain(evidence, world_size=suspects.world_size, timeout_s=suspects.timeout_s, folder=folder)
+        return _concluded(suspects, ranks)
 
     def _complete(self) -> bool:
         """Whether nothing more will come. Of a rank that was sent the signal, a late record is still worth the wait."""
         return all(self._record(rank).exists() for rank in self._answering if rank not in self._died) and all(
-            _read(self._stacks(rank)) for rank in self._signalled if rank not in self._died
+            read(self._stacks(rank)) for rank in self._signalled if rank not in self._died
         )
 
     def _cut_short(self, rank: int) -> bool:
@@ -132,13 +143,34 @@ def begin(suspects: Suspects, *, ask: int | None, now: float) -> Inspection:
 
     Mutates: sends signals; removes what an earlier start of the ranks wrote down.
     """
-    for rank in suspects.pids:
-        with contextlib.suppress(OSError):
-            wire.blackbox_file(suspects.run_dir, rank).unlink()
+    forget(_records(suspects.run_dir), suspects.pids)
     if ask is not None:
         with contextlib.suppress(OSError):  # no rank is there any more
             os.write(ask, b"?")
     return Inspection(suspects, now=now)
+
+
+def _concluded(suspects: Suspects, ranks: list[Known]) -> list[str]:
+    """The message about these ranks; all that it rests on stays in the run folder."""
+    account = Account(
+        node_rank=suspects.node_rank,
+        at=time.time(),
+        world_size=suspects.world_size,
+        timeout_s=suspects.timeout_s,
+        ranks=tuple(ranks),
+    )
+    folder = _records(suspects.run_dir)
+    evidence, report = evidence_of(folder, ranks), folder / account.report
+    lines = explain(evidence, world_size=account.world_size, timeout_s=account.timeout_s, report=report)
+    with contextlib.suppress(OSError):  # a full disk costs the files, not the message
+        folder.mkdir(parents=True, exist_ok=True)
+        write_account(folder, account)
+    write_report(report, lines, evidence, at=account.at)  # last: who has asked waits for it
+    return lines
+
+
+def _records(run_dir: Path) -> Path:
+    return wire.stacks_file(run_dir, 0).parent
 
 
 def tidy(run_dir: Path) -> None:
@@ -146,7 +178,7 @@ def tidy(run_dir: Path) -> None:
 
     Mutates: ``run_dir``, that of this launch.
     """
-    folder = wire.stacks_file(run_dir, 0).parent
+    folder = _records(run_dir)
     for path in folder.glob("*.stacks"):
         with contextlib.suppress(OSError):
             if path.stat().st_size == 0:
@@ -157,7 +189,7 @@ def tidy(run_dir: Path) -> None:
 
 def _catches(pid: int, number: int) -> bool:
     """Whether ``pid`` has a handler for the signal: one that has none (a command that is no Python) would die of it."""
-    for line in _read(Path(f"/proc/{pid}/status")).splitlines():
+    for line in read(Path(f"/proc/{pid}/status")).splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
@@ -165,12 +197,5 @@ def _catches(pid: int, number: int) -> bool:
 
 def _states(pids: Mapping[int, int]) -> dict[int, str]:
     """The letter of each rank's process in ``/proc``, empty where it cannot be read."""
-    stats = {rank: _read(Path(f"/proc/{pid}/stat")) for rank, pid in pids.items()}
+    stats = {rank: read(Path(f"/proc/{pid}/stat")) for rank, pid in pids.items()}
     return {rank: stat.rpartition(")")[2].split()[0] if stat else "" for rank, stat in stats.items()}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="backslashreplace")
-    except OSError:
-        return ""  # it was never written, or its process has ended

@@ -32,10 +32,10 @@ class Watch:
     stops soon stops the others, which wait for it. As long as one goes on, the others may be right to wait: it may save alone.
 
     Args:
-        timeout_s: seconds, > 0.
+        timeout_s: seconds, > 0; None: it never counts as hung, and what is heard is only remembered.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
         self._seen: dict[int, Seen] = {}
         self._ended: set[int] = set()
@@ -60,8 +60,8 @@ class Watch:
         self._ended.add(rank)
 
     def deadline(self) -> float | None:
-        """When the job hangs if nothing more is heard; None while no rank is in ``init_dist``'s block."""
-        if all(rank in self._ended or seen.phase == "closed" for rank, seen in self._seen.items()):
+        """When the job hangs if nothing more is heard; None while no rank is in ``init_dist``'s block, or without time-out."""
+        if self.timeout_s is None or all(rank in self._ended or seen.phase == "closed" for rank, seen in self._seen.items()):
             return None
         return max(self._since, *(seen.at for seen in self._seen.values())) + self.timeout_s
 
@@ -72,7 +72,7 @@ class Watch:
         a paused machine), so the ranks get their time once more.
         """
         deadline = self.deadline()
-        if deadline is None or now < deadline:
+        if deadline is None or self.timeout_s is None or now < deadline:
             return False
         if now > deadline + max(_FROZEN_S, self.timeout_s / 2):
             self._since = now

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dtrain.launch.plan import Target
-from dtrain.launch.record import versions
 from dtrain.launch.target import find_source
+from dtrain.versions import versions
 
 _DIGITS = 16  # of a digest: told apart by people
 
