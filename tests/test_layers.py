@@ -11,11 +11,11 @@ SOURCE = Path(dtrain.__file__).parent
 # One row per line of the table in docs/architecture.md, top to bottom; a later row may import from an earlier one.
 LAYERS = [
     ["errors", "types"],
-    ["wire", "pulse"],
+    ["wire", "pulse", "spans", "runs", "versions"],
     ["storage"],
     ["durations", "clock", "schedules"],
     ["dist", "tensors", "memory"],
-    ["names", "batch", "losses", "state", "transform", "combinators"],
+    ["names", "batch", "losses", "scores", "state", "transform", "combinators"],
     ["shard"],
     ["data"],
     ["step"],
@@ -24,11 +24,12 @@ LAYERS = [
     ["optim", "algorithms", "surgery"],
     ["testing"],
     ["planning"],
+    ["report"],
     ["launch"],
     ["cli"],
 ]
 ORDER = {room: index for index, room in enumerate(room for row in LAYERS for room in row)}
-TORCH_FREE = {"errors", "wire", "pulse", "storage", "launch", "cli"}
+TORCH_FREE = {"errors", "wire", "pulse", "spans", "runs", "versions", "storage", "report", "launch", "cli"}
 PROGRAMS_WITH_TORCH = {
     "cli.machine.torch_probe",
     "launch.elastic.program",

@@ -104,8 +104,8 @@ class Shared:
 class HostScalar:
     """A device scalar on its way to the host, read without waiting for the device.
 
-    ``post`` starts a copy into a host buffer that was made once; ``peek`` returns the value if it has arrived. On a CPU
-    it always has.
+    ``post`` starts a copy into a host buffer that was made once; ``peek`` returns the value if it has arrived, on a CPU it
+    always has; ``wait`` is for one that should have arrived long ago.
     """
 
     __slots__ = ("_buffer", "_event", "_posted", "_view")
@@ -133,6 +133,12 @@ class HostScalar:
         if not self._posted or (self._event is not None and not self._event.query()):
             return None
         return float(self._view)
+
+    def wait(self) -> float | None:
+        """The last posted value, once it has arrived; None when nothing was posted."""
+        if self._event is not None and self._posted:
+            self._event.synchronize()
+        return self.peek()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

@@ -71,6 +71,8 @@ class Transform:
         update: wraps their application.
         sees_gradient: whether ``grad`` or ``update`` reads or changes ``.grad``. False for one that works without it:
             ``step_in_backward`` takes no other, since there a gradient is gone before the next one is there.
+        observes: it only looks: training is the same without it, and a checkpoint knows nothing of it, so that it may be there
+            in one start of a run and not in the next. Its ``init`` may refuse the state, and keeps nothing.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Transform:
     grad_step: Callable[[GradStep], GradStep] | None = None
     update: Callable[[UpdateFn], UpdateFn] | None = None
     sees_gradient: bool = True
+    observes: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("_", "").isalnum():

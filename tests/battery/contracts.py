@@ -149,7 +149,7 @@ def check_slices_are_plain(name: str) -> None:
     """Nested dicts with text keys, of numbers, text and tensors; a tensor of some size is keyed by its parameter's name."""
     run, state = begun(name)
     for _ in range(2):
-        content = state.slices[make(name).name]
+        content = state.slices.get(made.name, {}) if (made := make(name)).observes else state.slices[made.name]
         problems = [*_not_plain(content, state, "")]
         assert not problems, f"slices: {name}: {problems[0]}"
         state, _ = run.take(state)

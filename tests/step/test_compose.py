@@ -271,3 +271,25 @@ def test_wall_clock_intervals_follow_rank_0_on_all_ranks(ranks):
     seconds = [0, 1, 2, 3, 4, 5, 6, 7]  # of rank 0; the first step has nothing to count from
     assert one[:-1] == [[now in (3, 6), False, now >= 5] for now in seconds]
     assert one[-1] == [0, 4, 7], "the first step, and those after a boundary"
+
+
+def test_what_only_observes_keeps_nothing_and_may_come_and_go_between_starts(tmp_path):
+    def build(transforms):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len), transforms)
+        return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    looks = Transform(name="looks", init=lambda state: {"kept": 1}, update=lambda inner: inner, observes=True)
+    step, state = build([looks])
+    state, _ = step(state, torch.ones(2, 3))
+    assert state.slices == {}
+    dt.save_sharded(tmp_path / "with", state)
+    plain, fresh = build([])
+    resumed = dt.load_sharded(tmp_path / "with", fresh).state
+    assert resumed.step == 1
+    resumed, _ = plain(resumed, torch.ones(2, 3))
+    dt.save_sharded(tmp_path / "without", resumed)
+    assert dt.load_sharded(tmp_path / "without", build([looks])[1]).state.step == 2
+    with pytest.raises(dt.CheckpointMismatchError, match="a transform"):
+        dt.load_sharded(tmp_path / "without", build([Transform(name="looks", update=lambda inner: inner)])[1])

@@ -91,3 +91,15 @@ def test_a_sharded_model_refuses_it_on_all_ranks_in_one_line(ranks, name):
     assert first == second
     assert first.startswith("microbatch_step: ")
     assert "\n" not in first
+
+
+def test_a_metric_keeps_its_value_when_the_loss_function_goes_on_counting():
+    """A float64 scalar needs no sum of one, but a copy: the function may add to it in place."""
+    net, seen = nn.Linear(3, 1), torch.zeros((), dtype=torch.float64)
+
+    def counting(net: nn.Module, x: torch.Tensor) -> LossSum:
+        return LossSum(total=net(x).sum(), weight=len(x), aux={"seen": (seen.add_(len(x)), 1.0)})
+
+    _, metrics = microbatch_step(state_of(net), X, loss_fn=counting)
+    seen.add_(100)
+    assert metrics["seen"].total.item() == len(X)

@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from dtrain import pulse
+from dtrain import pulse, spans
 from dtrain.dist.closing import before_closing
 from dtrain.errors import CheckpointError
 
@@ -56,6 +56,10 @@ class Task(Generic[T]):
             TimeoutError: not within ``timeout_s`` seconds.
             Exception: what the work raised.
         """
+        with spans.outermost("save"):
+            return self._waited(timeout_s)
+
+    def _waited(self, timeout_s: float | None) -> T:
         moved = self.moved
         if not self.future.done():
             pulse.beat("save")

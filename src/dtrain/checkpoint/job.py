@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from dtrain import pulse, storage
+from dtrain import pulse, spans, storage
 from dtrain.checkpoint import layout, rank_index
 from dtrain.checkpoint.agree import Agreed, decided_by_rank_0
 from dtrain.checkpoint.background import Task
@@ -72,6 +73,7 @@ class Save:
     keep_last: int | None
     keep_every: int | None
     pinned: Collection[int]
+    begun: float  # ``time.monotonic()`` when ``save_sharded`` was called
 
 
 def carry_out(save: Save, task: Task[SavedStep]) -> SavedStep:
@@ -104,6 +106,7 @@ def _saved(save: Save, task: Task[SavedStep]) -> SavedStep:
     stopping.committed(since_agreed=_counts(save))
     if save.info.rank == 0:
         pulse.report(pulse.Kind.COMMITTED, save.step)
+        spans.event("committed", step=save.step, seconds=time.monotonic() - save.begun, bytes=manifest.bytes)
         _clean_up(root, order.run_id, save)
     return SavedStep(step=save.step, path=final, bytes=manifest.bytes, written=True)
 

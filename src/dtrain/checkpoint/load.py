@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from dtrain import storage
+from dtrain import spans, storage
 from dtrain.checkpoint import background, layout
 from dtrain.checkpoint.agree import Agreed, decided_by_rank_0
 from dtrain.checkpoint.contents import identity, stateful
@@ -128,18 +128,25 @@ def load_sharded(
     with Agreed(_WHERE):
         _check({"": state} if isinstance(state, TrainState) else state, given, only, ignore, on_damaged)
         asked = Asked(model_only=only is not None, strict=strict, ignored=matcher(ignore, where=f"{_WHERE}: ignore"), cast=cast)
-    background.make_room(1)
-    root = storage.place(path)
-    folder = _agree_on_folder(root)
-    if folder is None:
-        if not missing_ok:
-            raise CheckpointError(f"{_WHERE}: there is no checkpoint in {path}; pass missing_ok=True to start without one")
-        _say(f"there is no checkpoint in {root}, beginning anew")
-        _warn_if_full(root, _least_bytes(state))
-        plain_values = {name: value for name, value in given.items() if name not in stateful(given)}
-        return Restored(state=state, extra=plain_values, step=None, path=None)
-    with no_collection():
-        return _load(folder, root, state, given, asked, on_damaged)
+    with spans.span("load"):
+        background.make_room(1)
+        root = storage.place(path)
+        folder = _agree_on_folder(root)
+        if folder is None:
+            if not missing_ok:
+                raise CheckpointError(f"{_WHERE}: there is no checkpoint in {path}; pass missing_ok=True to start without one")
+            _say(f"there is no checkpoint in {root}, beginning anew")
+            _warn_if_full(root, _least_bytes(state))
+            plain_values = {name: value for name, value in given.items() if name not in stateful(given)}
+            return Restored(state=state, extra=plain_values, step=None, path=None)
+        with no_collection():
+            restored = _load(folder, root, state, given, asked, on_damaged)
+    if not asked.model_only:
+        loaded: Any = restored.state
+        clock = (loaded if isinstance(loaded, TrainState) else next(iter(loaded.values()))).clock
+        spans.placed(clock.step, samples=clock.samples, tokens=clock.tokens)
+        spans.event("resumed", step=restored.step, path=str(restored.path))
+    return restored
 
 
 def _load(

@@ -8,6 +8,7 @@ What this process knows of its own commits is in ``state.shared``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from dtrain import storage
+from dtrain import spans, storage
 from dtrain.checkpoint import background, layout, plain
 from dtrain.checkpoint.agree import Agreed
 from dtrain.checkpoint.background import Task
@@ -137,46 +138,50 @@ def save_sharded(
         PeerError: another rank failed.
     """
     save = None
-    with Agreed(_WHERE), no_collection(), torch.no_grad():  # a shard is had faster where no gradient could flow
-        where, states = storage.place(root), _states(state)
-        _check(states, mode, only, extra, cast)
-        plan_retention([], keep_last, keep_every=keep_every, pinned=pinned)
-        first = next(iter(states.values()))
-        contents = collect(states, extra or {}, only=tuple(only or ()), cast=cast)
-        share = share_of(contents, current().rank, current().world_size, frozen_apart=incremental)
-        parts = fingerprints(contents)
-    needed = share.data_bytes if not incremental else next(iter(share.files.values())).size  # the other may be a link
-    total_bytes = _agree_on_contents(parts, needed)
-    background.make_room(_IN_FLIGHT)
-    with Agreed(_WHERE), no_collection(), torch.no_grad():  # a shard is had faster where no gradient could flow
-        images, buffers, copied = _images(share, mode)
-        save = Save(
-            where=_WHERE,
-            root=where,
-            run=[s.shared for s in states.values()],
-            step=first.step,
-            layout=_layout(first),
-            only=tuple(only or ()),
-            names=tuple(name for name in states if name),
-            share=replace(share, tensors={}),  # the images have what they need; the rest may be freed
-            images=images,
-            total_bytes=total_bytes,
-            holds=identity(states, tuple(only or ()), cast),
-            info=current(),
-            copied=copied,
-            release=partial(_give_back, buffers),
-            # In the middle of a step the ranks have agreed already, but the state is that before the step.
-            since_agreed=stopping.agreed() and first.tally is None,
-            incremental=incremental,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            pinned=tuple(pinned),
-        )
-    assert save is not None, "Agreed raises"
-    task = background.submit(f"the save of step {first.step}", partial(carry_out, save))
-    handle = SaveHandle(step=first.step, path=where / layout.step_name(first.step), _task=task, _copied=copied)
-    if mode == "sync":
-        _wait(task)
+    begun = time.monotonic()
+    with spans.span("save"):
+        with Agreed(_WHERE), no_collection(), torch.no_grad():  # a shard is had faster where no gradient could flow
+            where, states = storage.place(root), _states(state)
+            _check(states, mode, only, extra, cast)
+            plan_retention([], keep_last, keep_every=keep_every, pinned=pinned)
+            first = next(iter(states.values()))
+            contents = collect(states, extra or {}, only=tuple(only or ()), cast=cast)
+            share = share_of(contents, current().rank, current().world_size, frozen_apart=incremental)
+            parts = fingerprints(contents)
+        needed = share.data_bytes if not incremental else next(iter(share.files.values())).size  # the other may be a link
+        total_bytes = _agree_on_contents(parts, needed)
+        background.make_room(_IN_FLIGHT)
+        with Agreed(_WHERE), no_collection(), torch.no_grad():  # a shard is had faster where no gradient could flow
+            images, buffers, copied = _images(share, mode)
+            save = Save(
+                where=_WHERE,
+                root=where,
+                run=[s.shared for s in states.values()],
+                step=first.step,
+                layout=_layout(first),
+                only=tuple(only or ()),
+                names=tuple(name for name in states if name),
+                share=replace(share, tensors={}),  # the images have what they need; the rest may be freed
+                images=images,
+                total_bytes=total_bytes,
+                holds=identity(states, tuple(only or ()), cast),
+                info=current(),
+                copied=copied,
+                release=partial(_give_back, buffers),
+                # In the middle of a step the ranks have agreed already, but the state is that before the step.
+                since_agreed=stopping.agreed() and first.tally is None,
+                incremental=incremental,
+                keep_last=keep_last,
+                keep_every=keep_every,
+                pinned=tuple(pinned),
+                begun=begun,
+            )
+        assert save is not None, "Agreed raises"
+        task = background.submit(f"the save of step {first.step}", partial(carry_out, save))
+        handle = SaveHandle(step=first.step, path=where / layout.step_name(first.step), _task=task, _copied=copied)
+        if mode == "sync":
+            _wait(task)
+    spans.event("save", step=first.step, held_s=time.monotonic() - begun)
     return handle
 
 

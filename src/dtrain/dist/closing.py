@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 Finish = Callable[[BaseException | None], None]
 """Gets the exception that leaves ``init_dist``'s block, None when all is well. What it raises then leaves the block instead."""
 
 _FINISHES: dict[str, Finish] = {}
+_LAST: dict[str, Finish] = {}
 
 
-def before_closing(name: str, finish: Finish) -> None:
+def before_closing(name: str, finish: Finish, *, last: bool = False) -> None:
     """Have ``finish`` called whenever ``init_dist``'s block is left, while the groups are still open.
 
     Args:
         name: of what is to come to an end; a second registration under it replaces the first.
         finish: runs on the main thread. With an exception it must not raise one of its own.
+        last: after all that are not.
 
     Mutates: this process's record.
     """
-    _FINISHES[name] = finish
+    (_LAST if last else _FINISHES)[name] = finish
 
 
 def finish_all(error: BaseException | None) -> None:
-    """Wait for everything that was registered."""
-    for finish in list(_FINISHES.values()):
-        finish(error)
+    """Wait for everything that was registered: also after one has raised, of which those that follow hear."""
+    failed: BaseException | None = None
+    for finish in [*_FINISHES.values(), *_LAST.values()]:
+        try:
+            finish(error)
+        except BaseException as failure:  # noqa: BLE001 - raised below
+            failed = failure if failed is None else failed
+            error = failure if error is None else error
+    if failed is not None:
+        raise failed
+
+
+def ended_by() -> BaseException | None:
+    """For functions that run at the exit of the process: the exception that has ended it. What a notebook has shown is none."""
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)

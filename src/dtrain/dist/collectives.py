@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain import spans
 from dtrain.dist.init import DistInfo, current
 from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import ConfigError, PeerError
@@ -55,7 +56,7 @@ def gather_json(obj: Plain, *, dst: int = 0, group: GroupName = "control", where
         return _parse([text])
     padded = _padded(text, max(lengths))
     texts = [torch.empty_like(padded) for _ in lengths] if info.rank == dst else None
-    with naming_missing(where, group=group):
+    with spans.outermost("collective"), naming_missing(where, group=group):
         dist.gather(padded, texts, dst=dst, group=_group(info, group))
     return None if texts is None else _parse(_trimmed(texts, lengths))
 
@@ -74,7 +75,7 @@ def broadcast_json(obj: Plain, *, src: int = 0, group: GroupName = "control", wh
     if info.world_size == 1:
         return _parse([text])[0]
     padded = _padded(text, lengths[src]) if info.rank == src else torch.empty(lengths[src], dtype=torch.uint8, device="cpu")
-    with naming_missing(where, group=group):
+    with spans.outermost("collective"), naming_missing(where, group=group):
         dist.broadcast(padded, src=src, group=_group(info, group))
     return _parse([padded.numpy().tobytes()])[0]
 
@@ -92,7 +93,7 @@ def all_gather_numbers(
         return [[float(number) for number in numbers]]
     mine, rows, sent, received = _record(group, info.world_size, len(numbers))
     mine[:] = numbers
-    with naming_missing(where, group=group):
+    with spans.outermost("collective"), naming_missing(where, group=group):
         gather_single(received, sent, group=_group(info, group))
     return rows.tolist()  # type: ignore[no-any-return]
 
@@ -176,7 +177,7 @@ def _all_gather_bytes(text: bytes, lengths: list[int], group: GroupName, where: 
         return [text]
     padded = _padded(text, max(lengths))
     received = padded.new_empty(len(lengths) * len(padded))
-    with naming_missing(where, group=group):
+    with spans.outermost("collective"), naming_missing(where, group=group):
         gather_single(received, padded, group=_group(info, group))
     return _trimmed(received.view(len(lengths), -1).unbind(), lengths)
 

@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from dtrain import pulse
+from dtrain import pulse, spans
 from dtrain.dist import stopping
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import current
@@ -159,7 +159,7 @@ def agree_before_step(
         over = _PROCESS.over = _PROCESS.post.epoch_ends
         return Tally(samples=samples, tokens=tokens, microbatches=microbatches, end_of_epoch=over, seconds=since)
     mine = [samples, tokens, microbatches, _PROCESS.post.code(), weightless, since, error is not None, _digest(terms), stop]
-    rows = all_gather_numbers([*mine, draws] if copies > 1 else mine, where="step")
+    rows = _exchanged([*mine, draws] if copies > 1 else mine)
     columns = list(zip(*rows, strict=True))
     stopping.settle(int(max(columns[8])), run=run, step=step)
     if error is not None:
@@ -293,7 +293,7 @@ def agree_after_backward(
     Raises:
         StepError: ranks reduced different units, or one has a ``fault``; on all ranks.
     """
-    rows = all_gather_numbers([_digest(order), _digest(missing), _digest(changed), fault, verdict], where="step")
+    rows = _exchanged([_digest(order), _digest(missing), _digest(changed), fault, verdict])
     verdicts = [Verdict(int(row.pop())) for row in rows]
     if any(one.failed for one in verdicts):
         return Outcome(verdicts=verdicts)
@@ -318,6 +318,17 @@ def agree_after_backward(
         changed=list({name: None for _, theirs in everyone for name in theirs}),
         verdicts=verdicts,
     )
+
+
+def _exchanged(record: Sequence[float]) -> list[list[float]]:
+    """Every rank's record, by rank. Who comes early waits here for the last one."""
+    if current().world_size == 1:
+        return all_gather_numbers(record, where="step")
+    spans.begin("agree")
+    try:
+        return all_gather_numbers(record, where="step")
+    finally:
+        spans.end("agree")
 
 
 def _digest(values: Sequence[int] | Sequence[str]) -> int:

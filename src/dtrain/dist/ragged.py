@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtrain import spans
 from dtrain.dist.collectives import all_gather_json, checked_rank, gather_single
 from dtrain.dist.init import DistInfo, current
 from dtrain.dist.mesh import MODEL_AXES, data_rank
@@ -164,7 +165,7 @@ def _exchanged(where: str, sent: Tensor, counts: list[int], info: DistInfo, dst:
     wanted = dst is None or dst == info.rank
     received = padded.new_empty(len(counts) if wanted else 0, *padded.shape)
     if padded.numel():
-        with naming_missing(where, group=name):
+        with spans.outermost("collective"), naming_missing(where, group=name):
             if dst is None:
                 gather_single(received.view(-1), padded.view(-1), group=group)
             else:

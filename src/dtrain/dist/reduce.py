@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain import spans
 from dtrain.dist.collectives import all_gather_numbers, checked_rank
 from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import ConfigError
@@ -114,7 +115,7 @@ def _reduce(
     def exchange(buffer: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         if info.world_size == 1 or buffer.numel() == 0:
             return
-        with naming_missing(where):
+        with spans.outermost("collective"), naming_missing(where):
             if dst is None:
                 dist.all_reduce(buffer, op)
             else:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from dtrain import spans
+
 SAME_S = 2.0
 """Signals of one number that come within so many seconds are one request: a scheduler may signal the launcher, which forwards
 it, and the ranks as well."""
@@ -41,6 +43,7 @@ class _Process:
     seen: dict[int, float] = field(default_factory=dict)  # when a signal came first
     agreed: _Agreement | None = None
     asked: bool = False  # the loop calls should_stop
+    told: bool = False  # it was told to stop
     saved: bool = False
 
 
@@ -106,6 +109,9 @@ def agreed() -> bool:
 
 def ask() -> bool:
     """``agreed``, for a loop: it has a way to stop. Mutates: this process's record."""
+    if agreed() and not _PROCESS.told:
+        _PROCESS.told = True
+        spans.event("stop", step=spans.position()[0])
     _PROCESS.asked = True
     return agreed()
 
@@ -136,7 +142,7 @@ def finish(*, preempted: bool) -> None:
     Mutates: this process's record and signal handling.
     """
     _PROCESS.seen.clear()
-    _PROCESS.agreed, _PROCESS.asked, _PROCESS.saved = None, False, False
+    _PROCESS.agreed, _PROCESS.asked, _PROCESS.told, _PROCESS.saved = None, False, False, False
     if preempted:
         return
     _PROCESS.owner = 0

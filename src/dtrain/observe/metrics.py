@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtrain import spans
 from dtrain.clock import Clock
 from dtrain.dist.init import current
 from dtrain.dist.ragged import all_gather_by_rank
@@ -36,15 +38,18 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
     if not metrics:
         raise ConfigError("reduce_metrics: there is no metric to reduce")
     names, ranks = sorted(metrics), current().world_size
-    parts = [part.to(torch.float64) for name in names for part in metrics[name]]
+    given = [part for name in names for part in metrics[name]]
+    parts = [part if part.dtype == torch.float64 else part.double() for part in given]  # to ask torch takes longer
     label = derive_seed(*names) % 2**32  # its sum over ranks is exact in float64
     # A whole number of rows of 64, so that ranks with a few more names meet in the collective, and then both raise.
     sums = torch.zeros(-(-(len(parts) + 1) // 64) * 64, dtype=torch.float64, device=parts[0].device)
     sums[: len(parts)] = torch.stack(parts)
     sums[-1].fill_(label)
-    if ranks > 1:
-        dist.all_reduce(sums)
-    *values, labels = sums.tolist()
+    # On a GPU this waits for what was computed before: that time is the step's, or of the span that this is in.
+    with spans.span("reduce") if sums.is_cpu else nullcontext():
+        if ranks > 1:
+            dist.all_reduce(sums)
+        *values, labels = sums.tolist()
     if labels != ranks * label:
         raise StepError(f"reduce_metrics: ranks have metrics of different names; this one has {names}, give all the same")
     values = values[: len(parts)]

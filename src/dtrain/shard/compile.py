@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from dtrain import spans
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError
 from dtrain.shard.memory import compile_inside, is_compiled
@@ -69,7 +71,28 @@ def compile_blocks(
     for module in chosen:
         if not compile_inside(module, settings):
             module.compile(**settings)
+    watch_compiling()  # which is loaded by now
     return model
+
+
+def watch_compiling() -> None:
+    """Count the time that torch's compiler takes from now on, if it is loaded in this process; called again it does nothing.
+
+    Mutates: the callbacks of the compiler. ``torch.compiler.reset()`` forgets them.
+    """
+    if "torch._dynamo" in sys.modules:
+        handler = torch._dynamo.callback.callback_handler
+        if _compiling not in handler.start_callbacks:
+            handler.register_start_callback(_compiling)
+            handler.register_end_callback(_compiled)
+
+
+def _compiling(_: object) -> None:
+    spans.begin("compile")
+
+
+def _compiled(_: object) -> None:
+    spans.end("compile")  # which did not begin if another thread has compiled first
 
 
 def _check_budget(budget: float | None, mode: str | None, options: Mapping[str, Any] | None) -> None:

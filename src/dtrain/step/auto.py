@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from dtrain import spans
 from dtrain.dist.collectives import all_gather_json
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
@@ -123,12 +124,15 @@ def _tried(limits: Limits, kept: _Kept, inner: GradFn, state: TrainState, batch:
         size, state = _look_again(limits, kept, inner, state, batch, size, tries)
     kept.smaller = False
     while True:
+        move = spans.moving("step")
         trial = kept.trials.attempt(inner, state, batch, size)
         state = trial.state
         if trial.made is not None:
             break
         kept.trials.count()
+        move("search")
         tried = kept.trials.largest if size is None else min(size, kept.trials.largest)
+        spans.event("out_of_memory", step=state.step, size=tried)
         tries = [*(t for t in tries if t.size < tried), Try(size=tried, fits=False)]
         size, state = search(limits, kept.trials, inner, state, batch, tries)
     kept.smaller = trial.thrashed

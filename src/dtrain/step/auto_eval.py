@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
+from dtrain import spans
 from dtrain.batch import BatchSpec, count_batch, narrow_batch, to_device, zeros_like_samples
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.control import Outcome, Tally, Verdict
@@ -96,7 +97,7 @@ class _Sized(Generic[T]):
         samples = self._counted(batch, shared)
         rest = _Rest(batch=batch, samples=samples, spec=self.spec, count=self.count, split=self.split)
         results: list[T] = []
-        with naming_missing(_WHERE), evaluating(model):
+        with spans.outermost("evaluate"), naming_missing(_WHERE), evaluating(model):
             while True:
                 left = _most(rest.left, shared)
                 if left == 0:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from dtrain import spans
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
+from dtrain.shard.compile import watch_compiling
 from dtrain.state import TrainState, new_state
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import apply_gradients, tick
@@ -44,12 +46,14 @@ class Step:
         Raises:
             ConfigError: parameters on the meta device, or an optimizer that holds others than the model's.
         """
+        watch_compiling()
         state = new_state(model, optimizer, seed=seed, run=run)
         state.shared.make_slices = self._slices
         return replace(state, slices=self._slices(state))
 
     def _slices(self, state: TrainState) -> dict[str, Slice]:
-        return {t.name: t.init(state) for t in self.transforms}
+        made = [(t, t.init(state)) for t in self.transforms]
+        return {t.name: content for t, content in made if not t.observes}
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step over ``batch``: gradients, update, and one tick of the clock. Spends ``state``.
@@ -98,17 +102,19 @@ def compose_step(
 
 def step_of(transforms: Sequence[Transform], halves: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]) -> Step:
     """``halves``, which compute gradients and apply them, as a ``Step``: with its checks, and one tick of the clock."""
-    names = [t.name for t in transforms]
+    names = [t.name for t in transforms if not t.observes]
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         state.check_fresh("step")
         missing = [name for name in names if name not in state.slices]
         if missing:
             raise ConfigError(f"step: the state has no slice for {missing}; make it with this step's own init")
+        spans.begin("step", 0)
         try:
             state, metrics = halves(state, batch)
         finally:  # those of an update that was skipped, or that raised, go too
             state.drop_gradients()
+            spans.end("step")
         return tick(state), metrics
 
     return Step(transforms=tuple(transforms), run=run)

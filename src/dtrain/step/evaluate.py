@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 
-from dtrain import pulse
+from dtrain import pulse, spans
 from dtrain.batch import BatchSpec, to_device, zeros_like_samples
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.timeouts import naming_missing
@@ -53,23 +54,26 @@ def evaluate(
         StepError: no rank has a batch, or one rank has none to take part with.
         Exception: whatever the loader raises (the other ranks raise a ``StepError``).
     """
-    device = device_of(model)
-    sums, any_batch = Sums(device), False
-    in_parts = None
-    if microbatch_size is not None:
-        first = None if microbatch_size == "auto" else microbatch_size
-        in_parts = auto_batch_eval(loss_fn, initial=first, batch_spec=batch_spec, count=count, split=split)
-    with naming_missing("evaluate"), evaluating(model):
-        for batch, real in in_lockstep(loader, partial(samples_and_tokens, spec=batch_spec, count=count)):
-            for found in in_parts(model, batch) if in_parts else [loss_fn(model, to_device(batch, device))]:
-                loss = checked_loss(found, where="evaluate")
-                any_batch = True
-                if real:
-                    sums.add(loss)
-                else:
-                    sums.name(loss)
-    if not any_batch:
-        raise StepError("evaluate: the loader gave no batch on any rank")
+    begun = time.monotonic()
+    with spans.span("evaluate"):
+        device = device_of(model)
+        sums, any_batch = Sums(device), False
+        in_parts = None
+        if microbatch_size is not None:
+            first = None if microbatch_size == "auto" else microbatch_size
+            in_parts = auto_batch_eval(loss_fn, initial=first, batch_spec=batch_spec, count=count, split=split)
+        with naming_missing("evaluate"), evaluating(model):
+            for batch, real in in_lockstep(loader, partial(samples_and_tokens, spec=batch_spec, count=count)):
+                for found in in_parts(model, batch) if in_parts else [loss_fn(model, to_device(batch, device))]:
+                    loss = checked_loss(found, where="evaluate")
+                    any_batch = True
+                    if real:
+                        sums.add(loss)
+                    else:
+                        sums.name(loss)
+        if not any_batch:
+            raise StepError("evaluate: the loader gave no batch on any rank")
+    spans.event("evaluated", step=spans.position()[0], seconds=time.monotonic() - begun)
     return sums.metrics()
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dtrain import spans
 from dtrain.batch import BatchSpec, to_device
 from dtrain.dist.control import Outcome, Tally, Verdict, agree_after_backward, agree_before_step, check_drawn
 from dtrain.dist.init import current
@@ -78,31 +79,35 @@ def microbatch_step(
             terms, or the global weight is zero. On a GPU the weight reaches the host late: the gradient of such a step is zero,
             and the next step raises.
     """
-    state.check_fresh("microbatch_step")
-    _check_laid_out(state)
-    error: Exception | None = None
+    spans.begin("step", 0)
     try:
-        parts, weights = cut(batch, microbatch_size, spec=batch_spec, split=split, count=count), promised(weight_fn, batch)
-    except Exception as problem:  # noqa: BLE001  # of any kind: these are the user's functions; raised below, on all ranks
-        parts, weights, error = Parts(batch=batch), {}, problem
-    tally = _agree(state, parts, list(weights), error)
-    state.drop_gradients()
-    reduction, buffers, attempt = reduction_of(state.model), buffers_of(state.model), attempt_of(state.shared)
-    reduction.begin(apart=state.spec.apart is not None)
-    buffers.begin()
-    try:
-        with naming_missing("microbatch_step"):  # the model's collectives and ours: if one fails, because of whom
-            known, metrics = _backward(state, parts, tally, loss_fn, weights, attempt)
-            outcome = _agree_after(state, reduction, buffers, known, metrics, attempt, tally)
-            if attempt is None or attempt.at_most is None:
-                check_drawn(tally, state.device)
-                _settle(state, buffers, outcome, known, metrics)
-    except BaseException:
-        reduction.abort()
+        state.check_fresh("microbatch_step")
+        _check_laid_out(state)
+        error: Exception | None = None
+        try:
+            parts, weights = cut(batch, microbatch_size, spec=batch_spec, split=split, count=count), promised(weight_fn, batch)
+        except Exception as problem:  # noqa: BLE001  # of any kind: these are the user's functions; raised below, on all ranks
+            parts, weights, error = Parts(batch=batch), {}, problem
+        tally = _agree(state, parts, list(weights), error)
         state.drop_gradients()
-        raise
-    reduction.end()
-    return state.but(tally=tally), metrics
+        reduction, buffers, attempt = reduction_of(state.model), buffers_of(state.model), attempt_of(state.shared)
+        reduction.begin(apart=state.spec.apart is not None)
+        buffers.begin()
+        try:
+            with naming_missing("microbatch_step"):  # the model's collectives and ours: if one fails, because of whom
+                known, metrics = _backward(state, parts, tally, loss_fn, weights, attempt)
+                outcome = _agree_after(state, reduction, buffers, known, metrics, attempt, tally)
+                if attempt is None or attempt.at_most is None:
+                    check_drawn(tally, state.device)
+                    _settle(state, buffers, outcome, known, metrics)
+        except BaseException:
+            reduction.abort()
+            state.drop_gradients()
+            raise
+        reduction.end()
+        return state.but(tally=tally), metrics
+    finally:
+        spans.end("step")
 
 
 def _check_laid_out(state: TrainState) -> None:

@@ -7,7 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dtrain import spans
 from dtrain.clock import Clock
+from dtrain.durations import Duration
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.reduction import reduction_of
 from dtrain.state import TrainState
@@ -65,27 +67,31 @@ def apply_gradients(
         StepError: no parameter has a gradient, or one that is not finite (``"raise"``); the gradients are dropped then.
         ConfigError: another value of ``nonfinite``.
     """
-    state.check_fresh("apply_gradients")
-    grads = [param.grad for param in state.params.values() if param.grad is not None]
-    if not grads:
-        raise StepError("apply_gradients: no parameter has a gradient; call microbatch_step (or backward) before")
-    if nonfinite not in ("allow", "raise", "skip"):
-        raise ConfigError(f"apply_gradients: nonfinite must be 'allow', 'raise' or 'skip', got {nonfinite!r}")
-    broken = nonfinite != "allow" and not all_finite(grads, state.device, where="apply_gradients")
-    if broken and nonfinite == "raise":
-        here = broken_here(state.params)
+    spans.begin("step", 0)  # a step written by hand is counted here and in ``microbatch_step``
+    try:
+        state.check_fresh("apply_gradients")
+        grads = [param.grad for param in state.params.values() if param.grad is not None]
+        if not grads:
+            raise StepError("apply_gradients: no parameter has a gradient; call microbatch_step (or backward) before")
+        if nonfinite not in ("allow", "raise", "skip"):
+            raise ConfigError(f"apply_gradients: nonfinite must be 'allow', 'raise' or 'skip', got {nonfinite!r}")
+        broken = nonfinite != "allow" and not all_finite(grads, state.device, where="apply_gradients")
+        if broken and nonfinite == "raise":
+            here = broken_here(state.params)
+            state.drop_gradients()
+            raise StepError(
+                f"apply_gradients: step {state.step}: a gradient is not finite (on this rank: {here}); lower the learning "
+                "rate, clip, or pass nonfinite='skip'"
+            )
+        reduction_of(state.model).free()  # a look at the model since the gradient has left copies, which would be used again
+        if not broken:
+            state.optimizer.step()
         state.drop_gradients()
-        raise StepError(
-            f"apply_gradients: step {state.step}: a gradient is not finite (on this rank: {here}); lower the learning rate, "
-            "clip, or pass nonfinite='skip'"
-        )
-    reduction_of(state.model).free()  # a look at the model since the gradient has left copies, which would be used again
-    if not broken:
-        state.optimizer.step()
-    state.drop_gradients()
-    if nonfinite == "skip":
-        metrics = {**metrics, "skipped": as_metric(float(broken), 1.0, state.device)}
-    return state.successor(), metrics
+        if nonfinite == "skip":
+            metrics = {**metrics, "skipped": as_metric(float(broken), 1.0, state.device)}
+        return state.successor(), metrics
+    finally:
+        spans.end("step")
 
 
 def tick(state: TrainState) -> TrainState:
@@ -95,7 +101,9 @@ def tick(state: TrainState) -> TrainState:
         StepError: no step is in progress: ``microbatch_step`` did not run on this state.
     """
     state.check_fresh("tick")
-    return state.successor(clock=next_clock(state), tally=None)
+    clock = next_clock(state)
+    spans.stepped(clock.step, samples=clock.samples, tokens=clock.tokens)
+    return state.successor(clock=clock, tally=None)
 
 
 def next_clock(state: TrainState) -> Clock:
@@ -117,6 +125,17 @@ def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Met
     """
     state, metrics = apply_gradients(state, metrics)
     return tick(state), metrics
+
+
+def ends_interval(state: TrainState, interval: Duration) -> bool:
+    """Whether the step in progress ends an ``interval``: what ``state.crossed`` will say after it.
+
+    Raises:
+        StepError: no step is in progress, where the interval is not one of steps.
+    """
+    if interval.unit == "ba":  # most are, and the clock of the next step takes longer to make
+        return state.clock.step // int(interval.value) < (state.clock.step + 1) // int(interval.value)
+    return next_clock(state).crossed(interval)
 
 
 def set_lr_(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -41,14 +41,21 @@ class Sums:
 
     def metrics(self) -> Metrics:
         """The sums so far: float64 scalars ``[]`` on the device, so that those of many tokens stay exact. Host sync: none."""
-        return {name: Metric(self._sum(totals), self._sum(weights)) for name, (totals, weights) in self._found.items()}
+        full: dict[float, Tensor] = {}  # of what is no tensor: many sums may have the same weight
+        return {
+            name: Metric(self._sum(totals, full), self._sum(weights, full)) for name, (totals, weights) in self._found.items()
+        }
 
-    def _sum(self, values: Values) -> Tensor:
+    def _sum(self, values: Values, full: dict[float, Tensor]) -> Tensor:
         tensors = [value for value in values if isinstance(value, Tensor)]
         numbers = sum(value for value in values if not isinstance(value, Tensor))
         if not tensors:
             # torch.full fills on the device, where torch.tensor would copy from the host.
-            return torch.full((), numbers, dtype=torch.float64, device=self._device)
+            if numbers not in full:
+                full[numbers] = torch.full((), numbers, dtype=torch.float64, device=self._device)
+            return full[numbers]
+        if len(tensors) == 1 and tensors[0].dtype == torch.float64 and not tensors[0].ndim and not numbers:
+            return tensors[0].detach().to(self._device, copy=True)  # it may be one that the loss function goes on counting in
         if any(tensor.ndim or tensor.device != self._device for tensor in tensors):
             tensors = [tensor.reshape(()).to(self._device) for tensor in tensors]
         whole = torch.stack(tensors).detach().sum(dtype=torch.float64)

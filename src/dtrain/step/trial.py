@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dtrain import spans
 from dtrain.batch import count_samples, tensors_of
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.control import Verdict
@@ -125,11 +126,12 @@ class Trials:
         Mutates: the peak of the device's memory statistics starts again.
         Collective: as a step, and one record on the control group.
         """
-        before = 0
+        move, before = spans.moving("step"), 0
         if (gauge := self.gauge) is not None:
             gauge.reset()
             before = gauge.read().live
         trial = self.attempt(inner, state, batch, size, at_most=microbatches)
+        move("search")
         ranks = self.measured(before, trial.attempt.kept)
         tried = Try(
             size=self.largest if size is None else size,

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 
+from dtrain import spans
 from dtrain.batch import FailedBatch
 from dtrain.data.dataset import digest_of
 from dtrain.data.loading.device import moved_ahead
@@ -128,7 +129,7 @@ class Loader:
         goal = countable(length)
         while not reached(goal, self.position):
             at, passes = self.position, self._passes
-            for handout in self._handouts(at, goal):
+            for handout in _waited(self._handouts(at, goal)):
                 if isinstance(handout, FailedBatch):
                     post_batch(Post(stamp=self._stamp(at)))
                     try:
@@ -269,6 +270,19 @@ class Loader:
     def __repr__(self) -> str:
         at = self.position
         return f"Loader(data={self.fingerprint}, epoch={at.epoch}, samples={at.samples})"
+
+
+def _waited(handouts: Iterator[Handout | FailedBatch]) -> Iterator[Handout | FailedBatch]:
+    """The same; the time in which the loop waits for the next one is counted."""
+    while True:
+        spans.begin("data")
+        try:
+            handout = next(handouts, None)
+        finally:
+            spans.end("data")
+        if handout is None:
+            return
+        yield handout
 
 
 def _batch(handout: Handout) -> Batch:

@@ -1,0 +1,298 @@
+"""The recorder of wall time: every nanosecond of the main thread is in exactly one span, whatever happens to the code in it."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from dtrain import spans
+from dtrain.errors import ConfigError
+
+SHORT_S = 0.004
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch):
+    """A recorder of this test's own, at a clock that only ``pause`` moves."""
+    fresh = spans._Recorder()
+    monkeypatch.setattr(spans, "_RECORDER", fresh)
+    return fresh
+
+
+@pytest.fixture
+def pause(recorder, monkeypatch):
+    """``pause(3)``: three seconds pass."""
+    now = [recorder.mark]
+    monkeypatch.setattr(spans, "perf_counter_ns", lambda: now[0])
+
+    def pass_by(seconds):
+        now[0] += int(seconds * 1e9)
+
+    return pass_by
+
+
+def seconds():
+    return {name: total.seconds for name, total in spans.totals().items() if total.seconds}
+
+
+def open_spans():
+    return len(spans._RECORDER.stack)
+
+
+class Listener:
+    def __init__(self):
+        self.steps, self.events = 0, []
+
+    def stepped(self):
+        self.steps += 1
+
+    def happened(self, event):
+        self.events.append(event)
+
+
+def test_a_span_has_its_own_time_without_that_of_spans_in_it(pause):
+    pause(1)
+    with spans.span("save"):
+        pause(2)
+        with spans.span("collective"):
+            pause(4)
+        pause(8)
+    pause(16)
+    assert seconds() == {"other": 17, "save": 10, "collective": 4}
+    assert spans.totals()["save"] == (1, 10.0)
+
+
+def test_seconds_by_name_add_up_to_the_time_that_has_passed(recorder):
+    begun = recorder.mark
+    for _ in range(3):
+        with spans.span("data"):
+            time.sleep(SHORT_S)
+            with spans.span("mine"):
+                pass
+    total = sum(total.seconds for total in spans.totals().values())
+    assert total == pytest.approx((recorder.mark - begun) / 1e9, abs=1e-12)
+    assert total >= 3 * SHORT_S
+
+
+def test_a_span_in_one_of_its_own_name_counts_twice_and_its_time_once(pause):
+    with spans.span("save"):
+        pause(1)
+        with spans.span("save"):
+            pause(2)
+        pause(4)
+    assert spans.totals()["save"] == (2, 7.0)
+    assert open_spans() == 0
+
+
+def test_time_goes_on_in_the_outer_span_after_an_exception(pause):
+    def fail():
+        with spans.span("data"):
+            pause(1)
+            raise KeyError
+
+    with spans.span("evaluate"), pytest.raises(KeyError):
+        fail()
+    pause(2)
+    assert seconds() == {"data": 1, "other": 2}
+
+
+def test_a_span_that_was_never_left_goes_with_the_one_around_it(pause):
+    with spans.span("evaluate"):
+        spans.begin("data")
+        pause(1)
+        spans.begin("collective")
+    pause(2)
+    assert open_spans() == 0
+    assert seconds() == {"data": 1, "other": 2}
+
+
+def test_a_generator_that_is_closed_late_takes_no_other_span_with_it(pause):
+    def batches():
+        with spans.span("mine"):
+            yield 1
+
+    left = batches()
+    next(left)
+    with spans.span("evaluate"):
+        pause(1)
+    left.close()
+    pause(2)
+    assert open_spans() == 0
+    assert seconds() == {"evaluate": 1, "other": 2}
+
+
+def test_a_span_is_left_by_its_name_whatever_was_left_open_or_closed_in_it(pause):
+    spans.begin("setup")
+    generate = spans.span("mine")
+    generate.__enter__()
+    spans.begin("step")
+    generate.__exit__(None, None, None)  # a generator that is collected in a step takes the step with it
+    spans.end("step")
+    pause(1)
+    spans.begin("data")
+    spans.begin("collective")  # never left
+    spans.end("data")
+    pause(2)
+    assert seconds() == {"setup": 3}
+    spans.end("setup")
+    assert open_spans() == 0
+
+
+def test_leaving_more_often_than_entering_does_nothing(pause):
+    spans.end()
+    spans.end("compile")
+    spans.end("never heard of")
+    pause(1)
+    assert seconds() == {"other": 1}
+
+
+def test_outermost_counts_only_where_no_span_is_open(pause):
+    with spans.outermost("collective"):
+        pause(1)
+    with spans.span("save"), spans.outermost("collective"):
+        pause(2)
+    assert seconds() == {"collective": 1, "save": 2}
+
+
+def test_outermost_inside_itself_counts_once(pause):
+    with spans.outermost("collective"), spans.outermost("collective"):
+        pause(1)
+    pause(2)
+    assert spans.totals()["collective"] == (1, 1.0)
+    assert seconds()["other"] == 2
+
+
+def test_what_a_span_took_can_be_moved_to_another_one_later(pause):
+    with spans.span("step"):
+        pause(1)
+        move = spans.moving("step")
+        pause(2)
+        with spans.span("agree"):
+            pause(4)
+        pause(8)
+        move("search")
+        pause(16)
+    assert seconds() == {"step": 17, "agree": 4, "search": 10}
+
+
+def test_what_other_threads_do_is_not_counted(pause):
+    def work():
+        move = spans.moving("step")
+        with spans.span("save"), spans.outermost("collective"):
+            spans.begin("data")
+            spans.end()
+        move("search")
+        spans.end()
+
+    with spans.span("evaluate"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert open_spans() == 1
+        pause(1)
+    assert {name: total for name, total in spans.totals().items() if total.count} == {"evaluate": (1, 1.0)}
+
+
+def test_a_fork_counts_for_itself(pause):
+    with spans.span("evaluate"):
+        child = os.fork()
+        if child == 0:
+            pause(8)
+            spans.begin("data")
+            os._exit(open_spans())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        pause(1)
+    assert seconds() == {"evaluate": 1}
+
+
+@pytest.mark.parametrize(
+    "name", ["", "x" * 61, "two\nlines", 7, None, ["save"]], ids=["empty", "long", "unprintable", "number", "none", "list"]
+)
+def test_a_name_is_a_short_text(name):
+    with pytest.raises(ConfigError, match="span: a name is a text of 1 to 60 printable characters, got"):
+        spans.span(name)
+
+
+def test_an_unknown_cause_is_refused():
+    with pytest.raises(ConfigError, match=r"span: cause must be one of compute, data, .*, got 'fun'"):
+        spans.span("mine", "fun")
+
+
+def test_a_name_has_one_cause():
+    spans.span("mine", "data")
+    spans.span("mine")
+    with pytest.raises(ConfigError, match="span: 'mine' counts as data already, got cause='setup'; choose another name"):
+        spans.span("mine", "setup")
+    with pytest.raises(ConfigError, match="span: 'save' counts as checkpoint already"):
+        spans.span("save", "data")
+
+
+def test_time_by_cause_has_all_causes(pause):
+    with spans.span("generate", "evaluation"):
+        pause(1)
+    with spans.span("evaluate"):
+        pause(2)
+    with spans.span("think"):
+        pause(4)
+    found = spans.by_cause(spans.totals())
+    assert list(found) == list(spans.CAUSES)
+    assert {cause: spent for cause, spent in found.items() if spent} == {"evaluation": 3, "other": 4}
+
+
+def test_names_without_end_become_other(pause):
+    for step in range(500):
+        with spans.span(f"step {step}"):
+            pause(1)
+    found = spans.totals()
+    assert len(found) <= spans._NAMES + 1
+    assert found["step 0"] == (1, 1.0)
+    assert "step 499" not in found
+    assert sum(total.seconds for total in found.values()) == 500
+    assert open_spans() == 0
+
+
+def test_steps_are_counted_where_the_clock_ticks():
+    for step in (1, 2):
+        for _ in range(3):
+            spans.begin("step", 0)
+            spans.end()
+        spans.stepped(step, samples=8 * step, tokens=64 * step)
+    assert spans.totals()["step"].count == 2
+    assert spans.position() == (2, 16, 128)
+
+
+def test_a_listener_is_told_of_steps_that_are_due(pause):
+    listener = Listener()
+    spans.listen(listener)
+    spans.look_again(step=3, in_s=10)
+    told = []
+    for step in range(1, 5):
+        spans.stepped(step, samples=0, tokens=0)
+        told.append(listener.steps)
+    assert told == [0, 0, 1, 2]
+    spans.look_again(step=100, in_s=10)
+    with spans.span("step"):
+        pause(10)
+    spans.stepped(5, samples=0, tokens=0)
+    assert listener.steps == 3
+
+
+def test_events_are_kept_until_somebody_listens():
+    for step in range(300):
+        spans.event("saved", step=step)
+    listener = Listener()
+    unheard = spans.listen(listener)
+    assert [event["step"] for event in unheard] == list(range(100, 300))
+    spans.event("stop", step=1)
+    assert [event["name"] for event in listener.events] == ["stop"]
+    assert spans.listen(None) == []
+    assert spans.listen(listener) == []
+
+
+def test_fields_of_an_event_do_not_hide_its_name_and_time():
+    spans.event("dropped", name="jsonl", at=0, sink="jsonl")
+    (event,) = spans.listen(Listener())
+    assert event["name"] == "dropped"
+    assert event["at"] > 1e9
+    assert event["sink"] == "jsonl"

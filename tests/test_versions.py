@@ -1,0 +1,61 @@
+"""Which code runs: versions without an import of what they are of, and commits read from files that git has."""
+
+import platform
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+import dtrain
+from dtrain.versions import git_commit, versions
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_versions_are_those_installed_and_cost_no_import():
+    seen = versions()
+    assert seen == {"dtrain": dtrain.__version__, "python": platform.python_version(), "torch": metadata.version("torch")}
+    code = "import sys; from dtrain.versions import versions; versions(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90).stdout == "False\n"
+
+
+def git_folder(root, head):
+    (root / ".git").mkdir()
+    (root / ".git" / "HEAD").write_text(head)
+    return root / ".git"
+
+
+def test_commit_of_a_branch_is_found_from_a_folder_below(tmp_path):
+    git = git_folder(tmp_path, "ref: refs/heads/topic/a\n")
+    (git / "refs" / "heads" / "topic").mkdir(parents=True)
+    (git / "refs" / "heads" / "topic" / "a").write_text(f"{COMMIT}\n")
+    (tmp_path / "below").mkdir()
+    assert git_commit(tmp_path / "below") == COMMIT
+
+
+def test_commit_that_is_packed_or_checked_out_by_itself_is_found(tmp_path):
+    git = git_folder(tmp_path, "ref: refs/heads/main\n")
+    (git / "packed-refs").write_text(f"# pack-refs\n{'1' * 40} refs/heads/not/main\n{COMMIT} refs/heads/main\n")
+    assert git_commit(tmp_path) == COMMIT
+    (git / "HEAD").write_text(f"{COMMIT}\n")
+    assert git_commit(tmp_path) == COMMIT
+
+
+def test_commit_of_a_further_work_tree_is_found(tmp_path):
+    (tmp_path / "first").mkdir()
+    git = git_folder(tmp_path / "first", "ref: refs/heads/main\n")
+    (git / "packed-refs").write_text(f"{COMMIT} refs/heads/topic\n")
+    (git / "worktrees" / "second").mkdir(parents=True)
+    (git / "worktrees" / "second" / "HEAD").write_text("ref: refs/heads/topic\n")
+    (git / "worktrees" / "second" / "commondir").write_text("../..\n")
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / ".git").write_text(f"gitdir: {git / 'worktrees' / 'second'}\n")
+    assert git_commit(tmp_path / "second") == COMMIT
+
+
+@pytest.mark.parametrize("head", ["ref: refs/heads/main\n", "not a hash\n", "\udcff", ""])
+def test_commit_that_cannot_be_told_is_none(tmp_path, head):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "HEAD").write_bytes(head.encode(errors="surrogateescape"))
+    assert git_commit(tmp_path) is None
