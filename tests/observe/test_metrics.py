@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 
@@ -8,7 +6,6 @@ from dtrain.dist.init import current
 from dtrain.errors import ConfigError, StepError
 from dtrain.observe.metrics import reduce_metrics, tokens_per_second
 from dtrain.observe.progress import progress_line
-from dtrain.observe.sinks import jsonl, read_jsonl
 from dtrain.types import Metric, add_metrics
 
 
@@ -90,45 +87,3 @@ def test_progress_line_says_where_the_run_is():
 
 def test_tokens_per_second_of_no_time_is_zero():
     assert tokens_per_second(Clock(), Clock()) == 0.0
-
-
-def test_jsonl_keeps_the_last_record_of_a_step(tmp_path):
-    path = tmp_path / "deep" / "run.jsonl"
-    log = jsonl(path)
-    log(1, {"loss": 2.5})
-    log(2, {"loss": 0.1 + 0.2})
-    jsonl(path)(2, {"loss": 0.25})
-    assert read_jsonl(path) == {1: {"step": 1, "loss": 2.5}, 2: {"step": 2, "loss": 0.25}}
-    assert json.loads(path.read_text().splitlines()[1])["loss"] == 0.1 + 0.2, "floats survive exactly"
-
-
-def test_jsonl_goes_on_after_half_a_line(tmp_path):
-    path = tmp_path / "run.jsonl"
-    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    jsonl(path)(2, {"loss": 1.0})
-    assert read_jsonl(path) == {1: {"step": 1, "loss": 2.0}, 2: {"step": 2, "loss": 1.0}}
-
-
-def test_a_log_that_cannot_be_written_warns_once_and_never_raises(tmp_path):
-    (tmp_path / "run.jsonl").mkdir()
-    log = jsonl(tmp_path / "run.jsonl")
-    with pytest.warns(UserWarning, match="metrics are no longer logged"):
-        log(1, {"loss": 1.0})
-    log(2, {"loss": 1.0})
-
-
-def test_a_value_that_is_no_number_is_left_out_with_a_warning(tmp_path):
-    log = jsonl(tmp_path / "run.jsonl")
-    with pytest.warns(UserWarning, match="step 1 is not logged, only plain numbers are"):
-        log(1, {"loss": torch.tensor(1.0)})
-    log(2, {"loss": 1.0})
-    assert list(read_jsonl(tmp_path / "run.jsonl")) == [2]
-
-
-def log_everywhere(path: str) -> None:
-    jsonl(path)(current().rank, {"loss": 1.0})
-
-
-def test_only_rank_0_writes(ranks, tmp_path):
-    ranks(2).run(log_everywhere, str(tmp_path / "run.jsonl"))
-    assert list(read_jsonl(tmp_path / "run.jsonl")) == [0]

@@ -22,6 +22,7 @@ from dtrain.storage.parts import for_each_part
 Buffer = bytes | bytearray | memoryview
 _MOST_BUFFERS = 1024  # that the system takes in one call (IOV_MAX)
 _DIRECT_FROM = 16 * 2**20  # bytes of a file: what is smaller, the page cache takes as fast
+_APPENDED = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
 
 @contextmanager
@@ -294,8 +295,11 @@ def append_line(path: Path, line: str) -> None:
 
     A writer that was killed may have left half a line: it is ended first, so that this one is whole.
     """
-    make_folders(path.parent)
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        handle = os.open(path, _APPENDED, 0o644)
+    except FileNotFoundError:  # looked for only then: this is called where every microsecond counts
+        make_folders(path.parent)
+        handle = os.open(path, _APPENDED, 0o644)
     try:
         with _naming(path):
             size = os.fstat(handle).st_size
