@@ -8,7 +8,8 @@
     ├── StepError (RuntimeError)            a training step that cannot be made sense of (no weight, no gradient)
     │   └── DoesNotFitError                 the smallest microbatch needs more memory than there is
     ├── DistError (RuntimeError)            ranks that did not meet, or that disagree
-    │   └── PeerError                       this rank is fine; another one failed, and all of them stop
+    │   ├── PeerError                       this rank is fine; another one failed, and all of them stop
+    │   └── DesyncError                     ranks hold different values of what is to be the same on them
     ├── CheckpointError (RuntimeError)
     │   ├── DamagedCheckpointError          a committed checkpoint that fails verification
     │   └── CheckpointMismatchError         a sound checkpoint that does not fit what it is loaded into
@@ -49,6 +50,10 @@ class DistError(DtrainError, RuntimeError):
 
 class PeerError(DistError):
     """This rank is fine; another one failed, and all of them stop together."""
+
+
+class DesyncError(DistError):
+    """Ranks hold different values of what is to be the same on all of them."""
 
 
 class CheckpointError(DtrainError, RuntimeError):

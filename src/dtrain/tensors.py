@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtrain.errors import ConfigError
+from dtrain.types import index_on
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -364,3 +365,32 @@ def _reduced_square(shards: list[Tensor], where: tuple[DeviceMesh, tuple[int, ..
             if mesh.size(axis) > 1:
                 dist.all_reduce(square, group=mesh.get_group(axis))
     return square
+
+
+def local_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The L2 norm of this rank's part of each tensor: scalars ``[]``, at least float32, where the tensors are."""
+    return _norms([local(tensor).detach() for tensor in tensors]) if tensors else []
+
+
+def sum_over_cuts_(sums: Tensor, of: Sequence[Tensor]) -> None:
+    """Make sums over this rank's part of some tensors sums over all of each.
+
+    Args:
+        sums: ``[n]``, on the device of the tensors' meshes.
+        of: the ``n`` tensors, plain or DTensor.
+
+    Mutates: ``sums``.
+    Collective: one all-reduce per mesh axis and set of such axes that tensors are cut along, whatever their number.
+    """
+    groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = defaultdict(list)
+    for at, tensor in enumerate(of):
+        if (where := _sharded_on(tensor)) is not None:
+            groups[where].append(at)
+    for (mesh, axes), places in groups.items():
+        index = None if len(places) == len(of) else index_on(places, sums.device)
+        part = sums if index is None else sums[index]
+        for axis in axes:
+            if mesh.size(axis) > 1:
+                dist.all_reduce(part, group=mesh.get_group(axis))
+        if index is not None:
+            sums[index] = part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -96,6 +96,13 @@ def once(device: torch.device) -> Tensor:
         if type(one) is Tensor:  # not the fake one of a step that is only planned
             _ONES[device] = one
     return one
+
+
+def index_on(places: Sequence[int], device: torch.device) -> Tensor:
+    """``places`` as int64 ``[n]`` on ``device``. Host sync: none; a plain copy to a GPU waits for all that it has to do."""
+    if device.type != "cuda":
+        return torch.tensor(places, device=device)
+    return torch.tensor(places, pin_memory=True).to(device, non_blocking=True)
 
 
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:

@@ -13,13 +13,13 @@ import torch
 
 import dtrain as dt
 from battery.row import Row
-from battery.rows import batches, combinators, gradients, local, precision, rates, text, weights
+from battery.rows import batches, combinators, gradients, local, observe, precision, profiling, rates, text, weights
 from battery.rows.combinators import halved_loss as halved
 from dtrain.tensors import gathered
 
 ROWS: dict[str, Row] = {
     name: row
-    for part in (gradients, weights, local, batches, text, precision, rates, combinators)
+    for part in (gradients, weights, local, batches, text, precision, rates, combinators, observe, profiling)
     for name, row in part.ROWS.items()
 }
 

@@ -1,0 +1,1 @@
+"""When to stop: decisions from the numbers that a loop has, the same on every rank."""

@@ -1,0 +1,224 @@
+"""``early_stop`` and ``threshold_stop``: whether a metric says that a run has come far enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from dtrain import spans
+from dtrain.clock import Clock
+from dtrain.dist.collectives import all_gather_numbers
+from dtrain.durations import Duration
+from dtrain.errors import ConfigError, PeerError
+from dtrain.state import TrainState
+from dtrain.types import Plain
+
+Mode: TypeAlias = Literal["min", "max"]
+
+_SHARE = 1e-9  # of a run: rounding of two shares that are taken off each other
+
+
+def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, mode: Mode = "min") -> EarlyStop:
+    """A decision that stops a run whose metric has not become better for so long.
+
+    Call it where the metric is measured; it is plain data between calls, and goes into ``extra`` of a checkpoint::
+
+        stop = dt.early_stop("eval/loss", patience="2ep")
+        restored = dt.load_sharded("ckpt", state, extra={"stop": stop})
+        ...
+            if stop(state, dt.evaluate(...)):
+                break
+
+    Formula: better is ``value < best - min_delta`` (``"max"``: ``value > best + min_delta``); stop when
+    ``now - time of the best >= patience``
+
+    Args:
+        metric: its name among the numbers.
+        patience: in any unit of the clock: ``"2ep"``, ``"1_000ba"``, ``"1e9tok"``, ``"0.1dur"``; an integer counts steps. It is
+            counted from the best value, or the first one; so with an evaluation each epoch, ``"2ep"`` allows for one that is
+            not better, and the second one stops.
+        min_delta: what is better by no more than this is not better, >= 0.
+        mode: whether less is better, or more. NaN is never better than anything.
+
+    Raises:
+        ConfigError: no name, no duration, a ``min_delta`` or ``mode`` that cannot be.
+
+    Source: Prechelt 1998, Early stopping, but when?, section 2 (its class UP, with a length of training for a count).
+
+    Example:
+        >>> stop, clock = early_stop("loss", patience=2), Clock()
+        >>> for loss in (3.0, 2.0, 2.5, float("nan")):
+        ...     clock = clock.tick(samples=1, tokens=0, seconds=0.1, end_of_epoch=False)
+        ...     print(stop.judge(clock, loss), stop.best)
+        False 3.0
+        False 2.0
+        False 2.0
+        True 2.0
+    """
+    return EarlyStop(metric, patience=patience, min_delta=min_delta, mode=mode)
+
+
+class EarlyStop:
+    """What ``early_stop`` makes: ``stop(state, numbers) -> bool``. ``best`` is the best value so far, None before the first."""
+
+    __slots__ = ("_at", "_better", "_metric", "_min_delta", "_patience", "best")
+
+    def __init__(self, metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, mode: Mode = "min") -> None:
+        _check("early_stop", metric, mode)
+        if isinstance(min_delta, bool) or not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
+            raise ConfigError(f"early_stop: needs a finite min_delta >= 0, got {min_delta=}")
+        self._metric, self._patience, self._min_delta = metric, Duration.parse(patience), float(min_delta)
+        self._better = -1.0 if mode == "min" else 1.0
+        self.best: float | None = None
+        self._at: float | None = None  # the clock's count, in the unit of the patience, at the best value or at the first call
+
+    def __call__(self, state: TrainState, numbers: Mapping[str, float]) -> bool:
+        """Take in the metric's value now. Whether the run is to stop: the same answer on every rank, by the value of rank 0.
+
+        Args:
+            state: the newest state; only its clock is read.
+            numbers: by name, as ``reduce_metrics`` or ``evaluate`` return them.
+
+        Mutates: the best value and its time.
+        Collective: one all-gather of two numbers on the control group; every rank must call it.
+        Host sync: none.
+
+        Raises:
+            ConfigError: the metric is not among ``numbers``, or is no number.
+            PeerError: so on another rank.
+        """
+        stop = self.judge(state.clock, _agreed("early_stop", self._metric, numbers))
+        if stop:
+            spans.event("early_stop", step=state.step, metric=self._metric, best=self.best)
+        return stop
+
+    def judge(self, clock: Clock, value: float) -> bool:
+        """The decision alone, from a value and a time. Mutates: the best value and its time."""
+        now = clock.count(self._patience.unit)
+        if self._at is None or self._is_better(value):
+            self._at = now
+        if self._is_better(value):
+            self.best = value
+        slack = _SHARE if self._patience.unit == "dur" else 0.0
+        return now - self._at >= self._patience.value - slack
+
+    def _is_better(self, value: float) -> bool:
+        if self.best is None:  # what is infinitely bad, or NaN, is no best value
+            return value * self._better > -math.inf
+        return (value - self.best) * self._better > self._min_delta
+
+    def state_dict(self) -> dict[str, Plain]:
+        """The best value, and when it was, in the unit of the patience."""
+        return {"best": self.best, "at": self._at, "unit": self._patience.unit}
+
+    def load_state_dict(self, state: Mapping[str, Plain]) -> None:
+        """Go on from what ``state_dict`` returned.
+
+        Mutates: the best value and its time.
+
+        Raises:
+            ConfigError: it was measured in another unit: ``patience`` was in epochs, say, and is in steps now.
+        """
+        if state.get("unit") != self._patience.unit:
+            raise ConfigError(
+                f"early_stop: the saved wait is in {state.get('unit')!r}, patience={str(self._patience)!r} now; keep the unit, "
+                "or leave it out of extra to begin anew"
+            )
+        best, at = state.get("best"), state.get("at")
+        self.best = float(best) if isinstance(best, int | float) else None
+        self._at = at if isinstance(at, int | float) else None
+
+    def __repr__(self) -> str:
+        return f"EarlyStop({self._metric!r}, patience={str(self._patience)!r}, best={self.best})"
+
+
+def threshold_stop(metric: str, threshold: float, *, mode: Mode = "min", stop_on_nan: bool = False) -> ThresholdStop:
+    """A decision that stops a run whose metric is as good as ``threshold``: ``stop(state, numbers) -> bool``.
+
+    Formula: stop when ``value <= threshold`` (``"max"``: ``value >= threshold``)
+
+    Args:
+        metric: its name among the numbers.
+        threshold: the value that is good enough.
+        mode: whether less is better, or more.
+        stop_on_nan: whether NaN stops the run, too.
+
+    Raises:
+        ConfigError: no name, a ``threshold`` that is no number, an unknown ``mode``.
+
+    Source: the target quality of a time-to-accuracy benchmark, Coleman et al. 2017, DAWNBench.
+
+    Example:
+        >>> stop = threshold_stop("accuracy", 0.9, mode="max")
+        >>> stop.judge(0.89), stop.judge(0.9), stop.judge(float("nan"))
+        (False, True, False)
+    """
+    return ThresholdStop(metric, threshold, mode=mode, stop_on_nan=stop_on_nan)
+
+
+class ThresholdStop:
+    """What ``threshold_stop`` makes. It keeps nothing from call to call."""
+
+    __slots__ = ("_better", "_metric", "_on_nan", "_threshold")
+
+    def __init__(self, metric: str, threshold: float, *, mode: Mode = "min", stop_on_nan: bool = False) -> None:
+        _check("threshold_stop", metric, mode)
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or math.isnan(threshold):
+            raise ConfigError(f"threshold_stop: needs a number as threshold, got {threshold!r}")
+        self._metric, self._threshold, self._on_nan = metric, float(threshold), stop_on_nan
+        self._better = -1.0 if mode == "min" else 1.0
+
+    def __call__(self, state: TrainState, numbers: Mapping[str, float]) -> bool:
+        """Whether the run is to stop: the same answer on every rank, by the value of rank 0.
+
+        Collective: one all-gather of two numbers on the control group; every rank must call it.
+        Host sync: none.
+
+        Raises:
+            ConfigError: the metric is not among ``numbers``, or is no number.
+            PeerError: so on another rank.
+        """
+        value = _agreed("threshold_stop", self._metric, numbers)
+        stop = self.judge(value)
+        if stop:
+            shown = value if math.isfinite(value) else str(value)
+            spans.event("threshold_stop", step=state.step, metric=self._metric, value=shown)
+        return stop
+
+    def judge(self, value: float) -> bool:
+        """The decision alone."""
+        if math.isnan(value):
+            return self._on_nan
+        return value * self._better >= self._threshold * self._better
+
+    def __repr__(self) -> str:
+        return f"ThresholdStop({self._metric!r}, {self._threshold:g}, mode={'min' if self._better < 0 else 'max'!r})"
+
+
+def _check(where: str, metric: str, mode: str) -> None:
+    if not isinstance(metric, str) or not metric:
+        raise ConfigError(f"{where}: metric is a name, as in {where}('eval/loss', ...), got {metric!r}")
+    if mode not in ("min", "max"):
+        raise ConfigError(f"{where}: mode must be 'min' (less is better) or 'max', got {mode!r}")
+
+
+def _agreed(where: str, metric: str, numbers: Mapping[str, float]) -> float:
+    """The value of rank 0, on every rank: numbers that were not reduced differ, and the decision must not."""
+    value, error = math.nan, None
+    if metric not in numbers:
+        error = ConfigError(f"{where}: there is no metric {metric!r}; there are {', '.join(sorted(numbers)) or 'none'}")
+    else:
+        try:
+            value = float(numbers[metric])
+        except (TypeError, ValueError):
+            error = ConfigError(f"{where}: the metric {metric!r} is no number, got {numbers[metric]!r}")
+    rows = all_gather_numbers([value, error is not None], where=where)
+    if error is not None:
+        raise error
+    failed = [rank for rank, (_, broken) in enumerate(rows) if broken]
+    if failed:
+        raise PeerError(
+            f"{where}: rank {failed[0]} has no number {metric!r} ({len(failed)} of {len(rows)} ranks); see its error"
+        )
+    return rows[0][0]
