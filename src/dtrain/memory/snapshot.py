@@ -15,7 +15,7 @@ from dtrain.errors import ConfigError
 from dtrain.memory.gauge import gauge_for
 from dtrain.memory.live import LiveStorage
 
-__all__ = ["write_snapshot"]
+__all__ = ["snapshot_suffix", "write_snapshot"]
 
 
 @runtime_checkable
@@ -57,3 +57,11 @@ def write_snapshot(path: storage.Place | str, *, largest: int = 1000) -> str:
             f"write_snapshot: nothing counts the tensors of device {info.device}; do it on CUDA or inside testing.memory_budget"
         )
     return str(target)
+
+
+def snapshot_suffix() -> str | None:
+    """What the name of a snapshot of this rank's device ends in, ``.json`` or ``.pickle``; None where there can be none."""
+    info = current()
+    if isinstance(gauge_for(info.device), _NamesStorages):
+        return ".json"
+    return ".pickle" if info.device.type == "cuda" else None
