@@ -12,12 +12,17 @@ from dtrain import __version__
 from dtrain.cli.checkpoints import app as checkpoints
 from dtrain.cli.data import app as data
 from dtrain.cli.env import env
+from dtrain.cli.hang import hang
 from dtrain.cli.help import GroupedCommand, PlainGroup
 from dtrain.cli.launch import launch
 from dtrain.cli.launch_options import EXAMPLES
 from dtrain.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from dtrain.cli.plan import plan
 from dtrain.cli.plot import app as plot
+from dtrain.cli.report import EXAMPLES as REPORT_EXAMPLES
+from dtrain.cli.report import report
+from dtrain.cli.top import EXAMPLES as TOP_EXAMPLES
+from dtrain.cli.top import top
 from dtrain.errors import ConfigError, DtrainError
 from dtrain.launch.output.outlet import occupy_standard_streams
 
@@ -42,7 +47,10 @@ app.command(
     context_settings={"allow_interspersed_args": False},  # what follows the script belongs to the script
 )(launch)
 app.command()(env)
+app.command()(hang)
 app.command(cls=GroupedCommand, epilog=PLAN_EXAMPLES)(plan)
+app.command(cls=GroupedCommand, epilog=REPORT_EXAMPLES)(report)
+app.command(cls=GroupedCommand, epilog=TOP_EXAMPLES)(top)
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(data, name="data")
 app.add_typer(plot, name="plot")

@@ -1,0 +1,118 @@
+"""``dtrain report``: what a run, or several, have left behind, as a page to look at."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dtrain import __version__
+from dtrain.cli.checkpoints.output import printable
+from dtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dtrain.report.model import Report
+
+EXAMPLES = """
+dtrain report runs/gpt                                   writes runs/gpt/report.html
+dtrain report runs/gpt runs/gpt-wide --output two.html   compares them
+dtrain report runs/gpt --json - | jq .runs[0].goodput
+dtrain report runs/gpt --png pictures
+"""
+
+_NOTHING = 1
+
+
+def report(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN_DIR", help="Folders of runs, as dt.open_run makes them.", show_default=False)
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help="Where the page goes; by default RUN_DIR/report.html, of several runs ./report.html, and no page with "
+            "--json or --png.",
+            show_default=False,
+        ),
+    ] = None,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write all of it as JSON; - for standard output.", show_default=False),
+    ] = None,
+    png: Annotated[
+        str | None,
+        typer.Option("--png", metavar="DIR", help="Write the charts as pictures, with matplotlib.", show_default=False),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the paths of what was written.")] = False,
+) -> int:
+    """Write a page: where the time of a run went, and more.
+
+    One HTML file that needs no network, with what the run learned, its speed, memory, restarts and checkpoints.
+
+    A run may still be going on, have been killed, or be damaged: the page shows what there is, and lists what is missing.
+
+    Exit codes: 0 written; 1 nothing in the folder could be read, or a file could not be written; 2 bad usage, or no run there.
+    """
+    from dtrain.report.reading.run import read_report
+    from dtrain.report.summary import summary
+
+    found = read_report(runs, version=__version__)
+    page = output
+    if output is None and json_file is None and png is None:
+        page = str(Path(runs[0] if len(runs) == 1 else ".") / "report.html")
+    written = []
+    if page is not None:
+        written.append(_write(page, _page(found), "--output"))
+    if json_file is not None and json_file != "-":
+        written.append(_write(json_file, _json(found), "--json"))
+    if png is not None:
+        written.append(_pictures(found, png))
+    if json_file == "-":
+        typer.echo(_json(found))
+    else:
+        for line in [] if quiet else summary(found):
+            typer.echo(printable(line))
+        for path in written:
+            typer.echo(printable(path))
+    return 0 if any(run.attempts or run.series or run.about for run in found.runs) else _NOTHING
+
+
+def _page(found: Report) -> str:
+    from dtrain.report.page.html import render
+
+    return render(found)
+
+
+def _json(found: Report) -> str:
+    from dtrain.report.model import to_json
+
+    return json.dumps(to_json(found), indent=1, allow_nan=False)
+
+
+def _pictures(found: Report, folder: str) -> str:
+    from dtrain.report.png import write_pngs
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_pngs(found, Path(folder))
+    return folder
+
+
+def _write(path: str, text: str, option: str) -> str:
+    """Write a file as a whole, or leave what was there: a browser may have it open, and a disk may be full."""
+    place = Path(path)
+    if not place.parent.is_dir() or place.is_dir():
+        what = "is a folder" if place.is_dir() else "is in a folder that is not there"
+        raise ConfigError(f"report: {option} {what}, got {path!r}; give a file in a folder that there is")
+    partial = place.with_name(f".{place.name[:100]}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8", errors="replace")
+        partial.replace(place)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"report: {path}: {error.strerror}; give another place with {option}") from error
+    return path

@@ -1,0 +1,162 @@
+"""The charts of a report as pictures: dark on white, for papers and slides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain.errors import ConfigError
+from dtrain.report.model import Report
+from dtrain.report.page.causes import CAUSES, known
+from dtrain.report.page.charts import AXES, BarChart, Chart, Line, LineChart, Rule, TimeChart
+from dtrain.report.page.draw import axis_of
+from dtrain.report.page.figures import all_charts
+from dtrain.report.page.parts import is_empty
+from dtrain.report.page.scales import Kind, tick_labels, ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6100", "#56b4e9", "#3d444d", "#6a51b5")
+DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 3)), (0, (4, 4)), (0, (6, 2, 1, 2, 1, 2)), (0, (1, 4)))
+INK = "#16191d"
+_LOOKS = {cause.name: cause for cause in CAUSES}
+
+
+def write_pngs(report: Report, folder: str | Path) -> list[Path]:
+    """One picture for each chart of the page that has something on it, named after the chart: ``loss.png``, ``time.png``, ...
+
+    Args:
+        report: what to draw.
+        folder: where to; made if it is not there.
+
+    Returns:
+        The files, in the order of the page.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    folder = Path(folder)
+    drawn = [(chart, _figure(chart)) for chart in all_charts(report) if not is_empty(chart)]
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for chart, figure in drawn:
+        paths.append(folder / f"{chart.key}.png")
+        figure.savefig(paths[-1], dpi=150, facecolor="white")
+    return paths
+
+
+def _figure(chart: Chart) -> Figure:
+    # Made without pyplot, which would keep it in a list of its own and may look for a display.
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError('report: pictures need the package matplotlib: pip install "dtrain[report]"') from None
+    with rc_context({"hatch.linewidth": 0.6}):
+        high = 4.0 if not isinstance(chart, BarChart) else 1.2 + 0.3 * len(chart.rows)
+        figure = Figure(figsize=(8.0, high), layout="constrained")
+        axes = figure.subplots()
+        if isinstance(chart, LineChart):
+            _lines(axes, chart)
+        elif isinstance(chart, TimeChart):
+            _columns(axes, chart)
+        else:
+            _bars(axes, chart)
+    axes.set_title(_plain(chart.title), loc="left", color=INK, fontsize=12)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _plain(text: str) -> str:
+    return text.replace("$", r"\$")  # which would begin a formula
+
+
+def _lines(axes: Axes, chart: LineChart) -> None:
+    axis = axis_of(chart)
+    for number, line in enumerate(chart.lines):
+        finite = [value if math.isfinite(value) else math.nan for value in line.values]
+        colour = COLOURS[number % len(COLOURS)]
+        style = (
+            {"linestyle": "", "marker": "o"} if chart.dots else {"linestyle": DASHES[number % len(DASHES)], "linewidth": 1.4}
+        )
+        axes.plot(list(line.over[axis]), finite, color=colour, label=_plain(line.name), **style)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.0) if chart.zero and low > -high else low, high)
+    for line in chart.lines:
+        _marks(axes, line, list(line.over[axis]))
+    _rules(axes, chart.rules, axis)
+    axes.set_xlabel(axis)
+    axes.grid(visible=True, axis="y", alpha=0.3)
+    _labels(axes, chart.kind, AXES[axis])
+    if len(chart.lines) > 1:
+        axes.legend(frameon=False, fontsize=8, loc="best")
+
+
+def _marks(axes: Axes, line: Line, places: list[float]) -> None:
+    transform = axes.get_xaxis_transform()
+    kinds = {
+        "x": (0.02, math.isnan),
+        "^": (0.98, lambda value: value == math.inf),
+        "v": (0.02, lambda value: value == -math.inf),
+    }
+    for marker, (height, fits) in kinds.items():
+        found = [x for x, value in zip(places, line.values, strict=True) if fits(value)]
+        if found:
+            axes.plot(found, [height] * len(found), marker, color="#b3400a", transform=transform, clip_on=False)
+
+
+def _rules(axes: Axes, rules: Iterable[Rule], axis: str) -> None:
+    for rule in rules:
+        for place, at in rule.at.items():
+            if place == axis:
+                axes.axvline(at, color="#b3400a" if rule.bad else "#565f6b", linestyle="-" if rule.bad else "--", linewidth=1)
+
+
+def _columns(axes: Axes, chart: TimeChart) -> None:
+    names = [cause.name for cause in CAUSES if any(cause.name in known(column.causes) for column in chart.columns)]
+    below = [0.0] * (len(chart.columns) + 1)
+    starts, widths = [column.start for column in chart.columns], [column.end - column.start for column in chart.columns]
+    for name in names:
+        shares = [min(known(column.causes).get(name, 0.0) / width, 1.0) if width > 0 else 0.0
+                  for column, width in zip(chart.columns, widths, strict=True)]  # fmt: skip
+        top = [low + share for low, share in zip(below, [*shares, shares[-1]], strict=True)]
+        edges = [*starts, starts[-1] + widths[-1]]
+        _fill([axes.fill_between(edges, below, top, step="post", label=_LOOKS[name].label)], name)
+        below = top
+    _rules(axes, chart.rules, "time")
+    axes.set_ylim(0, 1)
+    axes.set_xlim(starts[0], starts[-1] + widths[-1])
+    axes.set_xlabel("time")
+    _labels(axes, "percent", "seconds")
+    axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+
+
+def _bars(axes: Axes, chart: BarChart) -> None:
+    rows = list(range(len(chart.rows)))
+    left = [0.0] * len(rows)
+    for name in [cause.name for cause in CAUSES if any(cause.name in known(seconds) for _, seconds in chart.rows)]:
+        spent = [known(seconds).get(name, 0.0) for _, seconds in chart.rows]
+        _fill(axes.barh(rows, spent, 0.75, left=left, label=_LOOKS[name].label), name)
+        left = [start + length for start, length in zip(left, spent, strict=True)]
+    axes.set_yticks(rows, [_plain(name) for name, _ in chart.rows])
+    axes.invert_yaxis()
+    low, high = axes.get_xlim()
+    found = ticks(low, high, "seconds")
+    axes.set_xticks(found, tick_labels(found, "seconds"))
+    axes.figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=5, loc="outside lower center")
+
+
+def _fill(bars: Any, name: str) -> None:
+    for bar in bars:
+        bar.set(facecolor=_LOOKS[name].light, hatch=_LOOKS[name].hatch or None, edgecolor="#00000059", linewidth=0)
+
+
+def _labels(axes: Axes, up: Kind, across: Kind) -> None:
+    for limits, kind, put in ((axes.get_ylim(), up, axes.set_yticks), (axes.get_xlim(), across, axes.set_xticks)):
+        low, high = sorted(limits)
+        found = [tick for tick in ticks(low, high, kind) if low <= tick <= high]
+        put(found, tick_labels(found, kind))

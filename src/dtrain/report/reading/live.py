@@ -1,0 +1,206 @@
+"""A run while it goes on: its files read as they grow, and what matters of them now."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtrain import runs
+from dtrain.report.reading.attempts import host_of
+from dtrain.report.reading.curve import FIRST_CAUSE, SAMPLES, TOKENS, Curve, minus, seconds_of
+from dtrain.report.reading.events import OF_ALL_RANKS
+from dtrain.report.reading.folder import ledger_files
+from dtrain.report.reading.ledger import RankAttemptLines, RankLedger
+from dtrain.report.reading.lines import Lines, Row
+from dtrain.report.reading.metrics import STEP, TIME, number_of
+from dtrain.spans import CAUSES, Cause
+
+_RECENT_S = 60.0  # what "now" means: a few lines of a ledger
+_EVENTS = 200
+_SHARES: tuple[Cause, ...] = ("compute", "data", "stall", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankNow:
+    """A rank in its newest attempt.
+
+    Args:
+        rank: which.
+        host: where.
+        step: steps done.
+        age_s: since its last line.
+        shares: of the last minute, by cause.
+        rss_bytes: its memory, None if it did not say.
+        closed: how it ended, None as long as it has not.
+    """
+
+    rank: int
+    host: str
+    step: int
+    age_s: float
+    shares: dict[str, float]
+    rss_bytes: float | None
+    closed: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Now:
+    """A run at this moment.
+
+    Args:
+        attempt: the newest; 0 before the first.
+        step: steps done.
+        seconds: since the newest attempt was started.
+        metrics: the newest value of each.
+        steps_per_s: of the last minute, None if nothing was counted; so for the next two.
+        samples_per_s: see above.
+        tokens_per_s: see above.
+        goodput: compute over wall time of the newest attempt, mean over ranks; None without a ledger.
+        ranks: of the newest attempt.
+        events: the newest last: moment, rank, and the line.
+        unreadable: lines.
+    """
+
+    attempt: int
+    step: int
+    seconds: float
+    metrics: dict[str, float]
+    steps_per_s: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    goodput: float | None
+    ranks: list[RankNow]
+    events: list[tuple[float, int, Row]]
+    unreadable: int
+
+    @property
+    def ended(self) -> bool:
+        """Whether every rank has said that it ended."""
+        return bool(self.ranks) and all(each.closed for each in self.ranks)
+
+
+class Live:
+    """The folder of a run that may not be there yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ledgers: dict[int, tuple[RankLedger, Lines]] = {}
+        self._metrics: Lines = Lines(folder / runs.METRICS)
+        self._identity: int | None = None
+        self._newest: dict[str, float] = {}
+        self._step, self._step_at = 0, math.nan
+        self._events: deque[tuple[float, int, Row]] = deque(maxlen=_EVENTS)
+        self._told: dict[tuple[int, int], int] = {}
+
+    def look(self, now: float) -> Now:
+        """Read what is new.
+
+        Args:
+            now: seconds since 1970.
+        """
+        for rank, path in ledger_files(self._folder).items():
+            if rank not in self._ledgers:
+                self._ledgers[rank] = RankLedger(rank), Lines(path)
+        for ledger, lines in self._ledgers.values():
+            for rows in _new(lines):
+                ledger.add(rows)
+        self._read_metrics()
+        return self._now(now)
+
+    def _read_metrics(self) -> None:
+        try:
+            identity = self._metrics.path.stat().st_ino
+        except OSError:
+            return
+        if identity != self._identity:  # rotated: a new file of the same name
+            self._metrics, self._identity = Lines(self._metrics.path), identity
+        for rows in _new(self._metrics):
+            for row in rows:
+                step = row.get("step")
+                if isinstance(step, int):
+                    self._step, self._step_at = step, number_of(row.get(TIME)) or math.nan
+                named = ((name, number_of(value)) for name, value in row.items() if name not in (STEP, TIME))
+                self._newest |= {name: value for name, value in named if value is not None}
+
+    def _now(self, now: float) -> Now:
+        newest = max((number for ledger, _ in self._ledgers.values() for number in ledger.attempts), default=0)
+        here = {
+            rank: lines
+            for rank, (ledger, _) in self._ledgers.items()
+            if (lines := ledger.attempts.get(newest)) is not None and lines.curve.at
+        }
+        for rank, lines in here.items():
+            seen = self._told.get((rank, newest), 0)
+            new = (event for event in lines.events[seen:] if rank == min(here) or event["name"] not in OF_ALL_RANKS)
+            self._events.extend((event["at"], rank, event) for event in new)
+            self._told[rank, newest] = len(lines.events)
+        first = here[min(here)].curve if here else None
+        begin = min((lines.curve.at[0] for lines in here.values()), default=now)
+        ends = max((lines.ended_at for lines in here.values()), default=now)
+        logged = [self._step] if not here or self._step_at >= begin else []  # newer than a line of the ledger, which comes late
+        ended = bool(here) and all(lines.closed for lines in here.values())
+        speeds = _speeds(first) if first else (None, None, None)
+        return Now(
+            attempt=newest,
+            step=max([*logged, *(lines.last_step for lines in here.values())], default=0),
+            seconds=max(0.0, (ends if ended else now) - begin),
+            metrics=dict(self._newest),
+            steps_per_s=speeds[0],
+            samples_per_s=speeds[1],
+            tokens_per_s=speeds[2],
+            goodput=_goodput(here),
+            ranks=[_rank_now(rank, lines, now) for rank, lines in sorted(here.items())],
+            events=sorted(self._events, key=lambda each: each[0]),
+            unreadable=self._metrics.unreadable + sum(lines.unreadable for _, lines in self._ledgers.values()),
+        )
+
+
+def _new(lines: Lines) -> list[list[Row]]:
+    try:
+        return list(lines.batches())
+    except OSError:  # not there yet, or no longer
+        return []
+
+
+def _recent(curve: Curve) -> tuple[float, float, list[float]]:
+    """Seconds, steps and totals of the last minute."""
+    end = curve.at[-1]
+    begin = max(end - _RECENT_S, curve.at[0])
+    return end - begin, curve.step[-1] - curve.step_by(begin), minus(curve.point(-1), curve.by(begin))
+
+
+def _speeds(curve: Curve) -> tuple[float | None, float | None, float | None]:
+    seconds, steps, totals = _recent(curve)
+    if seconds <= 0:
+        return None, None, None
+    samples, tokens = totals[SAMPLES], totals[TOKENS]
+    return steps / seconds, samples / seconds if samples > 0 else None, tokens / seconds if tokens > 0 else None
+
+
+def _goodput(here: Mapping[int, RankAttemptLines]) -> float | None:
+    shares = []
+    for lines in here.values():
+        totals = lines.curve.point(-1)
+        if (spent := sum(totals[FIRST_CAUSE:])) > 0:
+            shares.append(seconds_of(totals, "compute") / spent)
+    return sum(shares) / len(shares) if shares else None
+
+
+def _rank_now(rank: int, lines: RankAttemptLines, now: float) -> RankNow:
+    _, _, totals = _recent(lines.curve)
+    spent = sum(totals[FIRST_CAUSE:])
+    rss = lines.gauges.get("rss_bytes")
+    reason: Any = lines.closed.get("reason") if lines.closed else None
+    return RankNow(
+        rank=rank,
+        host=host_of(lines),
+        step=lines.last_step,
+        age_s=max(0.0, now - lines.ended_at),
+        shares={cause: seconds_of(totals, cause) / spent for cause in CAUSES if cause in _SHARES} if spent > 0 else {},
+        rss_bytes=rss[-1] if rss and math.isfinite(rss[-1]) else None,
+        closed=None if reason is None else str(reason)[:20],
+    )

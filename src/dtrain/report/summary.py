@@ -1,0 +1,81 @@
+"""A report in ten lines, for the terminal."""
+
+from __future__ import annotations
+
+from dtrain.report.model import Report, RunReport
+from dtrain.report.words import count, duration
+
+_CAUSES, _SERIES, _NAME, _LINES = 6, 3, 40, 10
+
+
+def summary(report: Report) -> list[str]:
+    """What matters most, in at most ten lines: of one run in full, of several a line each."""
+    if len(report.runs) == 1:
+        lines = _run(report.runs[0])
+    else:
+        shown = report.runs[: _LINES - 2]
+        lines = [f"{_short(run.name)}: {_state(run)}{_goodput(run, ', ')}{_loss(run)}" for run in shown]
+        if len(shown) < len(report.runs):
+            lines.append(f"and {count(len(report.runs) - len(shown), 'more run')}")
+    if report.problems:
+        more = len(report.problems) - 1
+        rest = f" (and {more} more, in the report)" if more else ""
+        lines.append(f"missing: {report.problems[0][:200]}{rest}")
+    return lines
+
+
+def _run(run: RunReport) -> list[str]:
+    lines = [f"{_short(run.name)}: {_state(run)}"]
+    found = run.goodput
+    if found is not None:
+        lines.append(
+            f"goodput: {found.share:.1%}, {duration(found.productive_s)} of {duration(found.total_s)} in steps that count"
+        )
+        most = sorted(((spent, cause) for cause, spent in found.by_cause.items()), reverse=True)[:_CAUSES]
+        if found.total_s > 0:
+            lines.append("time: " + ", ".join(f"{cause} {spent / found.total_s:.1%}" for spent, cause in most))
+    if len(run.attempts) > 1 and found is not None:
+        lost = sum(each.lost_steps for each in run.attempts)
+        lines.append(
+            f"restarts: {len(run.attempts) - 1}; down {duration(found.down_s)}, set up again {duration(found.again_s)}, "
+            f"lost {count(lost, 'step')} and {duration(found.lost_s)}"
+        )
+    if errors := [f"attempt {each.number}, {each.error}" for each in run.attempts if each.error]:
+        lines.append(f"failed: {errors[-1][:200]}")
+    if run.checkpoint_count:
+        held = [each.held_s for each in run.checkpoints if each.held_s is not None]
+        stall = f"; held training for {duration(sum(held))} in all, {duration(max(held))} at most" if held else ""
+        lines.append(f"checkpoints: {run.checkpoint_count}{stall}")
+    if run.slowest:
+        lines.append(f"slow: {run.slowest[0].text[:200]}")
+    if text := _series(run):
+        lines.append(f"metrics: {text}")
+    return lines
+
+
+def _state(run: RunReport) -> str:
+    if not run.attempts:
+        last = max((series.last_step for series in run.series.values()), default=None)
+        return "no ledger" if last is None else f"no ledger; step {last:,}"
+    last_attempt = run.attempts[-1]
+    ranks = count(last_attempt.world_size, "rank")
+    return f"{last_attempt.how} at step {last_attempt.last_step:,}, after {duration(run.duration_s)} on {ranks}"
+
+
+def _goodput(run: RunReport, before: str) -> str:
+    return "" if run.goodput is None else f"{before}goodput {run.goodput.share:.1%}"
+
+
+def _loss(run: RunReport) -> str:
+    last = run.series["loss"].last if "loss" in run.series else None
+    return "" if last is None else f", loss {last:.4g}"
+
+
+def _series(run: RunReport) -> str:
+    names = sorted(run.series, key=lambda name: ("loss" not in name, "/" in name, name))[:_SERIES]
+    values = [(name, run.series[name].last) for name in names]
+    return ", ".join(f"{_short(name)} {'not finite' if value is None else format(value, '.4g')}" for name, value in values)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _NAME else name[: _NAME - 1] + "…"

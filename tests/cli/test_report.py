@@ -1,0 +1,120 @@
+"""``dtrain report``: what it writes and prints, its exit codes, and one line for each mistake."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from dtrain.cli import main
+from runs_made import KILLED_TWICE, Part, write_run
+
+
+@pytest.fixture
+def report(monkeypatch, capsys, tmp_path):
+    """``report(*args)``: the exit code of the command, what it printed, and what it complained about; ``gpt`` is a run."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "gpt", KILLED_TWICE, straggler=1)
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["dtrain", "report", *args])
+        with pytest.raises(SystemExit) as end:
+            main.run()
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_page_and_ten_lines(report, tmp_path):
+    code, out, err = report("gpt")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) <= 10
+    assert lines[0] == "gpt: done at step 1,000, after 10 m 20 s on 2 ranks"
+    assert lines[1] == "goodput: 53.3%, 5 m 31 s of 10 m 20 s in steps that count"
+    assert lines[3] == "restarts: 2; down 1 m 05 s, set up again 18 s, lost 60 steps and 30 s"
+    assert "failed: attempt 2, rank 0: RuntimeError: CUDA error: device-side assert" in lines
+    assert lines[-1] == "gpt/report.html"
+    assert (tmp_path / "gpt" / "report.html").read_text().startswith("<!doctype html>")
+    assert sorted(os.listdir(tmp_path / "gpt")) == ["attempts", "ledger", "metrics.jsonl", "report.html"]
+
+
+def test_the_page_goes_where_it_is_told(report, tmp_path):
+    assert report("gpt", "--output", "page.html", "--quiet") == (0, "page.html\n", "")
+    assert (tmp_path / "page.html").is_file()
+    assert not (tmp_path / "gpt" / "report.html").exists()
+
+
+def test_json_is_the_model(report, tmp_path):
+    code, out, err = report("gpt", "--json", "-")
+    found = json.loads(out)
+    assert (code, err, found["format"], found["runs"][0]["attempts"][1]["lost_steps"]) == (0, "", 1, 20)
+    assert not (tmp_path / "gpt" / "report.html").exists()
+    assert report("gpt", "--json", "all.json", "--quiet") == (0, "all.json\n", "")
+    again = json.loads((tmp_path / "all.json").read_text())
+    assert again | {"written_at": 0} == found | {"written_at": 0}
+
+
+def test_several_runs_are_compared(report, tmp_path):
+    write_run(tmp_path / "wide", [Part(begin=0, end=100)])
+    code, out, err = report("gpt", "wide")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1].startswith("wide: done at step 100, after 58 s on 2 ranks, goodput 70.")
+    assert out.splitlines()[-1] == "report.html"
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_damaged_run_is_shown_with_what_is_missing(report, tmp_path):
+    (tmp_path / "gpt" / "ledger" / "rank-00001.jsonl").unlink()
+    code, out, _ = report("gpt")
+    assert code == 0
+    assert "missing: attempt 1: nothing from rank 1 of 2; means are over those there (and 2 more, in the report)" in out
+
+
+def test_a_folder_with_nothing_readable_exits_with_1(report, tmp_path):
+    (tmp_path / "dust").mkdir()
+    (tmp_path / "dust" / "metrics.jsonl").write_bytes(b"\x00" * 100)
+    code, out, err = report("dust")
+    assert (code, err) == (1, "")
+    assert "missing: " in out
+    assert (tmp_path / "dust" / "report.html").is_file()
+
+
+def test_names_with_control_characters_are_escaped(report, tmp_path):
+    write_run(tmp_path / "red\x1b[31m", [Part(begin=0, end=40)])
+    code, out, _ = report("red\x1b[31m")
+    assert code == 0
+    assert "\x1b" not in out
+    assert r"red\x1b[31m: done" in out
+
+
+def test_pictures_are_written_where_they_are_asked_for(report, monkeypatch, tmp_path):
+    monkeypatch.setattr("dtrain.report.png.write_pngs", lambda found, folder: (folder / "loss.png").write_text(found.title))
+    assert report("gpt", "--png", "pictures/new", "--quiet") == (0, "pictures/new\n", "")
+    assert (tmp_path / "pictures" / "new" / "loss.png").read_text() == "gpt"
+
+
+MISTAKES = {
+    "no run": (("nowhere",), 2, "report: 'nowhere' is not there; give the folder of a run"),
+    "a folder of runs": (
+        (".",),
+        2,
+        "report: '.' is no run: it has no ledger, no metrics.jsonl and no attempts; runs below it: gpt",
+    ),
+    "nothing": ((), 2, "report: missing argument 'RUN_DIR'; see"),
+    "output in no folder": (
+        ("gpt", "--output", "a/b.html"),
+        2,
+        "report: --output is in a folder that is not there, got 'a/b.html'",
+    ),
+    "output is a folder": (("gpt", "--json", "gpt"), 2, "report: --json is a folder, got 'gpt'"),
+    "output is full": (("gpt", "--output", "/proc/report.html"), 1, "report: /proc/report.html: "),
+}
+
+
+@pytest.mark.parametrize(("args", "code", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_mistake_is_one_line(report, args, code, expected):
+    found, out, err = report(*args)
+    assert (found, out, err.count("\n")) == (code, "", 1)
+    assert err.startswith(f"dtrain: {expected}")
+    assert "; " in err
