@@ -4,7 +4,8 @@
     python examples/pretrain_gpt.py                               # one process, no launcher
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py          # another launcher
 
-The same command resumes, also with another number of processes or another --strategy. Metrics and checkpoints go to --out.
+The same command resumes, also with another number of processes or another --strategy. All of the run goes to --out;
+`dtrain report OUT` makes a page of it, and `dtrain top OUT` shows it live.
 Text that does not fit here is streamed with --data s3://bucket/corpus; each of its parts, train and val, is made by
 
     dtrain data write 'train/*.txt' s3://bucket/corpus/train --from documents --tokenizer bytes --concat 129
@@ -50,6 +51,7 @@ def main() -> None:
         train, held_out = dt.ShardedDataset(f"{args.data}/train"), dt.ShardedDataset(f"{args.data}/val")
     build_loader = partial(dt.build_loader, collate=None if args.data is None else next_byte_batch)
     with dt.init_dist() as dist:
+        run = dt.open_run(args.out, settings=vars(args))
         say = print if dist.rank == 0 else lambda *_: None
         dt.seed_all(args.seed, dist.rank)
         mesh = dt.build_mesh()
@@ -62,9 +64,9 @@ def main() -> None:
 
         lr = dt.with_warmup(dt.cosine(1.0, 0.1, args.steps), 40)
         grad = partial(dt.microbatch_step, batch_spec=BATCH)
-        step = dt.compose_step(loss_fn, [dt.scale_lr(lr), dt.clip_by_norm(1.0), dt.auto_microbatch()], grad=grad)
+        step = dt.compose_step(loss_fn, [dt.scale_lr(lr), dt.norms(20), dt.clip_by_norm(1.0), dt.auto_microbatch()], grad=grad)
         state = step.init(model, optimizer, seed=args.seed)
-        checkpoints = args.out / "checkpoints"
+        checkpoints = run / "checkpoints"
         restored = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True)
         state = restored.state
 
@@ -72,15 +74,14 @@ def main() -> None:
             say(f"finished: {checkpoints} has all {state.step} steps; a larger --steps goes on, another --out starts anew")
         elif restored.step is not None:
             say(f"resuming after step {state.step}, from {restored.path}")
-        log = dt.jsonl(args.out / "metrics.jsonl")
-        shown = state.clock
+        log, shown, speed = dt.jsonl(run / "metrics.jsonl"), state.clock, dt.throughput(20)
         for batch in loader.until(args.steps):
             state, metrics = step(state, batch)
             numbers = dt.reduce_metrics(metrics)
-            log(state.step, numbers)
             if state.crossed(20):
                 say(dt.progress_line(state, numbers, total_steps=args.steps, since=shown))
-                shown = state.clock
+                numbers, shown = dt.readings(state, numbers, speed, dt.memory_stats), state.clock
+            log(state.step, numbers)
             stop = dt.should_stop(state)
             if stop or state.crossed(args.save_every) or state.step == args.steps:
                 dt.save_sharded(checkpoints, state, extra={"loader": loader}, mode="async", keep_last=3)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ALONE = ("benchmarks", "cli", "dist", "examples", "launch", "storage")
-BESIDE = ("algorithms", "battery", "memory", "observe", "optim", "planning", "schedules", "shard", "surgery")
+BESIDE = ("algorithms", "battery", "memory", "optim", "planning", "schedules", "shard", "step", "surgery")
 
 
 def main(options: list[str]) -> int:

@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         ConfigError,
         DamagedCheckpointError,
         DataError,
+        DesyncError,
         DistError,
         DoesNotFitError,
         DtrainError,
@@ -92,12 +93,51 @@ if TYPE_CHECKING:
         StepError,
     )
     from dtrain.launch.call import spawn
+    from dtrain.launch.hang.asking import explain_hang
     from dtrain.losses import jensen_shannon, mean_loss, soft_cross_entropy, token_cross_entropy
     from dtrain.memory.failure import is_out_of_memory
     from dtrain.memory.snapshot import write_snapshot
+    from dtrain.observe.inside.activations import activation_stats
+    from dtrain.observe.inside.desync import desync_check, desync_guard
+    from dtrain.observe.inside.loss import watch_loss
+    from dtrain.observe.inside.norms import norms
+    from dtrain.observe.meters.counted import measure_flops
+    from dtrain.observe.meters.flops import transformer_flops
+    from dtrain.observe.meters.left import time_left
+    from dtrain.observe.meters.memory import memory_here, memory_stats
+    from dtrain.observe.meters.mfu import mfu
+    from dtrain.observe.meters.peaks import device_peak
+    from dtrain.observe.meters.rates import learning_rates
+    from dtrain.observe.meters.readings import Meter, readings
+    from dtrain.observe.meters.system import system_metrics
+    from dtrain.observe.meters.throughput import throughput
     from dtrain.observe.metrics import gather_metric_states, reduce_metrics, tokens_per_second
+    from dtrain.observe.profiling.out_of_memory import snapshot_on_oom
+    from dtrain.observe.profiling.phases import cyclic
+    from dtrain.observe.profiling.profile import Profile, profile, profiled
     from dtrain.observe.progress import progress_line
-    from dtrain.observe.sinks import jsonl, read_jsonl
+    from dtrain.observe.run.opened import Run, open_run
+    from dtrain.observe.run.upload import upload_run
+    from dtrain.observe.sinks import (
+        DroppedSink,
+        InMemory,
+        Sink,
+        close_sink,
+        console,
+        csv_file,
+        dropped_sinks,
+        guarded,
+        in_memory,
+        jsonl,
+        mlflow,
+        progress_bar,
+        read_jsonl,
+        tee,
+        tensorboard,
+        text_file,
+        wandb,
+    )
+    from dtrain.observe.stops.metric import EarlyStop, ThresholdStop, early_stop, threshold_stop
     from dtrain.optim.decoupled import DecoupledAdamW, DecoupledSGDW
     from dtrain.optim.groups import Group, param_groups
     from dtrain.optim.muon import Muon, orthogonalize
@@ -106,6 +146,10 @@ if TYPE_CHECKING:
     from dtrain.planning.search import compare_strategies, largest_microbatch
     from dtrain.planning.workload import Workload
     from dtrain.pulse import beat
+    from dtrain.report.trace.merge import merge_traces
+    from dtrain.report.trace.share import KernelShare, kernel_share
+    from dtrain.report.trace.timeline import memory_timeline
+    from dtrain.report.trace.verdict import Verdict, verdict
     from dtrain.schedules.adapt import to_lambda_lr
     from dtrain.schedules.basic import constant, cosine, linear, with_warmup
     from dtrain.schedules.combine import clamp, join, scale, stretch
@@ -115,6 +159,7 @@ if TYPE_CHECKING:
     from dtrain.schedules.plot import plot_schedule
     from dtrain.schedules.stable import warmup_stable_decay
     from dtrain.schedules.stairs import multi_step, step_decay
+    from dtrain.scores import perplexity, token_accuracy
     from dtrain.shard.communication import Communication
     from dtrain.shard.compile import compile_blocks
     from dtrain.shard.context_parallel import context_parallel
@@ -125,6 +170,7 @@ if TYPE_CHECKING:
     from dtrain.shard.memory import checkpoint_activations, offload_activations
     from dtrain.shard.precision import Precision
     from dtrain.shard.whole import evaluating, full_params, unsharded
+    from dtrain.spans import span
     from dtrain.state import ShardSpec, TrainState
     from dtrain.step.auto import auto_microbatch
     from dtrain.step.auto_eval import auto_batch_eval
@@ -232,16 +278,40 @@ _HOME = {
     "durations": "Duration RunLength",
     "errors": (
         "CheckpointError CheckpointMismatchError ConfigError DamagedCheckpointError DataError "
-        "DistError DoesNotFitError DtrainError PeerError RankError ShardError StaleStateError "
-        "StepError"
+        "DesyncError DistError DoesNotFitError DtrainError PeerError RankError ShardError "
+        "StaleStateError StepError"
     ),
     "launch.call": "spawn",
+    "launch.hang.asking": "explain_hang",
     "losses": "jensen_shannon mean_loss soft_cross_entropy token_cross_entropy",
     "memory.failure": "is_out_of_memory",
     "memory.snapshot": "write_snapshot",
+    "observe.inside.activations": "activation_stats",
+    "observe.inside.desync": "desync_check desync_guard",
+    "observe.inside.loss": "watch_loss",
+    "observe.inside.norms": "norms",
+    "observe.meters.counted": "measure_flops",
+    "observe.meters.flops": "transformer_flops",
+    "observe.meters.left": "time_left",
+    "observe.meters.memory": "memory_here memory_stats",
+    "observe.meters.mfu": "mfu",
+    "observe.meters.peaks": "device_peak",
+    "observe.meters.rates": "learning_rates",
+    "observe.meters.readings": "Meter readings",
+    "observe.meters.system": "system_metrics",
+    "observe.meters.throughput": "throughput",
     "observe.metrics": "gather_metric_states reduce_metrics tokens_per_second",
+    "observe.profiling.out_of_memory": "snapshot_on_oom",
+    "observe.profiling.phases": "cyclic",
+    "observe.profiling.profile": "Profile profile profiled",
     "observe.progress": "progress_line",
-    "observe.sinks": "jsonl read_jsonl",
+    "observe.run.opened": "Run open_run",
+    "observe.run.upload": "upload_run",
+    "observe.sinks": (
+        "DroppedSink InMemory Sink close_sink console csv_file dropped_sinks guarded in_memory "
+        "jsonl mlflow progress_bar read_jsonl tee tensorboard text_file wandb"
+    ),
+    "observe.stops.metric": "EarlyStop ThresholdStop early_stop threshold_stop",
     "optim.decoupled": "DecoupledAdamW DecoupledSGDW",
     "optim.groups": "Group param_groups",
     "optim.muon": "Muon orthogonalize",
@@ -250,6 +320,10 @@ _HOME = {
     "planning.search": "compare_strategies largest_microbatch",
     "planning.workload": "Workload",
     "pulse": "beat",
+    "report.trace.merge": "merge_traces",
+    "report.trace.share": "KernelShare kernel_share",
+    "report.trace.timeline": "memory_timeline",
+    "report.trace.verdict": "Verdict verdict",
     "schedules.adapt": "to_lambda_lr",
     "schedules.basic": "constant cosine linear with_warmup",
     "schedules.combine": "clamp join scale stretch",
@@ -259,6 +333,7 @@ _HOME = {
     "schedules.plot": "plot_schedule",
     "schedules.stable": "warmup_stable_decay",
     "schedules.stairs": "multi_step step_decay",
+    "scores": "perplexity token_accuracy",
     "shard.communication": "Communication",
     "shard.compile": "compile_blocks",
     "shard.context_parallel": "context_parallel",
@@ -269,6 +344,7 @@ _HOME = {
     "shard.memory": "checkpoint_activations offload_activations",
     "shard.precision": "Precision",
     "shard.whole": "evaluating full_params unsharded",
+    "spans": "span",
     "state": "ShardSpec TrainState",
     "step.auto": "auto_microbatch",
     "step.auto_eval": "auto_batch_eval",
@@ -331,19 +407,24 @@ __all__ = [
     "DataError",
     "DecoupledAdamW",
     "DecoupledSGDW",
+    "DesyncError",
     "Determinism",
     "DistError",
     "DistInfo",
     "DocumentBounds",
     "DoesNotFitError",
+    "DroppedSink",
     "DtrainError",
     "Duration",
+    "EarlyStop",
     "ElasticSampler",
     "GatedLinearUnit",
     "GradFn",
     "GradStep",
     "Group",
     "GyroDropout",
+    "InMemory",
+    "KernelShare",
     "LoadedWeights",
     "Loader",
     "LossFn",
@@ -352,6 +433,7 @@ __all__ = [
     "LowPrecisionLayerNorm",
     "LowPrecisionRMSNorm",
     "MemoryEstimate",
+    "Meter",
     "Metric",
     "Metrics",
     "Mixture",
@@ -362,9 +444,11 @@ __all__ = [
     "PeerError",
     "Plain",
     "Precision",
+    "Profile",
     "RankError",
     "Replaced",
     "Restored",
+    "Run",
     "RunLength",
     "SampleTransform",
     "SaveHandle",
@@ -374,6 +458,7 @@ __all__ = [
     "ShardSpec",
     "ShardedDataset",
     "ShuffleQuality",
+    "Sink",
     "SizeReport",
     "Slice",
     "StaleStateError",
@@ -381,13 +466,16 @@ __all__ = [
     "StepContext",
     "StepError",
     "Tf32",
+    "ThresholdStop",
     "TokenStream",
     "TrainState",
     "Transform",
     "UpdateFn",
+    "Verdict",
     "WeightFn",
     "Workload",
     "WrittenShards",
+    "activation_stats",
     "adaptive_clip",
     "add_metrics",
     "alibi",
@@ -423,34 +511,44 @@ __all__ = [
     "clip_grad_adaptive_",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "close_sink",
     "colout",
     "colout_batch",
     "compare_strategies",
     "compile_blocks",
     "compose_step",
+    "console",
     "constant",
     "context_parallel",
     "convert_checkpoint",
     "convert_to_fp8",
     "cosine",
     "cosine_restarts",
+    "csv_file",
     "cutmix",
     "cutmix_batch",
     "cutout",
     "cutout_batch",
+    "cyclic",
     "data_rank",
     "derive_seed",
     "describe",
+    "desync_check",
+    "desync_guard",
+    "device_peak",
     "diloco",
     "document_bounds",
     "document_mask",
     "drop_by_masks",
     "drop_rates",
+    "dropped_sinks",
+    "early_stop",
     "ema",
     "estimate_memory",
     "evaluate",
     "evaluating",
     "every",
+    "explain_hang",
     "exponential",
     "factorize",
     "factorize_matrix",
@@ -467,7 +565,9 @@ __all__ = [
     "ghost_batch_norm",
     "ghost_batches",
     "global_norm",
+    "guarded",
     "gyro_dropout",
+    "in_memory",
     "init_dist",
     "inverse_sqrt",
     "is_out_of_memory",
@@ -475,9 +575,11 @@ __all__ = [
     "join",
     "join_replicas",
     "jsonl",
+    "kernel_share",
     "label_smoothing",
     "largest_microbatch",
     "latest_checkpoint",
+    "learning_rates",
     "linear",
     "list_checkpoints",
     "load_sharded",
@@ -490,36 +592,50 @@ __all__ = [
     "masked",
     "materialize",
     "mean_loss",
+    "measure_flops",
     "measured_in",
+    "memory_here",
     "memory_mapped",
+    "memory_stats",
+    "memory_timeline",
+    "merge_traces",
+    "mfu",
     "microbatch_step",
     "mix",
     "mix_samples",
     "mixup",
     "mixup_batch",
+    "mlflow",
     "multi_step",
     "muon_groups",
     "noise_and_signal",
     "noise_scale",
     "nonfinite",
+    "norms",
     "offload_activations",
     "on_batch",
     "one_cycle",
+    "open_run",
     "optimizer_step",
     "orthogonalize",
     "outer_step_",
     "pack_tokens",
     "param_groups",
+    "perplexity",
     "perturb_",
     "plot_schedule",
     "polynomial",
     "prefetch_to_device",
+    "profile",
+    "profiled",
+    "progress_bar",
     "progress_line",
     "progressive_resizing",
     "prune_checkpoints",
     "rand_augment",
     "rand_augment_batch",
     "read_jsonl",
+    "readings",
     "reduce_max",
     "reduce_mean",
     "reduce_metrics",
@@ -546,7 +662,9 @@ __all__ = [
     "should_stop",
     "shuffle_quality",
     "smooth_labels",
+    "snapshot_on_oom",
     "soft_cross_entropy",
+    "span",
     "spawn",
     "split_batch",
     "split_replicas",
@@ -560,17 +678,30 @@ __all__ = [
     "swa",
     "swap_in_",
     "swapped",
+    "system_metrics",
+    "tee",
+    "tensorboard",
+    "text_file",
+    "threshold_stop",
+    "throughput",
+    "time_left",
     "to_lambda_lr",
+    "token_accuracy",
     "token_cross_entropy",
     "tokens_per_second",
+    "transformer_flops",
     "unsharded",
     "update_batch_norm_",
     "update_ema_",
     "update_swa_",
+    "upload_run",
     "use_deterministic",
     "use_tf32",
+    "verdict",
     "verify_checkpoint",
+    "wandb",
     "warmup_stable_decay",
+    "watch_loss",
     "weight_standardization",
     "with_alibi",
     "with_warmup",

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from dtrain.checkpoint.find import latest_checkpoint, list_checkpoints
 from dtrain.data.stream.formats.write import write_shards
 from dtrain.observe.sinks import read_jsonl
+from dtrain.report.reading.run import read_run
 from dtrain.storage.stores.connect import disconnect
 from places import servers
 from text import read_text, train_and_held_out
@@ -177,6 +178,19 @@ def test_a_killed_run_continues_bit_for_bit(straight, tmp_path):
     assert losses(out) == losses(straight)
     assert len(shards(out)) > 50
     assert shards(out) == shards(straight)
+    told = read_run(out, now=time.time())
+    assert [attempt.how for attempt in told.attempts][-1] == "done"
+    assert {attempt.how for attempt in told.attempts[:-1]} <= {
+        "killed",
+        "failed",
+        "stopped",
+    }  # one may die before it opens the run
+    assert len(told.attempts) >= 3
+    assert told.attempts[-1].last_step == STEPS
+    assert told.goodput.by_cause["restart"] > 0
+    assert sum(told.goodput.by_cause.values()) == pytest.approx(told.goodput.total_s)
+    assert {each.step for each in told.checkpoints} >= {STEPS}
+    assert all(each.held_s is not None and each.bytes for each in told.checkpoints if each.step == STEPS)
 
 
 @pytest.mark.parametrize(
