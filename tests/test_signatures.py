@@ -67,6 +67,8 @@ def members(cls: type) -> Iterator[str]:
     for name, value in sorted(vars(cls).items()):
         if name.startswith("_") and name not in SPOKEN:
             continue
+        if inspect.isfunction(value) and not getattr(inspect.unwrap(value), "__qualname__", "").startswith(f"{cls.__name__}."):
+            continue  # torch puts a wrapper of an inherited step into the class of an optimizer, once there is one
         if inspect.isfunction(value):
             yield f"{name}: method {signature(value)}"
         elif isinstance(value, classmethod | staticmethod):
@@ -133,7 +135,8 @@ def functions() -> dict[str, Any]:
                 found[f"{package.__name__}.{name}"] = value
             elif inspect.isclass(value):
                 for member, function in vars(value).items():
-                    if inspect.isfunction(function) and not member.startswith("_"):
+                    own = getattr(function, "__qualname__", "").startswith(f"{name}.")  # see members()
+                    if inspect.isfunction(function) and own and not member.startswith("_"):
                         found[f"{package.__name__}.{name}.{member}"] = function
     return found
 

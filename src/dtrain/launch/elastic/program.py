@@ -39,7 +39,8 @@ _ALIVE_S = 2  # between signs of life of a node; it is lost when three of them a
 def main() -> int:
     """Run the ranks of this node until the job is over, and return the exit code."""
     request = ElasticRequest.parse(sys.argv[1])
-    os.environ.pop(wire.PULSE_FD, None)  # the pipe is this program's, and ranks do not inherit it
+    for variable in (wire.PULSE_FD, wire.ASK_FD):
+        os.environ.pop(variable, None)  # the pipes are this program's, and ranks do not inherit them
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters of it is said below, in a line
