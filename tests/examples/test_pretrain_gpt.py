@@ -147,16 +147,20 @@ def straight(tmp_path_factory) -> Path:
     return cwd / "out"
 
 
-def test_a_killed_run_continues_bit_for_bit(straight, tmp_path):
+KILLS = ("rank", "all ranks", "launcher", "ctrl-c", "preempted")
+
+
+@pytest.mark.parametrize("kills", [("rank", "launcher", "preempted"), pytest.param(KILLS, marks=pytest.mark.slow)], ids=len)
+def test_a_killed_run_continues_bit_for_bit(straight, tmp_path, kills):
     seed = random.randrange(2**32)
     print(f"kill seed: {seed}")
     chance = random.Random(seed)
     out = tmp_path / "out"
     arguments = command(*launch(2), out=out, save_every=4)
-    hows = ["rank", "all ranks", "launcher", "ctrl-c", "preempted"]
+    hows = list(kills)
     chance.shuffle(hows)
     for turn, how in enumerate(hows):
-        goal = chance.randint(1 + turn * STEPS // 6, (turn + 1) * STEPS // 6)
+        goal = chance.randint(1 + turn * STEPS // (len(hows) + 1), (turn + 1) * STEPS // (len(hows) + 1))
         with job(arguments, tmp_path) as (process, mark):
             # The goal may be behind where the last leg ended: then this one is killed while it starts.
             wait_until(lambda goal=goal: last_step(out) >= goal or process.poll() is not None, f"step {goal}")

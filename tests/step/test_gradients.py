@@ -89,7 +89,7 @@ def differences(strategy: str, splits: list, dtype: str) -> list[float]:
 
 def is_quick(world: int, strategy: str, dtype: str) -> bool:
     """What a float64 proof has shown, float32 only rounds; and three ranks are between two and four."""
-    return world == 1 or (world != 3 and (dtype == "float64" or strategy == "full_shard"))
+    return world == 1 or (world != 3 and dtype == "float64") or (world == 2 and strategy == "full_shard")
 
 
 CASES = [
