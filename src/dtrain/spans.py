@@ -9,15 +9,19 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import wraps
 from threading import get_ident
 from time import perf_counter_ns, time
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, ParamSpec, Protocol, TypeVar, get_args
 
 from dtrain.errors import ConfigError
 
 Cause = Literal["compute", "data", "communication", "checkpoint", "evaluation", "compile", "restart", "stall", "setup", "other"]
 """What time goes to. Productive is ``compute`` alone; ``stall`` is waiting for other ranks, or for a step that began again."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 OTHER = "other"  # the name of what is in no span
@@ -110,6 +114,20 @@ class span:  # used as a function, and a class is the cheapest context manager
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         end(self._name)
+
+
+def counted(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: the time of each call is counted under ``name``."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with span(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 class outermost:

@@ -122,6 +122,7 @@ def open_meshes() -> dict[tuple[tuple[str, int], ...], DeviceMesh]:
     return _PROCESS.meshes if _PROCESS.info is not None else {}
 
 
+@spans.counted("setup")
 def init_dist(
     *,
     backend: str | None = None,
@@ -154,32 +155,29 @@ def init_dist(
     if _PROCESS.info is not None:
         _check_agrees(_PROCESS.info, backend, device)
         return replace(_PROCESS.info, owner=False)
-    with spans.span("setup"):
-        if dist.is_initialized() and _PROCESS.abandoned is not None and _PROCESS.abandoned() is dist.group.WORLD:
-            raise DistError("init_dist: NCCL groups of a failed run are still open in this process; start a new one")
-        place, stop_signals = read_place(), read_stop_signals()
-        chosen = choose_device(device, place)
-        if backend == "nccl" and chosen.type != "cuda":
-            raise ConfigError(
-                "init_dist: backend='nccl' needs GPUs, but this rank runs on the CPU; leave it out or take 'gloo'"
-            )
-        backend = backend or (_BOTH if chosen.type == "cuda" else "gloo")
-        opened_group = not dist.is_initialized()
-        store, lookout = _meet(place, init_method, timeout_s, init_timeout_s) if opened_group else _adopt(place, timeout_s)
-        post_lookout(lookout)
-        try:
-            with naming_missing("init_dist"):
-                if opened_group:
-                    _open_default_group(place, store, backend, chosen, timeout_s)
-                _PROCESS.info = _open_own_groups(place, backend, chosen, timeout_s, opened_group)
-        except BaseException:
-            _forget(destroy=opened_group and dist.is_initialized())
-            raise
-        run_dir = os.environ.get(wire.RUN_DIR)
-        stopping.begin(stop_signals, failed=wire.failed_file(Path(run_dir)) if run_dir else None)
-        _report_to_launcher(place["rank"])
-        open_blackbox(os.environ, _PROCESS.info)
-        return _PROCESS.info
+    if dist.is_initialized() and _PROCESS.abandoned is not None and _PROCESS.abandoned() is dist.group.WORLD:
+        raise DistError("init_dist: NCCL groups of a failed run are still open in this process; start a new one")
+    place, stop_signals = read_place(), read_stop_signals()
+    chosen = choose_device(device, place)
+    if backend == "nccl" and chosen.type != "cuda":
+        raise ConfigError("init_dist: backend='nccl' needs GPUs, but this rank runs on the CPU; leave it out or take 'gloo'")
+    backend = backend or (_BOTH if chosen.type == "cuda" else "gloo")
+    opened_group = not dist.is_initialized()
+    store, lookout = _meet(place, init_method, timeout_s, init_timeout_s) if opened_group else _adopt(place, timeout_s)
+    post_lookout(lookout)
+    try:
+        with naming_missing("init_dist"):
+            if opened_group:
+                _open_default_group(place, store, backend, chosen, timeout_s)
+            _PROCESS.info = _open_own_groups(place, backend, chosen, timeout_s, opened_group)
+    except BaseException:
+        _forget(destroy=opened_group and dist.is_initialized())
+        raise
+    run_dir = os.environ.get(wire.RUN_DIR)
+    stopping.begin(stop_signals, failed=wire.failed_file(Path(run_dir)) if run_dir else None)
+    _report_to_launcher(place["rank"])
+    open_blackbox(os.environ, _PROCESS.info)
+    return _PROCESS.info
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from dtrain.tensors import is_distributed
 _OTHER_NAMES = {"no_shard": "replicate"}
 
 
+@spans.counted("setup")
 def shard_model(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -94,47 +95,46 @@ def shard_model(
             model that was sharded before, or that differs between ranks, a layer that cannot be cut as planned; on all alike.
         PeerError: so on another rank.
     """
-    with spans.span("setup"):
-        error: Exception | None = None
-        try:
-            _check_kinds(model, mesh, precision)
-            chosen = _checked(model, mesh, strategy, accumulate, buffers)
-            layout = plan_layout(model, blocks, leave_out, apart=units_apart(model, precision))
-            check_methods(model, methods, layout)
-            planned = check_plan(model, plan, mesh)
-            sending = check_communication(communication, mesh.device_type)
-            if offload not in (None, "params"):
-                raise ConfigError(f"shard_model: unknown {offload=}; use 'params' or None")
-        except Exception as problem:  # noqa: BLE001  # predicates are the user's; whatever they raise, all ranks hear of it here
-            error = problem
-        raise_together(error, where="shard_model")
-        options = [chosen, accumulate, buffers, sync, list(methods), repr(precision), list(mesh.shape), offload, repr(sending)]
-        check_equal(model, layout, [*options, *shown_plan(planned)])
-        cast_buffers_(model, precision)
-        make_equal(model, current().device, sync=sync)
-        parallel = apply_plan(model, planned, _parallel_mesh(mesh, chosen), layout.left_out)
-        keep = chosen in ("shard_grad_op", "replicate")
-        _cut(model, parallel, layout, (precision or Precision()), keep=keep, offload=_offload_policy(offload))
-        apply_communication(model, layout, sending)
-        index, count = data_rank(mesh)
-        spec = ShardSpec(
-            strategy=chosen,
-            mesh=mesh,
-            data_rank=index,
-            data_ranks=count,
-            copies=mesh.size() // count,
-            counts=tensor_rank(mesh) == 0,
-            accumulate=accumulate,
-            buffers=buffers,
-            left_out=tuple(layout.left_out),
-            computes_on=current().device if offload else None,
-        )
-        attach_spec(model, spec)
-        watch_reductions(model, spec)
-        watch_buffers(model, spec)
-        declare_methods(model, methods)
-        mark_root(model)
-        return model
+    error: Exception | None = None
+    try:
+        _check_kinds(model, mesh, precision)
+        chosen = _checked(model, mesh, strategy, accumulate, buffers)
+        layout = plan_layout(model, blocks, leave_out, apart=units_apart(model, precision))
+        check_methods(model, methods, layout)
+        planned = check_plan(model, plan, mesh)
+        sending = check_communication(communication, mesh.device_type)
+        if offload not in (None, "params"):
+            raise ConfigError(f"shard_model: unknown {offload=}; use 'params' or None")
+    except Exception as problem:  # noqa: BLE001  # predicates are the user's; whatever they raise, all ranks hear of it here
+        error = problem
+    raise_together(error, where="shard_model")
+    options = [chosen, accumulate, buffers, sync, list(methods), repr(precision), list(mesh.shape), offload, repr(sending)]
+    check_equal(model, layout, [*options, *shown_plan(planned)])
+    cast_buffers_(model, precision)
+    make_equal(model, current().device, sync=sync)
+    parallel = apply_plan(model, planned, _parallel_mesh(mesh, chosen), layout.left_out)
+    keep = chosen in ("shard_grad_op", "replicate")
+    _cut(model, parallel, layout, (precision or Precision()), keep=keep, offload=_offload_policy(offload))
+    apply_communication(model, layout, sending)
+    index, count = data_rank(mesh)
+    spec = ShardSpec(
+        strategy=chosen,
+        mesh=mesh,
+        data_rank=index,
+        data_ranks=count,
+        copies=mesh.size() // count,
+        counts=tensor_rank(mesh) == 0,
+        accumulate=accumulate,
+        buffers=buffers,
+        left_out=tuple(layout.left_out),
+        computes_on=current().device if offload else None,
+    )
+    attach_spec(model, spec)
+    watch_reductions(model, spec)
+    watch_buffers(model, spec)
+    declare_methods(model, methods)
+    mark_root(model)
+    return model
 
 
 def _check_kinds(model: object, mesh: object, precision: object) -> None:

@@ -39,6 +39,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")  # torch's own attention and
 InitFn = Callable[[nn.Module], None]
 
 
+@spans.counted("setup")
 def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> nn.Module:
     """Give every meta tensor of ``model`` storage on this rank's device and its initial value; return the model.
 
@@ -54,31 +55,28 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
     Raises:
         ConfigError: tensors that nothing initialised, by name.
     """
-    with spans.span("setup"):
-        device = current().device
-        # Children first, as construction has it: a parent may overwrite what its children drew.
-        modules = list(reversed(list(model.named_modules())))
-        born_meta = {id(module): _own_meta(module) for _, module in modules}
-        give_storage(model, device)
-        pending = {
-            id(_get(module, key)): f"{name}.{key}".lstrip(".") for name, module in modules for key in born_meta[id(module)]
-        }
-        for name, module in modules:
-            if not born_meta[id(module)] and not _resets(module):
-                continue
-            with _own_streams(seed, name), torch.no_grad():
-                written = _initialised(name, module, born_meta, init, pending, device)
-                for target, full in written:
-                    _keep_slice(target, full)
-                    pending.pop(id(target), None)
-        if pending:
-            raise ConfigError(
-                f"materialize: nothing initialises {', '.join(list(pending.values())[:10])} ({len(pending)} tensors); give the "
-                "owning module a reset_parameters() that writes them, or pass init=, or make them from constructor arguments "
-                "kept as attributes"
-            )
-        mark_root(model)
-        return model
+    device = current().device
+    # Children first, as construction has it: a parent may overwrite what its children drew.
+    modules = list(reversed(list(model.named_modules())))
+    born_meta = {id(module): _own_meta(module) for _, module in modules}
+    give_storage(model, device)
+    pending = {id(_get(module, key)): f"{name}.{key}".lstrip(".") for name, module in modules for key in born_meta[id(module)]}
+    for name, module in modules:
+        if not born_meta[id(module)] and not _resets(module):
+            continue
+        with _own_streams(seed, name), torch.no_grad():
+            written = _initialised(name, module, born_meta, init, pending, device)
+            for target, full in written:
+                _keep_slice(target, full)
+                pending.pop(id(target), None)
+    if pending:
+        raise ConfigError(
+            f"materialize: nothing initialises {', '.join(list(pending.values())[:10])} ({len(pending)} tensors); give the "
+            "owning module a reset_parameters() that writes them, or pass init=, or make them from constructor arguments kept "
+            "as attributes"
+        )
+    mark_root(model)
+    return model
 
 
 def give_storage(model: nn.Module, device: torch.device) -> None:

@@ -88,7 +88,7 @@ def test_a_text_in_the_form_of_a_token_is_redacted(text):
 
 @pytest.mark.parametrize("word", HARMLESS)
 def test_what_is_no_secret_stays(word):
-    assert redaction((), {"HOME": "/root/home/x1"}).command(["train.py", word, "--steps", "10"]) == [
+    assert redaction((), {"HOME": "/home/ann/x1"}).command(["train.py", word, "--steps", "10"]) == [
         "train.py",
         word,
         "--steps",

@@ -16,7 +16,7 @@ from dtrain.errors import ConfigError
 from dtrain.schedules.hyper import hyperparameter
 from dtrain.shard.reduction import reduction_of
 from dtrain.state import TrainState
-from dtrain.step.optimizer import next_clock
+from dtrain.step.optimizer import ends_interval
 from dtrain.tensors import local
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metrics, Schedule, Slice
@@ -122,7 +122,7 @@ def diloco(
             _check(rate, decay)
             state, metrics = inner(_in_a_round(state), metrics)
             state = state.with_slice(_NAME, {**state.slices[_NAME], "next": state.step + 1})
-            if next_clock(state).crossed(each):
+            if ends_interval(state, each):
                 _outer_step_(state, lr=rate, momentum=decay)
                 if state.spec.apart is not None and optimizer_state == "average":
                     state = joined(state, where=_NAME, but=_NAME)

@@ -8,7 +8,7 @@ from dtrain.algorithms.weights.apart import average_held_, check_unmasked, joine
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.state import TrainState
-from dtrain.step.optimizer import next_clock
+from dtrain.step.optimizer import ends_interval
 from dtrain.transform import GradFn, Transform, UpdateFn
 from dtrain.types import Batch, Metrics, Slice
 
@@ -64,7 +64,7 @@ def local_sgd(interval: Duration | int | str, *, optimizer_state: Literal["avera
     def update(inner: UpdateFn) -> UpdateFn:
         def averaged(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             state, metrics = inner(state, metrics)
-            if state.spec.apart is not None and next_clock(state).crossed(each):
+            if state.spec.apart is not None and ends_interval(state, each):
                 average_held_(state, _NAME)
                 state = joined(state, where=_NAME) if optimizer_state == "average" else state
             return state, metrics
