@@ -1,10 +1,16 @@
-"""Sessions: ``nox -s tests``, ``full``, ``lint``, ``types``. Each installs what it needs into an environment of its own."""
+"""Sessions: ``nox -l`` lists them. Each installs what it needs into an environment of its own."""
+
+import shutil
+from pathlib import Path
 
 import nox
 
 nox.options.sessions = ["lint", "types", "tests"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "virtualenv"
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # a process: there are as many processes as cores
+CORE = ("tests/step", "tests/shard", "tests/checkpoint", "tests/data", "tests/battery", "tests/launch/start", "tests/cli")
 
 
 def install(session: nox.Session, *packages: str) -> None:
@@ -23,14 +29,14 @@ def tests(session: nox.Session) -> None:
     """Everything that runs in minutes on two cores; with arguments, what pytest makes of them."""
     install_to_test(session)
     run = ["pytest"] if session.posargs else ["python", "tests/side_by_side.py"]
-    session.run(*run, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run(*run, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def full(session: nox.Session) -> None:
     """Everything, also what takes too long for every change."""
     install_to_test(session)
-    session.run("pytest", "--slow", *session.posargs, env={"OMP_NUM_THREADS": "1", "TEST_MOMENTS": "100"})
+    session.run("pytest", "--slow", *session.posargs, env={**ONE_THREAD, "TEST_MOMENTS": "100"})
 
 
 @nox.session
@@ -46,3 +52,45 @@ def types(session: nox.Session) -> None:
     """mypy, strict, on the package."""
     install(session, "-e", ".", "mypy")
     session.run("mypy")
+
+
+@nox.session(reuse_venv=False)
+def package(session: nox.Session) -> None:
+    """Wheel and sdist, installed where nothing else is: the README's example, what extras promise, and tests of the sdist."""
+    folder = Path(session.create_tmp()).resolve()  # a path that holds in another folder, too
+    shutil.rmtree(folder / "dist", ignore_errors=True)
+    session.install("build")
+    session.run("python", "-m", "build", "--outdir", str(folder / "dist"))  # the sdist, and the wheel from that
+    (wheel,), (sdist,) = (list((folder / "dist").glob(ending)) for ending in ("*.whl", "*.tar.gz"))
+    shutil.unpack_archive(sdist, folder / "dist", filter="data")
+    install(session, str(wheel))
+    with session.chdir(folder / "dist" / sdist.name.removesuffix(".tar.gz")):
+        try_out(session, "ckpt/wheel")
+        session.install("--force-reinstall", "--no-deps", str(sdist))
+        try_out(session, "ckpt/sdist")
+        install(session, "pytest", "hypothesis")
+        session.run("python", "-m", "pytest", "tests/test_exports.py", "tests/test_readme.py", "tests/test_clock.py")
+
+
+def try_out(session: nox.Session, run: str) -> None:
+    """The first command of the README, shortened, and what holds without any extra."""
+    session.run("dtrain", "launch", "-n", "2", "examples/pretrain_gpt.py", "--steps", "40", "--out", run, env=ONE_THREAD)
+    session.run("python", "tests/installed.py", run)
+
+
+@nox.session(python=["3.11", "3.12", "3.13"])
+def pythons(session: nox.Session) -> None:
+    """The core on each Python that is supported. Takes gigabytes where torch has no small build for it."""
+    install_to_test(session)
+    session.run("pytest", *(session.posargs or CORE), env=ONE_THREAD)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """The core on the newest torch that there is, with the other packages as they are tested. Takes gigabytes."""
+    free = Path(session.create_tmp()) / "constraints.txt"
+    pinned = Path("constraints.txt").read_text().splitlines()
+    free.write_text("\n".join(line for line in pinned if not line.startswith("torch==")))
+    session.install("--upgrade", "-c", str(free), "torch", "-e", ".[test]")
+    session.install("-c", str(free), "--no-deps", "mosaicml-streaming")
+    session.run("pytest", *(session.posargs or CORE), env=ONE_THREAD)

@@ -11,7 +11,7 @@ SOURCE = Path(dtrain.__file__).parent
 # One row per line of the table in docs/architecture.md, top to bottom; a later row may import from an earlier one.
 LAYERS = [
     ["errors", "types"],
-    ["wire", "pulse", "spans", "runs", "versions"],
+    ["wire", "pulse", "spans", "runs", "versions", "extras"],
     ["storage"],
     ["durations", "clock", "schedules"],
     ["dist", "tensors", "memory"],
@@ -29,7 +29,7 @@ LAYERS = [
     ["cli"],
 ]
 ORDER = {room: index for index, room in enumerate(room for row in LAYERS for room in row)}
-TORCH_FREE = {"errors", "wire", "pulse", "spans", "runs", "versions", "storage", "report", "launch", "cli"}
+TORCH_FREE = {"errors", "wire", "pulse", "spans", "runs", "versions", "extras", "storage", "report", "launch", "cli"}
 PROGRAMS_WITH_TORCH = {
     "cli.machine.torch_probe",
     "launch.elastic.program",

@@ -122,7 +122,7 @@ def test_a_missing_torchao_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)  # an import of it fails
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(
-        ConfigError, match=r"convert_to_fp8: needs torchao, which cannot be imported \(.*\); pip install dtrain"
+        ConfigError, match=r'convert_to_fp8: needs torchao, which cannot be imported \(.*\): pip install "dtrain\[fp8\]"'
     ):
         convert_to_fp8(Net())
 

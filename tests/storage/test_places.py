@@ -56,8 +56,11 @@ def test_a_name_that_leaves_the_folder_is_refused(name):
         storage.place("memory://bucket/a") / name
 
 
-@pytest.mark.parametrize("protocol", ["s3", "gs", "az", "oci", "sftp"])
+EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "oci": "oci", "sftp": "sftp"}
+
+
+@pytest.mark.parametrize("protocol", EXTRAS)
 def test_a_missing_library_is_named_with_its_extra(protocol, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf'^{protocol}:// needs the package \w+: pip install "dtrain\[{protocol}\]"$'):
+    with pytest.raises(ConfigError, match=rf'^{protocol}:// needs the package \w+: pip install "dtrain\[{EXTRAS[protocol]}\]"$'):
         storage.place(f"{protocol}://bucket/x")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dtrain import storage
 from dtrain.errors import ConfigError, DataError
+from dtrain.extras import missing
 from dtrain.storage import Place
 
 Document = str | bytes
@@ -118,7 +119,7 @@ def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ConfigError(f'tokenizers need the package {name}: pip install "dtrain[tokenizers]"') from None
+        raise missing(f"tokenizers need the package {name}", "hf") from None
 
 
 def _configured_end(folder: Place) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.errors import ConfigError
+from dtrain.extras import missing
 from dtrain.report.model import Report
 from dtrain.report.page.causes import CAUSES, known
 from dtrain.report.page.charts import AXES, BarChart, Chart, Line, LineChart, Rule, TimeChart
@@ -55,7 +55,7 @@ def _figure(chart: Chart) -> Figure:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError('report: pictures need the package matplotlib: pip install "dtrain[report]"') from None
+        raise missing("report: pictures need the package matplotlib", "report") from None
     with rc_context({"hatch.linewidth": 0.6}):
         high = 4.0 if not isinstance(chart, BarChart) else 1.2 + 0.3 * len(chart.rows)
         figure = Figure(figsize=(8.0, high), layout="constrained")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dtrain.durations import UNITS
 from dtrain.errors import ConfigError
+from dtrain.extras import missing
 from dtrain.schedules.hyper import is_number
 from dtrain.schedules.units import STEPS, shared_unit
 from dtrain.types import Schedule
@@ -105,5 +106,5 @@ def _figure() -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError('plot_schedule: needs the package matplotlib: pip install "dtrain[plot]"') from None
+        raise missing("plot_schedule: needs the package matplotlib", "plot") from None
     return Figure(figsize=(8.0, 4.5), layout="constrained")

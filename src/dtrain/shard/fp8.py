@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dtrain.errors import ConfigError
+from dtrain.extras import missing
 from dtrain.names import clean_modules, matcher
 from dtrain.state import spec_of
 
@@ -93,7 +94,5 @@ def _torchao(recipe: str, emulate: bool) -> tuple[Any, Any]:
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
-        raise ConfigError(
-            f"convert_to_fp8: needs torchao, which cannot be imported ({error}); pip install dtrain[fp8]"
-        ) from error
+        raise missing(f"convert_to_fp8: needs torchao, which cannot be imported ({error})", "fp8") from error
     return convert_to_float8_training, replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)

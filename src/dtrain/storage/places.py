@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dtrain.errors import ConfigError
+from dtrain.extras import missing
 from dtrain.storage import local
 
 _LIBRARIES = {
@@ -21,8 +22,9 @@ _LIBRARIES = {
     "https": "aiohttp",
 }
 PROTOCOLS = tuple(_LIBRARIES)
-"""What may come before ``://``. Each but ``memory`` is an extra of this package, too (``https`` is in ``http``)."""
+"""What may come before ``://``."""
 
+_EXTRAS = {"gs": "gcs", "az": "azure", "https": "http"}  # of the others the name is that of the protocol
 _WEB = ("http", "https")  # to read only
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)(.*)", re.DOTALL)
@@ -122,6 +124,5 @@ def _remote(protocol: str, authority: str, rest: str) -> RemotePath:
         )
     library = _LIBRARIES[protocol]
     if importlib.util.find_spec(library) is None:
-        extra = "http" if protocol in _WEB else protocol
-        raise ConfigError(f'{protocol}:// needs the package {library}: pip install "dtrain[{extra}]"')
+        raise missing(f"{protocol}:// needs the package {library}", _EXTRAS.get(protocol, protocol))
     return RemotePath(protocol=protocol, authority=authority, parts=_names(rest))

@@ -22,7 +22,7 @@ def test_a_missing_package_is_told_with_its_extra(monkeypatch, tmp_path, name):
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "path_importer_cache", {})
     monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if "Editable" not in str(finder)])
-    with pytest.raises(ConfigError, match=rf"^{name}: needs the package {name}; pip install 'dtrain\[{name}\]'$"):
+    with pytest.raises(ConfigError, match=rf'^{name}: needs the package {name}: pip install "dtrain\[{name}\]"$'):
         MAKE[name](tmp_path)
 
 

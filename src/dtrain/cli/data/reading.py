@@ -13,6 +13,7 @@ from dtrain import storage
 from dtrain.cli.data.opened import open_binary, open_plain
 from dtrain.cli.data.sources import Input
 from dtrain.errors import ConfigError, DataError
+from dtrain.extras import missing
 
 Sample = Mapping[str, Any]
 Advance = Callable[[int], None]
@@ -117,7 +118,7 @@ def _arrow() -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise ConfigError('Parquet and Arrow files need the package pyarrow: pip install "dtrain[parquet]"') from None
+        raise missing("Parquet and Arrow files need the package pyarrow", "parquet") from None
     return pyarrow
 
 

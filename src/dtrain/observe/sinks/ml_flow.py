@@ -51,7 +51,7 @@ def mlflow(
     Raises:
         ConfigError: the package mlflow is not installed; no experiment; a folder on a server.
     """
-    need("mlflow", "mlflow")
+    need("mlflow")
     if not isinstance(experiment, str) or not experiment:
         raise ConfigError(f"mlflow: needs the name of an experiment, got {experiment!r}")
     check_patience(patience_s, "mlflow")

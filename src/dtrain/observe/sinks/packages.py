@@ -6,10 +6,10 @@ import importlib
 from importlib.util import find_spec
 from types import ModuleType
 
-from dtrain.errors import ConfigError
+from dtrain.extras import missing
 
 
-def need(package: str, where: str, extra: str | None = None) -> None:
+def need(package: str) -> None:
     """See that a package is installed, without importing it.
 
     Raises:
@@ -20,7 +20,7 @@ def need(package: str, where: str, extra: str | None = None) -> None:
     except (ImportError, ValueError):  # half an installation
         found = None
     if found is None or found.origin is None:
-        raise ConfigError(f"{where}: needs the package {package}; pip install 'dtrain[{extra or package}]'")
+        raise missing(f"{package}: needs the package {package}", package)
 
 
 def imported(name: str) -> ModuleType:

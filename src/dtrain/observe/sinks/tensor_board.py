@@ -32,7 +32,7 @@ def tensorboard(folder: str | Path, *, settings: Any = None, ranks: Ranks = 0, p
     Raises:
         ConfigError: the package tensorboard is not installed; as ``jsonl`` has them; a patience that is no number above 0.
     """
-    need("tensorboard", "tensorboard")
+    need("tensorboard")
     check_patience(patience_s, "tensorboard")
     said, here = settings_of(settings, "tensorboard"), path_here(folder, ranks, "tensorboard")
     if here is None:

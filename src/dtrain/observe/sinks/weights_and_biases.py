@@ -53,7 +53,7 @@ def wandb(
     Raises:
         ConfigError: the package wandb is not installed; no project; another mode; a folder on a server.
     """
-    need("wandb", "wandb")
+    need("wandb")
     if not isinstance(project, str) or not project:
         raise ConfigError(f"wandb: needs the name of a project, got {project!r}")
     if mode not in ("online", "offline"):

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 from dtrain.errors import ConfigError, DataError
+from dtrain.extras import missing
 
 _LEVELS = {"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)}
 _USUAL = {"br": 11, "bz2": 9, "gz": 9, "snappy": 0, "zstd": 3}
@@ -225,6 +226,4 @@ def _package(name: str) -> Any:
     try:
         return importlib.import_module(_PACKAGES[name])
     except ImportError:
-        raise ConfigError(
-            f'compression {name} needs a package that is not installed: pip install "dtrain[compression]"'
-        ) from None
+        raise missing(f"compression {name} needs the package {_PACKAGES[name]}", "compression") from None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.errors import ConfigError
+from dtrain.extras import missing
 from dtrain.storage import exists, place, read_file
 
 _MOST_BYTES = 2**32 - 1  # of a file; where samples lie in a shard is counted in four bytes
@@ -19,7 +19,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise ConfigError('images need a package that is not installed: pip install "dtrain[images]"') from None
+        raise missing("images need the package pillow", "images") from None
     return Image
 
 

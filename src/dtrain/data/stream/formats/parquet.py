@@ -13,6 +13,7 @@ from dtrain.data.stream.formats.base import ShardEntry, Source, check_options
 from dtrain.data.stream.formats.kept import KEPT
 from dtrain.data.stream.formats.source_file import SourceFile
 from dtrain.errors import ConfigError, DataError
+from dtrain.extras import missing
 from dtrain.types import Plain
 
 _KEPT_BYTES = 2**28
@@ -27,7 +28,7 @@ def package() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError('parquet needs a package that is not installed: pip install "dtrain[parquet]"') from None
+        raise missing("Parquet files need the package pyarrow", "parquet") from None
     return pyarrow
 
 

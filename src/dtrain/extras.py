@@ -1,0 +1,31 @@
+"""What may be installed besides: the extras of the package, and the modules that each brings. Imports none of them."""
+
+from __future__ import annotations
+
+from dtrain.errors import ConfigError
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "hf": ("transformers", "tokenizers"),
+    "http": ("fsspec", "aiohttp"),
+    "s3": ("fsspec", "s3fs"),
+    "gcs": ("fsspec", "gcsfs"),
+    "azure": ("fsspec", "adlfs"),
+    "oci": ("fsspec", "ocifs"),
+    "sftp": ("paramiko",),
+    "compression": ("zstandard", "brotli", "snappy"),
+    "parquet": ("pyarrow",),
+    "images": ("PIL",),
+    "streaming": ("zstandard", "brotli", "snappy", "pyarrow", "PIL"),
+    "fp8": ("torchao",),
+    "plot": ("matplotlib",),
+    "report": ("matplotlib",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+}
+
+
+def missing(what: str, extra: str) -> ConfigError:
+    """The error to raise where a package of ``extra`` is not there; ``what`` says who needs which."""
+    assert extra in MODULES, f"no extra {extra!r}"
+    return ConfigError(f'{what}: pip install "dtrain[{extra}]"')

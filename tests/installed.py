@@ -1,0 +1,90 @@
+"""What holds where only the package is installed: no extra, and no checkout on the path.
+
+    python tests/installed.py RUN_DIR   # any run that was observed; with the interpreter that has the wheel or the sdist
+
+Run by ``nox -s package``. It needs no pytest, so that nothing is there but what dtrain itself asks for.
+"""
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import dtrain as dt
+from dtrain import storage, testing
+from dtrain.data.tokens import tokenizer_named
+from dtrain.extras import MODULES
+from dtrain.schedules import composer
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def main(run: str) -> None:
+    assert not Path(dt.__file__).is_relative_to(CHECKOUT), f"{dt.__file__} is not an installed package"
+    assert (Path(dt.__file__).parent / "py.typed").exists()
+    for module in (dt, testing, composer):
+        for name in module.__all__:
+            getattr(module, name)
+    present = [module for modules in MODULES.values() for module in modules if importlib.util.find_spec(module)]
+    assert set(present) <= {"fsspec"}, f"torch brings fsspec; what brings {present}?"
+    with tempfile.TemporaryDirectory() as folder:
+        asked = calls(Path(folder))
+        assert set(asked) == set(MODULES) - {"report", "streaming"}, "streaming is compression, parquet and images"
+        for extra, call in asked.items():
+            said = error_of(call)
+            assert said.endswith(f': pip install "dtrain[{extra}]"'), f"{extra}: {said}"
+            print(said)
+        report = command("report", run, "--output", f"{folder}/report.html", "--png", f"{folder}/png")
+        assert report.stderr.endswith('matplotlib: pip install "dtrain[report]"\n'), report.stderr
+        print(report.stderr, end="")
+    assert command("--version").stdout == f"dtrain {dt.__version__}\n"
+    assert "complete" in command("--show-completion", "bash").stdout
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except dt.ConfigError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "dtrain", *words], capture_output=True, text=True, timeout=120, check=False)
+
+
+def calls(folder: Path) -> dict[str, Callable[[], object]]:
+    """For each extra, what cannot work without it."""
+    rows = folder / "rows.parquet"
+    rows.write_bytes(b"PAR1")
+    return {
+        "hf": lambda: tokenizer_named("bert-base-uncased"),
+        "http": lambda: storage.place("http://host/x"),
+        "s3": lambda: storage.place("s3://bucket/x"),
+        "gcs": lambda: storage.place("gs://bucket/x"),
+        "azure": lambda: storage.place("az://container/x"),
+        "oci": lambda: storage.place("oci://bucket/x"),
+        "sftp": lambda: storage.place("sftp://host/x"),
+        "compression": lambda: dt.write_shards([{"x": 1}], folder / "packed", format="mds", compression="zstd"),
+        "parquet": lambda: dt.ShardedDataset(folder),
+        "images": lambda: dt.write_shards([{"x": 1}], folder / "pictures", format="mds", columns={"x": "jpeg"}),
+        "fp8": fp8,
+        "plot": lambda: dt.plot_schedule({"lr": dt.cosine(1.0, 0.0, 10)}, 10),
+        "tensorboard": lambda: dt.tensorboard(folder / "tensorboard"),
+        "wandb": lambda: dt.wandb("project", folder=folder / "wandb"),
+        "mlflow": lambda: dt.mlflow("experiment", folder=folder / "mlflow"),
+    }
+
+
+def fp8() -> object:
+    """Asks for a GPU of some age before it asks for the package: this process says that it has one."""
+    torch.cuda.is_available, torch.cuda.get_device_capability = (lambda: True), (lambda: (8, 9))
+    return dt.convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
