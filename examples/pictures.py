@@ -1,5 +1,6 @@
 """Pictures with labels: the handwritten digits that come with scikit-learn, or a folder with a sub-folder for each class."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class Pictures:
     held_out: TensorDict | Folder
     channels: int
     classes: int
+    most_frequent: float  # share of the class that most held-out pictures have
 
 
 def read_digits() -> Pictures:
@@ -57,14 +59,20 @@ def read_digits() -> Pictures:
     x = torch.from_numpy(found.images).float().unsqueeze(1) / 8.0 - 1.0
     whole = TensorDict({"x": x, "y": torch.from_numpy(found.target)}, batch_size=[len(x)])
     held = torch.arange(len(x)) % HELD_OUT_EVERY == 0
-    return Pictures(train=whole[~held], held_out=whole[held], channels=1, classes=10)
+    share = _most_frequent(whole[held]["y"].tolist())
+    return Pictures(train=whole[~held], held_out=whole[held], channels=1, classes=10, most_frequent=share)
 
 
 def read_folder(root: Path, size: int) -> Pictures:
     """``root/train/<class>/`` and ``root/val/<class>/``, as ImageNet is laid out."""
     classes = sorted(path.name for path in (root / "train").iterdir() if path.is_dir())
     train, held_out = (Folder(root / part, classes, size) for part in ("train", "val"))
-    return Pictures(train=train, held_out=held_out, channels=3, classes=len(classes))
+    share = _most_frequent([label for _, label in held_out.files])
+    return Pictures(train=train, held_out=held_out, channels=3, classes=len(classes), most_frequent=share)
+
+
+def _most_frequent(labels: list[int]) -> float:
+    return Counter(labels).most_common(1)[0][1] / len(labels)
 
 
 def shifted(sample: TensorDict | dict[str, Tensor], generator: torch.Generator) -> TensorDict | dict[str, Tensor]:

@@ -91,7 +91,7 @@ def main() -> None:
 
         quiz = build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
         loss, entropy = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"], unigram_entropy(held_out)
-        say(f"held-out loss {loss:.4f} nats/byte, {loss / entropy:.2f} of the unigram entropy {entropy:.4f}")
+        say(f"held-out loss {loss:.4f} nats/byte, baseline {entropy:.4f} (unigram entropy)")
         with dt.evaluating(model):
             text = generate(model, b"def ", max_new=160, temperature=0.7, seed=args.seed, device=dist.device)
         say("sample:\ndef " + text.decode(errors="replace"))

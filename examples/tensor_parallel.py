@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import dtrain as dt
 from gpt import GPT, Block, GPTConfig
-from text import read_text, train_and_held_out
+from text import read_text, train_and_held_out, unigram_entropy
 
 SEQ = 64  # bytes; a multiple of tp, as are the heads, the channels and the vocabulary
 WINDOWS = dt.batch_spec({"input_ids": "batch seq", "labels": "batch seq"})
@@ -60,7 +60,7 @@ def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
 
 
 def train(args: argparse.Namespace, rank: int) -> None:
-    windows, _ = train_and_held_out(read_text(args.text), SEQ, held_out_windows=64)
+    windows, held_out = train_and_held_out(read_text(args.text), SEQ, held_out_windows=64)
     mesh = dt.build_mesh(tp=args.tp)
     with torch.device("meta"):
         model = GPT(GPTConfig(n_layer=2, n_head=4, dim=64, max_seq=SEQ))
@@ -79,6 +79,11 @@ def train(args: argparse.Namespace, rank: int) -> None:
         if rank == 0 and (state.crossed(10) or state.step == args.steps):
             print(f"step {state.step}: loss {numbers['loss']:.4f}, gradient norm {numbers['grad_norm']:.3f}")
     dt.save_sharded(args.out, state, extra={"loader": loader})
+
+    quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False, batch_spec=WINDOWS)
+    loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
+    if rank == 0:
+        print(f"held-out loss {loss:.4f} nats/byte, baseline {unigram_entropy(held_out):.4f} (unigram entropy)")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python examples/train_gan.py                  # one process, no launcher
 
 The same command goes on after the last checkpoint, which holds both states. The figure to watch is the energy distance between
-generated points and real ones that were not trained on: 0 for equal distributions, 0.6 before training, 0.03 after it.
+generated points and real ones that were not trained on: 0 for equal distributions, 0.6 before training, 0.03 after it. Its baseline
+is that of a Gaussian with the mean and the spread of the real points.
 """
 
 import argparse
@@ -37,17 +38,15 @@ def ring(count: int, seed: int) -> Tensor:
     return torch.stack([angle.cos(), angle.sin()], 1) + 0.05 * torch.randn(count, 2, generator=draw)
 
 
-def network(sizes: tuple[int, ...]) -> nn.Sequential:
+def network(*sizes: int) -> nn.Sequential:
     layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.LeakyReLU(0.2))]
     return nn.Sequential(*layers[:-1])
 
 
-def generator() -> nn.Module:
-    return network((NOISE, 64, 64, 2))
-
-
-def discriminator() -> nn.Module:
-    return network((2, 64, 64, 1))
+def gaussian(like: Tensor) -> Tensor:
+    """As many points from the normal distribution that is nearest to these."""
+    draw = torch.randn(like.shape, generator=torch.Generator().manual_seed(4))
+    return like.mean(0) + draw @ torch.linalg.cholesky(torch.cov(like.T)).T
 
 
 def judged(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
@@ -66,8 +65,12 @@ def main() -> None:
         dt.seed_all(0, dist.rank)
         mesh = dt.build_mesh()
         with torch.device("meta"):
-            plain_maker, plain_judge = generator(), discriminator()  # without values: those of the other state are put in
-            models = [generator(), discriminator()]
+            made_of, judged_by = (NOISE, 64, 64, 2), (2, 64, 64, 1)
+            plain_maker, plain_judge = (
+                network(*made_of),
+                network(*judged_by),
+            )  # without values: those of the other state are put in
+            models = [network(*made_of), network(*judged_by)]
         maker, judge = (dt.materialize(dt.shard_model(model, mesh), seed=at) for at, model in enumerate(models))
         frozen: dict[str, Tensor] = {}  # the discriminator as the generator sees it: its values, without gradients
 
@@ -110,6 +113,9 @@ def main() -> None:
                 dt.save_sharded(checkpoints, {"generator": g, "discriminator": d}, extra={"loader": loader}, keep_last=2)
             if stop:
                 return
+        end, guess = distance(), energy_distance(gaussian(unseen), unseen)
+        if dist.rank == 0:
+            print(f"energy distance {end:.4f}, baseline {guess:.4f} (a Gaussian)")
 
 
 if __name__ == "__main__":

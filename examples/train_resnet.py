@@ -84,9 +84,8 @@ def main() -> None:
         with dt.swapped(state, "ema"):
             numbers = dt.reduce_metrics(dt.evaluate(model, quiz, judge))
         if dist.rank == 0:
-            print(
-                f"held-out loss {numbers['loss']:.4f}, accuracy {numbers['accuracy']:.3f} of {len(pictures.held_out)} pictures"
-            )
+            print(f"held-out loss {numbers['loss']:.4f} on {len(pictures.held_out)} pictures")
+            print(f"held-out accuracy {numbers['accuracy']:.3f}, baseline {pictures.most_frequent:.3f} (the most frequent class)")
 
 
 if __name__ == "__main__":

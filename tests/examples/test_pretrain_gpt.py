@@ -23,6 +23,7 @@ from dtrain.data.stream.formats.write import write_shards
 from dtrain.observe.sinks import read_jsonl
 from dtrain.report.reading.run import read_run
 from dtrain.storage.stores.connect import disconnect
+from example_runs import ended, launched
 from places import servers
 from text import read_text, train_and_held_out
 
@@ -141,10 +142,16 @@ def straight(tmp_path_factory) -> Path:
     """The folder of a run that nothing interrupts. It keeps the checkpoint in the middle."""
     cwd = tmp_path_factory.mktemp("straight")
     text = run(command(*launch(2), out=cwd / "out"), cwd)
-    assert "[rank 0] held-out loss" in text
+    end = ended(text)
+    assert end.value < end.baseline
     assert "[rank 1]" not in text
     assert [found.step for found in list_checkpoints(cwd / "out" / "checkpoints")] == [MIDDLE, 2 * MIDDLE, STEPS]
     return cwd / "out"
+
+
+def test_on_its_default_text_it_ends_below_its_baseline(tmp_path):
+    end = ended(launched("pretrain_gpt.py", "--steps", "60", out=tmp_path / "out"))
+    assert end.value < 0.9 * end.baseline
 
 
 KILLS = ("rank", "all ranks", "launcher", "ctrl-c", "preempted")

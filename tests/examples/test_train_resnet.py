@@ -1,31 +1,19 @@
 """The vision example: digits and a folder of pictures, on two ranks, resumed, and that it learns."""
 
-import os
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import dtrain as dt
+from example_runs import ended, launched
 from pictures import read_digits, read_folder, shifted
 from resnet import ARCHS, ResNet
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "train_resnet.py"
-PATIENCE_S = 400  # for anything that takes seconds: the machine may be busy
-
 
 def run(*options: str, out: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "dtrain", "launch", "-n", "2", str(SCRIPT), "--out", str(out), *options],
-        capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return launched("train_resnet.py", *options, out=out)
 
 
 def shards(out: Path) -> dict[str, bytes]:
@@ -34,16 +22,11 @@ def shards(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-def accuracy(printed: str) -> float:
-    found = re.search(r"accuracy (\d\.\d+) of \d+ pictures", printed)
-    assert found is not None, printed
-    return float(found[1])
-
-
 def test_it_learns_digits_and_resumes_bit_for_bit(tmp_path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     printed = run("--until", "40ba", out=straight)
-    assert accuracy(printed) > 0.6, "ten classes"
+    assert ended(printed).baseline < 0.15, "ten classes"
+    assert ended(printed).value > 0.6
     shutil.copytree(straight / "checkpoints" / "step-00000030", resumed / "checkpoints" / "step-00000030")
     assert run("--until", "40ba", out=resumed).splitlines()[-1] == printed.splitlines()[-1]
     assert shards(resumed) == shards(straight)
@@ -94,7 +77,7 @@ def test_a_few_steps_of_resnet50_on_a_folder(tmp_path):
     folder = pictures(tmp_path / "pictures")
     options = ["--arch", "resnet50", "--strategy", "replicate", "--data", str(folder), "--size", "32", "--batch", "4"]
     printed = run(*options, "--until", "3ba", out=tmp_path / "out")
-    assert 0.0 <= accuracy(printed) <= 1.0
+    assert 0.0 <= ended(printed).value <= 1.0
     assert [path.step for path in dt.list_checkpoints(tmp_path / "out" / "checkpoints")] == [2, 3]
 
 

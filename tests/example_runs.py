@@ -1,0 +1,45 @@
+"""Examples as a user runs them: launched on several processes, with their own default input; and how they ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PATIENCE_S = 600  # for anything that takes seconds: the machine may be busy
+
+_LAST_LINE = re.compile(
+    r"^(?P<what>.+?) (?P<value>-?\d+(?:\.\d+)?)(?: [\w/]+)?, baseline (?P<baseline>-?\d+(?:\.\d+)?) \((?P<of>.+)\)$", re.M
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What an example says of itself at its end."""
+
+    what: str
+    value: float
+    baseline: float
+
+
+def launched(script: str, *options: str, out: Path, n: int = 2, env: dict[str, str] | None = None) -> str:
+    """What ``dtrain launch -n N examples/SCRIPT --out OUT OPTIONS`` printed; ``n=1`` runs it without the launcher."""
+    launcher = ["-m", "dtrain", "launch", "-n", str(n)] if n > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / script), "--out", str(out), *options],
+        capture_output=True, text=True, timeout=PATIENCE_S, cwd=out.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def ended(printed: str) -> Ending:
+    """The last of the lines that give a value beside its baseline."""
+    found = list(_LAST_LINE.finditer(printed))
+    assert found, f"no line '<what> <value>, baseline <value> (<what that is>)' in:\n{printed}"
+    return Ending(what=found[-1]["what"], value=float(found[-1]["value"]), baseline=float(found[-1]["baseline"]))

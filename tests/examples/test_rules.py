@@ -1,0 +1,91 @@
+"""What holds for every example: short, of public names, explained by --help, and no copy of another."""
+
+import ast
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+import dtrain as dt
+from example_runs import EXAMPLES
+
+MOST_LINES = 125
+SHARED_LINES = 10  # equal lines one after another: a primitive is missing
+
+LOOPS = sorted(path for path in EXAMPLES.glob("*.py") if "dt.init_dist(" in path.read_text())
+
+
+def code_lines(path: Path) -> list[str]:
+    """The lines of a file that say something: no blank ones, no comments, no imports, and nothing of the docstrings."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    left_out = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            left_out.update(range(node.lineno, node.end_lineno + 1))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            left_out.update(range(node.lineno, node.end_lineno + 1))
+    lines = (line.strip() for at, line in enumerate(source.splitlines(), 1) if at not in left_out)
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def longest_shared(a: list[str], b: list[str]) -> list[str]:
+    """The longest run of lines that both have."""
+    best, before = (0, 0), [0] * (len(b) + 1)
+    for i, line in enumerate(a, 1):
+        row = [0] * (len(b) + 1)
+        for j, other in enumerate(b, 1):
+            if line == other:
+                row[j] = before[j - 1] + 1
+                best = max(best, (row[j], i))
+        before = row
+    length, end = best
+    return a[end - length : end]
+
+
+def test_the_loops_are_found():
+    names = {path.stem for path in LOOPS}
+    assert {"pretrain_gpt", "pretrain_bert", "finetune_bert", "train_resnet", "train_gan", "train_diffusion"} <= names
+    assert {"train_embeddings", "train_dpo", "train_custom", "tensor_parallel"} <= names
+
+
+@pytest.mark.parametrize("path", LOOPS, ids=lambda path: path.stem)
+def test_a_loop_is_one_short_file(path):
+    most = 39 if path.stem == "train_custom" else MOST_LINES
+    assert len(path.read_text().splitlines()) <= most
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_uses_public_names_only(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dtrain":
+            assert node.module in ("dtrain", "dtrain.schedules"), f"line {node.lineno}: from {node.module} import ..."
+        if isinstance(node, ast.Import):
+            assert {alias.name for alias in node.names if alias.name.startswith("dtrain")} <= {"dtrain"}
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dt":
+            assert node.attr in dt.__all__, f"line {node.lineno}: dt.{node.attr}"
+
+
+def test_no_two_examples_share_a_block():
+    """Not the loops, and not the modules beside them."""
+    lines = {path.name: code_lines(path) for path in sorted(EXAMPLES.glob("*.py"))}
+    shared = {(a, b): longest_shared(lines[a], lines[b]) for a, b in combinations(lines, 2)}
+    assert {pair: block for pair, block in shared.items() if len(block) >= SHARED_LINES} == {}
+
+
+def test_a_shared_block_is_found():
+    """The check itself: ten lines among others, at other places."""
+    block = [f"x{i}" for i in range(SHARED_LINES)]
+    assert longest_shared(["a", *block, "b"], ["c", "d", *block]) == block
+
+
+@pytest.mark.parametrize("path", LOOPS, ids=lambda path: path.stem)
+def test_a_loop_explains_itself(path, tmp_path):
+    """Without training, writing or downloading anything."""
+    done = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "dtrain launch -n" in done.stdout
+    assert "--out" in done.stdout
+    assert list(tmp_path.iterdir()) == []
