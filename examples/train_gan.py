@@ -4,8 +4,8 @@
     python examples/train_gan.py                  # one process, no launcher
 
 The same command goes on after the last checkpoint, which holds both states. The figure to watch is the energy distance between
-generated points and real ones that were not trained on: 0 for equal distributions, 0.6 before training, 0.03 after it. Its baseline
-is that of a Gaussian with the mean and the spread of the real points.
+generated points and real ones that were not trained on: 0 for equal distributions, 0.6 before training, 0.03 after it. Its
+baseline is that of a Gaussian with the mean and the spread of the real points.
 """
 
 import argparse

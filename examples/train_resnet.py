@@ -8,6 +8,7 @@ The same command goes on after the last checkpoint. Needs `pip install scikit-le
 """
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 from torch import nn
@@ -15,6 +16,8 @@ from torch import nn
 import dtrain as dt
 from pictures import read_digits, read_folder, shifted
 from resnet import ARCHS, Block, ResNet
+
+METHODS = ("blur_pool", "channels_last", "progressive_resizing", "mixup", "label_smoothing", "ema")
 
 
 def arguments() -> argparse.Namespace:
@@ -26,6 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="pictures in a step, over all ranks (%(default)s)")
     parser.add_argument("--until", default="12ep", help="length of the run, as 12ep or 400ba (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("ckpt/train_resnet"), help="metrics and checkpoints (%(default)s)")
+    parser.add_argument("--without", nargs="*", default=[], choices=METHODS, metavar="METHOD", help=f"of {', '.join(METHODS)}")
     return parser.parse_args()
 
 
@@ -48,7 +52,8 @@ def main() -> None:
         dt.seed_all(0, dist.rank)
         mesh = dt.build_mesh()
         model = ResNet(ARCHS[args.arch], channels=pictures.channels, classes=pictures.classes)
-        model = dt.channels_last(dt.blur_pool(model))
+        for surgery in (dt.blur_pool, dt.channels_last):
+            model = model if surgery.__name__ in args.without else surgery(model)
         model = dt.shard_model(model, mesh, strategy=args.strategy, blocks=(Block,), buffers="mean")
 
         groups = dt.param_groups(model, weight_decay=5e-4)
@@ -63,7 +68,7 @@ def main() -> None:
             dt.label_smoothing(0.1, num_classes=pictures.classes),
             dt.ema(half_life="0.05dur"),
         ]
-        step = dt.compose_step(loss_fn, recipe)
+        step = dt.compose_step(loss_fn, [method for method in recipe if method.name not in args.without])
         state = step.init(model, optimizer, run=run)
         checkpoints, log = args.out / "checkpoints", dt.jsonl(args.out / "metrics.jsonl")
         state = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True).state
@@ -81,11 +86,11 @@ def main() -> None:
                 return
 
         quiz = dt.build_loader(pictures.held_out, mesh=mesh, global_batch_size=256, seed=0, shuffle=False)
-        with dt.swapped(state, "ema"):
+        with nullcontext() if "ema" in args.without else dt.swapped(state, "ema"):
             numbers = dt.reduce_metrics(dt.evaluate(model, quiz, judge))
         if dist.rank == 0:
             print(f"held-out loss {numbers['loss']:.4f} on {len(pictures.held_out)} pictures")
-            print(f"held-out accuracy {numbers['accuracy']:.3f}, baseline {pictures.most_frequent:.3f} (the most frequent class)")
+            print(f"held-out accuracy {numbers['accuracy']:.3f}, baseline {pictures.most_frequent:.3f} (most frequent class)")
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ def test_no_other_place_writes_such_a_command():
 def test_pages_name_extras_that_exist():
     named = {
         (page.name, extra)
-        for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
+        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
         for extras in re.findall(r"dtrain\[([a-z0-9,]+)\]", page.read_text())
         for extra in extras.split(",")
-    }  # fmt: skip
+    }
     assert {(page, extra) for page, extra in named if extra not in DECLARED} == set()
     assert len(named) >= 5

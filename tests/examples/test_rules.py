@@ -19,13 +19,10 @@ LOOPS = sorted(path for path in EXAMPLES.glob("*.py") if "dt.init_dist(" in path
 
 def code_lines(path: Path) -> list[str]:
     """The lines of a file that say something: no blank ones, no comments, no imports, and nothing of the docstrings."""
-    source = path.read_text()
-    tree = ast.parse(source)
-    left_out = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            left_out.update(range(node.lineno, node.end_lineno + 1))
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+    source, left_out = path.read_text(), set()
+    for node in ast.walk(ast.parse(source)):
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if text or isinstance(node, (ast.Import, ast.ImportFrom)):
             left_out.update(range(node.lineno, node.end_lineno + 1))
     lines = (line.strip() for at, line in enumerate(source.splitlines(), 1) if at not in left_out)
     return [line for line in lines if line and not line.startswith("#")]

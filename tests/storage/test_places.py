@@ -62,5 +62,6 @@ EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "oci": "oci", "sftp": "sftp"}
 @pytest.mark.parametrize("protocol", EXTRAS)
 def test_a_missing_library_is_named_with_its_extra(protocol, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf'^{protocol}:// needs the package \w+: pip install "dtrain\[{EXTRAS[protocol]}\]"$'):
+    extra = EXTRAS[protocol]
+    with pytest.raises(ConfigError, match=rf'^{protocol}:// needs the package \w+: pip install "dtrain\[{extra}\]"$'):
         storage.place(f"{protocol}://bucket/x")
