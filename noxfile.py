@@ -54,6 +54,17 @@ def types(session: nox.Session) -> None:
     session.run("mypy")
 
 
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The site, strictly, in build/site; then its links, its entries, and what a browser shows of it. Needs no torch."""
+    needs = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["docs"]
+    # The docstrings are read, not imported, and the command line needs no torch. ruff sets the signatures.
+    install(session, *needs, "typer", "ruff", "pytest")
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+    env = {"DTRAIN_SITE": "build/site", "PYTHONPATH": "src"}
+    session.run("pytest", "--noconftest", "tests/pages/test_site.py", *session.posargs, env=env)
+
+
 @nox.session(reuse_venv=False)
 def package(session: nox.Session) -> None:
     """Wheel and sdist, installed where nothing else is: the README's example, what extras promise, and tests of the sdist."""

@@ -20,7 +20,7 @@ def test_the_lines_it_shows_are_those_that_are_raised():
     slow = describe("save", world_size=8, timeout_s=600, marks={rank: 600.0 for rank in range(8) if rank != 3}, notes={})
     note = {1: "ValueError: disk full"}
     gone = describe("save", world_size=8, timeout_s=600, marks={rank: 0.2 for rank in range(8) if rank != 1}, notes=note)
-    assert f"```\n{slow}\n{gone}\n```" in PAGE
+    assert f"```text\n{slow}\n{gone}\n```" in PAGE
 
 
 def test_every_name_in_the_table_is_public():

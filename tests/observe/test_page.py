@@ -6,47 +6,17 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-from torch import nn
-
 import dtrain as dt
+from stand_ins import namespace
 
 PAGE = (Path(dt.__file__).parents[2] / "docs" / "observing.md").read_text()
 LOOP, METER, SINK, LOSS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.inner(x).tanh()
-
-
-class GPT(nn.Module):
-    def __init__(self, config: dict) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(config["vocab"], 8)
-        self.block = Block()
-        self.head = nn.Linear(8, config["vocab"], bias=False)
-
-    def forward(self, x):
-        return self.head(self.block(self.embedding(x)))
-
-
 def test_the_loop_of_the_page_trains_logs_and_resumes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    data = torch.randint(16, (64 * 60, 5), generator=torch.Generator().manual_seed(0))
-    scope = {
-        "GPT": GPT,
-        "Block": Block,
-        "config": {"vocab": 16},
-        "dataset": data,
-        "held_out": [data[:64]],
-        "settings": {"lr": 3e-4},
-    }
-    exec(LOSS, {"dt": dt}, scope)
+    scope = namespace()
+    exec(LOSS, scope)
     exec(LOOP.replace('"3ep"', '"2ep"'), scope)
     exec(LOOP, scope)
     found = dt.read_jsonl("runs/gpt/metrics.jsonl")

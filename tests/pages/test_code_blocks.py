@@ -1,0 +1,230 @@
+"""The code of every page runs: its Python in order, and its commands are ones that the command line takes."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+import dtrain as dt
+from dtrain.cli.main import app
+from dtrain.testing import Ranks
+from pages.fences import DOCS, LANGUAGES, PAGES, ROOT, called, commands, fences, ours, prose
+from pages.given import GIVEN, RANKS, RUN_BY, SHOWN_BY, WITHOUT_GROUPS
+from stand_ins import namespace
+
+HERE = [page for page in PAGES if called(page) not in RUN_BY and any(fence.language == "python" for fence in fences(page))]
+
+
+@pytest.fixture
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What code may set for the whole process is set back."""
+    for name in ("RANK", "WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    deterministic, tf32 = torch.are_deterministic_algorithms_enabled(), dt.use_tf32()
+    dt.use_tf32(tf32)
+    with torch.random.fork_rng():
+        yield
+    dt.use_tf32(tf32)
+    torch.use_deterministic_algorithms(deterministic)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def run(path: str, folder: str) -> None:
+    """Run the Python of a page, block after block, in an empty folder; a block that is a file is written instead."""
+    page = Path(path)
+    name = called(page)
+    given = iter(GIVEN.get(name, ()))
+    with contextlib.chdir(folder), warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own compiler imports it
+        if name not in WITHOUT_GROUPS:
+            stack.enter_context(dt.init_dist())
+        names = namespace()
+        exec(next(given, ""), names)
+        for block in fences(page):
+            if block.language != "python" or block.text.startswith(tuple(SHOWN_BY)):
+                continue
+            if block.file:
+                Path(block.file).write_text(block.text)
+                continue
+            if block.anew:
+                names = namespace()
+                exec(next(given, ""), names)
+            code = "\n" * (block.line - 1) + block.text  # so that an error names the line of the page
+            exec(compile(code, name, "exec"), names)
+
+
+@pytest.mark.parametrize("page", HERE, ids=called)
+@pytest.mark.usefixtures("as_before")
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+    if called(page) in RANKS:
+        ranks(RANKS[called(page)]).run(run, str(page), str(tmp_path))
+    else:
+        run(str(page), str(tmp_path))
+
+
+def test_what_is_said_of_pages_is_said_of_some_that_are_there() -> None:
+    named = {*RUN_BY, *RANKS, *WITHOUT_GROUPS, *GIVEN}
+    assert named - {called(page) for page in PAGES} == set()
+    namespaces = {called(page): 1 + sum(block.anew for block in fences(page)) for page in PAGES}
+    assert {page: (len(codes), namespaces[page]) for page, codes in GIVEN.items() if len(codes) > namespaces[page]} == {}
+    texts = [block.text for page in PAGES for block in fences(page)]
+    assert [begin for begin in SHOWN_BY if not any(text.startswith(begin) for text in texts)] == []
+
+
+def test_tests_that_run_a_page_are_there() -> None:
+    for page, test in RUN_BY.items():
+        source = (ROOT / test).read_text()
+        assert Path(page).name in source or page == "docs/recipes.md", f"{test} does not read {page}"
+    for line, test in SHOWN_BY.items():
+        assert re.search(r"(\w+)\(", line)[1] in (ROOT / test).read_text(), f"{test} does not call what {line!r} does"
+
+
+def test_every_block_has_a_language_that_is_known() -> None:
+    unknown = [
+        f"{called(page)}:{block.line}: {block.language!r}"
+        for page in PAGES
+        for block in fences(page)
+        if block.language not in LANGUAGES
+    ]
+    assert unknown == []
+
+
+def headings(page: Path, line: int) -> list[str]:
+    """The headings that stand above a line, outermost first."""
+    text = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), page.read_text(), flags=re.S | re.M)
+    above: dict[int, str] = {}
+    for row in text.splitlines()[: line - 1]:
+        if match := re.match(r"(#+) (.*)", row):
+            above = {level: each for level, each in above.items() if level < len(match[1])} | {len(match[1]): match[2]}
+    return list(above.values())
+
+
+def test_python_that_is_not_run_stands_under_the_name_of_whose_it_is() -> None:
+    """Of another library: under a heading that names it. ``py`` on a page of our own would be code that no one runs."""
+    others = re.compile(
+        r"Composer|DDP|by hand|DeepSpeed|Accelerate|Fabric|torchtitan|MosaicML|torch|transformers|mistake", re.I
+    )
+    astray = [
+        f"{called(page)}:{block.line}"
+        for page in PAGES
+        for block in fences(page)
+        if block.language == "py" and not others.search(" / ".join(headings(page, block.line)))
+    ]
+    assert astray == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=called)
+def test_python_that_is_shown_can_be_parsed(page: Path) -> None:
+    for block in fences(page):
+        if block.language in ("python", "py"):
+            ast.parse(block.text)
+
+
+# Commands.
+
+COMMAND = typer.main.get_command(app)
+AT_ONCE = {"--install-completion", "--show-completion"}  # the parser itself would do it, to the files of who runs the tests
+
+
+def refusal(arguments: list[str]) -> str | None:
+    """What the command line says against some arguments, if it does. Nothing is run but its parser."""
+    if set(arguments) & AT_ONCE:
+        return None
+    command, name, parent = COMMAND, "dtrain", None
+    rest = list(arguments)
+    try:
+        while True:
+            context = command.make_context(name, list(rest), parent=parent)
+            if not hasattr(command, "resolve_command"):
+                return None
+            if not context._protected_args:
+                return None
+            name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+            parent = context
+    except typer.Exit:  # --help, --version
+        return None
+    except typer.BadParameter.__mro__[1] as error:
+        return str(error)
+
+
+def test_a_command_that_does_not_exist_is_refused() -> None:
+    assert refusal(["launch", "-n", "2", "loop.py", "--anything"]) is None
+    assert refusal(["--version"]) is None
+    assert refusal(["checkpoints", "convert", "ckpt", "out", "--to", "hf"]) is None
+    for wrong in (
+        ["lanch", "x.py"],
+        ["launch", "--nprocs", "2", "x.py"],
+        ["checkpoints", "lst"],
+        ["checkpoints", "list", "--deep"],
+    ):
+        assert refusal(wrong) is not None, wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=called)
+def test_every_command_of_a_page_is_one(page: Path) -> None:
+    wrong = []
+    for block in fences(page):
+        if block.language in ("bash", "console"):
+            for words in commands(block):
+                arguments = ours(words)
+                if arguments is not None and (said := refusal(arguments)):
+                    wrong.append(f"{called(page)}:{block.line}: {' '.join(words)}: {said}")
+    assert wrong == []
+
+
+SCRIPT = re.compile(r"^(?:examples|benchmarks|tests)/[\w/]+\.py$")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=called)
+def test_every_script_in_a_command_is_there_and_has_its_options(page: Path) -> None:
+    wrong = []
+    for block in fences(page):
+        if block.language not in ("bash", "console"):
+            continue
+        for words in commands(block):
+            for at, word in enumerate(words):
+                script = word.split(":")[0]
+                if not SCRIPT.match(script):
+                    continue
+                if not (ROOT / script).exists():
+                    wrong.append(f"{called(page)}:{block.line}: no {script}")
+                    continue
+                options = [each.split("=")[0] for each in words[at + 1 :] if each.startswith("--") and each != "--"]
+                if ("dtrain" in words and "plan" in words) or "--slow" in options:  # options of dtrain plan, of pytest
+                    continue
+                source = (ROOT / script).read_text()
+                wrong += [
+                    f"{called(page)}:{block.line}: {script} has no {option}"
+                    for option in options
+                    if f'"{option}"' not in source and option != "--help"
+                ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=called)
+def test_every_name_of_dtrain_on_a_page_exists(page: Path) -> None:
+    text = "".join(block.text for block in fences(page) if block.language in ("python", "bash", "console", "pycon"))
+    named = set(re.findall(r"\bdt\.([A-Za-z_]\w*)", text + "".join(re.findall(r"`[^`\n]+`", prose(page)))))
+    here = {*dt.__all__, "testing", "__version__"}
+    assert {name for name in named - here if not page.with_name(f"{name}.md").exists()} == set()
+
+
+def test_the_pages_are_there() -> None:
+    assert len(PAGES) > 25
+    assert DOCS / "architecture.md" in PAGES

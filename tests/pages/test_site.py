@@ -1,0 +1,186 @@
+"""The built site: every name has an entry, links lead somewhere, and a browser shows it without asking anybody else.
+
+``nox -s docs`` builds it and runs this; ``DTRAIN_SITE`` is the folder. ``DTRAIN_SHOTS`` is one for screenshots.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import time
+import zlib
+from collections.abc import Iterator
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import dtrain
+from browser import PROGRAM, Browser, browser
+from pages.site_served import served
+
+SITE = Path(os.environ.get("DTRAIN_SITE", "")).absolute()
+SHOTS = os.environ.get("DTRAIN_SHOTS")
+pytestmark = pytest.mark.skipif("DTRAIN_SITE" not in os.environ, reason="needs the built site: nox -s docs")
+in_a_browser = pytest.mark.skipif(PROGRAM is None, reason="needs chromium")
+
+
+# What was built.
+
+
+class Page(HTMLParser):
+    """What a page links to, and what can be linked to in it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag in ("img", "script", "iframe", "source") and "src" in given:
+            self.fetched.append(given["src"])
+        elif tag == "link" and given.get("rel") != "canonical":
+            self.fetched.append(given.get("href", ""))
+
+
+@cache
+def page(path: Path) -> Page:
+    return Page(path)
+
+
+def every_page() -> list[Path]:
+    return [path for path in sorted(SITE.rglob("*.html")) if path.name != "404.html"]
+
+
+def lost(path: Path, link: str) -> bool:
+    """Whether a link of a page leads nowhere; those to other hosts are not followed."""
+    parts = urlsplit(link)
+    if parts.scheme or parts.netloc:
+        return False
+    target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+    target = target / "index.html" if target.is_dir() else target
+    if not target.exists():
+        return True
+    return bool(parts.fragment) and target.suffix == ".html" and unquote(parts.fragment) not in page(target).anchors
+
+
+def test_every_link_leads_somewhere() -> None:
+    pages = every_page()
+    assert len(pages) > 60
+    dead = [f"{path.relative_to(SITE)}: {link}" for path in pages for link in page(path).links if lost(path, link)]
+    assert dead == [], f"{len(dead)} links lead nowhere"
+    assert lost(SITE / "index.html", "none.html")
+    assert lost(SITE / "index.html", "loop.html#none-of-this-name")
+
+
+def test_nothing_is_fetched_from_another_host() -> None:
+    assert [(path.name, each) for path in every_page() for each in page(path).fetched if urlsplit(each).netloc] == []
+
+
+def written_out(package: str) -> list[str]:
+    """What ``__all__`` of a package says, without importing torch."""
+    text = (Path(dtrain.__file__).parent / package / "__init__.py").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^__all__ = (\[.*?\])", text, re.S | re.M)
+    names: list[str] = ast.literal_eval(listed)
+    return names
+
+
+def test_every_exported_name_has_an_entry() -> None:
+    inventory = zlib.decompress((SITE / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
+    entries = set(re.findall(r"^(\S+) py:", inventory, re.M))
+    names = {f"dtrain.{name}" for name in dtrain.__all__}
+    for package in ("testing", "schedules/composer"):
+        names |= {f"dtrain.{package.replace('/', '.')}.{name}" for name in written_out(package)}
+    assert len(names) > 330
+    assert names - entries == set()
+
+
+def test_no_section_of_a_docstring_is_left_as_it_was_typed() -> None:
+    left = re.compile(r"<p>(Args|Returns|Raises|Example|Examples|Mutates|Collective|Host sync|Formula|Source|Yields):")
+    assert [(path.name, found[0]) for path in every_page() if (found := left.search(path.read_text()))] == []
+
+
+def test_every_command_is_in_the_reference() -> None:
+    text = (SITE / "reference" / "commands.html").read_text()
+    for name in ("launch", "env", "hang", "plan", "report", "top", "checkpoints convert", "data inspect", "plot schedule"):
+        assert f'id="dtrain-{name.replace(" ", "-")}"' in text
+    assert "--hang-timeout" in text
+
+
+# What a browser shows.
+
+SCREENS = {"wide": {"width": 1280}, "dark": {"width": 1280, "dark": True}, "phone": {"width": 390, "height": 844}}
+LOOKED_AT = ("index", "loop", "recipes", "from_composer", "reference/index", "reference/step", "reference/commands")
+
+
+class _Address:
+    """Stands for a file, for ``Browser.open``."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+
+    def as_uri(self) -> str:
+        return self.uri
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, str]]:
+    with served(SITE) as address, browser(tmp_path_factory.mktemp("browser")) as shown:
+        yield shown, address
+
+
+def until(shown: Browser, expression: str, seconds: float = 60.0) -> None:
+    """Wait until something is true in the page."""
+    end = time.monotonic() + seconds
+    while not shown.ask(expression):
+        assert time.monotonic() < end, f"not true after {seconds} s: {expression}"
+        time.sleep(0.05)
+
+
+@in_a_browser
+@pytest.mark.parametrize("screen", SCREENS)
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_a_page_is_shown(chromium: tuple[Browser, str], name: str, screen: str) -> None:
+    shown, address = chromium
+    shown.open(_Address(f"{address}{name}.html"), **SCREENS[screen])  # type: ignore[arg-type]
+    until(shown, "document.readyState === 'complete' && document.querySelector('h1') !== null")
+    if SHOTS:
+        time.sleep(1)
+        shown.picture(Path(SHOTS) / f"{name.replace('/', '-')}-{screen}.png", whole=False)
+    assert shown.errors == []
+    assert [each for each in shown.requests if not each.startswith((address, "data:"))] == []
+    assert shown.ask("document.documentElement.scrollWidth <= innerWidth"), "wider than the screen"
+    bright = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number).reduce((a, b) => a + b)"
+    assert (shown.ask(bright) < 384) == (screen == "dark")
+
+
+@in_a_browser
+def test_search_finds_a_function_and_goes_there(chromium: tuple[Browser, str]) -> None:
+    shown, address = chromium
+    shown.open(_Address(f"{address}index.html"))  # type: ignore[arg-type]
+    shown.ask("document.querySelector('.md-search__input').focus()")
+    shown.call("Input.insertText", text="clip_grad_norm_")
+    found = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+    until(shown, f"{found}.some(href => href.includes('dtrain.clip_grad_norm_'))")
+    assert shown.errors == []
+
+
+@in_a_browser
+def test_the_colours_can_be_chosen(chromium: tuple[Browser, str]) -> None:
+    shown, address = chromium
+    shown.open(_Address(f"{address}index.html"))  # type: ignore[arg-type]
+    scheme = "document.body.getAttribute('data-md-color-scheme')"
+    seen = [shown.ask(scheme)]
+    for _ in range(2):
+        shown.ask("[...document.querySelectorAll('[data-md-component=palette] label')].find(l => !l.hidden).click()")
+        seen.append(shown.ask(scheme))
+    assert set(seen) == {"default", "slate"}

@@ -1,0 +1,93 @@
+"""What the site is made of, without building it: every name has a place, and every page is in the navigation."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from types import ModuleType
+
+import pytest
+
+import dtrain as dt
+from dtrain import testing
+from dtrain.schedules import composer
+from pages.fences import DOCS, ROOT
+
+WEBSITE = ROOT / "website"
+
+
+@pytest.fixture
+def website(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(WEBSITE))
+    for name in ("reference", "commands", "docstrings"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.fixture
+def reference(website: None) -> ModuleType:
+    import reference
+
+    return reference
+
+
+def test_every_exported_name_has_one_place(reference: ModuleType) -> None:
+    placed = [name for room in reference.ROOMS for name in reference.names(room)]
+    names = {f"dtrain.{name}" for name in dt.__all__} | {f"dtrain.testing.{name}" for name in testing.__all__}
+    names |= {f"dtrain.schedules.composer.{name}" for name in composer.__all__}
+    assert set(placed) == names
+    assert len(placed) == len(names)
+
+
+def test_links_to_the_reference_are_to_pages_that_are_made(reference: ModuleType) -> None:
+    files = {file for file, _ in reference.pages()}
+    assert {f"reference/{target}" for target in re.findall(r"\]\(([\w-]+\.md)[#)]", reference.index())} <= files
+
+
+def test_every_command_and_option_is_on_the_page(website: None) -> None:
+    import commands
+
+    text = commands.page()
+    for name in ("launch", "env", "hang", "plan", "report", "top", "checkpoints convert", "data write", "plot schedule"):
+        assert f"## dtrain {name} {{" in text
+    assert "`--hang-timeout`" in text.replace(" SECONDS", "")
+
+
+def test_own_sections_become_a_list(website: None) -> None:
+    docstrings = pytest.importorskip("docstrings", reason="needs griffe")
+    given = "First.\nMutates: ``p.grad``.\nCollective: one\n    all-reduce.\n\nArgs:\n    x: it.\n\n"
+    given += "Example:\n    >>> 1\n    1\n\n>>> 2\n[2]\n"
+    assert docstrings.as_markdown(given).splitlines() == [
+        "First.",
+        "",
+        "- **Mutates.** ``p.grad``.",
+        "- **Collective.** one all-reduce.",
+        "",
+        "Args:",
+        "    x: it.",
+        "",
+        "Examples:",
+        "    >>> 1",
+        "    1",
+        "",
+        "Examples:",
+        "    >>> 2",
+        "    [2]",
+    ]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    listed = re.findall(r"^ +- (?:.*: )?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1], re.M)
+    assert sorted(listed) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+def test_lists_stand_apart_from_the_text_above() -> None:
+    """A forge takes a list without an empty line above it; the site would run it into the paragraph."""
+    wrong = []
+    for path in [*DOCS.glob("*.md"), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
+        text = re.sub(r"^ *```.*?^ *```", lambda match: "\n" * match[0].count("\n"), path.read_text(), flags=re.S | re.M)
+        lines = ["", *text.splitlines()]
+        for at, (above, line) in enumerate(itertools.pairwise(lines), start=1):
+            if re.match(r"([-*]|1\.) ", line) and above.strip() and not re.match(r" *([-*]|\d+\.) |  |#|<!--", above):
+                wrong.append(f"{path.name}:{at}")
+    assert wrong == []

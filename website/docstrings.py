@@ -1,0 +1,55 @@
+"""The house's own sections of a docstring, made Markdown that the parser of Google's sections leaves as it is.
+
+``Mutates:``, ``Collective:``, ``Host sync:``, ``Formula:`` and ``Source:`` are a line or a few each, most often one below the
+other: they become a list, each begun by its name.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import Any
+
+import griffe
+
+OWN = ("Mutates", "Collective", "Host sync", "Formula", "Source", "Exit codes")
+_OWN = re.compile(rf"^({'|'.join(OWN)}):[ \t]*(.*)$")
+_HEAD = re.compile(r"^[A-Z][A-Za-z ]+:(\s|$)")
+
+
+def as_markdown(text: str) -> str:
+    """A docstring whose own sections are a list."""
+    lines = ["Examples:" if line == "Example:" else line for line in text.splitlines()]  # the parser knows the plural
+    out: list[str] = []
+    at = 0
+    while at < len(lines):
+        match = _OWN.match(lines[at])
+        if lines[at].startswith(">>> "):  # an example without a head
+            end = next((k for k in range(at, len(lines)) if not lines[k].strip()), len(lines))
+            out += ["Examples:", *(f"    {line}" for line in lines[at:end])]
+            at = end
+            continue
+        if match is None:
+            out.append(lines[at])
+            at += 1
+            continue
+        end = at + 1
+        while end < len(lines) and lines[end].strip() and not _HEAD.match(lines[end]):
+            end += 1
+        body = [match[2], *textwrap.dedent("\n".join(lines[at + 1 : end])).splitlines()]
+        if out and out[-1].strip() and not out[-1].startswith("- **"):
+            out.append("")
+        out.append(f"- **{match[1]}.** {' '.join(line.strip() for line in body if line.strip())}")
+        at = end
+        if at < len(lines) and lines[at].strip() and not _OWN.match(lines[at]):
+            out.append("")
+    return "\n".join(out)
+
+
+class OwnSections(griffe.Extension):
+    """Changes docstrings as they are read."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite the docstring of a function, class, attribute or module."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)

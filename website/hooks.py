@@ -1,0 +1,122 @@
+"""What MkDocs asks while it builds the site: pages that are made, and links that lead out of docs/."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "website"), str(ROOT / "src")]
+
+import commands  # noqa: E402
+import reference  # noqa: E402
+
+OUTSIDE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/reporting.md",
+    "benchmarks/README.md": "project/benchmarks.md",
+}
+"""Pages of the repository that are not in docs/, and where they are in the site."""
+
+_FENCE_LINK_OR_CODE = re.compile(
+    r"^ *```.*?^ *```|(?P<picture>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)|`[^`\n]+`", re.S | re.M
+)
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages that are made into the navigation."""
+    listed = [{room.title: f"reference/{room.file}.md"} for room in reference.ROOMS]
+    made = {
+        "REFERENCE": ["reference/index.md", *listed],
+        "COMMANDS": "reference/commands.md",
+        "EXAMPLES": ["examples/index.md", *(f"examples/{path.stem}.md" for path in examples())],
+    }
+    for section in config["nav"]:
+        for entries in section.values():
+            for entry in entries:
+                if isinstance(entry, dict):
+                    entry.update(
+                        {title: made.get(target, target) for title, target in entry.items() if isinstance(target, str)}
+                    )
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add what is made: reference, commands, examples, pages of the repository, the style."""
+    for uri, text in made():
+        files.append(File.generated(config, uri, content=text))
+    return files
+
+
+def made() -> Iterator[tuple[str, str]]:
+    """Where each page is in the site, and its Markdown."""
+    yield from reference.pages()
+    yield "reference/commands.md", commands.page()
+    yield "examples/index.md", index_of_examples()
+    for path in examples():
+        yield f"examples/{path.stem}.md", f"# {path.name}\n\n{summary(path)}\n\n```python\n{path.read_text()}```\n"
+    for path, uri in OUTSIDE.items():
+        if uri != "index.md" and (ROOT / path).exists():
+            yield uri, (ROOT / path).read_text()
+    yield "stylesheets/site.css", (ROOT / "website" / "site.css").read_text()
+
+
+def examples() -> list[Path]:
+    """The scripts that can be launched first, then the modules beside them."""
+    paths = sorted((ROOT / "examples").glob("*.py"))
+    return sorted(paths, key=lambda path: "__main__" not in path.read_text())
+
+
+def summary(path: Path) -> str:
+    """The first paragraph of a module's docstring."""
+    match = re.search(r'^"""(.*?)(?:\n\n|""")', path.read_text(), re.S)
+    return " ".join(match[1].split()).replace("``", "`") if match else ""
+
+
+def index_of_examples() -> str:
+    """One line for each."""
+    rows = [f"| [`{path.name}`]({path.stem}.md) | {summary(path)} |" for path in examples()]
+    head = "Each is one file with public names only: `dtrain launch -n 2 examples/NAME.py`, or `python examples/NAME.py`.\n"
+    return "\n".join(["# Examples\n", head, "| file | what it is |", "|---|---|", *rows, ""])
+
+
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
+    """Follow links as they are in the repository, wherever the page and its target are in the site."""
+    uri = page.file.src_uri
+    origin = next((path for path, there in OUTSIDE.items() if there == uri and uri != "index.md"), f"docs/{uri}")
+    if uri.startswith(("reference/", "examples/")):
+        return markdown
+    return _FENCE_LINK_OR_CODE.sub(lambda match: _link(match, origin, uri, files), markdown.replace("<!-- anew -->\n", ""))
+
+
+def _link(match: re.Match[str], origin: str, uri: str, files: Files) -> str:
+    """A link to a file of the repository, as one to its page; as plain text where the site has no page of it."""
+    path, _, anchor = (match["target"] or "").partition("#")
+    if not path or re.match(r"[a-z]+:", path):
+        return match[0]
+    there = _in_site(os.path.normpath(os.path.join(os.path.dirname(origin), path)))
+    if there is None:
+        return match["text"]
+    if files.get_file_from_path(there) is None:
+        return match[0]  # of which MkDocs says that it leads nowhere
+    relative = os.path.relpath(there, os.path.dirname(uri) or ".")
+    return f"{match['picture']}[{match['text']}]({relative}{'#' + anchor if anchor else ''})"
+
+
+def _in_site(path: str) -> str | None:
+    """Where a file of the repository is in the site; None for those that are not."""
+    if path in OUTSIDE:
+        return OUTSIDE[path]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if re.fullmatch(r"examples/\w+\.py", path):
+        return path.removesuffix(".py") + ".md"
+    return "examples/index.md" if path == "examples" else None
