@@ -57,6 +57,14 @@ def test_a_trusted_pickle_is_read_by_another_process(tmp_path):
     assert nothing_beside(tmp_path, "x.pt", "ran", "out")
 
 
+def test_weights_at_the_top_beside_other_dicts_have_an_empty_key(tmp_path):
+    torch.save({**WEIGHTS, "optimizer": {"a.weight": torch.zeros(2)}}, tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match=r"tensors are in several dicts \(3 in '', 1 in 'optimizer'\); name the one"):
+        convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True)
+    done = convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True, key="")
+    assert load_file(done.path / "model.safetensors").keys() == WEIGHTS.keys()
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("limit", [10, 2**20])
 def test_a_folder_is_read_in_batches(tmp_path, monkeypatch, limit):

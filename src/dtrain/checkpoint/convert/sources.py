@@ -91,7 +91,8 @@ def open_weights(path: Place, kind: Kind, *, scratch: Path | None, key: str | No
     if kind == "hf":
         return foreign.in_folder(path) if storage.is_folder(path) else foreign.in_file(path)
     assert scratch is not None, "of a kind that runs code"
-    command = [sys.executable, "-W", "ignore", "-m", _PROGRAM, kind, str(path), str(scratch), *([key] if key else [])]
+    within = [] if key is None else [key]  # "" is the dict at the top
+    command = [sys.executable, "-W", "ignore", "-m", _PROGRAM, kind, str(path), str(scratch), *within]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
     if done.returncode != 0:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"the reader ended with code {done.returncode}"]

@@ -1,0 +1,187 @@
+"""What goes wrong in loops written by hand on ``torch.distributed``, and the same here.
+
+docs/from_ddp.md shows each function of this module that is named ``..._by_hand`` or ``..._here``. ``test_from_ddp.py`` beside
+it runs them all on two ranks and holds what comes out. After a change: ``python tests/pages/shown.py --write``.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, DistributedSampler
+
+import dtrain as dt
+
+
+def logged_loss_by_hand(loss):
+    dist.all_reduce(loss, async_op=True)  # returns at once; nothing waits for it
+    return loss.item() / dist.get_world_size()
+
+
+def logged_loss_here(loss):
+    return dt.reduce_mean(loss).item()
+
+
+def squares(model, part):
+    return (model(part["x"]) - part["y"]).square().mean()
+
+
+def gradient_by_hand(ddp, batch):
+    squares(ddp, batch).backward()  # DDP takes the mean over ranks of means over samples
+    return ddp.module.weight.grad
+
+
+def gradient_here(state, batch):
+    loss_fn = dt.mean_loss(squares, weight=lambda part: len(part["x"]))
+    state, _ = dt.microbatch_step(state, batch, loss_fn=loss_fn)
+    return dict(dt.full_params({name: param.grad for name, param in state.params.items()}))["weight"]
+
+
+def accuracy_by_hand(correct):
+    accuracy = correct.float().mean()
+    dist.all_reduce(accuracy)
+    return accuracy.item() / dist.get_world_size()
+
+
+def accuracy_here(correct):
+    metrics = {"accuracy": dt.Metric(correct.sum().float(), torch.tensor(float(len(correct))))}  # a sum and its weight
+    return dt.reduce_metrics(metrics)["accuracy"]
+
+
+def two_epochs_by_hand(dataset):
+    sampler = DistributedSampler(dataset, seed=0)
+    loader = DataLoader(dataset, batch_size=2, sampler=sampler)
+    return [[batch.tolist() for batch in loader] for epoch in range(2)]  # sampler.set_epoch(epoch) is missing
+
+
+def two_epochs_here(dataset, mesh):
+    loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=4, seed=0)
+    return [[batch.tolist() for batch in loader.until(end)] for end in ("1ep", "2ep")]
+
+
+def held_out_mean_by_hand(dataset):
+    loader = DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, shuffle=False))  # pads to equal shares
+    seen = torch.zeros(2)
+    for batch in loader:
+        seen += torch.tensor([batch.sum(), len(batch)])
+    dist.all_reduce(seen)
+    return (seen[0] / seen[1]).item()
+
+
+def held_out_mean_here(model, dataset, mesh):
+    loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=4, seed=0, shuffle=False)
+    found = dt.evaluate(model, loader, lambda model, batch: dt.LossSum(total=batch.sum(), weight=len(batch)))
+    return dt.reduce_metrics(found)["loss"]
+
+
+def accumulated_by_hand(ddp, microbatches, accumulate=4):
+    *first, last = microbatches
+    with ddp.no_sync():
+        for part in first:
+            (squares(ddp, part) / accumulate).backward()
+    (squares(ddp, last) / accumulate).backward()  # the last step of an epoch has fewer than 4
+    return ddp.module.weight.grad
+
+
+def accumulated_here(state, batch):
+    loss_fn = dt.mean_loss(squares, weight=lambda part: len(part["x"]))
+    state, _ = dt.microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=2)
+    return dict(dt.full_params({name: param.grad for name, param in state.params.items()}))["weight"]
+
+
+def clipped_by_hand(model, optimizer, batch):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale(squares(model, batch)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of a gradient that is 65,536 times too large
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def clipped_here(model, optimizer, batch):
+    loss_fn = dt.mean_loss(squares, weight=lambda part: len(part["x"]))
+    step = dt.compose_step(loss_fn, [dt.loss_scale(), dt.clip_by_norm(1.0)])
+    step(step.init(model, optimizer), batch)
+
+
+def on_rank_0_by_hand(loss, gradient):
+    if dist.get_rank() == 0:
+        dist.all_reduce(loss)  # only rank 0 logs, so only rank 0 asks
+    dist.all_reduce(gradient)  # the first reduction of rank 1 meets the first one of rank 0
+    return gradient.item()
+
+
+def on_rank_0_here(loss, gradient, log):
+    mean = dt.reduce_mean(loss)  # a collective: every rank
+    log(1, {"loss": mean.item()})  # a sink writes on rank 0
+    return dt.reduce_sum(gradient).item()
+
+
+def saved_by_hand(model, writer, path, train):
+    writer.submit(torch.save, model.state_dict(), path)  # holds the tensors that the next step writes into
+    train()
+
+
+def saved_here(state, folder, train):
+    dt.save_sharded(folder, state, mode="async")  # copied before it returns, written behind
+    train()
+
+
+def mean_of_losses_by_hand(model, optimizer, batches):
+    total = 0.0
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = squares(model, batch)
+        loss.backward()
+        optimizer.step()
+        total += loss.item()  # each step waits until the device is done
+    return total / len(batches)
+
+
+def mean_of_losses_here(state, step, batches):
+    total = {}
+    for batch in batches:
+        state, metrics = step(state, batch)
+        total = dt.add_metrics(total, metrics) if total else metrics  # sums and weights, on the device
+    return dt.reduce_metrics(total)["loss"]
+
+
+def dropped_by_hand(x):
+    torch.manual_seed(0)  # "for reproducibility"
+    return F.dropout(x, 0.5)
+
+
+def dropped_here(x, rank):
+    dt.seed_all(0, rank)
+    return torch.nn.functional.dropout(x, 0.5)
+
+
+def samples_of_a_step_by_hand(dataset):
+    loader = DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset))  # 4 on every rank
+    return len(next(iter(loader))) * dist.get_world_size()
+
+
+def samples_of_a_step_here(dataset, mesh):
+    loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=4, seed=0)
+    return dt.reduce_sum(len(next(iter(loader.until("1ep")))))
+
+
+def resumed_by_hand(dataset, saved):
+    sampler = DistributedSampler(dataset, seed=0)
+    sampler.set_epoch(saved["epoch"])  # the epoch is all that was saved, and it begins anew
+    return [batch.tolist() for batch in DataLoader(dataset, batch_size=2, sampler=sampler)]
+
+
+def resumed_here(dataset, saved, mesh):
+    loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=4, seed=0)
+    loader.load_state_dict(saved)  # a checkpoint has it in extra={"loader": loader}
+    return [batch.tolist() for batch in loader.until("1ep")]
+
+
+def contrast_by_hand(x):
+    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, x)  # copies, through which no gradient flows
+    rows[dist.get_rank()] = x  # the usual patch: one of them is the original
+    return (x @ torch.cat(rows).T).sum()
+
+
+def contrast_here(x):
+    return (x @ dt.all_gather_with_grad(x).T).sum()

@@ -1,0 +1,45 @@
+"""docs/distributed.md: its table of what a rank sends in a step is what two ranks are seen to send."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import torch
+
+import dtrain as dt
+from dtrain.testing import count_collectives
+from pages.fences import DOCS
+from stand_ins import GPT, VOCAB, Block, documents, loss_fn
+
+STRATEGIES = ("replicate", "shard_grad_op", "full_shard")
+
+
+def sent() -> dict[str, list[str]]:
+    """Of each strategy, what a rank takes part in during the third step, in its logging, and in what asks the clock."""
+    found = {}
+    for strategy in STRATEGIES:
+        mesh = dt.build_mesh()
+        model = dt.shard_model(GPT({"vocab": VOCAB}), mesh, strategy=strategy, blocks=(Block,))
+        loader = dt.build_loader(documents(48), mesh=mesh, global_batch_size=16, seed=0)
+        step = dt.compose_step(loss_fn, [dt.clip_by_norm(1.0)], grad=partial(dt.microbatch_step, microbatch_size=4))
+        state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        for batch in loader.until("1ep"):
+            with count_collectives() as seen:
+                state, metrics = step(state, batch)
+                dt.reduce_metrics(metrics)
+                _ = dt.should_stop(state), state.crossed("1ep"), state.reached("1ep")
+        found[strategy] = [f"{each.op} on {each.group}" for each in seen.records]
+    return found
+
+
+def test_the_table_is_what_ranks_send(ranks) -> None:
+    for found in ranks(2).run(sent):
+        for column, strategy in enumerate(STRATEGIES, start=1):
+            table = re.findall(r"^\| (?!phase|---)(.*) \|$", (DOCS / "distributed.md").read_text().split("| phase |")[1], re.M)
+            cells = [row.split("|")[column].strip() for row in table[:9]]
+            said = [re.fullmatch(r"(\d) `(\w+)`( on control)?", cell).groups() for cell in cells if cell]
+            expected = [
+                f"{op} on {'control' if control else 'training'}" for count, op, control in said for _ in range(int(count))
+            ]
+            assert found[strategy] == expected, strategy

@@ -1,0 +1,66 @@
+"""docs/from_composer.md: a sharded checkpoint as Composer writes it is converted by the command that the page shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+import dtrain as dt
+from dtrain.checkpoint.convert.sources import kind_of
+from dtrain.cli import main
+from pages.fences import DOCS
+from stand_ins import GPT, VOCAB, Block
+
+
+def model() -> nn.Module:
+    """In a module of its own, as a ComposerModel has it."""
+    torch.manual_seed(0)
+    wrapped = nn.Module()
+    wrapped.gpt = GPT({"vocab": VOCAB})
+    return wrapped
+
+
+def save_as_composer_does(folder: str) -> None:
+    """What mosaicml 0.32.1 gives to ``torch.distributed.checkpoint.save`` (``composer.utils.checkpoint._save_checkpoint``)."""
+    sharded = dt.shard_model(model(), dt.build_mesh(), blocks=(Block,))
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
+    optimizer.zero_grad()
+    state = {
+        "model": get_model_state_dict(sharded),
+        "optimizers": {"DecoupledAdamW": get_optimizer_state_dict(sharded, optimizer)},
+        "timestamp": {"Timestamp": {"epoch": 3, "batch": 300}},
+        "algorithms": [("EMA", {"decay": 0.99})],
+        "run_name": "gpt",
+    }
+    rng = [{"python": (3, (1, 2), None), "torch": torch.get_rng_state()}]
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    dcp.save({"state": state, "rng": rng}, storage_writer=dcp.FileSystemWriter(folder), planner=planner)
+
+
+def test_a_sharded_checkpoint_of_composers_is_converted(ranks, tmp_path: Path, monkeypatch) -> None:
+    (command,) = [line for line in (DOCS / "from_composer.md").read_text().splitlines() if "# a sharded folder" in line]
+    arguments = command.split("#")[0].split()[1:]
+    folder = tmp_path / arguments[2]
+    ranks(2).run(save_as_composer_does, str(folder))
+    assert {".metadata", "__0_0.distcp", "__1_0.distcp"} <= {path.name for path in folder.iterdir()}
+    (tmp_path / "latest-rank0.pt").symlink_to(folder)  # as Composer makes it
+    assert kind_of(tmp_path / "latest-rank0.pt") == "dcp"
+    monkeypatch.chdir(tmp_path)
+    codes = []
+    for words in ([each for each in arguments if each != "--trust"], arguments):
+        monkeypatch.setattr("sys.argv", ["dtrain", *words])
+        with pytest.raises(SystemExit) as left:
+            main.run()
+        codes.append(left.value.code)
+    assert codes == [2, 0]
+    found = load_file(tmp_path / "weights" / "model.safetensors")
+    whole = model().state_dict()
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)

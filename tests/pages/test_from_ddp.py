@@ -1,0 +1,224 @@
+"""docs/from_ddp.md: each mistake gives the wrong number that the page says, and dtrain the right one, on two ranks."""
+
+from __future__ import annotations
+
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dtrain as dt
+from dtrain.testing import count_host_syncs
+from pages import ddp_mistakes as shown_code
+from pages.shown import ROOT, shown, with_sources
+
+PAGE = ROOT / "docs" / "from_ddp.md"
+RAGGED = ([1.0, 2.0, 3.0], [10.0])  # samples of each rank: their squared errors at weight 0 are 1, 4, 9 and 100
+
+
+def part(values: list[float]) -> dict[str, torch.Tensor]:
+    """Samples whose target is their own value."""
+    return {"x": torch.ones(len(values), 1), "y": torch.tensor(values).reshape(-1, 1)}
+
+
+def fresh() -> nn.Linear:
+    """One weight, of 0."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def begun(model: nn.Module | None = None) -> dt.TrainState:
+    model = dt.shard_model(model or fresh(), dt.build_mesh(), strategy="replicate")
+    return dt.compose_step(LOSS).init(model, sgd(model))
+
+
+LOSS = dt.mean_loss(shown_code.squares, weight=lambda batch: len(batch["x"]))
+
+
+def reductions(rank: int) -> dict[str, list[float]]:
+    """What the functions about numbers that ranks bring together give."""
+    found: dict[str, list[float]] = {}
+    if rank == 1:
+        dt.all_gather_json(None)  # rank 1 is late: it comes when rank 0 has read its own
+    by_hand = shown_code.logged_loss_by_hand(torch.tensor(float(1 + 2 * rank)))
+    if rank == 0:
+        dt.all_gather_json(None)
+    dist.barrier()
+    found["logged_loss"] = [by_hand, shown_code.logged_loss_here(torch.tensor(float(1 + 2 * rank)))]
+
+    correct = torch.tensor([True, False, False] if rank == 0 else [True])
+    found["accuracy"] = [shown_code.accuracy_by_hand(correct), shown_code.accuracy_here(correct)]
+
+    slipped = shown_code.on_rank_0_by_hand(torch.tensor([5.0]), torch.tensor([10.0 * (rank + 1)]))
+    if rank == 1:
+        dist.all_reduce(torch.zeros(1))  # what rank 0 waits for
+    log = dt.in_memory()
+    right = shown_code.on_rank_0_here(torch.tensor([5.0]), torch.tensor([10.0 * (rank + 1)]), log)
+    found["on_rank_0"] = [slipped, right]
+
+    x = torch.tensor([[float(1 + rank)]], requires_grad=True)
+    gradients = []
+    for contrast in (shown_code.contrast_by_hand, shown_code.contrast_here):
+        x.grad = None
+        contrast(x).backward()
+        gradients.append(x.grad.item())
+    found["contrast"] = gradients
+    return found
+
+
+def gradients(rank: int) -> dict[str, list[float]]:
+    """What the functions about gradients and updates give."""
+    mine = part(RAGGED[rank])
+    found = {
+        "gradient": [
+            shown_code.gradient_by_hand(DistributedDataParallel(fresh()), mine).item(),
+            shown_code.gradient_here(begun(), mine).item(),
+        ]
+    }
+    rest = [part([1.0, 3.0]), part([5.0, 7.0])]  # two microbatches are left for the last step
+    found["accumulated"] = [
+        shown_code.accumulated_by_hand(DistributedDataParallel(fresh()), rest).item(),
+        shown_code.accumulated_here(begun(), part([1.0, 3.0, 5.0, 7.0])).item(),
+    ]
+    plain, sharded = fresh(), dt.shard_model(fresh(), dt.build_mesh(), strategy="replicate")
+    shown_code.clipped_by_hand(plain, sgd(plain), part([5.0]))
+    shown_code.clipped_here(sharded, sgd(sharded), part([5.0]))
+    found["clipped"] = [plain.weight.item(), sharded.weight.full_tensor().item()]
+    return found
+
+
+def waits(rank: int) -> dict[str, list[float]]:
+    """How often the host waits in ten steps."""
+    batches = [part([float(number)]) for number in range(10)]
+    model, state = fresh(), begun()
+    optimizer = sgd(model)
+    with count_host_syncs() as by_hand:
+        shown_code.mean_of_losses_by_hand(model, optimizer, batches)
+    counts = [by_hand.count]
+    for steps in (10, 20):
+        with count_host_syncs() as here:
+            shown_code.mean_of_losses_here(state, dt.compose_step(LOSS), batches * (steps // 10))
+        counts.append(here.count)
+        state = begun()
+    return {"mean_of_losses": counts[:2], "of_more_losses": counts[1:]}
+
+
+def samples(rank: int) -> dict[str, list]:
+    """What the functions about data give on this rank."""
+    mesh, eight = dt.build_mesh(), torch.arange(8.0)
+    odd = torch.tensor([6.0, 0.0, 0.0, 0.0, 0.0])
+    loader = dt.build_loader(eight, mesh=mesh, global_batch_size=4, seed=0)
+    before = next(iter(loader.until("1ep"))).tolist()
+    ones = torch.ones(64)
+    return {
+        "two_epochs": [shown_code.two_epochs_by_hand(eight), shown_code.two_epochs_here(eight, mesh)],
+        "held_out_mean": [shown_code.held_out_mean_by_hand(odd), shown_code.held_out_mean_here(fresh(), odd, mesh)],
+        "samples_of_a_step": [shown_code.samples_of_a_step_by_hand(eight), shown_code.samples_of_a_step_here(eight, mesh)],
+        "resumed": [
+            [shown_code.resumed_by_hand(eight, {"epoch": 0})[0], *shown_code.resumed_by_hand(eight, {"epoch": 0})],
+            [before, *shown_code.resumed_here(eight, loader.state_dict(), mesh)],
+        ],
+        "dropped": [shown_code.dropped_by_hand(ones).tolist(), shown_code.dropped_here(ones, rank).tolist()],
+    }
+
+
+def saves(rank: int, folder: str) -> dict[str, list[float]]:
+    """The weight in the file, of a model whose weight was 0 when the save was asked for, and is another after the next step."""
+    model, path = fresh(), Path(folder) / f"by-hand-{rank}.pt"
+    written = Event()
+
+    def train() -> None:
+        with torch.no_grad():
+            model.weight -= 1
+        written.set()
+
+    with ThreadPoolExecutor(1) as writer:
+        writer.submit(written.wait)  # the file before is still being written
+        shown_code.saved_by_hand(model, writer, path, train)
+    by_hand = torch.load(path)["weight"].item()
+    state = begun()
+
+    def one_step() -> None:
+        dt.optimizer_step(*dt.microbatch_step(state, part([5.0]), loss_fn=LOSS))
+
+    shown_code.saved_here(state, f"{folder}/here", one_step)
+    restored = dt.load_sharded(f"{folder}/here", begun()).state
+    return {"saved": [by_hand, dict(dt.full_params(restored))["weight"].item()]}
+
+
+def everything(folder: str) -> dict[str, list]:
+    rank = dist.get_rank()
+    with torch.random.fork_rng():
+        return reductions(rank) | gradients(rank) | waits(rank) | samples(rank) | saves(rank, folder)
+
+
+@pytest.fixture(scope="module")
+def found(ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list]]:
+    return ranks(2).run(everything, str(tmp_path_factory.mktemp("saves")), timeout_s=300)
+
+
+# Name, rank, what comes by hand, what comes here. The page quotes them.
+NUMBERS = [
+    ("logged_loss", 0, 0.5, 2.0),
+    ("gradient", 0, -12.0, -8.0),  # -(4 + 20) / 2, and -2 * 16 / 4
+    ("gradient", 1, -12.0, -8.0),
+    ("accuracy", 0, 2 / 3, 0.5),
+    ("held_out_mean", 0, 2.0, 1.2),
+    ("accumulated", 0, -4.0, -8.0),
+    ("clipped", 0, 2.0**-16, 1.0),
+    ("on_rank_0", 1, 25.0, 30.0),
+    ("saved", 0, -1.0, 0.0),
+    ("samples_of_a_step", 0, 8, 4),
+    ("contrast", 0, 4.0, 6.0),
+    ("contrast", 1, 5.0, 6.0),
+    ("mean_of_losses", 0, 10, 2),
+]
+
+
+@pytest.mark.parametrize(("name", "rank", "by_hand", "here"), NUMBERS, ids=[f"{row[0]}-{row[1]}" for row in NUMBERS])
+def test_by_hand_the_number_is_wrong_and_here_it_is_right(found, name, rank, by_hand, here) -> None:
+    assert found[rank][name] == pytest.approx([by_hand, here], rel=1e-5)
+
+
+def test_the_host_waits_no_more_for_more_steps(found) -> None:
+    assert found[0]["of_more_losses"][0] == found[0]["of_more_losses"][1]
+
+
+def test_an_epoch_without_set_epoch_is_the_one_before(found) -> None:
+    for rank in (0, 1):
+        (first, second), (ours, next_) = found[rank]["two_epochs"]
+        assert first == second
+        assert ours != next_
+
+
+def test_a_sampler_that_begins_anew_repeats_samples(found) -> None:
+    by_hand = [sample for rank in (0, 1) for batch in found[rank]["resumed"][0] for sample in batch]
+    here = [sample for rank in (0, 1) for batch in found[rank]["resumed"][1] for sample in batch]
+    assert len(by_hand) == 12
+    assert sorted(here) == list(range(8))
+
+
+def test_one_seed_for_all_ranks_is_one_mask_for_all(found) -> None:
+    assert found[0]["dropped"][0] == found[1]["dropped"][0]
+    assert found[0]["dropped"][1] != found[1]["dropped"][1]
+
+
+def test_the_page_shows_the_code_that_runs_here() -> None:
+    assert with_sources(PAGE.read_text()) == PAGE.read_text(), "python tests/pages/shown.py --write"
+    names = {name for name in vars(shown_code) if name.endswith(("_by_hand", "_here"))}
+    assert {name for file, name in shown(PAGE.read_text())} == names | {"squares"}
+    tested = {name for name, *_ in NUMBERS} | {"two_epochs", "resumed", "dropped"}
+    assert {re.sub("_(by_hand|here)$", "", name) for name in names} == tested
+    assert sys.modules[shown_code.__name__].__file__.endswith("tests/pages/ddp_mistakes.py")

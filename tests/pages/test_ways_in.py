@@ -1,0 +1,137 @@
+"""docs/from_*.md: a row for every name of theirs, and every name of ours is there with the options that a row gives."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import math
+import re
+
+import pytest
+
+import dtrain as dt
+from pages.fences import DOCS, fences
+from pages.test_code_blocks import refusal
+from pages.ways_in import PAGES
+
+TABLES = [(page, section) for page, sections in PAGES.items() for section in sections]
+_CODE = re.compile(r"`([^`]+)`")
+
+
+def table(page: str, section: str) -> list[list[str]]:
+    """The three cells of each row of a section's table, without its head."""
+    body = re.split(rf"^## {re.escape(section)}$", (DOCS / page).read_text(), maxsplit=1, flags=re.M)[1]
+    lines = re.split(r"^## ", body, maxsplit=1, flags=re.M)[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert all(len(row) == 3 for row in rows), [row for row in rows if len(row) != 3]
+    return rows[2:]
+
+
+def rows(page: str, section: str) -> list[list[list[str]]]:
+    """What stands in backquotes in the three cells, row by row."""
+    return [[_CODE.findall(cell) for cell in row] for row in table(page, section)]
+
+
+def named(name: str) -> object:
+    """What a page means by a name: an export of dtrain or a part of it, or a path into the package."""
+    if name.startswith("dtrain."):
+        module, _, attribute = name.rpartition(".")
+        return getattr(importlib.import_module(module), attribute)
+    first, *rest = name.split(".")
+    assert first in dt.__all__, f"dtrain has no {first}"
+    found = getattr(dt, first)
+    for part in rest:
+        fields = getattr(found, "__dataclass_fields__", {})
+        found = fields[part] if part in fields else getattr(found, part)
+    return found
+
+
+def problem(text: str) -> str | None:
+    """What is wrong with a piece of code of ours in a table."""
+    if text.startswith("dtrain "):
+        return refusal(text.split()[1:])
+    if text.startswith("-"):  # an option of the launcher
+        return refusal(["launch", *text.split(), *([] if " " in text else ["x"] * text.startswith("--")), "loop.py"])
+    call = re.fullmatch(r"([\w.]+)\((\w+=.*)?\)", text)
+    name, options = (call[1], re.findall(r"(\w+)=", call[2] or "")) if call else (text, [])
+    if re.fullmatch(r"[\w.]+", name):
+        name = name.removeprefix("dt.")
+        try:
+            found = named(name)
+        except (AssertionError, AttributeError, ImportError) as error:
+            return str(error)
+        parameters = inspect.signature(found).parameters if options else {}
+        return next((f"{name} has no {option}" for option in options if option not in parameters), None)
+    ast.parse(text + (" ..." if text.endswith(":") else ""))
+    return next(
+        (f"dtrain has no {each}" for each in re.findall(r"\bdt\.(\w+)", text) if each not in {*dt.__all__, "testing"}), None
+    )
+
+
+def test_every_page_about_another_library_is_held() -> None:
+    assert {path.name for path in DOCS.glob("from_*.md")} == set(PAGES)
+
+
+@pytest.mark.parametrize(("page", "section"), TABLES)
+def test_every_name_of_theirs_has_its_row_and_none_is_made_up(page: str, section: str) -> None:
+    theirs = [name for row in rows(page, section) for name in row[0]]
+    assert sorted(theirs) == sorted(PAGES[page][section].split())
+
+
+@pytest.mark.parametrize(("page", "section"), TABLES)
+def test_every_name_of_ours_is_there_with_its_options(page: str, section: str) -> None:
+    calls = re.compile(r"\w+\(\w+=\)")  # in the text column: as in `save_sharded(keep_last=)`
+    given = [each for _, here, text in rows(page, section) for each in (*here, *filter(calls.fullmatch, text))]
+    assert given
+    assert {each: wrong for each in given if (wrong := problem(each))} == {}
+
+
+@pytest.mark.parametrize(("page", "section"), TABLES)
+def test_what_has_no_counterpart_says_so(page: str, section: str) -> None:
+    for _, here, said in table(page, section):
+        assert here == "-" or _CODE.search(here) or "](" in here, here
+        assert here != "-" or said, "a row without a counterpart has a reason"
+
+
+def test_the_schedules_of_deepspeeds_are_those_of_its_formulas() -> None:
+    """Its ``get_lr`` after ``t`` calls of ``step`` behind the first; 1,000 steps of warm-up, 10,000 in all."""
+    (code,) = [block.text for block in fences(DOCS / "from_deepspeed.md") if "def logarithmic" in block.text]
+    names: dict[str, object] = {"dt": dt}
+    exec(code, names)
+
+    def rest(t: int) -> float:
+        return max(0.0, (10_000 - t) / 9_000)
+
+    for t in (0, 1, 10, 500, 999, 1_000, 1_001, 5_000, 9_999, 10_000, 12_000):
+        warm = math.log(t + 1) / math.log(1_000)
+        ahead = 1e-4 + (1 - 1e-4) * (1 + math.cos(math.pi * min(1.0, (t - 999) / 9_000))) / 2
+        expected = {
+            "warmup": warm if t < 1_000 else 1.0,
+            "decay": t / 1_000 if t < 1_000 else rest(t),
+            "later": warm if t < 1_000 else rest(t),
+            "cosine": t / 1_000 if t < 1_000 else ahead,
+        }
+        for name, value in expected.items():  # the cosine there is one step ahead: at most pi / 2 / 9,000
+            assert names[name](t) == pytest.approx(value, abs=2e-4 if name == "cosine" else 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("shard_model(strategy=)", None),
+        ("shard_model(stratgy=)", "shard_model has no stratgy"),
+        ("train", "dtrain has no train"),
+        ("Loader.until", None),
+        ("Loader.untill", "has no attribute 'untill'"),
+        ("dtrain.schedules.composer.linear", None),
+        ("dtrain.schedules.composer.line", "has no attribute 'line'"),
+        ("if state.crossed(3): dt.save(1)", "dtrain has no save"),
+        ("--nnodes 2", None),
+        ("--nodes 2", "No such option"),
+        ("dtrain lunch", "No such command"),
+    ],
+)
+def test_a_name_that_is_not_there_is_found(text: str, wrong: str | None) -> None:
+    found = problem(text)
+    assert found is None if wrong is None else wrong in (found or "")
