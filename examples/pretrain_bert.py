@@ -1,0 +1,119 @@
+"""Pretrain a BERT of the transformers library, which fills gaps in text: the documentation that comes with Python.
+
+    dtrain launch -n 2 examples/pretrain_bert.py                                       # every method on
+    dtrain launch -n 2 examples/pretrain_bert.py --without alibi packing --out OTHER   # some of them off
+    python examples/pretrain_bert.py                                                   # one process, no launcher
+
+Before it is sharded the model gets ALiBi, gated linear units and layer norms in low precision; sequences begin short, and
+documents are packed into blocks. The same command goes on after the last checkpoint. Needs `pip install transformers`.
+"""
+
+import argparse
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM
+from transformers.models.bert.modeling_bert import BertLayer, BertLMPredictionHead
+
+import dtrain as dt
+from masked_text import Corpus, MaskedOnce, Masking, packed, padded, read_corpus
+
+SEQ = 128
+METHODS = ("alibi", "glu", "low_precision_norm", "length_warmup", "packing")
+
+# In bfloat16, a CPU's logits are a view of what the last matmul gave. It would matter to a loss that writes into them.
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--until", default="3ep", help="length of the run, as 3ep or 400ba (%(default)s)")
+    parser.add_argument("--without", nargs="+", choices=METHODS, default=[], metavar="METHOD", help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--out", type=Path, default=Path("ckpt/pretrain_bert"), help="metrics and checkpoints (%(default)s)")
+    return parser.parse_args()
+
+
+def build_bert(words: int, methods: set[str]) -> nn.Module:
+    """On meta, with the methods in it. A gate adds a third matrix to a network, so the other two are smaller then."""
+    config = BertConfig(
+        vocab_size=words,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=344 if "glu" in methods else 512,
+        max_position_embeddings=SEQ,
+        hidden_dropout_prob=0.0,  # in three epochs nothing is learnt by heart
+        attention_probs_dropout_prob=0.0,
+    )
+    with torch.device("meta"):
+        model: nn.Module = BertForMaskedLM(config)
+    edits = {"alibi": dt.alibi, "glu": dt.gated_linear_units, "low_precision_norm": dt.low_precision_layer_norm}
+    for name, edit in edits.items():
+        model = edit(model) if name in methods else model
+    return model
+
+
+def fill(model: nn.Module, mesh: object, corpus: Corpus) -> nn.Module:
+    """The model, sharded, with BERT's own weights, but that it begins with how frequent tokens are: it need not learn that."""
+    own, frequency = model._init_weights, corpus.log_frequency()
+
+    def init(module: nn.Module) -> None:
+        own(module)
+        if isinstance(module, BertLMPredictionHead):
+            module.bias.data.copy_(frequency)
+
+    return dt.materialize(dt.shard_model(model, mesh, blocks=(BertLayer,)), seed=0, init=init)
+
+
+def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+    tokens, labels = batch["input_ids"], batch["labels"]
+    within = dt.document_mask(batch["documents"], causal=False)
+    logits = model(input_ids=tokens, attention_mask=within, position_ids=batch["positions"]).logits
+    loss = dt.token_cross_entropy(logits, labels)
+    right, length = (logits.argmax(-1) == labels).sum(), (tokens.numel(), len(tokens))
+    return dt.LossSum(total=loss.total, weight=loss.weight, aux={"right": (right, loss.weight), "length": length})
+
+
+def main() -> None:
+    args = arguments()
+    methods, corpus = set(METHODS) - set(args.without), read_corpus()
+    masking = Masking(corpus)
+    blocks = (packed if "packing" in methods else padded)(corpus.train, SEQ)
+    with dt.init_dist() as dist:
+        mesh = dt.build_mesh()
+        model = fill(build_bert(corpus.words, methods), mesh, corpus)
+        optimizer = dt.DecoupledAdamW(dt.param_groups(model, weight_decay=1e-5), lr=2e-3, betas=(0.9, 0.98))
+        loader = dt.build_loader(blocks, mesh=mesh, global_batch_size=16, seed=0, transform=masking)
+        run = loader.run_length(args.until)
+        rate = dt.with_warmup(dt.linear(1.0, 0.02, run.steps()), run.steps() * 6 // 100)
+        recipe = [dt.scale_lr(rate), dt.clip_by_norm(1.0), dt.autocast("bf16")]
+        if "length_warmup" in methods:
+            recipe.append(dt.sequence_length_warmup(duration="0.3dur", min_length=32, max_length=SEQ))
+        step = dt.compose_step(loss_fn, recipe)
+        checkpoints, log, extra = args.out / "checkpoints", dt.jsonl(args.out / "metrics.jsonl"), {"loader": loader}
+        state = dt.load_sharded(checkpoints, step.init(model, optimizer, run=run), extra=extra, missing_ok=True).state
+        for batch in loader.until(args.until):
+            state, metrics = step(state, batch)
+            log(state.step, now := dt.reduce_metrics(metrics))
+            if state.crossed("50ba") and dist.rank == 0:
+                print(
+                    f"{state.step}/{run.steps()}: loss {now['loss']:.3f}, {now['right']:.0%} right, length {now['length']:.0f}"
+                )
+            stop = dt.should_stop(state)
+            if stop or state.crossed("0.25dur"):
+                dt.save_sharded(checkpoints, state, extra=extra, mode="async", keep_last=2)
+            if stop:
+                return
+
+        gaps = MaskedOnce(packed(corpus.held_out, SEQ), masking)
+        quiz = dt.build_loader(gaps, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
+        found = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))
+        if dist.rank == 0:
+            print(f"{found['right']:.1%} of the gaps are filled with what was there")
+            print(f"held-out loss {found['loss']:.4f} nats/token, baseline {gaps.entropy():.4f} (unigram entropy of the gaps)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The example that pretrains: what is masked and packed, that each method is in the model, and that it learns and resumes."""
+
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dtrain as dt
+from example_runs import ended, launched
+from masked_text import IGNORED, Corpus, MaskedOnce, Masking, packed, padded, read_corpus, read_documents
+from pretrain_bert import METHODS, SEQ, build_bert, loss_fn
+
+SCRIPT = "pretrain_bert.py"
+SHORT = "160ba"
+
+# Attention masks some of the scores with the least number there is, whose exp() is 0: what is left is the order of sums.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return read_corpus()
+
+
+def lengths_of(out: Path) -> dict[int, float]:
+    """By step, how many tokens of a block were trained on."""
+    return {step: numbers["length"] for step, numbers in dt.read_jsonl(out / "metrics.jsonl").items()}
+
+
+# ---- the text ----------------------------------------------------------------------------------------------------------------
+
+
+def test_documents_are_apart_and_of_some_size(corpus):
+    texts = read_documents()
+    assert len(texts) == len(set(texts)) == len(corpus.train) + len(corpus.held_out)
+    assert sum(map(len, texts)) > 1_000_000
+    ids = corpus.held_out[0]
+    assert [corpus.tokenizer.id_to_token(ids[at]) for at in (0, -1)] == ["[CLS]", "[SEP]"]
+
+
+def test_masking_follows_the_paper(corpus):
+    ids = torch.randint(corpus.mask + 1, corpus.words, (200_000,), generator=torch.Generator().manual_seed(1))
+    ids[::10] = corpus.mask - 1  # [SEP]
+    made = Masking(corpus)({"input_ids": ids, "documents": ids}, torch.Generator().manual_seed(2))
+    shown, labels = made["input_ids"], made["labels"]
+    guess = labels != IGNORED
+    assert (torch.equal(labels[guess], ids[guess]), torch.equal(shown[~guess], ids[~guess])) == (True, True)
+    assert not guess[::10].any()
+    shares = guess.sum() / (0.9 * len(ids)), *((shown[guess] == one).float().mean() for one in (corpus.mask, ids[guess]))
+    assert [float(share) for share in shares] == pytest.approx([0.15, 0.8, 0.1], abs=0.01)
+    assert shown[guess].min() == corpus.mask
+    assert shown[guess].max() < corpus.words
+    assert made["documents"] is ids
+
+
+def test_masks_are_drawn_anew_in_each_epoch_and_the_same_after_a_resume(corpus):
+    def passes():
+        loader = dt.build_loader(
+            packed(corpus.held_out, SEQ), global_batch_size=64, seed=0, shuffle=False, transform=Masking(corpus)
+        )
+        return [torch.cat([batch["labels"] for batch in loader.one_pass()]) for _ in range(2)], loader
+
+    (first, _), loader = passes()
+    (again, _), _ = passes()
+    assert torch.equal(first, again)
+    later = torch.cat([batch["labels"] for batch in itertools.islice(loader.until("2ep"), 5, 10)])
+    assert not torch.equal(later, first)
+
+
+def test_packed_and_padded_blocks_have_the_same_tokens(corpus):
+    documents = corpus.held_out[-40:]
+    tokens = sorted(token for ids in documents for token in ids)
+    blocks = {make: [make(documents, SEQ)[at] for at in range(len(make(documents, SEQ)))] for make in (packed, padded)}
+    for made in blocks.values():
+        assert sorted(int(token) for block in made for token in block["input_ids"][block["documents"] >= 0]) == tokens
+    assert [len(block["documents"][block["documents"] >= 0].unique()) for block in blocks[padded]] == [1] * len(blocks[padded])
+    assert len(blocks[packed]) < 0.8 * len(blocks[padded])
+
+
+def test_the_baseline_is_the_entropy_of_the_gaps(corpus):
+    gaps = MaskedOnce(packed(corpus.held_out, SEQ), Masking(corpus))
+    labels = torch.cat([gaps[at]["labels"] for at in range(len(gaps))])
+    share = torch.unique(labels[labels != IGNORED], return_counts=True)[1] / (labels != IGNORED).sum()
+    assert gaps.entropy() == pytest.approx(float(-(share * share.log()).sum()), rel=1e-5)
+
+
+# ---- the model ---------------------------------------------------------------------------------------------------------------
+
+SIGNS = {"alibi": "AlibiBertSelfAttention", "glu": "GatedLinearUnit", "low_precision_norm": "LowPrecisionLayerNorm"}
+
+
+@pytest.mark.parametrize("without", [None, *SIGNS])
+def test_each_edit_is_everywhere_in_the_model_unless_it_is_off(without):
+    model = build_bert(100, set(METHODS) - {without})
+    kinds = [type(module).__name__ for module in model.modules()]
+    counts = {name: kinds.count(sign) for name, sign in SIGNS.items()}
+    everywhere = {"alibi": 2, "glu": 2, "low_precision_norm": 6}  # of two layers; a norm after the embeddings, one in the head
+    assert counts == {**everywhere, **({} if without is None else {without: 0})}
+
+
+def test_the_edits_may_come_in_any_order():
+    made = set()
+    for order in itertools.permutations([dt.alibi, dt.gated_linear_units, dt.low_precision_layer_norm]):
+        model = build_bert(100, set())
+        for edit in order:
+            model = edit(model)
+        parts = sorted((name, type(module).__name__) for name, module in model.named_modules())
+        made.add((*parts, *sorted((name, tuple(each.shape)) for name, each in model.named_parameters())))
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("without", [(), ("alibi",), ("glu", "low_precision_norm")], ids="-".join)
+def test_no_token_sees_another_document(without):
+    """The loss of two documents in one block is that of each in a block of its own, where the second begins at position 0."""
+    model = build_bert(100, set(METHODS) - set(without))
+    model = dt.materialize(model, seed=0, init=model._init_weights).eval()
+    for parameter in model.parameters():  # larger ones than BERT's, so that attention matters
+        parameter.data.mul_(5)
+    documents = [
+        torch.randint(5, 100, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (20, 12)
+    ]
+
+    def loss(blocks):
+        batch = {key: torch.stack([block[key] for block in blocks]) for key in blocks[0]}
+        batch["labels"] = torch.where(batch["documents"] >= 0, batch["input_ids"], IGNORED)
+        return float(loss_fn(model, batch).total)
+
+    apart, together = padded(documents, 32), [packed(documents, 32)[0]]
+    with torch.no_grad():
+        assert loss(together) == pytest.approx(loss(apart), rel=TOLERANCE)
+        together[0]["documents"] = torch.zeros(32, dtype=torch.int64)
+        assert abs(loss(together) - loss(apart)) > 10 * TOLERANCE * loss(apart)
+
+
+# ---- runs --------------------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_on_two_ranks_with_sequences_that_grow(tmp_path):
+    found = ended(launched(SCRIPT, "--until", SHORT, out=tmp_path / "out"))
+    assert found.value < 0.95 * found.baseline
+    lengths = list(lengths_of(tmp_path / "out").values())
+    assert lengths[:48] == sorted(lengths[:48])
+    assert (lengths[0], set(lengths[48:]), len(set(lengths)) > 8) == (32, {128}, True)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    last = launched(SCRIPT, "--until", "40ba", out=straight).splitlines()[-1]
+    shutil.copytree(straight / "checkpoints" / "step-00000030", resumed / "checkpoints" / "step-00000030")
+    assert launched(SCRIPT, "--until", "40ba", out=resumed).splitlines()[-1] == last
+    assert list(lengths_of(resumed)) == list(range(31, 41))
+    one, other = (
+        [load_file(path) for path in sorted((out / "checkpoints" / "step-00000040").glob("*.safetensors"))]
+        for out in (straight, resumed)
+    )
+    assert [sorted(part) for part in one] == [sorted(part) for part in other]
+    assert all(torch.equal(part[name], again[name]) for part, again in zip(one, other, strict=True) for name in part)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_it_runs_without_each_method(method, tmp_path):
+    ended(launched(SCRIPT, "--until", "10ba", "--without", method, out=tmp_path / "out"))
+    lengths = lengths_of(tmp_path / "out").values()
+    assert (min(lengths), max(lengths)) == (128 if method == "length_warmup" else 32, 128)
+
+
+@pytest.mark.slow
+def test_the_whole_run_goes_well_below_the_entropy(tmp_path):
+    found = ended(launched(SCRIPT, out=tmp_path / "out"))
+    assert found.value < 0.85 * found.baseline
