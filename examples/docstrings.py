@@ -11,33 +11,30 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
 
-Sample = dict[str, Tensor]
+from labelled_text import Labelled
 
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
 SHORTEST = 20  # characters; what is shorter says too little ("Return the value.")
-HELD_OUT_EVERY = 5  # the fifth of every five texts is held out
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in BERT's own order, so that padding is 0
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def read_docstrings() -> tuple[list[str], list[int]]:
-    """All docstrings of ``PACKAGES``, each text once, and the index of each one's package."""
+def read_docstrings() -> Labelled:
+    """All docstrings of ``PACKAGES``, each text once, labelled by package."""
     root = Path(sysconfig.get_path("stdlib"))
     label_of: dict[str, int] = {}
     for label, package in enumerate(PACKAGES):
         for path in sorted((root / package).rglob("*.py")):
             for text in _docstrings_in(path):
                 label_of.setdefault(text, label)
-    return list(label_of), list(label_of.values())
+    return Labelled(texts=list(label_of), labels=list(label_of.values()), names=PACKAGES)
 
 
 def _docstrings_in(path: Path) -> Iterator[str]:
@@ -65,20 +62,3 @@ def build_tokenizer(texts: Sequence[str], *, words: int = 3000) -> Tokenizer:
     special = [(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
     return tokenizer
-
-
-def train_and_held_out(
-    texts: Sequence[str], labels: Sequence[int], tokenizer: Tokenizer, seq: int
-) -> tuple[list[Sample], list[Sample]]:
-    """Samples ``{"input_ids": int64 [seq], "attention_mask": int64 [seq], "labels": int64 []}`` to train on, and to test with.
-
-    Texts are cut and padded to ``seq`` tokens; the attention mask is 0 on padding.
-    """
-    tokenizer.enable_truncation(seq)
-    tokenizer.enable_padding(length=seq)
-    samples = [
-        {"input_ids": torch.tensor(e.ids), "attention_mask": torch.tensor(e.attention_mask), "labels": torch.tensor(label)}
-        for e, label in zip(tokenizer.encode_batch(list(texts)), labels, strict=True)
-    ]
-    held_out = samples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-    return [sample for at, sample in enumerate(samples, 1) if at % HELD_OUT_EVERY], held_out

@@ -1,98 +1,119 @@
-"""Train a BERT of the transformers library, which knows nothing of dtrain, to tell which package a docstring is from.
+"""Fine-tune a text classifier of the transformers library, which knows nothing of dtrain, and write it back for transformers.
 
-    dtrain launch -n 2 examples/finetune_bert.py                     # a tiny BERT with random weights
-    dtrain launch -n 2 examples/finetune_bert.py --weights FOLDER    # what save_pretrained has written into FOLDER
-    python examples/finetune_bert.py                                 # one process, no launcher
+    dtrain launch -n 2 examples/finetune_bert.py                                # a small BERT: which package is a docstring of?
+    dtrain launch -n 8 examples/finetune_bert.py --model bert-base-uncased --data reviews.csv      # columns text and label
+    python examples/finetune_bert.py --model FOLDER                             # weights of save_pretrained, one process
 
-The same command goes on after the last checkpoint. Needs `pip install transformers`; nothing is downloaded.
+The same command goes on after the last checkpoint; at the end OUT/export is what from_pretrained loads.
+Needs `pip install transformers`. Nothing is downloaded unless --model names what is not here.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
-from transformers.models.bert.modeling_bert import BertLayer
 
 import dtrain as dt
-from docstrings import PACKAGES, build_tokenizer, read_docstrings, train_and_held_out
+from classifier import Layer, export, folder_of, load_into_, on_meta, tokenizer_and_config
+from docstrings import read_docstrings
+from dtrain.schedules import composer
+from labelled_text import Tokenized, read_table
 
-SEQ = 64
+BATCH = dt.batch_spec({"input_ids": "batch seq", "attention_mask": "batch seq", "labels": "batch"})
+SHOWN = ["loss", "accuracy", "lr", "eval/*", "speed/*_per_s", "memory/peak*_bytes"]  # to people; metrics.jsonl has all
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="config.json, model.safetensors; maybe tokenizer.json")
-    parser.add_argument("--out", type=Path, default=Path("ckpt/finetune_bert"), help="metrics and checkpoints (%(default)s)")
-    parser.add_argument("--until", default="8ep", help="length of the run, as 8ep or 400ba (%(default)s)")
-    parser.add_argument("--save-every", default="2ep", help="time between checkpoints (%(default)s)")
+    option = parser.add_argument
+    option("--model", metavar="NAME_OR_PATH", help="a folder, or a name on the hub (default: a small BERT, random weights)")
+    option("--data", type=Path, metavar="FILE", help="a .csv, .jsonl or .parquet (default: the standard library's docstrings)")
+    option("--out", type=Path, default=Path("ckpt/finetune_bert"), help="all of the run (%(default)s)")
+    option("--until", default="3ep", help="length of the run, as 3ep or 400ba (%(default)s)")
+    option("--batch", type=int, default=32, help="samples of a step on each rank (%(default)s)")
+    option("--microbatch", type=int, default=8, help="samples at a time; 0: as many as fit (%(default)s)")
+    option("--seq", type=int, default=128, help="tokens that a text is cut and padded to (%(default)s)")
+    option("--lr", type=float, help="peak rate (2e-5; 2e-3 without --model: random weights have further to go)")
+    option("--weight-decay", type=float, default=0.01, help="share of a weight that a step at the peak takes (%(default)s)")
+    option("--spare-norms", action="store_true", help="no decay of norms and biases")
+    option("--precision", choices=["bf16", "fp32"], help="what is computed in (bf16 on a GPU, fp32 on a CPU)")
+    option("--patience", default="2ep", help="time without a better held-out loss that ends the run (%(default)s)")
+    option("--workers", type=int, default=4, help="loader processes of a node (%(default)s)")
+    option("--seed", type=int, default=42, help="of weights, dropout and order (%(default)s)")
+    option("--without", nargs="+", choices=["recompute", "warmup", "clip"], default=[], help="leave these methods out")
     return parser.parse_args()
 
 
-def tokenizer_and_config(folder: Path | None, texts: list[str]) -> tuple[Tokenizer, BertConfig]:
-    """Those of the folder, or new ones of a size for a laptop."""
-    has_one = folder is not None and (folder / "tokenizer.json").exists()
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")) if has_one else build_tokenizer(texts)
-    if folder is not None:
-        config = BertConfig.from_pretrained(folder, num_labels=len(PACKAGES))
-        if (words := tokenizer.get_vocab_size()) > config.vocab_size:
-            raise SystemExit(f"{folder}: {words} words, the model knows {config.vocab_size}; put its tokenizer.json there")
-        return tokenizer, config
-    sizes = {"hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 3}
-    return tokenizer, BertConfig(vocab_size=tokenizer.get_vocab_size(), num_labels=len(PACKAGES), **sizes)
-
-
-def without_old_head(name: str) -> str | None:
-    """A name in a file of weights as it is in the model; the head that BERT was pretrained with is left out."""
-    return None if name.startswith("cls.") else name
-
-
 def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
-    output, count = model(**batch), len(batch["labels"])
-    right = (output.logits.argmax(-1) == batch["labels"]).sum()
-    return dt.LossSum(total=output.loss * count, weight=count, aux={"accuracy": (right, count)})
+    logits, labels = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float(), batch["labels"]
+    right = (logits.argmax(-1) == labels).sum()
+    total = nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return dt.LossSum(total=total, weight=len(labels), aux={"accuracy": (right, len(labels))})
+
+
+def scores_of(model: nn.Module, quiz: dt.Loader) -> dict[str, float]:
+    return {f"eval/{name}": value for name, value in dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn)).items()}
 
 
 def main() -> None:
     args = arguments()
-    texts, labels = read_docstrings()
-    tokenizer, config = tokenizer_and_config(args.weights, texts)
-    train, held_out = train_and_held_out(texts, labels, tokenizer, SEQ)
+    rows = read_docstrings() if args.data is None else read_table(args.data)
     with dt.init_dist() as dist:
-        dt.seed_all(0, dist.rank)
-        mesh = dt.build_mesh()
-        with torch.device("meta"):
-            model = BertForSequenceClassification(config)
-        model = dt.shard_model(model, mesh, blocks=(BertLayer,))
-        model = dt.materialize(model, seed=0, init=model._init_weights)
-        if args.weights is not None:
-            dt.load_weights_(model, args.weights, rename=without_old_head, missing=["classifier.*", "bert.pooler.**"])
+        run, mesh = dt.open_run(args.out, settings=vars(args)), dt.build_mesh()
+        dt.seed_all(args.seed, dist.rank)
+        folder, parts = folder_of(args.model), rows.parts()
+        tokenizer, config = tokenizer_and_config(folder, parts[0].texts, rows.names, args.seq)
+        train, held_out = (Tokenized(part, tokenizer, args.seq) for part in parts)
+        model = on_meta(config)
+        model = model if "recompute" in args.without else dt.checkpoint_activations(model, blocks=(Layer,))
+        low = args.precision or ("bf16" if dist.device.type == "cuda" else "fp32")
+        model = dt.shard_model(model, mesh, blocks=(Layer,), precision=dt.Precision(param=low, reduce="fp32"))
+        model = dt.materialize(model, seed=args.seed, init=model._init_weights)
+        load_into_(model, folder, config)
+        load = partial(dt.build_loader, mesh=mesh, seed=args.seed, workers=args.workers)
+        size = args.batch * dist.world_size
+        loader, quiz = load(train, global_batch_size=size), load(held_out, global_batch_size=4 * size, shuffle=False)
+        length = loader.run_length(args.until)
+        groups = dt.param_groups(model, weight_decay=args.weight_decay, no_decay=lambda _, p: args.spare_norms and p.ndim < 2)
+        optimizer = dt.DecoupledAdamW(groups, lr=args.lr or (2e-5 if folder else 2e-3))
+        rate = composer.linear_with_warmup(length, "0ba" if "warmup" in args.without else "0.06dur")
+        recipe = [dt.scale_lr(rate), *([] if "clip" in args.without else [dt.clip_by_norm(1.0)])]
+        fixed = {"microbatch_size": args.microbatch} if args.microbatch else {}
+        recipe += [] if fixed else [dt.auto_microbatch()]
+        step = dt.compose_step(loss_fn, recipe, grad=partial(dt.microbatch_step, batch_spec=BATCH, **fixed))
 
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if args.weights is None else 5e-5, weight_decay=0.01)
-        loader = dt.build_loader(train, mesh=mesh, global_batch_size=32, seed=0)
-        steps = loader.total_steps(args.until)
-        rate = dt.with_warmup(dt.linear(1.0, 0.0, steps), steps // 10)
-        step = dt.compose_step(loss_fn, [dt.scale_lr(rate), dt.clip_by_norm(1.0)])
-        checkpoints, log = args.out / "checkpoints", dt.jsonl(args.out / "metrics.jsonl")
-        state = dt.load_sharded(checkpoints, step.init(model, optimizer), extra={"loader": loader}, missing_ok=True).state
-        for batch in loader.until(args.until):
+        stop = dt.early_stop("eval/loss", patience=args.patience)
+        checkpoint = partial(dt.save_sharded, run / "checkpoints", extra={"loader": loader, "stop": stop}, keep_last=2)
+        state, scores = step.init(model, optimizer, seed=args.seed, run=length), None
+        state = dt.load_sharded(run / "checkpoints", state, extra={"loader": loader, "stop": stop}, missing_ok=True).state
+        over = state.step > 0 and stop.judge(state.clock, float("nan"))  # the run had stopped early
+        flops = dt.measure_flops(model, {name: tensor[None] for name, tensor in train[0].items()}, loss_fn, batch_spec=BATCH)
+        meters = dt.throughput("10ba"), dt.mfu(flops_per_sample=flops, dtype=low, window="10ba"), dt.memory_stats
+        bar = dt.progress_bar(length.steps(), names=SHOWN[:4], lines_every_s=10)
+        log = dt.tee(dt.jsonl(run / "metrics.jsonl"), dt.text_file(run / "run.log", names=SHOWN), bar)
+        for batch in () if over else loader.until(args.until):
             state, metrics = step(state, batch)
-            numbers = dt.reduce_metrics(metrics)
-            log(state.step, numbers)
-            if state.crossed("20ba") and dist.rank == 0:
-                print(f"step {state.step} of {steps}: loss {numbers['loss']:.3f}, accuracy {numbers['accuracy']:.2f}")
-            stop = dt.should_stop(state)
-            if stop or state.crossed(args.save_every) or state.step == steps:
-                dt.save_sharded(checkpoints, state, extra={"loader": loader}, mode="async", keep_last=2)
-            if stop:
+            if state.crossed("1ep") or state.step == length.steps():
+                scores = scores_of(model, quiz)
+                over = stop(state, scores)
+                log(state.step, dt.readings(state, dt.reduce_metrics(metrics), scores, *meters))
+                checkpoint(state, mode="async")
+            elif state.crossed("10ba"):
+                log(state.step, dt.readings(state, dt.reduce_metrics(metrics), *meters))
+            if dt.should_stop(state):
+                checkpoint(state)
                 return
+            if over:
+                break
 
-        quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
-        numbers = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))
+        scores = scores or scores_of(model, quiz)
+        dt.save_sharded(run / "weights", state, only=("model",), keep_last=1)
         if dist.rank == 0:
-            print(f"held-out loss {numbers['loss']:.4f}, accuracy {numbers['accuracy']:.3f} of {len(held_out)} docstrings")
+            export(run / "weights", run / "export", config, tokenizer)
+            print(f"{run / 'export'}: weights, config and tokenizer for from_pretrained, after step {state.step}")
+            right, most = scores["eval/accuracy"], parts[1].majority(parts[0])
+            print(f"held-out accuracy {right:.4f}, baseline {most:.4f} (majority class)")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 PATIENCE_S = 600  # for anything that takes seconds: the machine may be busy
 
 _LAST_LINE = re.compile(
-    r"^(?P<what>.+?) (?P<value>-?\d+(?:\.\d+)?)(?: [\w/]+)?, baseline (?P<baseline>-?\d+(?:\.\d+)?) \((?P<of>.+)\)$", re.M
+    r"^(?:\[rank \d+\] )?(?P<what>.+?) (?P<value>-?\d+(?:\.\d+)?)(?: [\w/]+)?, baseline (?P<baseline>-?\d+(?:\.\d+)?) \((?P<of>.+)\)$",
+    re.M,
 )
 
 

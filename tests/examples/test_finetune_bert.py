@@ -1,24 +1,37 @@
 """A model of another library through the public API: its weights, its outputs, and a run that is resumed."""
 
-import os
+import contextlib
+import io
+import json
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+)
 from transformers.models.bert.modeling_bert import BertLayer
 
 import dtrain as dt
-from finetune_bert import main, tokenizer_and_config
+from classifier import tokenizer_and_config
+from docstrings import read_docstrings
+from dtrain.testing import run_ranks
+from example_runs import EXAMPLES, PATIENCE_S, ended, launched
+from finetune_bert import main
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "finetune_bert.py"
-PATIENCE_S = 300  # for anything that takes seconds: the machine may be busy
+SCRIPT = EXAMPLES / "finetune_bert.py"
+ROUNDED = 6e-3  # two of 388 texts: logits of a padded batch are others in the last bits, and four digits are printed
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 8}
 
 # Gathered weights are the same bits, and so are the kernels; the mask may make another of them be taken.
@@ -122,19 +135,31 @@ def test_initial_weights_are_those_of_the_library_and_do_not_depend_on_the_ranks
             assert 0.01 < std < 0.03, f"{name}: BERT draws from a normal distribution of 0.02"
 
 
-def environment() -> dict[str, str]:
-    """With one thread per process, and without the network for the other library."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def table(folder: Path) -> Path:
+    """Texts of which some words tell the class, in no order."""
+    path = folder / "mail.jsonl"
+    words = [["win", "free", "car"], ["lunch", "noon", "thanks"]]
+    rows = [{"text": f"{words[at % 2][at % 3]} {at} and so on", "label": ["spam", "ham"][at % 2]} for at in range(60)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
 
 
-def run(*launcher: str, out: Path, folder: Path) -> str:
-    arguments = ["--out", str(out), "--weights", str(folder), "--until", "6ba", "--save-every", "3ba"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *arguments],
-        cwd=out.parent, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def pretrained(folder: Path) -> Path:
+    """A tiny BERT with a tokenizer that has room for the words of the table."""
+    torch.manual_seed(4)
+    BertForSequenceClassification(config(vocab_size=200)).save_pretrained(folder / "pretrained")
+    texts = [json.loads(line)["text"] for line in table(folder).read_text().splitlines()]
+    tokenizer_and_config(None, texts, ["spam", "ham"], 16)[0].save_pretrained(folder / "pretrained")
+    return folder / "pretrained"
+
+
+def run_here(folder: Path, *options: str) -> str:
+    """What this rank printed in a run of the script, in this process, on a tiny model and table; on rank 0 the ending."""
+    sys.argv = ["finetune_bert.py", "--model", str(folder / "pretrained"), "--data", str(folder / "mail.jsonl")]
+    sys.argv += ["--out", str(folder / "run"), "--batch", "4", "--seq", "16", "--workers", "0", *options]
+    with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings(action="ignore"):  # a CPU has no peak
+        main()
+    return out.getvalue()
 
 
 def last_shards(out: Path) -> dict[str, bytes]:
@@ -144,25 +169,114 @@ def last_shards(out: Path) -> dict[str, bytes]:
     return {f"{file} {key}": tensor.numpy().tobytes() for file, tensors in files.items() for key, tensor in tensors.items()}
 
 
+def logged(out: Path, name: str) -> dict[int, float]:
+    return {step: record[name] for step, record in dt.read_jsonl(out / "metrics.jsonl").items() if name in record}
+
+
+def steps_of(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+
+
+def run_twice(folder: str) -> dict[str, bool]:
+    """Whether a run whose last epoch was lost ends again as it did."""
+    out = Path(folder) / "run"
+    how = ["--lr", "1e-3", "--precision", "bf16", "--microbatch", "2", "--spare-norms"]
+    seen = []
+    for _ in range(2):
+        printed = run_here(Path(folder), *how)
+        seen.append((printed, last_shards(out), logged(out, "loss"), logged(out, "eval/loss")))
+        kept = steps_of(out)
+        if len(dt.all_gather_json(kept)) and dist.get_rank() == 0:
+            shutil.rmtree(out / "checkpoints" / kept[-1])
+            (out / "metrics.jsonl").unlink()
+        dt.all_gather_json("removed")
+    (first, shards, loss, judged), (second, shards_again, loss_again, judged_again) = seen
+    return {
+        "prints the same": first == second,
+        "ends as a run does": dist.get_rank() != 0 or ended(first).what.endswith("held-out accuracy"),
+        "keeps two": kept == ["step-00000012", "step-00000018"],
+        "logs each epoch": list(judged) == [6, 12, 18],
+        "does the last epoch again": judged_again == {18: judged[18]} and loss_again == {18: loss[18]},
+        "has the same weights and optimizer": shards == shards_again,
+    }
+
+
 def test_a_run_from_saved_weights_resumes_bit_for_bit(tmp_path):
-    torch.manual_seed(4)
-    folder = tmp_path / "pretrained"
-    BertForSequenceClassification(config(vocab_size=4000)).save_pretrained(folder)  # room for the example's vocabulary
-    launch = ["-m", "dtrain", "launch", "-n", "2"]
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert "held-out loss" in run(*launch, out=straight, folder=folder)
-    shutil.copytree(straight / "checkpoints" / "step-00000003", resumed / "checkpoints" / "step-00000003")
-    run(*launch, out=resumed, folder=folder)
-    losses = {step: record["loss"] for step, record in dt.read_jsonl(straight / "metrics.jsonl").items()}
-    again = {step: record["loss"] for step, record in dt.read_jsonl(resumed / "metrics.jsonl").items()}
-    assert list(losses) == [1, 2, 3, 4, 5, 6]
-    assert again == {step: losses[step] for step in (4, 5, 6)}
-    assert last_shards(resumed) == last_shards(straight)
+    """In bf16, in microbatches of 2, with two groups of parameters, and two checkpoints kept."""
+    pretrained(tmp_path)
+    for found in run_ranks(run_twice, 2, str(tmp_path), timeout_s=PATIENCE_S):
+        assert [what for what, holds in found.items() if not holds] == []
 
 
-def test_a_vocabulary_that_is_larger_than_the_models_is_refused(folders):
-    with pytest.raises(SystemExit, match=r"classifier: \d+ words, the model knows 100; put its tokenizer.json there"):
-        tokenizer_and_config(folders["classifier"], [f"word{at}" for at in range(100)])
+def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path):
+    """By a rate that changes nothing; the second start trains no more, the third has more patience."""
+    pretrained(tmp_path)
+    out = tmp_path / "run"
+    how = [
+        "--until",
+        "5ep",
+        "--lr",
+        "1e-30",
+        "--weight-decay",
+        "0",
+        "--microbatch",
+        "0",
+        "--without",
+        "recompute",
+        "warmup",
+        "clip",
+    ]
+    first = run_here(tmp_path, *how)
+    losses = logged(out, "eval/loss")
+    assert list(losses) == [12, 24, 36], "two epochs after the first, which is the best"
+    assert len(set(losses.values())) == 1
+    assert run_here(tmp_path, *how) == first
+    assert logged(out, "eval/loss") == losses
+    run_here(tmp_path, *how, "--patience", "5ep")
+    assert list(logged(out, "eval/loss")) == [12, 24, 36, 48, 60]
+
+
+def held_out_accuracy(folder: Path) -> float:
+    """Of a folder that the script has exported: what plain transformers makes of the held-out docstrings."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    _, held_out = read_docstrings().parts()
+    given = tokenizer(held_out.texts, truncation=True, max_length=128, padding=True, return_tensors="pt")
+    names = [model.config.id2label[at] for at in range(len(held_out.names))]
+    with torch.no_grad():
+        found = model(**given).logits.argmax(-1).tolist()
+    right = sum(names[at] == held_out.names[label] for at, label in zip(found, held_out.labels, strict=True))
+    return right / len(found)
+
+
+@pytest.mark.parametrize(
+    ("until", "better"), [("40ba", 1.5), pytest.param("3ep", 3.0, marks=pytest.mark.slow)], ids=["short", "whole"]
+)
+def test_on_its_own_data_it_is_better_than_the_majority_class_and_transformers_finds_so_too(tmp_path, until, better):
+    out = tmp_path / "run"
+    end = ended(launched("finetune_bert.py", "--until", until, out=out))
+    assert end.what.endswith("held-out accuracy")
+    assert 0.1 < end.baseline < 0.3
+    assert end.value > better * end.baseline
+    assert held_out_accuracy(out / "export") == pytest.approx(end.value, abs=ROUNDED)
+    for name in ("speed/samples_per_s", "speed/tokens_per_s", "speed/flops_per_s", "lr", "memory/rss_bytes"):
+        assert logged(out, name), f"{name} is in no record"
+    assert "eval/accuracy" in (out / "run.log").read_text()
+    assert len(steps_of(out)) == 2
+
+
+def test_a_table_that_is_wrong_is_one_line_and_no_traceback(tmp_path):
+    wrong = tmp_path / "mail.csv"
+    wrong.write_text("body,label\nx,1\n")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--data", str(wrong), "--out", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert (
+        done.stderr.splitlines()[-1] == f"{wrong}: row 1 has no column 'text'; its columns are body, label: rename one of them"
+    )
+    assert "Traceback" not in done.stderr
 
 
 def test_help_says_how_to_run_it(monkeypatch, capsys):
@@ -170,4 +284,6 @@ def test_help_says_how_to_run_it(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 0
-    assert "dtrain launch -n 2 examples/finetune_bert.py" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "dtrain launch -n 2 examples/finetune_bert.py" in printed
+    assert all(default in printed for default in ("(3ep)", "(32)", "(8)", "(128)", "(0.01)", "(2ep)", "(4)", "(42)", "2e-5"))
