@@ -94,5 +94,7 @@ def describe_log(attempt: Attempt, end: End, tail: Tail) -> list[str]:
 def _describe_stuck(attempt: Attempt) -> tuple[str, ...]:
     if attempt.over:
         return ()
-    left = ", ".join(str(pid) for pid in descendants() if pid not in attempt.services)
-    return (f"dtrain: launch: SIGKILL did not end these processes, which wait in the kernel: {left}",)
+    left = [str(pid) for pid in descendants() if pid not in attempt.services]
+    if not left:  # the last of them ended since anybody looked
+        return ()
+    return (f"dtrain: launch: SIGKILL did not end these processes, which wait in the kernel: {', '.join(left)}",)
