@@ -1,0 +1,88 @@
+"""docs/nodes.md: its manifest, script and loop are read by what they are for, as far as that is possible without a cluster."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+
+from dtrain.launch.schedulers import scheduled
+from dtrain.launch.topology import Asked, infer
+from pages.fences import DOCS, ROOT, fences
+
+PAGE = DOCS / "nodes.md"
+
+
+def block(language: str, word: str) -> str:
+    (found,) = (each.text for each in fences(PAGE) if each.language == language and word in each.text)
+    return found
+
+
+@pytest.fixture(scope="module")
+def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
+    service, job = yaml.safe_load_all(block("yaml", "completionMode"))
+    return service, job
+
+
+def option(command: list[str], name: str) -> int:
+    return int(command[command.index(name) + 1])
+
+
+def test_pods_of_the_manifest_are_the_nodes_of_one_job(manifest):
+    """As Kubernetes sets it up: the host name is the job's name and the index, the index is in JOB_COMPLETION_INDEX."""
+    _, job = manifest
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    given = {each["name"]: each["value"] for each in container["env"]}
+    command = container["command"]
+    nodes, nproc = option(command, "--nnodes"), option(command, "-n")
+    assert nodes == job["spec"]["completions"] == job["spec"]["parallelism"]
+    seen = []
+    for index in range(nodes):
+        env = {**given, "JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"{job['metadata']['name']}-{index}"}
+        meeting = infer(Asked(nproc=nproc, nnodes=str(nodes)), scheduled(env), gpus=8).meeting
+        assert meeting is not None, "it would train alone"
+        assert (meeting.node_rank, meeting.nodes, meeting.nproc) == (index, nodes, nproc)
+        seen.append((meeting.addr, meeting.port, meeting.token))
+    assert len(set(seen)) == 1
+    assert all(seen[0]), "an address, a port and a token"
+
+
+def test_the_service_gives_pod_0_the_name_that_the_others_look_for(manifest):
+    service, job = manifest
+    pod = job["spec"]["template"]["spec"]
+    (address,) = (each["value"] for each in pod["containers"][0]["env"] if each["name"] == "MASTER_ADDR")
+    assert address == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+
+
+def test_what_is_saved_is_started_again_and_has_the_time_to_save(manifest):
+    _, job = manifest
+    pod = job["spec"]["template"]["spec"]
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["values"], pod["restartPolicy"]) == ("Ignore", [75], "Never")
+    assert rule["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
+    assert pod["terminationGracePeriodSeconds"] > option(pod["containers"][0]["command"], "--grace")
+    assert {each["name"] for each in pod["containers"][0]["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+
+
+@pytest.mark.parametrize("word", ["#SBATCH --nodes=4", "ssh -tt"])
+def test_a_script_is_one_that_bash_reads(word):
+    done = subprocess.run(["bash", "-n"], input=block("bash", word), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_slurm_asks_early_enough_for_the_grace():
+    script = block("bash", "#SBATCH --nodes=4")
+    asked, grace = (int(re.search(pattern, script)[1]) for pattern in (r"TERM@(\d+)", r"--grace (\d+)"))
+    assert asked > grace
+
+
+def test_tests_that_are_named_are_there():
+    named = re.findall(r"`(tests/[\w/.]+)`", PAGE.read_text())
+    assert len(named) >= 6
+    assert [each for each in named if not (ROOT / each).exists()] == []

@@ -1,0 +1,65 @@
+"""docs/planning.md, 512 GPUs: the figures that it shows are those that its commands print."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from pages.fences import DOCS, ROOT, Fence, commands, fences
+
+PAGE = DOCS / "planning.md"
+SECTION = PAGE.read_text().split("## 512 GPUs\n")[1].split("\n## ")[0]
+PATIENCE_S = 1200
+TABLE, DETAIL = (each for each in fences(PAGE) if each.language == "console" and "dim=5120" in each.text)
+GIB = 2**30
+
+
+def printed(block: Fence) -> str:
+    """What the command of a block prints."""
+    (words,) = commands(block)
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def shown(block: Fence) -> list[str]:
+    return [line for line in block.text.splitlines()[1:] if line]
+
+
+def test_what_is_shown_of_one_layout_is_what_is_printed():
+    found = [line.rstrip() for line in printed(DETAIL).splitlines() if line.strip()]
+    assert found == shown(DETAIL)
+
+
+@pytest.mark.slow
+def test_what_is_shown_of_all_layouts_is_what_is_printed():
+    found = [line.rstrip() for line in printed(TABLE).splitlines() if line.strip()]
+    assert found[: len(shown(TABLE))] == shown(TABLE)
+
+
+def numbers(text: str, pattern: str) -> list[float]:
+    return [float(each) for each in re.findall(pattern, text)]
+
+
+def test_the_text_says_what_the_tables_do():
+    rows = {tuple(line.split()[:2]): line for line in shown(TABLE)[2:]}
+    assert "244 GiB" in rows["replicate", "-"]
+    assert "no" in rows["replicate", "nothing"].split()
+    fits = {key: line.split()[2] for key, line in rows.items()}
+    assert (fits["full_shard", "nothing"], fits["full_shard", "-"]) == ("18", "2")
+    assert "26.43 GiB" in rows["full_shard", "-"]
+    assert "2.657 GiB" in rows["full_shard", "nothing"]
+    within = numbers(DETAIL.text, r"(?m)^(?:reduce_scatter|all_gather) .* ([\d.]+) GiB$")
+    (between,) = numbers(DETAIL.text, r"(?m)^all_reduce .* ([\d.]+) GiB$")
+    (all_of_it,) = numbers(rows["full_shard", "nothing"], r"([\d.]+) GiB$")
+    assert f"{sum(within):.1f} GiB of it stay" in SECTION
+    assert f"{between:.0f} GiB cross" in SECTION
+    assert f"has {all_of_it:.1f} GiB" in SECTION
+    (parameters,) = numbers(TABLE.text, r"workload: ([\d.]+) G parameters")
+    whole = parameters * 1e9 * 12 / GIB  # parameters and two moments, in float32
+    assert f"{whole:.0f} GiB, of which each rank writes {whole * 1024 / 512:.0f} MiB" in SECTION

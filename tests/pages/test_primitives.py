@@ -1,0 +1,70 @@
+"""docs/primitives.md is that of the docstrings, and has every exported name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import dtrain as dt
+from pages import primitives
+from pages.fences import DOCS
+
+
+def test_the_page_is_that_of_the_code():
+    assert primitives.PAGE.read_text() == primitives.page(), "run python tests/pages/primitives.py --write"
+
+
+def test_every_exported_name_is_on_the_page():
+    text = primitives.page()
+    assert [name for name in primitives.public() if f"`{name.removeprefix('dt.')}`" not in text] == []
+    assert [
+        name for name, value in primitives.public().items() if inspect.isfunction(value) and primitives.home(value) is None
+    ] == []
+
+
+def test_every_function_says_what_comes_out():
+    silent = [
+        name for name, value in primitives.public().items() if inspect.isfunction(value) and not primitives.summary(value)
+    ]
+    assert silent == []
+
+
+def test_the_pages_that_say_more_are_there():
+    assert [more for _, more in primitives.TASKS.values() if not (DOCS / more).exists()] == []
+
+
+def test_no_row_is_torn():
+    for line in primitives.page().splitlines():
+        if line.startswith("|"):
+            assert len(re.findall(r"(?<!\\)\|", line)) in (3, 7), line
+
+
+def test_a_contract_is_read_by_its_headings():
+    def writes_(x: int) -> None:
+        """What comes out, of ``x``.
+
+        Args:
+            x: a number.
+
+        Mutates: ``x``, in
+            place. Collective: none. Host sync: one.
+
+        Raises:
+            ConfigError: ``x`` is
+                wrong.
+            StepError: another.
+        """
+
+    said = primitives.contract(writes_)
+    assert (said["Mutates"], said["Collective"], said["Host sync"]) == ("`x`, in place.", "none.", "one.")
+    assert primitives.raised(writes_) == ["ConfigError", "StepError"]
+    assert (
+        primitives.row("dt.writes_", writes_)
+        == "| `writes_` | What comes out, of `x` | `x`, in place |  | one | `ConfigError`, `StepError` |"
+    )
+    assert primitives.brief("none; it is agreed. And more.") == "none; it is agreed"
+
+
+def test_what_a_table_says_is_what_runs():
+    assert primitives.raised(dt.build_mesh) == ["ConfigError", "DistError"]
+    assert "one all-reduce" in primitives.contract(dt.reduce_metrics)["Collective"]
