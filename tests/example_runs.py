@@ -12,8 +12,9 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PATIENCE_S = 600  # for anything that takes seconds: the machine may be busy
 
+_NUMBER = r"-?\d+(?:\.\d+)?"
 _LAST_LINE = re.compile(
-    r"^(?:\[rank \d+\] )?(?P<what>.+?) (?P<value>-?\d+(?:\.\d+)?)(?: [\w/]+)?, baseline (?P<baseline>-?\d+(?:\.\d+)?) \((?P<of>.+)\)$",
+    rf"^(?:\[rank \d+\] )?(?P<what>.+?) (?P<value>{_NUMBER})(?: [\w/]+)?, baseline (?P<baseline>{_NUMBER}) \((?P<of>.+)\)$",
     re.M,
 )
 

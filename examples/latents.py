@@ -1,0 +1,106 @@
+"""Pictures as latents: a small autoencoder trained once, and then only used; or pixels, where latents are not wanted."""
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+import dtrain as dt
+from pictures import Folder, Pictures
+
+CHUNK = 256  # pictures that are encoded or decoded at a time
+
+
+class Pixels(nn.Module):
+    """Latents that are the pixels themselves, with mean 0 and standard deviation 1 in each channel after ``fit_``."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels, self.encoder, self.decoder = channels, nn.Identity(), nn.Identity()
+        self.register_buffer("mean", torch.zeros(channels, 1, 1))
+        self.register_buffer("spread", torch.ones(channels, 1, 1))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return (self.encoder(x) - self.mean) / self.spread
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self.decoder(z * self.spread + self.mean)
+
+    def fit_(self, x: Tensor) -> None:
+        with torch.no_grad():
+            z = torch.cat([self.encoder(part) for part in x.split(CHUNK)])
+        self.mean.copy_(z.mean((0, 2, 3)).view(-1, 1, 1))
+        self.spread.copy_(z.std((0, 2, 3)).view(-1, 1, 1))
+
+
+class Codec(Pixels):
+    """From pictures [n, channels, side, side] to latents [n, channels + 1, side / 2, side / 2], and back."""
+
+    def __init__(self, channels: int, *, width: int = 16) -> None:
+        super().__init__(channels + 1)
+        self.encoder = nn.Sequential(
+            nn.Conv2d(channels, width, 3, padding=1), nn.SiLU(), nn.Conv2d(width, width, 4, stride=2, padding=1),
+            nn.SiLU(), nn.Conv2d(width, channels + 1, 3, padding=1),
+        )  # fmt: skip
+        self.decoder = nn.Sequential(
+            nn.Conv2d(channels + 1, width, 3, padding=1), nn.SiLU(), nn.Upsample(scale_factor=2),
+            nn.Conv2d(width, width, 3, padding=1), nn.SiLU(), nn.Conv2d(width, channels, 3, padding=1),
+        )  # fmt: skip
+
+    def fit_(self, x: Tensor, *, steps: int = 200, batch: int = 64) -> None:
+        """Learn to give back what went in, with random numbers of its own."""
+        draw = dt.generator(x.device, "codec")
+        optimizer = torch.optim.Adam(self.parameters(), lr=5e-3)
+        rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        for _ in range(steps):
+            some = x[torch.randint(len(x), (batch,), generator=draw, device=x.device)]
+            z = self.encoder(some)
+            noise = 0.05 * torch.randn(z.shape, generator=draw, device=x.device)  # a decoder that forgives small errors
+            loss = (self.decoder(z + noise) - some).square().mean() + 1e-3 * z.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            rate.step()
+        super().fit_(x)
+
+
+def frozen_codec(codec: Pixels, file: Path, pictures: Pictures, dist: dt.DistInfo, size: int) -> Pixels:
+    """``codec`` with the weights in ``file``, on this rank's device; rank 0 makes the file first, if there is none.
+
+    One rank makes it for all, so that all have the same one; and once for a run, so that it is the same after a resume.
+    """
+    codec = codec.to(dist.device)
+    if dist.rank == 0 and not file.exists():
+        codec.fit_(at_size(pictures.train, size)["x"].to(dist.device))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".tmp")
+        save_file(codec.state_dict(), part)
+        os.replace(part, file)  # a file that is there is whole
+    dt.all_gather_json(None, where="frozen_codec")  # the others wait
+    codec.load_state_dict(load_file(file, device=str(dist.device)))
+    return codec.requires_grad_(False).eval()
+
+
+def at_size(dataset: TensorDict | Folder, size: int) -> TensorDict:
+    """All pictures, in memory, with sides of ``size`` pixels: ``{"x": [n, channels, size, size], "y": [n]}``."""
+    found = dataset if isinstance(dataset, TensorDict) else torch.stack([TensorDict(dataset[at]) for at in range(len(dataset))])
+    x = found["x"]
+    if x.shape[-1] != size:
+        x = nn.functional.interpolate(x, size=(size, size), mode="bilinear", antialias=True)
+    return TensorDict({"x": x, "y": found["y"]}, batch_size=[len(x)])
+
+
+def encoded(codec: Pixels, dataset: TensorDict | Folder, size: int) -> TensorDict:
+    """``{"z": latents, "y": class}`` of every picture, for ``dt.memory_mapped``."""
+    found = at_size(dataset, size)
+    device = codec.mean.device
+    z = torch.cat([codec.encode(part.to(device)).cpu() for part in found["x"].split(CHUNK)])
+    return TensorDict({"z": z, "y": found["y"]}, batch_size=[len(z)])
+
+
+def decoded(codec: Pixels, z: Tensor) -> Tensor:
+    """Pictures of latents, on the CPU."""
+    return torch.cat([codec.decode(part).cpu() for part in z.split(CHUNK)])
