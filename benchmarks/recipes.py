@@ -29,12 +29,17 @@ from example_runs import ended, launched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """An example, its methods, and two lengths: one that sets the quality to reach, and that of the example's own default."""
+    """An example, its methods, and two lengths: one that sets the quality to reach, and that of the example's own default.
+
+    Args:
+        what: how the line with the quality begins; "" takes the last one.
+    """
 
     script: str
     methods: tuple[str, ...]
     lengths: tuple[str, str]
     higher_is_better: bool = False
+    what: str = ""
 
 
 RECIPES = {
@@ -53,13 +58,16 @@ RECIPES = {
         higher_is_better=True,
     ),
     "train_diffusion": Recipe(
-        script="train_diffusion.py", methods=("latents", "low_precision_norm", "guidance", "ema"), lengths=("20ep", "40ep")
+        script="train_diffusion.py",
+        methods=("latents", "low_precision_norm", "guidance", "ema"),
+        lengths=("25ep", "50ep"),
+        what="held-out loss",
     ),
     "train_embeddings": Recipe(
-        script="train_embeddings.py", methods=("gather", "cache"), lengths=("4ep", "8ep"), higher_is_better=True
+        script="train_embeddings.py", methods=("gather", "cache"), lengths=("5ep", "10ep"), higher_is_better=True
     ),
     "train_dpo": Recipe(
-        script="train_dpo.py", methods=("reference", "warmup", "clip"), lengths=("1ep", "2ep"), higher_is_better=True
+        script="train_dpo.py", methods=("reference", "warmup", "clip"), lengths=("50ba", "100ba"), higher_is_better=True
     ),
 }
 
@@ -102,7 +110,7 @@ def one(recipe: Recipe, without: str, length: str) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         cpu, wall = child_cpu(), time.perf_counter()
         options = ["--until", length, *(["--without", without] if without else [])]
-        end = ended(launched(recipe.script, *options, out=Path(folder) / "out"))
+        end = ended(launched(recipe.script, *options, out=Path(folder) / "out"), recipe.what)
         cpu, wall = child_cpu() - cpu, time.perf_counter() - wall
     return Run(without=without, length=length, value=end.value, baseline=end.baseline, cpu_s=cpu, wall_s=wall)
 

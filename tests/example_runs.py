@@ -40,8 +40,8 @@ def launched(script: str, *options: str, out: Path, n: int = 2, env: dict[str, s
     return done.stdout
 
 
-def ended(printed: str) -> Ending:
-    """The last of the lines that give a value beside its baseline."""
-    found = list(_LAST_LINE.finditer(printed))
-    assert found, f"no line '<what> <value>, baseline <value> (<what that is>)' in:\n{printed}"
+def ended(printed: str, what: str = "") -> Ending:
+    """The last of the lines that give a value beside its baseline, of those whose ``what`` begins with this."""
+    found = [line for line in _LAST_LINE.finditer(printed) if line["what"].startswith(what)]
+    assert found, f"no line '{what}<what> <value>, baseline <value> (<what that is>)' in:\n{printed}"
     return Ending(what=found[-1]["what"], value=float(found[-1]["value"]), baseline=float(found[-1]["baseline"]))
