@@ -16,6 +16,8 @@ from dtrain.cli.hang import hang
 from dtrain.cli.help import GroupedCommand, PlainGroup
 from dtrain.cli.launch import launch
 from dtrain.cli.launch_options import EXAMPLES
+from dtrain.cli.new import EXAMPLES as NEW_EXAMPLES
+from dtrain.cli.new import new
 from dtrain.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from dtrain.cli.plan import plan
 from dtrain.cli.plot import app as plot
@@ -46,6 +48,7 @@ app.command(
     epilog=EXAMPLES,
     context_settings={"allow_interspersed_args": False},  # what follows the script belongs to the script
 )(launch)
+app.command(cls=GroupedCommand, epilog=NEW_EXAMPLES)(new)
 app.command()(env)
 app.command()(hang)
 app.command(cls=GroupedCommand, epilog=PLAN_EXAMPLES)(plan)

@@ -1,0 +1,120 @@
+"""Direct preference optimisation: a trained model beside a frozen one. A byte-level GPT learns to write docstrings.
+
+    dtrain launch -n 2 examples/train_dpo.py                                              # trains both models
+    dtrain launch -n 2 examples/train_dpo.py --init ckpt/pretrain_gpt/checkpoints         # begins with one that is there
+    python examples/train_dpo.py                                                          # one process, no launcher
+
+First a GPT reads source code of the standard library: the reference. The policy begins as its copy, and learns which of two
+continuations of a function's first line is preferred: the one with a docstring. The same command resumes. Checkpoints of the
+policy leave the reference out: it never changes, and is loaded from where it came from. Rafailov et al. 2023, arXiv:2305.18290.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dtrain as dt
+from gpt import GPT, Block, GPTConfig, generate
+from preferences import log_probability, read_pairs
+from text import ByteWindows, cut_windows
+
+PROMPT, LENGTH = 64, 128  # bytes that the two texts of a pair share, and of each in all
+METHODS = ("reference", "warmup", "clip")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--init", metavar="CHECKPOINT", help="the reference (default: it is trained first, and kept in --out)")
+    parser.add_argument("--read", default="300ba", help="length of that training (%(default)s)")
+    parser.add_argument("--until", default="100ba", help="length of the policy's training, as 100ba or 1ep (%(default)s)")
+    parser.add_argument("--beta", type=float, default=0.1, help="how much the policy is held to the reference (%(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-4, help="the policy's peak rate (%(default)s)")
+    parser.add_argument("--without", nargs="+", choices=METHODS, default=[], help="methods to leave out (none)")
+    parser.add_argument("--out", type=Path, default=Path("ckpt/train_dpo"), help="metrics and checkpoints (%(default)s)")
+    return parser.parse_args()
+
+
+def reading(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+    return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
+
+
+def preferring(reference: nn.Module | None, beta: float) -> dt.LossFn:
+    """The loss of a policy that is to have moved away from the reference, towards the chosen text of each pair."""
+
+    def loss_fn(policy: nn.Module, batch: dt.Batch) -> dt.LossSum:
+        texts = torch.cat([batch["chosen"], batch["rejected"]])  # one forward for both, so weights are gathered once
+        told, known = log_probability(policy, texts, PROMPT), torch.zeros(())
+        if reference is not None:
+            with dt.evaluating(reference):  # without a graph; leaves no gathered weights behind
+                known = log_probability(reference, texts, PROMPT)
+        (chosen, rejected), (up, down) = told.detach().chunk(2), (told - known).chunk(2)
+        margin = beta * (up - down)
+        told_of = {"right": chosen > rejected, "moved": margin > 0, "nats": -chosen / (LENGTH - PROMPT)}
+        aux = {name: (values.sum(), len(margin)) for name, values in told_of.items()}
+        return dt.LossSum(total=-F.logsigmoid(margin).sum(), weight=len(margin), aux=aux)
+
+    return loss_fn
+
+
+def train(args: argparse.Namespace, part: str, model: nn.Module, loader: dt.Loader, loss_fn: dt.LossFn, lr: float) -> bool:
+    """Go on after the last checkpoint of this part; whether the end was reached."""
+    folder, until = args.out / part, args.read if part == "reference" else args.until
+    steps = loader.total_steps(until)
+    rate = dt.cosine(1.0, 0.1, steps)
+    recipe = [dt.scale_lr(rate if "warmup" in args.without else dt.with_warmup(rate, steps // 10))]
+    step = dt.compose_step(loss_fn, recipe if "clip" in args.without else [*recipe, dt.clip_by_norm(1.0)])
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1))
+    state = dt.load_sharded(folder, state, extra={"loader": loader}, missing_ok=True).state
+    log = dt.tee(dt.jsonl(folder.with_suffix(".jsonl")), dt.console())
+    for batch in loader.until(until):
+        state, metrics = step(state, batch)
+        if state.crossed("20ba") or state.step == steps:
+            log(state.step, dt.reduce_metrics(metrics))
+        if (stop := dt.should_stop(state)) or state.crossed("50ba") or state.step == steps:
+            dt.save_sharded(folder, state, extra={"loader": loader}, keep_last=2)
+        if stop:
+            return False
+    return True
+
+
+def main() -> None:
+    args = arguments()
+    pairs = read_pairs(PROMPT, LENGTH)
+    with dt.init_dist() as dist:
+        dt.seed_all(0, dist.rank)
+        mesh = dt.build_mesh()
+        with torch.device("meta"):
+            models = [GPT(GPTConfig(n_layer=4, n_head=3, dim=96, max_seq=LENGTH)) for _ in range(2)]
+        reference, policy = (dt.materialize(dt.shard_model(model, mesh, blocks=(Block,)), seed=0) for model in models)
+        if args.init is None:
+            loader = dt.build_loader(ByteWindows(cut_windows(pairs.text, LENGTH)), mesh=mesh, global_batch_size=16, seed=0)
+            if not train(args, "reference", reference, loader, reading, 5e-3):
+                return
+        for model in (reference, policy):
+            dt.load_weights_(model, args.init or args.out / "reference")
+        loader = dt.build_loader(pairs.train, mesh=mesh, global_batch_size=16, seed=0)
+        loss_fn = preferring(None if "reference" in args.without else reference, args.beta)
+        if not train(args, "policy", policy, loader, loss_fn, args.lr):
+            return
+
+        quiz = dt.build_loader(pairs.held_out[:256], mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
+        prompts = [bytes(row[:PROMPT].tolist()) for row in pairs.held_out["chosen"][:256:16]]
+        found, documented = [], []
+        for model in (reference, policy):
+            found.append(dt.reduce_metrics(dt.evaluate(model, quiz, preferring(reference, args.beta))))
+            with dt.evaluating(model):
+                texts = [generate(model, p, max_new=12, temperature=0, seed=0, device=dist.device) for p in prompts]
+            documented.append(sum(b'"""' in text for text in texts))
+        if dist.rank == 0:
+            (before, after), (few, many) = found, documented
+            print(f"of {len(prompts)} held-out functions the reference writes {few} with a docstring, the policy {many}")
+            print(f"chosen text: {before['nats']:.3f} nats/byte for the reference, {after['nats']:.3f} for the policy")
+            print(f"moved from the reference towards the chosen text: {after['moved']:.3f} of held-out pairs (chance: 0.5)")
+            print(f"held-out preference accuracy {after['right']:.4f}, baseline {before['right']:.4f} (the reference's own)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""``dtrain new``: each loop that it writes runs as it is, learns and resumes; and one line for each mistake."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dtrain as dt
+from dtrain.cli import main
+from dtrain.cli.new import TASKS
+from example_runs import ended
+
+PATIENCE_S = 600  # for anything that takes seconds: the machine may be busy
+
+# Steps after which a loop is clearly better than its baseline, and how much better it must be there.
+LENGTHS = {
+    "blank": ("60ba", lambda value, baseline: value < baseline / 4),
+    "lm": ("80ba", lambda value, baseline: value < baseline - 0.5),
+    "vision": ("100ba", lambda value, baseline: value > baseline + 0.3),
+    "finetune": ("80ba", lambda value, baseline: value > baseline + 0.15),
+    "diffusion": ("60ba", lambda value, baseline: value < baseline / 3),
+}
+RULES = "E,F,W,I,B,UP,SIM,RUF,PIE,RET,C4"
+
+
+@pytest.fixture
+def new(monkeypatch, capsys, tmp_path):
+    """``new(*args)``: the exit code of the command, what it printed, and what it complained about."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["dtrain", "new", *args])
+        with pytest.raises(SystemExit) as end:
+            main.run()
+        return end.value.code, *capsys.readouterr()
+
+    return call
+
+
+def run(*command, **env):
+    quiet = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=PATIENCE_S, env=quiet)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_loop_learns_on_two_ranks(new, task, tmp_path):
+    assert new("my_loop.py", "--task", task)[0] == 0
+    length, better = LENGTHS[task]
+    done = run("-m", "dtrain", "launch", "-n", "2", "my_loop.py", "--until", length)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = ended(done.stdout.replace("[rank 0] ", ""))
+    assert better(found.value, found.baseline), done.stdout
+    steps = int(length.removesuffix("ba"))
+    assert [found.step for found in dt.list_checkpoints("runs/my_loop/checkpoints")][-1] == steps
+    assert list(dt.read_jsonl("runs/my_loop/metrics.jsonl")) == list(range(20, steps + 1, 20))
+    if task == "diffusion":
+        assert (tmp_path / "runs/my_loop/made.pgm").read_bytes()[:13] == b"P5 64 64 255 "
+    if task == "blank":  # on one process, where nothing is left to do but to say how good it is
+        again = run("my_loop.py", "--until", length)
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert ended(again.stdout).value == pytest.approx(found.value, abs=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_a_stopped_loop_ends_with_the_same_weights(new, task):
+    new("loop.py", "--task", task)
+    loop = Path("loop.py").read_text()
+    stopping = loop.replace("dt.should_stop(state)", "dt.should_stop(state) or state.step == 13")
+    assert stopping != loop
+    Path("stopping.py").write_text(stopping)
+    for script, out in (("loop.py", "whole"), ("stopping.py", "parts"), ("loop.py", "parts")):
+        done = run("-m", "dtrain", "launch", "-n", "2", script, "--until", "30ba", "--out", out)
+        assert done.returncode == 0, done.stdout + done.stderr
+    told = run("-m", "dtrain", "checkpoints", "diff", "--json", "whole/checkpoints", "parts/checkpoints")
+    differing = {each["key"] for each in json.loads(told.stdout)["differences"]}
+    assert differing <= {"clock/seconds", "clock/before/seconds"}, told.stdout + told.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_a_whole_loop_runs_as_it_is(new, task):
+    new("loop.py", "--task", task)
+    done = run("-m", "dtrain", "launch", "-n", "2", "loop.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = ended(done.stdout.replace("[rank 0] ", ""))
+    assert LENGTHS[task][1](found.value, found.baseline)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_loop_is_short_and_of_public_names(new, task):
+    new("loop.py", "--task", task)
+    source = Path("loop.py").read_text()
+    lines = source.splitlines()
+    assert len(lines) <= 80
+    assert max(map(len, lines)) <= 128
+    used = set()
+    for node in ast.walk(ast.parse(source)):
+        assert not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dtrain"))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dt":
+            used.add(node.attr)
+    assert used <= set(dt.__all__)
+    assert {"jsonl", "save_sharded", "load_sharded", "evaluate", "should_stop", "shard_model"} <= used
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_loop_is_clean_where_ruff_is(new, task):
+    if shutil.which("ruff") is None:
+        pytest.skip("ruff is not installed; nox -s lint has it")
+    new("loop.py", "--task", task)
+    for command in (["check", "--select", RULES], ["format", "--check"]):
+        done = subprocess.run(
+            ["ruff", *command, "--isolated", "--no-cache", "--line-length", "128", "loop.py"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_file_speaks_of_itself_and_the_next_command_is_printed(new, tmp_path):
+    (tmp_path / "my runs").mkdir()
+    code, out, err = new("my runs/train-2.py")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "run it: dtrain launch -n 2 'my runs/train-2.py'"
+    source = (tmp_path / "my runs" / "train-2.py").read_text()
+    assert "dtrain launch -n 2 train-2.py" in source
+    assert 'default="runs/train-2"' in source
+    assert not re.search(r"\bloop\.py|runs/loop", source)
+
+
+def test_blank_is_what_is_written_by_default(new, tmp_path):
+    new("a.py")
+    new("b.py", "--task", "blank")
+    assert (tmp_path / "a.py").read_text().replace("a.py", "b.py").replace("runs/a", "runs/b") == (
+        tmp_path / "b.py"
+    ).read_text()
+
+
+def test_a_file_that_is_there_stays_unless_forced(new, tmp_path):
+    (tmp_path / "loop.py").write_text("mine")
+    code, out, err = new("loop.py")
+    assert (code, out, (tmp_path / "loop.py").read_text()) == (2, "", "mine")
+    assert err == "dtrain: new: 'loop.py' is there already; give another name, or --force to write over it\n"
+    assert new("loop.py", "--force")[0] == 0
+    assert "dt.init_dist" in (tmp_path / "loop.py").read_text()
+
+
+MISTAKES = {
+    "no file": ([], "new: missing argument 'LOOP'; see `dtrain new --help`"),
+    "unknown task": (
+        ["x.py", "--task", "nlp"],
+        "new: --task must be one of blank, lm, vision, finetune, diffusion, got 'nlp'; ",
+    ),
+    "no task": (["x.py", "--task"], "new: option '--task' requires an argument; see"),
+    "unknown option": (["x.py", "--fast"], "new: no such option: --fast"),
+    "two files": (["x.py", "y.py"], "new: got unexpected extra argument"),
+    "another ending": (
+        ["loop.txt"],
+        "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got 'loop.txt'; ",
+    ),
+    "no ending": (["loop"], "new: LOOP must be a name of letters, digits"),
+    "an empty name": ([""], "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got ''; "),
+    "only the ending": ([".py"], "new: LOOP must be a name of letters, digits"),
+    "a quotation mark": (['a".py'], "new: LOOP must be a name of letters, digits"),
+    "a line end": (["a\n.py"], "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got 'a\\n.py'; "),
+    "no folder": (["nope/loop.py"], "new: no such folder: 'nope'; make it first, or choose another"),
+    "a folder": (["folder.py"], "new: 'folder.py' is a folder; give a file in it, as in folder.py/loop.py"),
+    "a folder, forced": (["folder.py", "--force"], "new: 'folder.py' is a folder; give a file in it"),
+    "torch": (["torch.py"], "new: a loop in 'torch.py' would be imported in place of the module 'torch'; give another name"),
+    "standard library": (["random.py"], "new: a loop in 'random.py' would be imported in place of the module 'random'; "),
+}
+
+
+@pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_writes_nothing(new, tmp_path, args, expected):
+    (tmp_path / "folder.py").mkdir()
+    code, out, err = new(*args)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"dtrain: {expected}")
+    assert "; " in err
+    assert os.listdir(tmp_path) == ["folder.py"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_one_line(new, tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    code, _, err = new("closed/loop.py")
+    assert code == 1
+    assert err == "dtrain: new: 'closed/loop.py' cannot be written: Permission denied; give another place\n"
+
+
+def test_a_full_disk_is_one_line(new, tmp_path):
+    (tmp_path / "loop.py").symlink_to("/dev/full")
+    code, _, err = new("loop.py", "--force")
+    assert (code, err) == (1, "dtrain: new: 'loop.py' cannot be written: No space left on device; give another place\n")
+
+
+def test_transformers_is_asked_for_where_it_is_missing(new, tmp_path, monkeypatch):
+    monkeypatch.setattr("dtrain.cli.new.find_spec", lambda name: None)
+    assert 'first:  pip install "dtrain[hf]"  (transformers is not installed here)' in new("loop.py", "--task", "finetune")[1]
+    assert "pip install" not in new("other.py", "--task", "lm")[1]
+    (tmp_path / "absent").mkdir()
+    (tmp_path / "absent" / "transformers.py").write_text("raise ModuleNotFoundError(__name__)")
+    done = run("loop.py", PYTHONPATH=str(tmp_path / "absent"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == 'loop.py needs transformers: pip install "dtrain[hf]"\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("dtrain ne", ["new"]), ("dtrain new loop.py --fo", ["--force"]), ("dtrain new loop.py --task v", ["vision"])],
+)
+def test_shell_completes_options_and_tasks(monkeypatch, capsys, line, expected):
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    monkeypatch.setenv("_DTRAIN_COMPLETE", "complete_bash")
+    monkeypatch.setattr(sys, "argv", ["dtrain"])
+    with pytest.raises(SystemExit, match="0"):
+        main.run()
+    assert capsys.readouterr().out.split() == expected
+
+
+def test_help_lists_the_tasks(new):
+    code, out, _ = new("--help")
+    assert code == 0
+    assert out.startswith("Usage: dtrain new ")
+    assert ", ".join(TASKS) in " ".join(out.split())
+    assert [word for word in ("LOOP", "--force", "Exit codes: ", "Examples:") if word not in out] == []
+
+
+def test_every_task_has_a_template_and_every_template_a_task():
+    from importlib.resources import files
+
+    names = {path.name for path in files("dtrain.cli").joinpath("templates").iterdir()}
+    assert names == {f"{task}.py.txt" for task in TASKS}
+
+
+def test_the_command_imports_no_torch(tmp_path):
+    code = "import sys; sys.argv = ['dtrain', 'new', 'loop.py']\nfrom dtrain.cli.main import run\n"
+    code += "try:\n    run()\nfinally:\n    print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
