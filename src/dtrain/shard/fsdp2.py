@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils.hooks import RemovableHandle
+
+# Whether sums over microbatches stand beside the gradient, which torch 2.15 has made the one place for them.
+_SUMS_APART = not hasattr(FSDPParam, "unsharded_accumulated_grad")
 
 
 def units_of(model: nn.Module) -> Iterator[FSDPModule]:
@@ -150,8 +154,9 @@ def sharded_params(group: Any) -> list[nn.Parameter]:
 
 def compute_dtypes(group: Any) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes in which ``group`` computes and reduces its gradients."""
-    stored, policy = group.fsdp_params[0].sharded_param.dtype, group.mp_policy
-    computed = policy.param_dtype or stored
+    first = group.fsdp_params[0]
+    policy = getattr(group, "mp_policy", None) or first.mp_policy  # since torch 2.15 each parameter has its own
+    computed = policy.param_dtype or first.sharded_param.dtype
     return computed, policy.reduce_dtype or computed
 
 
@@ -192,7 +197,8 @@ def reset(model: nn.Module) -> None:
     else:
         _reset_by_hand(model)
     for param in (param for group in param_groups(model) for param in group.fsdp_params):
-        param.unsharded_accumulated_grad = None
+        if _SUMS_APART:
+            param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None
 

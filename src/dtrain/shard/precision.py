@@ -88,11 +88,13 @@ class Precision:
     def policy(self) -> MixedPrecisionPolicy:
         """The same as FSDP2 takes it, which knows nothing of buffers."""
         param, reduce, output = (_DTYPES[v] if v else None for v in (self.param, self.reduce, self.output))
-        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+        # FSDP2's own default for gradients has changed: torch 2.15 reduces them as parameters are stored, and not as computed.
+        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce or param, output_dtype=output)
 
     def as_stored(self) -> MixedPrecisionPolicy:
         """The policy of a unit that computes with parameters as they are stored and inputs as they come."""
-        return replace(self.policy(), param_dtype=None, output_dtype=None, cast_forward_inputs=False)
+        reduce = _DTYPES[self.reduce] if self.reduce else None
+        return replace(self.policy(), param_dtype=None, reduce_dtype=reduce, output_dtype=None, cast_forward_inputs=False)
 
 
 def keeps_dtype(module: nn.Module) -> bool:
