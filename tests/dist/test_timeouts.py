@@ -211,6 +211,10 @@ def test_errors_of_torchs_communication_are_told_by_class_and_place():
         ),
         ({"marks": {0: 10, 1: 9, 2: 10, 3: 0.0}}, "w: ranks [3] of 4 came too late, the first had given up after 10 s; look"),
         ({"marks": dict.fromkeys(range(4), 10.0)}, "w: all 4 ranks came, but nothing passed between them for 10 s; is"),
+        (
+            {"marks": dict.fromkeys(range(4), 10.0), "places": {0: "w", 1: "leaving init_dist", 2: "x"}},
+            "w: rank 1 was at 'leaving init_dist' instead, and they waited for each other for 10 s; let all ranks take",
+        ),
         ({"marks": {1: 10}, "answered": False}, "w: ranks [0] of 4 did not arrive within 10 s (it serves the store that knows"),
         (
             {"marks": {1: 10}, "answered": False, "server": None},

@@ -52,7 +52,7 @@ def connect(meeting: Meeting, *, within_s: float) -> dist.Store:
     """The store of ``meeting``, served from here when that is this rank's part.
 
     Raises:
-        DistError: rank 0 could not be reached, or does not answer.
+        DistError: rank 0 could not be reached, or does not answer; on rank 0, it cannot listen there.
     """
     limit, address, server = timedelta(seconds=within_s), meeting.address, meeting.server
     if address is None:
@@ -63,6 +63,11 @@ def connect(meeting: Meeting, *, within_s: float) -> dist.Store:
         return bounded(lambda: _store(address, meeting, limit), within_s=within_s + _MARGIN_S, otherwise=silent)
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
+        if isinstance(address, Address) and address.serves:  # so it is about listening there
+            raise DistError(
+                f"init_dist: rank {meeting.rank} cannot open the meeting place at {shown} ({reason}); give all ranks another "
+                "MASTER_PORT, or start them with dtrain launch, which finds a free one"
+            ) from None
         raise DistError(
             f"init_dist: rank {meeting.rank} could not reach {server} at {shown} within {within_s:g} s ({reason}); "
             f"is {server} running, and is the port reachable from here?"

@@ -137,32 +137,34 @@ def leave_note(error: BaseException | None) -> None:
 
 @dataclass(slots=True)
 class _Found:
-    """What the store knows, filled by the thread that asks it: the marks by rank, in seconds waited, and the notes."""
+    """What the store knows, filled by the thread that asks it: seconds waited by rank, and where, and the notes."""
 
     answered: bool = False
     marks: dict[int, float] = field(default_factory=dict)
+    places: dict[int, str] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)
 
 
 def _explain(lookout: Lookout, where: str, call: str, waited_s: float) -> str | None:
     found = _Found(marks={lookout.rank: waited_s})
     # On a server that was stopped a call never returns, whatever its time-out: ask from a thread that may be left behind.
-    _started(lambda: _look(lookout, call, waited_s, found)).join(GRACE_S + 1)
+    _started(lambda: _look(lookout, where, call, waited_s, found)).join(GRACE_S + 1)
     return describe(
         where,
         world_size=lookout.world_size,
         timeout_s=lookout.timeout_s,
         marks=dict(found.marks),
         notes=dict(found.notes),
+        places=dict(found.places),
         answered=found.answered,
         server=lookout.server,
     )
 
 
-def _look(lookout: Lookout, call: str, waited_s: float, found: _Found) -> None:
+def _look(lookout: Lookout, where: str, call: str, waited_s: float, found: _Found) -> None:
     """Leave this rank's mark, and collect those of the others until all are there or the grace is over."""
     store = dist.PrefixStore(lookout.prefix, own_connection(lookout.store))
-    store.set(f"mark/{call}/{lookout.rank}", f"{waited_s:.3f}")
+    store.set(f"mark/{call}/{lookout.rank}", f"{waited_s:.3f} {where}")
     count, seen, deadline = store.add(f"mark/{call}/count", 1), 1, time.monotonic() + GRACE_S
     found.answered = True
     while time.monotonic() < deadline and len(found.marks) < lookout.world_size:
@@ -170,7 +172,8 @@ def _look(lookout: Lookout, call: str, waited_s: float, found: _Found) -> None:
             seen = count
             for rank in range(lookout.world_size):
                 if rank not in found.marks and store.check([key := f"mark/{call}/{rank}"]):
-                    found.marks[rank] = float(store.get(key))
+                    waited, _, place = store.get(key).decode(errors="replace").partition(" ")
+                    found.marks[rank], found.places[rank] = float(waited), place
         time.sleep(_POLL_S)
         count = store.add(f"mark/{call}/count", 0)
     for rank in range(lookout.world_size):
@@ -186,6 +189,7 @@ def describe(
     timeout_s: float,
     marks: Mapping[int, float],
     notes: Mapping[int, str],
+    places: Mapping[int, str] | None = None,
     answered: bool = True,
     server: int | None = 0,
 ) -> str | None:
@@ -197,6 +201,7 @@ def describe(
         timeout_s: how long a collective waits.
         marks: seconds that each rank known to have come had waited when its collective failed.
         notes: the error with which a rank left.
+        places: where other ranks stood in the same call, as ``where``.
         answered: whether the store did.
         server: the rank that serves the store, None when it is another process.
     """
@@ -220,6 +225,13 @@ def describe(
         return None
     if late:
         return f"{where}: ranks {late} of {world_size} came too late, the first had given up after {longest:.3g} s; {advice}"
+    astray = {rank: place for rank, place in sorted((places or {}).items()) if place != where}
+    if astray:
+        rank, place = next(iter(astray.items()))
+        return (
+            f"{where}: rank {rank} was at {place!r} instead, and they waited for each other for {longest:.3g} s; let all ranks "
+            "take the same steps, as loader.until does, and run collectives in one order"
+        )
     return f"{where}: all {world_size} ranks came, but nothing passed between them for {longest:.3g} s; is their network sound?"
 
 

@@ -1,5 +1,7 @@
 """``scale_lr`` against its formula and torch's ``LambdaLR``."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -99,3 +101,25 @@ def test_scale_lr_keeps_a_rate_that_is_a_tensor():
 def test_the_factor_is_a_number_or_a_schedule():
     with pytest.raises(ConfigError, match=r"scale_lr: schedule: needs a finite number or a schedule .*, got True"):
         dt.scale_lr(True)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warned"),
+    [
+        (dt.linear(1.0, 0.0, 4), [5]),  # over at 4, and the second step without a rate is the one that tells
+        (dt.cosine(1.0, 0.1, 4), []),
+        (dt.measured_in("sp", dt.linear(1.0, 0.0, 8)), [5]),
+        (lambda t: float(t > 2), []),  # not begun yet
+        (lambda t: float(t % 2), []),
+        (0.0, []),
+    ],
+)
+def test_a_schedule_that_is_over_before_the_run_is_told_of(schedule, warned):
+    step = dt.compose_step(LOSS, [dt.scale_lr(schedule)])
+    state, told = begin(step), []
+    for number in range(6):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state, _ = step(state, BATCH)
+        told += [number for each in caught if "scale_lr: the rate of every group is 0 from here on" in str(each.message)]
+    assert told == warned

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import mul
+from typing import Any
 
-from dtrain.algorithms.rates.by_group import ByGroup, for_the_update, numbers
-from dtrain.transform import Transform
+from dtrain.algorithms.rates.by_group import ByGroup, Numbers, for_the_update, numbers
+from dtrain.clock import Clock
+from dtrain.dist.init import current
+from dtrain.state import TrainState
+from dtrain.transform import Transform, UpdateFn
+from dtrain.types import Metrics
 
 
 def scale_lr(schedule: ByGroup) -> Transform:
@@ -30,6 +38,8 @@ def scale_lr(schedule: ByGroup) -> Transform:
             the step that it is for, before anything changes; from ``Step.init`` on, a name that no group has, or a group that
             two names fit.
 
+    Warns: UserWarning, on rank 0, in a step whose rates are all 0 because the schedule is over and the run goes on.
+
     Source: ``torch.optim.lr_scheduler.LambdaLR``, without its counter.
 
     Example:
@@ -40,4 +50,34 @@ def scale_lr(schedule: ByGroup) -> Transform:
         >>> scale_lr({"head": schedule, "rest": 1.0}).name
         'scale_lr'
     """
-    return for_the_update("scale_lr", "lr", numbers(schedule, "scale_lr", "factor"), mul, first_too=True)
+    given = numbers(schedule, "scale_lr", "factor")
+    made = for_the_update("scale_lr", "lr", given, mul, first_too=True)
+    assert made.update is not None, "that is what it is made of"
+    scaled = made.update
+    return replace(made, update=lambda inner: _told(given, scaled(inner)))
+
+
+def _told(given: Numbers, update: UpdateFn) -> UpdateFn:
+    """``update``, which says on rank 0 where the schedule is over and the run is not: nothing is learned there."""
+
+    def told(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+        if current().rank == 0 and _is_over(given, state.clock, state.optimizer.param_groups):
+            # Without the step: a text of its own for each would be shown again and again.
+            warnings.warn(
+                "scale_lr: the rate of every group is 0 from here on, because the schedule has come to its end and the run has "
+                "not; give the schedule the length of the run, as in dt.cosine(1.0, 0.0, loader.total_steps(length))",
+                stacklevel=2,
+            )
+        return update(state, metrics)
+
+    return told
+
+
+def _is_over(given: Numbers, clock: Clock, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all factors are 0 in this step and in the one before, and were not half-way to here."""
+
+    def all_zero(at: Callable[[int], int]) -> bool:
+        then = replace(clock, step=at(clock.step), samples=at(clock.samples), tokens=at(clock.tokens), epoch=at(clock.epoch))
+        return not any(factor is None or factor for factor in given.now(then, groups))
+
+    return all_zero(int) and all_zero(lambda count: max(count - 1, 0)) and not all_zero(lambda count: count // 2)

@@ -1,0 +1,52 @@
+"""docs/errors.md has each section, with the messages that the tests have seen, and each section has its test."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from errors.said import SAID, fits
+from pages.fences import DOCS, fences
+
+PAGE = DOCS / "errors.md"
+HERE = Path(__file__).parent
+
+
+def shown(text: str) -> dict[str, list[str]]:
+    """The blocks of plain text, by the heading that they stand under."""
+    parts = re.split(r"^## (.*)\n", text, flags=re.M)[1:]
+    return {
+        name: re.findall(r"^```text\n(.*?)\n```$", body, re.M | re.S)
+        for name, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def test_the_page_shows_the_messages_that_come() -> None:
+    assert shown(PAGE.read_text()) == {name: [*said.by_hand, *said.here] for name, said in SAID.items()}
+
+
+def test_there_are_sixteen_and_the_table_above_has_a_row_for_each() -> None:
+    rows = re.findall(r"^\| \[(.*?)\]\(#(.*?)\) \|", PAGE.read_text(), re.M)
+    assert [name for name, _ in rows] == list(SAID)
+    assert len(SAID) == 16
+
+
+def test_every_section_has_a_test() -> None:
+    tests = "".join(path.read_text() for path in HERE.glob("test_*.py"))
+    assert [name for name in SAID if not re.search(rf'check\(\s*"{re.escape(name)}"', tests)] == []
+
+
+def test_every_section_links_to_the_contract_behind_it() -> None:
+    parts = re.split(r"^## (.*)\n", PAGE.read_text(), flags=re.M)[1:]
+    assert [name for name, body in zip(parts[::2], parts[1::2], strict=True) if not re.search(r"\]\(\w+\.md", body)] == []
+
+
+def test_code_of_the_page_is_run() -> None:
+    assert sum(block.language == "python" for block in fences(PAGE)) >= 8
+
+
+def test_dots_stand_for_any_text_and_nothing_else_does() -> None:
+    assert fits("a ... c", "a b\nb c")
+    assert fits("a.c", "a.c\n")
+    assert not fits("a.c", "abc")
+    assert not fits("a ... c", "a b c d")
