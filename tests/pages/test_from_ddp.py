@@ -215,6 +215,19 @@ def test_one_seed_for_all_ranks_is_one_mask_for_all(found) -> None:
     assert found[0]["dropped"][1] != found[1]["dropped"][1]
 
 
+def test_the_page_quotes_the_numbers_that_come_out_here() -> None:
+    expected: dict[str, set[float]] = {"resumed": {12}, "two_epochs": set(), "dropped": set()}
+    for name, _, by_hand, _ in NUMBERS:
+        expected.setdefault(name, set()).add(by_hand)
+    quoted = {}
+    for section in PAGE.read_text().split("\n### ")[1:]:
+        (name,) = re.findall(r"py: (\w+)_by_hand -->", section)
+        quoted[name] = {float(each) for each in re.findall(r"\*\*(-?[\d.]+)\*\*", section)}
+    assert quoted.keys() == expected.keys()
+    for name, numbers in expected.items():
+        assert sorted(quoted[name]) == pytest.approx(sorted(numbers), rel=0.02), name
+
+
 def test_the_page_shows_the_code_that_runs_here() -> None:
     assert with_sources(PAGE.read_text()) == PAGE.read_text(), "python tests/pages/shown.py --write"
     names = {name for name in vars(shown_code) if name.endswith(("_by_hand", "_here"))}

@@ -116,6 +116,24 @@ def test_the_schedules_of_deepspeeds_are_those_of_its_formulas() -> None:
             assert names[name](t) == pytest.approx(value, abs=2e-4 if name == "cosine" else 1e-9)
 
 
+def test_the_range_test_of_deepspeeds_grows_without_an_end() -> None:
+    """Its ``get_lr`` before step ``t``: 1 + rate * (last_batch_iteration + 1) / size, with a count that begins at -1."""
+    ((_, (code,), _),) = [row for row in rows("from_deepspeed.md", "Optimizers and schedules") if row[0] == ["LRRangeTest"]]
+    factor = eval(code, {"rate": 0.5, "size": 200})
+    assert [factor(t) for t in (0, 100, 200, 2_000)] == [1.0, 1.25, 1.5, 6.0]
+
+
+def test_the_schedule_of_the_loop_from_torchtitan_is_that_of_its_formulas() -> None:
+    """Its ``linear_warmup_stable_decay``: 60 steps, 10 of them warm-up, the last fifth decays."""
+    (code,) = [block.text for block in fences(DOCS / "from_torchtitan.md") if "warmup_stable_decay" in block.text]
+    lines = [line.strip() for line in code.splitlines() if re.match(r" *(decaying|lr) = ", line)]
+    names: dict[str, object] = {"dt": dt, "warmup": 10}
+    exec("\n".join(lines), names)
+    for t in range(60):
+        expected = (t + 1) / 10 if t < 10 else 1.0 if t < 49 else 1 - (t + 1 - 49) / 12
+        assert names["lr"](t) == pytest.approx(expected), t
+
+
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [

@@ -53,7 +53,10 @@ fp16.consecutive_hysteresis fp16.min_loss_scale fp16.fp16_master_weights_and_gra
 torch_autocast.lower_precision_safe_modules
 """
 DEEPSPEED_ZERO = """
-stage contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions allgather_bucket_size overlap_comm
+stage contiguous_gradients use_multi_rank_bucket_allreduce stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
+parameter_alignment compute_grad_norm stage3_module_granularity_threshold zero_quantized_nontrainable_weights
+override_module_apply pipeline_loading_checkpoint legacy_stage1 log_trace_cache_warnings enable_sanity_checks
+save_muon_momentum_buffer_in_memory reduce_scatter reduce_bucket_size allgather_partitions allgather_bucket_size overlap_comm
 load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size stage3_prefetch_bucket_size
 stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
 stage3_gather_16bit_weights_on_model_save ignore_unused_parameters round_robin_gradients zero_hpz_partition_size
@@ -63,7 +66,7 @@ DEEPSPEED_OFFLOAD = """
 offload_param.device offload_param.nvme_path offload_param.buffer_count offload_param.buffer_size offload_param.max_in_cpu
 offload_param.pin_memory offload_optimizer.device offload_optimizer.nvme_path offload_optimizer.buffer_count
 offload_optimizer.pin_memory offload_optimizer.pipeline_read offload_optimizer.pipeline_write offload_optimizer.fast_init
-offload_optimizer.ratio
+offload_optimizer.ratio offload_optimizer.super_offload offload_optimizer.cpuadam_cores_perc
 """
 DEEPSPEED_OPTIMIZERS = """
 optimizer.type optimizer.params zero_allow_untested_optimizer zero_force_ds_cpu_optimizer LRRangeTest OneCycle WarmupLR
@@ -75,7 +78,7 @@ activation_checkpointing.contiguous_memory_optimization activation_checkpointing
 activation_checkpointing.profile activation_checkpointing.cpu_checkpointing flops_profiler.enabled flops_profiler.profile_step
 flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed flops_profiler.output_file
 flops_profiler.recompute_fwd_factor wall_clock_breakdown memory_breakdown steps_per_print dump_state tensorboard wandb
-csv_monitor comet checkpoint.tag_validation checkpoint.load_universal checkpoint.use_node_local_storage
+csv_monitor comet comms_logger checkpoint.tag_validation checkpoint.load_universal checkpoint.use_node_local_storage
 checkpoint.parallel_write compile tensor_parallel
 """
 DEEPSPEED_ENGINE = """
@@ -84,7 +87,8 @@ get_global_grad_norm save_checkpoint load_checkpoint save_16bit_model zero_to_fp
 """
 DEEPSPEED_LAUNCHER = """
 --hostfile --include --exclude --num_nodes --num_gpus --node_rank --master_addr --master_port --module --no_python
---enable_each_rank_log --bind_cores_to_rank --launcher --autotuning
+--enable_each_rank_log --bind_cores_to_rank --launcher --autotuning --num_accelerators --launcher_args --force_multi --no_ssh
+--no_ssh_check --ssh_port --no_local_rank --bind_core_list --venv_script --save_pid --log_level --quiet
 """
 
 ACCELERATOR = """
@@ -96,9 +100,11 @@ ACCELERATE_METHODS = """
 prepare prepare_model prepare_data_loader prepare_optimizer prepare_scheduler backward accumulate no_sync sync_gradients
 clip_grad_norm_ clip_grad_value_ unscale_gradients optimizer_step_was_skipped autocast gather gather_for_metrics reduce
 pad_across_processes join_uneven_inputs split_between_processes print is_main_process is_local_main_process on_main_process
-on_local_main_process main_process_first local_main_process_first wait_for_everyone set_trigger check_trigger init_trackers
-log get_tracker end_training save save_model save_state load_state register_for_checkpointing skip_first_batches unwrap_model
-get_state_dict free_memory profile maybe_context_parallel device process_index num_processes
+on_local_main_process main_process_first local_main_process_first wait_for_everyone set_trigger check_trigger init_trackers log
+get_tracker end_training save save_model save_state load_state register_for_checkpointing skip_first_batches unwrap_model
+get_state_dict free_memory clear profile maybe_context_parallel device process_index local_process_index num_processes
+trigger_sync_in_backward lomo_backward is_last_process on_last_process on_process on_local_process register_save_state_pre_hook
+register_load_state_pre_hook
 """
 ACCELERATE_FSDP = """
 fsdp_version sharding_strategy reshard_after_forward backward_prefetch mixed_precision_policy auto_wrap_policy
@@ -109,6 +115,7 @@ activation_checkpointing activation_checkpointing_offload cpu_ram_efficient_load
 ACCELERATE_LAUNCH = """
 --num_processes --num_machines --machine_rank --main_process_ip --main_process_port --multi_gpu --cpu --mixed_precision
 --module --no_python --max_restarts --log_dir --enable_cpu_affinity --config_file --use_fsdp --use_deepspeed --dynamo_backend
+--gpu_ids --num_cpu_threads_per_process --rdzv_backend --rdzv_conf --same_network --role --monitor_interval --tee
 """
 
 FABRIC = "accelerator strategy devices num_nodes precision plugins callbacks loggers"
@@ -134,7 +141,11 @@ TITAN_PARALLELISM = """
 parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree parallelism.fsdp_reshard_after_forward
 parallelism.enable_fsdp_symm_mem parallelism.tensor_parallel_degree parallelism.enable_sequence_parallel
 parallelism.spmd_backend parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_schedule
-parallelism.context_parallel_degree parallelism.context_parallel_load_balancer parallelism.expert_parallel_degree
+parallelism.pipeline_parallel_schedule_csv parallelism.pipeline_parallel_microbatch_size
+parallelism.pipeline_parallel_layers_per_stage parallelism.pipeline_parallel_first_stage_less_layers
+parallelism.pipeline_parallel_last_stage_less_layers parallelism.module_fqns_per_model_part
+parallelism.context_parallel_ptrr_mask_key parallelism.context_parallel_degree parallelism.context_parallel_load_balancer
+parallelism.expert_parallel_degree
 """
 TITAN_CHECKPOINT = """
 checkpoint.enable checkpoint.folder checkpoint.interval checkpoint.initial_load_path checkpoint.initial_load_model_only
@@ -144,18 +155,19 @@ checkpoint.exclude_from_loading checkpoint.enable_first_step_checkpoint checkpoi
 checkpoint.async_mode
 """
 TITAN_OTHERS = """
-optimizer.param_groups optimizer.implementation lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio
-lr_scheduler.decay_type lr_scheduler.min_lr_factor loss dataloader.dataset dataloader.dataset_path dataloader.num_workers
-dataloader.persistent_workers dataloader.pin_memory dataloader.prefetch_factor tokenizer hf_assets_path model_spec
-activation_checkpoint compile.enable compile.components compile.backend compile.enable_async_tensor_parallel metrics.log_freq
-metrics.enable_tensorboard metrics.save_tb_folder metrics.enable_wandb metrics.save_for_all_ranks
-metrics.disable_color_printing profiler.enable_profiling profiler.save_traces_folder profiler.profile_freq
-profiler.profiler_warmup profiler.profiler_active profiler.profiler_repeat profiler.profiler_skip_first
-profiler.profiler_skip_first_wait profiler.enable_memory_snapshot profiler.memory_snapshot_freq validator.enable
-validator.freq validator.steps comm.init_timeout_seconds comm.train_timeout_seconds comm.trace_buf_size
-comm.save_traces_folder debug.seed debug.deterministic debug.deterministic_warn_only debug.detect_anomaly
-debug.batch_invariant debug.moe_force_load_balance debug.print_config debug.save_config_file debug.enable_structured_logging
-dump_folder override --module --config
+optimizer.param_groups optimizer.implementation optimizer.optimizer_factory_kwargs_by_name lr_scheduler.warmup_steps
+lr_scheduler.total_steps lr_scheduler.decay_ratio lr_scheduler.decay_type lr_scheduler.min_lr_factor loss dataloader.dataset
+dataloader.dataset_path dataloader.num_workers dataloader.persistent_workers dataloader.pin_memory dataloader.prefetch_factor
+tokenizer hf_assets_path model_spec activation_checkpoint compile.enable compile.components compile.backend
+compile.enable_async_tensor_parallel metrics.log_freq metrics.enable_tensorboard metrics.save_tb_folder metrics.enable_wandb
+metrics.save_for_all_ranks metrics.disable_color_printing profiler.enable_profiling profiler.save_traces_folder
+profiler.profile_freq profiler.profiler_warmup profiler.profiler_active profiler.profiler_repeat profiler.profiler_skip_first
+profiler.profiler_skip_first_wait profiler.enable_memory_snapshot profiler.memory_snapshot_freq
+profiler.save_memory_snapshot_folder profiler.memory_snapshot_max_entries profiler.trace_post_processor validator.enable
+validator.freq validator.steps comm.init_timeout_seconds comm.train_timeout_seconds comm.trace_buf_size comm.save_traces_folder
+comm.save_traces_file_prefix comm.mode debug.spmd_typechecking debug.seed debug.deterministic debug.deterministic_warn_only
+debug.detect_anomaly debug.batch_invariant debug.moe_force_load_balance debug.print_config debug.save_config_file
+debug.enable_structured_logging dump_folder override --module --config
 """
 
 DDP = """

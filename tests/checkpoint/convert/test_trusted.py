@@ -104,6 +104,7 @@ TREES = {
     "the only dict with tensors": ({"state": {"model": WEIGHTS}, "epoch": 1}, None),
     "a dict by name": ({"model": WEIGHTS, "other": {"x": torch.ones(1)}}, "model"),
     "a dict in a dict": ({"state": {"model": WEIGHTS, "ema": WEIGHTS}}, "state/model"),
+    "the dict at the top, beside others": ({**WEIGHTS, "optimizer": {"x": torch.ones(1)}}, ""),  # as torchtitan has it
 }
 
 

@@ -40,6 +40,10 @@ def test_mappings_with_strings_stay_mappings():
         ([{"x": 1}, {"x": 1, "y": 2}], "only some samples of a batch have 'y'; give all the same keys"),
         ([{"a": {"x": 1}}, {"a": {"z": 1}}], "only some samples of a batch have 'a'.'x'"),
         ([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], r"'x' is \(2,\) and \(3,\) in one batch; pad or cut to one shape"),
+        (
+            [TensorDict({"x": torch.zeros(n)}, batch_size=[n]) for n in (2, 3)],
+            r"'x' is \(2,\) and \(3,\) in one batch; pad or cut",
+        ),
         ([{"x": np.zeros(2)}, {"x": 1}], r"'x' is \(2,\) and int in one batch"),
         ([torch.zeros(2), torch.zeros(3)], "cannot stack samples of type Tensor .*; give collate="),
         ([object(), object()], "cannot stack samples of type object .*; give collate="),

@@ -47,7 +47,7 @@ def _mapping(samples: Sequence[Any], path: str) -> Batch:
         columns = {key: [sample[key] for sample in samples] for key in keys}
     except KeyError:
         columns = {}
-    if len(columns) < len(keys) or len(set(map(len, samples))) > 1:  # one has less, or more
+    if len(columns) < len(keys) or len({len(sample.keys()) for sample in samples}) > 1:  # one has less, or more
         odd = next(sample for sample in samples if sample.keys() != keys)
         differ = sorted(str(key) for key in odd.keys() ^ keys)
         raise DataError(f"collate: only some samples of a batch have {path}{differ[0]!r}; give all the same keys")
