@@ -64,7 +64,7 @@ RECIPES = {
         what="held-out loss",
     ),
     "train_embeddings": Recipe(
-        script="train_embeddings.py", methods=("gather", "cache"), lengths=("5ep", "10ep"), higher_is_better=True
+        script="train_embeddings.py", methods=("gather", "cache"), lengths=("4ep", "10ep"), higher_is_better=True
     ),
     "train_dpo": Recipe(
         script="train_dpo.py", methods=("reference", "warmup", "clip"), lengths=("50ba", "100ba"), higher_is_better=True

@@ -174,6 +174,7 @@ if TYPE_CHECKING:
     from dtrain.state import ShardSpec, TrainState
     from dtrain.step.auto import auto_microbatch
     from dtrain.step.auto_eval import auto_batch_eval
+    from dtrain.step.cached import cached_microbatch_step
     from dtrain.step.compose import Step, compose_step
     from dtrain.step.evaluate import evaluate
     from dtrain.step.in_backward import step_in_backward
@@ -348,6 +349,7 @@ _HOME = {
     "state": "ShardSpec TrainState",
     "step.auto": "auto_microbatch",
     "step.auto_eval": "auto_batch_eval",
+    "step.cached": "cached_microbatch_step",
     "step.compose": "Step compose_step",
     "step.evaluate": "evaluate",
     "step.in_backward": "step_in_backward",
@@ -501,6 +503,7 @@ __all__ = [
     "blur_pool",
     "build_loader",
     "build_mesh",
+    "cached_microbatch_step",
     "centralize_gradients",
     "centralize_gradients_",
     "channels_last",

@@ -24,6 +24,7 @@ from dtrain.shard.fsdp2 import (
     reset,
     runs_again,
     sharded_params,
+    whole_params,
 )
 from dtrain.shard.whole import is_whole
 from dtrain.state import ShardSpec, TrainState
@@ -107,6 +108,10 @@ class Reduction:
             model = other._model
             if other is not self and other._sharded and not is_whole(model) and not is_idle(model, other._groups):
                 reset(model)
+
+    def gathered(self) -> list[nn.Parameter]:
+        """The full-size parameters that forwards of this process compute with, in the place of those that are cut."""
+        return [param for group in self._groups for param in whole_params(group)]
 
     @property
     def order(self) -> Sequence[int]:

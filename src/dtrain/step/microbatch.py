@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -79,23 +81,54 @@ def microbatch_step(
             terms, or the global weight is zero. On a GPU the weight reaches the host late: the gradient of such a step is zero,
             and the next step raises.
     """
+    return run_step(
+        state,
+        lambda: (cut(batch, microbatch_size, spec=batch_spec, split=split, count=count), promised(weight_fn, batch)),
+        partial(_accumulate, loss_fn),
+        where="microbatch_step",
+    )
+
+
+class Accumulate(Protocol):
+    """What a step runs between the ranks' two records: forwards and backwards that leave the gradient of the summed loss."""
+
+    def __call__(
+        self, state: TrainState, parts: Parts, microbatches: int, weights: Weights, attempt: Attempt | None
+    ) -> Metrics:
+        """Run ``microbatches``, or as many of them as the ``attempt`` asks for, and enter the stretches of ``script_of``."""
+        ...
+
+
+def run_step(
+    state: TrainState,
+    prepare: Callable[[], tuple[Parts, Mapping[str, Tensor | float]]],
+    accumulate: Accumulate,
+    *,
+    where: str,
+) -> tuple[TrainState, Metrics]:
+    """The frame of a gradient step around ``accumulate``: what ranks agree on, the reduction, and that failures leave nothing.
+
+    Args:
+        prepare: counts this rank's batch, and says its promised weights; its errors reach all ranks.
+        where: the name of the step, for messages.
+    """
     spans.begin("step", 0)
     try:
-        state.check_fresh("microbatch_step")
-        _check_laid_out(state)
+        state.check_fresh(where)
+        _check_laid_out(state, where)
         error: Exception | None = None
         try:
-            parts, weights = cut(batch, microbatch_size, spec=batch_spec, split=split, count=count), promised(weight_fn, batch)
+            parts, weights = prepare()
         except Exception as problem:  # noqa: BLE001  # of any kind: these are the user's functions; raised below, on all ranks
-            parts, weights, error = Parts(batch=batch), {}, problem
+            parts, weights, error = Parts(batch=None), {}, problem
         tally = _agree(state, parts, list(weights), error)
         state.drop_gradients()
         reduction, buffers, attempt = reduction_of(state.model), buffers_of(state.model), attempt_of(state.shared)
         reduction.begin(apart=state.spec.apart is not None)
         buffers.begin()
         try:
-            with naming_missing("microbatch_step"):  # the model's collectives and ours: if one fails, because of whom
-                known, metrics = _backward(state, parts, tally, loss_fn, weights, attempt)
+            with naming_missing(where):  # the model's collectives and ours: if one fails, because of whom
+                known, metrics = _backward(state, parts, tally, accumulate, weights, attempt)
                 outcome = _agree_after(state, reduction, buffers, known, metrics, attempt, tally)
                 if attempt is None or attempt.at_most is None:
                     check_drawn(tally, state.device)
@@ -110,10 +143,10 @@ def microbatch_step(
         spans.end("step")
 
 
-def _check_laid_out(state: TrainState) -> None:
+def _check_laid_out(state: TrainState, where: str) -> None:
     if state.spec.mesh is None and current().world_size > 1:
         raise ConfigError(
-            f"microbatch_step: {current().world_size} ranks, but the model is on none of their meshes, so gradients would not "
+            f"{where}: {current().world_size} ranks, but the model is on none of their meshes, so gradients would not "
             "be reduced; call dt.shard_model before Step.init"
         )
 
@@ -144,45 +177,39 @@ def _backward(
     state: TrainState,
     parts: Parts,
     tally: Tally,
-    loss_fn: LossFn,
+    accumulate: Accumulate,
     weights: Mapping[str, Tensor | float],
     attempt: Attempt | None,
 ) -> tuple[Weights, Metrics]:
     """Forward and backward of the whole step; with an ``attempt`` its failure is noted there, and nothing of it is left."""
-    reduction = reduction_of(state.model)
     if attempt is None:
         known = global_weights(weights, state.device, state.spec)
-        return known, _accumulate(state, parts, tally.microbatches, loss_fn, reduction, known)
+        return known, accumulate(state, parts, tally.microbatches, known, None)
 
     def body() -> tuple[Weights, Metrics]:
         attempt.enter("before")
         known = global_weights(weights, state.device, state.spec)
-        metrics = _accumulate(state, parts, microbatches, loss_fn, reduction, known, attempt)
+        metrics = accumulate(state, parts, tally.microbatches, known, attempt)
         _reserve(state, buffers_of(state.model))
         return known, metrics
 
     def undo() -> None:
-        reduction.abort_all()
+        reduction_of(state.model).abort_all()
         state.drop_gradients()
         release_cached(state.device)
 
     # Frozen since, or thawed: nobody could stand in by what is known of steps that trained others.
     attempt.replay.begin([param.requires_grad for param in state.params.values()])
-    microbatches, attempt.samples = attempt.microbatches(tally.microbatches), parts.samples
-    return attempt.guarded(body, script=script_of(microbatches), undo=undo) or (Weights(local={}, factors={}), {})
+    attempt.samples, script = parts.samples, script_of(attempt.microbatches(tally.microbatches))
+    return attempt.guarded(body, script=script, undo=undo) or (Weights(local={}, factors={}), {})
 
 
 def _accumulate(
-    state: TrainState,
-    parts: Parts,
-    microbatches: int,
-    loss_fn: LossFn,
-    reduction: Reduction,
-    weights: Weights,
-    attempt: Attempt | None = None,
+    loss_fn: LossFn, state: TrainState, parts: Parts, microbatches: int, weights: Weights, attempt: Attempt | None
 ) -> Metrics:
     """Forward and backward of every microbatch; those beyond this rank's own count nothing."""
-    device = state.device
+    device, reduction = state.device, reduction_of(state.model)
+    microbatches = microbatches if attempt is None else attempt.microbatches(microbatches)
     away = not parts.lie_on(device)
     sums = Sums(device)
     for index in range(microbatches):

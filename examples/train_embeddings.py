@@ -1,0 +1,108 @@
+"""Train a text embedding in which the description of a function lies near its code: contrastive, against everybody's pairs.
+
+    dtrain launch -n 2 examples/train_embeddings.py                        # the standard library's functions, on two processes
+    python examples/train_embeddings.py                                    # one process, no launcher
+    python examples/train_embeddings.py --without gather cache             # what the two methods are worth
+
+A pair's negatives are all other codes of the global batch: those of other ranks come by `dt.all_gather_with_grad`, and the
+model, but not the loss, is cut into microbatches by `dt.cached_microbatch_step`. The same command goes on after the last
+checkpoint. Needs `pip install tokenizers`. Downloads nothing.
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtrain as dt
+from pairs import read_pairs, token_pairs, word_overlap
+
+METHODS = ("gather", "cache")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--until", default="10ep", metavar="LENGTH", help="as 10ep or 200ba (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("ckpt/train_embeddings"), help="where it all goes (%(default)s)")
+    parser.add_argument("--batch", type=int, default=256, help="pairs that are each other's negatives (%(default)s)")
+    parser.add_argument("--microbatch", type=int, default=8, help="pairs in a forward, on each rank (%(default)s)")
+    parser.add_argument("--without", nargs="*", choices=METHODS, default=[], metavar="METHOD", help="gather, cache (nothing)")
+    return parser.parse_args()
+
+
+class Encoder(nn.Module):
+    """Tokens (int64 [batch, seq], 0 is padding) in, one vector of length 1 for each text out: [batch, dim]."""
+
+    def __init__(self, vocab: int, dim: int = 256, inner: int = 64) -> None:
+        super().__init__()
+        # Small, so that one learning rate does for all: words have to go far in few steps.
+        self.words = nn.Embedding(vocab, dim, _weight=0.05 * torch.randn(vocab, dim))
+        self.importance = nn.Embedding(vocab, 1, _weight=torch.zeros(vocab, 1))
+        self.down, self.up = nn.Linear(dim, inner), nn.Linear(inner, dim)
+        self.block = nn.TransformerEncoderLayer(inner, 4, 2 * inner, 0.1, F.gelu, batch_first=True, norm_first=True)
+        nn.init.zeros_(self.up.weight)  # it begins as a bag of words
+        self.temperature = nn.Parameter(torch.tensor(3.0))  # of the loss: the logarithm of what similarities are multiplied by
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        padding, x = tokens == 0, self.words(tokens)
+        x = x + self.up(self.block(self.down(x), src_key_padding_mask=padding))
+        share = (20 * self.importance(tokens)[..., 0]).masked_fill(padding, -torch.inf).softmax(1)
+        return F.normalize((share[..., None] * x).sum(1), dim=1)
+
+
+def contrast(model: nn.Module, batch: dt.Batch, *, gather: bool = True) -> dt.LossSum:
+    """Each description is to find its code among all, and each code its description."""
+    mine = [model(batch[side]) for side in ("summary", "code")]
+    everyone = [dt.all_gather_with_grad(z) for z in mine] if gather else mine
+    ids = dt.all_gather_ragged(batch["id"]) if gather else batch["id"]
+    right = (batch["id"][:, None] == ids).int().argmax(1)
+    scale = model.temperature.exp()
+    there, back = (scale * z @ others.t() for z, others in zip(mine, reversed(everyone), strict=True))
+    total = sum(F.cross_entropy(logits, right, reduction="sum") for logits in (there, back)) / 2
+    return dt.LossSum(total=total, weight=len(right), aux={"found": ((there.argmax(1) == right).sum(), len(right))})
+
+
+def main() -> None:
+    args = arguments()
+    training, held_out, vocab = token_pairs(read_pairs())
+    with dt.init_dist() as dist:
+        dt.seed_all(0, dist.rank)
+        mesh = dt.build_mesh()
+        model = dt.shard_model(Encoder(vocab), mesh, strategy="replicate", blocks=(nn.TransformerEncoderLayer,))
+        optimizer = torch.optim.AdamW(dt.param_groups(model, weight_decay=0.01), lr=4e-3)
+        pairs = dt.build_loader(training, mesh=mesh, global_batch_size=args.batch, seed=0, tail="drop")
+        length = pairs.run_length(args.until)
+
+        grad = dt.microbatch_step if "cache" in args.without else dt.cached_microbatch_step
+        step = dt.compose_step(
+            partial(contrast, gather="gather" not in args.without),
+            [dt.scale_lr(dt.with_warmup(dt.linear(1.0, 0.0, length.steps()), 20)), dt.clip_by_norm(1.0)],
+            grad=partial(grad, microbatch_size=args.microbatch),
+        )
+        state = step.init(model, optimizer, run=length)
+        saved = dt.load_sharded(args.out / "checkpoints", state, extra={"loader": pairs}, missing_ok=True)
+        state, log = saved.state, dt.jsonl(args.out / "metrics.jsonl")
+        for batch in pairs.until(args.until):
+            state, metrics = step(state, batch)
+            if state.crossed("1ep"):
+                log(state.step, numbers := dt.reduce_metrics(metrics))
+                if dist.rank == 0:
+                    print(f"{state.step} of {length.steps()} steps: loss {numbers['loss']:.3f}, {numbers['found']:.3f} found")
+            if dt.should_stop(state) or state.crossed("0.25dur"):
+                dt.save_sharded(args.out / "checkpoints", state, extra={"loader": pairs}, mode="async", keep_last=2)
+            if dt.should_stop(state):
+                return
+
+        # One batch of all that is held out: so each of its descriptions is compared with each of its codes.
+        quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=len(held_out), seed=0, shuffle=False)
+        found = dt.reduce_metrics(dt.evaluate(model, quiz, contrast))["found"]
+        if dist.rank == 0:
+            by_words = word_overlap(training, held_out, vocab)
+            print(f"right code first {found:.4f}, baseline {by_words:.4f} (the words they share, of {len(held_out)} codes)")
+
+
+if __name__ == "__main__":
+    main()
