@@ -25,7 +25,12 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 
 
+def install_command(extra: str) -> str:
+    """What brings ``extra``, to be typed."""
+    assert extra in MODULES, f"no extra {extra!r}"
+    return f'pip install "dtrain[{extra}]"'
+
+
 def missing(what: str, extra: str) -> ConfigError:
     """The error to raise where a package of ``extra`` is not there; ``what`` says who needs which."""
-    assert extra in MODULES, f"no extra {extra!r}"
-    return ConfigError(f'{what}: pip install "dtrain[{extra}]"')
+    return ConfigError(f"{what}: {install_command(extra)}")

@@ -14,6 +14,7 @@ import typer
 
 from dtrain.cli.checkpoints.output import printable
 from dtrain.errors import ConfigError
+from dtrain.extras import install_command
 
 EXAMPLES = """
 dtrain new loop.py                  your model, your data and your loss go in
@@ -69,7 +70,7 @@ def new(
     typer.echo(f"{printable(path)}: {TASKS[task]}")
     module, extra = _NEEDS.get(task, (None, None))
     if module is not None and find_spec(module) is None:
-        typer.echo(f'first:  pip install "dtrain[{extra}]"  ({module} is not installed here)')
+        typer.echo(f"first:  {install_command(extra)}  ({module} is not installed here)")
     typer.echo(f"run it: dtrain launch -n 2 {shlex.quote(path)}")
     return 0
 
