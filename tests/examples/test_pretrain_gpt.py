@@ -2,6 +2,8 @@
 
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,13 +19,15 @@ from pathlib import Path
 import fsspec.config
 import pytest
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from dtrain.checkpoint.find import latest_checkpoint, list_checkpoints
+from dtrain.cli.main import app
 from dtrain.data.stream.formats.write import write_shards
 from dtrain.observe.sinks import read_jsonl
 from dtrain.report.reading.run import read_run
 from dtrain.storage.stores.connect import disconnect
-from example_runs import ended, launched
+from example_runs import ended, here, launched
 from places import servers
 from text import read_text, train_and_held_out
 
@@ -142,8 +146,7 @@ def straight(tmp_path_factory) -> Path:
     """The folder of a run that nothing interrupts. It keeps the checkpoint in the middle."""
     cwd = tmp_path_factory.mktemp("straight")
     text = run(command(*launch(2), out=cwd / "out"), cwd)
-    end = ended(text)
-    assert end.value < end.baseline
+    assert "held-out loss" in ended(text).what  # its value says nothing after steps that are all warm-up: see the next test
     assert "[rank 1]" not in text
     assert [found.step for found in list_checkpoints(cwd / "out" / "checkpoints")] == [MIDDLE, 2 * MIDDLE, STEPS]
     return cwd / "out"
@@ -207,11 +210,11 @@ def test_a_killed_run_continues_bit_for_bit(straight, tmp_path, kills):
 @pytest.mark.parametrize(
     ("n", "strategy"),
     [
-        (3, "replicate"),
-        *(pytest.param(n, "full_shard", marks=pytest.mark.slow) for n in (1, 3, 4)),
-        pytest.param(2, "replicate", marks=pytest.mark.slow),
+        *((n, "full_shard") for n in (1, 3, 4)),
+        *((n, "replicate") for n in (2, 3)),
     ],
 )
+@pytest.mark.slow
 def test_it_resumes_on_other_ranks_and_strategies(straight, tmp_path, n, strategy):
     out = only_the_middle(straight, tmp_path / "out")
     text = run(command(*launch(n), out=out, strategy=strategy), tmp_path)
@@ -223,25 +226,44 @@ def test_it_resumes_on_other_ranks_and_strategies(straight, tmp_path, n, strateg
     assert worst <= TOLERANCE
 
 
-def test_a_finished_run_says_so(straight, tmp_path):
+def test_a_finished_run_says_so(straight):
     before = losses(straight)
-    text = run(command(out=straight), tmp_path)  # in one process, without a launcher
+    data = ["--text", TEXT, "--steps", str(STEPS), "--save-every", str(MIDDLE)]
+    text = here("pretrain_gpt.py", *data, out=straight)  # in one process, without a launcher
     assert f"has all {STEPS} steps; a larger --steps goes on, another --out starts anew" in text
     assert "held-out loss" in text
     assert losses(straight) == before
+
+
+def test_what_the_readme_does_with_a_run(straight, tmp_path, monkeypatch):
+    """Its commands behind the run, in a folder where the run is at the example's default place."""
+    (tmp_path / "ckpt").mkdir()
+    shutil.copytree(straight, tmp_path / "ckpt" / "pretrain_gpt")
+    monkeypatch.chdir(tmp_path)
+    (block,) = (text for text in re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "convert" in text)
+    lines = block.splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        program, *words = shlex.split(line, comments=True)
+        result = CliRunner().invoke(app, words)
+        assert (program, result.exit_code) == ("dtrain", 0), result.output
+    weights = load_file("exported/model.safetensors")
+    assert sum(value.numel() for value in weights.values()) > 400_000
+    assert Path("ckpt/pretrain_gpt/report.html").exists()
 
 
 @pytest.mark.parametrize(
     "launcher",
     [
         pytest.param([], id="python", marks=pytest.mark.slow),
-        pytest.param(["-m", "torch.distributed.run", "--nproc-per-node", "2"], id="torchrun"),
+        pytest.param(["-m", "torch.distributed.run", "--nproc-per-node", "3"], id="torchrun"),
     ],
 )
-def test_it_runs_without_our_launcher(straight, tmp_path, monkeypatch, launcher):
+def test_it_resumes_without_our_launcher_on_other_ranks_and_another_strategy(straight, tmp_path, monkeypatch, launcher):
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder behind
     out = only_the_middle(straight, tmp_path / "out")
-    text = run(command(*launcher, out=out), tmp_path)
+    text = run(command(*launcher, out=out, strategy="replicate"), tmp_path)
+    assert f"resuming after step {MIDDLE}" in text
     assert text.count("held-out loss") == 1
     assert list(losses(out).values()) == pytest.approx(list(losses(straight).values()), rel=TOLERANCE)
 

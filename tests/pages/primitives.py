@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,11 @@ sources, examples.
 - *Changes*: what is not the same afterwards. Empty: nothing that was there before.
 - *Between ranks*: what it sends; every rank must call it then, alike. Empty: nothing.
 - *Waits*: where the host waits for the device. Empty: nowhere, or there is no device in it.
-- *Raises*: errors of its own. `ConfigError` is a mistake in the call, the same on every rank.
+- *Raises*: errors of its own. `ConfigError` is a mistake in the call, the same on every rank; `Exception` stands for whatever a
+  function that it is given raises.
 
 A name that ends in `_` writes into tensors that it is given. A function that makes a transform is listed with what the *step*
-does because of it.
+does because of it; one that makes a step, a loader or a plan with what the making does.
 """
 
 _HEADS = "Args|Returns|Yields|Raises|Mutates|Collective|Host sync|Formula|Source|Example|Examples|Note|Warns"
@@ -78,8 +80,9 @@ def contract(value: Any) -> dict[str, str]:
 
 
 def summary(value: Any) -> str:
-    """The first paragraph of a docstring, on one line."""
-    return " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).replace("``", "`").rstrip(".")
+    """The first paragraph of a docstring before its headings, on one line."""
+    before = _HEAD.split(inspect.getdoc(value) or "")[0]
+    return " ".join(before.split("\n\n")[0].split()).replace("``", "`").rstrip(".")
 
 
 def raised(value: Any) -> list[str]:
@@ -91,13 +94,14 @@ def raised(value: Any) -> list[str]:
 def brief(text: str) -> str:
     """A section as a cell of a table: its first sentence; empty where it says that there is nothing."""
     first = re.split(r"(?<=[a-z`)\]])\.(?: |$)", text)[0]
-    return "" if re.fullmatch(r"(?:none|nothing)[.;]?", first.strip()) else first.strip()
+    return "" if re.fullmatch(r"(?:none|nothing)[.;]?", first.strip()) else first.strip().rstrip(".")
 
 
 def room(value: Any) -> str:
     return str(getattr(value, "__module__", "")).removeprefix("dtrain.")
 
 
+@cache
 def public() -> dict[str, Any]:
     """What is exported, by the name that a loop writes."""
     here = {f"dt.{name}": getattr(dt, name) for name in dt.__all__}
@@ -118,12 +122,17 @@ def members(rooms: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name, value in public().items() if home(value) in rooms}
 
 
+@cache
+def listed() -> set[str]:
+    """The names that the page of recipes has."""
+    return {name for room in recipes().values() for name, _ in room}
+
+
 def row(name: str, value: Any) -> str:
     """A function, as a line of a table."""
     said = contract(value)
-    listed = {each for rooms in recipes().values() for each, _ in rooms}
     bare = name.removeprefix("dt.")
-    link = f"[`{bare}`](recipes.md#{bare.lower()})" if bare in listed else f"`{name.removeprefix('dt.')}`"
+    link = f"[`{bare}`](recipes.md#{bare.lower()})" if bare in listed() else f"`{bare}`"
     errors = ", ".join(f"`{error}`" for error in raised(value))
     cells = [link, summary(value), *(brief(said.get(head, "")) for head in ("Mutates", "Collective", "Host sync")), errors]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

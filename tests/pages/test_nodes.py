@@ -66,14 +66,22 @@ def test_what_is_saved_is_started_again_and_has_the_time_to_save(manifest):
     (rule,) = job["spec"]["podFailurePolicy"]["rules"]
     assert (rule["action"], rule["onExitCodes"]["values"], pod["restartPolicy"]) == ("Ignore", [75], "Never")
     assert rule["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
+    assert job["spec"]["backoffLimit"] // job["spec"]["completions"] == 2, "each failure takes every pod; the third ends it"
     assert pod["terminationGracePeriodSeconds"] > option(pod["containers"][0]["command"], "--grace")
     assert {each["name"] for each in pod["containers"][0]["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
 
 
-@pytest.mark.parametrize("word", ["#SBATCH --nodes=4", "ssh -tt"])
+@pytest.mark.parametrize("word", ["#SBATCH --nodes=4", "ssh -n -tt"])
 def test_a_script_is_one_that_bash_reads(word):
     done = subprocess.run(["bash", "-n"], input=block("bash", word), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_step_of_slurm_gets_the_cores_of_its_task():
+    """srun does not take them from the job (release notes of Slurm 22.05)."""
+    script = block("bash", "#SBATCH --nodes=4")
+    assert re.search(r"#SBATCH.* --cpus-per-task=\d+", script)
+    assert 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" ' in script
 
 
 def test_slurm_asks_early_enough_for_the_grace():

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+import dtrain as dt
+from dtrain.planning.target import loaded_workload
 from pages.fences import DOCS, ROOT, Fence, commands, fences
 
 PAGE = DOCS / "planning.md"
@@ -31,6 +33,37 @@ def shown(block: Fence) -> list[str]:
     return [line for line in block.text.splitlines()[1:] if line]
 
 
+def planned(layers: int) -> dict[str, float]:
+    """What is shown in detail, for a model of fewer layers: sizes, counts and peaks by their line and column."""
+    sizes = {"layers": layers, "heads": 40, "dim": 5120, "seq": 4096}
+    with loaded_workload(str(ROOT / "examples" / "plan_gpt.py:workload"), sizes) as workload:
+        plan = dt.estimate_memory(
+            workload, world_size=512, dp_replicate=64, strategy="hybrid_shard", checkpoint="nothing",
+            precision=dt.Precision.preset("DEFAULT", "bf16"),
+        )  # fmt: skip
+    found = {f"most {part}": getattr(plan.most, part) / GIB for part in ("parameters", "gradients", "optimizer")}
+    found["update"] = plan.peaks["update"] / GIB
+    for each in plan.traffic:
+        name = f"{each.op} of {each.ranks}"
+        found |= {f"{name}, count": each.count, f"{name}, bytes": each.bytes / GIB, f"{name}, sent": each.sent / GIB}
+    return found
+
+
+def test_what_is_shown_of_one_layout_is_what_layers_come_to():
+    """A layer adds the same each time, so two small plans give the large one; that it is printed so is a slow test."""
+    one, two = planned(1), planned(2)
+    layers = {name: one[name] + 39 * (two[name] - one[name]) for name in one}
+    shown = {"update": numbers(DETAIL.text, r"update ([\d.]+) GiB")[0]}
+    for part, most in re.findall(r"(?m)^(parameters|gradients|optimizer) .* ([\d.]+) GiB$", DETAIL.text):
+        shown[f"most {part}"] = float(most)
+    rows = re.findall(r"(?m)^(\w+) +(\d+) +(\d+) +([\d.]+) GiB +([\d.]+) GiB$", DETAIL.text)
+    for op, ranks, *columns in rows:
+        shown |= {f"{op} of {ranks}, {name}": float(x) for name, x in zip(("count", "bytes", "sent"), columns, strict=True)}
+    assert len(shown) == 4 + 3 * 3
+    assert {name: layers[name] for name in shown} == pytest.approx(shown, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_what_is_shown_of_one_layout_is_what_is_printed():
     found = [line.rstrip() for line in printed(DETAIL).splitlines() if line.strip()]
     assert found == shown(DETAIL)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import inspect
 import re
 
+import pytest
+
 import dtrain as dt
 from pages import primitives
 from pages.fences import DOCS
 
 
-def test_the_page_is_that_of_the_code():
-    assert primitives.PAGE.read_text() == primitives.page(), "run python tests/pages/primitives.py --write"
+@pytest.fixture(scope="module")
+def text() -> str:
+    return primitives.page()
 
 
-def test_every_exported_name_is_on_the_page():
-    text = primitives.page()
+def test_the_page_is_that_of_the_code(text):
+    assert primitives.PAGE.read_text() == text, "run python tests/pages/primitives.py --write"
+
+
+def test_every_exported_name_is_on_the_page(text):
     assert [name for name in primitives.public() if f"`{name.removeprefix('dt.')}`" not in text] == []
     assert [
         name for name, value in primitives.public().items() if inspect.isfunction(value) and primitives.home(value) is None
@@ -33,8 +39,8 @@ def test_the_pages_that_say_more_are_there():
     assert [more for _, more in primitives.TASKS.values() if not (DOCS / more).exists()] == []
 
 
-def test_no_row_is_torn():
-    for line in primitives.page().splitlines():
+def test_no_row_is_torn(text):
+    for line in text.splitlines():
         if line.startswith("|"):
             assert len(re.findall(r"(?<!\\)\|", line)) in (3, 7), line
 
@@ -63,6 +69,8 @@ def test_a_contract_is_read_by_its_headings():
         == "| `writes_` | What comes out, of `x` | `x`, in place |  | one | `ConfigError`, `StepError` |"
     )
     assert primitives.brief("none; it is agreed. And more.") == "none; it is agreed"
+    assert primitives.brief("two of JSON.") == "two of JSON"
+    assert not re.search(rf"\b(?:{primitives._HEADS}): ", primitives.summary(dt.set_lr_)), "a heading on the first line"
 
 
 def test_what_a_table_says_is_what_runs():

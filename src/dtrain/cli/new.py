@@ -33,7 +33,7 @@ TASKS = {
 
 _NAME = re.compile(r"[\w-]+\.py", re.ASCII)  # it stands in the loop's own text
 _IMPORTED = {"dtrain", "numpy", "tensordict", "torch", "transformers", "tokenizers"}
-_NEEDS = {"finetune": ("transformers", "hf")}  # a module, and the extra that brings it
+_NEEDS = {"finetune": [("transformers", "hf")]}  # modules, and the extras that bring them
 
 
 def _tasks(incomplete: str) -> list[str]:
@@ -68,9 +68,9 @@ def new(
     except OSError as error:
         raise OSError(f"new: {path!r} cannot be written: {error.strerror}; give another place") from error
     typer.echo(f"{printable(path)}: {TASKS[task]}")
-    module, extra = _NEEDS.get(task, (None, None))
-    if module is not None and find_spec(module) is None:
-        typer.echo(f"first:  {install_command(extra)}  ({module} is not installed here)")
+    for module, extra in _NEEDS.get(task, ()):
+        if find_spec(module) is None:
+            typer.echo(f"first:  {install_command(extra)}  ({module} is not installed here)")
     typer.echo(f"run it: dtrain launch -n 2 {shlex.quote(path)}")
     return 0
 

@@ -36,6 +36,8 @@ def context_parallel(mesh: DeviceMesh, *, batch: Mapping[str, int], buffers: Map
 
     GPUs only: torch has no such attention for the CPU.
 
+    Collective: torch's exchange of keys and values around the ``cp`` axis, in each attention, forward and backward.
+
     Raises:
         ConfigError: a mesh without ``cp``, or of CPU ranks; nothing to cut; in a step, a key that the batch or a name that the
             model does not have, or a length that does not come out even.
