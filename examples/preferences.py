@@ -4,7 +4,8 @@ A prompt is the bytes of a file up to the end of a function's first line. The ch
 docstring, and some of the body. The rejected one is what is left when the docstring is taken out: code as good, without a word.
 All are cut at one length, so nothing is padded, and neither continuation is likelier because it is shorter.
 
-Whole files are held out, so a held-out function is in no text that a model is trained on here.
+Whole files are held out. So a held-out function is in no text that a model is trained on here, but for those that the standard
+library has twice: of 784 held-out docstrings, six.
 """
 
 import re

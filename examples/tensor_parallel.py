@@ -78,7 +78,11 @@ def train(args: argparse.Namespace, rank: int) -> None:
         log(state.step, numbers)
         if rank == 0 and (state.crossed(10) or state.step == args.steps):
             print(f"step {state.step}: loss {numbers['loss']:.4f}, gradient norm {numbers['grad_norm']:.3f}")
-    dt.save_sharded(args.out, state, extra={"loader": loader})
+        stop = dt.should_stop(state)
+        if stop or state.crossed(20) or state.step == args.steps:
+            dt.save_sharded(args.out, state, extra={"loader": loader}, mode="async", keep_last=2)
+        if stop:
+            return
 
     quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False, batch_spec=WINDOWS)
     loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
@@ -87,5 +91,6 @@ def train(args: argparse.Namespace, rank: int) -> None:
 
 
 if __name__ == "__main__":
+    args = parse_args()
     with dt.init_dist() as dist:
-        train(parse_args(), dist.rank)
+        train(args, dist.rank)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
+
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PATIENCE_S = 600  # for anything that takes seconds: the machine may be busy
@@ -38,6 +44,19 @@ def launched(script: str, *options: str, out: Path, n: int = 2, env: dict[str, s
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def here(script: str, *options: str, out: Path) -> str:
+    """What the example printed in this process, as one rank: without the seconds that it takes to start and to import torch."""
+    arguments = [script, "--out", str(out), *options]
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.chdir(out.parent),
+        mock.patch.object(sys, "argv", arguments),
+        torch.random.fork_rng(devices=[]),
+    ):
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return printed.getvalue()
 
 
 def ended(printed: str, what: str = "") -> Ending:

@@ -1,19 +1,23 @@
 """``dtrain new``: each loop that it writes runs as it is, learns and resumes; and one line for each mistake."""
 
 import ast
+import contextlib
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dtrain as dt
 from dtrain.cli import main
 from dtrain.cli.new import TASKS
+from dtrain.cli.new import new as write_loop
 from example_runs import ended
 
 PATIENCE_S = 600  # for anything that takes seconds: the machine may be busy
@@ -43,28 +47,56 @@ def new(monkeypatch, capsys, tmp_path):
     return call
 
 
-def run(*command, **env):
-    quiet = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
+def run(*command):
+    quiet = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=PATIENCE_S, env=quiet)
 
 
+# Processes that have started and imported torch once run one loop after the other.
+IN_TURN = """
+import runpy, sys
+for task, length in {lengths}.items():
+    print("loop", task, flush=True)
+    sys.argv = [f"my_{{task}}.py", "--until", length]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory):
+    """The folder in which each loop has run on two ranks, and what rank 0 printed of each."""
+    with contextlib.chdir(tmp_path_factory.mktemp("loops")):
+        for task in TASKS:
+            write_loop(f"my_{task}.py", task=task)
+        Path("in_turn.py").write_text(IN_TURN.format(lengths={task: length for task, (length, _) in LENGTHS.items()}))
+        done = run("-m", "dtrain", "launch", "-n", "2", "in_turn.py")
+        assert done.returncode == 0, done.stdout + done.stderr
+        parts = re.split(r"^loop (\w+)\n", re.sub(r"^\[rank 1\] .*\n|^\[rank 0\] ", "", done.stdout, flags=re.M), flags=re.M)
+        return Path.cwd(), dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
 @pytest.mark.parametrize("task", TASKS)
-def test_a_loop_learns_on_two_ranks(new, task, tmp_path):
-    assert new("my_loop.py", "--task", task)[0] == 0
+def test_a_loop_learns_on_two_ranks(loops, task):
+    folder, printed = loops
     length, better = LENGTHS[task]
-    done = run("-m", "dtrain", "launch", "-n", "2", "my_loop.py", "--until", length)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = ended(done.stdout.replace("[rank 0] ", ""))
-    assert better(found.value, found.baseline), done.stdout
-    steps = int(length.removesuffix("ba"))
-    assert [found.step for found in dt.list_checkpoints("runs/my_loop/checkpoints")][-1] == steps
-    assert list(dt.read_jsonl("runs/my_loop/metrics.jsonl")) == list(range(20, steps + 1, 20))
+    found = ended(printed[task])
+    assert better(found.value, found.baseline), printed[task]
+    steps, out = int(length.removesuffix("ba")), folder / "runs" / f"my_{task}"
+    assert [found.step for found in dt.list_checkpoints(out / "checkpoints")][-1] == steps
+    assert list(dt.read_jsonl(out / "metrics.jsonl")) == list(range(20, steps + 1, 20))
     if task == "diffusion":
-        assert (tmp_path / "runs/my_loop/made.pgm").read_bytes()[:13] == b"P5 64 64 255 "
-    if task == "blank":  # on one process, where nothing is left to do but to say how good it is
-        again = run("my_loop.py", "--until", length)
-        assert again.returncode == 0, again.stdout + again.stderr
-        assert ended(again.stdout).value == pytest.approx(found.value, abs=2e-4)
+        assert (out / "made.pgm").read_bytes()[:13] == b"P5 64 64 255 "
+
+
+def test_a_loop_that_is_over_says_how_good_it_is_on_other_ranks_too(loops, monkeypatch, capsys):
+    folder, printed = loops
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["my_blank.py", "--until", LENGTHS["blank"][0]])
+    with torch.random.fork_rng(devices=[]):
+        runpy.run_path("my_blank.py", run_name="__main__")
+    again = capsys.readouterr().out
+    assert "step " not in again, "it trained on after its end"
+    assert ended(again).value == pytest.approx(ended(printed["blank"]).value, abs=2e-4)
 
 
 @pytest.mark.slow
@@ -199,15 +231,14 @@ def test_a_full_disk_is_one_line(new, tmp_path):
     assert (code, err) == (1, "dtrain: new: 'loop.py' cannot be written: No space left on device; give another place\n")
 
 
-def test_transformers_is_asked_for_where_it_is_missing(new, tmp_path, monkeypatch):
+def test_transformers_is_asked_for_where_it_is_missing(new, monkeypatch):
     monkeypatch.setattr("dtrain.cli.new.find_spec", lambda name: None)
     assert 'first:  pip install "dtrain[hf]"  (transformers is not installed here)' in new("loop.py", "--task", "finetune")[1]
     assert "pip install" not in new("other.py", "--task", "lm")[1]
-    (tmp_path / "absent").mkdir()
-    (tmp_path / "absent" / "transformers.py").write_text("raise ModuleNotFoundError(__name__)")
-    done = run("loop.py", PYTHONPATH=str(tmp_path / "absent"))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == 'loop.py needs transformers: pip install "dtrain[hf]"\n'
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path("loop.py", run_name="__main__")
+    assert end.value.code == 'loop.py needs transformers: pip install "dtrain[hf]"'
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from masked_text import IGNORED, Corpus, MaskedOnce, Masking, packed, padded, re
 from pretrain_bert import METHODS, SEQ, build_bert, loss_fn
 
 SCRIPT = "pretrain_bert.py"
-SHORT = "160ba"
+SHORT = "120ba"
 
 # Attention masks some of the scores with the least number there is, whose exp() is 0: what is left is the order of sums.
 TOLERANCE = 1e-5
@@ -140,10 +140,10 @@ def test_no_token_sees_another_document(without):
 
 def test_it_learns_on_two_ranks_with_sequences_that_grow(tmp_path):
     found = ended(launched(SCRIPT, "--until", SHORT, out=tmp_path / "out"))
-    assert found.value < 0.95 * found.baseline
+    assert found.value < found.baseline - 0.2, "it begins at the baseline, and the whole run goes 1.2 nats below"
     lengths = list(lengths_of(tmp_path / "out").values())
-    assert lengths[:48] == sorted(lengths[:48])
-    assert (lengths[0], set(lengths[48:]), len(set(lengths)) > 8) == (32, {128}, True)
+    assert lengths[:36] == sorted(lengths[:36])
+    assert (lengths[0], set(lengths[36:]), len(set(lengths)) > 8) == (32, {128}, True)
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
 """The example of tensor parallelism: the same losses on 2 x 2 processes as on one, and a run that changes between them."""
 
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dtrain.observe.sinks import read_jsonl
-from example_runs import ended, launched
+from example_runs import ended, here, launched
 
 TEXT = str(Path(sysconfig.get_path("stdlib")) / "asyncio" / "*.py")
 STEPS = 12
@@ -17,7 +18,8 @@ TOLERANCE = 1e-4
 
 
 def losses(out: Path, tp: int, *, processes: int, steps: int = STEPS) -> dict[int, float]:
-    launched("tensor_parallel.py", "--tp", str(tp), "--steps", str(steps), "--text", TEXT, out=out, n=processes)
+    run = here if processes == 1 else partial(launched, n=processes)
+    run("tensor_parallel.py", "--tp", str(tp), "--steps", str(steps), "--text", TEXT, out=out)
     return {step: record["loss"] for step, record in read_jsonl(out / "losses.jsonl").items()}
 
 

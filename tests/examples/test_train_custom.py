@@ -4,20 +4,28 @@ import shutil
 
 import pytest
 
-from example_runs import EXAMPLES, ended, launched
+import dtrain as dt
+from example_runs import EXAMPLES, ended, here, launched
 
 SCRIPT = "train_custom.py"
 
 
-def test_it_learns_on_two_ranks_and_resumes_bit_for_bit(tmp_path):
+def test_it_learns_on_two_ranks_and_its_last_step_is_saved(tmp_path):
+    found = ended(launched(SCRIPT, "--until", "150ba", out=tmp_path / "out"))
+    assert found.value < 0.8 * found.baseline
+    assert [each.step for each in dt.list_checkpoints(tmp_path / "out")] == [135, 150]
+
+
+def test_it_is_the_same_each_time_and_goes_on_bit_for_bit(tmp_path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    printed = launched(SCRIPT, "--until", "400ba", out=straight)
-    found = ended(printed)
-    assert found.value < 0.75 * found.baseline
-    shutil.copytree(straight / "step-00000200", resumed / "step-00000200")
-    again = launched(SCRIPT, "--until", "400ba", out=resumed)
-    assert "step 200 " not in again, "it began anew"
-    assert again.splitlines()[-1] == printed.splitlines()[-1]
+    printed = here(SCRIPT, "--until", "20ba", out=straight)
+    shutil.copytree(straight / "step-00000018", resumed / "step-00000018")
+    again = here(SCRIPT, "--until", "20ba", out=resumed)
+    assert "step 18 " not in again, "it began anew"
+    anew = here(SCRIPT, "--until", "20ba", out=tmp_path / "anew")
+    over = here(SCRIPT, "--until", "20ba", out=straight)
+    assert "step " not in over, "it trained on after its end"
+    assert {text.splitlines()[-1] for text in (printed, again, anew, over)} == {printed.splitlines()[-1]}
 
 
 def test_it_is_under_forty_lines():

@@ -109,13 +109,13 @@ def test_loss_is_that_of_the_paper():
 
 
 def test_a_short_run_learns_what_is_preferred(tmp_path):
-    printed = launched("train_dpo.py", "--read", "50ba", "--until", "25ba", out=tmp_path / "run")
+    printed = launched("train_dpo.py", "--read", "30ba", "--until", "20ba", out=tmp_path / "run")
     found = ended(printed)
     assert found.what.endswith("held-out preference accuracy")
-    assert found.value > found.baseline + 0.2, printed
+    assert found.value > max(found.baseline + 0.2, 0.6), printed
     moved = dt.read_jsonl(tmp_path / "run" / "policy.jsonl")
-    assert moved[25]["loss"] < math.log(2) / 2 < moved[20]["loss"] * 4
-    assert [each.step for each in dt.list_checkpoints(tmp_path / "run" / "reference")] == [50]
+    assert moved[20]["loss"] < math.log(2) / 2, "log 2 is where nothing has moved"
+    assert [each.step for each in dt.list_checkpoints(tmp_path / "run" / "reference")] == [30]
 
 
 @pytest.mark.slow

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 import dtrain as dt
-from example_runs import ended, launched
+from example_runs import ended, here, launched
 from pictures import read_digits, read_folder, shifted
 from resnet import ARCHS, ResNet
 
-
-def run(*options: str, out: Path) -> str:
-    return launched("train_resnet.py", *options, out=out)
+SCRIPT = "train_resnet.py"
 
 
 def shards(out: Path) -> dict[str, bytes]:
@@ -22,13 +20,21 @@ def shards(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-def test_it_learns_digits_and_resumes_bit_for_bit(tmp_path):
+def test_it_learns_digits_on_two_ranks(tmp_path):
+    found = ended(launched(SCRIPT, "--until", "40ba", out=tmp_path / "out"))
+    assert found.baseline < 0.15, "ten classes"
+    assert found.value > 0.6
+
+
+@pytest.mark.parametrize(
+    ("how", "length"), [(here, 12), pytest.param(launched, 40, marks=pytest.mark.slow)], ids=["one rank", "two ranks"]
+)
+def test_it_resumes_bit_for_bit(tmp_path, how, length):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    printed = run("--until", "40ba", out=straight)
-    assert ended(printed).baseline < 0.15, "ten classes"
-    assert ended(printed).value > 0.6
-    shutil.copytree(straight / "checkpoints" / "step-00000030", resumed / "checkpoints" / "step-00000030")
-    assert run("--until", "40ba", out=resumed).splitlines()[-1] == printed.splitlines()[-1]
+    printed = how(SCRIPT, "--until", f"{length}ba", out=straight)
+    step = f"step-{3 * length // 4:08d}"
+    shutil.copytree(straight / "checkpoints" / step, resumed / "checkpoints" / step)
+    assert how(SCRIPT, "--until", f"{length}ba", out=resumed).splitlines()[-1] == printed.splitlines()[-1]
     assert shards(resumed) == shards(straight)
 
 
@@ -76,7 +82,7 @@ def test_a_folder_without_pictures_is_refused_before_training(tmp_path):
 def test_a_few_steps_of_resnet50_on_a_folder(tmp_path):
     folder = pictures(tmp_path / "pictures")
     options = ["--arch", "resnet50", "--strategy", "replicate", "--data", str(folder), "--size", "32", "--batch", "4"]
-    printed = run(*options, "--until", "3ba", out=tmp_path / "out")
+    printed = here(SCRIPT, *options, "--until", "3ba", out=tmp_path / "out")
     assert 0.0 <= ended(printed).value <= 1.0
     assert [path.step for path in dt.list_checkpoints(tmp_path / "out" / "checkpoints")] == [2, 3]
 

@@ -51,9 +51,9 @@ def train(rank, *, folder, asks=True, saves="after", number=signal.SIGTERM, step
             if stop:
                 break
         say(folder, rank, state.step)
-        if saves == "fails":
-            dt.save_sharded(folder / "ckpt", state)
-            raise KeyError("after it was saved")
+        if saves in ("fails", "exits", "exits with 3"):
+            dt.save_sharded(folder / "ckpt", state, mode="async")
+            raise KeyError("after it was saved") if saves == "fails" else SystemExit(3 if saves == "exits with 3" else None)
 
 
 # How the ranks end, and the last step that is saved. The signal before step AT is in the record of that step.
@@ -64,6 +64,8 @@ ENDS = {
     "saved before it": ("before", 0, AT),
     "not saved": ("never", 0, None),
     "saved, then an exception": ("fails", 1, AT + 1),
+    "saved, then sys.exit()": ("exits", 75, AT + 1),
+    "saved, then sys.exit(3)": ("exits with 3", 3, AT + 1),
 }
 
 

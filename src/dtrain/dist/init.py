@@ -40,7 +40,8 @@ class DistInfo:
 
     Leaving the context waits for saves that are under way in the background, and raises what went wrong with them. After an
     exception it runs no collective besides theirs, so a failed rank never waits for what the others would do next. Leaving it
-    after ``should_stop`` was true and a state was saved since exits with code 75: preempted and saved.
+    after ``should_stop`` was true and a state was saved since, by ``sys.exit()`` as well, exits with code 75: preempted and
+    saved.
     """
 
     rank: int = 0
@@ -67,6 +68,8 @@ class DistInfo:
         try:
             try:
                 finish_all(error)
+                if stopping.saved() and isinstance(error, SystemExit) and error.code in (None, 0):
+                    error = None  # sys.exit() is a way to leave, too: all ranks were asked to, and all have saved
             except BaseException as failure:
                 error = failure
                 raise
