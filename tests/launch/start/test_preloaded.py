@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 
 from dtrain.launch.plan import Target
-from dtrain.launch.start.preloaded import Modules, modules_to_load
+from dtrain.launch.start.preloaded import Modules, modules_to_load, start_preloaded
+from dtrain.launch.start.request import Request
 
 
 def loaded(folder, source, others=None):
@@ -52,3 +57,30 @@ def test_module_of_a_package_is_read_where_it_is(tmp_path, monkeypatch):
 
 def test_command_that_is_no_python_loads_nothing():
     assert modules_to_load(Target(kind="command", name="echo")) == Modules()
+
+
+def test_what_must_not_be_forked_is_not_although_it_was_asked_before_it_said_so(tmp_path, monkeypatch):
+    """Ranks are asked for while modules still load. Forked then, they would run beside those that are started instead."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "with_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    )
+    (tmp_path / "script.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    fd = os.open(os.devnull, os.O_RDWR)
+    common = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    target = Target(kind="script", name=str(tmp_path / "script.py"))
+    preloaded = start_preloaded(target, Modules(needed=("with_thread",)), common, log=fd)
+    try:
+        preloaded.ask(Request(id=0, kind="rank", fds={"stdout": fd, "stderr": fd}, environment={}))
+        said, deadline = [], time.monotonic() + 60
+        while not said and time.monotonic() < deadline:
+            said += preloaded.read()
+            time.sleep(0.01)
+        time.sleep(1)  # a fork is there within milliseconds
+        assert said + list(preloaded.read()) == [{"unsafe": "importing with_thread started 1 thread"}]
+        assert not (tmp_path / "ran").exists()
+    finally:
+        os.kill(preloaded.pid, signal.SIGKILL)
+        os.waitpid(preloaded.pid, 0)
+        preloaded.channel.close()
+        os.close(fd)

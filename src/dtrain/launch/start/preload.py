@@ -22,7 +22,7 @@ import os
 import socket
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from dtrain.launch.processes import die_with_parent, show_as
 from dtrain.launch.start import rank, shadow, store
@@ -38,7 +38,10 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     needed, optional, kind, target, *args = sys.argv[2:]
-    _say(channel, {"unsafe": _load(needed.split(","), optional.split(",")) or _shadowed(kind, target)})
+    unsafe = _load(needed.split(","), optional.split(",")) or _shadowed(kind, target)
+    _say(channel, {"unsafe": unsafe})
+    if unsafe is not None:
+        _wait_for_the_end(channel)
     request, fds = _serve(channel)
     channel.close()
     _become(request, fds)
@@ -83,6 +86,13 @@ def _shadowed(kind: str, target: str) -> str | None:
     except OSError:
         return f"{whose} cannot be read"
     return f"{whose} has a {names[0]!r} of its own" if names else None
+
+
+def _wait_for_the_end(channel: socket.socket) -> NoReturn:
+    """Until the launcher ends this process. Requests that have come meanwhile are those that it now starts in another way."""
+    while channel.recv(_LONGEST):  # without taking their descriptors, which are closed
+        pass
+    os._exit(0)
 
 
 def _serve(channel: socket.socket) -> tuple[dict[str, Any], dict[str, int]]:
