@@ -108,7 +108,7 @@ def test_every_path_in_the_page_can_be_imported():
 
 
 def test_a_sink_of_ones_own_gets_the_numbers_and_the_step():
-    scope: dict[str, object] = {}
+    scope: dict[str, object] = {"dt": dt}
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     exec(block, scope)
     logged = []

