@@ -297,7 +297,7 @@ def fail_at(point: str) -> list:
 
 
 def settled(budget: MemoryBudget, level: int) -> int:
-    """What is held, when a thread of gloo has dropped what it sent: nobody waits for that, not when the level was taken either."""
+    """What is held, when a thread of gloo has dropped what it sent: nobody waits for that, nor did who took the level."""
     end = time.monotonic() + 90
     while budget.live > level and time.monotonic() < end:
         time.sleep(0.01)
