@@ -1,7 +1,7 @@
 """What each method of each example is worth: whole runs with it and without it, their quality and their time, as tables.
 
     python benchmarks/recipes.py                                  # everything: about an hour on two free cores
-    python benchmarks/recipes.py --only pretrain_bert --longest   # one recipe, whole runs alone
+    python benchmarks/recipes.py --only pretrain_bert --until 1ep # one recipe, shorter runs, one each
     python benchmarks/recipes.py --out benchmarks/results/recipes.json
 
 Each row is an example as a user runs it (``dtrain launch -n 2``, its own data, one seed), with all of its methods or without
@@ -87,14 +87,14 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), help="recipes (all)")
-    parser.add_argument("--longest", action="store_true", help="runs of the default length alone: no time to a quality")
+    parser.add_argument("--until", metavar="LENGTH", help="runs of this length alone, as 1ep: no time to a quality")
     parser.add_argument("--out", type=Path, help="also as JSON; recipes that are there and are not run again are kept")
     args = parser.parse_args()
     print(machine())
     kept = json.loads(args.out.read_text())["recipes"] if args.out and args.out.exists() else {}
     for name in args.only:
         recipe = RECIPES[name]
-        runs = measured(recipe, recipe.lengths[-1:] if args.longest else recipe.lengths)
+        runs = measured(recipe, (args.until,) if args.until else recipe.lengths)
         print(table(name, recipe, runs), flush=True)
         kept[name] = [asdict(run) for run in runs]
         if args.out:
@@ -118,7 +118,7 @@ def one(recipe: Recipe, without: str, length: str) -> Run:
 def table(name: str, recipe: Recipe, runs: Sequence[Run]) -> str:
     """The runs of the default length, and how long each variant takes for the quality of the shorter run with everything."""
     goal = next(run.value for run in runs if not run.without) if len({run.length for run in runs}) > 1 else None
-    head = f"### {name}, {recipe.lengths[-1]}, baseline {runs[0].baseline:g}"
+    head = f"### {name}, {runs[-1].length}, baseline {runs[0].baseline:g}"
     reach = "" if goal is None else f" processor s to {goal:g} |"
     lines = [head, "", f"| | quality | processor s | wall s |{reach}", "|---|---|---|---|" + ("" if goal is None else "---|")]
     for without in ("", *recipe.methods):
