@@ -14,6 +14,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file
+
+from dtrain.checkpoint.find import latest_checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PATIENCE_S = 600  # for anything that takes seconds: the machine may be busy
@@ -57,6 +60,21 @@ def here(script: str, *options: str, out: Path) -> str:
     ):
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     return printed.getvalue()
+
+
+def last_files(out: Path) -> dict[str, bytes]:
+    """The files of tensors of an example's last checkpoint, byte for byte."""
+    folder = latest_checkpoint(out / "checkpoints")
+    assert folder is not None
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def last_tensors(out: Path) -> dict[str, bytes]:
+    """Weights, optimizer state and random state of it, as each rank stored them."""
+    folder = latest_checkpoint(out / "checkpoints")
+    assert folder is not None
+    files = {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    return {f"{file} {key}": tensor.numpy().tobytes() for file, tensors in files.items() for key, tensor in tensors.items()}
 
 
 def ended(printed: str, what: str = "") -> Ending:

@@ -30,29 +30,29 @@ def root(clean, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def checkpoints(monkeypatch, capsys):
-    """``checkpoints(*args)``: the exit code of the command, what it printed, and what it complained about."""
+def command_line(monkeypatch, capsys):
+    """``command_line("new")``: a function of arguments: the exit code, what was printed, and what was complained about."""
 
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["dtrain", "checkpoints", *args])
-        with pytest.raises(SystemExit) as end:
-            main.run()
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
+    def of(name):
+        def run(*args):
+            monkeypatch.setattr(sys, "argv", ["dtrain", name, *args])
+            with pytest.raises(SystemExit) as end:
+                main.run()
+            return end.value.code, *capsys.readouterr()
 
-    return run
+        return run
+
+    return of
 
 
 @pytest.fixture
-def data(monkeypatch, capsys, tmp_path_factory):
-    """``data(*args)``: the exit code of ``dtrain data``, what it printed, and what it complained about."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))  # where caches are
+def checkpoints(command_line):
+    """``checkpoints(*args)``, as of ``command_line``."""
+    return command_line("checkpoints")
 
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["dtrain", "data", *args])
-        with pytest.raises(SystemExit) as end:
-            main.run()
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
 
-    return run
+@pytest.fixture
+def data(command_line, monkeypatch, tmp_path_factory):
+    """``data(*args)``, as of ``command_line``; caches are in a folder of the test's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+    return command_line("data")

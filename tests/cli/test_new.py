@@ -34,17 +34,10 @@ RULES = "E,F,W,I,B,UP,SIM,RUF,PIE,RET,C4"
 
 
 @pytest.fixture
-def new(monkeypatch, capsys, tmp_path):
-    """``new(*args)``: the exit code of the command, what it printed, and what it complained about."""
+def new(command_line, monkeypatch, tmp_path):
+    """``new(*args)``, as of ``command_line``, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["dtrain", "new", *args])
-        with pytest.raises(SystemExit) as end:
-            main.run()
-        return end.value.code, *capsys.readouterr()
-
-    return call
+    return command_line("new")
 
 
 def run(*command):

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from dtrain.cli import main
 from dtrain.cli.plan_values import parse_arguments, parse_memory
 from dtrain.errors import ConfigError
 
@@ -23,18 +22,11 @@ def workload(*, width: int = 8, seq: int = 4):
 
 
 @pytest.fixture
-def plan(monkeypatch, capsys, tmp_path):
-    """``plan(*args)``: the exit code of the command, what it printed, and what it complained about."""
+def plan(command_line, monkeypatch, tmp_path):
+    """``plan(*args)``, as of ``command_line``, in a folder with ``cli_model.py``."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cli_model.py").write_text(MODEL)
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["dtrain", "plan", *args])
-        with pytest.raises(SystemExit) as end:
-            main.run()
-        return end.value.code, *capsys.readouterr()
-
-    yield run
+    yield command_line("plan")
     sys.modules.pop("cli_model", None)
 
 

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from dtrain.cli import main
 from dtrain.cli.text_plot import text_plot
 
 LOOP = """
@@ -46,18 +45,11 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def plot(monkeypatch, capsys, tmp_path):
-    """``plot(*args)``: the exit code of the command, what it printed, and what it complained about."""
+def plot(command_line, monkeypatch, tmp_path):
+    """``plot(*args)``, as of ``command_line``, in a folder with ``plotted_loop.py``."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plotted_loop.py").write_text(LOOP)
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["dtrain", "plot", *args])
-        with pytest.raises(SystemExit) as end:
-            main.run()
-        return end.value.code, *capsys.readouterr()
-
-    yield run
+    yield command_line("plot")
     sys.modules.pop("plotted_loop", None)
 
 

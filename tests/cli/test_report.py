@@ -2,27 +2,18 @@
 
 import json
 import os
-import sys
 
 import pytest
 
-from dtrain.cli import main
 from runs_made import KILLED_TWICE, Part, write_run
 
 
 @pytest.fixture
-def report(monkeypatch, capsys, tmp_path):
-    """``report(*args)``: the exit code of the command, what it printed, and what it complained about; ``gpt`` is a run."""
+def report(command_line, monkeypatch, tmp_path):
+    """``report(*args)``, as of ``command_line``, in a folder where ``gpt`` is a run."""
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "gpt", KILLED_TWICE, straggler=1)
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["dtrain", "report", *args])
-        with pytest.raises(SystemExit) as end:
-            main.run()
-        return end.value.code, *capsys.readouterr()
-
-    return run
+    return command_line("report")
 
 
 def test_a_page_and_ten_lines(report, tmp_path):

@@ -17,7 +17,6 @@ import pytest
 
 import runs_made
 from dtrain import runs
-from dtrain.cli import main
 from dtrain.cli.top import _follow, drawn, text
 from dtrain.report.reading.live import Live
 from runs_made import KILLED_TWICE, Part, write_run
@@ -26,17 +25,10 @@ END = runs_made.START + 58  # of the first hundred steps
 
 
 @pytest.fixture
-def top(monkeypatch, capsys, tmp_path):
-    """``top(*args)``: the exit code of the command, what it printed, and what it complained about."""
+def top(command_line, monkeypatch, tmp_path):
+    """``top(*args)``, as of ``command_line``, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["dtrain", "top", *args])
-        with pytest.raises(SystemExit) as end:
-            main.run()
-        return end.value.code, *capsys.readouterr()
-
-    return run
+    return command_line("top")
 
 
 def test_once_prints_plain_text(top, tmp_path):

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
@@ -26,7 +25,7 @@ import dtrain as dt
 from classifier import tokenizer_and_config
 from docstrings import read_docstrings
 from dtrain.testing import run_ranks
-from example_runs import EXAMPLES, PATIENCE_S, ended, here, launched
+from example_runs import EXAMPLES, PATIENCE_S, ended, here, last_tensors, launched
 from finetune_bert import main
 
 SCRIPT = EXAMPLES / "finetune_bert.py"
@@ -161,13 +160,6 @@ def run_here(folder: Path, *options: str) -> str:
     return out.getvalue()
 
 
-def last_shards(out: Path) -> dict[str, bytes]:
-    folder = dt.latest_checkpoint(out / "checkpoints")
-    assert folder is not None
-    files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
-    return {f"{file} {key}": tensor.numpy().tobytes() for file, tensors in files.items() for key, tensor in tensors.items()}
-
-
 def logged(out: Path, name: str) -> dict[int, float]:
     return {step: record[name] for step, record in dt.read_jsonl(out / "metrics.jsonl").items() if name in record}
 
@@ -183,7 +175,7 @@ def run_twice(folder: str) -> dict[str, bool]:
     seen = []
     for _ in range(2):
         printed = run_here(Path(folder), *how)
-        seen.append((printed, last_shards(out), logged(out, "loss"), logged(out, "eval/loss")))
+        seen.append((printed, last_tensors(out), logged(out, "loss"), logged(out, "eval/loss")))
         kept = steps_of(out)
         if len(dt.all_gather_json(kept)) and dist.get_rank() == 0:
             shutil.rmtree(out / "checkpoints" / kept[-1])

@@ -1,7 +1,6 @@
 """The diffusion example: it draws digits of the class asked for, and goes on bit for bit; its codec, noise and pictures."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,17 +9,11 @@ from tensordict import TensorDict
 import dtrain as dt
 from diffusion import UNet, noised, rotation, sample
 from drawn import likeness, write_grid
-from example_runs import ended, here, launched
+from example_runs import ended, here, last_files, launched
 from latents import Codec, Pixels, at_size, decoded, encoded
 from pictures import read_digits
 
 SCRIPT = "train_diffusion.py"
-
-
-def shards(out: Path) -> dict[str, bytes]:
-    folder = dt.latest_checkpoint(out / "checkpoints")
-    assert folder is not None
-    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
 def figures(printed: str) -> list[str]:
@@ -47,7 +40,7 @@ def test_it_goes_on_bit_for_bit(tmp_path, how, length):
     shutil.copytree(straight / "latents-16", resumed / "latents-16")
     shutil.copytree(straight / "checkpoints" / step, resumed / "checkpoints" / step)
     assert figures(how(SCRIPT, "--until", f"{length}ba", out=resumed)) == figures(printed)
-    assert shards(resumed) == shards(straight)
+    assert last_files(resumed) == last_files(straight)
     assert (resumed / "samples.png").read_bytes() == (straight / "samples.png").read_bytes()
 
 

@@ -76,8 +76,12 @@ def _told(given: Numbers, update: UpdateFn) -> UpdateFn:
 def _is_over(given: Numbers, clock: Clock, groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all factors are 0 in this step and in the one before, and were not half-way to here."""
 
-    def all_zero(at: Callable[[int], int]) -> bool:
-        then = replace(clock, step=at(clock.step), samples=at(clock.samples), tokens=at(clock.tokens), epoch=at(clock.epoch))
+    def all_zero(then: Clock) -> bool:
         return not any(factor is None or factor for factor in given.now(then, groups))
 
-    return all_zero(int) and all_zero(lambda count: max(count - 1, 0)) and not all_zero(lambda count: count // 2)
+    def at(count: Callable[[int], int]) -> Clock:
+        step, samples, tokens, epoch = map(count, (clock.step, clock.samples, clock.tokens, clock.epoch))
+        return replace(clock, step=step, samples=samples, tokens=tokens, epoch=epoch)
+
+    # The clock as it is comes first: in nearly every step that is all there is to ask.
+    return all_zero(clock) and all_zero(at(lambda count: max(count - 1, 0))) and not all_zero(at(lambda count: count // 2))
