@@ -89,6 +89,15 @@ def try_out(session: nox.Session, run: str) -> None:
     session.run("python", "tests/installed.py", run)
 
 
+@nox.session
+def ways_in(session: nox.Session) -> None:
+    """Scripts of other libraries that the pages show, and their names. Composer is only read: it wants another torch."""
+    install_to_test(session)
+    install(session, "accelerate==1.15.0", "deepspeed==0.19.8", "lightning==2.6.6")
+    session.install("--no-deps", "mosaicml==0.32.1")
+    session.run("pytest", "tests/pages/test_theirs.py", *session.posargs, env=ONE_THREAD)
+
+
 @nox.session(python=["3.11", "3.12", "3.13"])
 def pythons(session: nox.Session) -> None:
     """The core on each Python that is supported. Takes gigabytes where torch has no small build for it."""

@@ -66,12 +66,13 @@ def read_documents() -> list[str]:
 
 
 def read_corpus() -> Corpus:
-    """The documents, each as ``[CLS]``, its tokens, ``[SEP]``."""
+    """The documents, each as ``[CLS]``, its tokens, ``[SEP]``. What is held out is not in training, in other letters either."""
     texts = read_documents()
     tokenizer = build_tokenizer(texts, words=WORDS)
     documents = [encoded.ids for encoded in tokenizer.encode_batch_fast(texts)]
-    train = [ids for at, ids in enumerate(documents, 1) if at % HELD_OUT_EVERY]
-    return Corpus(tokenizer, train, documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
+    held_out = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    train = [ids for at, ids in enumerate(documents, 1) if at % HELD_OUT_EVERY and ids not in held_out]
+    return Corpus(tokenizer, train, held_out)
 
 
 def packed(documents: Sequence[Sequence[int]], seq: int) -> dt.PackedTokens:
@@ -122,8 +123,12 @@ class MaskedOnce(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         return self.samples[index]
 
+    def counts(self) -> Tensor:
+        """How often each token is one to be guessed, int64 ``[words at most]``."""
+        labels = torch.cat([sample["labels"] for sample in self.samples])
+        return torch.bincount(labels[labels != IGNORED])
+
     def entropy(self) -> float:
         """Of the tokens to be guessed, in nats: the lowest mean loss of a guess that looks at nothing around the gap."""
-        labels = torch.cat([sample["labels"] for sample in self.samples])
-        share = torch.bincount(labels[labels != IGNORED]).double() / (labels != IGNORED).sum()
-        return torch.special.entr(share).sum().item()
+        counts = self.counts()
+        return torch.special.entr(counts.double() / counts.sum()).sum().item()

@@ -111,7 +111,9 @@ def main() -> None:
         quiz = dt.build_loader(gaps, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
         found = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))
         if dist.rank == 0:
-            print(f"{found['right']:.1%} of the gaps are filled with what was there")
+            counts = gaps.counts()
+            commonest = f"the commonest token would fill {counts.max() / counts.sum():.1%}"
+            print(f"{found['right']:.1%} of {counts.sum()} gaps are filled with what was there, {commonest}")
             print(f"held-out loss {found['loss']:.4f} nats/token, baseline {gaps.entropy():.4f} (unigram entropy of the gaps)")
 
 

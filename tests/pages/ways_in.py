@@ -104,8 +104,15 @@ on_local_main_process main_process_first local_main_process_first wait_for_every
 get_tracker end_training save save_model save_state load_state register_for_checkpointing skip_first_batches unwrap_model
 get_state_dict free_memory clear profile maybe_context_parallel device process_index local_process_index num_processes
 trigger_sync_in_backward lomo_backward is_last_process on_last_process on_process on_local_process register_save_state_pre_hook
-register_load_state_pre_hook
+register_load_state_pre_hook torch_device_mesh data_parallel_rank data_parallel_shard_rank tensor_parallel_rank
+context_parallel_rank pipeline_parallel_rank distributed_type use_distributed multi_device is_fsdp2
+is_composable_parallelism_enabled verify_device_map deepspeed_ulysses_dl_adapter
 """
+ACCELERATE_REPEATED = """
+dispatch_batches even_batches fp8_backend logging_dir non_blocking save_iteration should_save_model use_seedable_sampler
+use_stateful_dataloader
+"""
+"""Properties that repeat an argument, or a field of one; the page leaves them out."""
 ACCELERATE_FSDP = """
 fsdp_version sharding_strategy reshard_after_forward backward_prefetch mixed_precision_policy auto_wrap_policy
 transformer_cls_names_to_wrap min_num_params cpu_offload ignored_modules state_dict_type state_dict_config
