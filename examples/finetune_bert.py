@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
     option("--lr", type=float, help="peak rate (2e-5; 2e-3 without --model: random weights have further to go)")
     option("--weight-decay", type=float, default=0.01, help="share of a weight that a step at the peak takes (%(default)s)")
     option("--spare-norms", action="store_true", help="no decay of norms and biases")
-    option("--precision", choices=["bf16", "fp32"], help="what is computed in (bf16 on a GPU, fp32 on a CPU)")
+    option("--precision", choices=["bf16", "fp32"], default="bf16", help="what is computed in (%(default)s)")
     option("--patience", default="2ep", help="time without a better held-out loss that ends the run (%(default)s)")
     option("--workers", type=int, default=4, help="loader processes of a node (%(default)s)")
     option("--seed", type=int, default=42, help="of weights, dropout and order (%(default)s)")
@@ -67,8 +67,7 @@ def main() -> None:
         train, held_out = (Tokenized(part, tokenizer, args.seq) for part in parts)
         model = on_meta(config)
         model = model if "recompute" in args.without else dt.checkpoint_activations(model, blocks=(Layer,))
-        low = args.precision or ("bf16" if dist.device.type == "cuda" else "fp32")
-        model = dt.shard_model(model, mesh, blocks=(Layer,), precision=dt.Precision(param=low, reduce="fp32"))
+        model = dt.shard_model(model, mesh, blocks=(Layer,), precision=dt.Precision(param=args.precision, reduce="fp32"))
         model = dt.materialize(model, seed=args.seed, init=model._init_weights)
         load_into_(model, folder, config)
         load = partial(dt.build_loader, mesh=mesh, seed=args.seed, workers=args.workers)
@@ -89,7 +88,7 @@ def main() -> None:
         state = dt.load_sharded(run / "checkpoints", state, extra={"loader": loader, "stop": stop}, missing_ok=True).state
         over = state.step > 0 and stop.judge(state.clock, float("nan"))  # the run had stopped early
         flops = dt.measure_flops(model, {name: tensor[None] for name, tensor in train[0].items()}, loss_fn, batch_spec=BATCH)
-        meters = dt.throughput("10ba"), dt.mfu(flops_per_sample=flops, dtype=low, window="10ba"), dt.memory_stats
+        meters = dt.throughput("10ba"), dt.mfu(flops_per_sample=flops, dtype=args.precision, window="10ba"), dt.memory_stats
         bar = dt.progress_bar(length.steps(), names=SHOWN[:4], lines_every_s=10)
         log = dt.tee(dt.jsonl(run / "metrics.jsonl"), dt.text_file(run / "run.log", names=SHOWN), bar)
         for batch in () if over else loader.until(args.until):
