@@ -1,6 +1,6 @@
 """The public surface, written down: a change of a name, a parameter or a default is seen in review as a changed line.
 
-``python tests/test_signatures.py --write`` rewrites ``tests/signatures.txt`` after a change that is meant.
+``python tests/written.py`` rewrites ``tests/signatures.txt`` after a change that is meant.
 """
 
 import ast
@@ -9,7 +9,6 @@ import difflib
 import functools
 import importlib
 import inspect
-import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ import dtrain
 import dtrain.testing
 
 GOLDEN = Path(__file__).with_name("signatures.txt")
-REWRITE = "python tests/test_signatures.py --write"
+REWRITE = "python tests/written.py"
 SPOKEN = ("__call__", "__enter__", "__iter__", "__len__", "__getitem__")  # what syntax calls is public, too
 PACKAGES = (dtrain, dtrain.testing)
 OF_COLLECTIVES = {"dtrain.dist.collectives": "", "dtrain.dist.control": "agree_", "dtrain.checkpoint.agree": ""}  # and prefix
@@ -226,9 +225,3 @@ SIGNATURES = {
 @pytest.mark.parametrize(("function", "expected"), SIGNATURES.values(), ids=SIGNATURES)
 def test_signature_is_written_as_in_the_source(function, expected):
     assert signature(function) == expected
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
-        sys.exit(f"usage: {REWRITE}")
-    GOLDEN.write_text("\n".join(surface()) + "\n")

@@ -1,26 +1,23 @@
-"""The page of all recipes, made of the registries and the docstrings: ``python tests/battery/pages.py --write``."""
+"""The page of all recipes, made of the registries and the docstrings by ``python tests/written.py``."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import dtrain as dt
+from battery.surgery import ROWS as SURGERIES
+from battery.transforms import ROWS as TRANSFORMS
+from dtrain.schedules import composer
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recipes.md"
 COSTS = ROOT / "benchmarks" / "results" / "algorithms.json"
-if __name__ == "__main__":
-    sys.path.append(str(ROOT / "tests"))  # as pytest has it
-
-import dtrain as dt  # noqa: E402
-from battery.surgery import ROWS as SURGERIES  # noqa: E402
-from battery.transforms import ROWS as TRANSFORMS  # noqa: E402
-from dtrain.schedules import composer  # noqa: E402
 
 ROOMS = {
     "algorithms.gradients": "Gradients and updates",
@@ -39,9 +36,9 @@ _SECTION = re.compile(rf"^({_HEADS}):[ \t]*(.*?)(?=^(?:{_HEADS}):|\Z)", re.MULTI
 INTRO = """# Recipes
 
 Every algorithm, surgery, optimizer and schedule of dtrain: what it computes, where it is from, an example that runs, and
-what it costs. This page is made of the docstrings and of the registries of the tests (`python tests/battery/pages.py
---write`), and a test holds it to them: no algorithm or surgery is exported without numbers that are known by hand, a run on
-two ranks under FSDP2, a resumed run, and a figure of its cost.
+what it costs. This page is made of the docstrings and of the registries of the tests (`python tests/written.py`), and a test
+holds it to them: no algorithm or surgery is exported without numbers that are known by hand, a run on two ranks under FSDP2,
+a resumed run, and a figure of its cost.
 
 An *algorithm* is a `Transform`, listed in `compose_step`; beside it stands the plain helper, for a loop written by hand. A
 *surgery* is a function of a model, called before `shard_model`. What Composer calls them is in [composer.md](composer.md).
@@ -170,10 +167,3 @@ def page() -> str:
             parts.append(f"\n## {title}\n")
             parts += ["\n" + entry(name, value) for name, value in members]
     return "".join(parts)
-
-
-if __name__ == "__main__":
-    if "--write" in sys.argv[1:]:
-        PAGE.write_text(page())
-    else:
-        print(page(), end="")

@@ -72,4 +72,4 @@ def test_a_section_has_no_more_than_its_own_text():
 
 
 def test_the_page_is_that_of_the_code():
-    assert pages.PAGE.read_text() == pages.page(), "run python tests/battery/pages.py --write"
+    assert pages.PAGE.read_text() == pages.page(), "run python tests/written.py"

@@ -1,17 +1,13 @@
-"""docs/primitives.md, made of the docstrings: ``python tests/pages/primitives.py --write``."""
+"""docs/primitives.md, made of the docstrings by ``python tests/written.py``."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))  # as pytest has it
 
 import dtrain as dt
 import dtrain.testing
@@ -51,7 +47,7 @@ RECIPES = {
 INTRO = """# Primitives and their contracts
 
 Every exported function, with what a loop has to know before it calls one. This page is made of the docstrings
-(`python tests/pages/primitives.py --write`), and a test holds it to them. The docstrings say more: arguments, shapes,
+(`python tests/written.py`), and a test holds it to them. The docstrings say more: arguments, shapes,
 sources, examples.
 
 - *Gives*: what comes out.
@@ -165,10 +161,3 @@ def page() -> str:
     aliases = [f"`{name.removeprefix('dt.')}`" for name, value in public().items() if home(value) is None]
     parts.append(f"\n## Names of types\n\nFor annotations; they hold nothing of their own: {', '.join(aliases)}.\n")
     return "".join(parts)
-
-
-if __name__ == "__main__":
-    if "--write" in sys.argv[1:]:
-        PAGE.write_text(page())
-    else:
-        print(page(), end="")

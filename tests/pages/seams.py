@@ -1,4 +1,4 @@
-"""The pictures of docs/seams.md, drawn of steps that are run: ``python tests/pages/seams.py --write``.
+"""The pictures of docs/seams.md, drawn of steps that are run by ``python tests/written.py``.
 
 Each seam of each transform notes when it is entered and left, while one step is made. So a picture shows what calls what, and
 how often; nothing in it is drawn by hand.
@@ -6,7 +6,6 @@ how often; nothing in it is drawn by hand.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -143,8 +142,3 @@ def svg(call: Call) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img">'
     ground = f'<rect class="ground" width="{width:.0f}" height="{height:.0f}" rx="8"/>'
     return "\n".join([head, f"<style>{STYLE}</style>", ground, *boxes(call, PAD, PAD), "</svg>", ""])
-
-
-if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
-    for name, make in PICTURES.items():
-        (IMAGES / f"{name}.svg").write_text(svg(make()))

@@ -1,4 +1,4 @@
-"""Code of the tests in the pages: ``python tests/pages/shown.py --write`` brings the blocks up to date.
+"""Code of the tests in the pages, which ``python tests/written.py`` brings up to date.
 
 A block that stands under ``<!-- tests/pages/FILE.py: name -->`` is that function's source.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,11 +31,3 @@ def with_sources(page: str) -> str:
 def shown(page: str) -> set[tuple[str, str]]:
     """File and name of each block that a page takes from a file."""
     return {(match[2], match[3]) for match in _BLOCK.finditer(page)}
-
-
-if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
-    for path in sorted((ROOT / "docs").glob("*.md")):
-        before = path.read_text()
-        if before != (after := with_sources(before)):
-            path.write_text(after)
-            print(path.relative_to(ROOT))

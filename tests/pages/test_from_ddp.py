@@ -229,7 +229,7 @@ def test_the_page_quotes_the_numbers_that_come_out_here() -> None:
 
 
 def test_the_page_shows_the_code_that_runs_here() -> None:
-    assert with_sources(PAGE.read_text()) == PAGE.read_text(), "python tests/pages/shown.py --write"
+    assert with_sources(PAGE.read_text()) == PAGE.read_text(), "run python tests/written.py"
     names = {name for name in vars(shown_code) if name.endswith(("_by_hand", "_here"))}
     assert {name for file, name in shown(PAGE.read_text())} == names | {"squares"}
     tested = {name for name, *_ in NUMBERS} | {"two_epochs", "resumed", "dropped"}

@@ -18,7 +18,7 @@ def text() -> str:
 
 
 def test_the_page_is_that_of_the_code(text):
-    assert primitives.PAGE.read_text() == text, "run python tests/pages/primitives.py --write"
+    assert primitives.PAGE.read_text() == text, "run python tests/written.py"
 
 
 def test_every_exported_name_is_on_the_page(text):

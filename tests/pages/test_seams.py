@@ -22,7 +22,7 @@ def drawn() -> dict[str, seams.Call]:
 @pytest.mark.parametrize("name", seams.PICTURES)
 def test_a_picture_is_that_of_the_code(name, drawn):
     kept = (seams.IMAGES / f"{name}.svg").read_text()
-    assert kept == seams.svg(drawn[name]), "run python tests/pages/seams.py --write"
+    assert kept == seams.svg(drawn[name]), "run python tests/written.py"
     ElementTree.fromstring(kept)
     assert f"(images/{name}.svg)" in PAGE
 

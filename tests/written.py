@@ -1,0 +1,33 @@
+"""Files that are made of the code: ``python tests/written.py`` makes them all anew and names those that have changed.
+
+Each of them has a test that fails where it is not up to date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import test_signatures
+from battery import pages as recipes
+from pages import primitives, seams, shown
+
+ROOT = Path(__file__).parents[1]
+
+
+def files() -> Iterator[tuple[Path, str]]:
+    """Each with what is to stand in it."""
+    yield test_signatures.GOLDEN, "\n".join(test_signatures.surface()) + "\n"
+    yield recipes.PAGE, recipes.page()
+    yield primitives.PAGE, primitives.page()
+    for name, draw in seams.PICTURES.items():
+        yield seams.IMAGES / f"{name}.svg", seams.svg(draw())
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        yield page, shown.with_sources(page.read_text())
+
+
+if __name__ == "__main__":
+    for path, text in files():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(path.relative_to(ROOT))
