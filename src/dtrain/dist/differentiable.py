@@ -24,7 +24,8 @@ def all_gather_with_grad(x: Tensor) -> Tensor:
 
     The gradient is that of the loss *summed* over ranks, which is what a step of this library divides by the global weight:
     each rank's rows get the sum of what all ranks' losses say about them. So a loss over this rank's rows against everybody's,
-    with their number as its weight, trains like one process with the whole batch.
+    with their number as its weight, trains like one process with the whole batch. ``cached_microbatch_step`` is the step for
+    it: in ``microbatch_step`` each microbatch would gather rows of its own, and those that a rank repeats for want of samples.
 
         z = dt.all_gather_with_grad(model(batch))  # [n, dim] -> [sum of n, dim]
 

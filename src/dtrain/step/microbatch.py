@@ -45,7 +45,8 @@ def microbatch_step(
     same for every microbatch size, world size and split, up to rounding. With ``terms`` it is the sum of such means. A rank
     may have fewer samples than the others, or none: it repeats a microbatch with weight zero, so that all ranks run the same
     number of forwards and backwards. Between ``split_replicas`` and ``join_replicas`` it is the mean over the samples of this
-    rank's copy of the model.
+    rank's copy of the model. A loss that gathers the samples of other ranks would see that repetition: take
+    ``cached_microbatch_step`` for it, where a rank has no row that is not in the batch.
 
     Args:
         state: not spent; its parameters are not changed.
