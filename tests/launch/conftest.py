@@ -38,7 +38,9 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
         mark = uuid.uuid4().hex
         script = tmp_path / name
         script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(textwrap.dedent(source), encoding="utf-8")
+        begun = script.with_name(f"{script.name}.{mark}")  # whole at once: a rank of another job may be about to read it
+        begun.write_text(textwrap.dedent(source), encoding="utf-8")
+        begun.replace(script)
         ranks = [] if n is None else ["-n", str(n)]
         ranks += [] if shown is None else ["--log-ranks", shown]
         settings: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
@@ -51,15 +53,16 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
         return jobs[-1]
 
     yield start_job
-    survivors = {}
-    for job in jobs:
-        running = job.process.poll() is None
-        if not running:
+    running, survivors = [], {}
+    for job in jobs:  # all of them, before anything is said: what is left of one would be there in the next test
+        if job.process.poll() is None:
+            running.append(job.pid)
+        else:
             survivors.update(job.processes())
         for pid in job.processes():
             os.kill(pid, signal.SIGKILL)
         job.process.communicate(timeout=LONG_S)
-        assert not running, "the test ended before its launcher"
+    assert not running, "the test ended before its launcher"
     assert not survivors
 
 
