@@ -11,8 +11,7 @@ from pathlib import Path
 import test_signatures
 from battery import pages as recipes
 from pages import primitives, seams, shown
-
-ROOT = Path(__file__).parents[1]
+from pages.fences import DOCS, ROOT
 
 
 def files() -> Iterator[tuple[Path, str]]:
@@ -22,7 +21,7 @@ def files() -> Iterator[tuple[Path, str]]:
     yield primitives.PAGE, primitives.page()
     for name, draw in seams.PICTURES.items():
         yield seams.IMAGES / f"{name}.svg", seams.svg(draw())
-    for page in sorted((ROOT / "docs").glob("*.md")):
+    for page in sorted(DOCS.glob("*.md")):
         yield page, shown.with_sources(page.read_text())
 
 

@@ -284,8 +284,8 @@ def fail_at(point: str) -> list:
         def no_more() -> None:
             budget.limit = 0  # not what is live: a rank for which gloo drops something just now would go on, into a collective
 
+        level = budget.live  # before any collective, whose tensors gloo may hold for a little longer
         one_step(model, optimizer, x)
-        level = budget.live
         with wrapped(POINTS[point], before=no_more), pytest.raises(torch.OutOfMemoryError):
             one_step(model, optimizer, x)
         refused, budget.limit = budget.refused, PLENTY
@@ -297,9 +297,9 @@ def fail_at(point: str) -> list:
 
 
 def settled(budget: MemoryBudget, level: int) -> int:
-    """What is held, when a thread of gloo has dropped what it sent: nobody waits for that, nor did who took the level."""
+    """What is held, when a thread of gloo has dropped what it sent: nobody waits for that."""
     end = time.monotonic() + 90
-    while budget.live > level and time.monotonic() < end:
+    while budget.live != level and time.monotonic() < end:
         time.sleep(0.01)
     return budget.live
 
@@ -307,8 +307,7 @@ def settled(budget: MemoryBudget, level: int) -> int:
 @pytest.mark.parametrize("point", ["gather", "reduce"])
 def test_a_sharded_model_that_fails_goes_back_to_its_level(ranks, point):
     for refused, level, after, later in ranks(2).run(fail_at, point):
-        assert refused == 1
-        assert max(after, later) <= level
+        assert (refused, after, later) == (1, level, level)
 
 
 def read_budgets(kind: str) -> list:
