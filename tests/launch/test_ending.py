@@ -162,6 +162,31 @@ def test_one_request_that_is_delivered_twice_is_one_request(start):
     assert job.wait().code == 75
 
 
+@pytest.mark.parametrize("options", [(), ("--no-preload",)], ids=["preloaded", "plain"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGUSR1, 0)])
+def test_rank_that_is_asked_while_it_leaves_ends_as_it_was_about_to(start, options, number, code):
+    """While Python takes its modules down, it has given every signal that was handled its default back, which is death."""
+    job = start(
+        f"""
+        import os, signal, sys, time
+        import dtrain  # then it is worth preloading
+        signal.signal({number:d}, lambda *_: None)
+        class Slow:
+            def __del__(self, open=open, name=os.environ["FOLDER"] + "/leaving-" + os.environ["RANK"], sleep=time.sleep):
+                with open(name, "w") as file:
+                    file.write("now")
+                sleep(3)
+        slow = Slow()
+        sys.exit({code})
+        """,
+        options=["--grace", "60", "--stop-signal", "USR1", *options],
+    )
+    job.wait_for("leaving-0", "leaving-1")
+    job.process.send_signal(number)
+    result = job.wait()
+    assert (result.code, result.err) == (code, "")
+
+
 def test_second_signal_while_a_failed_job_is_ending_kills_at_once_and_keeps_the_cause(start):
     job = start(
         """

@@ -167,7 +167,8 @@ def test_all_nodes_are_preempted_together(nodes):
     first, second = nodes(source)
     first.wait_for("0", "1", "2", "3")
     second.process.terminate()
-    assert [first.wait().code, second.wait().code] == [75, 75]
+    results = [first.wait(), second.wait()]
+    assert [result.code for result in results] == [75, 75], results
 
 
 def test_node_that_is_told_to_end_and_does_not_save_ends_the_others(nodes):

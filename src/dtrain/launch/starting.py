@@ -33,7 +33,7 @@ def start_ranks(job: Job) -> None:
         world_size=layout.world_size,
         timeout_s=plan.hang_timeout_s,
         node_rank=layout.node_rank,
-        nproc=layout.nproc,
+        ranks=layout.ranks,
     )
     cores, count = usable_cores(), core_count()
     shares = share_cores(cores, layout.nproc) if plan.bind else [[]] * layout.nproc

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -231,15 +232,34 @@ def test_rank_that_has_just_ended_is_no_problem(tmp_path):
 
 
 def test_tidy_removes_what_nobody_wrote_to(tmp_path):
-    tidy(tmp_path)
-    files = [wire.stacks_file(tmp_path, rank) for rank in range(2)]
+    tidy(tmp_path, range(2))
+    files = [wire.stacks_file(tmp_path, rank) for rank in range(3)]
     files[0].parent.mkdir()
-    for file, text in zip(files, ("", "Thread"), strict=True):
+    for file, text in zip(files, ("", "Thread", ""), strict=True):
         file.write_text(text)
-    tidy(tmp_path)
-    assert [file.exists() for file in files] == [False, True]
+    tidy(tmp_path, range(2))
+    assert [file.exists() for file in files] == [False, True, True]  # the last one is open in a rank of another node
     files[1].write_text("")
-    tidy(tmp_path)
+    tidy(tmp_path, range(2))
+    assert [file.exists() for file in files] == [False, False, True]
+    tidy(tmp_path, range(2, 3))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_launchers_of_several_nodes_tidy_one_folder_at_the_same_time(tmp_path):
+    """On a disk that nodes share, one of them removes the folder while another is in it."""
+
+    def end_often(rank: int) -> None:
+        file = wire.stacks_file(tmp_path, rank)
+        for _ in range(500):
+            with contextlib.suppress(FileExistsError, FileNotFoundError):  # the other one has removed it meanwhile
+                file.parent.mkdir(exist_ok=True)
+                file.touch()
+            tidy(tmp_path, [rank])
+
+    with ThreadPoolExecutor(2) as pool:
+        for ended in [pool.submit(end_often, rank) for rank in range(2)]:
+            ended.result()
     assert list(tmp_path.iterdir()) == []
 
 

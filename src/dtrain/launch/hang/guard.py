@@ -29,19 +29,19 @@ class Guard:
         world_size: ranks of the whole job.
         timeout_s: without progress for so long, the ranks hang; None: they never do, but somebody may ask.
         node_rank: of this launcher.
-        nproc: ranks of this node.
+        ranks: those of this node.
 
     Mutates: the run folder, in which it says where it can be asked.
     """
 
-    def __init__(self, *, run_dir: Path, world_size: int, timeout_s: float | None, node_rank: int = 0, nproc: int) -> None:
-        self._run_dir, self._world_size, self._node_rank = run_dir, world_size, node_rank
+    def __init__(self, *, run_dir: Path, world_size: int, timeout_s: float | None, node_rank: int, ranks: range) -> None:
+        self._run_dir, self._world_size, self._node_rank, self._ranks = run_dir, world_size, node_rank, ranks
         self._watch = Watch(timeout_s)
         self._inspection: Inspection | None = None
         self._by_hand, self._wanted = False, False
         self._look_at: float | None = None
         self.ask_fd, self._ask = os.pipe()
-        announce(run_dir, node_rank, alone=nproc == world_size)
+        announce(run_dir, node_rank, alone=len(ranks) == world_size)
 
     def feed(self, record: Pulse) -> None:
         """Take note of what a rank reports. Mutates: this guard."""
@@ -106,4 +106,4 @@ class Guard:
         os.close(self.ask_fd)
         os.close(self._ask)
         withdraw(self._run_dir, self._node_rank)
-        tidy(self._run_dir)
+        tidy(self._run_dir, self._ranks)

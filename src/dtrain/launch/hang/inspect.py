@@ -173,18 +173,19 @@ def _records(run_dir: Path) -> Path:
     return wire.stacks_file(run_dir, 0).parent
 
 
-def tidy(run_dir: Path) -> None:
-    """Remove the files in which no rank wrote anything: a job that did not hang leaves none.
+def tidy(run_dir: Path, ranks: Iterable[int]) -> None:
+    """Remove the files in which these ranks wrote nothing: a job that did not hang leaves none.
+
+    Those of other nodes are theirs, where the folder is on a disk that nodes share: their ranks may still run.
 
     Mutates: ``run_dir``, that of this launch.
     """
-    folder = _records(run_dir)
-    for path in folder.glob("*.stacks"):
+    for path in (wire.stacks_file(run_dir, rank) for rank in ranks):
         with contextlib.suppress(OSError):
             if path.stat().st_size == 0:
                 path.unlink()
     with contextlib.suppress(OSError):  # not there, or something is in it
-        folder.rmdir()
+        _records(run_dir).rmdir()
 
 
 def _catches(pid: int, number: int) -> bool:

@@ -17,10 +17,12 @@ _FROM_THE_START = frozenset(sys.modules)
 if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # this file's folder: its modules must not shadow anybody's
 
+import atexit
 import builtins
 import importlib.abc
 import importlib.util
 import os
+import signal
 import traceback
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -32,6 +34,7 @@ from dtrain.launch.start.interpreter import flags_of
 from dtrain.launch.start.shadow import first_folder, shadowed
 
 _FRESH: dict[str, object] = {"__annotations__": {}, "__cached__": None}
+_MAY_BE_HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # of those that the launcher passes on
 
 
 def main() -> None:
@@ -88,6 +91,8 @@ def run(kind: str, target: str, args: list[str]) -> None:
         if not (isinstance(error, KeyboardInterrupt) and interrupted.exists()):  # a Ctrl-C says where it came from by itself
             _show(error)
         raise SystemExit(wire.exit_code_of(error)) from None
+    finally:
+        atexit.register(_outlast_signals)  # runs once the script's threads have ended
 
 
 def plain_command(kind: str, target: str, args: list[str]) -> list[str]:
@@ -131,6 +136,17 @@ def _main_module(*, file: str | None, loader: importlib.abc.Loader) -> ModuleTyp
     # Whether a main module begins with these depends on the version of Python: as in the one we were started in.
     module.__dict__.update({name: value for name, value in _FRESH.items() if name in sys.modules["__main__"].__dict__})
     return module
+
+
+def _outlast_signals() -> None:
+    """Ignore the signals that the script has handled: when the interpreter takes its modules down, it gives them their default
+    back, which is death, and a rank that has saved and leaves with its exit code would end by a request that comes late.
+
+    Mutates: this process's signal handling.
+    """
+    for number in _MAY_BE_HANDLED:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
