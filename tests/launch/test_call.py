@@ -10,8 +10,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -331,6 +332,33 @@ def test_ctrl_c_ends_all(tmp_path):
         spawned(run)
     thread.join()
     assert all(gone(int((tmp_path / rank).read_text())) for rank in "01")
+
+
+@pytest.mark.parametrize("call", ["fork", "waitpid"])
+@pytest.mark.parametrize("first", [1, 2])
+def test_ctrl_c_while_a_rank_is_started_or_collected_leaves_none(monkeypatch, call, first):
+    """At that moment the process is there, or not any more, and nobody has made a note of it yet."""
+    pids, moments = [], []
+
+    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: int) -> Any:
+            found = real(*args)
+            if name == "fork":
+                pids.append(found)
+            if name == call and found != 0:  # 0: this is the fork
+                moments.append(found)
+                if len(moments) == first:
+                    signal.raise_signal(signal.SIGINT)
+            return found
+
+        return run
+
+    for name in ("fork", "waitpid"):
+        monkeypatch.setattr(os, name, watched(name, getattr(os, name)))
+    with pytest.raises(KeyboardInterrupt):
+        spawned(lambda: time.sleep(NEVER_S if call == "fork" else 0))
+    assert pids
+    assert all(map(gone, pids))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells children of their parent's death on Linux")

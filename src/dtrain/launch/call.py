@@ -21,7 +21,7 @@ from dtrain.errors import ConfigError, RankError
 from dtrain.launch.forked import ForkedRank, Task, fork_rank
 from dtrain.launch.plan import MAX_RANKS
 from dtrain.launch.port import hold_port
-from dtrain.launch.processes import send
+from dtrain.launch.processes import interrupts_held, send
 from dtrain.launch.verdict import Cause, first_failure, is_failure, signal_name
 
 GRACE_S = 5.0
@@ -42,8 +42,9 @@ class _Job:
         return [rank for rank in self.ranks if rank.end is None]
 
     def collect(self) -> None:
-        for rank in self.alive():
-            rank.collect(time.monotonic())
+        with interrupts_held():
+            for rank in self.alive():
+                rank.collect(time.monotonic())
 
     def failed(self) -> bool:
         return any(rank.end is not None and is_failure(rank.end) for rank in self.ranks)
@@ -85,7 +86,8 @@ def spawn(fn: Callable[..., Any], *args: Any, nproc: int, timeout_s: float | Non
         with hold_port() as held:
             task = Task(fn=fn, args=args, nproc=nproc, held=held)
             for rank in range(nproc):
-                job.ranks.append(_started(task, rank))
+                with interrupts_held():
+                    job.ranks.append(_started(task, rank))
             _watch(job, deadline)
             return _results(job)
     finally:
@@ -194,9 +196,10 @@ def _end(job: _Job) -> None:
                 job.collect()
                 time.sleep(_LOOK_S / 5)
     finally:
-        for rank in job.alive():
-            rank.kill_family()
-        for rank in job.alive():
-            os.waitpid(rank.pid, 0)
-        for rank in job.ranks:
-            os.close(rank.pipe)
+        with interrupts_held():
+            for rank in job.alive():
+                rank.kill_family()
+            for rank in job.alive():
+                os.waitpid(rank.pid, 0)
+            for rank in job.ranks:
+                os.close(rank.pipe)

@@ -11,10 +11,12 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
@@ -60,6 +62,28 @@ def forget_signals(*, ignore: Collection[int] = ()) -> None:
         if signal.getsignal(number) is not None:  # None: the C library keeps it for itself
             signal.signal(number, signal.SIG_IGN if number in ignore else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Have a Ctrl-C wait until the end of the block: between a process's start and the note of it, it would leave it behind.
+
+    Nothing outside the main thread, which alone is interrupted, and where Ctrl-C does not raise.
+
+    Mutates: this process's handler of SIGINT, within the block.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(signal.SIGINT, came[-1])
 
 
 def reap() -> tuple[list[tuple[int, int]], bool]:

@@ -24,23 +24,28 @@ import os, re, signal, sys, time
 from pathlib import Path
 from dtrain.launch.hang.stacks import register_stacks
 says, stacks = map(Path, sys.argv[1:])
+partial = says.with_suffix(".partial")
+def prepare():
+    partial.write_text(str(os.getpid()))
 def ready():
-    says.with_suffix(".partial").write_text(str(os.getpid()))
-    says.with_suffix(".partial").rename(says)
+    prepare()
+    partial.rename(says)
 """
 PROGRAMS = {
     "sleeps": """
 register_stacks(stacks)
+prepare()
 def here():
-    ready()
+    os.rename(partial, says)  # in C: who sees that it is ready finds it here
     time.sleep(600)
 here()
 """,
     # One call of the regular expression engine, which gives the interpreter to nobody and outlasts everybody.
     "holds-the-gil": """
 register_stacks(stacks)
+prepare()
 def here():
-    ready()
+    os.rename(partial, says)  # in C: who sees that it is ready finds it here
     re.match("(a|a)+b", "a" * 99)
 here()
 """,
@@ -49,8 +54,9 @@ if os.fork():
     os.wait()
     sys.exit()
 register_stacks(stacks)
+prepare()
 def here():
-    ready()
+    os.rename(partial, says)  # in C: who sees that it is ready finds it here
     time.sleep(600)
 here()
 """,
