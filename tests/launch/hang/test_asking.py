@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -242,6 +244,25 @@ def announced(folder: Path, pid: int) -> None:
     path.parent.mkdir()
     started = asking._started(pid)
     path.write_text(json.dumps(asdict(Launcher(pid=pid, started=started, host=socket.gethostname(), report="report.txt"))))
+
+
+def test_folder_that_goes_while_it_is_read_has_nothing_in_it(tmp_path, monkeypatch):
+    """A launcher that ends removes what nobody wrote to."""
+    records = tmp_path / "hang"
+    records.mkdir()
+
+    def removing(list_folder: Callable[[str | Path], object]) -> Callable[[str | Path], object]:
+        def run(path: str | Path) -> object:
+            with contextlib.suppress(FileNotFoundError):
+                records.rmdir()
+            return list_folder(path)
+
+        return run
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, removing(getattr(os, name)))
+    with pytest.raises(ConfigError, match="no rank has written anything down"):
+        explain_hang(tmp_path)
 
 
 def test_launcher_that_does_not_answer_or_dies_is_an_error(tmp_path, monkeypatch):

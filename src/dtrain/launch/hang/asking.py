@@ -14,7 +14,17 @@ from pathlib import Path
 from dtrain import runs, wire
 from dtrain.errors import ConfigError, DistError
 from dtrain.launch.hang.explain import explain
-from dtrain.launch.hang.known import REPORT, Account, evidence_of, found_ranks, merged, read, read_accounts, report_name
+from dtrain.launch.hang.known import (
+    REPORT,
+    Account,
+    evidence_of,
+    found_ranks,
+    matching,
+    merged,
+    read,
+    read_accounts,
+    report_name,
+)
 from dtrain.launch.hang.report import message_of, moment, write_report
 
 PATIENCE_S = 30.0
@@ -61,7 +71,7 @@ def explain_hang(folder: str | os.PathLike[str] | None = None) -> str:
         DistError: the launcher does not answer, or has ended before it did.
     """
     records = _records(folder)
-    launchers = [one for path in sorted(records.glob("launcher-*.pid")) if (one := _parse(read(path))) is not None]
+    launchers = [one for path in matching(records, "launcher-*.pid") if (one := _parse(read(path))) is not None]
     here = [one for one in launchers if one.here]
     if here:
         _ask(records, here)
@@ -118,7 +128,7 @@ def _below(run_dir: Path) -> Path:
 
 def _launch_of(folder: Path) -> str | None:
     """The run folder of the launcher that started the last attempt of a training run which keeps its files in ``folder``."""
-    about = sorted((folder / runs.ATTEMPTS).glob("attempt-*.json"), key=lambda path: runs.attempt_of(path.name) or 0)
+    about = sorted(matching(folder / runs.ATTEMPTS, "attempt-*.json"), key=lambda path: runs.attempt_of(path.name) or 0)
     try:
         launch = json.loads(read(about[-1]))["launch"]["folder"] if about else None
     except (ValueError, KeyError, TypeError):
@@ -192,7 +202,7 @@ def _written(records: Path, account: Account | None) -> float:
     """When the ranks were asked."""
     if account is not None:
         return account.at
-    return max(path.stat().st_mtime for path in records.glob("rank-*"))
+    return max(path.stat().st_mtime for path in matching(records, "rank-*"))
 
 
 def _nothing(records: Path, launchers: Sequence[Launcher]) -> str:

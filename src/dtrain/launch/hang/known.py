@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -68,7 +69,7 @@ def write_account(folder: Path, account: Account) -> None:
 
 def read_accounts(folder: Path) -> list[Account]:
     """What launchers have written into ``folder`` about the last time they asked, by node; damaged ones are left out."""
-    found = [account for path in sorted(folder.glob("launcher-*.json")) if (account := _parse(read(path))) is not None]
+    found = [account for path in matching(folder, "launcher-*.json") if (account := _parse(read(path))) is not None]
     last = max(found, key=lambda account: account.at, default=None)
     if last is None:
         return []
@@ -91,7 +92,7 @@ def _known(fields: Mapping[str, Any]) -> Known:
 
 def found_ranks(folder: Path) -> list[Known]:
     """The ranks that wrote something into ``folder``; of what their launcher knew, nothing."""
-    names = {path.stem for pattern in ("rank-*.json", "rank-*.stacks") for path in folder.glob(pattern)}
+    names = {path.stem for pattern in ("rank-*.json", "rank-*.stacks") for path in matching(folder, pattern)}
     numbers = sorted(int(number) for name in names if (number := name.removeprefix("rank-")).isdecimal())
     return [Known(rank=number) for number in numbers]
 
@@ -142,3 +143,11 @@ def read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="backslashreplace")
     except OSError:
         return ""
+
+
+def matching(folder: Path, pattern: str) -> list[Path]:
+    """The files of a folder by name; none of one that is not there, or that its launcher is removing at this moment."""
+    try:
+        return sorted(folder / name for name in fnmatch.filter(os.listdir(folder), pattern))
+    except OSError:
+        return []
