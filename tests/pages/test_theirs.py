@@ -17,11 +17,15 @@ from pathlib import Path
 import pytest
 
 from pages import ways_in
+from pages.theirs import SAMPLES
 
 PACKAGES = {"from_accelerate.md": "accelerate", "from_deepspeed.md": "deepspeed", "from_fabric.md": "lightning"}
 
-# Of two processes over three epochs of 512 samples.
-BATCHES = {"from_accelerate.md": 3 * 512 // 8 // 2, "from_deepspeed.md": 3 * 512 // 4 // 2, "from_fabric.md": 3 * 512 // 8 // 2}
+# Of each of two processes in three epochs, with the batch sizes of the pages.
+BATCHES = {
+    page: 3 * SAMPLES // size // 2
+    for page, size in (("from_accelerate.md", 8), ("from_deepspeed.md", 4), ("from_fabric.md", 8))
+}
 
 
 def folder_of(package: str) -> Path:

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -252,20 +253,28 @@ def test_tidy_removes_what_nobody_wrote_to(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_launchers_of_several_nodes_tidy_one_folder_at_the_same_time(tmp_path):
-    """On a disk that nodes share, one of them removes the folder while another is in it."""
+@pytest.mark.parametrize("moment", range(3))
+def test_launchers_of_several_nodes_tidy_one_folder_at_the_same_time(tmp_path, monkeypatch, moment):
+    """On a disk that nodes share: the other one does it between two calls of this one to the system."""
+    files = [wire.stacks_file(tmp_path, rank) for rank in range(2)]
+    files[0].parent.mkdir()
+    for file in files:
+        file.touch()
+    calls = count()
 
-    def end_often(rank: int) -> None:
-        file = wire.stacks_file(tmp_path, rank)
-        for _ in range(500):
-            with contextlib.suppress(FileExistsError, FileNotFoundError):  # the other one has removed it meanwhile
-                file.parent.mkdir(exist_ok=True)
-                file.touch()
-            tidy(tmp_path, [rank])
+    def after_the_other(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **settings: Any) -> Any:
+            if next(calls) == moment:
+                tidy(tmp_path, [1])
+            return real(*args, **settings)
 
-    with ThreadPoolExecutor(2) as pool:
-        for ended in [pool.submit(end_often, rank) for rank in range(2)]:
-            ended.result()
+        return run
+
+    for name in ("stat", "scandir", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, after_the_other(getattr(os, name)))
+    tidy(tmp_path, [0])
+    monkeypatch.undo()
+    assert next(calls) > moment
     assert list(tmp_path.iterdir()) == []
 
 
