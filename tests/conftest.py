@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share two cores, and the fork server needs one thread
+import hypothesis
 import pytest
 import torch
 
@@ -24,7 +25,12 @@ for number, usual in USUAL:
         signal.signal(number, usual)
 
 
+hypothesis.settings.register_profile("every change", derandomize=True)  # one that finds something new is not the change's fault
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--slow"):
+        hypothesis.settings.load_profile("every change")
     config.stash[BEFORE] = leftovers.look()
 
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtrain.errors import ConfigError
@@ -38,6 +38,9 @@ class Lines:
     limit=st.integers(0, 2 * 10**6),
     at_most=st.integers(1, AT_MOST),
 )
+@example(lines=[(0, 1), (6, 0)], limit=6, at_most=9)  # exactly what is held whatever the size: flat, and then too large
+@example(lines=[(0, 1), (150, 0)], limit=150, at_most=AT_MOST)
+@example(lines=[(26, 2), (88, 1), (94, 0)], limit=102, at_most=AT_MOST)
 @settings(max_examples=300, deadline=None)
 def test_largest_is_what_trying_all_finds(lines, limit, at_most):
     found = _largest(Lines(lines), memory=limit, limit=limit, at_most=at_most)

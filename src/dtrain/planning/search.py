@@ -184,24 +184,23 @@ def _largest(sizes: _Sizes, memory: int, limit: int, at_most: int) -> Largest:
     """The largest size from 1 to ``at_most`` whose peak is within ``limit``.
 
     At each moment of a step the bytes that are held are a line over the size, so their peak is the highest of many lines: it
-    grows ever faster. So what a line through two sizes says is too large beyond them is too large, and what a line between one
-    that fits and one that does not says will fit does.
+    grows ever faster. A line through two sizes that both fit, or both do not, lies below it outside of these two, so whatever
+    that line says is too large is. The largest size that is left is tried each time (Newton's method on a convex function), and
+    each of the lines is met twice at most, wherever the limit is.
     """
     best, too_large, guess = 0, at_most + 1, 1
+    last: dict[bool, int] = {}  # the size tried last that fits, and the one that does not
     while best + 1 < too_large:
-        before, peak = best, sizes.peak(guess)
-        if peak <= limit:
-            best = guess
-        else:
-            too_large = guess
-        if not before:
-            guess = min(_SECOND, too_large - 1)
-            continue
-        slope = (peak - sizes.peak(before)) / (guess - before)
-        reach = best + int((limit - sizes.peak(best)) / slope) if slope > 0 else at_most
-        if peak <= limit:
-            too_large = min(too_large, reach + 1)
-        guess = max(best + 1, min(reach, too_large - 1))
+        fits = sizes.peak(guess) <= limit
+        best, too_large = (guess, too_large) if fits else (best, guess)
+        if fits in last:
+            low, high = sorted((last[fits], guess))
+            rise = sizes.peak(high) - sizes.peak(low)
+            if rise > 0:
+                first = low + (limit - sizes.peak(low)) * (high - low) // rise + 1
+                too_large = max(best + 1, min(too_large, first))
+        last[fits] = guess
+        guess = min(_SECOND, too_large - 1) if guess == 1 else too_large - 1
     return Largest(microbatch_size=best, estimate=sizes.estimate(max(best, 1)), memory=memory, tries=sizes.tries)
 
 
