@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import leftovers
+from dtrain.launch.port import hold_port
 from dtrain.testing import Ranks
 
 torch.set_num_threads(1)
@@ -56,6 +57,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs --slow"))
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port of loopback on which nobody listens, and that nobody is given who asks for any, for as long as the test runs.
+
+    Programs of the test may listen there, if they set ``SO_REUSEADDR``.
+    """
+    with hold_port() as held:
+        yield held.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

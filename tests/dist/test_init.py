@@ -149,15 +149,7 @@ def run_script(body: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def free_port() -> str:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def error_of_init(rank: int, world_size: int, port: str, **environment: str) -> str:
+def error_of_init(rank: int, world_size: int, port: int, **environment: str) -> str:
     """What init_dist raises in a process that is alone, though it was told of others."""
     body = """
         import dtrain as dt
@@ -166,23 +158,21 @@ def error_of_init(rank: int, world_size: int, port: str, **environment: str) -> 
         except dt.DistError as error:
             print(error)
     """
-    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     out = run_script(body, **place, **environment)
     assert out.returncode == 0, out.stderr
     return out.stdout
 
 
-def test_missing_ranks_are_named():
-    assert "init_dist: 2 of 3 ranks did not arrive within 2 s: missing [1, 2]" in error_of_init(0, 3, free_port())
+def test_missing_ranks_are_named(port):
+    assert "init_dist: 2 of 3 ranks did not arrive within 2 s: missing [1, 2]" in error_of_init(0, 3, port)
 
 
-def test_unreachable_rank_0_is_named():
-    port = free_port()
+def test_unreachable_rank_0_is_named(port):
     assert f"rank 1 could not reach rank 0 at 127.0.0.1:{port} within 2 s" in error_of_init(1, 2, port)
 
 
-def test_store_of_the_launcher_that_cannot_be_reached_is_named():
-    port = free_port()
+def test_store_of_the_launcher_that_cannot_be_reached_is_named(port):
     text = error_of_init(0, 2, port, TORCHELASTIC_USE_AGENT_STORE="True")
     assert f"rank 0 could not reach the launcher at 127.0.0.1:{port} within 2 s" in text
 

@@ -5,29 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 
 import pytest
 
 
-def free_port():
-    """A port that nobody else is likely to get in the next second."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def place(port, *, of=2):
-    return ["--nnodes", str(of), "--master-addr", "127.0.0.1", "--master-port", port]
+    return ["--nnodes", str(of), "--master-addr", "127.0.0.1", "--master-port", str(port)]
 
 
 @pytest.fixture
-def nodes(start):
+def nodes(start, port):
     """``nodes(source, ...)`` starts the launchers of a job, one per node; settings that are lists differ between nodes."""
 
     def start_nodes(source, *args, count=2, options=(), own=((), ()), **settings):
-        where = place(free_port(), of=count)
+        where = place(port, of=count)
         return [
             start(source, *args, options=[*where, "--node-rank", str(node), *options, *own[node]], **settings)
             for node in range(count)
@@ -119,14 +111,13 @@ def test_launcher_that_is_killed_ends_the_other_nodes_and_is_named(nodes):
     assert "node 1" in result.summary[0]
 
 
-def test_node_that_does_not_come_is_named(start):
-    port = free_port()
+def test_node_that_does_not_come_is_named(start, port):
     job = start(WHO, options=[*place(port), "--node-rank", "0", "--join-timeout", "1"])
     result = job.wait()
     assert result.code == 1
     (line,) = result.summary
     assert "1 of 2 nodes joined in 1 s; missing: node 1" in line
-    assert port in line
+    assert str(port) in line
     assert "GLOO_SOCKET_IFNAME" in line
     assert not (job.folder / "0").exists()
 
@@ -136,8 +127,8 @@ def test_data_that_is_the_same_is_no_reason_to_refuse(nodes, tmp_path):
     assert [job.wait().code for job in nodes(WHO, n=1, options=["--check-path", "data"])] == [0, 0]
 
 
-def test_script_that_differs_is_refused_on_all_nodes(start, tmp_path):
-    where = place(free_port())
+def test_script_that_differs_is_refused_on_all_nodes(start, tmp_path, port):
+    where = place(port)
     jobs = [
         start(
             source,
@@ -193,8 +184,8 @@ def test_ranks_that_end_early_wait_for_those_of_the_other_nodes(nodes):
     assert time.monotonic() > begun + 1
 
 
-def test_restarts_are_refused_on_several_nodes(start):
-    result = start(WHO, options=[*place(free_port()), "--node-rank", "0", "--max-restarts", "2"]).wait()
+def test_restarts_are_refused_on_several_nodes(start, port):
+    result = start(WHO, options=[*place(port), "--node-rank", "0", "--max-restarts", "2"]).wait()
     assert (result.code, len(result.err.splitlines())) == (2, 1)
     assert "--max-restarts" in result.err
 

@@ -17,6 +17,7 @@ from dtrain.errors import ConfigError, DistError
 _OPEN, _FAILED, _OVER = b"open", b"failed", b"over"
 _TOO_SHORT = 0.1  # of the time that was given, for another try
 _MARGIN_S = 5.0  # a store call that takes so much longer than its own time-out has lost its server
+_PAUSE_S = 5.0  # torch connects once more when its time is over, after a pause of its own: up to 2.4 s were seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ def connect(meeting: Meeting, *, within_s: float) -> dist.Store:
     shown = address if isinstance(address, str) else f"{address.host}:{address.port}"
     silent = f"init_dist: {server} at {shown} does not answer rank {meeting.rank} within {within_s:g} s; is it stopped?"
     try:
-        return bounded(lambda: _store(address, meeting, limit), within_s=within_s + _MARGIN_S, otherwise=silent)
+        return bounded(lambda: _store(address, meeting, limit), within_s=within_s + _PAUSE_S + _MARGIN_S, otherwise=silent)
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         if isinstance(address, Address) and address.serves:  # so it is about listening there

@@ -108,16 +108,9 @@ def log_and_close(log) -> None:
     close_sink(log)
 
 
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
-
-
 @pytest.fixture
-def server(database, tmp_path) -> Iterator[str]:
+def server(database, tmp_path, port) -> Iterator[str]:
     """MLflow's server, over the store in a file."""
-    port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database]
     command += ["--default-artifact-root", str(tmp_path), "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with open(tmp_path / "server.log", "wb") as out:
@@ -152,9 +145,9 @@ def test_its_server_takes_a_run_and_a_resumed_one(server, tmp_path):
     assert client(server).get_run(first).data.params == {"lr": "0.1"}
 
 
-def test_a_server_that_is_not_there_is_one_warning(tmp_path):
+def test_a_server_that_is_not_there_is_one_warning(tmp_path, port):
     before = len(dropped_sinks())
-    log = mlflow("digits", folder=tmp_path, tracking_uri=f"http://127.0.0.1:{free_port()}", patience_s=PATIENCE_S)
+    log = mlflow("digits", folder=tmp_path, tracking_uri=f"http://127.0.0.1:{port}", patience_s=PATIENCE_S)
     log._close_s = PATIENCE_S
     with pytest.warns(UserWarning, match=r"mlflow: .*Connection refused.*; metrics are no longer logged there"):
         log_and_close(log)
