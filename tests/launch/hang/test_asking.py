@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from dtrain.launch.hang import asking
 from dtrain.launch.hang.asking import Launcher, announce, explain_hang, withdraw
 from dtrain.launch.hang.known import Account, Known, read_accounts, write_account
 from dtrain.launch.hang.watch import Seen
+from dtrain.testing.lookup import wrapped
 
 TIMEOUT_S = 4
 
@@ -246,23 +246,32 @@ def announced(folder: Path, pid: int) -> None:
     path.write_text(json.dumps(asdict(Launcher(pid=pid, started=started, host=socket.gethostname(), report="report.txt"))))
 
 
-def test_folder_that_goes_while_it_is_read_has_nothing_in_it(tmp_path, monkeypatch):
+def test_folder_that_goes_while_it_is_read_has_nothing_in_it(tmp_path):
     """A launcher that ends removes what nobody wrote to."""
     records = tmp_path / "hang"
     records.mkdir()
 
-    def removing(list_folder: Callable[[str | Path], object]) -> Callable[[str | Path], object]:
-        def run(path: str | Path) -> object:
-            with contextlib.suppress(FileNotFoundError):
-                records.rmdir()
-            return list_folder(path)
+    def remove() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            records.rmdir()
 
-        return run
-
-    for name in ("listdir", "scandir"):
-        monkeypatch.setattr(os, name, removing(getattr(os, name)))
-    with pytest.raises(ConfigError, match="no rank has written anything down"):
+    nothing = pytest.raises(ConfigError, match="no rank has written anything down")
+    with wrapped("os.listdir", before=remove), wrapped("os.scandir", before=remove), nothing:
         explain_hang(tmp_path)
+    assert not records.exists()
+
+
+def test_files_that_go_while_they_are_read_are_told_of(tmp_path):
+    stacks = wire.stacks_file(tmp_path, 0)
+    stacks.parent.mkdir()
+    stacks.touch()
+
+    def remove() -> None:
+        stacks.unlink(missing_ok=True)
+
+    with wrapped("dtrain.launch.hang.asking.evidence_of", after=remove):
+        assert "rank 0" in explain_hang(tmp_path)
+    assert not stacks.exists()
 
 
 def test_launcher_that_does_not_answer_or_dies_is_an_error(tmp_path, monkeypatch):

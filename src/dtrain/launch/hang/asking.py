@@ -202,7 +202,8 @@ def _written(records: Path, account: Account | None) -> float:
     """When the ranks were asked."""
     if account is not None:
         return account.at
-    return max(path.stat().st_mtime for path in matching(records, "rank-*"))
+    written = [version[1] for path in matching(records, "rank-*") if (version := _version(path)) is not None]
+    return max(written) / 1e9 if written else time.time()  # removed since they were read
 
 
 def _nothing(records: Path, launchers: Sequence[Launcher]) -> str:
