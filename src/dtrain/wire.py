@@ -35,6 +35,8 @@ FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE",)  # how many collectives torch rememb
 PREEMPTED = 75  # what a rank exits with that was asked to stop, and has saved
 STOP_SIGNAL = "DTRAIN_STOP_SIGNAL"  # number of a signal that asks a rank to save and stop, besides SIGTERM
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to the launcher: it asks the ranks to end by the same one
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # to the launcher: the ranks get them, and nothing else happens
 STACKS_SIGNAL = signal.SIGRTMIN + 6 if sys.platform == "linux" else signal.SIGURG  # on which a rank writes its stacks
 
 OWNED_PREFIXES = ("DTRAIN_", "TORCHELASTIC_")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 
@@ -18,18 +17,16 @@ sys.exit(int(sys.argv[1]) if os.environ["RANK"] == "1" else 0)
 """
 
 
-def launch(folder, *options, code):
+def launch(folder, port, *options, code):
     (folder / "look.py").write_text(LOOK)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "dtrain", "launch", "-n", "2", "--nnodes", "1:1", "--rdzv-endpoint", endpoint, *options]
     return subprocess.run([*command, "look.py", str(code)], cwd=folder, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_ranks_run_under_torchs_agent_and_their_code_is_kept(tmp_path, code):
-    done = launch(tmp_path, "--run-dir", "here", code=code)
+def test_ranks_run_under_torchs_agent_and_their_code_is_kept(tmp_path, port, code):
+    done = launch(tmp_path, port, "--run-dir", "here", code=code)
     assert done.returncode == code, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("[rank "))
     assert [line.split()[2:4] for line in lines] == [["0", "2"], ["1", "2"]]
@@ -39,7 +36,7 @@ def test_ranks_run_under_torchs_agent_and_their_code_is_kept(tmp_path, code):
 
 
 @pytest.mark.parametrize("option", ["--hang-timeout", "--log-ranks"])
-def test_what_torchs_agent_cannot_do_is_refused(tmp_path, option):
-    done = launch(tmp_path, option, "1", code=0)
+def test_what_torchs_agent_cannot_do_is_refused(tmp_path, port, option):
+    done = launch(tmp_path, port, option, "1", code=0)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert option in done.stderr

@@ -363,6 +363,7 @@ def test_two_processes_of_one_rank_are_refused(forked):
 @pytest.mark.parametrize(("number", "text"), [(signal.SIGSTOP, "stopped answering"), (signal.SIGKILL, "has ended")])
 def test_a_rank_0_that_serves_the_store_and_goes_is_named(forked, monkeypatch, number, text):
     monkeypatch.setattr(rendezvous, "_MARGIN_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_PAUSE_S", 0.0)
 
     def body(rank: int) -> str:
         if rank == 0:
@@ -381,6 +382,7 @@ def test_a_rank_0_that_serves_the_store_and_goes_is_named(forked, monkeypatch, n
 
 def test_a_stopped_rank_0_does_not_hold_up_those_that_connect(forked, monkeypatch):
     monkeypatch.setattr(rendezvous, "_MARGIN_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_PAUSE_S", 0.0)
 
     def body(rank: int) -> str:
         if rank == 0:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from dtrain.launch.nodes.agent import Agent, start_agent
 from dtrain.launch.nodes.meeting import Meeting
 from dtrain.launch.nodes.messages import Message
+from dtrain.launch.port import hold_port
 
 LONG_S = 90  # no promise: how long a busy test machine may take
 
@@ -82,11 +82,9 @@ def _reap(pid: int) -> None:
 
 @contextlib.contextmanager
 def several() -> Iterator[Nodes]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    nodes = Nodes(port=port)
-    try:
-        yield nodes
-    finally:
-        nodes.end()
+    with hold_port() as held:
+        nodes = Nodes(port=held.getsockname()[1])
+        try:
+            yield nodes
+        finally:
+            nodes.end()

@@ -8,11 +8,12 @@ import time
 import traceback
 from typing import NoReturn
 
+from dtrain import wire
 from dtrain.launch import processes, verdict
 from dtrain.launch.attempt import REPEAT_S
 from dtrain.launch.output.outlet import Outlet
 from dtrain.launch.plan import LaunchPlan
-from dtrain.launch.supervisor import ENDING_SIGNALS, PASSED_ON, supervise
+from dtrain.launch.supervisor import supervise
 
 _INSIST_S = 1.0  # what the supervisor has to end everything in, once it was asked twice
 _WITHIN_S = 10.0  # what does not die of SIGKILL in this time sits in the kernel
@@ -29,8 +30,9 @@ def launch(plan: LaunchPlan) -> int:
     # A shell that became this process has left its children: `exec dtrain launch ... > >(tee log)`. They are not of the job.
     strangers = processes.sessions_here()
     processes.become_subreaper()
-    heeded = {number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}  # nohup, sh -c '... &'
-    watched = {signal.SIGCHLD, *heeded, *PASSED_ON}
+    # With nohup, or in sh -c '... &', some are ignored.
+    heeded = {number for number in wire.ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+    watched = {signal.SIGCHLD, *heeded, *wire.PASSED_ON}
     for number in watched:
         signal.signal(number, lambda *_: None)  # an ignored signal might never become pending
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -92,7 +94,7 @@ def _wait_for(supervisor: int, watched: set[signal.Signals]) -> tuple[int, int |
                     return code, first[1] if killed and first is not None else None
         elif number is not None:
             processes.send(supervisor, number)
-            if number not in ENDING_SIGNALS:
+            if number not in wire.ENDING_SIGNALS:
                 continue
             if first is None:
                 first = now, number

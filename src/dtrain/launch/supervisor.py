@@ -28,9 +28,6 @@ from dtrain.launch.restarts import Restarts
 from dtrain.launch.start.starter import Starter
 from dtrain.launch.starting import listen_on_loopback, open_store, start_ranks, unwatched_listener, watch_starter
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-
 _PATIENCE_S = 10.0  # for a reader that does not read, after the job
 _REAP_S = 10.0  # for processes that were killed
 _CHUNK = 1 << 16
@@ -83,7 +80,7 @@ def supervise(plan: LaunchPlan, *, front_alive: int) -> int:
 def _nobody_waits(job: Job, wake: int, front_alive: int) -> bool:
     """Whether the user has had enough of waiting for a reader, or there is no front any more."""
     with contextlib.suppress(BlockingIOError):
-        if any(number in ENDING_SIGNALS for number in os.read(wake, _CHUNK)):
+        if any(number in wire.ENDING_SIGNALS for number in os.read(wake, _CHUNK)):
             return True
     return job.attempt.insisted or job.front_gone or bool(select.select([front_alive], [], [], 0)[0])
 
@@ -95,8 +92,8 @@ def _wake_up_pipe() -> int:
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     # The front has handlers for all that were not ignored when it started.
-    ending = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    watched = (signal.SIGCHLD, *ending, *PASSED_ON, wire.STACKS_SIGNAL)
+    ending = [number for number in wire.ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    watched = (signal.SIGCHLD, *ending, *wire.PASSED_ON, wire.STACKS_SIGNAL)
     for number in watched:
         signal.signal(number, lambda *_: None)  # a handler must exist, or nothing is written
     signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
@@ -214,9 +211,9 @@ def _wait_s(job: Job, now: float, wake_at: float | None) -> float | None:
 def _read_signals(job: Job, wake: int) -> None:
     for number in os.read(wake, _CHUNK):
         nobody_hears = number == job.plan.stop_signal and not job.attempt.running()
-        if number in ENDING_SIGNALS or nobody_hears:
+        if number in wire.ENDING_SIGNALS or nobody_hears:
             job.attempt.ask_to_end(number, time.monotonic())
-        elif number in PASSED_ON:
+        elif number in wire.PASSED_ON:
             job.attempt.forward(number)
         elif number == wire.STACKS_SIGNAL and job.guard is not None:
             job.guard.ask()

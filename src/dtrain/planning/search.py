@@ -192,7 +192,10 @@ def _largest(sizes: _Sizes, memory: int, limit: int, at_most: int) -> Largest:
     last: dict[bool, int] = {}  # the size tried last that fits, and the one that does not
     while best + 1 < too_large:
         fits = sizes.peak(guess) <= limit
-        best, too_large = (guess, too_large) if fits else (best, guess)
+        if fits:
+            best = guess
+        else:
+            too_large = guess
         if fits in last:
             low, high = sorted((last[fits], guess))
             rise = sizes.peak(high) - sizes.peak(low)

@@ -57,10 +57,7 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def nodes(tmp_path: Path, port: int) -> Iterator[Nodes]:
     started = Nodes(folder=tmp_path, endpoint=f"127.0.0.1:{port}")
     yield started
     for process in started.started:

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dtrain import wire
 from dtrain.launch.hang.inspect import PATIENCE_S, Suspects, begin, tidy
 from dtrain.launch.hang.watch import Seen
+from dtrain.testing.lookup import wrapped
 
 LONG_S = 60
 START = """
@@ -254,7 +254,7 @@ def test_tidy_removes_what_nobody_wrote_to(tmp_path):
 
 
 @pytest.mark.parametrize("moment", range(3))
-def test_launchers_of_several_nodes_tidy_one_folder_at_the_same_time(tmp_path, monkeypatch, moment):
+def test_launchers_of_several_nodes_tidy_one_folder_at_the_same_time(tmp_path, moment):
     """On a disk that nodes share: the other one does it between two calls of this one to the system."""
     files = [wire.stacks_file(tmp_path, rank) for rank in range(2)]
     files[0].parent.mkdir()
@@ -262,18 +262,14 @@ def test_launchers_of_several_nodes_tidy_one_folder_at_the_same_time(tmp_path, m
         file.touch()
     calls = count()
 
-    def after_the_other(real: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **settings: Any) -> Any:
-            if next(calls) == moment:
-                tidy(tmp_path, [1])
-            return real(*args, **settings)
+    def the_other() -> None:
+        if next(calls) == moment:
+            tidy(tmp_path, [1])
 
-        return run
-
-    for name in ("stat", "scandir", "unlink", "rmdir"):
-        monkeypatch.setattr(os, name, after_the_other(getattr(os, name)))
-    tidy(tmp_path, [0])
-    monkeypatch.undo()
+    with contextlib.ExitStack() as stack:
+        for name in ("stat", "scandir", "unlink", "rmdir"):
+            stack.enter_context(wrapped(f"os.{name}", before=the_other))
+        tidy(tmp_path, [0])
     assert next(calls) > moment
     assert list(tmp_path.iterdir()) == []
 

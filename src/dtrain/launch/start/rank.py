@@ -34,7 +34,6 @@ from dtrain.launch.start.interpreter import flags_of
 from dtrain.launch.start.shadow import first_folder, shadowed
 
 _FRESH: dict[str, object] = {"__annotations__": {}, "__cached__": None}
-_MAY_BE_HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # of those that the launcher passes on
 
 
 def main() -> None:
@@ -68,6 +67,7 @@ def run(kind: str, target: str, args: list[str]) -> None:
     """Run a script, or a module as in ``python -m``; leaves by ``SystemExit`` unless it ends by itself.
 
     Mutates: what a fresh interpreter would have set for it: ``sys.argv``, ``sys.path``, ``sys.modules["__main__"]``.
+    At the end, the exit handlers.
     """
     sys.argv = [target, *args]
     sys.orig_argv = plain_command(kind, target, args)
@@ -144,7 +144,7 @@ def _outlast_signals() -> None:
 
     Mutates: this process's signal handling.
     """
-    for number in _MAY_BE_HANDLED:
+    for number in {*wire.ENDING_SIGNALS, *wire.PASSED_ON} - {signal.SIGINT}:  # Ctrl-C ends whatever is left
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_IGN)
 
