@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from dtrain import pulse
+
+_LOOK_S = 0.5  # between two looks at how many parts are done
+
 
 class _Turns:
     """Hands out the numbers 0 to ``count`` - 1, until an error."""
@@ -12,6 +16,7 @@ class _Turns:
     def __init__(self, count: int) -> None:
         self._lock = threading.Lock()
         self._next, self._count = 0, count
+        self.done = 0
         self.error: BaseException | None = None
 
     def take(self) -> int | None:
@@ -33,11 +38,13 @@ class _Turns:
         try:
             while (part := self.take()) is not None:
                 do(part)
+                with self._lock:
+                    self.done += 1
         except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
             self.stop(error)
 
 
-def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: str) -> None:
+def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: str, doing: str | None = None) -> None:
     """``do(0)`` to ``do(count - 1)``, each once, by ``threads`` threads that take them in order; all are done on return.
 
     Args:
@@ -45,6 +52,7 @@ def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: 
         do: called from several threads at a time.
         threads: at most so many; with 1 everything happens in the calling thread.
         name: of the threads.
+        doing: a word for the launcher, which hears it whenever parts have been done; None tells the launcher nothing.
 
     Raises:
         BaseException: the first that ``do`` raised, when no thread works any more. An interrupt (Ctrl-C) comes through as late.
@@ -53,6 +61,8 @@ def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: 
     if threads <= 1:
         for part in range(count):
             do(part)
+            if doing is not None:
+                pulse.beat(doing)
         return
     turns = _Turns(count)
     workers = [
@@ -64,10 +74,23 @@ def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: 
             worker.start()
             started.append(worker)
         for worker in started:
-            worker.join()
+            _wait_for(worker, turns, doing)
     finally:
         turns.stop()  # when this is an interrupt, or a thread could not be had
         for worker in started:
             worker.join()
     if turns.error is not None:
         raise turns.error
+
+
+def _wait_for(worker: threading.Thread, turns: _Turns, doing: str | None) -> None:
+    """Wait until a thread ends, and tell the launcher that the work gets on as long as it does."""
+    if doing is None:
+        worker.join()
+        return
+    seen = 0
+    while worker.is_alive():
+        worker.join(_LOOK_S)
+        if turns.done != seen:
+            seen = turns.done
+            pulse.beat(doing)

@@ -23,6 +23,7 @@ from dtrain.storage import local
 from dtrain.storage.local import Buffer
 
 Opening = Literal["read", "lock", "new"]
+_NO_FILE = "is not a regular file, but a link, pipe, device, socket or folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +82,26 @@ def private_folder(path: Path) -> None:
             raise ConfigError(f"{path} is not a folder of this user (uid {os.getuid()}); give another place") from None
 
 
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK  # a link is refused, and a pipe not waited for
+
+
 def _opened(path: Path, how: Opening) -> int:
     if how == "new":
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        return os.open(path, os.O_RDONLY)  # not made if it is there: systems refuse that for other users' files in /tmp
+        handle = os.open(path, os.O_RDONLY | _FLAGS)  # not made if it is there: systems refuse that for others' files in /tmp
     except FileNotFoundError:
         if how == "read":
             raise
-        return os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_RDONLY | os.O_CREAT | _FLAGS, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+            raise OSError(errno.EINVAL, _NO_FILE, str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, _NO_FILE, str(path))
+    return handle
 
 
 class SharedFile:
@@ -102,6 +114,7 @@ class SharedFile:
 
     Raises:
         FileNotFoundError: nothing to read. FileExistsError: the new name is taken.
+        OSError: a link, or no regular file.
     """
 
     __slots__ = ("_handle", "_path")

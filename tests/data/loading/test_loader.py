@@ -6,9 +6,10 @@ from itertools import chain
 import pytest
 import torch
 
+from dtrain.batch import origins_of
+from dtrain.clock import Place
 from dtrain.data.loading.build import build_loader
 from dtrain.data.loading.loader import Loader
-from dtrain.dist.control import agree_before_step
 from dtrain.durations import RunLength
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
 
@@ -116,16 +117,10 @@ def test_two_loops_over_one_loader_are_refused():
 
 
 def test_the_end_of_an_epoch_is_known_while_its_last_batch_is_worked_on():
-    def ends() -> bool:
-        return agree_before_step(samples=1, tokens=0, microbatches=1, weightless=False).end_of_epoch
-
     source = loader(size=10, batch=5)
-    assert [ends() for _ in source.until("2ep")] == [False, True, False, True]
-    assert not ends(), "a batch from elsewhere ends no epoch"
-    stream = source.until("3ep")
-    next(stream), next(stream)
-    stream.close()
-    assert not ends(), "a loop that was left ends none either"
+    assert [origins_of(batch)[0].ends_epoch for batch in source.until("2ep")] == [False, True, False, True]
+    assert source.handed_out.end == Place(2, 0)
+    assert origins_of(next(source.one_pass())) == [], "an evaluation is in no epoch of the run"
 
 
 def test_until_is_counted_from_the_start_of_the_run():
@@ -297,3 +292,50 @@ def test_notes_of_an_error_stay_in_its_line():
     with pytest.raises(DataError) as caught:
         list(build_loader(Noted(4), global_batch_size=2, seed=0, shuffle=False).until("1ep"))
     assert str(caught.value) == "loader: first second, sample 0: ValueError: torn"
+
+
+def test_a_loader_says_how_to_loop_over_it():
+    source = loader()
+    for use in (iter, list):
+        with pytest.raises(ConfigError, match=r"loader: write `for batch in loader.until\('3ep'\)` .*loader.one_pass\(\)"):
+            use(source)
+    with pytest.raises(ConfigError, match="write `for batch in loader"):
+        for _ in source:
+            pass
+    assert source.position.batches == 0
+
+
+def test_the_length_of_a_loader_is_that_of_an_epoch():
+    assert len(loader(size=10, batch=4)) == 3
+    assert len(loader(size=10, batch=4, tail="drop")) == 2
+    endless = build_loader(iter(range(10)), global_batch_size=2, seed=0, shuffle=False)
+    with pytest.raises(ConfigError, match="an iterable dataset without a length"):
+        len(endless)
+    assert endless, "which has no length, and is there"
+
+
+def test_a_dict_of_tensors_is_a_dataset_of_rows():
+    data = {"x": torch.arange(6.0)[:, None], "y": torch.arange(6)}
+    source = build_loader(data, global_batch_size=4, seed=0)
+    seen = list(source.one_pass())
+    assert [batch["x"].shape for batch in seen] == [(4, 1), (2, 1)]
+    assert sorted(torch.cat([batch["y"] for batch in seen]).tolist()) == list(range(6))
+    assert all(torch.equal(batch["x"][:, 0], batch["y"].float()) for batch in seen)
+    listed = build_loader(data, global_batch_size=6, seed=0, shuffle=False, collate=list)
+    assert [sample["y"].item() for sample in next(listed.one_pass())] == list(range(6))
+    numbered = build_loader({0: {"x": torch.tensor(1)}, 1: {"x": torch.tensor(2)}}, global_batch_size=2, seed=0, shuffle=False)
+    assert next(numbered.one_pass())["x"].tolist() == [1, 2], "samples by number are a dataset as they are"
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        ({"x": torch.zeros(3), "y": torch.zeros(2)}, r"\{'x': \[3\], 'y': \[2\]\}"),
+        ({"x": torch.zeros(3), "names": ["a", "b", "c"]}, r"\{'x': \[3\], 'names': 'list'\}"),
+        ({"x": torch.tensor(1.0)}, r"\{'x': \[\]\}"),
+        ({}, r"\{\}"),
+    ],
+)
+def test_a_dict_that_has_no_rows_is_refused(data, shown):
+    with pytest.raises(ConfigError, match=rf"build_loader: a dict is a dataset of rows, .*got {shown}\. Give tensors"):
+        build_loader(data, global_batch_size=2, seed=0)

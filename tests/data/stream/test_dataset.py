@@ -381,6 +381,63 @@ def test_a_cached_file_of_another_size_is_fetched_again(tmp_path, opened):
     assert dataset[1]["id"] == 1
 
 
+def flipped(path, at):
+    """Flip one bit of a file, and leave its times as they are."""
+    about, content = path.stat(), bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def filled(folder, cache, opened):
+    """The files of a cache that has every shard of the dataset."""
+    dataset = opened(folder)
+    assert ids(dataset.__getitems__(range(100))) == list(range(100))
+    dataset.close()
+    return sorted(cache.glob("?" * 32))
+
+
+def test_a_bit_flipped_in_a_cached_shard_is_found_and_the_shard_fetched_again(tmp_path, opened):
+    folder = written(tmp_path / "data", compression="gz", hashes=["xxh64"])
+    cached = filled(folder, tmp_path / "cache", opened)
+    sound = [path.read_bytes() for path in cached]
+    for number, path in enumerate(cached):
+        flipped(path, len(sound[number]) - 1 - 97 * number % 1000)
+    dataset = opened(folder)
+    assert [dataset[index] for index in range(100)] == list(samples(100))
+    assert [path.read_bytes() for path in cached] == sound
+
+
+def test_verify_false_trusts_the_cache(tmp_path, opened):
+    folder = written(tmp_path / "data", compression="gz", hashes=["xxh64"])
+    (first, *_) = filled(folder, tmp_path / "cache", opened)
+    flipped(first, first.stat().st_size - 1)
+    dataset = opened(folder, verify=False)
+    assert [dataset[index] for index in range(100)] != list(samples(100))
+
+
+def test_a_damaged_shard_that_another_has_open_is_read_from_its_source(tmp_path, opened):
+    folder = written(tmp_path / "data", compression="gz", hashes=["xxh64"], limit=None)
+    other, mine = opened(folder), opened(folder)
+    mine._access.cache.room_s = 0.01
+    assert other[0]["id"] == 0
+    (cached,) = (tmp_path / "cache").glob("?" * 32)
+    flipped(cached, cached.stat().st_size - 1)
+    with pytest.warns(UserWarning, match="or a damaged copy is"):
+        assert [mine[index] for index in range(100)] == list(samples(100))
+
+
+def test_many_processes_that_find_one_damaged_shard_fetch_it_again(tmp_path, opened):
+    folder = written(tmp_path / "data", compression="gz", hashes=["xxh64"])
+    for path in filled(folder, tmp_path / "cache", opened):
+        flipped(path, path.stat().st_size - 1)
+    loaders = [DataLoader(opened(folder), batch_size=25, num_workers=2, collate_fn=list) for _ in range(2)]
+    for batches in zip(*loaders, strict=True):  # four processes, and each shard is opened by two or more
+        assert batches[0] == batches[1]
+    dataset = opened(folder)
+    assert [dataset[index] for index in range(100)] == list(samples(100))
+
+
 def test_a_dataset_is_gone_with_its_last_mention(folder):
     dataset = ShardedDataset(folder)
     dataset[0]

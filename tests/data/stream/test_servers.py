@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from dtrain.data.stream.dataset import ShardedDataset
 from dtrain.errors import ConfigError, DataError
 from places.proxy import Fault
-from places.shards import Watch, written
+from places.shards import Watch, samples, written
 from places.web import web
 
 LONG_S = 90
@@ -83,6 +83,21 @@ WRONG = [
     ("truncated", r"{url}/{name}: has \d+ bytes, the index says \d+$"),
     ("changed", r"{url}/{name}: xxh64 is [0-9a-f]{{16}}, the index says [0-9a-f]{{16}}$"),
 ]
+
+
+def test_a_bit_flipped_in_a_cached_shard_is_found_and_the_shard_fetched_again(served, tmp_path, opened):
+    there = served(written(tmp_path / "data", hashes=["xxh64"]))
+    dataset = opened(there.url, read_ahead=0)
+    assert [dataset[index] for index in range(100)] == list(samples(100))
+    dataset.close()
+    cached = sorted((tmp_path / "cache").glob("?" * 32))
+    content = bytearray(cached[2].read_bytes())
+    content[-1] ^= 1
+    cached[2].write_bytes(content)
+    requests = len(there.shard_requests())
+    again = opened(there.url, read_ahead=0)
+    assert [again[index] for index in range(100)] == list(samples(100))
+    assert len({*there.shard_requests()[requests:]}) == 1
 
 
 @pytest.mark.parametrize("compression", [None, pytest.param("zstd", marks=pytest.mark.slow)], ids=["raw", "zstd"])

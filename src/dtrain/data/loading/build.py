@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.batch import BatchSpec
-from dtrain.data.dataset import MapDataset, fingerprint_of, is_hugging_face
+from dtrain.data.dataset import MapDataset, fingerprint_of, is_hugging_face, rows_of
 from dtrain.data.loading.feed import Feed, MapFeed
 from dtrain.data.loading.foreign import as_iterable, checked_mosaic, is_mosaic
 from dtrain.data.loading.iterable_feed import IterableFeed
@@ -53,10 +53,10 @@ def build_loader(
     """A ``Loader`` of this rank's share of ``dataset``.
 
     Args:
-        dataset: indexed, with a length, and the same on every rank: a map-style dataset, a tensor or a ``TensorDict`` (indexed
-            by a tensor), a Hugging Face ``Dataset``, a ``ShardedDataset``, a ``Mixture``. Or one that can only be iterated:
-            every rank reads it whole and keeps its share; with ``state_dict`` and ``load_state_dict`` it resumes at once,
-            without them by reading what was consumed. A MosaicML ``StreamingDataset`` keeps its own order and state.
+        dataset: indexed, with a length, and the same on every rank: a map-style dataset, a tensor, a ``TensorDict`` or a dict
+            of tensors (a sample per row), a Hugging Face ``Dataset``, a ``ShardedDataset``, a ``Mixture``. Or one that can only
+            be iterated: every rank reads it whole and keeps its share; with ``state_dict`` and ``load_state_dict`` it resumes
+            at once, without them by reading what was consumed. A MosaicML ``StreamingDataset`` keeps its own order and state.
         mesh: its data-parallel ranks share each batch, and those along ``cp`` and ``tp`` get the same; needed when there are
             several ranks.
         global_batch_size: samples per step over all ranks; or a schedule of such, rounded down, of the number of the step.
@@ -84,6 +84,7 @@ def build_loader(
         ConfigError: no sample, a batch size below 1, no whole batch with ``tail="drop"``, negative workers, several ranks
             without a mesh, a shuffle of what can only be iterated.
     """
+    dataset = rows_of(dataset)
     if callable(global_batch_size):
         if isinstance(global_batch_size, Measured) and global_batch_size.unit != "ba":
             raise ConfigError(f"build_loader: global_batch_size is a schedule of steps, got one of {global_batch_size.unit!r}")

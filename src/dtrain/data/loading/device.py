@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dtrain.batch import pinned, tensors_of, to_device
+from dtrain.batch import pinned, tensors_of, to_device, with_origins_of
 from dtrain.errors import ConfigError
 from dtrain.types import Batch
 
@@ -29,7 +29,7 @@ def prefetch_to_device(batches: Iterable[Batch], device: torch.device | str, *, 
     """
     if ahead < 1:
         raise ConfigError(f"prefetch_to_device: ahead must be at least 1, got {ahead}")
-    yield from moved_ahead(batches, torch.device(device), ahead=ahead, batch_of=_same, with_batch=_second)
+    yield from moved_ahead(batches, torch.device(device), ahead=ahead, batch_of=_same, with_batch=with_origins_of)
 
 
 def moved_ahead(
@@ -69,7 +69,3 @@ def _arrived(item: Item, copied: Any, device: torch.device, batch_of: Callable[[
 
 def _same(batch: Batch) -> Batch:
     return batch
-
-
-def _second(_: Batch, moved: Batch) -> Batch:
-    return moved

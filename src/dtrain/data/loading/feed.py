@@ -15,6 +15,7 @@ from dtrain.data.loading.workers import Workers, parcels
 from dtrain.data.order.base import Order, rank_positions
 from dtrain.data.order.prepared import Prepared
 from dtrain.data.order.tails import Tail, batch_indices
+from dtrain.dist.origin import Agreement
 from dtrain.durations import Duration
 from dtrain.errors import DataError, DtrainError
 from dtrain.types import Batch, Plain, Schedule
@@ -34,6 +35,7 @@ class Handout:
         unreadable: samples that were left out.
         state: of an iterable dataset, after this batch.
         alone: ranks end their epochs each for itself.
+        agreement: the answer of the ranks about the end of the epoch, written by the step on the batch.
         moved_only: there is no batch; only the position is another.
     """
 
@@ -44,6 +46,7 @@ class Handout:
     unreadable: list[tuple[int, str]] = field(default_factory=list)
     state: Plain = None
     alone: bool = False
+    agreement: Agreement = field(default_factory=Agreement)
     moved_only: bool = False
 
 

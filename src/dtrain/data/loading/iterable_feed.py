@@ -25,7 +25,6 @@ from dtrain.data.loading.reading import OnError, collated, described
 from dtrain.data.loading.workers import Workers, parcels
 from dtrain.data.order.base import check_same, rank_share
 from dtrain.data.transforms import SampleTransform, apply_transform
-from dtrain.dist.control import epoch_is_over
 from dtrain.dist.rng import derive_seed, drawing_from, reseed
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
@@ -311,6 +310,6 @@ class IterableFeed:
             yield replace(held, after=after, ends=True, state=None)
             return
         yield replace(held, ends=True)
-        while not once and not reached(goal, held.after) and epoch_is_over() is False:
+        while not once and not reached(goal, held.after) and held.agreement.over is False:
             held = replace(self._empty(held.after, shapes), state=held.state)
             yield replace(held, ends=True)

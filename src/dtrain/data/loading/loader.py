@@ -6,20 +6,23 @@ counts samples that were *handed out*, so what workers have fetched ahead is not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Protocol
 
 import torch
 
-from dtrain import spans
-from dtrain.batch import FailedBatch
+from dtrain import pulse, spans
+from dtrain.batch import FailedBatch, mark_batch
+from dtrain.clock import Place
 from dtrain.data.dataset import digest_of
 from dtrain.data.loading.device import moved_ahead
 from dtrain.data.loading.feed import Feed, Handout
 from dtrain.data.loading.position import Grid, Position, countable, reached
 from dtrain.data.loading.reading import described
-from dtrain.dist.control import Post, epoch_is_over, post_batch
 from dtrain.dist.init import current
+from dtrain.dist.origin import Agreement, Origin
 from dtrain.dist.rng import derive_seed
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError, DtrainError
@@ -43,6 +46,37 @@ class Unreadable:
         """Mutates: this list."""
         self.count += len(more)
         self.samples += more[: _LISTED - len(self.samples)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HandedOut:
+    """The batch that a loader handed out last.
+
+    Args:
+        agreement: the answers of the step on the batch.
+        before: position before the batch, and the state of an iterable dataset there.
+        after: position once the batch is consumed.
+        stepped: if True, a step consumed the batch before it, so a step is to be expected on this batch.
+    """
+
+    agreement: Agreement
+    before: tuple[Position, Plain]
+    after: Position
+    stepped: bool
+
+    @property
+    def is_pending(self) -> bool:
+        """True if a step on the batch was begun or is to be expected, and is not complete."""
+        return not self.agreement.consumed and (self.agreement.over is not None or self.stepped)
+
+
+class Stops(Protocol):
+    """A decision that ends a run before its length."""
+
+    @property
+    def stopped(self) -> bool:
+        """True if the run has ended."""
+        ...
 
 
 class Loader:
@@ -73,7 +107,9 @@ class Loader:
         self._dataset_state: Plain = None
         self._skipped_to: Position | None = None
         self._passes = 0
-        self._ended_alone = False
+        self.identity = object()  # in the origins of its batches
+        self.handed_out: Origin | None = None
+        self._last: _HandedOut | None = None
 
     @property
     def epoch_samples(self) -> int:
@@ -114,38 +150,65 @@ class Loader:
         uneven = goal.unit == "sp" and grid is not None and run.steps() != self.total_steps(goal)
         return replace(run, total=Duration(self.total_steps(goal), "ba")) if uneven else run
 
-    def until(self, length: Duration | int | str) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch]:
+        """Refuse: a loop must say how long the run is, so that it ends at the same place after any resume.
+
+        Raises:
+            ConfigError: always; it names the loops to write.
+        """
+        raise ConfigError(
+            "loader: write `for batch in loader.until('3ep')` to train for 3 epochs of the whole run, over any resume; or "
+            "`for batch in loader.one_pass()` to see each sample once without moving the position"
+        )
+
+    def __len__(self) -> int:
+        """Batches in one whole epoch: ``steps_per_epoch()``."""
+        return self.steps_per_epoch()
+
+    def __bool__(self) -> bool:
+        """True: also a loader whose length only the end of the epoch will tell."""
+        return True
+
+    def until(self, length: Duration | int | str, *, stop: Stops | Sequence[Stops] = ()) -> Iterator[Batch]:
         """Batches from the current position up to ``length`` of the whole run; nothing when it is reached already.
 
-        A batch counts as consumed when it is handed out: a checkpoint taken in the loop body resumes at the next one. While the
-        body runs, a step learns from here whether the batch is the last of its epoch, and whether all ranks are at one place in
-        the same data; so the clock's epochs are those of the loader that handed out a batch last, and a loop that fetches ahead
-        of its steps sees them end early.
+        ``stop``, an ``early_stop`` or ``threshold_stop`` or several, ends it earlier: after the batch on which the stop says
+        so, and at once in a resumed run that had stopped.
+
+        A batch counts as consumed when a step on it is complete, or when the next one is asked for. So a checkpoint agrees with
+        its state wherever it is taken in the loop body, also after Ctrl-C in the middle of a step. Where no step of dtrain is
+        made, a batch counts as consumed when it is handed out.
+
+        The tensors of a batch carry its place in the data. From there a step knows which epoch the batch belongs to, and that
+        all ranks are at one place in the same data. A batch of new tensors (slices, copies) does not carry it: name the loader
+        then, ``step.init(model, optimizer, loader=loader)``.
 
         Raises:
             ConfigError: a unit that a loader cannot count, or the position was moved while the loop was running.
             DataError: samples could not be read; on several ranks the step raises it, and all ranks stop together.
         """
-        goal = countable(length)
-        while not reached(goal, self.position):
+        goal, stops = countable(length), tuple(stop) if isinstance(stop, Sequence) else (stop,)
+        ended = next((one for one in stops if one.stopped), None)
+        if ended is not None and current().rank == 0:
+            print(f"dtrain: until: the run has ended by {ended!r}; there is nothing left to train", file=sys.stderr)
+        stepped = False
+        while not reached(goal, self.position) and not any(one.stopped for one in stops):
             at, passes = self.position, self._passes
             for handout in _waited(self._handouts(at, goal)):
                 if isinstance(handout, FailedBatch):
-                    post_batch(Post(stamp=self._stamp(at)))
-                    try:
-                        yield handout
-                    finally:
-                        post_batch()
+                    place = self._place(at)
+                    self.handed_out = Origin(loader=self.identity, begin=place, end=place, stamp=self._stamp(at))
+                    yield replace(handout, origin=self.handed_out)
                     raise handout.error
-                stamp = 0 if handout.alone or current().world_size == 1 else self._stamp(at)
-                at = self._move(handout)
+                before, dataset, at = at, self._dataset_state, self._move(handout)
                 if handout.moved_only:
                     continue
-                post_batch(Post(epoch_ends=handout.ends, alone=handout.alone, stamp=stamp, spare=handout.spare))
-                try:
-                    yield handout.batch
-                finally:
-                    post_batch()
+                self._last = _HandedOut(agreement=handout.agreement, before=(before, dataset), after=at, stepped=stepped)
+                self.handed_out = self._origin(handout, before)
+                yield mark_batch(handout.batch, self.handed_out)
+                stepped, self._last = handout.agreement.consumed, None
+                if any(one.stopped for one in stops):
+                    return
                 # Before the next batch is read: a stretch is skipped because it cannot be, perhaps.
                 if self._skipped_to is self.position or (self._passes != passes and self.feed.in_turns):
                     break  # skip() in the loop body, or one_pass() that has moved the dataset: go on from the position
@@ -190,13 +253,16 @@ class Loader:
     def state_dict(self) -> dict[str, Plain]:
         """The position, and what it is only meaningful with: seed, shuffle, size, and a digest of the dataset's fingerprint.
 
-        An iterable dataset's own state is in it under ``"dataset"``, if it has one.
+        The position is before the batch that was handed out last if a step on it is not complete: a save after an interrupt
+        skips no batch. An iterable dataset's own state is in it under ``"dataset"``, if it has one.
         """
-        at = self.position
-        if self._ended_alone and epoch_is_over() is not False:
+        at, dataset = self.position, self._dataset_state
+        if self._last is not None and self._last.after is at and self._last.is_pending:
+            at, dataset = self._last.before
+        elif self._ended_alone():
             at = replace(at, epoch=at.epoch + 1, samples=0)  # as until() will find when it goes on
         state: dict[str, Plain] = {"version": _VERSION, **asdict(at), **self.feed.identity(at), "data": self._digest}
-        return state if self._dataset_state is None else {**state, "dataset": self._dataset_state}
+        return state if dataset is None else {**state, "dataset": dataset}
 
     def load_state_dict(self, state: Mapping[str, Plain]) -> None:
         """Continue where ``state`` was taken. The global batch size, ranks and workers may differ.
@@ -227,7 +293,33 @@ class Loader:
         grid = self.feed.grid()
         self.position = at if grid is None else grid.inside(at)
         self._dataset_state = state.get("dataset")
-        self._ended_alone = False
+        self.handed_out, self._last = None, None
+
+    def _origin(self, handout: Handout, before: Position) -> Origin:
+        begin, end = self._place(before), self._place(handout.after)
+        if handout.alone and handout.ends:  # the position moves when all ranks have ended
+            end = Place(begin.epoch + 1, 0)
+        return Origin(
+            loader=self.identity,
+            begin=begin,
+            end=end,
+            alone=handout.alone,
+            stamp=0 if handout.alone or current().world_size == 1 else self._stamp(before),
+            spare=handout.spare,
+            agreement=handout.agreement,
+        )
+
+    def _place(self, at: Position) -> Place:
+        """Epoch and batches of it. The steps count batches if their size is a schedule."""
+        size = self.feed.global_batch_size
+        return Place(at.epoch, None if callable(size) else -(-at.samples // size))
+
+    def _ended_alone(self) -> bool:
+        """Return True if the batch handed out last was the end of the epoch for all ranks, and the position does not say so."""
+        origin = self.handed_out
+        if origin is None or not origin.alone or self._dataset_state is not None:
+            return False
+        return origin.ends_epoch and self.position.epoch == origin.begin.epoch and origin.agreement.over is not False
 
     def _stamp(self, at: Position) -> int:
         """A number for this place in these data, below 2**48."""
@@ -241,7 +333,6 @@ class Loader:
 
     def _move(self, handout: Handout) -> Position:
         self.position, self._dataset_state = handout.after, handout.state
-        self._ended_alone = handout.alone and handout.ends and handout.state is None
         self.unreadable.add(handout.unreadable)
         return handout.after
 
@@ -280,6 +371,7 @@ def _waited(handouts: Iterator[Handout | FailedBatch]) -> Iterator[Handout | Fai
             handout = next(handouts, None)
         finally:
             spans.end("data")
+            pulse.beat("in the loop")  # the wait is over: a rank that stops now, before it reports anything else, has data
         if handout is None:
             return
         yield handout

@@ -13,12 +13,15 @@ import xxhash
 
 from dtrain import storage
 from dtrain.data.stream.cache import Cache, Part
-from dtrain.data.stream.download import Checked, download, unreadable
+from dtrain.data.stream.download import Checked, WrongBytesError, download, unreadable
 from dtrain.data.stream.forks import FORKS
 from dtrain.data.stream.formats.base import ShardEntry, ShardFile, Source
 from dtrain.data.stream.sources import MemorySource, RangedSource
 from dtrain.errors import DataError
 from dtrain.storage import Place, RemotePath, SharedFile
+
+MAX_SHARD_BYTES = 16 * 2**30
+"""Bytes of a compressed shard after decompression, unless the user allows more."""
 
 _MOST_BYTES = 64 * 2**30
 _PIECE_BYTES = 2**24
@@ -51,13 +54,41 @@ class Access:
         root: the dataset's folder.
         cache: for what is not read in place.
         ranged: whether only the bytes of samples are read, where that is possible.
-        verify: whether digests are checked of files that are read in place; those of others always are.
+        verify: whether digests are checked of files that are there, in place or in the cache; downloads are always checked.
+        follow_links: whether links may lead out of a folder of this machine.
+        max_shard_bytes: of a compressed shard after decompression.
     """
 
-    def __init__(self, root: Place, cache: Cache, *, ranged: bool, verify: bool) -> None:
-        self.root, self.cache, self.ranged, self.verify = root, cache, ranged, verify
+    def __init__(
+        self,
+        root: Place,
+        cache: Cache,
+        *,
+        ranged: bool,
+        verify: bool,
+        follow_links: bool = False,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        self.root, self.cache, self.ranged, self.verify, self.follow_links = root, cache, ranged, verify, follow_links
+        self.max_shard_bytes = max_shard_bytes
+        self._real_root = None if isinstance(root, RemotePath) else storage.real_path(root)
         self._verified: set[str] = set()
         self._warned = False
+
+    def place_of(self, name: str) -> Place:
+        """Where a file of the dataset is, with links of this machine resolved.
+
+        Raises:
+            DataError: a link leads out of the folder, and links are not followed.
+        """
+        if self._real_root is None:
+            return self.root / name
+        real = storage.real_path(self._real_root / name)
+        if not self.follow_links and not real.is_relative_to(self._real_root):
+            raise DataError(
+                f"{self.root / name}: is a link to {real}, out of the dataset's folder; pass follow_links=True if you trust it"
+            )
+        return real
 
     def uses_cache(self, file: ShardFile) -> bool:
         """Whether the shard is fetched or unpacked before it is read."""
@@ -90,17 +121,30 @@ class Access:
         return Reached(source=MemorySource(view), held=len(view))
 
     def _cached(self, file: ShardFile) -> memoryview | None:
-        """The shard in the cache; None without room."""
-        name = self._name(file)
-        for _ in range(2):
-            view = self.cache.get(name, bytes_of(file), lambda part: self._download(file, part))
-            if view is None or file.raw_size in (None, len(view)):
-                return view
-            found = len(view)
-            del view  # and its lock
-            if not self.cache.discard(name):  # a machine that lost power has left it so: fetch it again
-                break
-        raise DataError(f"{self.cache.folder / name}: has {found} bytes, not {file.raw_size}; remove it")
+        """The shard in the cache; None without room, or while another process has a damaged copy open."""
+        return self.cache.get(
+            self._name(file),
+            bytes_of(file),
+            lambda part: self._download(file, part),
+            is_sound=lambda view: self._is_sound(file, view),
+        )
+
+    def _is_sound(self, file: ShardFile, view: memoryview) -> bool:
+        """Return False if the bytes of a shard in the cache are not those of the index."""
+        try:
+            self._check(self.cache.folder / self._name(file), file, view)
+        except WrongBytesError:
+            self._verified.discard(file.name)
+            return False
+        return True
+
+    def _check(self, path: Path, file: ShardFile, view: memoryview) -> None:
+        """Hold the raw bytes of a file against the index: their number always, the digests once."""
+        again = not self.verify or file.name in self._verified
+        pieces = (view[begin : begin + _PIECE_BYTES] for begin in range(0, len(view), _PIECE_BYTES))
+        for _ in Checked(path, "", file.raw_size, {} if again else file.raw_digests).of((view,) if again else pieces):
+            pass
+        self._verified.add(file.name)
 
     def fill(self, file: ShardFile, stopped: Callable[[], bool]) -> None:
         """Fetch the shard into the cache, if nobody does, and there is room."""
@@ -119,12 +163,19 @@ class Access:
         return xxhash.xxh3_128_hexdigest(named.encode())
 
     def _download(self, file: ShardFile, part: Part, stopped: Callable[[], bool] = lambda: False) -> None:
-        download(self._place(file), file, part.write, clear=part.clear, stopped=stopped)
+        download(self.place_of(file.name), file, part.write, clear=part.clear, stopped=stopped, limit=self.max_shard_bytes)
+        self._verified.add(file.name)
 
     def _held(self, file: ShardFile) -> memoryview:
         """The shard in memory, where there is no room in the cache."""
         content = bytearray()
-        download(self._place(file), file, lambda data: content.extend(memoryview(data)), clear=content.clear)
+        download(
+            self.place_of(file.name),
+            file,
+            lambda data: content.extend(memoryview(data)),
+            clear=content.clear,
+            limit=self.max_shard_bytes,
+        )
         return memoryview(content).toreadonly()
 
     def _warn(self, file: ShardFile) -> None:
@@ -132,8 +183,8 @@ class Access:
             return
         self._warned = True
         warnings.warn(
-            f"{self.root}: everything in the cache of {self.cache.limit} bytes is in use by other processes, so {file.name} is "
-            "read into memory; give more cache_bytes, or fewer open_shards",
+            f"{self.root}: everything in the cache of {self.cache.limit} bytes is in use by other processes (or a damaged copy "
+            f"is), so {file.name} is read into memory; give more cache_bytes, or fewer open_shards",
             stacklevel=2,
         )
 
@@ -148,16 +199,13 @@ class Access:
     def _in_place(self, file: ShardFile) -> memoryview:
         """A file of this machine, mapped."""
         assert not isinstance(self.root, RemotePath), "only here"
-        path = (self._unpacked(file) if file.compression else None) or self.root / file.name
-        with unreadable(path), FORKS.lock, SharedFile(path) as opened:
+        is_unpacked = file.compression is not None and self._unpacked(file) is not None
+        name = file.raw_name if is_unpacked and file.raw_name is not None else file.name
+        path, real = self.root / name, self.place_of(name)
+        assert isinstance(real, Path), "only here"
+        with unreadable(path), FORKS.lock, SharedFile(real) as opened:
             view = opened.mapped()
-        if len(view) != file.raw_size:
-            raise DataError(f"{path}: has {len(view)} bytes, the index says {file.raw_size}")
-        if self.verify and file.raw_digests and file.name not in self._verified:
-            pieces = (view[begin : begin + _PIECE_BYTES] for begin in range(0, len(view), _PIECE_BYTES))
-            for _ in Checked(path, "", file.raw_size, file.raw_digests).of(pieces):
-                pass
-            self._verified.add(file.name)
+        self._check(path, file, view)
         return view
 
 

@@ -11,6 +11,7 @@ however it ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ _STEP_BYTES = 64 * 2**20  # by which a reservation grows where the size is not k
 _OWNER_S = 300.0  # so long another process may take for a shard
 _ROOM_S = 5.0  # so long others may keep everything in use
 
-State = Literal["ready", "busy", "full"]
+State = Literal["ready", "busy", "full", "damaged"]
 
 
 class FullError(Exception):
@@ -87,22 +88,21 @@ class Cache:
         """Whether the whole shard is there now."""
         return storage.exists(self.folder / name)
 
-    def discard(self, name: str) -> bool:
-        """Remove a shard that is not what it should be. Returns whether it is gone; others may be reading it."""
-        with self.bookkeeping():
-            return self._removed(name)
-
-    def get(self, name: str, size: int, make: Callable[[Part], None]) -> memoryview | None:
+    def get(
+        self, name: str, size: int, make: Callable[[Part], None], *, is_sound: Callable[[memoryview], bool] = lambda view: True
+    ) -> memoryview | None:
         """The bytes of a shard, mapped; made by ``make`` if nobody has it yet.
 
         Args:
             name: of the shard.
             size: bytes that it will have.
             make: writes them into the part it is given. At most one caller of all processes does so at a time.
+            is_sound: returns False for bytes in the folder that are damaged; that shard is removed and made again.
 
         Returns:
             The bytes. It cannot be removed while the view, or a slice of it, lives. None where others have so much in use that
-            there is no room, or where another process holds the shard for very long: do without the cache.
+            there is no room, or where another process holds the shard for very long, or has a damaged one open: do without the
+            cache.
 
         Raises:
             DataError: it is larger than the whole cache.
@@ -112,7 +112,7 @@ class Cache:
         pause, released = 0.002, False
         room_s = 0.0 if self._is_crowded else self.room_s
         while True:
-            view, state = self._try(name, size, make)
+            view, state = self._try(name, size, make, is_sound)
             if state == "ready":
                 self._is_crowded = False
                 return view
@@ -120,7 +120,7 @@ class Cache:
                 self._release()
                 released = True
                 continue
-            if time.monotonic() - begun > (self.owner_s if state == "busy" else room_s):
+            if time.monotonic() - begun > {"busy": self.owner_s, "full": room_s, "damaged": self.room_s}[state]:
                 self._is_crowded = state == "full"
                 return None
             time.sleep(pause)
@@ -132,11 +132,14 @@ class Cache:
             with contextlib.suppress(OSError), self._opened(self.folder / name) as file:
                 file.touch()  # it is wanted soon, so it is not the one to go
             return
-        self._try(name, size, make)
+        self._try(name, size, make, lambda view: True)
 
-    def _try(self, name: str, size: int, make: Callable[[Part], None]) -> tuple[memoryview | None, State]:
-        if (view := self._whole(name)) is not None:
-            return view, "ready"
+    def _try(
+        self, name: str, size: int, make: Callable[[Part], None], is_sound: Callable[[memoryview], bool]
+    ) -> tuple[memoryview | None, State]:
+        view, state = self._whole(name, is_sound)
+        if state is not None:
+            return view, state
         try:
             part = self._claimed(name, size)
             return self._made(part, make) if isinstance(part, Part) else (None, part)
@@ -152,18 +155,32 @@ class Cache:
         finally:
             part.end()
 
-    def _whole(self, name: str) -> memoryview | None:
+    def _whole(self, name: str, is_sound: Callable[[memoryview], bool]) -> tuple[memoryview | None, State | None]:
+        """The shard that is in the folder; no state if there is none."""
         self.check_owner()
         with FORKS.lock:  # a view has a handle of its own, which ends with it in a child, too
             try:
                 file = SharedFile(self.folder / name)
             except FileNotFoundError:
-                return None
+                return None, None
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                file = None  # a link, or something else that no process of ours has put there
+            if file is None:
+                with self.bookkeeping():
+                    storage.remove_file(self.folder / name)
+                return None, None
             with file:
                 if not file.lock(shared=True) or not file.has_name:
-                    return None  # it is being removed
+                    return None, None  # it is being removed
                 file.touch()
-                return file.mapped()
+                view = file.mapped()
+        if is_sound(view):
+            return view, "ready"
+        del view  # and its lock
+        with self.bookkeeping():
+            return None, None if self._removed(name, unless=is_sound) else "damaged"
 
     def _claimed(self, name: str, size: int) -> Part | State:
         """A part for the shard with room for it, or why there is none."""
@@ -221,11 +238,14 @@ class Cache:
                 used -= entry.size
         return used + wanted <= self.limit
 
-    def _removed(self, name: str) -> bool:
+    def _removed(self, name: str, *, unless: Callable[[memoryview], bool] | None = None) -> bool:
+        """Remove a shard that nobody uses. Returns whether it is gone, or, if another process has made it again, is sound."""
         try:
             with self._opened(self.folder / name) as file:
                 if not file.lock():
                     return False
+                if unless is not None and unless(file.mapped()):
+                    return True
                 storage.remove_file(self.folder / name)
         except FileNotFoundError:
             pass

@@ -15,16 +15,16 @@ import numpy as np
 import xxhash
 
 from dtrain import storage
-from dtrain.data.stream.access import Access, bytes_of, default_folder, default_limit
+from dtrain.data.stream.access import MAX_SHARD_BYTES, Access, bytes_of, default_folder, default_limit
 from dtrain.data.stream.ahead import Ahead
 from dtrain.data.stream.cache import Cache
 from dtrain.data.stream.forks import FORKS
 from dtrain.data.stream.formats import format_named
-from dtrain.data.stream.formats.base import Shard, ShardEntry
+from dtrain.data.stream.formats.base import MAX_SAMPLE_BYTES, Format, Shard, ShardEntry, one_line, only_shard_errors
 from dtrain.data.stream.formats.index import recognised
 from dtrain.data.stream.listing import find_shards
 from dtrain.data.stream.opened import OpenShards
-from dtrain.errors import ConfigError, DataError
+from dtrain.errors import ConfigError, DataError, DtrainError
 from dtrain.storage import Place, RemotePath
 from dtrain.storage.parts import for_each_part
 from dtrain.types import Plain
@@ -59,7 +59,11 @@ class ShardedDataset:
             That costs a request for each sample, and digests cannot be checked; not for compressed shards.
         read_ahead: shards that are downloaded at a time before they are needed; 0 for none.
         open_shards: that a process keeps open.
-        verify: False does not check the digests of files that are read in place. A process checks each once, when it opens it.
+        verify: if False, digests are checked while a shard is downloaded, and not of files in place or in the cache. If True, a
+            process checks each file when it first opens it; a damaged one in the cache is fetched again.
+        follow_links: if True, symbolic links may lead out of a folder of this machine; if False, they are refused.
+        max_sample_bytes: of a decoded sample; one that would have more is refused before it is decoded.
+        max_shard_bytes: of a compressed shard after decompression, which stops there.
         options: of the format, as ``columns=[...]``, or ``allow_pickle=True`` for MDS with pickled columns.
 
     Raises:
@@ -79,20 +83,28 @@ class ShardedDataset:
         read_ahead: int = 4,
         open_shards: int = 64,
         verify: bool = True,
+        follow_links: bool = False,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
         **options: Any,
     ) -> None:
         _check(cache_bytes=cache_bytes, download=download, read_ahead=read_ahead, open_shards=open_shards)
+        _check_counts(max_sample_bytes=max_sample_bytes, max_shard_bytes=max_shard_bytes)
+        self._max_sample_bytes, self._max_shard_bytes = max_sample_bytes, max_shard_bytes
         if not (text := str(url)):
             raise ConfigError("ShardedDataset: the URL is empty; name the folder that shards are in")
         self.url = text
         self.root, only = _root(storage.place(url))
+        self._follow_links = follow_links or only is not None  # the user has named that file
         self._options, self._verify = options, verify
         self._ranged, self._read_ahead, self._open_most = download == "ranged", read_ahead, open_shards
         self._folder = _folder(cache, self.root)
         self._limit = default_limit(self._folder) if cache_bytes is None else cache_bytes
         self._reach()
-        self._take(find_shards(self._access, format=format, only=only))
-        self._check_entries()
+        entries = find_shards(self._access, format=format, only=only)
+        with only_shard_errors(str(self.root)):
+            self._take(entries)
+            self._check_entries()
         self._start()
         FORKS.tell(self)
 
@@ -109,13 +121,21 @@ class ShardedDataset:
         release = weakref.WeakMethod(self._release)  # what ends with the dataset must not keep it alive
         private = self._folder.parent if self._folder == default_folder(self.root) else None
         cache = Cache(self._folder, self._limit, lambda: (method := release()) and method(), private=private)
-        self._access = Access(self.root, cache, ranged=self._ranged, verify=self._verify)
+        self._access = Access(
+            self.root,
+            cache,
+            ranged=self._ranged,
+            verify=self._verify,
+            follow_links=self._follow_links,
+            max_shard_bytes=self._max_shard_bytes,
+        )
 
     def _start(self) -> None:
         """What a process has of its own, and a child of a fork anew."""
         access, entries, options = self._access, self.entries, self._options  # nothing here keeps the dataset itself alive
+        most = self._max_sample_bytes
         self._opened = OpenShards(
-            lambda number: _opened(access, entries[number], options),
+            lambda number: _opened(access, entries[number], options, most),
             lambda number: str(access.root / entries[number].file.name),
             most=self._open_most,
             most_bytes=self._limit // _SHARE,
@@ -140,18 +160,24 @@ class ShardedDataset:
             form = format_named(entry.format)
             if id(entry.details) not in seen:
                 seen.add(id(entry.details))
-                form.check(entry, self._options)
+                _checked(form, entry, self._options)
             if self._ranged and (entry.file.compression is not None or not form.ranged):
                 what = f"compressed ({entry.file.compression})" if entry.file.compression else f"of format {entry.format}"
                 raise ConfigError(f"{self.root / entry.file.name}: is {what}, which has no ranges; use download='whole'")
             size = bytes_of(entry.file)
+            if entry.file.compression is not None and size > self._max_shard_bytes:
+                raise ConfigError(
+                    f"{self.root / entry.file.name}: has {size} bytes after decompression, more than max_shard_bytes="
+                    f"{self._max_shard_bytes}; allow more if you trust the data"
+                )
             if size > self._limit and self._access.uses_cache(entry.file):
                 raise ConfigError(
                     f"{self.root / entry.file.name}: has {size} bytes, more than cache_bytes={self._limit}; give the cache more"
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("url", "root", "entries", "_options", "_verify", "_ranged", "_read_ahead", "_open_most", "_folder", "_limit")
+        kept = ["url", "root", "entries", "_options", "_verify", "_ranged", "_read_ahead", "_open_most", "_folder", "_limit"]
+        kept += ["_follow_links", "_max_sample_bytes", "_max_shard_bytes"]
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -271,13 +297,27 @@ def _check(*, cache_bytes: int | None, download: str, read_ahead: int, open_shar
         raise ConfigError(f"ShardedDataset: download must be 'whole' or 'ranged', got {download!r}")
 
 
-def _opened(access: Access, entry: ShardEntry, options: Mapping[str, Any]) -> tuple[Shard, int]:
-    """The shard, and how many bytes of the cache it keeps in use."""
-    reached = access.reach(entry)
+def _check_counts(**values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"ShardedDataset: {name} must be a whole number of at least 1, got {value!r}")
+
+
+def _checked(form: Format, entry: ShardEntry, options: Mapping[str, Any]) -> None:
     try:
-        return format_named(entry.format).open(reached.source, entry, options), reached.held
-    except DataError as error:
-        raise DataError(f"{access.root}/{error}") from error
+        form.check(entry, options)
+    except DtrainError as error:
+        raise type(error)(one_line(error)) from error
+
+
+def _opened(access: Access, entry: ShardEntry, options: Mapping[str, Any], most: int) -> tuple[Shard, int]:
+    """The shard, and how many bytes of the cache it keeps in use."""
+    with only_shard_errors(str(access.root / entry.file.name)):
+        reached = access.reach(entry)
+        try:
+            return format_named(entry.format).open(reached.source, entry, options, max_sample_bytes=most), reached.held
+        except DataError as error:
+            raise DataError(f"{access.root}/{error}") from error
 
 
 def _root(place: Place) -> tuple[Place, str | None]:

@@ -25,6 +25,7 @@ def download(
     *,
     clear: Callable[[], None],
     stopped: Callable[[], bool] = lambda: False,
+    limit: int | None = None,
 ) -> None:
     """Hand the raw bytes of a file to ``write``, from the first to the last.
 
@@ -34,23 +35,26 @@ def download(
         write: takes each piece before the next one is fetched.
         clear: forgets what was written. What came wrong is fetched once more, since it may be the network's fault.
         stopped: asked between pieces.
+        limit: bytes after decompression, where the index does not say them.
 
     Raises:
         DataError: the file is missing, or cannot be read; it has another size or digest than the index says, twice.
         StoppedError: ``stopped()``.
     """
     try:
-        _raw_to(write, place, file, stopped)
+        _raw_to(write, place, file, stopped, limit)
     except WrongBytesError:
         clear()
-        _raw_to(write, place, file, stopped)
+        _raw_to(write, place, file, stopped, limit)
 
 
 class WrongBytesError(DataError):
     """What came is not what the index says."""
 
 
-def _raw_to(write: Callable[[Buffer], None], place: Place, file: ShardFile, stopped: Callable[[], bool]) -> None:
+def _raw_to(
+    write: Callable[[Buffer], None], place: Place, file: ShardFile, stopped: Callable[[], bool], limit: int | None
+) -> None:
     stored = Checked(place, "", file.size, file.digests).of(_pieces(place, file, stopped))
     if file.compression is None:
         for piece in stored:
@@ -58,7 +62,7 @@ def _raw_to(write: Callable[[Buffer], None], place: Place, file: ShardFile, stop
         return
     raw = Checked(place, "unpacked ", file.raw_size, file.raw_digests)
     try:
-        for unpacked in raw.of(decompressed(file.compression, stored, limit=file.raw_size)):
+        for unpacked in raw.of(decompressed(file.compression, stored, limit=limit if file.raw_size is None else file.raw_size)):
             write(unpacked)
     except WrongBytesError:
         raise

@@ -14,7 +14,7 @@ from dtrain import storage
 from dtrain.data.stream.access import Access
 from dtrain.data.stream.download import unreadable
 from dtrain.data.stream.formats import format_named
-from dtrain.data.stream.formats.base import ShardEntry, ShardFile
+from dtrain.data.stream.formats.base import ShardEntry, ShardFile, one_line, only_shard_errors
 from dtrain.data.stream.formats.hashes import HASHES
 from dtrain.data.stream.formats.index import INDEX, UNFINISHED, read_index, recognised, write_index
 from dtrain.data.stream.sources import RangedSource
@@ -23,6 +23,7 @@ from dtrain.storage import Place, Progress, RemotePath
 from dtrain.storage.parts import for_each_part
 
 _MOST_BYTES = 2**31  # of an index
+_MOST_SAMPLES = 2**56  # of a file
 _THREADS = 8
 _HIDDEN = ("_", ".")  # how names begin that are about the data: _SUCCESS, .crc
 
@@ -42,7 +43,7 @@ def find_shards(access: Access, *, format: str | None, only: str | None = None) 
     root = access.root
     if format is not None:
         format_named(format)
-    text = None if only is not None else _index(root)
+    text = None if only is not None else _index(access)
     entries = tuple(_listed(access, format, only)) if text is None else _of_index(root, text, format)
     if not sum(entry.samples for entry in entries):
         raise ConfigError(f"{root}: has no samples in {len(entries)} shards")
@@ -53,9 +54,10 @@ def find_shards(access: Access, *, format: str | None, only: str | None = None) 
     return entries
 
 
-def _index(root: Place) -> bytes | None:
+def _index(access: Access) -> bytes | None:
+    root = access.root
     try:
-        return storage.read_file(root / INDEX, limit=_MOST_BYTES)
+        return storage.read_file(access.place_of(INDEX), limit=_MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -64,9 +66,10 @@ def _index(root: Place) -> bytes | None:
 
 def _of_index(root: Place, text: bytes, format: str | None) -> tuple[ShardEntry, ...]:
     try:
-        entries = tuple(read_index(text))
+        with only_shard_errors(INDEX):
+            entries = tuple(read_index(text))
     except DtrainError as error:
-        raise type(error)(f"{root}/{error}") from None
+        raise type(error)(one_line(f"{root}/{error}")) from error.__cause__
     others = sorted({entry.format for entry in entries} - {format or entry.format for entry in entries})
     if others:
         raise ConfigError(f"{root}: its index has shards of format {others[0]}, not {format}; leave out format")
@@ -92,6 +95,8 @@ def _listed(access: Access, format: str | None, only: str | None) -> list[ShardE
     """The shards of a folder without an index. The counts are kept for as long as the files have the same names and sizes,
     and those of this machine the same times."""
     found = _found(access.root, format, only)
+    for file in found:
+        access.place_of(file.name)  # refuses links out of the folder
     names = repr([(file.name, file.size, file.format, _time(access.root / file.name)) for file in found])
     access.cache.check_owner()
     kept = access.cache.folder / f"{xxhash.xxh3_128_hexdigest(f'{access.root}|{names}'.encode())}.index"
@@ -176,11 +181,14 @@ def _counted(access: Access, found: list[_Found]) -> list[ShardEntry]:
 
 
 def _count(access: Access, entry: ShardEntry) -> ShardEntry:
-    form, place = format_named(entry.format), access.root / entry.file.name
+    form, place = format_named(entry.format), access.place_of(entry.file.name)
     by_ranges = isinstance(access.root, RemotePath) and entry.file.compression is None and form.ranged
     source = RangedSource(place, entry.file) if by_ranges else access.reach(entry).source
     try:
-        samples, details = form.count(source)
+        with only_shard_errors("file"):
+            samples, details = form.count(source)
+            if not 0 <= samples <= _MOST_SAMPLES:
+                raise DataError(f"says that it has {samples} samples, which cannot be")
     except DtrainError as error:
-        raise type(error)(f"{place}: {str(error).removeprefix('file: ')}") from error
+        raise type(error)(one_line(f"{place}: {str(error).removeprefix('file: ')}")) from error
     return replace(entry, samples=samples, details=details, file=replace(entry.file, raw_size=source.size))

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dtrain.data.stream.formats.base import Shard
+from dtrain.data.stream.formats.base import Shard, one_line
 from dtrain.errors import DataError, ShardError
 
 Opener = Callable[[int], tuple[Shard, int]]
@@ -56,7 +56,7 @@ class OpenShards:
                 try:
                     shard, record.size = self._open(number)
                 except DataError as error:
-                    raise ShardError(str(error)) from error
+                    raise ShardError(one_line(error)) from error
                 record.shard = shard
             if not _is_for_threads(shard):
                 return self._decoded(shard, number, rows)
@@ -70,7 +70,8 @@ class OpenShards:
         except DataError as error:  # its bytes do not come
             raise ShardError(str(error)) from error
         except Exception as error:
-            what = f"sample {rows[len(samples)]} cannot be decoded: {type(error).__name__}: {_line(error)}"
+            first = next(iter(str(error).strip().splitlines()), "")
+            what = f"sample {rows[len(samples)]} cannot be decoded: {type(error).__name__}: {one_line(first)}"
             raise DataError(f"{self._name_of(number)}: {what}") from error
         return samples
 
@@ -118,7 +119,3 @@ def _close(records: list[_Opened]) -> None:
 def _is_for_threads(shard: Shard) -> bool:
     """Whether several threads may read from it. It is not closed then, since one may be at it, but only left alone."""
     return getattr(shard, "any_thread", False)
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, DtrainError, ShardError, printable
 from dtrain.types import Plain
+
+MAX_SAMPLE_BYTES = 2**29
+"""Bytes of a decoded sample, unless the user allows more."""
 
 
 class Source(Protocol):
@@ -102,8 +106,10 @@ class Format(Protocol):
             DataError: details that make no sense.
         """
 
-    def open(self, source: Source, entry: ShardEntry, options: Mapping[str, Any]) -> Shard:
-        """The shard whose raw bytes are ``source``.
+    def open(
+        self, source: Source, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
+    ) -> Shard:
+        """The shard whose raw bytes are ``source``. A sample that would have more than ``max_sample_bytes`` is not decoded.
 
         Raises:
             DataError: the bytes are not of this format, or hold another number of samples than the entry says.
@@ -126,3 +132,39 @@ def check_options(form: Format, options: Mapping[str, Any]) -> None:
     if unknown := sorted(set(options) - set(form.options)):
         known = f"it knows {', '.join(form.options)}" if form.options else "it has none"
         raise ConfigError(f"format {form.name} has no option {unknown[0]!r}; {known}")
+
+
+def check_sample_bytes(found: int, most: int) -> None:
+    """
+    Raises:
+        ValueError: the sample would have more bytes in memory than it may.
+    """
+    if found > most:
+        raise ValueError(f"it has {found} bytes, more than max_sample_bytes={most}; allow more if you trust the data")
+
+
+@contextmanager
+def only_shard_errors(where: str) -> Iterator[None]:
+    """Turn an exception that foreign bytes cause, and that is none of dtrain's, into a ``ShardError`` of one line.
+
+    Args:
+        where: name of the file.
+    """
+    try:
+        yield
+    except DtrainError:
+        raise
+    except Exception as error:
+        raise ShardError(
+            f"{one_line(where)}: is damaged, or no such file: {type(error).__name__}: {one_line(error)}"
+        ) from error
+
+
+_LONGEST = 500  # characters of a message
+
+
+def one_line(message: object) -> str:
+    """Return a message that quotes foreign data as one line that every terminal and log file can hold."""
+    text = " ".join(str(message).split()) or "no message"
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return printable(text)

@@ -90,13 +90,18 @@ def decompressed(name: str, pieces: Pieces, *, limit: int | None = None) -> Iter
     for raw in _UNPACKERS[name](pieces, limit):
         done += len(raw)
         if limit is not None and done > limit:
-            raise DataError(f"{name}: more than {limit} bytes come out; the file is not what its index says")
+            raise _too_many(name, limit)
         if raw:
             yield raw
 
 
 def _strange(name: str, error: Exception) -> DataError:
     return DataError(f"{name}: cannot be unpacked: {error}; the file is damaged, or of something else")
+
+
+def _too_many(name: str, limit: int) -> DataError:
+    what = "the file is not what its index says, or larger than max_shard_bytes"
+    return DataError(f"{name}: more than {limit} bytes come out; {what}")
 
 
 def _too_short(name: str) -> DataError:
@@ -192,7 +197,7 @@ def _snappy(pieces: Pieces, limit: int | None) -> Iterator[bytes]:
     data = b"".join(map(bytes, pieces))
     size = _snappy_size(data)
     if limit is not None and size > limit:
-        raise DataError(f"snappy: more than {limit} bytes come out; the file is not what its index says")
+        raise _too_many("snappy", limit)
     try:
         raw = bytes(library.uncompress(data))
     except Exception as error:  # its errors are of three packages, one for each way to build it

@@ -38,6 +38,22 @@ def opened(view: memoryview) -> Any:
     return image
 
 
+def announced(view: memoryview) -> int:
+    """The bytes that the image of a file's bytes has in memory, by its header."""
+    image = _pillow().open(BytesIO(view))
+    return _bytes_of(image.width, image.height, image.mode)
+
+
+def announced_raw(view: memoryview) -> int:
+    """The same of what ``from_raw`` takes."""
+    width, height, length = np.frombuffer(view, "<u4", 3).tolist()
+    return _bytes_of(width, height, str(view[12 : 12 + length], "ascii"))
+
+
+def _bytes_of(width: int, height: int, mode: str) -> int:
+    return width * height * (1 if mode in ("1", "L", "P") else 4)  # as Pillow keeps them
+
+
 def from_raw(view: memoryview) -> Any:
     """The image of width, height and length of the mode, in four bytes each, the mode, and the pixels."""
     width, height, length = np.frombuffer(view, "<u4", 3).tolist()

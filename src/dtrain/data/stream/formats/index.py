@@ -16,7 +16,10 @@ from dtrain.types import Plain
 INDEX = "index.json"
 UNFINISHED = "_unfinished"  # a file that is there from the first shard to the index
 _VERSION = 2
+_MOST = 2**62  # samples, or bytes: there is no more than int64 counts
 _KNOWN_AS = {"json": "jsonl"}  # theirs: lines of JSON, with a file beside them that says where the lines begin
+_MOST_NAME = 255  # bytes of a file's name, as file systems have it
+_SHOWN = 200  # characters of a value in an error
 _OURS = {"version", "format", "samples", "raw_data", "zip_data"}  # of an entry; what else there is, are details
 
 
@@ -41,6 +44,8 @@ def read_index(text: bytes) -> list[ShardEntry]:
             entry = replace(entry, details=entries[-1].details)  # held once, which counts where there are very many shards
         entries.append(entry)
     _check_names(entries)
+    if (total := sum(entry.samples for entry in entries)) > _MOST:
+        raise DataError(f"{INDEX}: its shards have {total:.3g} samples together, which cannot be")
     return entries
 
 
@@ -66,7 +71,9 @@ def recognised(name: str) -> tuple[str, str | None] | None:
 
 def _check_version(content: Mapping[str, Any], where: str) -> None:
     if content.get("version") != _VERSION:
-        raise DataError(f"{where}: has version {content.get('version')!r}, {_VERSION} can be read; write the dataset again")
+        raise DataError(
+            f"{where}: has version {_shown(content.get('version'))}, {_VERSION} can be read; write the dataset again"
+        )
 
 
 def _check_names(entries: Sequence[ShardEntry]) -> None:
@@ -84,7 +91,7 @@ def _entry(shard: Any, where: str) -> ShardEntry:
     name = shard.get("format")
     kind: Any = _KNOWN_AS.get(name, name) if isinstance(name, str) else None
     if not isinstance(kind, str) or kind not in FORMATS:
-        raise DataError(f"{where}: format {name!r} is not known; known: {', '.join(FORMATS)}")
+        raise DataError(f"{where}: format {_shown(name)} is not known; known: {', '.join(FORMATS)}")
     details = {key: value for key, value in shard.items() if key not in _OURS}
     return ShardEntry(file=_file(shard, where), samples=_number(shard, "samples", where), format=kind, details=details)
 
@@ -95,7 +102,7 @@ def _file(shard: Mapping[str, Any], where: str) -> ShardFile:
         return ShardFile(name=raw[0], size=raw[1], raw_size=raw[1], raw_name=raw[0], digests=raw[2], raw_digests=raw[2])
     stored = _info(shard, "zip_data", where)
     if not isinstance(shard.get("compression"), str):
-        raise DataError(f"{where}: is compressed, but compression is {shard.get('compression')!r}")
+        raise DataError(f"{where}: is compressed, but compression is {_shown(shard.get('compression'))}")
     try:
         compression, _ = compression_named(shard["compression"])
     except ConfigError as error:
@@ -115,24 +122,46 @@ def _info(shard: Mapping[str, Any], key: str, where: str) -> tuple[str, int, dic
     """(name, bytes, digests) of one of the two files that an entry can name."""
     info = shard.get(key)
     if not isinstance(info, dict):
-        raise DataError(f"{where}: {key} is {info!r}, not a file's name, bytes and hashes")
+        raise DataError(f"{where}: {key} is {_shown(info)}, not a file's name, bytes and hashes")
     name, digests = info.get("basename"), info.get("hashes") or {}
     if not isinstance(name, str) or not _is_inside(name):
-        raise DataError(f"{where}: file {name!r} is not in the dataset's folder")
-    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
-        raise DataError(f"{where}: hashes of {name!r} are {digests!r}, not digests by algorithm")
+        raise DataError(f"{where}: file {_shown(name)} is not in the dataset's folder")
+    if not isinstance(digests, dict) or not all(map(_is_digest, digests.values())):
+        raise DataError(f"{where}: hashes of {_shown(name)} are {_shown(digests)}, not digests by algorithm")
     return name, _number(info, "bytes", where), digests
+
+
+def _is_digest(digest: object) -> bool:
+    return isinstance(digest, str) and digest.isascii() and digest.isalnum()
 
 
 def _is_inside(name: str) -> bool:
     """Relative, and in its plain spelling, so that one file has one name."""
-    return "\0" not in name and "\\" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
+    parts = name.split("/")
+    if "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in parts):
+        return False
+    return _is_utf8(name) and all(len(part.encode()) <= _MOST_NAME for part in parts)
+
+
+def _is_utf8(text: str) -> bool:
+    """Return False for text with halves of characters, which JSON can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(value: object) -> str:
+    """A value of an index in one short line."""
+    text = f"a number of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 64 else ascii(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _number(content: Mapping[str, Any], key: str, where: str) -> int:
     value = content.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise DataError(f"{where}: {key} is {value!r}, not a count")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
+        raise DataError(f"{where}: {key} is {_shown(value)}, not a count")
     return value
 
 

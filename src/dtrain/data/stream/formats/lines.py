@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dtrain.data.stream.formats.base import ShardEntry, Source, check_options
+from dtrain.data.stream.formats.base import MAX_SAMPLE_BYTES, ShardEntry, Source, check_options, check_sample_bytes
 from dtrain.errors import DataError
 from dtrain.types import Plain
 
 _PIECE_BYTES = 2**22
+_MOST_LINES = 2**27  # of a file, of which each takes 8 bytes in memory, or 16
 _BLANK = b" \t\r"
 _MARK = b"\xef\xbb\xbf"  # some programs put it before UTF-8
 
@@ -27,31 +28,54 @@ def _pieces(source: Source) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         yield begin, np.frombuffer(data, np.uint8)
 
 
-def _lines(source: Source, *, skip_blank: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where lines begin, and where they end (without the line end)."""
-    ends: list[NDArray[np.int64]] = [np.full(1, -1, np.int64)]
-    doubtful: list[NDArray[np.bool_]] = [np.zeros(0, np.bool_)]  # by line, whether its first byte is blank
-    begins_here = True
-    blank = np.zeros(256, np.bool_)
-    blank[list(_BLANK + b"\n")] = True
+_IS_BLANK = np.zeros(256, np.bool_)
+_IS_BLANK[list(_BLANK)] = True
+
+Bounds = NDArray[np.unsignedinteger[Any]]
+
+
+def _lines(source: Source, *, skip_blank: bool) -> tuple[Bounds, Bounds]:
+    """Find where lines begin, and where they end (without the line end).
+
+    Raises:
+        DataError: more lines than ``_MOST_LINES``.
+    """
+    dtype = np.uint32 if source.size < 2**32 else np.uint64
+    starts, stops = [np.zeros(0, dtype)], [np.zeros(0, dtype)]
+    begun, is_blank, kept = 0, True, 0  # of the line that goes on in the next piece
     for begin, data in _pieces(source):
-        found = np.flatnonzero(data == 10)
-        ends.append(found.astype(np.int64) + begin)
-        firsts = found + 1
-        if begins_here:
-            firsts = np.concatenate(([0], firsts))
-        begins_here = bool(firsts.size) and bool(firsts[-1] == data.size)
-        doubtful.append(blank[data[firsts[:-1] if begins_here else firsts]])
-    bounds = np.concatenate(ends)
-    if source.size and bounds[-1] != source.size - 1:
-        bounds = np.append(bounds, source.size)
-    starts, stops = bounds[:-1] + 1, bounds[1:]
-    if skip_blank:
-        keep = np.ones(starts.size, np.bool_)
-        for line in np.flatnonzero(np.concatenate(doubtful)).tolist():
-            keep[line] = not _is_blank(source, int(starts[line]), int(stops[line]))
-        starts, stops = starts[keep], stops[keep]
-    return starts, stops
+        ends = np.flatnonzero(data == 10)
+        first = data[: ends[0]] if ends.size else data
+        is_blank = is_blank and _all_blank(first)
+        if not ends.size:
+            continue
+        ours, theirs = np.concatenate(([begun], ends[:-1] + (begin + 1))), ends + begin
+        if skip_blank:
+            keep = np.concatenate(([not is_blank], _has_content(data, ends[:-1] + 1, ends[1:])))
+            ours, theirs = ours[keep], theirs[keep]
+        starts.append(ours.astype(dtype))
+        stops.append(theirs.astype(dtype))
+        if (kept := kept + ours.size) > _MOST_LINES:
+            raise DataError(f"file: has more than {_MOST_LINES} lines; cut it into several files")
+        begun, is_blank = begin + int(ends[-1]) + 1, _all_blank(data[ends[-1] + 1 :])
+    if begun < source.size and not (skip_blank and is_blank):
+        starts.append(np.array([begun], dtype))
+        stops.append(np.array([source.size], dtype))
+    return np.concatenate(starts), np.concatenate(stops)
+
+
+def _all_blank(data: NDArray[np.uint8]) -> bool:
+    return not data.size or bool(_IS_BLANK[data[0]] and _IS_BLANK[data].all())
+
+
+def _has_content(data: NDArray[np.uint8], begins: NDArray[Any], ends: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return False for the lines of nothing but blanks. Only lines that begin with a blank are looked at."""
+    found = begins < ends
+    doubtful = np.flatnonzero(found & _IS_BLANK[data[begins]])
+    if doubtful.size:
+        bounds = np.stack([begins[doubtful], ends[doubtful]], axis=1).reshape(-1)
+        found[doubtful] = np.logical_or.reduceat(~_IS_BLANK[data], bounds)[::2]
+    return found
 
 
 def _is_blank(source: Source, begin: int, end: int) -> bool:
@@ -62,9 +86,9 @@ def _is_blank(source: Source, begin: int, end: int) -> bool:
 class LineShard:
     """The lines of one file. Where they begin is found once."""
 
-    def __init__(self, source: Source, form: Lines, name: str) -> None:
+    def __init__(self, source: Source, form: Lines, max_sample_bytes: int) -> None:
         self._source: Source | None = source
-        self._form = form
+        self._form, self._most = form, max_sample_bytes
         starts, stops = form.bounds(source)
         self._starts, self._stops = starts.data, stops.data
 
@@ -74,7 +98,9 @@ class LineShard:
     def __getitem__(self, row: int, /) -> Any:
         if not 0 <= row < len(self) or self._source is None:
             raise IndexError(f"row {row} of {len(self)}, {'closed' if self._source is None else 'open'}")
-        return self._form.decode(str(self._source.read(self._starts[row], self._stops[row]), "utf-8"))
+        begin, end = self._starts[row], self._stops[row]
+        check_sample_bytes(end - begin, self._most)
+        return self._form.decode(str(self._source.read(begin, end), "utf-8"))
 
     def close(self) -> None:
         """Let go of the source."""
@@ -99,7 +125,7 @@ class Lines:
     ranged: bool = False
     options: tuple[str, ...] = ()
 
-    def bounds(self, source: Source) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def bounds(self, source: Source) -> tuple[Bounds, Bounds]:
         """Where samples begin and end."""
         starts, stops = _lines(source, skip_blank=self.skip_blank)
         if self.skip_blank and starts.size and starts[0] == 0 and bytes(source.read(0, 3)) == _MARK:
@@ -114,10 +140,12 @@ class Lines:
         if entry.details.get("newline", "\n") not in ("\n", "\r\n"):
             raise DataError(f"{entry.file.name}: lines end with {entry.details['newline']!r}; \\n and \\r\\n can be read")
 
-    def open(self, source: Source, entry: ShardEntry, options: Mapping[str, Any]) -> LineShard:
+    def open(
+        self, source: Source, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
+    ) -> LineShard:
         """See ``Format.open``. Reads the whole file once."""
         self.check(entry, options)
-        shard = LineShard(source, self, entry.file.name)
+        shard = LineShard(source, self, max_sample_bytes)
         if len(shard) != entry.samples:
             raise DataError(
                 f"{entry.file.name}: has {len(shard)} lines, its index says {entry.samples}; it is truncated, or changed"

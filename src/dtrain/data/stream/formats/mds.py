@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dtrain.data.stream.formats import images
-from dtrain.data.stream.formats.base import ShardEntry, Source, check_options
+from dtrain.data.stream.formats.base import MAX_SAMPLE_BYTES, ShardEntry, Source, check_options, check_sample_bytes
 from dtrain.data.stream.formats.mds_values import Encoding, encoding_named
 from dtrain.errors import ConfigError, DataError
 from dtrain.types import Plain
@@ -27,10 +27,11 @@ class MdsShard:
 
     any_thread = True  # nothing changes while a sample is read
 
-    def __init__(self, source: Source, entry: ShardEntry, options: Mapping[str, Any]) -> None:
+    def __init__(self, source: Source, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int) -> None:
         self._source: Source | None = source
+        self._most = max_sample_bytes
         self._columns = _wanted(_columns(entry), options)
-        self._sizes = struct.Struct(f"<{sum(size is None for _, size, _ in self._columns)}I")
+        self._sizes = struct.Struct(f"<{sum(size is None for _, size, _, _ in self._columns)}I")
         self._bounds, _ = _table(source, entry.file.name)
         if len(self) != entry.samples:
             raise DataError(f"{entry.file.name}: has {len(self)} samples, its index says {entry.samples}")
@@ -41,13 +42,18 @@ class MdsShard:
     def __getitem__(self, row: int, /) -> dict[str, Any]:
         if not 0 <= row < len(self) or self._source is None:
             raise IndexError(f"row {row} of {len(self)}, {'closed' if self._source is None else 'open'}")
+        taken = self._bounds[row + 1] - self._bounds[row]
+        check_sample_bytes(taken, self._most)
         view = memoryview(self._source.read(self._bounds[row], self._bounds[row + 1]))
         sizes = iter(self._sizes.unpack_from(view))
         at = self._sizes.size
         sample = {}
-        for name, size, decode in self._columns:
+        for name, size, decode, expands in self._columns:
             end = at + (next(sizes) if size is None else size)
             if decode is not None:
+                if expands is not None:
+                    taken += expands(view[at:end])
+                    check_sample_bytes(taken, self._most)
                 sample[name] = decode(view[at:end])
             at = end
         if at != len(view):
@@ -59,8 +65,8 @@ class MdsShard:
         self._source = None
 
 
-Column = tuple[str, int | None, Callable[[memoryview], Any] | None]
-"""Name, bytes if fixed, and how to decode it; None where it is not wanted."""
+Column = tuple[str, int | None, Callable[[memoryview], Any] | None, Callable[[memoryview], int] | None]
+"""Name, bytes if fixed, how to decode it (None where it is not wanted), and the bytes of a value that grows by that."""
 
 
 def _columns(entry: ShardEntry) -> list[tuple[str, int | None, Encoding]]:
@@ -82,7 +88,9 @@ def _columns(entry: ShardEntry) -> list[tuple[str, int | None, Encoding]]:
 
 def _wanted(columns: list[tuple[str, int | None, Encoding]], options: Mapping[str, Any]) -> list[Column]:
     wanted = options.get("columns")
-    return [(name, size, coder.decode if wanted is None or name in wanted else None) for name, size, coder in columns]
+    return [
+        (name, size, coder.decode if wanted is None or name in wanted else None, coder.expands) for name, size, coder in columns
+    ]
 
 
 def _table(source: Source, name: str) -> tuple[memoryview, int]:
@@ -133,10 +141,12 @@ class Mds:
         if any(kind in text for text in texts for kind in _IMAGES):
             images.check_pillow()
 
-    def open(self, source: Source, entry: ShardEntry, options: Mapping[str, Any]) -> MdsShard:
+    def open(
+        self, source: Source, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
+    ) -> MdsShard:
         """See ``Format.open``."""
         self.check(entry, options)
-        return MdsShard(source, entry, options)
+        return MdsShard(source, entry, options, max_sample_bytes)
 
     def count(self, source: Source) -> tuple[int, dict[str, Plain]]:
         """See ``Format.count``. The columns are in the shard, too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 import struct
 from collections.abc import Callable, Mapping
@@ -45,12 +46,14 @@ class Encoding:
         encode: a value's bytes. Raises ``TypeError`` or ``ValueError`` for one that it cannot keep.
         decode: the value of bytes, which are not kept.
         unsafe: whether decoding runs what the bytes say.
+        expands: the bytes of a decoded value, by its header, where they may be many more than those that it comes from.
     """
 
     size: int | None = None
     encode: Callable[[Any], bytes]
     decode: Callable[[memoryview], Any]
     unsafe: bool = False
+    expands: Callable[[memoryview], int] | None = None
 
 
 def encoding_named(text: str) -> Encoding:
@@ -121,7 +124,7 @@ def _int64(value: Any) -> bytes:
 def _ndarray(dtype: str | None, shape: tuple[int, ...] | None) -> Encoding:
     """Values, before them the sizes unless all arrays have the same, before those the dtype unless it is the same."""
     item = None if dtype is None else np.dtype(dtype).newbyteorder("<")
-    size = None if item is None or shape is None else item.itemsize * int(np.prod(shape))
+    size = None if item is None or shape is None else item.itemsize * math.prod(shape)
     return Encoding(size=size, encode=partial(_array_bytes, dtype, shape), decode=partial(_array, item, shape))
 
 
@@ -175,7 +178,13 @@ def _list(of: Encoding) -> Encoding:
     return Encoding(
         encode=lambda value: bytes(4) + _sized([of.encode(item) for item in _checked(value, list)]),
         decode=lambda view: [of.decode(part) for part in _parts(view[4:])],
+        expands=_expands_in_parts(of, 4),
     )
+
+
+def _expands_in_parts(of: Encoding, begin: int) -> Callable[[memoryview], int] | None:
+    expands = of.expands
+    return None if expands is None else lambda view: sum(map(expands, _parts(view[begin:])))
 
 
 def _jpegs_bytes(value: Any) -> bytes:
@@ -186,10 +195,14 @@ def _jpegs_bytes(value: Any) -> bytes:
 
 
 _BYTES = Encoding(encode=lambda value: bytes(_checked(value, bytes, bytearray)), decode=bytes)
-_PIL = Encoding(encode=images.raw_bytes, decode=images.from_raw)
-_JPEG = Encoding(encode=partial(images.file_bytes, "JPEG"), decode=images.opened)
-_PNG = Encoding(encode=partial(images.file_bytes, "PNG"), decode=images.opened)
-_JPEGS = Encoding(encode=_jpegs_bytes, decode=lambda view: [images.opened(part) for part in _parts(view)])
+_PIL = Encoding(encode=images.raw_bytes, decode=images.from_raw, expands=images.announced_raw)
+_JPEG = Encoding(encode=partial(images.file_bytes, "JPEG"), decode=images.opened, expands=images.announced)
+_PNG = Encoding(encode=partial(images.file_bytes, "PNG"), decode=images.opened, expands=images.announced)
+_JPEGS = Encoding(
+    encode=_jpegs_bytes,
+    decode=lambda view: [images.opened(part) for part in _parts(view)],
+    expands=_expands_in_parts(_JPEG, 0),
+)
 
 ENCODINGS: Mapping[str, Encoding] = {
     "bytes": _BYTES,

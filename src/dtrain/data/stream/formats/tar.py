@@ -9,13 +9,14 @@ import io
 import json
 import re
 import tarfile
+import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from dtrain.data.stream.formats import images, pickled
-from dtrain.data.stream.formats.base import ShardEntry, Source, check_options
+from dtrain.data.stream.formats.base import MAX_SAMPLE_BYTES, ShardEntry, Source, check_options, check_sample_bytes
 from dtrain.data.stream.formats.source_file import SourceFile
 from dtrain.errors import ConfigError, DataError
 from dtrain.types import Plain
@@ -97,8 +98,9 @@ def kind_of(column: str) -> str:
 class TarShard:
     """The samples of one archive: mappings of what comes after the dot to the decoded member, and ``__key__``."""
 
-    def __init__(self, source: Source, entry: ShardEntry, options: Mapping[str, Any]) -> None:
+    def __init__(self, source: Source, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int) -> None:
         self._source: Source | None = source
+        self._most = max_sample_bytes
         self._samples = _samples(source, entry.file.name)
         self._columns = options.get("columns")
         self._images = options.get("images", False)
@@ -122,10 +124,25 @@ class TarShard:
             raise IndexError(f"row {row} of {len(self)}, {'closed' if self._source is None else 'open'}")
         key, members = self._samples[row]
         sample: dict[str, Any] = {KEY: key}
+        taken = 0
         for column, begin, end in members:
             if self._wants(column):
-                sample[column] = self._decode(column, memoryview(self._source.read(begin, end)), end - begin)
+                check_sample_bytes(taken + end - begin, self._most)
+                view = memoryview(self._source.read(begin, end))
+                taken += max(end - begin, self._announced(column, view))
+                check_sample_bytes(taken, self._most)
+                sample[column] = self._decode(column, view, end - begin)
         return sample
+
+    def _announced(self, column: str, view: memoryview) -> int:
+        """The bytes of a decoded member that may be many more than those that it comes from; 0 for others."""
+        kind = kind_of(column)
+        if self._images and kind in IMAGES:
+            return images.announced(view)
+        if kind == "npz":
+            with zipfile.ZipFile(io.BytesIO(view)) as archive:
+                return sum(member.file_size for member in archive.infolist())
+        return 0
 
     def _decode(self, column: str, view: memoryview, size: int) -> Any:
         if len(view) != size:
@@ -160,10 +177,12 @@ class Tar:
         if options.get("images"):
             images.check_pillow()
 
-    def open(self, source: Source, entry: ShardEntry, options: Mapping[str, Any]) -> TarShard:
+    def open(
+        self, source: Source, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
+    ) -> TarShard:
         """See ``Format.open``. Reads the headers of all members."""
         self.check(entry, options)
-        shard = TarShard(source, entry, options)
+        shard = TarShard(source, entry, options, max_sample_bytes)
         if len(shard) != entry.samples:
             raise DataError(
                 f"{entry.file.name}: has {len(shard)} samples, its index says {entry.samples}; it is truncated, or changed"
