@@ -76,7 +76,7 @@ def train(state: TrainState, steps: int) -> TrainState:
             for name, p in state.params.items():
                 shadow = local(ema["shadow"][name])
                 shadow.lerp_(local(p).to(shadow.dtype), 0.1)
-        clock = state.clock.tick(samples=4, tokens=7, seconds=0.25, end_of_epoch=False)
+        clock = state.clock.tick(samples=4, tokens=7, seconds=0.25)
         state = state.successor(clock=clock).with_slice("ema", {**ema, "updates": ema["updates"] + 1})
     return state
 

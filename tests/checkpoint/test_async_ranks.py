@@ -19,7 +19,7 @@ from dtrain.testing.collectives import count_collectives
 
 
 def later(state):
-    return state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0, end_of_epoch=False))
+    return state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
 
 
 def groups_used(root: str, mode: str) -> list:

@@ -226,7 +226,7 @@ def test_only_the_chunks_needed_are_read_but_each_is_verified(root, monkeypatch)
     altered = bytearray(content)
     altered[(entry.begin + entry.end) // 2] ^= 1
     data.write_bytes(altered)
-    assert load_sharded(small, plain_state()).step == 0, "nobody asked for the damaged chunk"
+    assert load_sharded(small, plain_state(), ignore=["extra/table"]).step == 0, "nobody asked for the damaged chunk"
     with pytest.raises(DamagedCheckpointError, match=r"rank-00000.safetensors: bytes from \d+ on do not match"):
         load_sharded(small, plain_state(), extra={"table": None})
     with pytest.raises(DamagedCheckpointError, match=FILES[2]):

@@ -120,7 +120,7 @@ def state_of(kind: type[Net], seed: int, *, steps: int = 0) -> TrainState:
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         state.optimizer.step()
-        state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0, end_of_epoch=False))
+        state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
     return state
 
 
@@ -305,7 +305,7 @@ BAD_OPTIONS = {
     "only as text": ({"only": "model"}, r"only must be \('model',\) or None"),
     "only and extra": ({"only": ("model",), "extra": {"a": 1}}, "takes no extra"),
     "ignore as text": ({"ignore": "head.*"}, r"ignore takes a list of patterns"),
-    "ignore nothing": ({"ignore": ["head.*"]}, r"no name of the model fits 'head\.\*'"),
+    "ignore nothing": ({"ignore": ["head.*"]}, r"nothing here or in the checkpoint fits 'head\.\*'"),
 }
 
 

@@ -97,7 +97,7 @@ def test_the_step_of_a_scalar_parameter_stays_plain(tmp_path, ranks):
 def attempt_save(root: str, failing_rank: int, at: int, kind: str) -> list:
     state = sharded_state("full_shard", filled=True)
     save_sharded(root, state)
-    state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0, end_of_epoch=False))
+    state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
     before = digest(state)
     failed = "nothing"
     fired = current().rank != failing_rank
@@ -137,7 +137,7 @@ def attempt_load(path: str, strategy: str, flipped_rank: int | None, on_damaged:
     options = {"at": 4, "kind": "preadv", "action": "flip"} if current().rank == flipped_rank else {}
     with watching(**options):
         try:
-            load_sharded(path, state, on_damaged=on_damaged)
+            load_sharded(path, state, extra={"history": None}, on_damaged=on_damaged)
         except DtrainError as error:
             failed = f"{type(error).__name__}: {error}"
     return [failed, digest(state) == before, state.generation == state.shared.generation]
@@ -264,7 +264,7 @@ def other_folder(path: str, elsewhere: str) -> str:
     state = sharded_state("full_shard", filled=False)
     before = digest(state)
     try:
-        load_sharded(path, state)
+        load_sharded(path, state, extra={"history": None})
     except CheckpointError as error:
         assert digest(state) == before
         return str(error)
@@ -284,7 +284,7 @@ def retention_on_ranks(root: str) -> list:
     for _ in range(3):
         handles.append(save_sharded(root, state, keep_last=1).result().written)
         handles.append(save_sharded(root, state, keep_last=1).result().written)
-        state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0, end_of_epoch=False))
+        state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
     reshard(state.model)
     return [handles, state.shared.run_id, list(state.shared.committed[root])]
 

@@ -67,7 +67,7 @@ def record(value: Any, where: str, names: tuple[str, ...]) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{where}: needs an object, got {kind(value)}")
     if value.keys() != set(names):
         missing, unknown = sorted(set(names) - value.keys()), sorted(value.keys() - set(names))
-        raise DamagedCheckpointError(f"{where}: fields {missing} are missing, fields {unknown} are unknown")
+        raise DamagedCheckpointError(f"{where}: fields {_listed(missing)} are missing, fields {_listed(unknown)} are unknown")
     return value
 
 
@@ -103,6 +103,12 @@ def wholes(value: Any, where: str) -> tuple[int, ...]:
 def optional(value: Any, where: str, of: Callable[[Any, str], T]) -> T | None:
     """None, or what ``of`` makes of ``value``."""
     return None if value is None else of(value, where)
+
+
+def _listed(names: list[str]) -> str:
+    """Names for an error message: the first few, shortened."""
+    shown = [repr(name) if len(name) <= 60 else f"{name[:57]!r}..." for name in names[:10]]
+    return f"[{', '.join(shown)}{', ...' if len(names) > len(shown) else ''}]"
 
 
 def kind(value: Any) -> str:

@@ -20,7 +20,7 @@ from dtrain.checkpoint.layout import Manifest
 from dtrain.checkpoint.lock import Lock, hold
 from dtrain.checkpoint.retention import discard, remove_leftovers
 from dtrain.errors import CheckpointError
-from dtrain.state import Shared
+from dtrain.shared import Shared
 from dtrain.storage import Place
 
 Action = Literal["write", "skip"]

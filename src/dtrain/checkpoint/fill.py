@@ -146,7 +146,7 @@ def land(
 
             remote = any(file.file.is_remote for file in files.values())
             threads = REQUESTS if remote else THREADS if len(chunks) >= _THREADED_CHUNKS else 1
-            for_each_part(len(chunks), fetch, threads=threads, name="dtrain-read")
+            for_each_part(len(chunks), fetch, threads=threads, name="dtrain-read", doing="load")
     return landed.tensors
 
 

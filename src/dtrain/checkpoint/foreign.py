@@ -128,7 +128,7 @@ def _read_index(folder: Place) -> dict[str, str]:
     if type(found) is not dict or not found:
         raise DamagedCheckpointError(f"{INDEX}: needs an object with a weight_map, got {closed.kind(content)}")
     for tensor, name in found.items():
-        if type(name) is not str or Path(name).name != name or not name.endswith(SUFFIX) or "\0" in name:
+        if type(name) is not str or Path(name).name != name or not name.endswith(SUFFIX) or not name.isprintable():
             raise DamagedCheckpointError(
                 f"{INDEX}: weight_map: {tensor}: needs the name of a {SUFFIX} file beside it, got {closed.kind(name)}"
             )

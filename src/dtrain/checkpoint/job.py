@@ -26,7 +26,7 @@ from dtrain.dist import stopping
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import DistInfo, current
 from dtrain.errors import CheckpointError
-from dtrain.state import Shared
+from dtrain.shared import Shared
 from dtrain.storage import Place
 
 THREADS = 2  # that digest and write, on each rank: they wait for the disk most of the time, and more of them gain nothing

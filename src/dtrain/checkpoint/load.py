@@ -24,6 +24,7 @@ from dtrain.checkpoint.contents import identity, stateful
 from dtrain.checkpoint.fill import copy_into_
 from dtrain.checkpoint.find import passed_over
 from dtrain.checkpoint.garbage import no_collection
+from dtrain.checkpoint.ignored import RNG, read_ignored
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
 from dtrain.checkpoint.reading import Found, prefix_of, read_checkpoint
 from dtrain.checkpoint.retention import check_free
@@ -34,9 +35,8 @@ from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import current
 from dtrain.dist.rng import rng_state, seed_all, set_rng_state
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, DamagedCheckpointError
-from dtrain.names import clean_buffers, matcher
 from dtrain.shard.whole import reshard
-from dtrain.state import TrainState
+from dtrain.state import TrainState, torn_by_errors
 from dtrain.storage import Place
 from dtrain.tensors import local
 
@@ -56,7 +56,7 @@ class Restored(Generic[OneOrSeveral]):
         path: its folder.
         missing: with ``strict=False``, names in the model (or of transforms) that were not stored, and are as they were; of
             several states, with the state's name and a slash before them.
-        unexpected: names that were stored and are not here.
+        unexpected: names that were stored and are not here; a state of several as ``states/<name>``.
     """
 
     state: OneOrSeveral
@@ -86,15 +86,17 @@ def load_sharded(
             of one step.
         state: from ``Step.init`` or ``new_state``, with model, optimizer and transforms as in the run that was saved; or
             several by name, as they were saved.
-        extra: by name, objects whose ``load_state_dict`` is called, or default values of plain data. Each must be in the
-            checkpoint; what else it holds under ``extra`` is left there. Tensors come back on the CPU.
+        extra: by name, objects whose ``load_state_dict`` is called, or default values of plain data. The names must be those
+            that the checkpoint holds, except for those that ``ignore`` lists. Tensors come back on the CPU.
         only: ``("model",)`` takes parameters and buffers, of whole checkpoints or of those that hold only weights, and begins a
             new run with them: optimizer, clock and random generators stay as they are, and transforms make their slices anew
             from what was loaded, if ``Step.init`` made the state.
         strict: whether parameters, buffers and transforms that only one side has are an error. Otherwise they are left as they
             are, or left out, and named in what is returned; a transform that is new makes its slice from what was loaded.
-        ignore: patterns of names in the model (``*`` is text without a dot, ``**`` any text) that are left as they are whatever
-            is stored, such as a new head; with their part of the optimizer and of slices.
+        ignore: patterns (``*`` is text without a dot, ``**`` any text) of what stays as it is here, whatever is stored. Names
+            of the model, such as a new head, with their part of the optimizer and of slices; and parts of the checkpoint:
+            ``"extra/<name>"``, ``"slices/<transform>"`` (a transform that is here begins anew from what was loaded),
+            ``"states/<name>"``, ``"optimizer"``, ``"rng"``. Each must fit something here or in the checkpoint.
         cast: whether floating-point tensors may be stored in another dtype than they have here; the optimizer's follow theirs.
         missing_ok: whether a root without any checkpoint is fine; the state then comes back as it is.
         on_damaged: what to do when the step fails verification: ``"raise"``, or take the newest older sound one
@@ -126,8 +128,10 @@ def load_sharded(
     """
     given = dict(extra or {})
     with Agreed(_WHERE):
-        _check({"": state} if isinstance(state, TrainState) else state, given, only, ignore, on_damaged)
-        asked = Asked(model_only=only is not None, strict=strict, ignored=matcher(ignore, where=f"{_WHERE}: ignore"), cast=cast)
+        _check({"": state} if isinstance(state, TrainState) else state, given, only, on_damaged)
+        asked = Asked(
+            model_only=only is not None, strict=strict, ignored=read_ignored(ignore, where=f"{_WHERE}: ignore"), cast=cast
+        )
     with spans.span("load"):
         background.make_room(1)
         root = storage.place(path)
@@ -154,22 +158,22 @@ def _load(
 ) -> Restored[OneOrSeveral]:
     """Read, agree, and take over."""
     states = {"": state} if isinstance(state, TrainState) else dict(state)
-    found = _read_together(folder, root, states, extra, asked, on_damaged)
+    found: Found = _read_together(folder, root, states, extra, asked, on_damaged)
     if folder != root and not asked.model_only:
         _warn_if_full(root, found.opened.manifest.bytes)
     _load_extra(found, extra)
     restored: Any = _take_over(found, states, asked)
     return Restored(
         state=restored[""] if isinstance(state, TrainState) else restored,
-        extra={name: found.extra[name] for name in extra if name not in stateful(extra)},
+        extra={name: found.extra.get(name, value) for name, value in extra.items() if name not in stateful(extra)},
         step=found.opened.manifest.step,
         path=found.opened.folder,
         missing=tuple(_labelled(found, "missing")),
-        unexpected=tuple(_labelled(found, "unexpected")),
+        unexpected=(*_labelled(found, "unexpected"), *found.left),
     )
 
 
-def _check(states: Any, extra: Mapping[str, Any], only: Any, ignore: Any, on_damaged: str) -> None:
+def _check(states: Any, extra: Mapping[str, Any], only: Any, on_damaged: str) -> None:
     """Refuse what cannot be right; nothing was looked at yet."""
     kinds = list(states.items()) if isinstance(states, Mapping) else [("", states)]
     strange = [thing for name, thing in kinds if type(name) is not str or not isinstance(thing, TrainState)]
@@ -185,14 +189,6 @@ def _check(states: Any, extra: Mapping[str, Any], only: Any, ignore: Any, on_dam
         raise ConfigError(f"{_WHERE}: only must be ('model',) or None, got {only!r}")
     if only is not None and extra:
         raise ConfigError(f"{_WHERE}: only=('model',) takes no extra, got {sorted(extra)}; leave out one of the two")
-    if isinstance(ignore, str):
-        raise ConfigError(f"{_WHERE}: ignore takes a list of patterns, got the text {ignore!r}; write [{ignore!r}]")
-    names = [name for s in states.values() for name in (*s.params, *clean_buffers(s.model, persistent_only=True))]
-    for pattern in ignore:
-        if not any(map(matcher([pattern], where=f"{_WHERE}: ignore"), names)):
-            raise ConfigError(
-                f"{_WHERE}: ignore: no name of the model fits {pattern!r}; * stands for text without a dot, ** for any"
-            )
 
 
 def _labelled(found: Found, what: Literal["missing", "unexpected"]) -> Iterator[str]:
@@ -248,9 +244,10 @@ def _read_together(
                 raise
             except CheckpointError as error:
                 raise CheckpointError(f"{_WHERE}: {folder}: {error}") from None
-        reports = cast(list[list[Any]], all_gather_json([damage, seen]))
-        bad = next((f"rank {rank}: {report}" for rank, (report, _) in enumerate(reports) if report is not None), None)
+        reports = cast(list[list[Any]], all_gather_json([damage, seen, asked.summary(extra)]))
+        bad = next((f"rank {rank}: {report}" for rank, (report, _, _) in enumerate(reports) if report is not None), None)
         if bad is None:
+            _check_asked_alike([summary for _, _, summary in reports])
             if any(report[1] != seen for report in reports):
                 raise CheckpointError(f"{_WHERE}: ranks see different files in {folder}; all nodes must share its file system")
             assert found is not None, "no damage was reported, so all was read"
@@ -260,6 +257,16 @@ def _read_together(
         del found  # its memory, before the next one is read
         refused[folder.name] = f"damaged: {bad}"
         folder = _previous(folder, bad, on_damaged)
+
+
+def _check_asked_alike(summaries: Sequence[str]) -> None:
+    """Refuse a load of which ranks ask for different parts: they would go on from different states."""
+    for rank, summary in enumerate(summaries):
+        if summary != summaries[0]:
+            raise ConfigError(
+                f"{_WHERE}: rank {rank} asks for other parts than rank 0: {summary}, against {summaries[0]}; pass the same "
+                "options on all ranks"
+            )
 
 
 def _say_which(root: Place, folder: Place, refused: Mapping[str, str]) -> None:
@@ -296,7 +303,8 @@ def _load_extra(found: Found, given: Mapping[str, Any]) -> None:
     try:
         with Agreed(f"{_WHERE}: extra"):
             for name, thing in stateful(given).items():
-                thing.load_state_dict(found.extra[name])
+                if name in found.extra:
+                    thing.load_state_dict(found.extra[name])
     except Exception:
         set_rng_state(random)
         raise
@@ -310,7 +318,8 @@ def _take_over(found: Found, states: Mapping[str, TrainState], asked: Asked) -> 
         for name, state in states.items():
             fitted = found.fits[name]
             landed = {key: found.landed[prefix_of(name) + key] for key in fitted.regions}
-            fresh[name] = _with_weights(state, fitted, landed) if asked.model_only else _resumed(state, fitted, landed)
+            with torn_by_errors(state, _WHERE):
+                fresh[name] = _with_weights(state, fitted, landed) if asked.model_only else _resumed(state, fitted, landed)
     if asked.model_only:
         return fresh
     manifest, folder = found.opened.manifest, found.opened.folder
@@ -322,7 +331,7 @@ def _take_over(found: Found, states: Mapping[str, TrainState], asked: Asked) -> 
         shared.resumed_from = str(folder)
     if found.rng is not None:
         set_rng_state(found.rng)
-    else:
+    elif not asked.ignored.part(RNG):
         first = fresh.get(manifest.states[0] if manifest.states else "", next(iter(fresh.values())))
         seed_all(first.seed, "resume", manifest.step, current().rank // first.spec.copies)
     return fresh
@@ -341,13 +350,14 @@ def _resumed(state: TrainState, fitted: Fit, landed: Mapping[str, Tensor]) -> Tr
     clock = None if fitted.clock is None else replace(fitted.clock, run=state.clock.run)  # how long it is to be is new
     fresh = state.successor(clock=clock, seed=fitted.seed)
     _copy(state, fitted, landed)
-    clear_optimizer_(state, fitted.left)  # frees its memory before more is made on the device
-    made = {key: make(landed[key]) for key, make in fitted.make.items()}
-    set_optimizer_(fresh, completed(fitted.optimizer, lambda key, ref: made[key]))
+    if fitted.optimizer is not None:
+        clear_optimizer_(state, fitted.left)  # frees its memory before more is made on the device
+        made = {key: make(landed[key]) for key, make in fitted.make.items()}
+        set_optimizer_(fresh, completed(fitted.optimizer, lambda key, ref: made[key]))
     slices = completed(merged(fitted.slices, state.slices, fitted.left), lambda key, ref: fitted.into[key])
     fresh = fresh.but(slices=slices)
     make_slices = state.shared.make_slices
-    new = [name for name in state.slices if name in fitted.missing and name not in (fitted.slices or {})]
+    new = [name for name in state.slices if name not in (fitted.slices or {})]
     if not new or make_slices is None:
         return fresh
     begun = make_slices(fresh)  # an average that is new in this run would be one of parameters that are gone

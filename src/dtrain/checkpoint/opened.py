@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from dtrain import storage
+from dtrain import pulse, storage
 from dtrain.checkpoint import closed, layout, plain, rank_index
 from dtrain.checkpoint.digest import VerifiedReader
 from dtrain.checkpoint.find import read_manifest_bytes
@@ -161,6 +161,7 @@ def _check_files(folder: Place, manifest: Manifest) -> None:
         name = (missing or foreign)[0]
         raise DamagedCheckpointError(f"{name}: is missing" if missing else f"{name}: is not part of the checkpoint")
     for name, size in manifest.sizes.items():
+        pulse.beat("load")
         actual = storage.file_size(folder / name)
         if actual != size:
             what = "is not a file" if actual is None else f"has {actual} bytes, the manifest says {size}"
@@ -168,6 +169,7 @@ def _check_files(folder: Place, manifest: Manifest) -> None:
 
 
 def _read_index(folder: Place, manifest: Manifest, rank: int) -> RankIndex:
+    pulse.beat("load")
     files = manifest.ranks[rank]
     data = storage.read_file(folder / files.index, limit=closed.MAX_JSON_BYTES)
     if hashlib.sha256(data).hexdigest() != files.index_sha256:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import closed, layout, plain
-from dtrain.checkpoint.differences import mismatch, missing
+from dtrain.checkpoint.differences import mismatch, missing, unexpected
 from dtrain.checkpoint.fill import land
+from dtrain.checkpoint.ignored import OPTIMIZER, RNG, SLICES, Ignored
 from dtrain.checkpoint.opened import Opened, open_checkpoint, with_buffers_of
 from dtrain.checkpoint.plan import Read, Region, StoredBox, plan_reads, whole
 from dtrain.checkpoint.targets import Asked, Fit, fit
@@ -20,6 +21,7 @@ from dtrain.checkpoint.tree import completed, leaves, outlined
 from dtrain.dist.init import current
 from dtrain.dist.rng import check_rng_state
 from dtrain.errors import CheckpointMismatchError, DamagedCheckpointError
+from dtrain.names import clean_buffers
 from dtrain.state import TrainState
 from dtrain.storage import Place
 
@@ -34,8 +36,10 @@ class Found:
         opened: the checkpoint.
         fits: by the name of each state.
         landed: the tensors, by their key in the checkpoint, on the CPU.
-        extra: what was asked for of ``extra``.
-        rng: the random state of this rank; None when the checkpoint is of another number of ranks, or it was not asked for.
+        extra: what was asked for of ``extra``, without ignored names.
+        rng: the random state of this rank; None if the checkpoint is of another number of ranks, if it is ignored, or with
+            ``only``.
+        left: the states of the checkpoint that are not loaded, as ``states/<name>``.
     """
 
     opened: Opened
@@ -43,12 +47,15 @@ class Found:
     landed: Mapping[str, Tensor]
     extra: Mapping[str, Any]
     rng: dict[str, Any] | None
+    left: tuple[str, ...]
 
 
 def read_checkpoint(folder: Place, states: Mapping[str, TrainState], extra: Mapping[str, Any], asked: Asked) -> Found:
     """Everything this rank needs is there, is as it was written, fits, and is in memory. Changes nothing."""
     opened = open_checkpoint(folder)
-    _check_holds(opened, states, asked)
+    if asked.ignored.patterns:
+        asked.ignored.check_used(*_known(opened, states, extra), where=f"{_WHERE}: ignore")
+    left = _check_holds(opened, states, asked)
     work = _Work(opened)
     fits = {}
     for name, state in states.items():
@@ -59,10 +66,10 @@ def read_checkpoint(folder: Place, states: Mapping[str, TrainState], extra: Mapp
         with torch.no_grad():  # in which a look at a shard costs next to nothing
             fits[name] = fit(part, state, asked, where=where, first=name in ("", *opened.manifest.states[:1]))
         work.add(part, fits[name].regions, prefix=prefix_of(name))
-    outline = {} if asked.model_only else _outline_of_extra(opened, extra)
+    outline = {} if asked.model_only else _outline_of_extra(opened, extra, asked.ignored)
     for tree in outline.values():
         work.add_whole(opened.boxes, tree)
-    random = None if asked.model_only else _outline_of_rng(opened, states)
+    random = None if asked.model_only or asked.ignored.part(RNG) else _outline_of_rng(opened, states)
     if random is not None:
         work.add_whole({key: [box] for key, box in opened.own[current().rank].items()}, random)
     landed = work.done()
@@ -72,11 +79,31 @@ def read_checkpoint(folder: Place, states: Mapping[str, TrainState], extra: Mapp
         landed=landed,
         extra={name: completed(tree, lambda key, ref: landed[key]) for name, tree in outline.items()},
         rng=None if random is None else _sound_rng(completed(random, lambda key, ref: landed[key])),
+        left=left,
     )
 
 
-def _check_holds(opened: Opened, states: Mapping[str, TrainState], asked: Asked) -> None:
-    """Refuse a load that wants another kind of thing than was saved."""
+def _known(opened: Opened, states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    """The names of models, and the parts, that the states and the checkpoint have."""
+    names = {name for state in states.values() for name in (*state.params, *clean_buffers(state.model, persistent_only=True))}
+    parts = {OPTIMIZER, RNG, *(plain.join(layout.EXTRA, name) for name in extra)}
+    parts |= {plain.join(SLICES, name) for state in states.values() for name in state.slices}
+    saved = [opened.outlines] if not opened.manifest.states else list(opened.outlines[layout.STATES].values())
+    for tree in saved:
+        for section in ("params", "buffers"):
+            names.update(_keys(tree.get(section)))
+        parts |= {plain.join(SLICES, name) for name in _keys(tree.get(SLICES))}
+    parts |= {plain.join(layout.EXTRA, name) for name in _keys(opened.outlines.get(layout.EXTRA))}
+    return names, parts | {plain.join(layout.STATES, name) for name in (*states, *opened.manifest.states)}
+
+
+def _keys(tree: Any) -> list[str]:
+    """The keys of a dict, as text; none of what is no dict, which is refused where it is used."""
+    return [str(key) for key in tree] if type(tree) is dict else []
+
+
+def _check_holds(opened: Opened, states: Mapping[str, TrainState], asked: Asked) -> tuple[str, ...]:
+    """Refuse a load that wants another kind of thing than was saved; return the states that ``strict=False`` leaves."""
     where, there = f"{_WHERE}: {opened.folder}", opened.manifest.states
     if opened.manifest.only and not asked.model_only:
         raise CheckpointMismatchError(
@@ -87,10 +114,19 @@ def _check_holds(opened: Opened, states: Mapping[str, TrainState], asked: Asked)
     if "" not in states and not there:
         raise CheckpointMismatchError(f"{where}: holds one state without a name, got {sorted(states)}; pass the state itself")
     strange = sorted(set(states) - set(there)) if there else []
-    left = sorted(set(there) - set(states)) if there and asked.strict and not asked.model_only else []
-    if strange or left:
-        what = f"has no state {strange[0]!r}" if strange else f"holds the state {left[0]!r}, too"
-        raise CheckpointMismatchError(f"{where}: {what}; it holds {', '.join(there)}, got {', '.join(states)}")
+    if strange:
+        raise CheckpointMismatchError(
+            f"{where}: has no state {strange[0]!r}; it holds {', '.join(there)}, got {', '.join(states)}"
+        )
+    keys = [] if asked.model_only else [plain.join(layout.STATES, name) for name in there if name not in states]
+    left = tuple(key for key in keys if not asked.ignored.part(key))
+    if left and asked.strict:
+        name = plain.unescaped(left[0].partition("/")[2])
+        raise CheckpointMismatchError(
+            f"{where}: holds the state {name!r}, too; it holds {', '.join(there)}, got {', '.join(states)}; pass it, or "
+            f'ignore=["{left[0]}"] to leave it'
+        )
+    return left
 
 
 def prefix_of(name: str) -> str:
@@ -127,16 +163,35 @@ class _Work:
         return land(self._sizes, self._reads, self._refs, self._opened.data)
 
 
-def _outline_of_extra(opened: Opened, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What is stored for each name of ``extra``, its tensors not read yet."""
+def _outline_of_extra(opened: Opened, extra: Mapping[str, Any], ignored: Ignored) -> dict[str, Any]:
+    """The stored values of ``extra`` without ignored names, their tensors not read yet.
+
+    Raises:
+        CheckpointMismatchError: a name that is given and not stored, or stored and not given.
+    """
     outline = opened.outlines[layout.EXTRA]
     if type(outline) is not dict:
         raise DamagedCheckpointError(f"{layout.index_name(0)}: extra: needs a dict, got {closed.kind(outline)}")
-    rows = [missing(plain.join(layout.EXTRA, name), "given") for name in extra if name not in outline]
-    if rows:
-        advice = f"it holds {', '.join(map(str, outline)) or 'no extra'}; leave out what it lacks"
-        raise mismatch(f"{_WHERE}: {opened.folder}", rows, source="checkpoint", advice=advice)
-    return {name: outline[name] for name in extra}
+    keys = {name: plain.join(layout.EXTRA, str(name)) for name in (*extra, *outline)}
+    asked = {name: key for name, key in keys.items() if not ignored.part(key)}
+    absent = [key for name, key in asked.items() if name not in outline]
+    left = {name: key for name, key in asked.items() if name not in extra}
+    if absent or left:
+        rows = [*(missing(key, "given") for key in absent), *(unexpected(key, "a value") for key in left.values())]
+        raise mismatch(f"{_WHERE}: {opened.folder}", rows, source="checkpoint", advice=_advice(absent, left, outline))
+    return {name: outline[name] for name in extra if name in asked}
+
+
+def _advice(absent: Sequence[str], left: Mapping[str, str], stored: Mapping[str, Any]) -> str:
+    """The ways out of a difference in ``extra``."""
+    ways = []
+    if absent:
+        ways.append(f"it holds {', '.join(map(str, stored)) or 'no extra'}: leave out what it lacks, or name it in ignore=")
+    if left:
+        them = "it" if len(left) == 1 else "them"
+        given, patterns = (", ".join(f'"{name}": ...' for name in left), ", ".join(f'"{key}"' for key in left.values()))
+        ways.append(f"pass extra={{{given}}} to restore {them}, or ignore=[{patterns}] to leave {them}")
+    return "; ".join(ways)
 
 
 def _outline_of_rng(opened: Opened, states: Mapping[str, TrainState]) -> dict[str, Any] | None:

@@ -146,6 +146,8 @@ def save_sharded(
             plan_retention([], keep_last, keep_every=keep_every, pinned=pinned)
             first = next(iter(states.values()))
             contents = collect(states, extra or {}, only=tuple(only or ()), cast=cast)
+            if not only:
+                _note_extra(states, extra or {})
             share = share_of(contents, current().rank, current().world_size, frozen_apart=incremental)
             parts = fingerprints(contents)
         needed = share.data_bytes if not incremental else next(iter(share.files.values())).size  # the other may be a link
@@ -245,6 +247,12 @@ def _agree_on_contents(mine: Mapping[str, str], nbytes: int) -> int:
         raise PeerError(f"{_WHERE}: an earlier save failed on rank {failed[0]}; nothing of it was published, save again")
     check_equal([facts["parts"] for facts in everyone])
     return sum(facts["bytes"] for facts in everyone)
+
+
+def _note_extra(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:
+    """Remember the objects whose state this save took, for what must not change any more in this step (``early_stop``)."""
+    for state in states.values():
+        state.shared.saved_extra = {id(thing): state.step for thing in extra.values()}
 
 
 def _images(share: Share, mode: Mode) -> tuple[dict[str, Image], list[Buffer], list[torch.cuda.Event]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from dtrain.checkpoint import closed, layout, plain
 from dtrain.checkpoint.differences import Difference, mismatch, missing, unequal, unexpected
+from dtrain.checkpoint.ignored import OPTIMIZER, SLICES, Ignored
 from dtrain.checkpoint.opened import Opened
 from dtrain.checkpoint.optimizer_state import Make, group_differences, place_optimizer, stray_state
 from dtrain.checkpoint.plain import TensorRef
 from dtrain.checkpoint.plan import Region
-from dtrain.clock import Clock
+from dtrain.clock import Clock, Place
 from dtrain.errors import DamagedCheckpointError
 from dtrain.names import clean_buffers
 from dtrain.state import TrainState
@@ -28,14 +29,19 @@ class Asked:
     Args:
         model_only: parameters and buffers, and nothing else.
         strict: whether names that only one side has are an error.
-        ignored: whether a name of the model is left out, whatever is stored under it.
+        ignored: names of the model and parts of the checkpoint that are left out, whatever is stored under them.
         cast: whether floating-point tensors may be stored in another dtype than they have here.
     """
 
     model_only: bool
     strict: bool
-    ignored: Callable[[str], bool]
+    ignored: Ignored
     cast: bool
+
+    def summary(self, extra: Iterable[str]) -> str:
+        """What is asked for, in a line, which must be equal on all ranks."""
+        only = "only=('model',), " if self.model_only else ""
+        return f"{only}extra={sorted(extra)}, ignore={sorted(self.ignored.patterns)}, strict={self.strict}, cast={self.cast}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -46,7 +52,8 @@ class Fit:
         regions: which part of each stored tensor this rank needs, by key.
         into: for those that the state has already, its tensor.
         make: for the others, what makes the state's tensor of the one that was read.
-        optimizer: its tree, and that of the slices; None with ``model_only``, as are clock and seed.
+        optimizer: the optimizer's tree; None if the optimizer stays as it is, with ``model_only`` or because it is ignored.
+        slices: the tree of the slices, without ignored ones; None with ``model_only``, as are clock and seed.
         left: names in the model that are neither written nor removed.
         missing: names that only the state has.
         unexpected: names that only the checkpoint has.
@@ -83,15 +90,17 @@ def fit(opened: Opened, state: TrainState, asked: Asked, *, where: str, first: b
         found.compare_model(section, _section(opened, section), tensors)
     optimizer = slices = clock = seed = None
     if not asked.model_only:
-        slices = dict(_dict_of(opened, "slices"))
-        found.compare_slices(_section(opened, "slices"), slices, state)
-        optimizer = closed.record(_dict_of(opened, "optimizer"), f"{layout.index_name(0)}: optimizer", ("state", "groups"))
-        found.rows.extend(stray_state(optimizer, state, found.touched, strict=asked.strict))
-        found.rows.extend(group_differences(optimizer, state, found.touched))
+        slices = dict(_dict_of(opened, SLICES))
+        found.compare_slices(_section(opened, SLICES), slices, state)
+        if not asked.ignored.part(OPTIMIZER):
+            optimizer = closed.record(_dict_of(opened, OPTIMIZER), f"{layout.index_name(0)}: {OPTIMIZER}", ("state", "groups"))
+            found.rows.extend(stray_state(optimizer, state, found.touched, strict=asked.strict))
+            found.rows.extend(group_differences(optimizer, state, found.touched))
     if found.rows:
         raise mismatch(where, found.rows, source="checkpoint", advice=_advice(found.rows, asked))
-    if optimizer is not None:
+    if not asked.model_only:
         clock, seed = _clock(opened, check_step=first), _seed(opened)
+    if optimizer is not None:
         kept = {
             name: content for name, content in optimizer["state"].items() if name in state.params and name not in found.touched
         }
@@ -140,7 +149,7 @@ class _Comparison:
         left = {plain.join(section, name): name for name in here}
         for key, ref in stored.items():
             name = left.pop(key, None)
-            if name is not None and not self.asked.ignored(name):
+            if name is not None and not self.asked.ignored.name(name):
                 if self._matches(key, ref, here[name]):
                     self._take(key, here[name])
                 else:
@@ -148,22 +157,30 @@ class _Comparison:
             elif name is not None:
                 self.touched.add(name)
             else:
-                self._unexpected(plain.unescaped(key.partition("/")[2]), key, ref)
+                stored_name = plain.unescaped(key.partition("/")[2])
+                self._unexpected(stored_name, key, str(ref), ignored=self.asked.ignored.name(stored_name))
         for key, name in left.items():
-            if self.asked.ignored(name):
+            if self.asked.ignored.name(name):
                 self.touched.add(name)
             elif not self.partial or (section == "params" and here[name].requires_grad):
                 self._missing(name, key, str(plain.ref_of(here[name])))
 
     def compare_slices(self, stored: Mapping[str, TensorRef], tree: dict[str, Any], state: TrainState) -> None:
-        """Transforms by name, and the tensors of those that are on both sides."""
-        for name in state.slices:
-            if name not in tree:
-                self._missing(name, plain.join("slices", name), "a transform")
-        for name in [name for name in tree if name not in state.slices]:
-            self._unexpected(name, plain.join("slices", name), "a transform")
-            if not self.asked.strict:
-                del tree[name]
+        """Transforms by name, and the tensors of those that are on both sides.
+
+        Mutates: ``tree``, which loses the transforms that are not taken over.
+        """
+        for name in {**state.slices, **tree}:
+            key = plain.join(SLICES, name)
+            if self.asked.ignored.part(key):
+                self.touched.add(name)
+            elif name not in tree:
+                self._missing(name, key, "a transform")
+            elif name not in state.slices:
+                self._unexpected(name, key, "a transform", ignored=False)
+            else:
+                continue
+            tree.pop(name, None)
         here = plain.encode({name: content for name, content in state.slices.items() if name in tree}, "slices")[1]
         for key in {**stored, **here}:
             if self._is_touched(key):
@@ -200,12 +217,12 @@ class _Comparison:
         else:
             self.missing.append(name)
 
-    def _unexpected(self, name: str, key: str, stored: TensorRef | str) -> None:
+    def _unexpected(self, name: str, key: str, stored: str, *, ignored: bool) -> None:
         self.touched.add(name)
-        if self.asked.ignored(name):
+        if ignored:
             return
         if self.asked.strict:
-            self.rows.append(unexpected(key, str(stored)))
+            self.rows.append(unexpected(key, stored))
         else:
             self.unexpected.append(name)
 
@@ -216,6 +233,10 @@ def _advice(rows: list[Difference], asked: Asked) -> str:
     ways = ["build model, optimizer and transforms as in the run that wrote it, or load another checkpoint"]
     if asked.strict and kinds <= {"missing", "unexpected"}:
         ways.append("strict=False leaves what only one side has")
+    if all(row.name.startswith(f"{OPTIMIZER}/") for row in rows):
+        ways.append('ignore=["optimizer"] leaves the optimizer as it is here')
+    elif kinds <= {"missing", "unexpected"}:
+        ways.append('ignore=[...] leaves the names that it lists, as in ignore=["head.*", "slices/ema"]')
     if kinds == {"dtype"} and not asked.cast:
         ways.append("cast=True converts floating-point dtypes")
     return "; ".join(ways)
@@ -236,14 +257,25 @@ def _dict_of(opened: Opened, section: str) -> dict[str, Any]:
 
 def _clock(opened: Opened, *, check_step: bool) -> Clock:
     where = f"{layout.index_name(0)}: clock"
-    raw = {"before": None, **_dict_of(opened, "clock")}  # which early versions did not save
-    before = raw.pop("before")
+    raw = {"before": None, "start": None, **_dict_of(opened, "clock")}  # they may be missing
+    before, start = raw.pop("before"), raw.pop("start")
     if before is not None and type(before) is not dict:
         raise DamagedCheckpointError(f"{where}: before: needs a dict, got {closed.kind(before)}")
     counts = _counts(raw, where)
     if check_step and counts["step"] != opened.manifest.step:
         raise DamagedCheckpointError(f"{where}: is at step {counts['step']}, the manifest at step {opened.manifest.step}")
-    return Clock(**counts, before=None if before is None else Clock(**_counts(before, f"{where}: before")))
+    return Clock(
+        **counts,
+        before=None if before is None else Clock(**_counts(before, f"{where}: before")),
+        start=None if start is None else _place(start, f"{where}: start"),
+    )
+
+
+def _place(raw: Any, where: str) -> Place:
+    numbers = [closed.whole(value, where) for value in raw] if type(raw) is list else []
+    if len(numbers) != 2:
+        raise DamagedCheckpointError(f"{where}: needs two whole numbers, got {closed.kind(raw)}")
+    return Place(*numbers)
 
 
 def _counts(raw: dict[str, Any], where: str) -> dict[str, Any]:

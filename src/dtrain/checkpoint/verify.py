@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from dtrain import storage
+from dtrain import pulse, storage
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.digest import chunks_of
 from dtrain.checkpoint.find import Committed, Damaged, describe, step_itself, survey
@@ -39,6 +39,7 @@ def verify_data(opened: Opened, on_bytes: Callable[[int], object] = lambda _: No
         with opened.data(number) as reader:
             for chunk in chunks_of(0, file.bytes):
                 reader.verify([chunk])
+                pulse.beat("verify")  # one rank may verify older steps while the others wait for it
                 on_bytes(min(layout.CHUNK_BYTES, file.bytes - chunk * layout.CHUNK_BYTES))
     plan_reads(opened.boxes, {key: whole(ref.shape) for key, ref in opened.refs.items()})
 

@@ -91,7 +91,7 @@ MISTAKES = {
     "no source": ({"source": "nope"}, "there is no file or folder .*nope; check the path"),
     "a strange file": ({"source": "x.txt"}, "x.txt is no checkpoint of dtrain, no folder with model.safetensors"),
     "a strange folder": ({"source": "."}, "is no checkpoint of dtrain"),
-    "target": ({"to": "gguf"}, "to must be one of hf, dtrain, dcp, got 'gguf'"),
+    "target": ({"to": "gguf"}, "to must be one of hf, dtrain, dcp, safetensors, got 'gguf'"),
     "source format": ({"source_format": "gguf"}, "the source's format must be one of dtrain, hf, dcp, pt, got 'gguf'"),
     "cast": ({"cast": "int3"}, "cast must be one of fp32, bf16, fp16, got 'int3'"),
     "size": ({"max_shard_bytes": 0}, "max_shard_bytes must be at least 1, got 0"),

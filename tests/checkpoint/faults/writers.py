@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from checkpoint.faults.kills import scratch
 from checkpoint.faults.nursery import LONG_S, Child, apart, fork
 from checkpoint.faults.outcome import Outcome, plain
-from checkpoint.faults.samples import sample, write
+from checkpoint.faults.samples import EXTRA, sample, write
 from checkpoint.faults.watched import CALLS
 
 _PATIENCE_S = 0.03  # for one that is on its way to its gate; who waits for the other never comes there
@@ -86,10 +87,21 @@ def _gated(asks: int, turns: int, fn: Callable[..., Any], args: tuple[Any, ...])
 # --- what the processes do -----------------------------------------------------------------------------------------
 
 
+def load(path: str, state: Any) -> Any:
+    """What ``load_sharded`` returns. The sample's first steps have values beside the state, which are left."""
+    import dtrain as dt
+
+    with suppress(dt.CheckpointMismatchError):
+        return dt.load_sharded(path, state)
+    try:
+        return dt.load_sharded(path, state, ignore=[f"extra/{name}" for name in EXTRA])
+    except dt.ConfigError:  # a newer step has come meanwhile, without these values
+        return dt.load_sharded(path, state)
+
+
 def write_steps(root: str, seed: int, resumes: bool, keep_last: int | None, steps: int) -> dict[str, Any]:
     """Save some steps. Returns what was saved, in order, and the error that ended it."""
     from checkpoint.states import digest, plain_state, train
-    from dtrain.checkpoint.load import load_sharded
     from dtrain.checkpoint.save import save_sharded
     from dtrain.dist.rng import seed_all
 
@@ -100,7 +112,7 @@ def write_steps(root: str, seed: int, resumes: bool, keep_last: int | None, step
         try:
             state = plain_state(seed)
             if resumes:
-                state = load_sharded(root, state).state
+                state = load(root, state).state
                 seed_all(seed)
             for _ in range(steps):
                 state = train(state, 1)
@@ -114,14 +126,13 @@ def write_steps(root: str, seed: int, resumes: bool, keep_last: int | None, step
 def read_newest(root: str) -> dict[str, Any]:
     """Load, once. Returns what came, or the error and whether the state is as it was."""
     from checkpoint.states import digest, plain_state
-    from dtrain.checkpoint.load import load_sharded
 
     state = plain_state(7)
     before = digest(state, rng=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            restored = load_sharded(root, state)
+            restored = load(root, state)
         except Exception as problem:  # noqa: BLE001
             return {"error": f"{type(problem).__name__}: {problem}", "same": digest(state, rng=False) == before}
     return {"error": "", "step": restored.step, "digest": digest(restored.state, rng=False)}
@@ -136,7 +147,7 @@ def look(root: str) -> dict[str, Any]:
         found = {each.step: each.path for each in dt.list_checkpoints(root)}
         for path in found.values():
             dt.verify_checkpoint(path)
-        states = {step: dt.load_sharded(path, plain_state()).state for step, path in found.items()}
+        states = {step: load(path, plain_state()).state for step, path in found.items()}
     except (dt.DtrainError, UserWarning) as error:
         return {"wrong": f"{type(error).__name__}: {error}"}
     return {"wrong": "", "steps": [[step, digest(state, rng=False)] for step, state in states.items()]}

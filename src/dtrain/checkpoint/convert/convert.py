@@ -13,11 +13,12 @@ from dtrain import storage
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.convert.hugging_face import CONFIG, write_hugging_face
 from dtrain.checkpoint.convert.sources import KINDS, Kind, check_trust, kind_of, open_weights
-from dtrain.checkpoint.convert.weights import Weights, tied, weights
+from dtrain.checkpoint.convert.weights import Weights, tied, weights, write_safetensors
+from dtrain.checkpoint.foreign import MODEL, SUFFIX
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.storage import Place
 
-Target = Literal["hf", "dtrain", "dcp"]
+Target = Literal["hf", "dtrain", "dcp", "safetensors"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 MAX_SHARD_BYTES = 5 * 10**9
 _MAX_CONFIG_BYTES = 2**24
@@ -29,7 +30,7 @@ class Converted:
     """What ``convert_checkpoint`` has written.
 
     Args:
-        path: the new folder; of a step of ours, that of the step.
+        path: the new folder, or the new file; of a step of ours, the folder of the step.
         tensors: how many.
         bytes: of their data.
     """
@@ -73,8 +74,9 @@ def convert_checkpoint(
         source: a root of ours (its newest step) or a step; a folder that ``save_pretrained`` of Hugging Face wrote, or one
             safetensors file; a folder of ``torch.distributed.checkpoint``; what ``torch.save`` wrote.
         out: the new folder. Towards ``"dtrain"`` a step's folder when it has the name of one (``root/step-00000100``), else
-            a root with one step.
-        to: ``"hf"``, ``"dtrain"`` (a step that holds the model only), or ``"dcp"``.
+            a root with one step. Towards ``"safetensors"`` the new file when its name ends in ``.safetensors``, else a folder
+            with the one file ``model.safetensors``.
+        to: ``"hf"``, ``"dtrain"`` (a step that holds the model only), ``"dcp"``, or ``"safetensors"`` (one file).
         source_format: ``"dtrain"``, ``"hf"``, ``"dcp"`` or ``"pt"``; None to see from the names of files.
         trust: needed for ``"dcp"`` and ``"pt"`` sources, because reading those runs what is in them. They are read by a
             process of its own, which copies their tensors beside ``out`` first.
@@ -105,7 +107,8 @@ def convert_checkpoint(
     check_trust(path, kind, trust=trust)
     content = _config(path, kind, to, config)
     inner = ""
-    with _side_folder(folder) as (side, result):
+    single = MODEL if to == "safetensors" and folder.suffix == SUFFIX else ""
+    with _side_folder(folder, taking=single) as (side, result):
         within = key if kind in ("dcp", "pt") else None
         stored = open_weights(path, kind, scratch=side / "source.safetensors", key=within, state=state)
         stored = tied(stored, tie or {}, once=to == "dtrain")
@@ -113,7 +116,10 @@ def convert_checkpoint(
         if not given.dtypes:
             raise CheckpointError(f"{_WHERE}: {path} holds no weights")
         begun(given.bytes)
-        if to == "hf":
+        if to == "safetensors":
+            write_safetensors(result / MODEL, given, given.dtypes)
+            storage.sync_folder(result)
+        elif to == "hf":
             write_hugging_face(result, given, max_shard_bytes=max_shard_bytes, config=content)
         elif to == "dcp":
             from dtrain.checkpoint.convert.distributed import write_distributed  # takes a second to import
@@ -170,8 +176,13 @@ def _config(path: Place, kind: Kind, to: Target, config: Path | str | None) -> b
 
 
 @contextmanager
-def _side_folder(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """A folder beside ``folder``, and one in it that becomes ``folder`` if nothing goes wrong."""
+def _side_folder(folder: Path, *, taking: str) -> Iterator[tuple[Path, Path]]:
+    """Yield a folder beside ``folder``, and one in it that becomes ``folder`` if nothing goes wrong.
+
+    Args:
+        folder: the new folder.
+        taking: the file in the inner folder that becomes ``folder`` instead, or "".
+    """
     storage.make_folders(folder.parent)
     side = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     storage.make_folder(side)
@@ -180,7 +191,7 @@ def _side_folder(folder: Path) -> Iterator[tuple[Path, Path]]:
         yield side, side / "result"
         if storage.exists(folder):  # since it was looked for; an empty folder would be replaced
             raise ConfigError(f"{_WHERE}: {folder} exists by now; name a folder that does not")
-        storage.rename(side / "result", folder)
+        storage.rename(side / "result" / taking, folder)
         storage.sync_folder(folder.parent)
     finally:
         storage.remove_folder(side)

@@ -1,0 +1,173 @@
+"""Parts of a checkpoint that are not asked for: refused on all ranks before anything changes, or left by ``ignore``."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from checkpoint.filled import sharded_state
+from checkpoint.states import Counter, digest, plain_state, train
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.save import save_sharded
+from dtrain.dist.init import current
+from dtrain.dist.rng import rng_state, seed_all
+from dtrain.errors import CheckpointMismatchError, ConfigError, DtrainError
+from dtrain.state import new_state
+
+
+def other_optimizer(seed: int) -> dt.TrainState:
+    """The state of ``plain_state``, but for an optimizer that has nothing in common with that of the checkpoint."""
+    return train(plain_state(seed, optimizer="sgd"), 1)
+
+
+def without_a_weight(seed: int) -> dt.TrainState:
+    torch.manual_seed(seed)
+    model = nn.Module()
+    model.first = nn.Linear(5, 7)
+    model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    state = new_state(model, torch.optim.AdamW(model.parameters()), seed=seed)
+    shadow = {name: p.detach().clone() for name, p in state.params.items()}
+    return replace(state, slices={"ema": {"shadow": shadow, "updates": 0}, "spikes": {"worst": 0.0, "window": (1, 2)}})
+
+
+def without_slice(seed: int) -> dt.TrainState:
+    state = plain_state(seed)
+    return replace(state, slices={"ema": state.slices["ema"]})
+
+
+# What is left out of the load, how the error names it, and what leaves it on purpose.
+LEFT = {
+    "extra": (plain_state, {}, r"extra/loader: checkpoint a value, here nothing", ["extra/loader"]),
+    "slice": (without_slice, {"loader": None}, r"slices/spikes: checkpoint a transform, here nothing", ["slices/spikes"]),
+    "optimizer": (other_optimizer, {"loader": None}, r"optimizer/groups/0/betas: checkpoint a hyperparam", ["optimizer"]),
+    "parameters": (
+        without_a_weight, {"loader": None}, r"params/last.weight: checkpoint F32 \[2, 7\], here nothing", ["last.*"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "extra", "message", "ignore"), LEFT.values(), ids=LEFT)
+def test_a_part_that_is_not_asked_for_is_refused_until_ignore_names_it(tmp_path, make, extra, message, ignore):
+    save_sharded(tmp_path, train(plain_state(), 2), extra={"loader": 7})
+    state = make(1)
+    before = digest(state)
+    with pytest.raises(CheckpointMismatchError, match=message) as caught:
+        load_sharded(tmp_path, state, extra=extra)
+    assert "ignore=" in str(caught.value)
+    assert digest(state) == before
+    assert load_sharded(tmp_path, state, extra=extra, ignore=ignore).state.step == 2
+
+
+def test_the_error_says_how_to_restore_or_leave_a_loader(tmp_path):
+    save_sharded(tmp_path, train(plain_state(), 1), extra={"loader": Counter()})
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load_sharded(tmp_path, plain_state())
+    assert 'pass extra={"loader": ...} to restore it, or ignore=["extra/loader"] to leave it' in str(caught.value)
+
+
+def test_strict_off_does_not_leave_a_loader_behind(tmp_path):
+    save_sharded(tmp_path, train(plain_state(), 1), extra={"loader": Counter()})
+    with pytest.raises(CheckpointMismatchError, match="extra/loader"):
+        load_sharded(tmp_path, plain_state(), strict=False)
+
+
+def test_several_extras_can_be_left_with_one_pattern(tmp_path):
+    save_sharded(tmp_path, plain_state(), extra={"loader": 1, "stop": 2, "history": 3})
+    restored = load_sharded(tmp_path, plain_state(), extra={"history": None}, ignore=["extra/lo*", "extra/stop"])
+    assert restored.extra == {"history": 3}
+
+
+def test_an_extra_that_is_given_and_ignored_stays_as_it_is(tmp_path):
+    save_sharded(tmp_path, plain_state(), extra={"loader": {"position": 9, "weights": torch.ones(2)}})
+    loader = Counter()
+    restored = load_sharded(tmp_path, plain_state(), extra={"loader": loader, "new": 3}, ignore=["extra/loader", "extra/new"])
+    assert loader.state["position"] == 0
+    assert restored.extra == {"new": 3}
+
+
+def test_an_ignored_optimizer_stays_as_it_is(tmp_path):
+    save_sharded(tmp_path, saved := train(plain_state(), 2))
+    state = train(plain_state(1), 1)
+    state.optimizer.param_groups[0]["lr"] = 0.25
+    moments = [state.optimizer.state[p]["exp_avg"].clone() for p in state.params.values()]
+    now = load_sharded(tmp_path, state, ignore=["optimizer"]).state
+    assert torch.equal(now.params["first.weight"], saved.params["first.weight"])
+    assert all(map(torch.equal, (now.optimizer.state[p]["exp_avg"] for p in now.params.values()), moments))
+    assert now.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_ignored_random_state_stays_as_it_is(tmp_path):
+    save_sharded(tmp_path, train(plain_state(), 2))
+    state = plain_state()
+    seed_all(77)
+    before = repr(rng_state())
+    load_sharded(tmp_path, state, ignore=["rng"])
+    assert repr(rng_state()) == before
+
+
+def begin(seed: int, *transforms: dt.Transform) -> tuple[dt.Step, dt.TrainState]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).sum(), weight=len), transforms)
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("saved_with", [(dt.ema(0.5),), ()], ids=["stored", "not stored"])
+def test_an_ignored_slice_begins_anew_from_the_loaded_weights(tmp_path, saved_with):
+    step, state = begin(0, *saved_with)
+    save_sharded(tmp_path, step(state, torch.ones(1, 3))[0])
+    restored = load_sharded(tmp_path, begin(1, dt.ema(0.5))[1], ignore=["slices/ema"])
+    for name, average in restored.state.slices["ema"]["params"].items():
+        assert torch.equal(average, restored.state.params[name])
+
+
+def test_a_state_of_several_is_left_and_named_or_ignored(tmp_path):
+    save_sharded(tmp_path, {"generator": plain_state(0), "critic": plain_state(1)})
+    with pytest.raises(CheckpointMismatchError, match=r"holds the state 'critic', too.*ignore=\[\"states/critic\"\]"):
+        load_sharded(tmp_path, {"generator": plain_state(2)})
+    assert load_sharded(tmp_path, {"generator": plain_state(2)}, ignore=["states/critic"]).unexpected == ()
+    assert load_sharded(tmp_path, {"generator": plain_state(2)}, strict=False).unexpected == ("states/critic",)
+
+
+@pytest.mark.parametrize("pattern", ["extra/loder", "slices/emma", "states/critic", "last*", "heads.**"])
+def test_a_pattern_that_fits_nothing_here_or_there_is_refused(tmp_path, pattern):
+    save_sharded(tmp_path, plain_state(), extra={"loader": 1})
+    with pytest.raises(ConfigError, match=r"ignore: nothing here or in the checkpoint fits '"):
+        load_sharded(tmp_path, plain_state(), extra={"loader": 1}, ignore=[pattern])
+
+
+def test_a_pattern_for_names_of_the_model_reaches_no_other_part(tmp_path):
+    save_sharded(tmp_path, train(plain_state(), 1), extra={"loader": 1})
+    with pytest.raises(CheckpointMismatchError, match="extra/loader"):
+        load_sharded(tmp_path, plain_state(), ignore=["**"])
+
+
+def attempt(root: str, how: str) -> list[Any]:
+    save_sharded(root, sharded_state("full_shard", filled=True), extra={"loader": 1})
+    state = sharded_state("full_shard", filled=False)
+    before = digest(state)
+    options: dict[str, Any] = {"extra": {"loader": 0}}
+    if current().rank == 1:
+        options = {} if how == "not asked for" else {"ignore": ["extra/loader"]}
+    try:
+        load_sharded(root, state, **options)
+    except DtrainError as error:
+        return [f"{type(error).__name__}: {error}".splitlines()[0], digest(state) == before]
+    return ["nothing"]
+
+
+def test_a_part_that_one_rank_does_not_ask_for_is_refused_on_all(tmp_path, ranks):
+    (first, same), (second, also) = ranks(2).run(attempt, str(tmp_path), "not asked for")
+    assert first.startswith("PeerError: load_sharded: rank 1 failed")
+    assert second.startswith("CheckpointMismatchError: load_sharded: ")
+    assert same
+    assert also
+
+
+def test_ranks_that_ask_for_different_parts_are_refused(tmp_path, ranks):
+    for said, same in ranks(2).run(attempt, str(tmp_path), "ignored"):
+        assert said.startswith("ConfigError: load_sharded: rank 1 asks for other parts than rank 0")
+        assert same
