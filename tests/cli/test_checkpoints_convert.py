@@ -20,6 +20,16 @@ def test_convert_says_what_it_wrote(checkpoints, root):
     assert load_file("hf/model.safetensors")["first.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("out", "file"), [("model.safetensors", "model.safetensors"), ("new", "new/model.safetensors")])
+def test_convert_writes_one_safetensors_file(checkpoints, root, out, file):
+    code, said, err = checkpoints("convert", "root", out, "--to", "safetensors", "--max-shard-size", "16")
+    assert (code, said, err) == (0, f"{root.parent / out}: 5 tensors, 240 B\n", "")
+    assert os.listdir("new") == ["model.safetensors"] if out == "new" else os.path.isfile(out)
+    assert len(load_file(file)) == 5
+    assert not [name for name in os.listdir(".") if ".tmp-" in name]
+    assert checkpoints("convert", file, "back", "--to", "dtrain")[0] == 0
+
+
 def test_convert_json(checkpoints, root):
     code, out, _ = checkpoints("convert", "root/step-00000001", "weights", "--to", "dtrain", "--step", "9", "--json")
     path = root.parent / "weights" / "step-00000009"
@@ -41,7 +51,7 @@ def test_convert_options_reach_the_conversion(checkpoints, root):
 MISTAKES = {
     "no source": (["nope", "out", "--to", "hf"], 2, "there is no file or folder "),
     "an empty path": (["", "out", "--to", "hf"], 2, "a path is empty; name the checkpoint"),
-    "target": (["root", "out", "--to", "gguf"], 2, "to must be one of hf, dtrain, dcp, got 'gguf'"),
+    "target": (["root", "out", "--to", "gguf"], 2, "to must be one of hf, dtrain, dcp, safetensors, got 'gguf'"),
     "existing": (["root", "root", "--to", "hf"], 2, "root exists; name a folder that does not"),
     "size": (["root", "out", "--to", "hf", "--max-shard-size", "huge"], 2, "--max-shard-size must be a size as in 5GB"),
     "tie": (["root", "out", "--to", "hf", "--tie", "x"], 2, "--tie takes ALIAS=NAME, got 'x'"),

@@ -68,6 +68,26 @@ def test_plain_command_line_is_a_plan_with_the_defaults(launch, here):
 
 SPELLINGS = {
     "ranks": (["-n", "3"], ["--nproc", "3"], ["-n3"], ["--nproc=3"]),
+    "ranks, of torchrun": (["-n", "3"], ["--nproc-per-node", "3"], ["--nproc_per_node=3"]),
+    "ranks, of mpirun": (["-n", "3"], ["-np", "3"]),
+    "ranks as there are GPUs": ([], ["--nproc-per-node", "auto"], ["-n", "1"]),
+    "restarts": (["--max-restarts", "2"], ["--max_restarts=2"]),
+    "one node": (
+        ["-n", "2"],
+        ["-n", "2", "--standalone"],
+        ["-n", "2", "--standalone", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+        ["-n", "2", "--nnodes", "1:1", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:29400", "--rdzv_id", "7"],
+        ["-n", "2", "--rdzv-endpoint", "localhost:0"],
+    ),
+    "a place for static nodes": (
+        ["-n2", "--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=29400"],
+        ["-n2", "--nnodes=2", "--node_rank=0", "--rdzv-backend=static", "--rdzv_endpoint=127.0.0.1:29400"],
+        ["-n2", "--nnodes=2", "--node_rank=0", "--rdzv-backend=static", "--rdzv_endpoint=127.0.0.1"],
+    ),
+    "a place for nodes that come and go": (
+        ["-n2", "--nnodes=1:2", "--rdzv-endpoint=127.0.0.2:29400"],
+        ["-n2", "--nnodes=1:2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.2"],
+    ),
     "run folder": (["--run-dir", "r"], ["--run_directory", "r"]),
     "world size": (["-n", "2", "--world-size", "2"], ["-n", "2", "--world_size", "2"], ["-n", "2", "--world_size=-1"]),
     "base rank": (["-n", "2", "--base-rank", "0"], ["-n", "2", "--base_rank", "0"]),
@@ -95,7 +115,7 @@ def test_command_line_for_composers_launcher_is_taken_as_it_is(launch, here):
 
 MODES = {
     "module": ("module", "package.train", ["-m"], ["--module"], ["--module_mode"]),
-    "command": ("command", "./program", ["-c"], ["--command"], ["--command_mode"]),
+    "command": ("command", "./program", ["-c"], ["--command"], ["--command_mode"], ["--no-python"], ["--no_python"]),
     "command of PATH": ("command", "sh", ["-c"]),
     "script": ("script", "good.py", []),
 }
@@ -137,6 +157,13 @@ def test_options_of_the_output_reach_the_plan(launch):
 
 
 REFUSED = {
+    "gpu without one": (["--nproc-per-node", "gpu", "good.py"], "-n gpu, but this node has no GPU; "),
+    "standalone on two nodes": (["--standalone", "--nnodes", "2", "good.py"], "--standalone is one node, not --nnodes 2; "),
+    "a meeting place that is not there": (["--rdzv-backend", "etcd", "good.py"], "--rdzv-backend must be c10d or static, "),
+    "tee": (["--tee", "3", "good.py"], "--tee is torchrun's; leave it out, and say --log-ranks all"),
+    "tee in short": (["-t3", "good.py"], "-t is torchrun's; "),
+    "redirects": (["--redirects=3", "good.py"], "--redirects is torchrun's; "),
+    "folder of logs": (["--log_dir", "logs", "good.py"], "--log_dir is torchrun's; say --run-dir FOLDER"),
     "both modes": (["-m", "-c", "good.py"], "-m and -c exclude each other; "),
     "missing command": (["-c", "no-such-program"], "no program 'no-such-program' in PATH; "),
     "command that cannot be run": (["-c", "./good.py"], "'./good.py' cannot be run as a program; "),

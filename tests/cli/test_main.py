@@ -38,7 +38,7 @@ MISTAKES = {
     "missing script": (["nope.py"], "launch: no such script: 'nope.py'"),
     "missing script with a line end": (["a\nb.py"], r"launch: no such script: 'a\nb.py'"),
     "folder": (["."], "launch: '.' is a folder"),
-    "syntax error": (["bad.py"], "launch: 'bad.py', line 1 is not valid Python"),
+    "syntax error": (["bad.py"], "launch: bad.py:1 is not valid Python"),
     "not utf-8": (["latin.py"], "launch: 'latin.py' is not valid Python"),
     "no module": (["-m", "nope.nope"], "launch: no module named 'nope.nope'"),
     "zero ranks": (["-n", "0", "good.py"], "launch: -n must be from 1 to 256, got 0"),

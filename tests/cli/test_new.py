@@ -77,6 +77,8 @@ def test_a_loop_learns_on_two_ranks(loops, task):
     steps, out = int(length.removesuffix("ba")), folder / "runs" / f"my_{task}"
     assert [found.step for found in dt.list_checkpoints(out / "checkpoints")][-1] == steps
     assert list(dt.read_jsonl(out / "metrics.jsonl")) == list(range(20, steps + 1, 20))
+    assert (out / "attempts").is_dir()
+    assert sorted(path.name for path in (out / "ledger").iterdir())[:2] == ["rank-00000.jsonl", "rank-00001.jsonl"]
     if task == "diffusion":
         assert (out / "made.pgm").read_bytes()[:13] == b"P5 64 64 255 "
 
@@ -112,10 +114,13 @@ def test_a_stopped_loop_ends_with_the_same_weights(new, task):
 @pytest.mark.parametrize("task", TASKS)
 def test_a_whole_loop_runs_as_it_is(new, task):
     new("loop.py", "--task", task)
-    done = run("-m", "dtrain", "launch", "-n", "2", "loop.py")
+    done = run("-m", "dtrain", "launch", "-n", "2", "--run-dir", "runs/loop", "loop.py")
     assert done.returncode == 0, done.stdout + done.stderr
     found = ended(done.stdout.replace("[rank 0] ", ""))
     assert LENGTHS[task][1](found.value, found.baseline)
+    assert [path.name for path in Path("runs").iterdir()] == ["loop"]  # of the launcher and of the loop
+    names = {path.name for path in Path("runs/loop").iterdir()}
+    assert names >= {"launch.json", "logs", "attempts", "ledger", "metrics.jsonl", "checkpoints"}
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -150,9 +155,9 @@ def test_the_file_speaks_of_itself_and_the_next_command_is_printed(new, tmp_path
     (tmp_path / "my runs").mkdir()
     code, out, err = new("my runs/train-2.py")
     assert (code, err) == (0, "")
-    assert out.splitlines()[-1] == "run it: dtrain launch -n 2 'my runs/train-2.py'"
+    assert out.splitlines()[-1] == "run it: dtrain launch -n 2 --run-dir runs/train-2 'my runs/train-2.py'"
     source = (tmp_path / "my runs" / "train-2.py").read_text()
-    assert "dtrain launch -n 2 train-2.py" in source
+    assert "dtrain launch -n 2 --run-dir runs/train-2 train-2.py" in source
     assert 'default="runs/train-2"' in source
     assert not re.search(r"\bloop\.py|runs/loop", source)
 

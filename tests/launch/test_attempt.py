@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dtrain.launch.attempt import Attempt
-from dtrain.launch.conclusion import conclude, describe_log
+from dtrain.launch.conclusion import conclude, describe_failures
 from dtrain.launch.plan import LaunchPlan, Layout, OutputPlan, Target
 from dtrain.launch.processes import descendants
 from dtrain.wire import Failure
@@ -174,7 +174,7 @@ def test_traceback_of_a_rank_that_was_not_shown_is_said_with_its_mark(attempt):
         record(attempt, 1, error)
     ended(attempt, 1, 1, now=1.0)
     log = ["step 1", "[rank1]: Traceback (most recent call last):", "[rank1]: ValueError: boo", "step 2", "a", "b", "c"]
-    said = describe_log(attempt, end_of(attempt), lambda rank, n: log)
+    said = describe_failures(attempt, end_of(attempt), shows=lambda _: False, tail=lambda rank, n: log, full=False)
     assert said[:5] == ["<1> step 2", "<1> a", "<1> b", "<1> c", "<1> Traceback (most recent call last):"]
     assert said[-1] == "<1> ValueError: boo"
     assert len([line for line in said if "Traceback" in line]) == 1
@@ -182,5 +182,5 @@ def test_traceback_of_a_rank_that_was_not_shown_is_said_with_its_mark(attempt):
 
 def test_last_lines_of_a_rank_that_left_no_traceback_are_said(attempt):
     ended(attempt, 1, -signal.SIGKILL, now=1.0)
-    said = describe_log(attempt, end_of(attempt), lambda rank, n: [f"line {rank}"])
+    said = describe_failures(attempt, end_of(attempt), shows=lambda _: False, tail=lambda rank, n: [f"line {rank}"], full=False)
     assert said == ["<1> line 1"]

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import textwrap
 import time
 from pathlib import Path
 
@@ -380,7 +381,7 @@ def test_what_a_program_writes_into_the_pipe_of_reports_does_no_harm(run):
     assert (result.code, result.out, result.err) == (0, "done\n", "")
 
 
-def test_end_of_the_store_is_said_beside_the_failure_that_it_caused(start):
+def test_end_of_the_store_is_named(start):
     job = start(
         """
         import os, time
@@ -401,4 +402,47 @@ def test_end_of_the_store_is_said_beside_the_failure_that_it_caused(start):
     os.kill(listening[0], signal.SIGKILL)
     result = job.wait()
     assert result.code != 0
-    assert "the process that serves the ranks' store had ended before (killed by SIGKILL)" in result.summary[-1]
+    assert f"the process that serves the ranks' store ended early (killed by SIGKILL, pid {listening[0]})" in result.summary[-1]
+
+
+@pytest.mark.parametrize("options", [["--no-preload"], ["--preload", "json"]], ids=["plain", "preloaded"])
+def test_interrupt_while_interpreters_start_waits_for_the_scripts_first_line(start, tmp_path, options):
+    place = tmp_path / "customised"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(
+        textwrap.dedent(
+            """
+            import os, signal, sys, time
+            if "RANK" in os.environ and "FOLDER" in os.environ:
+                with open(f"{os.environ['FOLDER']}/up{os.environ['RANK']}", "w") as file:
+                    file.write("here")
+                while signal.SIGINT not in signal.sigpending():
+                    time.sleep(0.01)
+            """
+        )
+    )
+    source = """
+    import os, time
+    print("begun", flush=True)
+    with open(f"{os.environ['FOLDER']}/up{os.environ['RANK']}", "w") as file:
+        file.write("here")
+    time.sleep(600)
+    """
+    path = os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])
+    job = start(source, options=options, env={"PYTHONPATH": path})
+    job.wait_for("up0", "up1")
+    job.process.send_signal(signal.SIGINT)
+    result = job.wait()
+    assert (result.code, result.err) == (130, "dtrain: launch: interrupted; ranks ended\n")
+    assert ("begun" in result.out) == (options != ["--no-preload"])
+
+
+@pytest.mark.parametrize("options", [["--no-preload"], ["--preload", "json"]], ids=["plain", "preloaded"])
+def test_children_of_the_script_have_no_signal_blocked(run, options):
+    source = """
+    import subprocess, sys
+    code = "import signal; print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    """
+    result = run(source, n=1, options=options)
+    assert (result.code, result.out) == (0, "[]\n"), result.err

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
+import pytest
+
+from jobs import LONG_S
+
 
 def test_success_is_silent_and_exits_0(run):
     result = run("print('done')")
@@ -110,6 +118,45 @@ def test_culprit_that_dies_after_its_peer_has_ended_is_named(run):
     assert "ConnectionError: my peer is dying" in result.err
     assert result.code == 137
     assert "rank 1 of 2 was killed by SIGKILL" in result.summary[0]
+
+
+@pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"])
+def test_rank_that_leaves_with_0_in_the_middle_of_a_run_is_named(run, leave):
+    result = run(
+        f"""
+        import os, sys
+        import torch
+        import dtrain as dt
+        with dt.init_dist(device="cpu") as info:
+            torch.distributed.all_reduce(torch.ones(1))
+            if info.rank == 1:
+                {leave}
+            torch.distributed.all_reduce(torch.ones(1))
+        """,
+        n=3,
+    )
+    assert result.code == 1
+    begin = "dtrain: launch: rank 1 of 3 left early, with exit code 0, while others needed it; "
+    assert result.summary[-1].startswith(begin), result
+
+
+def test_end_of_the_process_that_serves_the_store_ends_the_job_and_is_named(start):
+    source = """
+    import os, socket, time
+    meeting = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+    time.sleep(600)
+    """
+    job = start(source)
+    deadline = time.monotonic() + LONG_S
+    while not (store := [pid for pid, command in job.processes().items() if "store.py" in command]):
+        assert time.monotonic() < deadline, job.processes()
+        time.sleep(0.01)
+    os.kill(store[0], signal.SIGKILL)
+    result = job.wait()
+    assert result.code == 1
+    (line,) = result.summary
+    what = f"the process that serves the ranks' store ended early (killed by SIGKILL, pid {store[0]}); ranks were ended"
+    assert line == f"dtrain: launch: {what}"
 
 
 def test_record_of_an_earlier_launch_is_not_read(run, tmp_path):

@@ -14,7 +14,7 @@ from dtrain.launch.plan import (
     Layout,
     Target,
     common_environment,
-    default_nproc,
+    count_gpus,
     own_environment,
     parse_nproc,
     parse_seconds,
@@ -61,21 +61,21 @@ def test_run_folder_must_be_absolute():
 @pytest.mark.parametrize(
     ("devices", "visible", "expected"),
     [
-        ([], None, 1),
-        (["null", "nvidiactl", "nvidia-uvm", "nvidia-caps"], None, 1),
+        ([], None, 0),
+        (["null", "nvidiactl", "nvidia-uvm", "nvidia-caps"], None, 0),
         (["nvidia0", "nvidia1", "nvidia10", "nvidiactl"], None, 3),
-        (["nvidia0", "nvidia1"], "", 1),
+        (["nvidia0", "nvidia1"], "", 0),
         (["nvidia0", "nvidia1"], "1", 1),
         (["nvidia0", "nvidia1"], "1, 0", 2),
         (["nvidia0", "nvidia1"], "1,-1,0", 1),
         (["nvidia0", "nvidia1"], "0,5,1", 1),
         (["nvidia0"], "MIG-a,MIG-b", 2),
         (["nvidia0", "nvidia1"], "GPU-a", 1),
-        ([], "0,1", 1),
+        ([], "0,1", 0),
     ],
 )
-def test_default_is_a_rank_per_visible_gpu(devices, visible, expected):
-    assert default_nproc(devices, visible) == expected
+def test_visible_gpus_are_counted(devices, visible, expected):
+    assert count_gpus(devices, visible) == expected
 
 
 def test_ranks_share_the_cores_unless_told():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -15,8 +16,10 @@ def exited(rank: int, code: int, at: float) -> Exit:
     return Exit(rank=rank, code=code, at=at)
 
 
-def recorded(rank: int, at: float, *, kind: str = "ValueError", message: str = "m", exit_code: int = 1) -> Failure:
-    return Failure(rank=rank, at=at, kind=kind, message=message, frames="", exit_code=exit_code)
+def recorded(
+    rank: int, at: float, *, kind: str = "ValueError", message: str = "m", exit_code: int = 1, in_collective: bool = False
+) -> Failure:
+    return Failure(rank=rank, at=at, kind=kind, message=message, frames="", exit_code=exit_code, in_collective=in_collective)
 
 
 CASES = {
@@ -30,6 +33,21 @@ CASES = {
         [exited(0, 1, 5.0), exited(1, 1, 5.4)],
         [recorded(0, 4.9), recorded(1, 4.1)],
         (1, 1),
+    ),
+    "a mistake that was recorded just after the peer lost its connection": (
+        [exited(0, 1, 5.0), exited(1, 1, 5.1)],
+        [recorded(0, 4.9, in_collective=True), recorded(1, 5.0)],
+        (1, 1),
+    ),
+    "a mistake long after a collective failed is another one": (
+        [exited(0, 1, 5.0), exited(1, 1, 6.1)],
+        [recorded(0, 4.9, in_collective=True), recorded(1, 6.0)],
+        (0, 1),
+    ),
+    "collectives of all ranks failed": (
+        [exited(0, 1, 5.0), exited(1, 1, 5.1)],
+        [recorded(0, 4.9, in_collective=True), recorded(1, 5.0, in_collective=True)],
+        (0, 1),
     ),
     "record of a rank that still runs": ([exited(0, 1, 5.0)], [recorded(0, 4.9), recorded(1, 4.1, exit_code=7)], (1, 7)),
     "actual exit before the code in the record": ([exited(0, -6, 5.0)], [recorded(0, 4.9)], (0, -6)),
@@ -80,6 +98,25 @@ def test_failure_is_described_in_one_line(failure, code, expected):
     assert line == f"dtrain: launch: rank 1 of 2 {expected}"
     line = verdict.describe_failure(cause, world_size=2, where="pid 7 on here", others_ended=True)
     assert line == f"dtrain: launch: rank 1 of 2 {expected}; the other ranks were ended"
+
+
+@pytest.mark.parametrize(
+    ("failure", "named"),
+    [
+        (recorded(0, 0, kind="ConnectionResetError"), True),
+        (replace(recorded(0, 0, kind="RuntimeError", message="Connection closed by peer"), in_collective=True), True),
+        (recorded(0, 0), False),
+        (None, False),
+    ],
+)
+def test_rank_that_left_early_is_the_culprit_if_its_peer_lost_it(failure, named):
+    cause = Cause(rank=0, code=1, failure=failure)
+    line = verdict.describe_failure(cause, world_size=3, where="pid 7 on here", others_ended=True, returned_early=[1])
+    begin = "dtrain: launch: rank 1 of 3 left early, with exit code 0, while others needed it; rank 0 failed without it, "
+    assert line.startswith(begin) == named
+    assert ("; rank 1 had already ended with 0" in line) != named
+    assert "exit code 1 (pid 7 on here)" in line
+    assert line.endswith("; the other ranks were ended")
 
 
 def test_long_message_is_cut():

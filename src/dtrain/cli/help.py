@@ -8,7 +8,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 # Other launchers spell options with underscores; these work, and would only lengthen the help.
-_OTHER_SPELLING = re.compile(r", --\w+_\w+")
+_OTHER_SPELLING = re.compile(r", (?:--\w+_\w+|--nproc-per-node|--no-python|-np)\b")
 _TYPE = re.compile(r" <.*>$")  # of an argument
 
 

@@ -8,8 +8,10 @@ import sys
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from dtrain.cli import launch_options as given
+from dtrain.cli.torchrun import Rendezvous, parse_ranks, place_nodes
 from dtrain.cli.values import parse_duration, parse_host, parse_modules, parse_restarts, parse_stop_signal, parse_whole
 from dtrain.errors import ConfigError
 from dtrain.launch.elastic.request import elastic_plan
@@ -20,7 +22,7 @@ from dtrain.launch.output.lines import harmless
 from dtrain.launch.output.outlet import Outlet
 from dtrain.launch.output.shown import list_ranks, parse_log_ranks
 from dtrain.launch.output.templates import check_output
-from dtrain.launch.plan import Kind, LaunchPlan, Layout, OutputPlan, Target, default_nproc, parse_nproc, parse_seconds
+from dtrain.launch.plan import Kind, LaunchPlan, Layout, OutputPlan, Target, count_gpus, parse_nproc, parse_seconds
 from dtrain.launch.record import write_record
 from dtrain.launch.rundir import claim_run_dir, create_run_dir, default_run_dir
 from dtrain.launch.schedulers import scheduled
@@ -53,6 +55,7 @@ def launch(
     prefix: given.Prefix = None,
     stdout: given.Stdout = None,
     stderr: given.Stderr = None,
+    full_traceback: given.FullTraceback = False,
     verbose: given.Verbose = False,
     grace: given.Grace = None,
     hang_timeout: given.HangTimeout = None,
@@ -66,6 +69,8 @@ def launch(
     master_port: given.MasterPort = None,
     rdzv_endpoint: given.RdzvEndpoint = None,
     rdzv_id: given.RdzvId = None,
+    rdzv_backend: given.RdzvBackend = None,
+    standalone: given.Standalone = False,
     join_timeout: given.JoinTimeout = None,
     check_path: given.CheckPath = None,
     version: given.Version = False,
@@ -85,16 +90,19 @@ def launch(
     restarts = parse_restarts("--max-restarts", max_restarts)
     stop = parse_stop_signal("--stop-signal", stop_signal)
     joining = Joining(timeout_s=parse_duration("--join-timeout", join_timeout, usual=300), paths=tuple(check_path or ()))
+    nodes = Rendezvous(nnodes=nnodes, endpoint=rdzv_endpoint, master_addr=master_addr, master_port=master_port)
+    nodes = place_nodes(nodes, standalone=standalone, backend=rdzv_backend)
+    ranks = parse_ranks(nproc, gpus=_gpus())
     topology = _topology(
         Asked(
-            nproc=-1 if nproc is None else parse_nproc(nproc),
-            nnodes=nnodes or "",
+            nproc=-1 if ranks is None else parse_nproc(ranks),
+            nnodes=nodes.nnodes or "",
             world_size=parse_whole("--world-size", world_size, advice=_LEFT_OUT),
             base_rank=parse_whole("--base-rank", base_rank, advice=_LEFT_OUT),
             node_rank=parse_whole("--node-rank", node_rank, advice="say 0 on the first node, 1 on the next, and so on"),
-            master_addr=parse_host("--master-addr", master_addr),
-            master_port=parse_whole("--master-port", master_port, advice="choose one that is free on node 0"),
-            rdzv_endpoint=rdzv_endpoint or "",
+            master_addr=parse_host("--master-addr", nodes.master_addr),
+            master_port=parse_whole("--master-port", nodes.master_port, advice="choose one that is free on node 0"),
+            rdzv_endpoint=nodes.endpoint or "",
             rdzv_id=rdzv_id or "",
         )
     )
@@ -102,7 +110,7 @@ def launch(
     layout = _layout(topology, meeting)
     if meeting is not None and restarts:
         raise ConfigError("launch: --max-restarts is for one node, and for --nnodes MIN:MAX; leave it out")
-    output = _output(layout, log_ranks=log_ranks, prefix=prefix, stdout=stdout, stderr=stderr)
+    output = _output(layout, shown=log_ranks, prefix=prefix, stdout=stdout, stderr=stderr, full_traceback=full_traceback)
     allow_open_files(layout.nproc)
     folder = _folder(run_dir, layout)  # last of the checks: a typing error leaves nothing behind
     plan = LaunchPlan(
@@ -142,8 +150,11 @@ def _run(plan: LaunchPlan, topology: Topology) -> int:
 
 
 def _topology(asked: Asked) -> Topology:
-    gpus = default_nproc(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return infer(asked, scheduled(os.environ), gpus=gpus)
+    return infer(asked, scheduled(os.environ), gpus=max(1, _gpus()))
+
+
+def _gpus() -> int:
+    return count_gpus(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _layout(topology: Topology, meeting: Meeting | None) -> Layout:
@@ -176,9 +187,10 @@ def _target(script: str, args: list[str] | None, *, module: bool, command: bool)
     return Target(kind=kind, name=script, args=tuple(args or ()))
 
 
-def _output(layout: Layout, *, log_ranks: str | None, prefix: str | None, stdout: str | None, stderr: str | None) -> OutputPlan:
-    shown = None if log_ranks is None else parse_log_ranks(log_ranks, layout.world_size)
-    plan = OutputPlan(shown=shown, stdout=stdout, stderr=stderr, **({} if prefix is None else {"prefix": prefix}))
+def _output(layout: Layout, *, shown: str | None, prefix: str | None, **given: Any) -> OutputPlan:
+    """Return where output goes, checked; ``given`` are fields of ``OutputPlan`` as they are."""
+    ranks = None if shown is None else parse_log_ranks(shown, layout.world_size)
+    plan = OutputPlan(shown=ranks, **given) if prefix is None else OutputPlan(shown=ranks, prefix=prefix, **given)
     check_output(plan, layout)
     return plan
 

@@ -1,6 +1,7 @@
 """The options of ``dtrain launch``, one by one: spelling, heading, and help. All are read as text and checked in one place.
 
-The underscore forms are those of Composer's launcher, so that a command line written for it runs unchanged.
+The underscore forms are those of Composer's launcher and of torchrun, so that a command line written for one of them runs
+unchanged. ``torchrun`` has the advice for those of torchrun's options that have no counterpart here.
 """
 
 from __future__ import annotations
@@ -59,11 +60,29 @@ Arguments = Annotated[
 
 Nproc = Annotated[
     str | None,
-    _option(RANKS, "-n", "--nproc", metavar="N", help="Number of ranks on this node.  [default: one per GPU, or 1]"),
+    _option(
+        RANKS,
+        "-n",
+        "--nproc",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        "-np",
+        metavar="N",
+        help="Number of ranks on this node.  [default: one per GPU, or 1]",
+    ),
 ]
 Module = Annotated[bool, _option(RANKS, "-m", "--module", "--module_mode", help="SCRIPT is a module, as in python -m.")]
 Command = Annotated[
-    bool, _option(RANKS, "-c", "--command", "--command_mode", help="SCRIPT is a program, which need not be Python.")
+    bool,
+    _option(
+        RANKS,
+        "-c",
+        "--command",
+        "--command_mode",
+        "--no-python",
+        "--no_python",
+        help="SCRIPT is a program, which need not be Python.",
+    ),
 ]
 Preload = Annotated[
     str | None,
@@ -99,11 +118,18 @@ MasterPort = Annotated[
     str | None, _option(NODES, "--master-port", "--master_port", metavar="PORT", help="Where the nodes meet on that host.")
 ]
 RdzvEndpoint = Annotated[
-    str | None, _option(NODES, "--rdzv-endpoint", metavar="HOST:PORT", help="With MIN:MAX: where the nodes meet.")
+    str | None,
+    _option(NODES, "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="With MIN:MAX: where the nodes meet."),
 ]
 RdzvId = Annotated[
-    str | None, _option(NODES, "--rdzv-id", metavar="TEXT", help="Name of the job; another job at the same place is refused.")
+    str | None,
+    _option(NODES, "--rdzv-id", "--rdzv_id", metavar="TEXT", help="Name of the job; another job at the same place is refused."),
 ]
+RdzvBackend = Annotated[
+    str | None,
+    _option(NODES, "--rdzv-backend", "--rdzv_backend", metavar="NAME", help="torchrun's: c10d, or static for --master-addr."),
+]
+Standalone = Annotated[bool, _option(NODES, "--standalone", help="One node, whatever the environment says.")]
 JoinTimeout = Annotated[
     str | None, _option(NODES, "--join-timeout", metavar="SECONDS", help="How long to wait for all nodes.  [default: 300]")
 ]
@@ -144,6 +170,9 @@ Stdout = Annotated[
 Stderr = Annotated[
     str | None, _option(OUTPUT, "--stderr", metavar="FILE", help="The same for errors.  [default: logs/rank-{rank:05d}.stderr]")
 ]
+FullTraceback = Annotated[
+    bool, _option(OUTPUT, "--full-traceback", help="Show the frames of dtrain and torch in tracebacks, too.")
+]
 Verbose = Annotated[bool, _option(OUTPUT, "-v", "--verbose", help="Say in one line what is about to be run.")]
 
 Grace = Annotated[
@@ -167,6 +196,7 @@ MaxRestarts = Annotated[
     _option(
         ENDING,
         "--max-restarts",
+        "--max_restarts",
         metavar="K",
         help="Start all ranks again after a failure, up to K times in a row without a new checkpoint.  [default: 0]",
     ),

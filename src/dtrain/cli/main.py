@@ -25,6 +25,7 @@ from dtrain.cli.report import EXAMPLES as REPORT_EXAMPLES
 from dtrain.cli.report import report
 from dtrain.cli.top import EXAMPLES as TOP_EXAMPLES
 from dtrain.cli.top import top
+from dtrain.cli.torchrun import advice_for
 from dtrain.errors import ConfigError, DtrainError
 from dtrain.launch.output.outlet import occupy_standard_streams
 
@@ -130,6 +131,9 @@ def _usage(error: Exception, args: list[str]) -> str:
     command = _named(args) if context is None else context.command_path
     what: str = getattr(error, "format_message", error.__str__)()
     where = "".join(f"{word}: " for word in command.split()[1:])
+    option = getattr(error, "option_name", None)  # of one that there is not
+    if command == "dtrain launch" and option is not None and (advice := advice_for(option)) is not None:
+        return f"{where}{advice}"
     return f"{where}{what[:1].lower()}{what[1:].rstrip('.')}; see `{command} --help`"
 
 

@@ -12,8 +12,7 @@ from typing import Annotated
 
 import typer
 
-from dtrain.cli.checkpoints.output import printable
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, printable
 from dtrain.extras import install_command
 
 EXAMPLES = """
@@ -71,7 +70,7 @@ def new(
     for module, extra in _NEEDS.get(task, ()):
         if find_spec(module) is None:
             typer.echo(f"first:  {install_command(extra)}  ({module} is not installed here)")
-    typer.echo(f"run it: dtrain launch -n 2 {shlex.quote(path)}")
+    typer.echo(f"run it: dtrain launch -n 2 --run-dir runs/{place.stem} {shlex.quote(path)}")
     return 0
 
 

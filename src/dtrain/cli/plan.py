@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain.cli.checkpoints.output import print_json, printable
+from dtrain.cli.checkpoints.output import print_json
 from dtrain.cli.plan_output import facts, headline, print_comparison, print_detail
 from dtrain.cli.plan_values import (
     CHECKPOINTS,
@@ -18,6 +18,7 @@ from dtrain.cli.plan_values import (
     parse_precision,
     parse_share,
 )
+from dtrain.errors import printable
 
 if TYPE_CHECKING:
     from dtrain.planning.search import Compared

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain.cli.checkpoints.output import printable
 from dtrain.cli.help import GroupedCommand
 from dtrain.cli.text_plot import text_plot
-from dtrain.errors import ConfigError, StepError
+from dtrain.errors import ConfigError, StepError, printable
 
 if TYPE_CHECKING:
     from dtrain.planning.loaded import Loaded

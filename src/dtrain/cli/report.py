@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dtrain import __version__
-from dtrain.cli.checkpoints.output import printable
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from dtrain.report.model import Report
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 dtrain report runs/gpt                                   writes runs/gpt/report.html
 dtrain report runs/gpt runs/gpt-wide --output two.html   compares them
-dtrain report runs/gpt --json - | jq .runs[0].goodput
+dtrain report runs/gpt --json | jq .runs[0].goodput
 dtrain report runs/gpt --png pictures
 """
 
@@ -40,10 +39,7 @@ def report(
             show_default=False,
         ),
     ] = None,
-    json_file: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="Write all of it as JSON; - for standard output.", show_default=False),
-    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as one JSON object, for programs.")] = False,
     png: Annotated[
         str | None,
         typer.Option("--png", metavar="DIR", help="Write the charts as pictures, with matplotlib.", show_default=False),
@@ -63,16 +59,14 @@ def report(
 
     found = read_report(runs, version=__version__)
     page = output
-    if output is None and json_file is None and png is None:
+    if output is None and not as_json and png is None:
         page = str(Path(runs[0] if len(runs) == 1 else ".") / "report.html")
     written = []
     if page is not None:
-        written.append(_write(page, _page(found), "--output"))
-    if json_file is not None and json_file != "-":
-        written.append(_write(json_file, _json(found), "--json"))
+        written.append(_write(page, _page(found)))
     if png is not None:
         written.append(_pictures(found, png))
-    if json_file == "-":
+    if as_json:
         typer.echo(_json(found))
     else:
         for line in [] if quiet else summary(found):
@@ -102,17 +96,17 @@ def _pictures(found: Report, folder: str) -> str:
     return folder
 
 
-def _write(path: str, text: str, option: str) -> str:
+def _write(path: str, text: str) -> str:
     """Write a file as a whole, or leave what was there: a browser may have it open, and a disk may be full."""
     place = Path(path)
     if not place.parent.is_dir() or place.is_dir():
         what = "is a folder" if place.is_dir() else "is in a folder that is not there"
-        raise ConfigError(f"report: {option} {what}, got {path!r}; give a file in a folder that there is")
+        raise ConfigError(f"report: --output {what}, got {path!r}; give a file in a folder that there is")
     partial = place.with_name(f".{place.name[:100]}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8", errors="replace")
         partial.replace(place)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise OSError(f"report: {path}: {error.strerror}; give another place with {option}") from error
+        raise OSError(f"report: {path}: {error.strerror}; give another place with --output") from error
     return path

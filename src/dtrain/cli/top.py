@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain.cli.checkpoints.output import printable, size_text
-from dtrain.errors import ConfigError
+from dtrain.cli.checkpoints.output import size_text
+from dtrain.errors import ConfigError, printable
 from dtrain.report.words import count, duration
 
 if TYPE_CHECKING:

@@ -187,9 +187,13 @@ class Attempt:
         with contextlib.suppress(OSError):  # it only makes ranks quicker or quieter
             file.touch()
 
-    def _first_failure(self) -> Cause | None:
+    def failures(self) -> list[Failure]:
+        """Read the records of the ranks of this node that were left by an exception."""
         records = [Failure.read(self.plan.failure_file(rank)) for rank in self.pids]
-        return verdict.first_failure(list(self.exits.values()), [record for record in records if record is not None])
+        return [record for record in records if record is not None]
+
+    def _first_failure(self) -> Cause | None:
+        return verdict.first_failure(list(self.exits.values()), self.failures())
 
     def _signal_all(self, number: int) -> None:
         leaders = [pid for pid in self.pids.values() if pid is not None]

@@ -71,6 +71,7 @@ class OutputPlan:
     prefix: str = "[rank {rank}] "  # of each line on the terminal, where there are several ranks
     stdout: str | None = None  # a template of the file for each rank's output; None: in the run folder
     stderr: str | None = None
+    full_traceback: bool = False  # on the terminal; the files always have the whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +153,8 @@ def _check_seconds(option: str, seconds: float) -> float:
     return seconds
 
 
-def default_nproc(device_names: Iterable[str], visible: str | None) -> int:
-    """One rank per GPU, or 1 where there is none.
+def count_gpus(device_names: Iterable[str], visible: str | None) -> int:
+    """Count the GPUs that a process may use.
 
     Args:
         device_names: names found in ``/dev``; ``nvidia0``, ``nvidia1`` and so on are GPUs.
@@ -168,7 +169,7 @@ def default_nproc(device_names: Iterable[str], visible: str | None) -> int:
                 break
             count += 1
         gpus = count
-    return max(1, gpus)
+    return gpus
 
 
 def common_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -52,8 +52,12 @@ def die_with_parent(parent: int) -> None:
             os._exit(128 + signal.SIGKILL)
 
 
-def forget_signals(*, ignore: Collection[int] = ()) -> None:
-    """In a fresh fork: Python's default handling of every signal, and none blocked, whatever the parent had; some are ignored.
+def forget_signals(*, ignore: Collection[int] = (), block: Collection[int] = ()) -> None:
+    """Take on Python's default handling of every signal in a fresh fork, whatever the parent had.
+
+    Args:
+        ignore: signals that are ignored.
+        block: signals that are blocked; all others are not.
 
     Mutates: this process's signal handling.
     """
@@ -61,7 +65,7 @@ def forget_signals(*, ignore: Collection[int] = ()) -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if signal.getsignal(number) is not None:  # None: the C library keeps it for itself
             signal.signal(number, signal.SIG_IGN if number in ignore else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.pthread_sigmask(signal.SIG_SETMASK, block)
 
 
 @contextlib.contextmanager

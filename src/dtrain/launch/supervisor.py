@@ -20,7 +20,7 @@ from dtrain import pulse, wire
 from dtrain.launch import companions, processes, verdict
 from dtrain.launch.attempt import Attempt
 from dtrain.launch.cgroup import oom_kills
-from dtrain.launch.conclusion import End, conclude, describe_log
+from dtrain.launch.conclusion import End, conclude, describe_failures
 from dtrain.launch.job import Job
 from dtrain.launch.output.output import Output
 from dtrain.launch.plan import LaunchPlan, common_environment, stale_variables
@@ -146,8 +146,8 @@ def _concluded(job: Job) -> End:
 
 def _last_words(job: Job, end: End) -> list[str]:
     """What is said about an attempt that has ended."""
-    shown = end.culprit is not None and job.output.shows(end.culprit)
-    return [*([] if shown else describe_log(job.attempt, end, job.output.tail)), *end.lines]
+    full, shows, tail = job.plan.output.full_traceback, job.output.shows, job.output.tail
+    return [*describe_failures(job.attempt, end, shows=shows, tail=tail, full=full), *end.lines]
 
 
 def _killed_for_memory(job: Job) -> bool:
@@ -161,6 +161,7 @@ def _loop(job: Job, wanted: Callable[[], bool] = lambda: False, *, wake_at: floa
     while True:
         now = time.monotonic()
         job.attempt.collect(processes.reap()[0], now)
+        _look_for_store(job, now)
         job.attempt.advance(now)
         _look_for_hang(job, now)
         companions.tell_of_failure(job, lambda: _concluded(job))
@@ -172,6 +173,17 @@ def _loop(job: Job, wanted: Callable[[], bool] = lambda: False, *, wake_at: floa
         _watch_room(job)
         for key, _ in job.selector.select(_wait_s(job, now, wake_at)):
             key.data()
+
+
+def _look_for_store(job: Job, now: float) -> None:
+    """End the job if the process that serves the ranks' store has ended: ranks would notice much later, each in its own way."""
+    if job.store is None or job.store not in job.attempt.unclaimed or job.lost_store is not None:
+        return
+    job.lost_store = job.attempt.unclaimed[job.store].code
+    how = verdict.describe_end(job.lost_store)
+    line = f"dtrain: launch: the process that serves the ranks' store ended early ({how}, pid {job.store}); ranks were ended"
+    if job.attempt.alive:
+        job.attempt.fail([line], now)
 
 
 def _look_for_hang(job: Job, now: float) -> None:
@@ -255,6 +267,9 @@ def _close_attempt(job: Job) -> None:
     for fd in job.output.fds():
         job.selector.unregister(fd)
     job.output.drain()
+    for failure in job.attempt.failures():
+        if not failure.printed and failure.kind != "SystemExit":
+            job.output.keep(failure.rank, failure.frames)
     _read_pulses(job)  # a rank's last commit may have come together with its end
     if job.guard is not None:
         job.guard.close()

@@ -112,8 +112,8 @@ def _check_source(path: str, source: bytes) -> None:
             # Decoded first: compile() overlooks wrong bytes in comments, and the interpreter does not.
             compile(importlib.util.decode_source(source), path, "exec", dont_inherit=True)
     except SyntaxError as error:
-        where = f", line {error.lineno}" if error.lineno else ""
-        raise ConfigError(f"launch: {path!r}{where} is not valid Python: {_one_line(error.msg)}; fix it first") from None
+        place = f"{path}:{error.lineno}" if error.lineno else repr(path)  # as terminals and editors open it
+        raise ConfigError(f"launch: {place} is not valid Python: {_one_line(error.msg)}; fix it first") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"launch: {path!r} is not {error.encoding} text (byte {error.start}); save it as UTF-8") from None
     except ValueError as error:  # null bytes, before Python 3.12

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dtrain.wire import PREEMPTED, Failure
@@ -15,6 +15,9 @@ SEEN_LATE_S = 0.5
 """How long after a peer's exception the supervisor, on a busy machine, may first see the death that caused it."""
 
 _OFTEN = "; often the kernel, out of memory"
+_OF_A_CONNECTION = {
+    "BrokenPipeError", "ConnectionAbortedError", "ConnectionError", "ConnectionResetError", "EOFError", "TimeoutError",
+}  # fmt: skip
 _LONGEST_MESSAGE = 300  # characters of an exception's message in the summary
 
 
@@ -45,11 +48,12 @@ def is_failure(exit_: Exit) -> bool:
 def first_failure(exits: Sequence[Exit], failures: Sequence[Failure]) -> Cause | None:
     """The failure that the others follow from, or None when nothing failed.
 
-    A record tells when its exception happened, so the earliest record wins over later ones, whichever process ended
-    first. A rank that ended without one (killed, crashed, ``os._exit``) is known only from when its end was seen; peers
-    notice a lost connection within a millisecond, often before that. So it is the cause unless the earliest record is
-    older by more than ``SEEN_LATE_S``. Ranks that ended without a record and were seen in the same moment: a signal comes
-    before an exit code.
+    A record tells when its exception happened, so the earliest record wins over later ones, whichever process ended first. The
+    exception of a collective often says no more than that a peer is gone, and a peer closes its groups before its own record is
+    written: so such a record gives way to another within ``SEEN_LATE_S``. A rank that ended without a record (killed, crashed,
+    ``os._exit``) is known only from when its end was seen; peers notice a lost connection within a millisecond, often before
+    that. So it is the cause unless the earliest record is older by more than ``SEEN_LATE_S``. Ranks that ended without a record
+    and were seen in the same moment: a signal comes before an exit code.
 
     Args:
         exits: ranks that ended, none of them because the launcher asked.
@@ -61,7 +65,7 @@ def first_failure(exits: Sequence[Exit], failures: Sequence[Failure]) -> Cause |
         ended = exited.get(failure.rank)
         if is_failure(ended) if ended is not None else failure.exit_code != PREEMPTED:
             recorded[failure.rank] = failure
-    earliest = min(recorded.values(), key=lambda failure: (failure.at, failure.rank), default=None)
+    earliest = _earliest(recorded.values())
     silent = [
         exit_
         for exit_ in exits
@@ -74,6 +78,15 @@ def first_failure(exits: Sequence[Exit], failures: Sequence[Failure]) -> Cause |
         return None
     ended = exited.get(earliest.rank)
     return Cause(rank=earliest.rank, code=earliest.exit_code if ended is None else ended.code, failure=earliest)
+
+
+def _earliest(failures: Collection[Failure]) -> Failure | None:
+    """Return the earliest record. One of a collective gives way to another kind of record within ``SEEN_LATE_S``."""
+    in_time = sorted(failures, key=lambda failure: (failure.at, failure.rank))
+    if not in_time:
+        return None
+    close = [failure for failure in in_time if failure.at <= in_time[0].at + SEEN_LATE_S]
+    return next((failure for failure in close if not failure.in_collective), in_time[0])
 
 
 def is_certain(cause: Cause) -> bool:
@@ -94,6 +107,7 @@ def describe_failure(
     world_size: int,
     where: str,
     others_ended: bool,
+    alike: Sequence[int] = (),
     returned_early: Sequence[int] = (),
     killed_for_memory: bool = False,
 ) -> str:
@@ -104,9 +118,17 @@ def describe_failure(
         world_size: number of ranks.
         where: its pid and host.
         others_ended: whether other ranks ran on until they were asked to end.
+        alike: other ranks that made the same mistake.
         returned_early: ranks that had ended with 0: their peers often fail because of that.
         killed_for_memory: the kernel has counted a kill for want of memory.
     """
+    rest = "; the other ranks were ended" if others_ended else ""
+    reason = _reason(cause.failure)
+    if returned_early and _is_a_lost_peer(cause.failure):
+        them = "it" if len(returned_early) == 1 else "them"
+        left = f"{_ranks(returned_early)} of {world_size} left early, with exit code 0, while others needed {them}"
+        failed = f"rank {cause.rank} failed without {them}, with exit code {exit_code(cause.code)} ({where})"
+        return f"dtrain: launch: {left}; {failed}{reason and f': {reason}'}{rest}"
     if cause.code < 0:
         hint = ""
         if cause.code == -signal.SIGKILL:
@@ -114,10 +136,9 @@ def describe_failure(
         what = f"was killed by {signal_name(-cause.code)} ({where}{hint})"
     else:
         what = f"failed with exit code {cause.code} ({where})"
-    reason = _reason(cause.failure)
     early = f"; {_ranks(returned_early)} had already ended with 0" if returned_early else ""
-    rest = "; the other ranks were ended" if others_ended else ""
-    return f"dtrain: launch: rank {cause.rank} of {world_size} {what}{reason and f': {reason}'}{early}{rest}"
+    same = "" if not alike else f"; {'the other ranks' if len(alike) == world_size - 1 else _ranks(alike)} failed alike"
+    return f"dtrain: launch: rank {cause.rank} of {world_size} {what}{reason and f': {reason}'}{early}{same}{rest}"
 
 
 def describe_partial_preemption(codes: Mapping[int, int | None]) -> str:
@@ -148,6 +169,11 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _is_a_lost_peer(failure: Failure | None) -> bool:
+    """Return True if the exception is one that the absence of another rank causes."""
+    return failure is not None and (failure.in_collective or failure.kind in _OF_A_CONNECTION)
 
 
 def _reason(failure: Failure | None) -> str:

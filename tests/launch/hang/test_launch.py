@@ -47,6 +47,12 @@ SCRIPT = """
 
     with dt.init_dist(device="cpu") as info:
         steps(sys.argv[1], info)
+    if sys.argv[1] == "stays" and info.rank == 1:
+        time.sleep(700)
+    if sys.argv[1] == "exports" and info.rank == 1:
+        for _ in range(60):
+            dt.beat("export")
+            time.sleep(0.1)
 """
 
 
@@ -101,7 +107,12 @@ CASES = {
         says="rank 1 of 2 returned early, to the end of init_dist's block, no progress for 4 s",
         lines=("as collective #4 of group control rank 0 runs all_gather [[1]], but rank 1 barrier []",),
     ),
+    "stays": Case(
+        says="rank 1 of 2 did not end after init_dist's block, no progress for 4 s",
+        lines=("rank 1: {script}:{stay} in <module> (step, point of progress ",),
+    ),
     "works-alone": Case(),  # for longer than the time-out
+    "exports": Case(),
 }  # fmt: skip
 
 
@@ -111,8 +122,13 @@ def line_of(text: str) -> int:
     return number
 
 
-MUTE = {("stopped", 1), ("dies-when-asked", 1), ("dies-alone", 0)}  # ranks that can write no stack
-PLACES = {"sleep": line_of("sleep(600)"), "match": line_of("re.match"), "gather": line_of("[float(step)]")}
+MUTE = {("stays", 0), ("stopped", 1), ("dies-when-asked", 1), ("dies-alone", 0)}  # ranks that can write no stack
+PLACES = {
+    "stay": line_of("sleep(700)"),
+    "sleep": line_of("sleep(600)"),
+    "match": line_of("re.match"),
+    "gather": line_of("[float(step)]"),
+}
 
 
 def test_hang_names_the_rank_that_stopped_and_exits_with_124_and_work_of_one_rank_is_none(start, tmp_path):

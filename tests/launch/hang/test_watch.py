@@ -26,7 +26,11 @@ OPEN = [pulse(Kind.OPENED, 0, 10.0), pulse(Kind.OPENED, 1, 11.0)]
         pytest.param([*OPEN, pulse(Kind.LEAVING, 1, 25.0)], [], 55.0, id="leaving-is-progress"),
         pytest.param([*OPEN, pulse(Kind.CLOSED, 0, 30.0)], [], 60.0, id="one-still-inside"),
         pytest.param([*OPEN, pulse(Kind.CLOSED, 0, 30.0), pulse(Kind.CLOSED, 1, 30.0)], [], None, id="all-outside"),
-        pytest.param([*OPEN, pulse(Kind.CLOSED, 0, 30.0)], [1], None, id="the-last-one-inside-has-ended"),
+        pytest.param([*OPEN, pulse(Kind.CLOSED, 0, 30.0)], [1], 65.0, id="outside-while-another-has-ended"),
+        pytest.param([*OPEN, pulse(Kind.CLOSED, 0, 36.0)], [1], 66.0, id="left-the-block-after-another-has-ended"),
+        pytest.param([*OPEN, pulse(Kind.CLOSED, 0, 30.0)], [1, 0], None, id="all-have-ended"),
+        pytest.param([*OPEN, pulse(Kind.CLOSED, 0, 30.0), pulse(Kind.PROGRESS, 0, 50.0)], [1], 80.0, id="works-on-outside"),
+        pytest.param([], [1], None, id="one-has-ended-and-nobody-was-inside"),
         pytest.param([*OPEN, pulse(Kind.CLOSED, 0, 30.0), pulse(Kind.OPENED, 0, 40.0)], [], 70.0, id="opened-again"),
     ],
 )
@@ -35,7 +39,8 @@ def test_deadline_follows_the_last_progress_of_any_rank(pulses, ended, deadline)
     for one in pulses:
         watch.feed(one)
     for rank in ended:
-        watch.ended(rank)
+        watch.ended(rank, 35.0)
+        watch.ended(rank, 99.0)  # told again
     assert watch.deadline() == deadline
     assert watch.due(deadline - 0.1 if deadline else 1e9) is False
     assert watch.due(deadline if deadline else 1e9) is (deadline is not None)

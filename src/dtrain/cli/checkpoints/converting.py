@@ -16,8 +16,8 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A step or root, HF or DCP folder, .safetensors, .pt.")],
-    out: Annotated[str, typer.Argument(metavar="DST", help="The new folder.")],
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, dtrain or dcp.")],
+    out: Annotated[str, typer.Argument(metavar="DST", help="The new folder, or .safetensors file.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, dtrain, dcp or safetensors.")],
     source_format: Annotated[
         str | None, typer.Option("--from", metavar="FORMAT", help="dtrain, hf, dcp or pt; seen from the files if left out.")
     ] = None,

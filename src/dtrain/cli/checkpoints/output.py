@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import typer
 
-from dtrain.errors import CheckpointError, ConfigError
+from dtrain.errors import CheckpointError, ConfigError, printable
 
 _WIDE = 100_000  # of a table that no terminal shows: a program that reads it wants a row to be a line
 
@@ -28,11 +28,6 @@ def size_text(size: float) -> str:
 def one_line(error: Exception) -> str:
     """An error's message without line ends."""
     return " ".join(str(error).split())
-
-
-def printable(text: str) -> str:
-    """``text`` with escapes for what a terminal would act upon: names come out of files."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_json(value: dict[str, Any]) -> None:

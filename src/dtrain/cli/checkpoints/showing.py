@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain.cli.checkpoints.output import named, print_json, print_table, printable, size_text
+from dtrain.cli.checkpoints.output import named, print_json, print_table, size_text
 from dtrain.cli.checkpoints.places import AsJson, step_in
+from dtrain.errors import printable
 
 if TYPE_CHECKING:
     from dtrain.checkpoint.opened import Opened

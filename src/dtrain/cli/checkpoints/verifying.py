@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from dtrain import storage
-from dtrain.cli.checkpoints.output import Bar, one_line, print_json, printable, size_text
+from dtrain.cli.checkpoints.output import Bar, one_line, print_json, size_text
 from dtrain.cli.checkpoints.places import AsJson, existing, is_step, nothing_in, steps_of
-from dtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from dtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError, printable
 from dtrain.storage import Place
 
 _DAMAGED = 1

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain.cli.checkpoints.output import Bar, print_json, print_table, printable, size_text
+from dtrain.cli.checkpoints.output import Bar, print_json, print_table, size_text
 from dtrain.cli.data.errors import named
 from dtrain.cli.data.showing import facts_of, file_facts, sample_text, summary
 from dtrain.cli.data.values import counted, parse_choice, parse_count
 from dtrain.cli.data.verifying import problem_of
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from dtrain.data.stream.dataset import ShardedDataset

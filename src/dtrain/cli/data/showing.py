@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dtrain import storage
-from dtrain.cli.checkpoints.output import printable, size_text
+from dtrain.cli.checkpoints.output import size_text
 from dtrain.cli.data.values import counted
+from dtrain.errors import printable
 
 if TYPE_CHECKING:
     from dtrain.data.stream.dataset import ShardedDataset

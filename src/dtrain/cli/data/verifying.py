@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.cli.checkpoints.output import one_line
 from dtrain.errors import DataError
-from dtrain.storage import Buffer, Place, RemotePath, SharedFile
+from dtrain.storage import Buffer, Place, RemotePath, SharedFile, real_path
 
 if TYPE_CHECKING:
     from dtrain.data.stream.formats import ShardEntry
@@ -28,7 +28,9 @@ def problem_of(root: Place, entry: ShardEntry, options: Mapping[str, Any], advan
         ConfigError: it cannot be read here: a package is missing, or a column would run code.
         OSError: no room for a copy of the shard.
     """
-    place = root / entry.file.name
+    place = _resolved(root, entry.file.name)
+    if place is None:
+        return "is a link out of the dataset's folder"
     with tempfile.TemporaryDirectory(prefix="dtrain-inspect-") as folder, SharedFile(Path(folder) / "raw", "new") as copy:
         # What is here and not compressed is read where it is; all else is copied, one shard at a time.
         in_place = entry.file.compression is None and not isinstance(place, RemotePath)
@@ -48,6 +50,14 @@ def problem_of(root: Place, entry: ShardEntry, options: Mapping[str, Any], advan
         except DataError as error:
             return one_line(error).replace(f"{place}: ", "").removeprefix(f"{entry.file.name}: ")
     return None
+
+
+def _resolved(root: Place, name: str) -> Place | None:
+    """Where a file is, with links of this machine resolved; None outside of the folder."""
+    if isinstance(root, RemotePath):
+        return root / name
+    real = real_path(root / name)
+    return real if real.is_relative_to(real_path(root)) else None
 
 
 def _local(place: Place) -> Path:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dtrain import storage
-from dtrain.cli.checkpoints.output import Bar, print_json, printable, size_text
+from dtrain.cli.checkpoints.output import Bar, print_json, size_text
 from dtrain.cli.data.errors import named
 from dtrain.cli.data.picking import picked, texts, typed
 from dtrain.cli.data.reading import samples_of
 from dtrain.cli.data.sources import KINDS, Input, inputs_of
 from dtrain.cli.data.values import counted, parse_choice, parse_columns, parse_count, parse_names, parse_size
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, printable
 from dtrain.storage import Place
 
 if TYPE_CHECKING:

@@ -37,6 +37,11 @@ class Evidence:
         return self.ended is not None or (self.seen is not None and self.seen.phase == "closed")
 
     @property
+    def outside(self) -> bool:
+        """Return True if its process runs on after ``init_dist``'s block."""
+        return self.gone and self.ended is None
+
+    @property
     def leaving(self) -> bool:
         """Whether it waits for the others at the end of init_dist's block."""
         return self.seen is not None and self.seen.phase == "leaving"
@@ -73,7 +78,8 @@ def explain(evidence: Collection[Evidence], *, world_size: int, timeout_s: float
     quiet = f" for {timeout_s:g} s" if timeout_s is not None else _quiet(by_rank, culprits)
     what = "asked" if timeout_s is None else "hang"
     lines = [f"dtrain: launch: {what}: {who} {reason.format(time=quiet)}; see {report}"]
-    lines += _first(_places([by_rank[rank] for rank in culprits if not by_rank[rank].gone]))
+    after = not any(not one.gone for one in by_rank.values())  # the block: no rank is inside
+    lines += _first(_places([one for rank in culprits if not (one := by_rank[rank]).gone or (after and one.outside)]))
     lines += _first(_describe(stop, by_rank, hang=timeout_s is not None) for stop in stops)
     lines += _first(_places([one for rank, one in by_rank.items() if rank not in culprits and not one.gone]))
     return ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
@@ -83,6 +89,7 @@ def _cause(by_rank: Mapping[int, Evidence], stops: Sequence[Stop]) -> tuple[list
     """The ranks that stopped and what is the matter with them. What is seen from outside is most certain and comes first."""
     here = [one for one in by_rank.values() if not one.gone]
     for ranks, reason in (
+        (_outside(by_rank.values(), here), "did not end after init_dist's block, no progress{time}"),
         (_gone(by_rank.values(), here), "ended while the others went on, no progress{time}"),
         ([one.rank for one in here if one.stopped], "made no progress{time} (stopped, as by SIGSTOP)"),
         (_early(here), "returned early, to the end of init_dist's block, no progress{time}"),
@@ -107,6 +114,11 @@ def _quiet(by_rank: Mapping[int, Evidence], culprits: Collection[int]) -> str:
     known = {rank: one.quiet_s for rank, one in by_rank.items() if one.quiet_s is not None and not one.gone}
     least = min((known[rank] for rank in (known.keys() & set(culprits)) or known), default=None)
     return "" if least is None else f" for {least:.1f} s"
+
+
+def _outside(everyone: Collection[Evidence], here: Sequence[Evidence]) -> list[int]:
+    """Return those that have left ``init_dist``'s block and run on, if no rank is inside."""
+    return [] if here else [one.rank for one in everyone if one.outside]
 
 
 def _gone(everyone: Collection[Evidence], here: Sequence[Evidence]) -> list[int]:

@@ -71,7 +71,7 @@ class Guard:
         Mutates: this guard; sends signals to the ranks of a job that hangs.
         """
         for rank in ended:
-            self._watch.ended(rank)
+            self._watch.ended(rank, now)
         if self._inspection is None and pids:
             self._begin(now, pids=pids, ended=ended)
         if self._inspection is None:

@@ -30,6 +30,7 @@ class Watch:
 
     A job hangs when *no* rank has made progress for ``timeout_s``, and one of them is in ``init_dist``'s block. One rank that
     stops soon stops the others, which wait for it. As long as one goes on, the others may be right to wait: it may save alone.
+    After the block, a rank is expected to end once another rank has ended.
 
     Args:
         timeout_s: seconds, > 0; None: it never counts as hung, and what is heard is only remembered.
@@ -38,7 +39,7 @@ class Watch:
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
         self._seen: dict[int, Seen] = {}
-        self._ended: set[int] = set()
+        self._ended: dict[int, float] = {}  # when that was seen first
         self._since = 0.0  # the clock does not start before this
 
     @property
@@ -55,15 +56,25 @@ class Watch:
         elif pulse.kind == Kind.PROGRESS and last is not None:
             self._seen[pulse.rank] = replace(last, at=pulse.at, passed=pulse.value, doing=pulse.doing)
 
-    def ended(self, rank: int) -> None:
-        """Take note that the process of ``rank`` has ended: nothing more is expected of it. Mutates: this watch."""
-        self._ended.add(rank)
+    def ended(self, rank: int, now: float) -> None:
+        """Note that the process of ``rank`` has ended by ``now``: nothing more is expected of it. Mutates: this watch."""
+        self._ended.setdefault(rank, now)
 
     def deadline(self) -> float | None:
-        """When the job hangs if nothing more is heard; None while no rank is in ``init_dist``'s block, or without time-out."""
-        if self.timeout_s is None or all(rank in self._ended or seen.phase == "closed" for rank, seen in self._seen.items()):
+        """Return when the job hangs if nothing more is heard.
+
+        None without a time-out, and while every rank is outside of ``init_dist``'s block, unless a rank has ended and another,
+        which has left the block, runs on.
+        """
+        here = [seen.phase for rank, seen in self._seen.items() if rank not in self._ended]
+        if self.timeout_s is None or not here:
             return None
-        return max(self._since, *(seen.at for seen in self._seen.values())) + self.timeout_s
+        heard = [self._since, *(seen.at for seen in self._seen.values())]
+        if all(phase == "closed" for phase in here):
+            if not self._ended:
+                return None
+            heard += self._ended.values()
+        return max(heard) + self.timeout_s
 
     def due(self, now: float) -> bool:
         """Whether the job hangs. Feed all that the ranks have reported before asking.

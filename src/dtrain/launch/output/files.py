@@ -95,6 +95,11 @@ class LogFile:
         if written < len(data):
             self._drop(data[written:])
 
+    def begin_line(self) -> None:
+        """End the line that was written last, if it has no end."""
+        if self._mid_line:
+            self.put(b"\n")
+
     def lost(self) -> str | None:
         """What is missing in the file, in a line, if anything is."""
         return f"{self._lost} lines are missing in {str(self.path)!r}: {self._reason}" if self._lost else None
@@ -136,6 +141,10 @@ class FileStream:
             end = end or len(self._partial)
             self._file.put(bytes(self._partial[:end]))
             del self._partial[:end]
+
+    def begin_line(self) -> None:
+        """Let what is fed next begin a line."""
+        self._file.begin_line()
 
     def close(self) -> None:
         """Keep what has no end yet; in a shared file it gets one."""

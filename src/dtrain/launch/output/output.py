@@ -88,6 +88,14 @@ class Output:
         _pass_on(stream, chunk)
         return True
 
+    def keep(self, rank: int, text: str) -> None:
+        """Append ``text`` to the file of a rank's standard error, on lines of its own; the terminal does not show it."""
+        _, path = log_files(self._plan, self._layout, self._run_dir, rank)
+        stream = self._files.stream(path, (rank, 1))
+        stream.begin_line()
+        stream.feed(text.encode(errors="backslashreplace"))
+        stream.close()
+
     def shows(self, rank: int) -> bool:
         """Whether the terminal shows ``rank``."""
         return rank in self._shown

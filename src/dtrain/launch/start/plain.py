@@ -13,15 +13,19 @@ _CANNOT_START = 127  # what a shell exits with for a command that it cannot run
 _STREAMS = {"stdin": 0, "stdout": 1, "stderr": 2}
 
 
-def start_plain(request: Request, command: Sequence[str], common: Mapping[str, str]) -> int:
+def start_plain(request: Request, command: Sequence[str], common: Mapping[str, str], *, interrupts_wait: bool = False) -> int:
     """Start ``command`` in a session of its own and return its pid; it is killed when this process dies.
 
     It sees Python's default signal handling, whatever this process ignores or blocks.
+
+    An interrupt while an interpreter starts makes it print a page about itself. So SIGINT may begin blocked; the program then
+    unblocks it (``rank.run`` does).
 
     Args:
         request: its descriptors, cores, and part of the environment.
         command: the program's path and its arguments.
         common: the rest of the environment.
+        interrupts_wait: if True, SIGINT is blocked when the program begins.
 
     Raises:
         OSError: no more processes.
@@ -32,18 +36,19 @@ def start_plain(request: Request, command: Sequence[str], common: Mapping[str, s
     try:
         pid = os.fork()
         if pid == 0:
-            _become(request, command, common, parent)
+            _become(request, command, common, parent, interrupts_wait=interrupts_wait)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
 
 
-def _become(request: Request, command: Sequence[str], common: Mapping[str, str], parent: int) -> None:
+def _become(request: Request, command: Sequence[str], common: Mapping[str, str], parent: int, *, interrupts_wait: bool) -> None:
     """Turn this fresh fork into the program. Never returns."""
     try:
         os.setsid()
         die_with_parent(parent)
-        forget_signals()
+        # Blocked before the other signals are unblocked: Ctrl-C may come in between.
+        forget_signals(block={signal.SIGINT} if interrupts_wait else ())
         for name, fd in request.fds.items():
             if name in _STREAMS:
                 os.dup2(fd, _STREAMS[name])

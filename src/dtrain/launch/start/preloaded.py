@@ -168,6 +168,6 @@ def start_preloaded(target: Target, modules: Modules, common: Mapping[str, str],
         *target.args,
     ]
     with theirs:
-        pid = start_plain(request, command, common)
+        pid = start_plain(request, command, common, interrupts_wait=True)  # its forks are ranks, which unblock them
     ours.setblocking(False)
     return Preloaded(pid=pid, channel=ours)

@@ -21,6 +21,7 @@ import atexit
 import builtins
 import importlib.abc
 import importlib.util
+import inspect
 import os
 import signal
 import traceback
@@ -30,6 +31,7 @@ from types import CodeType, ModuleType, TracebackType
 
 from dtrain import pulse, wire
 from dtrain.launch.hang.stacks import register_stacks
+from dtrain.launch.start.folding import format_folded
 from dtrain.launch.start.interpreter import flags_of
 from dtrain.launch.start.shadow import first_folder, shadowed
 
@@ -81,15 +83,16 @@ def run(kind: str, target: str, args: list[str]) -> None:
     try:
         code, module = _load_script(target) if kind == "script" else _load_module(target)
         sys.modules["__main__"] = module
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came meanwhile is raised here
         exec(code, module.__dict__)
     except SystemExit as error:
         _record(rank, record, error, owner)
         raise
     except BaseException as error:  # noqa: BLE001 - everything else ends the interpreter as well; here it is reported
         error.with_traceback(_without_bootstrap(error.__traceback__))
-        _record(rank, record, error, owner)
+        told = _record(rank, record, error, owner)
         if not (isinstance(error, KeyboardInterrupt) and interrupted.exists()):  # a Ctrl-C says where it came from by itself
-            _show(error)
+            _show(error, told=told)
         raise SystemExit(wire.exit_code_of(error)) from None
     finally:
         atexit.register(_outlast_signals)  # runs once the script's threads have ended
@@ -156,27 +159,53 @@ def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _record(rank: int, path: Path, error: BaseException, owner: int) -> None:
+def _record(rank: int, path: Path, error: BaseException, owner: int) -> bool:
+    """Write the failure record. Return True if the launcher has the record, and shows the traceback."""
     if os.getpid() != owner:
-        return
-    failure = wire.Failure.of(rank, error)
+        return False
+    told = pulse.heard()
+    failure = wire.Failure.of(
+        rank, error, folded=_format_folded(error), printed=not (told and _is_the_interpreters(sys.excepthook))
+    )
     if failure.exit_code == 0:
-        return
+        return False
     try:
         failure.write(path)
         pulse.report(pulse.Kind.FAILED, failure.exit_code)  # it may take long to end, or for ever
     except OSError as problem:  # a full disk costs the record, not the traceback that follows
         print(f"dtrain: launch: rank {rank} could not record its failure: {problem}", file=sys.stderr)
+        return False
+    return told
 
 
-def _show(error: BaseException) -> None:
+def _format_folded(error: BaseException) -> str:
+    try:
+        return format_folded(error)
+    except Exception:  # noqa: BLE001 - an exception of the script may be of any shape; then its frames are shown as they are
+        return ""
+
+
+def _is_the_interpreters(hook: object) -> bool:
+    """Return True if ``hook`` is Python's own, perhaps inside the one by which torch marks the lines with the rank."""
+    if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
+        hook = inspect.getclosurevars(hook).nonlocals.get("old_hook")  # type: ignore[arg-type]
+    return hook is sys.__excepthook__
+
+
+def _show(error: BaseException, *, told: bool) -> None:
     """Print as the interpreter would, through the script's own ``sys.excepthook`` if it has one.
+
+    Args:
+        error: the exception that left the script.
+        told: if True, the launcher shows the traceback, and the interpreter's own hook need not.
 
     Mutates: ``sys.last_type`` and its like, by which exit handlers find the exception.
     """
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
+    if told and _is_the_interpreters(sys.excepthook):
+        return
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except Exception:  # noqa: BLE001 - as the interpreter does: report the hook's error and print by the plain way

@@ -136,7 +136,8 @@ class Starter:
             program = Path(__file__).with_name("store.py")
             command = [sys.executable, os.fspath(program), str(request.fds["listener"]), request.address, str(request.port)]
         try:
-            return Event(id=request.id, pid=start_plain(request, command, self.common))
+            wait = request.kind == "rank" and self.target.kind != "command"
+            return Event(id=request.id, pid=start_plain(request, command, self.common, interrupts_wait=wait))
         except OSError as error:
             return Event(id=request.id, error=error.strerror)
         finally:
