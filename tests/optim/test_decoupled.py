@@ -70,7 +70,7 @@ def test_adamw_is_torchs_with_the_decay_divided_by_the_peak():
     for options in ({}, {"amsgrad": True}, {"foreach": True}, {"maximize": True}, {"foreach": False}):
         ours, theirs = matrices(), matrices()
         got = trained(DecoupledAdamW(ours, lr=0.1, weight_decay=0.02, **options), ours)
-        known = trained(torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.2, **options), theirs)
+        known = trained(torch.optim.AdamW(theirs, lr=0.1, betas=(0.9, 0.95), weight_decay=0.2, **options), theirs)
         for a, b in zip(got, known, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=0.0)
 
@@ -80,7 +80,8 @@ def test_without_decay_it_is_torchs(kind):
     plain = {DecoupledAdamW: torch.optim.AdamW, DecoupledSGDW: torch.optim.SGD}[kind]
     ours, theirs = matrices(), matrices()
     got = trained(kind(ours, lr=0.1, weight_decay=0.0, foreach=True), ours)
-    known = trained(plain(theirs, lr=0.1, weight_decay=0.0, foreach=True), theirs)
+    betas = {"betas": (0.9, 0.95)} if kind is DecoupledAdamW else {}
+    known = trained(plain(theirs, lr=0.1, weight_decay=0.0, foreach=True, **betas), theirs)
     assert all(torch.equal(a, b) for a, b in zip(got, known, strict=True))
 
 

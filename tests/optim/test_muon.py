@@ -59,6 +59,27 @@ def test_orthogonalized_matrices_have_the_same_vectors_and_singular_values_near_
     assert inner.diagonal().max() < 1.3
 
 
+@pytest.mark.parametrize("shape", [(64, 128), (128, 64), (96, 108)])
+def test_all_singular_values_of_a_random_matrix_that_is_not_square_come_near_one(shape):
+    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = torch.linalg.svdvals(orthogonalize(matrix))
+    assert 0.65 < values.min() <= values.max() < 1.21
+
+
+def test_small_singular_values_stay_small_as_those_of_square_matrices_are():
+    given = torch.logspace(-5, 0, 64, dtype=torch.float64)
+    before = given / torch.linalg.vector_norm(given)
+    left, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    after = (left.T @ orthogonalize(left @ given.diag())).diagonal()
+    assert 0.65 < after[before >= 0.0015].min() <= after.max() < 1.21
+    assert (after <= before * 485).all()
+    assert after.min() < 0.01
+    matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = torch.linalg.svdvals(orthogonalize(matrix))
+    assert values.min() < 0.3
+    assert 0.96 < (values > 0.65).double().mean() < 1
+
+
 def test_a_matrix_of_zeros_stays_one_and_precision_is_as_asked():
     assert orthogonalize(torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
     wide, half = matrices(), matrices()

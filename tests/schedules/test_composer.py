@@ -11,6 +11,7 @@ from dtrain.data.loading.build import build_loader
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
 from dtrain.schedules import composer
+from dtrain.schedules.combine import stretch
 from dtrain.schedules.hyper import Measured, hyperparameter
 
 RUN = RunLength(total="10ep", steps_per_epoch=20, samples_per_step=8, tokens_per_step=512)
@@ -55,6 +56,20 @@ FORMULAS = {  # of t, warmup, low, high, power: what comes out and, once the war
         lambda t, w, a, b, k: b ** ((t >= 160) + (t >= 180)),
     ),
 }
+
+
+def test_the_ratio_of_composers_trainer():
+    """Its arithmetic: lengths in ep and ba times the ratio, shares of the scaled run, the warm-up scaled or as it is."""
+    ratio, scaled = 0.5, RunLength(total="5ep", steps_per_epoch=20)
+    with_it = stretch(composer.multi_step_with_warmup(RUN, "1ep", ["4ep", "0.8dur"]), ratio)
+    kept = composer.multi_step_with_warmup(scaled, "1ep", ["2ep", "0.8dur"])
+    cosine = composer.cosine_with_warmup(scaled, "1ep", "0.9dur", alpha_f=0.1)
+    for t in range(100):
+        assert with_it(t) == pytest.approx(t / 10 if t < 10 else 0.1 ** ((t >= 40) + (t >= 80)))
+        assert kept(t) == pytest.approx(t / 20 if t < 20 else 0.1 ** ((t >= 40) + (t >= 80)))
+        assert cosine(t) == pytest.approx(t / 20 if t < 20 else _cosine(0.1, tau(t, 20, 90)))
+
+
 RISES_TO_ALPHA = ("linear_with_warmup", "constant_with_warmup")  # the others rise to 1
 
 

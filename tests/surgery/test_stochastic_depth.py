@@ -235,6 +235,32 @@ def test_ranks_that_count_differently_do_not_wait_for_each_other(ranks, buffers,
     assert total == other
 
 
+def on_its_share(size: int) -> list:
+    """Parameters after four steps on the rank's share of 8 samples, in microbatches of ``size``."""
+    model = net()
+    for at in (1, 2, 3):
+        model[at].norm = nn.Identity()  # statistics of a batch are those of a rank
+    model = dt.shard_model(model, dt.build_mesh(), blocks=(Block,))
+    loss = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
+    step = dt.compose_step(loss, [], grad=partial(dt.microbatch_step, microbatch_size=size))
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for at in range(4):
+        state, _ = step(state, {"x": batch(at, 8).chunk(current().world_size)[current().rank]})
+    return [tensor.flatten().tolist() for _, tensor in dt.full_params(state)]
+
+
+def test_two_ranks_equal_one_with_one_microbatch_each_and_only_then(ranks):
+    def apart(one, two):
+        return max(abs(a - b) for left, right in zip(one, two, strict=True) for a, b in zip(left, right, strict=True))
+
+    whole, both = ranks(1).run(on_its_share, 8)[0], ranks(2).run(on_its_share, 4)
+    assert apart(whole, both[0]) < 1e-12
+    halves, quarters = ranks(1).run(on_its_share, 4)[0], ranks(2).run(on_its_share, 2)
+    assert both[0] == both[1]
+    assert quarters[0] == quarters[1]
+    assert apart(halves, quarters[0]) > 1e-6
+
+
 def waits(buffers: str) -> int:
     """How often a step waits more than one of the plain model does."""
     counts = []

@@ -188,8 +188,16 @@ def test_norms_that_are_written_out_become_torchs(kind):
 
 
 def test_a_norm_that_adds_one_to_its_weight_is_left_alone():
-    with pytest.raises(ConfigError, match="no norm that is written out"):
+    with pytest.warns(UserWarning, match="no norm is written out in this Sequential, so it stays as it is; its 0 nn.LayerNorm"):
         fused_layer_norm(nn.Sequential(GemmaRMSNorm(8)))
+
+
+def test_a_bert_as_it_is_comes_back_with_a_report():
+    model = bert()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.warns(UserWarning, match="no norm is written out in this BertModel, so it stays as it is; its 5 nn.LayerNorm"):
+        assert fused_layer_norm(model) is model
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 # ---- as they are trained -----------------------------------------------------------------------------------------------------

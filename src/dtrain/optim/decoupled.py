@@ -67,7 +67,8 @@ class DecoupledAdamW(_Decoupled, torch.optim.AdamW):  # type: ignore[misc]
     Args:
         params: parameters, or groups of them as from ``param_groups``.
         lr: the peak rate, a number > 0.
-        betas, eps, amsgrad, options: as those of ``torch.optim.AdamW``.
+        betas: decay rates of the two averages. The default is Composer's, ``(0.9, 0.95)``; torch's is ``(0.9, 0.999)``.
+        eps, amsgrad, options: as those of ``torch.optim.AdamW``.
         weight_decay: share of a parameter per step at the peak rate, >= 0.
 
     Mutates: in ``step``, parameters and the optimizer's state. Collective: none.
@@ -76,7 +77,7 @@ class DecoupledAdamW(_Decoupled, torch.optim.AdamW):  # type: ignore[misc]
         ConfigError: ``lr`` is a tensor, or no finite number > 0.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, where the multiplier of the schedule is ``lr /
-        initial_lr``; defaults of the paper, and of MosaicML's Composer for ``weight_decay``.
+        initial_lr``; the defaults are those of MosaicML's Composer.
 
     Example:
         >>> from dtrain.step.optimizer import set_lr_
@@ -98,7 +99,7 @@ class DecoupledAdamW(_Decoupled, torch.optim.AdamW):  # type: ignore[misc]
         self,
         params: Any,
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 1e-5,
         amsgrad: bool = False,

@@ -23,7 +23,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def orthogonalize(
     matrix: Tensor, *, steps: int = 5, coefficients: tuple[float, float, float] = NS_COEFFICIENTS, eps: float = 1e-7
 ) -> Tensor:
-    """A matrix with the singular vectors of ``matrix``, whose singular values are all near 1 (0.7 to 1.2 with the defaults).
+    """A matrix with the singular vectors of ``matrix``, whose singular values are near 1, but for the smallest ones.
+
+    With the defaults a singular value of at least 0.0015 of the Frobenius norm becomes 0.65 to 1.21; a smaller one grows 485
+    times at most. So of random matrices with sides of 8 to 9 or farther apart all become so. Of square ones about 2% do not,
+    and the smallest stays near 0.
 
     It takes products of matrices only, in the dtype of ``matrix``: bfloat16 is enough. A matrix of zeros stays one.
 

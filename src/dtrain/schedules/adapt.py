@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dtrain.errors import ConfigError
+from dtrain.schedules.factors import warn_of_rates
 from dtrain.schedules.units import STEPS, shared_unit
 from dtrain.types import Schedule
 
@@ -30,6 +31,8 @@ def to_lambda_lr(schedule: Schedule | Sequence[Schedule], optimizer: Optimizer) 
         ConfigError: no schedule, another number of them than groups, or one that is measured in something else than steps,
             which torch's scheduler does not count.
 
+    Warns: UserWarning, a schedule that looks like rates and not like factors, as ``scale_lr`` does.
+
     Source: ``torch.optim.lr_scheduler.LambdaLR``.
 
     Example:
@@ -51,6 +54,7 @@ def to_lambda_lr(schedule: Schedule | Sequence[Schedule], optimizer: Optimizer) 
         raise ConfigError(
             f"to_lambda_lr: torch's scheduler counts steps, got a schedule of {unit}; scale_lr(...) reads the clock"
         )
+    warn_of_rates("to_lambda_lr", schedules, range(groups), optimizer.param_groups)
     return LambdaLR(optimizer, [_plain(each) for each in schedules])
 
 

@@ -79,8 +79,8 @@ def scale(schedule: Schedule, factor: float) -> Schedule:
 def stretch(schedule: Schedule, ratio: float) -> Schedule:
     """``schedule`` over ``ratio`` times its time: 2 takes twice as long, 0.5 half.
 
-    All of it is stretched, a warm-up within it too. Composer's ``scale_schedule_ratio``, which scales the length of the run as
-    well: give the run ``ratio`` times its length.
+    All of it is stretched, a warm-up within it too. So it is Composer's ``scale_schedule_ratio`` with ``scale_warmup=True``,
+    which scales the length of the run as well: give the run ``ratio`` times its length.
 
     Formula: ``schedule(t / ratio)``
 

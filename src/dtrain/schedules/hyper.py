@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,22 +54,89 @@ def measured_in(unit: str, schedule: Schedule) -> Measured:
     return Measured(unit, schedule)
 
 
-def hyperparameter(value: float | Schedule, where: str) -> Callable[[Clock], float]:
-    """A hyperparameter that may be a number or a schedule, as a function of the clock. ``where`` names it in the error.
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """A condition on a number, with its text for errors: "in [0, 1)"."""
+
+    text: str
+    fits: Callable[[float], bool]
+
+
+def interval(text: str) -> Allowed:
+    """Read an interval as mathematics writes it: ``"[0, 1)"`` has 0 and does not have 1.
+
+    Example:
+        >>> [interval("[0, 1)").fits(value) for value in (-0.1, 0.0, 1.0)]
+        [False, True, False]
+    """
+    low, high = (float(bound) for bound in text[1:-1].split(","))
+    above = operator.ge if text[0] == "[" else operator.gt
+    below = operator.le if text[-1] == "]" else operator.lt
+    return Allowed(f"in {text}", lambda value: bool(above(value, low) and below(value, high)))
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameter:
+    """A number or a schedule, as a function of the clock. Made by ``hyperparameter``.
+
+    Args:
+        where: the name of the method and of the hyperparameter, for errors: ``"ema: decay"``.
+        value: the number or schedule.
+        allowed: the condition that each value must meet; None allows all numbers.
+    """
+
+    where: str
+    value: float | Schedule
+    allowed: Allowed | None = None
+
+    @property
+    def unit(self) -> str:
+        """The unit of the schedule: steps, unless ``measured_in`` says otherwise."""
+        return self.value.unit if isinstance(self.value, Measured) else "ba"
+
+    def __call__(self, clock: Clock) -> float:
+        """Return the value for the step that is about to run.
+
+        Raises:
+            ConfigError: the schedule gives a value that is not allowed.
+        """
+        if not callable(self.value):
+            return self.value
+        value = self.value(clock.count(self.unit))
+        if self.allowed is not None and not self.allowed.fits(value):
+            raise ConfigError(
+                f"{self.where} must be {self.allowed.text}, got {value!r} from its schedule at step {clock.step}. "
+                "Keep the schedule inside, for example with dt.clamp(schedule, low=..., high=...)."
+            )
+        return value
+
+
+def hyperparameter(value: float | Schedule, where: str, allowed: str | Allowed | None = None) -> Hyperparameter:
+    """Return a hyperparameter, a number or a schedule, as a function of the clock.
 
     A schedule is read for the step that is about to run: at its number, or at the clock's count of the unit it is measured in.
+    A transform that lists the result in ``Transform.hyperparameters`` has its schedule checked ahead by ``Step.init``.
+
+    Args:
+        value: a finite number, or a schedule.
+        where: the name of the method and of the hyperparameter, for errors: ``"ema: decay"``.
+        allowed: the interval of allowed values, such as ``"[0, 1)"``; None allows all numbers.
 
     Raises:
-        ConfigError: neither a finite number nor a function.
+        ConfigError: neither a finite number nor a function, or a number that is not allowed.
+
+    Example:
+        >>> decay = hyperparameter(lambda step: 0.9 + step / 100, "mine: decay", "[0, 1)")
+        >>> decay(Clock(step=5))
+        0.9500000000000001
     """
-    if isinstance(value, Measured):
-        unit, schedule = value.unit, value.schedule
-        return lambda clock: schedule(clock.count(unit))
-    if callable(value):
-        return lambda clock: value(clock.step)
-    if not is_number(value) or not math.isfinite(value):
-        raise ConfigError(f"{where}: needs a finite number or a schedule (a function of the step), got {value!r}")
-    return lambda clock: value
+    condition = interval(allowed) if isinstance(allowed, str) else allowed
+    if not callable(value):
+        if not is_number(value) or not math.isfinite(value):
+            raise ConfigError(f"{where}: needs a finite number or a schedule (a function of the step), got {value!r}")
+        if condition is not None and not condition.fits(value):
+            raise ConfigError(f"{where} must be {condition.text}, got {value!r}.")
+    return Hyperparameter(where, value, condition)
 
 
 def is_number(value: object) -> bool:

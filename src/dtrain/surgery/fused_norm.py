@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.dist.init import current
-from dtrain.errors import ConfigError
 from dtrain.surgery.replace import replace_modules
 
 _SAME = 1e-4  # relative; norms that compute in float32 within, or round at another place, are the same up to this
@@ -18,7 +17,7 @@ _OWN = (nn.LayerNorm, nn.RMSNorm)
 
 
 def fused_layer_norm(model: nn.Module) -> nn.Module:
-    """The model with torch's ``LayerNorm`` or ``RMSNorm`` in place of norms that are written out in several operations.
+    """Replace norms that are written out in several operations by torch's ``LayerNorm`` or ``RMSNorm``; return the model.
 
     Torch's are one kernel forward on a GPU, so ``nn.LayerNorm`` and ``nn.RMSNorm`` are left as they are. What counts as a norm
     that is written out is found by trial: a module without children and buffers, of a ``weight`` ``[dim]``, perhaps a ``bias``
@@ -34,9 +33,10 @@ def fused_layer_norm(model: nn.Module) -> nn.Module:
     Mutates: ``model``. The parameters stay the same objects.
 
     Raises:
-        ConfigError: no norm that is written out, or a model that is sharded already.
+        ConfigError: a model that is sharded already.
 
-    Warns: UserWarning, where this rank has no GPU: there torch's norms are not fused either; the numbers are the same.
+    Warns: UserWarning, if the model has no norm that is written out, as a BERT of transformers: it is returned as it was. Also
+        if this rank has no GPU: there torch's norms are not fused either; the numbers are the same.
 
     Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
 
@@ -56,10 +56,12 @@ def fused_layer_norm(model: nn.Module) -> nn.Module:
     done = replace_modules(model, {_may_be_norm: _fused}, where="fused_layer_norm", missing_ok=True)
     if not done.replaced:
         own = sum(isinstance(module, _OWN) for module in model.modules())
-        raise ConfigError(
-            f"fused_layer_norm: no norm that is written out in this {type(model).__name__}; its {own} nn.LayerNorm and "
-            "nn.RMSNorm are one kernel on a GPU already"
+        warnings.warn(
+            f"fused_layer_norm: no norm is written out in this {type(model).__name__}, so it stays as it is; its {own} "
+            "nn.LayerNorm and nn.RMSNorm are one kernel on a GPU already",
+            stacklevel=2,
         )
+        return done.model
     kind = current().device.type
     if kind != "cuda":
         warnings.warn(

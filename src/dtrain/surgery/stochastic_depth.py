@@ -163,7 +163,8 @@ def stochastic_depth(
             ``"branch"``: modules whose result is added to something (``shortcut + branch``, not in place: what is left out is
             a zero without a shape), for any shortcut; this is the paper's formula.
         seed: of the choices of ``method="block"``: they depend on it, on a block's name and on how many forwards it has seen
-            while training. So all ranks choose alike, and two ranks equal one if they run as many microbatches. (A rank that
+            while training. So all ranks choose alike. Two ranks equal one process if each runs one microbatch in a step; with
+            more, a choice is for other samples, since a microbatch of each rank holds other ones. (A rank that
             has fewer than the others repeats one without counting it; with ``buffers="local"`` it then stays behind, which
             changes its choices and nothing else.) Those of ``"sample"`` are drawn from torch's global generator, as dropout's
             are, so they differ between ranks.

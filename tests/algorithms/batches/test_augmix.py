@@ -66,7 +66,7 @@ def test_one_image_and_none_are_batches_too():
 
 REFUSED = {
     "no generator": (lambda: augmix_batch(IMAGES), "augmix: needs generator=..., or mixture=..."),
-    "severity": (lambda: augmix(-1), r"augmix: needs severity in \[0, 10\], got severity=-1"),
+    "severity": (lambda: augmix(-1), r"augmix: severity must be in \[0, 10\], got -1\."),
     "width": (lambda: augmix(width=0), "augmix: needs a whole width of at least 1, got width=0"),
     "depth": (lambda: augmix(depth=-1), "augmix: needs a whole depth of at least 1, or None for 1 to 3, got depth=-1"),
     "alpha": (lambda: augmix(alpha=0), "augmix: needs alpha > 0, got alpha=0"),

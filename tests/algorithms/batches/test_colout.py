@@ -37,8 +37,8 @@ def test_what_is_laid_out_alike_is_cut_alike():
 
 REFUSED = {
     "no generator": (lambda: colout_batch(places()), "colout: needs generator=..., or rows=... and columns=..."),
-    "all": (lambda: colout(1.0), r"colout: needs p_row in \[0, 1\), got p_row=1.0"),
-    "negative": (lambda: colout(0.1, -0.1), r"colout: needs p_col in \[0, 1\), got p_col=-0.1"),
+    "all": (lambda: colout(1.0), r"colout: p_row must be in \[0, 1\), got 1\.0\."),
+    "negative": (lambda: colout(0.1, -0.1), r"colout: p_col must be in \[0, 1\), got -0\.1\."),
     "other sizes": (
         lambda: colout_batch({"x": places(), "mask": torch.zeros(3, 5, 5)}, also=["mask"], generator=generator()),
         r"colout: 'mask' must end in the images' height and width \(10, 20\), got \(3, 5, 5\)",

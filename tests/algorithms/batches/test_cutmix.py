@@ -126,7 +126,7 @@ REFUSED = {
         "cutmix: needs generator=..., or box=... and order",
     ),
     "no order": (lambda: cutmix_batch(zeros_and_ones(), num_classes=2, box=(0, 0, 1, 1)), "cutmix: needs generator="),
-    "alpha": (lambda: cutmix(-1.0), "cutmix: needs a finite alpha >= 0, got alpha=-1.0"),
+    "alpha": (lambda: cutmix(-1.0), r"cutmix: alpha must be in \[0, inf\), got -1\.0\."),
     "length": (lambda: cutmix(length=1.5), r"cutmix: needs length in \[0, 1\], got length=1.5"),
     "place": (lambda: cutmix(place="middle"), "cutmix: place is one of centre, even, inside, got 'middle'"),
     "box": (

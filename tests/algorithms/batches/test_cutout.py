@@ -55,8 +55,8 @@ def test_it_serves_one_sample_in_a_loader():
 
 REFUSED = {
     "no generator": (lambda: cutout_batch(torch.ones(1, 1, 2, 2)), "cutout: needs generator=..., or boxes=..."),
-    "share": (lambda: cutout(1.5), r"cutout: length is pixels \(int >= 0\) or a share of the side .*, got 1.5"),
-    "negative": (lambda: cutout(-1), r"cutout: length is pixels .* got -1"),
+    "share": (lambda: cutout(1.5), r"cutout: length must be pixels \(int >= 0\) or a share of the side .*, got 1\.5"),
+    "negative": (lambda: cutout(-1), r"cutout: length must be pixels .* got -1"),
     "holes": (lambda: cutout(holes=0), "cutout: needs a whole number of holes of at least 1, got holes=0"),
     "place": (lambda: cutout(place="left"), "cutout: place is one of centre, even, inside, got 'left'"),
     "vectors": (

@@ -55,7 +55,7 @@ def test_another_index_may_be_left_out_and_a_wrong_one_is_no_target():
 
 
 REFUSED = {
-    "smoothing": (lambda: label_smoothing(1.1), r"label_smoothing: needs smoothing in \[0, 1\], got smoothing=1.1"),
+    "smoothing": (lambda: label_smoothing(1.1), r"label_smoothing: smoothing must be in \[0, 1\], got 1\.1"),
     "no classes": (
         lambda: smooth_labels(torch.tensor([1])),
         "label_smoothing: class indices .*, for which it needs num_classes=",

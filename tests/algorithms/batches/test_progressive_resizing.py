@@ -113,7 +113,10 @@ REFUSED = {
     ),
     "mode": (lambda: progressive_resizing(mode="zoom"), "progressive_resizing: mode is one of resize, crop, got 'zoom'"),
     "unknown length": (lambda: sizes(progressive_resizing(), 0), "is a share of the run, whose length is not known"),
-    "schedule": (lambda: sizes(progressive_resizing(lambda step: 2.0), 1), r"needs scale in \[0, 1\], got scale=2.0"),
+    "schedule": (
+        lambda: sizes(progressive_resizing(lambda step: 2.0), 1),
+        r"must be in \(0, 1\], got 2\.0 from",
+    ),
     "no generator": (
         lambda: resize_batch(image(8, 8), scale=0.5, mode="crop"),
         "resize_batch: needs generator=..., or offset=...",

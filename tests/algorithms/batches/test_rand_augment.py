@@ -79,7 +79,7 @@ REFUSED = {
         lambda: rand_augment_batch(IMAGES, generator=SimpleNamespace(device=torch.device("cuda:0"))),
         "rand_augment: chooses on the host, so it needs a generator of the CPU, got one on cuda:0",
     ),
-    "magnitude": (lambda: rand_augment(11), r"rand_augment: needs magnitude in \[0, 10\], got magnitude=11"),
+    "magnitude": (lambda: rand_augment(11), r"rand_augment: magnitude must be in \[0, 10\], got 11\."),
     "depth": (lambda: rand_augment(depth=0), "rand_augment: needs a whole depth of at least 1, got depth=0"),
     "operation": (lambda: rand_augment(operations=["flip"]), "rand_augment: operations are some of identity, .* got 'flip'"),
     "one operation": (lambda: rand_augment(operations="rotate"), "rand_augment: operations are some of .* got 'r'"),

@@ -8,11 +8,11 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.algorithms.batches.selective_backprop import select_by_loss, selective_backprop
-from dtrain.dist.control import Post, post_batch
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError, PeerError
 from dtrain.tensors import is_distributed
 from dtrain.testing import count_collectives
+from origins import with_spare
 
 
 def losses_of(model, batch):
@@ -139,7 +139,7 @@ def test_step_is_one_on_the_samples_drawn():
 def test_all_kept_is_the_step_without_it():
     runs = []
     for keep in (1.0, None):
-        step, state = begin(selective_backprop(losses_of, keep or 0.1, start="9ep" if keep is None else 0))
+        step, state = begin(selective_backprop(losses_of, keep or 0.1, start="9ba" if keep is None else 0))
         state, _ = step(state, samples(5))
         runs.append([*state.params.values(), *state.model.buffers()])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
@@ -219,7 +219,7 @@ def test_losses_of_another_shape_are_refused_in_the_step(bad, got):
     ("given", "message"),
     [
         ({"sample_losses": 3}, r"needs a function \(model, batch\) -> losses \[batch\], got 3"),
-        ({"keep": 0.0}, "selective_backprop: needs 0 < keep <= 1, got keep=0.0"),
+        ({"keep": 0.0}, r"selective_backprop: keep must be in \(0, 1\], got 0\.0\."),
         ({"start": 5, "end": 5}, "needs start < end, got start='5ba', end='5ba'"),
         ({"microbatch_size": 0}, "needs a whole number of at least 1"),
     ],
@@ -232,7 +232,7 @@ def test_selective_backprop_refuses(given, message):
 
 def test_keep_of_a_schedule_is_refused_in_its_step():
     step, state = begin(selective_backprop(losses_of, lambda step: 2.0))
-    with pytest.raises(ConfigError, match="selective_backprop: needs 0 < keep <= 1, got keep=2"):
+    with pytest.raises(ConfigError, match=r"selective_backprop: keep must be in \(0, 1\], got 2\.0 from its schedule"):
         step(state, samples(4))
 
 
@@ -254,9 +254,8 @@ def ragged(strategy: str, counts: list[int]) -> list[float]:
 
     step, state = sharded(strategy, selective_backprop(looking, 0.5, microbatch_size=2))
     for number in range(3):
-        post_batch(Post(spare={"x": samples(1)["x"]}))
-        state, metrics = step(state, {"x": samples(counts[state.spec.data_rank], number)["x"]})
-        post_batch()
+        mine = {"x": samples(counts[state.spec.data_rank], number)["x"]}
+        state, metrics = step(state, with_spare(mine, {"x": samples(1)["x"]}))
     last = [whole for _, whole in dt.full_params(state)][-1]
     return [len(forwards), state.clock.samples, dt.reduce_metrics(metrics)["loss"], last.item()]
 
@@ -332,7 +331,7 @@ def test_a_batch_that_one_rank_cannot_count_is_refused_on_all(ranks):
 def cost() -> list[dict]:
     """What a step sends beside the gathers, with and without it."""
     found = []
-    for start in ("9ep", 0):
+    for start in ("9ba", 0):
         step, state = sharded("full_shard", selective_backprop(losses_of, start=start))
         state, _ = step(state, {"x": samples(4)["x"]})
         with count_collectives() as seen:

@@ -238,7 +238,9 @@ def test_a_schedule_may_be_measured_in_tokens():
 
 
 def test_a_schedule_that_gives_no_length_is_refused_in_the_step():
-    with pytest.raises(ConfigError, match=r"the schedule must give lengths of at least 1, got 0\.5 at step 0"):
+    with pytest.raises(
+        ConfigError, match=r"length must be in \[1, inf\), and its schedule gives 0\.5 at step 0 of a run of 4ba"
+    ):
         trained(sequence_length_warmup(lambda step: 0.5), 1)
 
 

@@ -288,7 +288,7 @@ def cost_of_a_step(scaled: bool) -> list[Any]:
     model = dt.shard_model(net(), dt.build_mesh(), blocks=(nn.Linear,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     step = dt.compose_step(loss_fn, [loss_scale()] if scaled else [], grad=partial(dt.microbatch_step, microbatch_size=2))
-    state = step.init(model, optimizer)
+    state = step.init(model, optimizer, equal_batches=True)
     state, _ = step(state, batch())
     with count_host_syncs() as syncs, count_collectives() as traffic:
         step(state, batch())

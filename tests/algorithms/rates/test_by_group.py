@@ -99,9 +99,9 @@ def test_all_options_are_as_before_after_a_step(fails):
         (lambda: scale_lr({}), "scale_lr: needs the name of a group, got an empty mapping"),
         (lambda: scale_lr({1: 0.5}), "scale_lr: names of groups are text, got 1"),
         (lambda: scale_lr({None: 0.5}), "scale_lr: names of groups are text, got None"),
-        (lambda: scale_lr({"head": -1}), "scale_lr: needs a finite factor >= 0, got factor=-1"),
-        (lambda: scale_lr({"head": "no"}), "scale_lr: schedule: needs a finite number or a schedule .*, got 'no'"),
-        (lambda: set_option("momentum", -0.5), "set_momentum: needs a finite value >= 0, got value=-0.5"),
+        (lambda: scale_lr({"head": -1}), r"scale_lr: factor of 'head' must be in \[0, inf\), got -1\."),
+        (lambda: scale_lr({"head": "no"}), "scale_lr: factor of 'head': needs a finite number or a schedule .*, got 'no'"),
+        (lambda: set_option("momentum", -0.5), r"set_momentum: value must be in \[0, 1\), got -0\.5\."),
         (lambda: scale_option("lr", 0.5), r"scale_option: 'lr' is for scale_lr; call dt.scale_lr\(schedule\)"),
         (lambda: scale_option(3, 0.5), "scale_option: needs the name of an option, as in 'weight_decay' or 'betas.0', got 3"),
         (lambda: set_option("", 0.5), "set_option: needs the name of an option, .* got ''"),
@@ -143,8 +143,11 @@ def test_groups_without_names_are_told():
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (scale_lr({"head": lambda t: -1.0}), "scale_lr: needs a finite factor >= 0, got factor=-1.0"),
-        (set_option("betas.0", lambda t: 1.0), "set_betas_0: needs betas.0 < 1, got 1.0"),
+        (
+            scale_lr({"head": lambda t: -1.0}),
+            r"scale_lr: factor of 'head' must be in \[0, inf\), got -1\.0 from",
+        ),
+        (set_option("betas.0", lambda t: 1.0), r"set_betas_0: value must be in \[0, 1\), got 1\.0 from"),
         (scale_option("betas.1", 2.0), "scale_betas_1: needs betas.1 < 1, got 1.8"),
     ],
 )

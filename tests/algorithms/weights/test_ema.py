@@ -83,14 +83,14 @@ def test_ema_reads_a_schedule_at_the_step_about_to_run():
 
 def test_ema_refuses_a_scheduled_decay_before_anything_changes():
     step, state = begin(ema(lambda t: 1.0 + t))
-    with pytest.raises(ConfigError, match=r"needs 0 <= decay < 1, got decay=1\.0"):
+    with pytest.raises(ConfigError, match=r"decay must be in \[0, 1\), got 1\.0 from its schedule at step 0"):
         step(state, BATCH)
     assert (weight(state), average(state, "ema")) == (4.0, 4.0)
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
 def test_ema_refuses_a_decay(decay):
-    with pytest.raises(ConfigError, match="needs 0 <= decay < 1"):
+    with pytest.raises(ConfigError, match=r"ema: decay must be in \[0, 1\), got"):
         ema(decay)
 
 

@@ -162,7 +162,7 @@ def test_both_averages_are_kept_side_by_side():
     [
         (lambda: swa(start=5, end=5), "swa: needs start < end, got start='5ba', end='5ba'"),
         (lambda: swa(start="0.8dur", end="0.7dur"), r"swa: needs start < end, got start='0\.8dur', end='0\.7dur'"),
-        (lambda: swa(lr=-1.0), r"swa: needs a finite lr >= 0, got lr=-1\.0"),
+        (lambda: swa(lr=-1.0), r"swa: lr must be in \[0, inf\), got -1\.0\."),
         (lambda: swa(lr="0.1"), "swa: lr: needs a finite number or a schedule .*, got '0.1'"),
         (lambda: swa(anneal=3), r"swa: anneal=3 is the way to a rate; give lr=\.\.\., too"),
         (lambda: swa(strategy="cos"), "swa: strategy must be 'linear' or 'cosine', got 'cos'"),
@@ -177,7 +177,7 @@ def test_swa_refuses(make, message):
 def test_a_rate_of_a_schedule_is_refused_before_anything_changes():
     step, state = begin(swa(start=0, end=9, lr=lambda t: -t, anneal=1, interval=1))
     state = take(step, state)
-    with pytest.raises(ConfigError, match="swa: needs a finite lr >= 0, got lr=-1"):
+    with pytest.raises(ConfigError, match=r"swa: lr must be in \[0, inf\), got -1"):
         step(state, BATCH)
     assert weight(state) == 3.5
 

@@ -192,19 +192,19 @@ def augmix(
         >>> augmix(3, views=2).name
         'augmix'
     """
-    severity_at = hyperparameter(severity, "augmix: severity")
+    severity_at = hyperparameter(severity, "augmix: severity", "[0, 10]")
 
     def options_at(level: float) -> _Options:
         return _Options(severity=level, width=width, depth=depth, alpha=alpha, operations=operations)
 
-    options_at(0 if callable(severity) else severity)
+    options_at(0)
     _check_views(views)
 
     def augmented(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
         options, drawn = options_at(severity_at(state.clock)), host_random(state, "augmix")
         return _viewed(batch, inputs, views, fill, lambda count: _drawn(count, options, drawn))
 
-    return at_batch(augmented, name="augmix", images=inputs)
+    return at_batch(augmented, name="augmix", images=inputs, hyperparameters=(severity_at,))
 
 
 def _viewed(batch: Batch, inputs: Key, views: int, fill: float, draw: Callable[[int], Mixture]) -> Batch:

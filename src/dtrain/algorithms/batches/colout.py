@@ -98,14 +98,13 @@ def colout(
         >>> colout(0.1, 0.1).name
         'colout'
     """
-    row_at, col_at = hyperparameter(p_row, "colout: p_row"), hyperparameter(p_col, "colout: p_col")
-    _check(0.0 if callable(p_row) else p_row, 0.0 if callable(p_col) else p_col)
+    row_at, col_at = hyperparameter(p_row, "colout: p_row", "[0, 1)"), hyperparameter(p_col, "colout: p_col", "[0, 1)")
 
     def cut(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
         now = row_at(state.clock), col_at(state.clock)
         return colout_batch(batch, p_row=now[0], p_col=now[1], inputs=inputs, also=also, generator=generator)
 
-    return at_batch(cut, name="colout", images=inputs)
+    return at_batch(cut, name="colout", images=inputs, hyperparameters=(row_at, col_at))
 
 
 def _kept(

@@ -132,9 +132,7 @@ def cutmix(
         >>> cutmix(num_classes=10, length=0.5).name
         'cutmix'
     """
-    alpha_at = hyperparameter(alpha, "cutmix: alpha")
-    if not callable(alpha):
-        check_alpha(alpha, "cutmix")
+    alpha_at = hyperparameter(alpha, "cutmix: alpha", "[0, inf)")
     check_classes(num_classes, "cutmix")
     _check_box(length, place)
 
@@ -152,7 +150,7 @@ def cutmix(
             generator=generator,
         )
 
-    return at_batch(mixed, name="cutmix")
+    return at_batch(mixed, name="cutmix", hyperparameters=(alpha_at,))
 
 
 def _draw(

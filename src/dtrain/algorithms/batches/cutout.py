@@ -10,7 +10,7 @@ from dtrain.algorithms.batches.drawing import needed
 from dtrain.algorithms.batches.fields import Key, on_images
 from dtrain.algorithms.batches.seam import at_batch
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyper import hyperparameter, is_number
+from dtrain.schedules.hyper import Allowed, hyperparameter, is_number
 from dtrain.state import TrainState
 from dtrain.transform import Transform
 from dtrain.types import Batch, Schedule
@@ -87,14 +87,14 @@ def cutout(
         >>> cutout(16).name
         'cutout'
     """
-    length_at = hyperparameter(length, "cutout: length")
-    _check(0 if callable(length) else length, holes, place)
+    length_at = hyperparameter(length, "cutout: length", _LENGTHS)
+    _check(0, holes, place)
 
     def cut(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
         now = length_at(state.clock)
         return cutout_batch(batch, length=now, holes=holes, fill=fill, place=place, inputs=inputs, generator=generator)
 
-    return at_batch(cut, name="cutout", images=inputs)
+    return at_batch(cut, name="cutout", images=inputs, hyperparameters=(length_at,))
 
 
 def _cut(
@@ -117,9 +117,16 @@ def _cut(
     return images.masked_fill(hidden, fill)
 
 
+def _is_length(length: float) -> bool:
+    return is_number(length) and length >= 0 and not (isinstance(length, float) and not length <= 1)
+
+
+_LENGTHS = Allowed("pixels (int >= 0) or a share of the side (float in [0, 1])", _is_length)
+
+
 def _check(length: int | float, holes: int, place: Place) -> None:
-    if not is_number(length) or not length >= 0 or (isinstance(length, float) and not length <= 1):
-        raise ConfigError(f"cutout: length is pixels (int >= 0) or a share of the side (float in [0, 1]), got {length!r}")
+    if not _is_length(length):
+        raise ConfigError(f"cutout: length must be {_LENGTHS.text}, got {length!r}.")
     if type(holes) is not int or holes < 1:
         raise ConfigError(f"cutout: needs a whole number of holes of at least 1, got {holes=}")
     check_place(place, "cutout")

@@ -71,9 +71,7 @@ def label_smoothing(
         >>> label_smoothing(0.1, num_classes=10).name
         'label_smoothing'
     """
-    smoothing_at = hyperparameter(smoothing, "label_smoothing: smoothing")
-    if not callable(smoothing):
-        check_share(smoothing, "label_smoothing", "smoothing")
+    smoothing_at = hyperparameter(smoothing, "label_smoothing: smoothing", "[0, 1]")
     check_classes(num_classes, "label_smoothing")
 
     def smoothed(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
@@ -86,4 +84,4 @@ def label_smoothing(
         made = smooth_labels(given, smoothing_at(state.clock), num_classes=num_classes, ignore_index=ignore_index)
         return replaced(batch, {targets: made})
 
-    return at_batch(smoothed, name="label_smoothing")
+    return at_batch(smoothed, name="label_smoothing", hyperparameters=(smoothing_at,))

@@ -141,9 +141,7 @@ def mixup(
         >>> every(2, mixup(0.2, num_classes=10)).name
         'mixup'
     """
-    alpha_at = hyperparameter(alpha, "mixup: alpha")
-    if not callable(alpha):
-        check_alpha(alpha, "mixup")
+    alpha_at = hyperparameter(alpha, "mixup: alpha", "[0, inf)")
     check_classes(num_classes, "mixup")
 
     def mixed(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
@@ -158,4 +156,4 @@ def mixup(
             generator=generator,
         )
 
-    return at_batch(mixed, name="mixup")
+    return at_batch(mixed, name="mixup", hyperparameters=(alpha_at,))

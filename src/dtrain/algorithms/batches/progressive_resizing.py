@@ -17,7 +17,7 @@ from dtrain.algorithms.batches.seam import at_batch, host_random
 from dtrain.clock import Clock
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyper import hyperparameter
+from dtrain.schedules.hyper import Hyperparameter, hyperparameter
 from dtrain.state import TrainState
 from dtrain.transform import Transform
 from dtrain.types import Batch, Schedule, Slice
@@ -126,7 +126,9 @@ def progressive_resizing(
             f"progressive_resizing: needs delay <= full in one unit, got delay={str(first)!r}, full={str(last)!r}"
         )
     _check(initial_scale, size_increment, mode)
-    scale_at = growing(initial_scale, first, last) if scale is None else hyperparameter(scale, "progressive_resizing: scale")
+    scale_at: Callable[[Clock], float] = growing(initial_scale, first, last)
+    if scale is not None:
+        scale_at = hyperparameter(scale, "progressive_resizing: scale", "(0, 1]")
 
     def init(state: TrainState) -> Slice:
         scale_at(state.clock)  # which raises where the length of the run is needed and not known
@@ -134,7 +136,6 @@ def progressive_resizing(
 
     def resized(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
         now = scale_at(state.clock)
-        _check(now, size_increment, mode)
         drawn = host_random(state, "progressive_resizing")
 
         def small(images: Tensor) -> Tensor:
@@ -142,7 +143,8 @@ def progressive_resizing(
 
         return on_images(batch, inputs, "progressive_resizing", small)
 
-    return at_batch(resized, name="progressive_resizing", images=inputs, init=init)
+    read = (scale_at,) if isinstance(scale_at, Hyperparameter) else ()
+    return at_batch(resized, name="progressive_resizing", images=inputs, init=init, hyperparameters=read)
 
 
 def growing(initial: float, delay: Duration, full: Duration) -> Callable[[Clock], float]:

@@ -118,12 +118,11 @@ def rand_augment(
         >>> rand_augment(9, depth=2).name
         'rand_augment'
     """
-    magnitude_at = hyperparameter(magnitude, "rand_augment: magnitude")
-    _check(0 if callable(magnitude) else magnitude, depth, operations)
+    magnitude_at = hyperparameter(magnitude, "rand_augment: magnitude", "[0, 10]")
+    _check(0, depth, operations)
 
     def augmented(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
         now = magnitude_at(state.clock)
-        _check(now, depth, operations)
         drawn = host_random(state, "rand_augment")
 
         def draw(count: int) -> Sequence[Chain]:
@@ -131,7 +130,7 @@ def rand_augment(
 
         return on_images(batch, inputs, "rand_augment", lambda images: _augmented(images, draw, fill))
 
-    return at_batch(augmented, name="rand_augment", images=inputs)
+    return at_batch(augmented, name="rand_augment", images=inputs, hyperparameters=(magnitude_at,))
 
 
 def _augmented(images: Tensor, draw: Callable[[int], Sequence[Chain]], fill: float) -> Tensor:

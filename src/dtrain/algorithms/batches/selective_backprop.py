@@ -139,9 +139,8 @@ def selective_backprop(
     """
     if not callable(sample_losses):
         raise ConfigError(f"selective_backprop: needs a function (model, batch) -> losses [batch], got {sample_losses!r}")
-    keep_at = hyperparameter(keep, "selective_backprop: keep")
-    if not callable(keep):
-        _check_keep(_NAME, keep)
+    # A schedule is read only while the method is active, so it is not checked ahead.
+    keep_at = hyperparameter(keep, "selective_backprop: keep", "(0, 1]")
     active, size = _window(start, end, interrupt), microbatch_size
     if size is not None:
         check_microbatch_size(size)
@@ -149,9 +148,7 @@ def selective_backprop(
     def grad(inner: GradFn) -> GradFn:
         def selected(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
             if active(state):
-                now = keep_at(state.clock)
-                _check_keep(_NAME, now)
-                batch = _selected(state, batch, now, sample_losses, size, batch_spec)
+                batch = _selected(state, batch, keep_at(state.clock), sample_losses, size, batch_spec)
             return inner(state, batch, microbatch_size=microbatch_size)
 
         return selected
@@ -201,7 +198,7 @@ def _selected(
     if any(failed for _, failed in rows):
         return batch if error is None else FailedBatch(error)
     with naming_missing(_NAME), _looking(state.model):
-        filler = [] if len(parts) else [to_device(parts.filler(), state.device)]
+        filler = [] if len(parts) else [to_device(parts.filler(state.spare), state.device)]
         given = [parts.parts[at] if at < len(parts) else (filler or parts.parts)[0] for at in range(int(max(rows)[0]))]
         found = [sample_losses(state.model, part) for part in given]
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from dtrain.algorithms.batches.seam import at_batch
 from dtrain.clock import Clock
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyper import hyperparameter
+from dtrain.schedules.hyper import Hyperparameter, hyperparameter
 from dtrain.state import TrainState
 from dtrain.transform import Transform
 from dtrain.types import Batch, Schedule, is_tensordict
@@ -137,13 +137,13 @@ def sequence_length_warmup(
     """
     _check_end(keep_end, truncate=truncate, where=_NAME)
     ramp = Ramp(duration=Duration.parse(duration), min_length=min_length, max_length=max_length, step_size=step_size)
-    length_at: Callable[[Clock], int] = ramp if length is None else _scheduled(length)
+    scheduled = None if length is None else _scheduled(length)
 
     def cut(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        now = length_at(state.clock)
+        now = ramp(state.clock) if scheduled is None else math.floor(scheduled(state.clock))
         return shorten_batch(batch, now, truncate=truncate, keep_end=keep_end, inputs=inputs, mask=mask, axes=axes)
 
-    return at_batch(cut, name=_NAME)
+    return at_batch(cut, name=_NAME, hyperparameters=() if scheduled is None else (scheduled,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,18 +181,10 @@ class Ramp:
 _NAME = "sequence_length_warmup"
 
 
-def _scheduled(length: Schedule) -> Callable[[Clock], int]:
+def _scheduled(length: Schedule) -> Hyperparameter:
     if not callable(length):
         raise ConfigError(f"{_NAME}: length is a schedule (a function of the step), got {length!r}; one length is max_length=")
-    value_at = hyperparameter(length, f"{_NAME}: length")
-
-    def length_at(clock: Clock) -> int:
-        value = value_at(clock)
-        if not 1 <= value < math.inf:
-            raise ConfigError(f"{_NAME}: the schedule must give lengths of at least 1, got {value!r} at step {clock.step}")
-        return math.floor(value)
-
-    return length_at
+    return hyperparameter(length, f"{_NAME}: length", "[1, inf)")
 
 
 def _check_length(length: int) -> None:

@@ -90,8 +90,8 @@ def adaptive_clip(clipping: float | Schedule = 0.01, *, eps: float = 1e-3) -> Tr
         >>> [round(value, 4) for value in model.weight[0].tolist()]
         [2.7, 3.6]
     """
-    clipping_at = hyperparameter(clipping, "adaptive_clip: clipping")
-    _check("adaptive_clip", 1.0 if callable(clipping) else clipping, eps)
+    clipping_at = hyperparameter(clipping, "adaptive_clip: clipping", "(0, inf]")
+    _check("adaptive_clip", 1.0, eps)
 
     def update(inner: UpdateFn) -> UpdateFn:
         def clipped(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
@@ -100,7 +100,7 @@ def adaptive_clip(clipping: float | Schedule = 0.01, *, eps: float = 1e-3) -> Tr
 
         return clipped
 
-    return Transform(name="adaptive_clip", update=update)
+    return Transform(name="adaptive_clip", update=update, hyperparameters=(clipping_at,))
 
 
 def _squares(shard: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -72,9 +72,7 @@ def clip_by_value(limit: float | Schedule) -> Transform:
         >>> model.weight.tolist()
         [[-1.0, 0.5]]
     """
-    limit_at = hyperparameter(limit, "clip_by_value: limit")
-    if not callable(limit):
-        _check_limit("clip_by_value", limit)
+    limit_at = hyperparameter(limit, "clip_by_value: limit", "(0, inf]")
 
     def update(inner: UpdateFn) -> UpdateFn:
         def clipped(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
@@ -83,7 +81,7 @@ def clip_by_value(limit: float | Schedule) -> Transform:
 
         return clipped
 
-    return Transform(name="clip_by_value", update=update)
+    return Transform(name="clip_by_value", update=update, hyperparameters=(limit_at,))
 
 
 def _check_limit(where: str, limit: float) -> None:

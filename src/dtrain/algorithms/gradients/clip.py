@@ -44,9 +44,7 @@ def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:
         >>> metrics["grad_norm"].total.item(), [round(value, 4) for value in model.weight[0].tolist()]
         (5.0, [-0.6, -0.8])
     """
-    limit = hyperparameter(max_norm, "clip_by_norm: max_norm")
-    if not callable(max_norm) and not max_norm > 0:
-        raise ConfigError(f"clip_by_norm: needs a positive max_norm, got {max_norm=}")
+    limit = hyperparameter(max_norm, "clip_by_norm: max_norm", "(0, inf]")
     if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
         raise ConfigError(f"clip_by_norm: needs a finite eps >= 0, got {eps=}")
 
@@ -58,4 +56,4 @@ def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:
 
         return clipped
 
-    return Transform(name="clip_by_norm", update=update)
+    return Transform(name="clip_by_norm", update=update, hyperparameters=(limit,))

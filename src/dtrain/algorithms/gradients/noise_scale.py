@@ -109,9 +109,7 @@ def noise_scale(
         >>> round(metrics["noise_scale"].total.item(), 6)  # noise 0.25 / (1 - 1/2) = 0.5, signal 2.25 - 0.5/2 = 2
         0.25
     """
-    decay_at, each = hyperparameter(decay, "noise_scale: decay"), Duration.parse(interval)
-    if not callable(decay):
-        _check_decay(decay)
+    decay_at, each = hyperparameter(decay, "noise_scale: decay", "[0, 1)"), Duration.parse(interval)
 
     def init(state: TrainState) -> Slice:
         nothing = torch.zeros((), dtype=torch.float64, device=state.device)
@@ -123,7 +121,6 @@ def noise_scale(
                 state, metrics = inner(state, batch, microbatch_size=microbatch_size)
                 return state, {**metrics, **_reported(state)}
             now = decay_at(state.clock)
-            _check_decay(now)
             half, total = _half(state, batch, batch_spec)
             if half is None or isinstance(half, FailedBatch):
                 state, metrics = inner(state, batch if half is None else half, microbatch_size=microbatch_size)
@@ -138,7 +135,7 @@ def noise_scale(
 
         return measured
 
-    return Transform(name=_NAME, init=init, grad=grad)
+    return Transform(name=_NAME, init=init, grad=grad, hyperparameters=(decay_at,))
 
 
 @contextmanager
@@ -204,8 +201,3 @@ def _averaged(before: Slice, noise: Tensor, signal: Tensor, *, decay: float) -> 
 def _reported(state: TrainState) -> Metrics:
     found = state.slices[_NAME]
     return {_NAME: Metric(found["noise"] / found["signal"], once(state.device))} if found["measured"] else {}
-
-
-def _check_decay(decay: float) -> None:
-    if not 0.0 <= decay < 1.0:
-        raise ConfigError(f"noise_scale: needs 0 <= decay < 1, got {decay=}")

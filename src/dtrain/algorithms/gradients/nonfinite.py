@@ -1,12 +1,12 @@
-"""What becomes of a step whose gradient is infinite or NaN."""
+"""Skip, refuse or allow updates whose gradient is infinite or NaN."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from dtrain.errors import ConfigError, StepError
+from dtrain.errors import ConfigError, NonFiniteError
 from dtrain.state import TrainState
-from dtrain.step.finite import all_finite, broken_here
+from dtrain.step.finite import IN_A_ROW, all_finite, broken_here, set_loss_watch
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metrics, Slice, as_metric
 
@@ -17,29 +17,33 @@ _BEFORE_LOSS_SCALE = (
 )
 
 
-def nonfinite(action: Literal["skip", "raise"] = "skip", *, in_a_row: int | None = None) -> Transform:
-    """Leave out, or refuse, an update for which any rank's gradient is infinite or NaN; on all ranks alike.
+def nonfinite(action: Literal["skip", "raise", "allow"] = "skip", *, in_a_row: int | None = IN_A_ROW) -> Transform:
+    """Leave out, refuse or allow an update for which any rank's gradient is infinite or NaN; on all ranks alike.
 
-    What is listed after it is left out together with the update (an average of the parameters does not move on), what is listed
-    before it is not. With ``loss_scale``, which leaves such updates out too, it is not needed, and not to be listed before it.
+    Without this transform every update is made, and a run stops after ten steps in a row whose loss was infinite or NaN on some
+    rank. ``"allow"`` changes that number and nothing else. ``"skip"`` and ``"raise"`` take the place of that check.
+
+    With ``"skip"``, what is listed after this transform is left out together with the update (an average of the parameters does
+    not move on), what is listed before it is not. With ``loss_scale``, which leaves such updates out too, ``"skip"`` is not
+    needed, and not to be listed before it.
 
     The slice is ``{"skipped": int, "in_a_row": int}``: the updates left out in all, and since the last one that was made. Adds
-    the metric ``skipped``, 1 for a step without an update, whose mean is their share.
+    the metric ``skipped``, 1 for a step without an update, whose mean is their share. ``"allow"`` has neither.
 
     Formula: ``param = update(param) if all(isfinite(grad)) else param``, over all gradients of all ranks
 
     Args:
-        action: ``"skip"`` goes on without the update, ``"raise"`` raises.
-        in_a_row: with ``"skip"``, the number of such steps one after another that is too many: the last of them raises. None
-            goes on for ever.
+        action: ``"skip"`` goes on without the update, ``"raise"`` raises at the first one, ``"allow"`` makes the update, too.
+        in_a_row: the number of such steps one after another that is too many. With ``"skip"`` the last of them raises. With
+            ``"allow"`` the number is of losses, and a later step raises. None goes on for ever.
 
-    Collective: one all-reduce of float32 ``[]`` a step, on several ranks.
-    Host sync: one a step: whether the gradient is finite decides what the host does next.
+    Collective: one all-reduce of float32 ``[]`` a step, on several ranks; none for ``"allow"``.
+    Host sync: one a step: whether the gradient is finite decides what the host does next; none for ``"allow"``.
 
     Raises:
-        ConfigError: another ``action``, or ``in_a_row`` is no whole number >= 1, or not for ``"skip"``; in a step, a
+        ConfigError: another ``action``, or ``in_a_row`` is no whole number >= 1, or given with ``"raise"``; in a step, a
             gradient is not finite that ``loss_scale``, listed after it, should have seen.
-        StepError: in a step, on all ranks, a gradient is not finite (``"raise"``), or as often as ``in_a_row`` says.
+        NonFiniteError: in a step, on all ranks, a gradient is not finite (``"raise"``), or as often as ``in_a_row`` says.
 
     Source: the behaviour of ``torch.amp.GradScaler``, Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, without a scale.
 
@@ -58,10 +62,12 @@ def nonfinite(action: Literal["skip", "raise"] = "skip", *, in_a_row: int | None
         >>> model.weight.item(), metrics["skipped"].total.item(), state.slices["nonfinite"]
         (1.5, 0.0, {'skipped': 1, 'in_a_row': 0})
     """
-    if action not in ("skip", "raise"):
-        raise ConfigError(f"nonfinite: action must be 'skip' or 'raise', got {action!r}")
-    if in_a_row is not None and (action != "skip" or type(in_a_row) is not int or in_a_row < 1):
-        raise ConfigError(f"nonfinite: in_a_row is a whole number >= 1, with 'skip' only, got {in_a_row=}, {action=}")
+    if action not in ("skip", "raise", "allow"):
+        raise ConfigError(f"nonfinite: action must be 'skip', 'raise' or 'allow', got {action!r}")
+    if in_a_row is not None and (type(in_a_row) is not int or in_a_row < 1 or (action == "raise" and in_a_row != IN_A_ROW)):
+        raise ConfigError(f"nonfinite: in_a_row is a whole number >= 1, and not for 'raise', got {in_a_row=}, {action=}")
+    if action == "allow":
+        return Transform(name=_NAME, init=lambda state: _watched(state, in_a_row), observes=True, sees_gradient=False)
     most = 1 if action == "raise" else in_a_row
 
     def update(inner: UpdateFn) -> UpdateFn:
@@ -72,7 +78,7 @@ def nonfinite(action: Literal["skip", "raise"] = "skip", *, in_a_row: int | None
                 raise ConfigError(_BEFORE_LOSS_SCALE)
             now = _counted(state.slices[_NAME], broken=broken)
             if most is not None and now["in_a_row"] >= most:
-                raise StepError(_complaint(state, now["in_a_row"]))
+                raise NonFiniteError(_complaint(state, now["in_a_row"]))
             if not broken:
                 state, metrics = inner(state, metrics)
             skipped = as_metric(float(broken), 1.0, state.device)
@@ -80,7 +86,15 @@ def nonfinite(action: Literal["skip", "raise"] = "skip", *, in_a_row: int | None
 
         return guarded
 
-    return Transform(name=_NAME, init=lambda state: {"skipped": 0, "in_a_row": 0}, update=update)
+    def init(state: TrainState) -> Slice:
+        return {**_watched(state, None), "skipped": 0, "in_a_row": 0}
+
+    return Transform(name=_NAME, init=init, update=update)
+
+
+def _watched(state: TrainState, limit: int | None) -> Slice:
+    set_loss_watch(state, limit)
+    return {}
 
 
 def _counted(before: Slice, *, broken: bool) -> Slice:
@@ -90,6 +104,6 @@ def _counted(before: Slice, *, broken: bool) -> Slice:
 def _complaint(state: TrainState, in_a_row: int) -> str:
     often = f", {in_a_row} steps in a row" if in_a_row > 1 else ""
     return (
-        f"nonfinite: step {state.step}: a gradient is not finite{often} (on this rank: {broken_here(state.params)}); lower the "
-        "learning rate, clip, or look for a loss that is infinite or NaN by itself"
+        f"nonfinite: step {state.step}: a gradient is not finite{often} (on this rank: {broken_here(state.params)}); no such "
+        "update was made: lower the learning rate, clip, or look for a loss that is infinite or NaN by itself"
     )

@@ -137,15 +137,14 @@ def sam(
         >>> model.weight.item()
         1.5
     """
-    rho_at, each = hyperparameter(rho, "sam: rho"), Duration.parse(interval)
-    _check("sam", 1.0 if callable(rho) else rho, eta)
+    rho_at, each = hyperparameter(rho, "sam: rho", "(0, inf]"), Duration.parse(interval)
+    _check("sam", 1.0, eta)
 
     def grad(inner: GradFn) -> GradFn:
         def sharp(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
             if state.step and not state.clock.crossed(each):
                 return inner(state, batch, microbatch_size=microbatch_size)
             now = rho_at(state.clock)
-            _check("sam", now, eta)
             state, metrics = inner(state, batch, microbatch_size=microbatch_size)
             with _perturbed(state, now, adaptive=adaptive, eta=eta), buffers_restored(state.model):
                 state, _ = inner(state, batch, microbatch_size=microbatch_size)
@@ -153,7 +152,7 @@ def sam(
 
         return sharp
 
-    return Transform(name="sam", grad=grad)
+    return Transform(name="sam", grad=grad, hyperparameters=(rho_at,))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtrain.errors import ConfigError, StepError
+from dtrain.errors import ConfigError, NonFiniteError
 from dtrain.state import TrainState
 from dtrain.step.finite import all_finite
 from dtrain.tensors import scale_
@@ -59,7 +59,7 @@ def loss_scale(
     Raises:
         ConfigError: an argument out of its range; from ``Step.init`` on, parameters that are stored in float16, whose gradients
             would lose again what the scale has saved.
-        StepError: in a step, gradients are not finite at the smallest scale; on all ranks.
+        NonFiniteError: in a step, gradients are not finite at the smallest scale; on all ranks.
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
 
@@ -168,7 +168,7 @@ def _unless_broken(rule: Rule) -> Callable[[UpdateFn], UpdateFn]:
             broken = not bool(finite)  # note: the one wait for the device
             scale, streak = rule.next(now["scale"], now["streak"], broken=broken)
             if broken and scale < rule.minimum:
-                raise StepError(
+                raise NonFiniteError(
                     f"loss_scale: step {state.step}: a gradient is not finite even at scale {now['scale']:g}, and minimum is "
                     f"{rule.minimum:g}; look for a loss that is infinite or NaN by itself"
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -12,7 +11,7 @@ from torch import Tensor
 from dtrain.clock import Clock
 from dtrain.errors import ConfigError
 from dtrain.names import matcher
-from dtrain.schedules.hyper import hyperparameter, is_number
+from dtrain.schedules.hyper import Hyperparameter, hyperparameter, is_number
 from dtrain.state import TrainState
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metrics, Schedule, Slice, as_metric
@@ -20,7 +19,12 @@ from dtrain.types import Metrics, Schedule, Slice, as_metric
 ByGroup: TypeAlias = "float | Schedule | Mapping[str, float | Schedule]"
 """A number or schedule for all groups, or one each by name: ``"head"`` is ``head.no_decay``, too, and patterns are names."""
 
-_SHARES = frozenset({"betas", "momentum"})  # these are below 1
+_SHARES = frozenset({"betas", "momentum"})
+
+
+def is_share(option: str) -> bool:
+    """Return True if an option of an optimizer must be below 1."""
+    return option.partition(".")[0] in _SHARES
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,12 @@ class Numbers:
 
     where: str
     what: str
-    at: tuple[tuple[str | None, Callable[[Clock], float]], ...]
+    at: tuple[tuple[str | None, Hyperparameter], ...]
+
+    @property
+    def hyperparameters(self) -> tuple[Hyperparameter, ...]:
+        """Its numbers, for ``Transform.hyperparameters``."""
+        return tuple(value for _, value in self.at)
 
     def now(self, clock: Clock, groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
         """For each group its number for the step about to run, None where there is none.
@@ -43,7 +52,7 @@ class Numbers:
         Raises:
             ConfigError: a number that is negative or not finite, a name that no group has, or a group that two patterns fit.
         """
-        values = [_checked(value(clock), self.where, self.what) for _, value in self.at]
+        values = [value(clock) for _, value in self.at]
         return [None if at is None else values[at] for at in self.of(groups)]
 
     def of(self, groups: Sequence[Mapping[str, Any]]) -> list[int | None]:
@@ -68,8 +77,14 @@ class Numbers:
         return [found[0] if found else None for found in mine]
 
 
-def numbers(given: ByGroup, where: str, what: str) -> Numbers:
+def numbers(given: ByGroup, where: str, what: str, *, below_one: bool = False) -> Numbers:
     """The argument of a transform, checked as far as it can be without a run.
+
+    Args:
+        given: the argument.
+        where: the transform, for errors.
+        what: what its numbers are, for errors.
+        below_one: if True, 1 and more are not allowed.
 
     Raises:
         ConfigError: neither a number >= 0, nor a schedule, nor a mapping from text to such.
@@ -77,12 +92,17 @@ def numbers(given: ByGroup, where: str, what: str) -> Numbers:
     by_name: Mapping[Any, float | Schedule] = given if isinstance(given, Mapping) else {None: given}
     if not by_name:
         raise ConfigError(f"{where}: needs the name of a group, got an empty mapping; as in {{'head': 0.1}}")
-    for key, value in by_name.items():
+    for key in by_name:
         if not (isinstance(key, str) or (key is None and by_name is not given)):
             raise ConfigError(f"{where}: names of groups are text, got {key!r}")
-        if not callable(value) and is_number(value):
-            _checked(value, where, what)
-    return Numbers(where, what, tuple((key, hyperparameter(value, f"{where}: schedule")) for key, value in by_name.items()))
+    allowed = "[0, 1)" if below_one else "[0, inf)"
+    return Numbers(
+        where, what, tuple((key, hyperparameter(value, _named(where, what, key), allowed)) for key, value in by_name.items())
+    )
+
+
+def _named(where: str, what: str, key: str | None) -> str:
+    return f"{where}: {what}" if key is None else f"{where}: {what} of {key!r}"
 
 
 def for_the_update(
@@ -134,7 +154,7 @@ def for_the_update(
 
         return changed
 
-    return Transform(name=name, init=init, update=update, sees_gradient=False)
+    return Transform(name=name, init=init, update=update, sees_gradient=False, hyperparameters=given.hyperparameters)
 
 
 def _get(group: Mapping[str, Any], option: str, where: str, owner: str = "the optimizer") -> float:
@@ -165,12 +185,6 @@ def _put(group: dict[str, Any], option: str, value: float) -> None:
     group[key] = type(held)(value if at == int(index) else old for at, old in enumerate(held)) if index else value
 
 
-def _checked(number: float, where: str, what: str) -> float:
-    if not 0.0 <= number < math.inf:
-        raise ConfigError(f"{where}: needs a finite {what} >= 0, got {what}={number!r}")
-    return number
-
-
 def _check_value(value: float | None, option: str, where: str) -> None:
-    if value is not None and option.partition(".")[0] in _SHARES and not value < 1.0:
+    if value is not None and is_share(option) and not value < 1.0:
         raise ConfigError(f"{where}: needs {option} < 1, got {value!r}")

@@ -11,9 +11,10 @@ from typing import Any
 from dtrain.algorithms.rates.by_group import ByGroup, Numbers, for_the_update, numbers
 from dtrain.clock import Clock
 from dtrain.dist.init import current
+from dtrain.schedules.factors import warn_of_rates
 from dtrain.state import TrainState
 from dtrain.transform import Transform, UpdateFn
-from dtrain.types import Metrics
+from dtrain.types import Metrics, Slice
 
 
 def scale_lr(schedule: ByGroup) -> Transform:
@@ -38,7 +39,9 @@ def scale_lr(schedule: ByGroup) -> Transform:
             the step that it is for, before anything changes; from ``Step.init`` on, a name that no group has, or a group that
             two names fit.
 
-    Warns: UserWarning, on rank 0, in a step whose rates are all 0 because the schedule is over and the run goes on.
+    Warns: UserWarning, on rank 0: from ``Step.init`` on, a schedule that looks like rates and not like factors, because its
+        values stay far below 1 or its peak is the rate that the optimizer has already (a base rate of 0.5 and more takes
+        rates); in a step whose rates are all 0 because the schedule is over and the run goes on.
 
     Source: ``torch.optim.lr_scheduler.LambdaLR``, without its counter.
 
@@ -53,8 +56,15 @@ def scale_lr(schedule: ByGroup) -> Transform:
     given = numbers(schedule, "scale_lr", "factor")
     made = for_the_update("scale_lr", "lr", given, mul, first_too=True)
     assert made.update is not None, "that is what it is made of"
-    scaled = made.update
-    return replace(made, update=lambda inner: _told(given, scaled(inner)))
+    scaled, checked = made.update, made.init
+
+    def init(state: TrainState) -> Slice:
+        groups = state.optimizer.param_groups
+        if current().rank == 0:
+            warn_of_rates("scale_lr", [hyper.value for _, hyper in given.at], given.of(groups), groups)
+        return checked(state)
+
+    return replace(made, init=init, update=lambda inner: _told(given, scaled(inner)))
 
 
 def _told(given: Numbers, update: UpdateFn) -> UpdateFn:

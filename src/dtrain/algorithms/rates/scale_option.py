@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import mul
 
-from dtrain.algorithms.rates.by_group import ByGroup, for_the_update, numbers
+from dtrain.algorithms.rates.by_group import ByGroup, for_the_update, is_share, numbers
 from dtrain.errors import ConfigError
 from dtrain.transform import Transform
 
@@ -71,7 +71,8 @@ def set_option(option: str, schedule: ByGroup) -> Transform:
         [0.95, 0.9, 0.85]
     """
     name = _called("set", option, "set_option")
-    return for_the_update(name, option, numbers(schedule, name, "value"), lambda held, number: number)
+    given = numbers(schedule, name, "value", below_one=is_share(option))
+    return for_the_update(name, option, given, lambda held, number: number)
 
 
 def _called(what: str, option: object, where: str) -> str:

@@ -12,11 +12,10 @@ from dtrain.algorithms.weights.apart import average_replicas_, held, joined
 from dtrain.algorithms.weights.local_sgd import check_copies, check_optimizer_state, on_own_samples
 from dtrain.dist.timeouts import naming_missing
 from dtrain.durations import Duration
-from dtrain.errors import ConfigError
 from dtrain.schedules.hyper import hyperparameter
 from dtrain.shard.reduction import reduction_of
 from dtrain.state import TrainState
-from dtrain.step.optimizer import ends_interval
+from dtrain.step.place import ends_interval
 from dtrain.tensors import local
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metrics, Schedule, Slice
@@ -112,14 +111,13 @@ def diloco(
         0.867
     """
     each = Duration.parse(interval)
-    rate_at, momentum_at = hyperparameter(lr, "diloco: lr"), hyperparameter(momentum, "diloco: momentum")
-    _check(lr if not callable(lr) else 0.7, momentum if not callable(momentum) else 0.9)
+    rate_at = hyperparameter(lr, "diloco: lr", "[0, inf)")
+    momentum_at = hyperparameter(momentum, "diloco: momentum", "[0, 1)")
     check_optimizer_state(_NAME, optimizer_state)
 
     def update(inner: UpdateFn) -> UpdateFn:
         def stepped(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             rate, decay = rate_at(state.clock), momentum_at(state.clock)
-            _check(rate, decay)
             state, metrics = inner(_in_a_round(state), metrics)
             state = state.with_slice(_NAME, {**state.slices[_NAME], "next": state.step + 1})
             if ends_interval(state, each):
@@ -130,14 +128,14 @@ def diloco(
 
         return stepped
 
-    return Transform(name=_NAME, init=_begin, grad=on_own_samples, update=update, sees_gradient=False)
-
-
-def _check(lr: float, momentum: float) -> None:
-    if not 0.0 <= lr < float("inf"):
-        raise ConfigError(f"diloco: needs a finite lr >= 0, got {lr=}")
-    if not 0.0 <= momentum < 1.0:
-        raise ConfigError(f"diloco: needs 0 <= momentum < 1, got {momentum=}")
+    return Transform(
+        name=_NAME,
+        init=_begin,
+        grad=on_own_samples,
+        update=update,
+        sees_gradient=False,
+        hyperparameters=(rate_at, momentum_at),
+    )
 
 
 def _begin(state: TrainState) -> Slice:

@@ -8,9 +8,9 @@ from dtrain.algorithms.weights.averages import begun, copy_, pull_, ratio
 from dtrain.clock import Clock
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyper import hyperparameter
+from dtrain.schedules.hyper import Hyperparameter, hyperparameter
 from dtrain.state import TrainState
-from dtrain.step.optimizer import next_clock
+from dtrain.step.place import ends_interval, next_clock
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metrics, Params, Schedule, Slice
 
@@ -100,14 +100,13 @@ def ema(
     def update(inner: UpdateFn) -> UpdateFn:
         def averaged(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             now = decay_at(state.clock)
-            _check_decay(now)
             state, metrics = inner(state, metrics)
             after, kept = next_clock(state), state.slices[_NAME]
             if not kept["averaged"]:
                 if not after.reached(begins):
                     return state, metrics
                 copy_(kept["params"], state.params, kept["params"])
-            elif after.crossed(each):
+            elif ends_interval(state, each):
                 update_ema_(kept["params"], state.params, now)
             else:
                 return state, metrics
@@ -115,21 +114,19 @@ def ema(
 
         return averaged
 
-    return Transform(name=_NAME, init=init, update=update, sees_gradient=False)
+    return Transform(
+        name=_NAME,
+        init=init,
+        update=update,
+        sees_gradient=False,
+        hyperparameters=(decay_at,) if isinstance(decay_at, Hyperparameter) else (),
+    )
 
 
 def _decays(decay: float | Schedule | None, half_life: Duration | int | str | None, each: Duration) -> Callable[[Clock], float]:
     if (decay is None) == (half_life is None):
         raise ConfigError(f"ema: needs either decay=0.999 or half_life='1000ba', got {decay=}, {half_life=}")
     if decay is not None:
-        if not callable(decay):
-            hyperparameter(decay, "ema: decay")
-            _check_decay(decay)
-        return hyperparameter(decay, "ema: decay")
+        return hyperparameter(decay, "ema: decay", "[0, 1)")
     life = Duration.parse(half_life if half_life is not None else 0)
     return lambda clock: float(2.0 ** -float(ratio(each, life, clock.run)))
-
-
-def _check_decay(decay: float) -> None:
-    if not 0.0 <= decay < 1.0:
-        raise ConfigError(f"ema: needs 0 <= decay < 1, got {decay=}")

@@ -8,7 +8,7 @@ from dtrain.algorithms.weights.apart import average_held_, check_unmasked, joine
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.state import TrainState
-from dtrain.step.optimizer import ends_interval
+from dtrain.step.place import ends_interval
 from dtrain.transform import GradFn, Transform, UpdateFn
 from dtrain.types import Batch, Metrics, Slice
 

@@ -14,7 +14,7 @@ from dtrain.errors import ConfigError
 from dtrain.schedules.hyper import hyperparameter
 from dtrain.shard.reduction import reduction_of
 from dtrain.state import TrainState
-from dtrain.step.optimizer import next_clock
+from dtrain.step.place import ends_interval, next_clock
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metrics, Params, Schedule, Slice, as_metric
 
@@ -125,7 +125,7 @@ def swa(
                 state, metrics = inner(state, {**metrics, **metric})
             after, kept = next_clock(state), state.slices[_NAME]
             begins = first.value > 0 and not kept["averaged"]  # in this step, or in an earlier one that was skipped
-            due = after.reached(first) and (begins or after.crossed(each))
+            due = after.reached(first) and (begins or ends_interval(state, each))
             if due and not before.reached(last):
                 update_swa_(kept["params"], state.params, kept["averaged"])
                 kept = {**kept, "averaged": kept["averaged"] + 1}
@@ -151,14 +151,12 @@ def _rates(
             raise ConfigError(f"swa: anneal={anneal!r} is the way to a rate; give lr=..., too")
         return lambda clock: None
     length = Duration.parse(anneal) if anneal is not None else Duration(each.value * 10, each.unit)
-    rate_at = hyperparameter(lr, "swa: lr")
-    if not callable(lr):
-        _check_rate(lr)
+    rate_at = hyperparameter(lr, "swa: lr", "[0, inf)")
 
     def at(clock: Clock) -> tuple[float, float]:
         passed = float(share(clock, start, length))
-        rate = rate_at(clock) if passed else 0.0  # a schedule for the end of a run may not know its beginning
-        _check_rate(rate)
+        # A schedule for the end of a run may not know its beginning, so it is not looked at before, nor checked ahead.
+        rate = rate_at(clock) if passed else 0.0
         return passed if strategy == "linear" else (1.0 - math.cos(math.pi * passed)) / 2.0, rate
 
     return at
@@ -183,8 +181,3 @@ def _annealed(state: TrainState, target: tuple[float, float] | None) -> Iterator
     finally:
         for group, lr in zip(groups, own, strict=True):
             group["lr"] = lr
-
-
-def _check_rate(lr: float) -> None:
-    if not 0.0 <= lr < math.inf:
-        raise ConfigError(f"swa: needs a finite lr >= 0, got {lr=}")

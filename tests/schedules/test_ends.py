@@ -1,0 +1,39 @@
+"""Schedules before their beginning and behind their end."""
+
+import pytest
+
+import dtrain as dt
+
+WITH_AN_END = {
+    "constant": dt.constant(0.5),
+    "linear": dt.linear(1.0, 0.25, 10),
+    "cosine": dt.cosine(1.0, 0.1, 10),
+    "polynomial": dt.polynomial(1.0, 0.0, 10, power=2),
+    "exponential": dt.exponential(1.0, 0.5, 10, end=0.25),
+    "step_decay": dt.step_decay(1.0, 0.5, 10, end=0.25),
+    "multi_step": dt.multi_step(1.0, 0.5, [10]),
+    "one_cycle": dt.one_cycle(0.1, 1.0, 0.01, 10),
+    "warmup_stable_decay": dt.warmup_stable_decay(1.0, warmup=5, decay_start=10, decay=10),
+    "with_warmup": dt.with_warmup(dt.cosine(1.0, 0.1, 10), 5),
+}
+WITHOUT = {
+    "exponential": dt.exponential(1.0, 0.5, 10),
+    "step_decay": dt.step_decay(1.0, 0.5, 10),
+    "inverse_sqrt": dt.inverse_sqrt(1.0, 10),
+    "cosine_restarts": dt.cosine_restarts(1.0, 0.0, 10),
+}
+
+
+@pytest.mark.parametrize("schedule", [*WITH_AN_END.values(), *WITHOUT.values()], ids=[*WITH_AN_END, *WITHOUT])
+def test_before_the_beginning_is_the_first_value(schedule):
+    assert schedule(-0.5) == schedule(-100) == schedule(0)
+
+
+@pytest.mark.parametrize("name", WITH_AN_END)
+def test_behind_the_end_is_the_last_value(name):
+    assert WITH_AN_END[name](20) == WITH_AN_END[name](20.5) == WITH_AN_END[name](10**6)
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_the_others_have_no_end(name):
+    assert WITHOUT[name](1_003) != WITHOUT[name](1_037)
