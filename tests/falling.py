@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.dist.control import Post, post_batch
+from origins import fresh, of_epochs
 
 LOSS = dt.mean_loss(lambda model, batch: model(batch).sum() / len(batch), weight=len)
 BATCH = torch.ones(2, 1)
@@ -20,11 +20,7 @@ def begin(*transforms: dt.Transform, lr: float = 0.5, **options: object) -> tupl
 def take(step: dt.Step, state: dt.TrainState, steps: int = 1, *, epoch: int = 0) -> dt.TrainState:
     """``state`` so many steps later; with ``epoch`` every so many are one."""
     for _ in range(steps):
-        post_batch(Post(epoch_ends=bool(epoch) and (state.step + 1) % epoch == 0))
-        try:
-            state, _ = step(state, BATCH)
-        finally:
-            post_batch()
+        state, _ = step(state, of_epochs(BATCH, state.step, epoch) if epoch else fresh(BATCH))
     return state
 
 

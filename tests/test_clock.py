@@ -5,13 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.clock import Clock
+from dtrain.clock import Clock, Place
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
 
 
-def ticked(clock: Clock = Clock(), **changes) -> Clock:  # noqa: B008  # frozen
-    return clock.tick(**{"samples": 10, "tokens": 100, "seconds": 0.5, "end_of_epoch": False, **changes})
+def ticked(clock: Clock = Clock(), *, end_of_epoch: bool = False, **changes) -> Clock:  # noqa: B008  # frozen
+    place = Place(clock.epoch + 1, 0) if end_of_epoch else Place(clock.epoch, clock.step_in_epoch + 1)
+    return clock.tick(**{"samples": 10, "tokens": 100, "seconds": 0.5, "place": place, **changes})
 
 
 def test_tick_counts_and_an_epoch_ends():
@@ -49,7 +50,7 @@ def test_boundaries_are_crossed_as_often_as_they_are_passed(unit, value, ticks):
     """Any unit, any size of batch: a tick is a crossing exactly when a multiple of the interval lies in it."""
     clock, passed = Clock(), 0
     for size in ticks:
-        clock = clock.tick(samples=size, tokens=3 * size, seconds=float(size), end_of_epoch=False)
+        clock = clock.tick(samples=size, tokens=3 * size, seconds=float(size))
         before, now = passed, {"ba": clock.step, "sp": clock.samples, "tok": clock.tokens, "sec": clock.seconds}[unit]
         inside = any(before < multiple * value <= now for multiple in range(int(now // value) + 2))
         assert clock.crossed(f"{value}{unit}") == inside
@@ -62,7 +63,7 @@ def test_shares_of_a_run_are_crossed_where_the_exact_fraction_is(steps, hundredt
     """A tenth of 1,000 steps is step 100, and not one beside it because 0.1 is no binary number."""
     clock, found = Clock(run=RunLength(total=steps)), []
     for _ in range(steps):
-        clock = clock.tick(samples=1, tokens=0, seconds=0.1, end_of_epoch=False)
+        clock = clock.tick(samples=1, tokens=0, seconds=0.1)
         if clock.crossed(f"{hundredths / 100}dur"):
             found.append(clock.step)
     share = Fraction(hundredths, 100) * steps

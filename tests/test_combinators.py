@@ -10,12 +10,12 @@ from torch import nn
 import dtrain as dt
 from dtrain.clock import Clock
 from dtrain.combinators import between, every, masked, on_batch
-from dtrain.dist.control import Post, post_batch
 from dtrain.dist.init import current
 from dtrain.dist.rng import generator
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
 from dtrain.transform import Transform, context_for
+from origins import placed, places
 
 BATCH = torch.arange(12.0).reshape(4, 3) / 12
 LOSS = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
@@ -57,10 +57,8 @@ def steps_at_which(wrap, steps: int, clock: Clock | None = None, end_of_epoch=la
     seen: list = []
     step = dt.compose_step(LOSS, [wrap(recorder(seen))])
     state = begin(step)
-    for at in range(steps):
-        post_batch(Post(epoch_ends=end_of_epoch(at)))
-        state, _ = step(state, BATCH)
-    post_batch()
+    for begun, ended in places(end_of_epoch, steps):
+        state, _ = step(state, placed(BATCH, begun, ended))
     acted = list(dict.fromkeys(at for _, at, _ in seen))
     assert [where for where, *_ in seen] == SEAMS * len(acted)
     return acted
@@ -89,11 +87,9 @@ def test_every_acts_after_each_boundary_that_the_clock_crossed(interval):
     seen: list = []
     step = dt.compose_step(LOSS, [every(interval, recorder(seen))])
     state, crossed = begin(step), [0]
-    for at in range(9):
-        post_batch(Post(epoch_ends=at in (1, 2, 6)))
-        state, _ = step(state, BATCH)
+    for at, (begun, ended) in enumerate(places(lambda at: at in (1, 2, 6), 9)):
+        state, _ = step(state, placed(BATCH, begun, ended))
         crossed += [state.step] if state.crossed(interval) and at < 8 else []
-    post_batch()
     assert list(dict.fromkeys(at for _, at, _ in seen)) == crossed
 
 

@@ -15,7 +15,7 @@ LAYERS = [
     ["storage"],
     ["durations", "clock", "schedules"],
     ["dist", "tensors", "memory"],
-    ["names", "batch", "losses", "scores", "state", "transform", "combinators"],
+    ["host_scalar", "names", "handles", "batch", "losses", "scores", "shared", "state", "transform", "combinators"],
     ["shard"],
     ["data"],
     ["step"],

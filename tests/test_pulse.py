@@ -7,9 +7,12 @@ import signal
 import threading
 
 import pytest
+import torch
 
 from dtrain import pulse
+from dtrain.observe.metrics import reduce_metrics
 from dtrain.pulse import Kind, Pulse
+from dtrain.types import Metric
 
 
 @pytest.fixture
@@ -136,3 +139,9 @@ def test_variable_without_its_pipe_is_refused(tmp_path):
     with pytest.raises(OSError, match="Bad file descriptor"):
         pulse.connect(file, rank=0)
     assert (tmp_path / "mine").read_bytes() == b""
+
+
+def test_reducing_metrics_is_a_point_of_progress(pipe):
+    pulse.beat("waiting for data")
+    reduce_metrics({"loss": Metric(total=torch.tensor(6.0), weight=torch.tensor(2.0))})
+    assert pulse.position() == (2, "reduce_metrics")

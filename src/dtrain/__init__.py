@@ -86,6 +86,7 @@ if TYPE_CHECKING:
         DistError,
         DoesNotFitError,
         DtrainError,
+        NonFiniteError,
         PeerError,
         RankError,
         ShardError,
@@ -279,7 +280,7 @@ _HOME = {
     "durations": "Duration RunLength",
     "errors": (
         "CheckpointError CheckpointMismatchError ConfigError DamagedCheckpointError DataError "
-        "DesyncError DistError DoesNotFitError DtrainError PeerError RankError ShardError "
+        "DesyncError DistError DoesNotFitError DtrainError NonFiniteError PeerError RankError ShardError "
         "StaleStateError StepError"
     ),
     "launch.call": "spawn",
@@ -440,6 +441,7 @@ __all__ = [
     "Metrics",
     "Mixture",
     "Muon",
+    "NonFiniteError",
     "Order",
     "PackedTokens",
     "Params",

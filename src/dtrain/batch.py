@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.dist.origin import Origin
 from dtrain.errors import ConfigError
 from dtrain.types import Batch, is_tensordict
 
+_ORIGIN = "_dtrain_origin"  # the attribute of a batch's tensors that holds its origin
 _PER_SAMPLE = (list, tuple)  # a sequence without tensors holds one entry per sample (ids, file names)
 
 
@@ -172,7 +174,8 @@ def split_batch(batch: Batch, microbatch_size: int, *, spec: BatchSpec | None = 
         ConfigError: ``microbatch_size`` below 1, or a batch whose samples cannot be counted.
     """
     check_microbatch_size(microbatch_size)
-    return split_counted(batch, microbatch_size, count_batch(batch, spec)[0], spec)
+    parts, found = split_counted(batch, microbatch_size, count_batch(batch, spec)[0], spec), origins_of(batch)
+    return [mark_batch(part, found[0]) for part in parts] if len(found) == 1 else parts
 
 
 def split_counted(batch: Batch, microbatch_size: int, samples: int, spec: BatchSpec | None) -> list[Batch]:
@@ -199,6 +202,7 @@ class FailedBatch:
     """
 
     error: Exception
+    origin: Origin | None = None
 
     def __getitem__(self, key: Any) -> Any:
         raise self.error
@@ -227,6 +231,40 @@ def pinned(batch: Batch) -> Batch:
         return leaf.pin_memory() if isinstance(leaf, Tensor) and leaf.device.type == "cpu" else leaf
 
     return _map(batch, pin, lambda tensors: tensors.pin_memory())
+
+
+def mark_batch(batch: Batch, origin: Origin) -> Batch:
+    """Attach ``origin`` to ``batch``, and return ``batch``.
+
+    The mark is an attribute of the tensor objects. So it survives other containers around the same tensors, and any number of
+    batches; a slice or a copy of a tensor has none. A batch without tensors carries it itself, if it can.
+
+    Mutates: one attribute of each tensor.
+    """
+    leaves = tensors_of(batch)
+    for leaf in leaves:
+        setattr(leaf, _ORIGIN, origin)
+    if not leaves and hasattr(batch, "__dict__"):
+        object.__setattr__(batch, _ORIGIN, origin)
+    return batch
+
+
+def origins_of(batch: Batch) -> list[Origin]:
+    """The origins that the tensors of ``batch`` carry: none, one, or several if loaders were zipped."""
+    if isinstance(batch, FailedBatch):
+        return [] if batch.origin is None else [batch.origin]
+    found: list[Origin] = []
+    for leaf in tensors_of(batch) or [batch]:
+        origin = getattr(leaf, _ORIGIN, None)
+        if origin is not None and origin not in found:
+            found.append(origin)
+    return found
+
+
+def with_origins_of(batch: Batch, made: Batch) -> Batch:
+    """``made`` with the origin of ``batch``, which it was made from. Mutates: the tensors of ``made``."""
+    found = origins_of(batch)
+    return mark_batch(made, found[0]) if len(found) == 1 else made
 
 
 def zeros_like_samples(batch: Batch) -> Batch:

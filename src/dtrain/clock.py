@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
 
 _FIELD = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens", "sec": "seconds"}
 _COUNTS = ("step", "epoch", "step_in_epoch", "samples", "tokens", "seconds")
+_LINKS = ("before", "start", "since", "no_epochs")
+_NO_LOADER = "no dtrain loader handed out the batch of the last step, or it was made of new tensors"
+
+
+class Place(NamedTuple):
+    """A place in a loader's data: whole epochs done, and batches of the current epoch (None if the loader cannot say)."""
+
+    epoch: int = 0
+    batch: int | None = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """How far training has come. All counts are global (summed over ranks) and exact.
+    """The progress of training. All counts are global (summed over ranks) and exact.
 
-    ``seconds`` is rank 0's time inside steps and between them, summed over resumes; it is the same number on every rank,
-    and not part of bit-equality. ``before`` is the clock one tick ago, which is what ``crossed`` compares with. ``run`` is how
-    long the run is to be, which ``"0.1dur"`` is a share of; it is what ``Step.init`` was told, and in no checkpoint.
+    ``step``, ``samples``, ``tokens`` and ``seconds`` count steps and what they trained on. ``seconds`` is rank 0's time inside
+    steps and between them, summed over resumes; it is the same number on every rank, and not part of bit-equality.
+
+    ``epoch`` and ``step_in_epoch`` are the place of the last batch in its loader: whole epochs that were handed out, and
+    batches of the current one. They do not depend on how many steps a batch takes. ``no_epochs`` is the reason if the last
+    batch was not a loader's; then everything that is counted in epochs raises.
+
+    ``before`` is the clock that ``crossed`` compares with: one tick ago, and for epochs before the batch. ``start`` is the
+    place that the last step started from, if ``before`` is at another one, because batches passed without a step. ``since``
+    is the same of a clock inside a step: the place that ``crossed`` will compare with. ``run`` is the length of the run, for
+    ``"0.1dur"``; ``Step.init`` sets it, and no checkpoint has it.
     """
 
     step: int = 0
@@ -31,26 +48,76 @@ class Clock:
     seconds: float = 0.0
     before: Clock | None = None
     run: RunLength | None = None
+    start: Place | None = None
+    since: Place | None = None
+    no_epochs: str | None = field(default=None, compare=False)
 
-    def tick(self, *, samples: int, tokens: int, seconds: float, end_of_epoch: bool) -> Clock:
-        """The clock after one step over ``samples`` and ``tokens`` that took ``seconds``."""
+    @property
+    def place(self) -> Place:
+        """Epoch and batches of it."""
+        return Place(self.epoch, self.step_in_epoch)
+
+    def starting(self, begin: Place, *, again: bool = False) -> Clock:
+        """The clock that a step starts from whose batch begins at ``begin``.
+
+        Args:
+            begin: place before the batch; without a number of batches, the clock has counted them.
+            again: if True, the last step was on the same batch, so its end is not the past yet.
+        """
+        past = self.before.place if again and self.before is not None else self.since or self.place
+        counted = past.batch if begin.epoch == past.epoch else 0
+        here = Place(begin.epoch, counted if begin.batch is None else begin.batch)
+        before = self.before if self.start is None or self.before is None else self.before._at(self.start)
+        if here == self.place == past and not (self.start or self.since or self.no_epochs):
+            return self
+        since = past if past != here else None
+        return replace(
+            self,
+            epoch=here.epoch,
+            step_in_epoch=here.batch or 0,
+            before=before,
+            start=None,
+            since=since,
+            no_epochs=None,
+        )
+
+    def without_epochs(self, reason: str) -> Clock:
+        """The clock that a step starts from whose batch has no place in a loader."""
+        return replace(self, no_epochs=reason)
+
+    def tick(self, *, samples: int, tokens: int, seconds: float, place: Place | None = None) -> Clock:
+        """The clock after one step over ``samples`` and ``tokens`` that took ``seconds``.
+
+        Args:
+            place: place in the loader's data once the batch is consumed; None if no loader handed out the batch.
+        """
+        after = self.place if place is None else place
+        counted = after.batch if after.batch is not None else (self.step_in_epoch + 1) * (after.epoch == self.epoch)
         return Clock(
             step=self.step + 1,
-            epoch=self.epoch + end_of_epoch,
-            step_in_epoch=0 if end_of_epoch else self.step_in_epoch + 1,
+            epoch=after.epoch,
+            step_in_epoch=counted,
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
             seconds=self.seconds + seconds,
-            before=self if self.before is None else self._alone(),
+            before=self._at(self.since),
             run=self.run,
+            start=None if self.since is None else self.place,
+            no_epochs=(self.no_epochs or _NO_LOADER) if place is None else None,
         )
 
-    def _alone(self) -> Clock:
-        """This clock without the one before it: a chain of all clocks of a run would never be freed."""
+    def _at(self, place: Place | None) -> Clock:
+        """The counts of this clock, at ``place`` if given. It has no ``before``: a chain of clocks would never be freed."""
+        if place is None and not (self.before or self.start or self.since or self.no_epochs):
+            return self
         made = object.__new__(Clock)
         for name in _COUNTS:
             object.__setattr__(made, name, getattr(self, name))
-        object.__setattr__(made, "before", None)
+        if place is not None:
+            object.__setattr__(made, "epoch", place.epoch)
+            object.__setattr__(made, "step_in_epoch", place.batch or 0)
+        for name in _LINKS:
+            object.__setattr__(made, name, None)
         object.__setattr__(made, "run", self.run)
         return made
 
@@ -58,10 +125,12 @@ class Clock:
         """How many of ``unit`` there have been; ``ep`` counts whole epochs, and ``dur`` is the share of the run.
 
         Raises:
-            ConfigError: an unknown unit, or ``dur`` where the length of the run is not known.
+            ConfigError: an unknown unit, ``dur`` if the length of the run is not known, ``ep`` of a loop without a loader.
         """
         if unit == "dur":
             return float(self._share())
+        if unit == "ep":
+            self._check_epochs("ep")
         if unit not in _FIELD:
             raise ConfigError(f"clock: counts {', '.join(_FIELD)} and dur, got {unit!r}")
         found: int | float = getattr(self, _FIELD[unit])
@@ -74,29 +143,48 @@ class Clock:
         (True, False)
 
         Raises:
-            ConfigError: no duration, or ``dur`` where the length of the run is not known.
+            ConfigError: no duration, ``dur`` if the length of the run is not known, epochs of a loop without a loader.
         """
         point = Duration.parse(point, zero=True)
-        if point.unit == "dur":
-            return self._intervals(point) >= 1 if point.value else True
+        if point.unit == "dur" and point.value:
+            return self._intervals(point) >= 1
+        if not point.value:
+            return True
         return self.count(point.unit) >= point.value
 
     def crossed(self, interval: Duration | int | str) -> bool:
-        """Whether the last tick crossed a boundary of ``interval``, whatever the size of the tick.
+        """Return True if the last tick crossed a boundary of ``interval``, whatever the size of the tick.
 
-        >>> clock = Clock().tick(samples=30, tokens=0, seconds=0.1, end_of_epoch=False)
+        Epochs are those of the loader. If a batch takes several steps, the answer is the same after each of them: True if the
+        epoch ended with the batch. So ask once per batch, after its last step.
+
+        >>> clock = Clock().tick(samples=30, tokens=0, seconds=0.1, place=Place(0, 1))
         >>> clock.crossed("1ba"), clock.crossed("25sp"), clock.crossed("40sp"), clock.crossed("1ep")
         (True, True, False, False)
 
         Raises:
-            ConfigError: no duration, or ``dur`` where the length of the run is not known.
+            ConfigError: no duration, ``dur`` if the length of the run is not known, epochs of a loop without a loader.
         """
         every = Duration.parse(interval)
+        if self.counts_by_loader(every):
+            self._check_epochs(every)
         if self.before is None:
             return False
         # The clock of a checkpoint, and so the one before it, knows no length of a run; and the run may be of another one now.
         before = replace(self.before, run=self.run) if every.unit == "dur" else self.before
         return self._intervals(every) > before._intervals(every)
+
+    def counts_by_loader(self, length: Duration) -> bool:
+        """Return True if ``length`` is measured by the place in the loader's data: epochs, or a share of a run in epochs."""
+        total = None if self.run is None else self.run.total
+        return length.unit == "ep" or (length.unit == "dur" and total is not None and total.unit == "ep")
+
+    def _check_epochs(self, what: object) -> None:
+        if self.no_epochs is not None:
+            raise ConfigError(
+                f"clock: {what} is counted in epochs, and this loop has none: {self.no_epochs}. Take batches from "
+                "dt.build_loader, or name the loader: step.init(model, optimizer, loader=loader); or count in steps ('100ba')"
+            )
 
     def _intervals(self, every: Duration) -> int:
         """How many whole ones have passed."""
@@ -112,6 +200,8 @@ class Clock:
                 f"clock: {part or 'dur'} is a share of the run, whose length is not known; "
                 "give it to the step: step.init(model, optimizer, run=loader.run_length('3ep'))"
             )
+        if total.unit == "ep":
+            self._check_epochs(part or "dur")
         if total.unit != "ep":
             return Fraction(self.count(total.unit)) / Fraction(total.value)
         steps = self.run.steps_per_epoch if self.run is not None else None
@@ -125,6 +215,10 @@ class Clock:
         return Fraction(self.epoch * steps + min(self.step_in_epoch, steps), int(total.value) * steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts as plain data, and as ``before`` those of one tick ago (None at the beginning)."""
+        """The counts as plain data, with those of ``before`` and the place of ``start``.
+
+        ``before`` is None at the beginning. ``start`` is there only if it is another place than that of ``before``.
+        """
         own = {name: getattr(self, name) for name in _COUNTS}
-        return {**own, "before": None if self.before is None else {name: getattr(self.before, name) for name in _COUNTS}}
+        before = None if self.before is None else {name: getattr(self.before, name) for name in _COUNTS}
+        return {**own, "before": before, **({} if self.start is None else {"start": [*self.start]})}

@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dtrain.batch import FailedBatch, to_device
+from dtrain.batch import FailedBatch, to_device, with_origins_of
 from dtrain.clock import Clock
-from dtrain.dist.control import spare_replaced, spare_sample
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.names import matcher
@@ -139,9 +138,10 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
 
     def grad(inner: GradFn) -> GradFn:
         def changed(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
-            spare = spare_sample()  # what a rank without samples runs in place of its batch, which must look like the others'
-            with spare_replaced(None if spare is None else made(state, spare)):
-                return inner(state, made(state, batch), microbatch_size=microbatch_size)
+            # A rank without samples runs the spare one in place of its batch, so it must look like the others' batches.
+            inside = state if state.spare is None else state.with_spare(made(state, state.spare))
+            after, metrics = inner(inside, made(state, batch), microbatch_size=microbatch_size)
+            return (after if inside is state else after.but(begun=state.begun)), metrics
 
         return changed
 
@@ -156,7 +156,7 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
             return FailedBatch(
                 ConfigError(f"on_batch: the function of {name!r} returned None; it must return the batch it makes")
             )
-        return after
+        return after if state.begun is not None else with_origins_of(batch, after)  # a step has found the origin already
 
     return Transform(name=name, grad=grad, sees_gradient=False)
 
@@ -185,7 +185,8 @@ def _only_when(active: Callable[[Clock], bool], transform: Transform, *, of: Seq
             state.clock.reached(duration)
         return transform.init(state)
 
-    return replace(_rewrapped(transform, gated_loss, gated), init=init)
+    # In which steps a schedule is read depends on the clock, so nothing is known of them ahead.
+    return replace(_rewrapped(transform, gated_loss, gated), init=init, hyperparameters=())
 
 
 def _rewrapped(

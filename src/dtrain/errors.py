@@ -6,6 +6,7 @@
     ├── ConfigError (ValueError)            an argument, option or batch that cannot be right
     ├── StaleStateError (RuntimeError)      a TrainState that was already stepped is used again
     ├── StepError (RuntimeError)            a training step that cannot be made sense of (no weight, no gradient)
+    │   ├── NonFiniteError                  losses or gradients are infinite or NaN as often as the run allows
     │   └── DoesNotFitError                 the smallest microbatch needs more memory than there is
     ├── DistError (RuntimeError)            ranks that did not meet, or that disagree
     │   ├── PeerError                       this rank is fine; another one failed, and all of them stop
@@ -24,6 +25,11 @@ A message is one line: where, what came with its value, what to do. ``ValueError
 from __future__ import annotations
 
 
+def printable(text: str, *, kept: str = "") -> str:
+    """Escape the characters of ``text`` that are not printable, but for those in ``kept``: names come out of files."""
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
 class DtrainError(Exception):
     """Base of every error that dtrain raises on purpose."""
 
@@ -38,6 +44,10 @@ class StaleStateError(DtrainError, RuntimeError):
 
 class StepError(DtrainError, RuntimeError):
     """A training step that cannot be made sense of: no weight anywhere, or no gradient."""
+
+
+class NonFiniteError(StepError):
+    """Losses or gradients are infinite or NaN, as often one after another as the run allows."""
 
 
 class DoesNotFitError(StepError):
@@ -57,7 +67,17 @@ class DesyncError(DistError):
 
 
 class CheckpointError(DtrainError, RuntimeError):
-    """A checkpoint could not be written, found, or read."""
+    """A checkpoint could not be written, found, or read.
+
+    The message is one printable line: it may name what a file holds, so other characters are escaped, and a name of thousands
+    of characters is shortened.
+    """
+
+    _kept = ""  # characters that are not escaped, though they are not printable
+
+    def __init__(self, message: str) -> None:
+        lines = "\n".join(map(_shortened, message.split("\n")))
+        super().__init__(printable(lines, kept=self._kept))
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -65,7 +85,9 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A sound checkpoint does not fit what it is loaded into."""
+    """A sound checkpoint does not fit what it is loaded into. A table of what differs may follow the line."""
+
+    _kept = "\n"
 
 
 class DataError(DtrainError, RuntimeError):
@@ -78,3 +100,11 @@ class ShardError(DataError):
 
 class RankError(DtrainError, RuntimeError):
     """A rank that ``dtrain.testing`` or ``spawn`` started has failed, or did not finish in time."""
+
+
+_HALF = 2000  # characters; a path has at most 4,096
+
+
+def _shortened(line: str) -> str:
+    """``line`` without its middle if it is far too long for a reader."""
+    return line if len(line) <= 3 * _HALF else f"{line[:_HALF]} ... {line[-_HALF:]}"

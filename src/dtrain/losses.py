@@ -180,6 +180,13 @@ def mean_loss(fn: Callable[[nn.Module, Batch], Tensor], *, weight: Callable[[Bat
 
     def loss(model: nn.Module, batch: Batch) -> LossSum:
         mean, count = fn(model, batch), weight(batch)
+        if not isinstance(mean, Tensor):
+            own = (
+                "take its loss, as in model(**batch).loss"
+                if hasattr(mean, "loss")
+                else "return the mean loss itself, a tensor []"
+            )
+            raise ConfigError(f"mean_loss: the function must return one tensor, got {type(mean).__name__}; {own}")
         if mean.ndim != 0:
             raise ConfigError(
                 f"mean_loss: the function must return one number, got shape {tuple(mean.shape)}; reduce it to a mean"

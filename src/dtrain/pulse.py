@@ -155,6 +155,11 @@ def report(kind: Kind, value: int = 0, doing: str = "") -> None:
         process.fd = None  # the launcher has gone; it ends this process, or has let it go
 
 
+def heard() -> bool:
+    """Return True if a launcher reads what this process reports."""
+    return _PROCESS.fd is not None and _PROCESS.pid == os.getpid()
+
+
 def position() -> tuple[int, str]:
     """How many points of progress the main thread has passed, and what it does since the last: newer than any record sent."""
     return _PROCESS.passed, _PROCESS.doing

@@ -35,13 +35,17 @@ A line of a ledger is a JSON object with ``kind``, ``attempt``, and ``at`` (seco
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Mapping
 
 FORMAT = 1
 """Of all files here. A reader that meets a higher one reads what it knows, and says that there may be more."""
 
 ATTEMPTS, LEDGER, TRACES, MEMORY = "attempts", "ledger", "traces", "memory"
 METRICS = "metrics.jsonl"
+STEP, TIME = "step", "time"
+"""Keys of a record of metrics that are no metrics."""
 
+_LARGEST_STEP = 10**15
 _ATTEMPT = re.compile(r"attempt-(\d{5,})\.json")
 _RANK = re.compile(r"rank-(\d{5,})\.jsonl")
 
@@ -66,3 +70,24 @@ def rank_of(name: str) -> int | None:
     """Whose ledger a file below ``ledger`` is; None for other files."""
     found = _RANK.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def step_of_record(record: Mapping[str, object]) -> int | None:
+    """The step of a record of metrics; None for an object that is no record."""
+    step = record.get(STEP)
+    return step if type(step) is int and 0 <= step < _LARGEST_STEP else None
+
+
+def goes_back(step: int, names: Iterable[str], logged: Iterable[tuple[Collection[str], float]]) -> bool:
+    """Return True if a record at ``step`` comes from a run that was resumed at an earlier step than it had reached.
+
+    A metric was logged at a later step before. A metric that was not comes late, such as that of an evaluation in the
+    background, and goes back to nothing.
+
+    Args:
+        step: the step of the record.
+        names: the keys of the record.
+        logged: names of metrics, and the last step that they were logged at.
+    """
+    metrics = set(names) - {STEP, TIME}
+    return any(last > step and not metrics.isdisjoint(known) for known, last in logged)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -14,18 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain.clock import Clock
 from dtrain.dist import stopping
 from dtrain.dist.control import Tally
-from dtrain.dist.init import current
+from dtrain.dist.init import check_in_groups, current
 from dtrain.dist.mesh import Replicas
+from dtrain.dist.origin import Begun, Followed, HandsOut
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError, StaleStateError
+from dtrain.handles import check_forms, check_held, check_params, check_types
 from dtrain.names import clean_parameters, unwrapped
-from dtrain.tensors import is_distributed
-from dtrain.types import Slice
+from dtrain.shared import Shared
+from dtrain.types import Batch, Slice
 
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate", "none"]
 Accumulate = Literal["local", "sharded"]
 Buffers = Literal["broadcast", "mean", "local"]
 _SPEC = "_dtrain_spec"  # the attribute of a module that shard_model leaves its ShardSpec in
+_RUNS = "_dtrain_runs"  # the attribute of a model that Step.init leaves its _Runs in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,69 +81,23 @@ def device_of(model: nn.Module) -> torch.device:
     return spec_of(model).computes_on or next((param.device for param in model.parameters()), current().device)
 
 
-@dataclass(slots=True, eq=False)
-class Shared:
-    """The one mutable part of a state, shared by all states of a run: what must not be copied to be true.
+class _Runs:
+    """The runs that train a model, oldest first. An attribute of the model, with weak references: it keeps no run alive."""
 
-    ``generation`` is that of the newest state; ``weight`` is the global weight of the last step on its way to the host. The
-    rest is the run's place among checkpoints: its identity, the folder that this process resumed from, by root the steps that
-    it committed or loaded, in that order, each with what it holds, and by root what keeps other jobs out as long as this lives.
-    ``make_slices`` makes the slices of all transforms for a state, as ``Step.init`` did: for weights loaded into a new run.
-    ``kept`` is what a transform keeps from step to step outside of checkpoints, by its name. ``stepped_early`` is whether the
-    optimizer has run on some parameters already in the step in progress, and their gradients are gone. ``swapped`` names the
-    average that is in the place of the parameters just now.
-    """
+    __slots__ = ("_runs",)
 
-    generation: int = 0
-    weight: HostScalar | None = None
-    run_id: str | None = None
-    resumed_from: str | None = None
-    committed: dict[str, dict[int, object]] = field(default_factory=dict)
-    locks: dict[str, object] = field(default_factory=dict)
-    make_slices: Callable[[TrainState], dict[str, Slice]] | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
-    stepped_early: bool = False
-    swapped: str | None = None
+    def __init__(self) -> None:
+        self._runs: list[weakref.ref[Shared]] = []
 
+    def add(self, shared: Shared) -> None:
+        self._runs = [run for run in self._runs if run() is not None]
+        self._runs.append(weakref.ref(shared))
 
-class HostScalar:
-    """A device scalar on its way to the host, read without waiting for the device.
+    def alive(self) -> list[Shared]:
+        return [run for ref in self._runs if (run := ref()) is not None]
 
-    ``post`` starts a copy into a host buffer that was made once; ``peek`` returns the value if it has arrived, on a CPU it
-    always has; ``wait`` is for one that should have arrived long ago.
-    """
-
-    __slots__ = ("_buffer", "_event", "_posted", "_view")
-
-    def __init__(self, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._buffer = torch.zeros((), dtype=torch.float64, pin_memory=cuda)
-        self._view = self._buffer.numpy()
-        self._event = torch.cuda.Event() if cuda else None
-        self._posted = False
-
-    def post(self, value: Tensor) -> None:
-        """Start copying the scalar ``value`` ``[]``."""
-        self._buffer.copy_(value, non_blocking=True)
-        self._posted = True
-        if self._event is not None:
-            self._event.record()
-
-    def clear(self) -> None:
-        """Forget what was posted."""
-        self._posted = False
-
-    def peek(self) -> float | None:
-        """The last posted value, or None when nothing was posted or it is still on its way."""
-        if not self._posted or (self._event is not None and not self._event.query()):
-            return None
-        return float(self._view)
-
-    def wait(self) -> float | None:
-        """The last posted value, once it has arrived; None when nothing was posted."""
-        if self._event is not None and self._posted:
-            self._event.synchronize()
-        return self.peek()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy or a pickle of the model is trained by none of these runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -155,6 +114,8 @@ class TrainState:
         slices: each transform's own state, by the transform's name.
         seed: what all derived random streams start from.
         tally: what the ranks agreed for the step in progress; None between steps.
+        begun: the batch of the step in progress; None between steps.
+        followed: the loaders that batches came from; in no checkpoint.
 
     A state that has been stepped is spent: using it again raises ``StaleStateError``, since its parameters are gone.
     """
@@ -168,8 +129,59 @@ class TrainState:
     slices: Mapping[str, Slice] = field(default_factory=dict)
     seed: int = 0
     tally: Tally | None = None
+    begun: Begun | None = None
+    followed: Followed = field(default_factory=Followed)
     generation: int = 0
     shared: Shared = field(default_factory=Shared)
+
+    @classmethod
+    def newest(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainState:
+        """Return the newest state of ``model``, where the variable that held it is out of reach, as after Ctrl-C in a function.
+
+        It is the state after the last complete step. The model keeps no state alive: some state of the run must still be held.
+        In an ``except`` block the interrupted function holds one.
+
+        Args:
+            model: the model that was given to ``Step.init``.
+            optimizer: that of the run, needed where several optimizers train parts of the model in runs of their own.
+
+        Raises:
+            ConfigError: no run of ``model`` is alive, or several are and none contains the others.
+            StaleStateError: an update or a load was interrupted, so the parameters belong to no step.
+
+        Example:
+            >>> import dtrain as dt
+            >>> model = torch.nn.Linear(1, 1)
+            >>> step = dt.compose_step(dt.mean_loss(lambda model, batch: model(batch).mean(), weight=len))
+            >>> def train():
+            ...     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            ...     state, metrics = step(state, torch.ones(2, 1))
+            ...     raise KeyboardInterrupt
+            >>> try:
+            ...     train()
+            ... except KeyboardInterrupt:
+            ...     state = dt.TrainState.newest(model)
+            >>> state.step
+            1
+        """
+        runs = _runs_of(model, optimizer)
+        if not runs:
+            raise ConfigError(
+                "TrainState.newest: no state of this model is alive; call it in the `except` block around the function that "
+                "trains, with the model that Step.init was given"
+            )
+        shared = runs[-1]
+        if shared.torn is not None:
+            raise StaleStateError(f"TrainState.newest: {shared.torn}")
+        made = object.__new__(cls)
+        for put, value in zip(_PUT, (*shared.newest, shared), strict=True):
+            put(made, value)
+        if made.generation != shared.generation:
+            raise StaleStateError(
+                f"TrainState.newest: step {made.step} was interrupted after the update and before the tick of the clock; load "
+                "the last checkpoint"
+            )
+        return made
 
     @property
     def step(self) -> int:
@@ -182,12 +194,30 @@ class TrainState:
         return self.spec.computes_on or next(iter(self.params.values())).device
 
     def crossed(self, interval: Duration | int | str) -> bool:
-        """Whether the last step crossed a boundary of ``interval``: ``"100ba"``, ``"1ep"``, ``"0.1dur"``, ``100``."""
+        """Return True if the last step crossed a boundary of ``interval``: ``"100ba"``, ``"1ep"``, ``"0.1dur"``, ``100``.
+
+        An epoch is one of the loader's. After every step on its last batch the answer is True: if a batch takes several steps,
+        ask once, after the last of them.
+
+        Raises:
+            ConfigError: no duration, a share of a run of unknown length, or epochs of batches that no loader handed out.
+        """
         return self.clock.crossed(interval)
 
     def reached(self, point: Duration | int | str) -> bool:
         """Whether training has come as far as ``point``, in any unit: a loop over tokens or hours ends by it."""
         return self.clock.reached(point)
+
+    @property
+    def spare(self) -> Batch | None:
+        """A real sample for a rank that has none in the batch of the step in progress; None if the loader has none."""
+        return None if self.begun is None or self.begun.origin is None else self.begun.origin.spare
+
+    def with_spare(self, sample: Batch | None) -> TrainState:
+        """This state with another spare sample: the one that a batch method made of the loader's."""
+        if self.begun is None or self.begun.origin is None:
+            return self
+        return self.but(begun=replace(self.begun, origin=replace(self.begun.origin, spare=sample)))
 
     def drop_gradients(self) -> None:
         """Set every ``.grad`` to None. Mutates: the parameters' gradients."""
@@ -201,6 +231,8 @@ class TrainState:
                 f"{where}: the average {self.shared.swapped!r} is in the place of the parameters; leave "
                 f"`with dt.swapped(state, {self.shared.swapped!r}):` first"
             )
+        if self.shared.torn is not None:
+            raise StaleStateError(f"{where}: {self.shared.torn}")
         if self.generation != self.shared.generation:
             raise StaleStateError(
                 f"{where}: this state was stepped already (step {self.step}), and its parameters have changed since; "
@@ -227,7 +259,14 @@ class TrainState:
             put(made, value)
         for name, value in changes.items():
             object.__setattr__(made, name, value)
+        if made.tally is None and made.begun is None:
+            made._note()
         return made
+
+    def _note(self) -> None:
+        """Make this the state that ``newest`` returns. Mutates: ``shared``."""
+        if self.generation == self.shared.generation:
+            self.shared.newest = _TAKE(self)[:-1]
 
     def with_slice(self, name: str, content: Slice) -> TrainState:
         """This state with the slice of one transform replaced."""
@@ -240,68 +279,117 @@ class TrainState:
         )
 
 
-_FIELDS = tuple(f.name for f in fields(TrainState))
+_TORN = (
+    "{where} was interrupted at step {step} after it had begun to write parameters, so they belong to no step; build the state "
+    "anew and load the last checkpoint"
+)
+_FIELDS = tuple(f.name for f in fields(TrainState))  # ``shared`` is the last one
 _TAKE = attrgetter(*_FIELDS)
 _PUT = tuple(getattr(TrainState, name).__set__ for name in _FIELDS)  # of the slots, past the freeze
 
 
-def new_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0, run: RunLength | None = None) -> TrainState:
-    """The state at step 0, without slices. Parameters are captured here, so shard and materialize before.
+def new_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    seed: int = 0,
+    run: RunLength | None = None,
+    partial: bool = False,
+    loader: HandsOut | None = None,
+) -> TrainState:
+    """Make the state at step 0, without slices. Parameters are captured here, so shard and materialize before.
 
-    ``run`` is how long the run is to be, for what is given as a share of it (``"0.1dur"``).
+    Args:
+        model: as in ``Step.init``.
+        optimizer: as in ``Step.init``.
+        seed: start of all derived random streams.
+        run: length of the run, for intervals that are a share of it (``"0.1dur"``).
+        partial: if True, the optimizer may hold only some of the trainable parameters.
+        loader: the loader whose epochs the clock counts, if the batches cannot say; as in ``Step.init``.
 
-    Mutates: what SIGTERM does to this process, until the end of ``init_dist``'s block; see ``should_stop``.
+    Mutates: what SIGTERM does to this process, until the end of ``init_dist``'s block; see ``should_stop``. One attribute of
+    the model, which is in no state dict; see ``TrainState.newest``.
 
     Raises:
-        ConfigError: no parameters, parameters on the meta device or gathered for a forward, or an optimizer that holds others
-            than the model's, or has a form that torch does not have for them.
+        ConfigError: something else in place of the model or the optimizer; no parameters, parameters on the meta device or
+            gathered for a forward; an optimizer that holds others than the model's, not all that are trainable, or has a form
+            that torch does not have for them; a rank of a launcher on which ``init_dist`` was not called.
     """
+    check_in_groups("init")
+    check_types(model, optimizer)
     spec = spec_of(model)
     params, aliases = clean_parameters(model)
-    if not params:
-        raise ConfigError("init: the model has no parameters")
-    meta = [name for name, p in params.items() if p.is_meta]
-    if meta:
-        raise ConfigError(
-            f"init: {len(meta)} of {len(params)} parameters are on the meta device (first: {meta[0]}); "
-            "call dt.materialize first"
-        )
-    cut = [name for name in params if name not in spec.left_out] if spec.mesh is not None else []
-    gathered = [name for name in cut if not is_distributed(params[name])]
-    if gathered:
-        raise ConfigError(
-            f"init: {len(gathered)} of {len(params)} parameters are gathered copies, left by a forward outside of a step "
-            f"(first: {gathered[0]}); run that forward under dt.evaluating(model), and build the optimizer from what it leaves"
-        )
-    known = {id(p) for p in params.values()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    stray = [p for p in held if id(p) not in known]
-    if stray:
-        raise ConfigError(
-            f"init: {len(stray)} of {len(held)} optimizer parameters are not in the model (first: shape "
-            f"{tuple(stray[0].shape)}); shard_model, materialize and edits of the model make new Parameter objects, so "
-            "build the optimizer after them"
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        _check_form(index, group, optimizer, {id(p): name for name, p in params.items()})
+    check_params(params, cut=[name for name in params if name not in spec.left_out] if spec.mesh is not None else [])
+    check_held(params, optimizer, partial=partial)
+    check_forms(params, optimizer)
+    if loader is not None and not hasattr(loader, "handed_out"):
+        raise ConfigError(f"init: loader must be one that dt.build_loader made, got {loader!r}. Leave it out")
     stopping.watch()
-    return TrainState(
-        model=model, optimizer=optimizer, spec=spec, params=params, aliases=aliases, clock=Clock(run=run), seed=seed
+    state = TrainState(
+        model=model,
+        optimizer=optimizer,
+        spec=spec,
+        params=params,
+        aliases=aliases,
+        clock=Clock(run=run),
+        seed=seed,
+        shared=Shared(loader=loader),
     )
+    attribute = unwrapped(model).__dict__.get(_RUNS)
+    runs = attribute if isinstance(attribute, _Runs) else _Runs()
+    setattr(unwrapped(model), _RUNS, runs)
+    runs.add(state.shared)
+    return state.but()
 
 
-def _check_form(index: int, group: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Refuse a ``fused`` or ``foreach`` form that would fail in the first step."""
-    form = next((form for form in ("fused", "foreach") if group.get(form)), None)
-    trained = [p for p in group["params"] if p.requires_grad]
-    whole = [names[id(p)] for p in trained if not is_distributed(p)]
-    if form is None or len(whole) == len(trained):
-        return
-    what = f"init: group {index} of {type(optimizer).__name__}({form}=True) holds"
-    if whole:
+@contextmanager
+def torn_by_errors(state: TrainState, where: str) -> Iterator[None]:
+    """A context that writes parameters: if an error ends it, some may have changed, and all states of the run are spent.
+
+    Mutates: ``state.shared``, in case of an error, which gets a note.
+    """
+    try:
+        yield
+    except BaseException as error:
+        state.shared.torn = _TORN.format(where=where, step=state.step)
+        error.add_note(state.shared.torn)
+        raise
+
+
+def _runs_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Shared]:
+    """The living runs of ``model``, oldest first, those of ``optimizer`` only if it is given.
+
+    Raises:
+        ConfigError: no model; several runs, and the newest does not train all that the others do.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"TrainState.newest: needs the model (an nn.Module), got {type(model).__name__}")
+    attribute = unwrapped(model).__dict__.get(_RUNS)
+    alive = attribute.alive() if isinstance(attribute, _Runs) else []
+    optimizers: list[torch.optim.Optimizer] = [run.newest[_FIELDS.index("optimizer")] for run in alive]
+    if optimizer is not None:
+        return [run for run, own in zip(alive, optimizers, strict=True) if own is optimizer]
+    held = [{id(param) for group in own.param_groups for param in group["params"]} for own in optimizers]
+    if any(not params <= held[-1] for params in held):
+        names = ", ".join(type(own).__name__ for own in optimizers)
         raise ConfigError(
-            f"{what} {len(trained) - len(whole)} cut parameters and {len(whole)} whole ones (first: {whole[0]}), which that "
-            "form does not take together; give the whole ones a group of their own"
+            f"TrainState.newest: {len(alive)} runs train parts of this model (optimizers: {names}); say which: "
+            "TrainState.newest(model, optimizer)"
         )
-    if form == "fused" and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
-        raise ConfigError(f"{what} cut parameters, for which torch has a fused Adam and AdamW only; use foreach=True instead")
+    return alive
+
+
+def check_state(state: object, where: str, call: str) -> None:
+    """Refuse what is no ``TrainState``, and show the right ``call``.
+
+    Raises:
+        ConfigError: a module, or something else, in place of the state.
+    """
+    if isinstance(state, TrainState):
+        return
+    if isinstance(state, nn.Module):
+        raise ConfigError(
+            f"{where}: the first argument must be a TrainState, got the module {type(state).__name__}; make a state of it "
+            f"first: `state = step.init(model, optimizer)`, then `{call}`"
+        )
+    raise ConfigError(f"{where}: the first argument must be a TrainState, got {type(state).__name__}; as in `{call}`")

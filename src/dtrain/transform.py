@@ -14,6 +14,7 @@ import torch
 
 from dtrain.dist.rng import generator
 from dtrain.errors import ConfigError
+from dtrain.schedules.hyper import Hyperparameter
 from dtrain.state import TrainState
 from dtrain.types import Batch, LossFn, Metrics, Slice
 
@@ -73,6 +74,8 @@ class Transform:
             ``step_in_backward`` takes no other, since there a gradient is gone before the next one is there.
         observes: it only looks: training is the same without it, and a checkpoint knows nothing of it, so that it may be there
             in one start of a run and not in the next. Its ``init`` may refuse the state, and keeps nothing.
+        hyperparameters: numbers or schedules that it reads in every step. ``Step.init`` looks ahead along their schedules, so
+            that a value which is not allowed is an error before the run and not in the middle of it.
     """
 
     name: str
@@ -83,6 +86,7 @@ class Transform:
     update: Callable[[UpdateFn], UpdateFn] | None = None
     sees_gradient: bool = True
     observes: bool = False
+    hyperparameters: tuple[Hyperparameter, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("_", "").isalnum():

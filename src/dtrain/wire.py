@@ -54,10 +54,21 @@ class Failure:
     frames: str
     exit_code: int  # what the rank is about to exit with
     maybe_of_a_peer: bool = False  # of a class that a lost peer causes, too: perhaps another rank's failure came first
+    in_collective: bool = False  # raised where ranks talk to each other: it may say no more than that a peer is gone
+    folded: str = ""  # ``frames`` without those of dtrain and torch
+    printed: bool = False  # the rank has printed the traceback in a way of its own
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> Failure:
-        """The record of ``error``, taken now."""
+    def of(cls, rank: int, error: BaseException, *, folded: str = "", printed: bool = False) -> Failure:
+        """Record ``error``, now.
+
+        Args:
+            rank: whose script it leaves.
+            error: the exception.
+            folded: its traceback without frames of libraries.
+            printed: if True, the rank prints the traceback itself.
+        """
+        maybe_of_a_peer = isinstance(error, OSError | EOFError | RuntimeError)
         return cls(
             rank=rank,
             at=time.monotonic(),
@@ -65,7 +76,10 @@ class Failure:
             message=_message(error),
             frames="".join(traceback.format_exception(error)),
             exit_code=exit_code_of(error),
-            maybe_of_a_peer=isinstance(error, OSError | EOFError | RuntimeError),
+            maybe_of_a_peer=maybe_of_a_peer,
+            in_collective=maybe_of_a_peer and _raised_between_ranks(error),
+            folded=folded,
+            printed=printed,
         )
 
     def write(self, path: Path) -> None:
@@ -89,6 +103,15 @@ class Failure:
         except (OSError, ValueError, TypeError):
             # A record only improves the message about a failure that was noticed anyway; a damaged one is worth none.
             return None
+
+
+def _raised_between_ranks(error: BaseException) -> bool:
+    """Return True if the innermost frame is in torch's or dtrain's part that talks to other ranks."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    file = "" if trace is None else trace.tb_frame.f_code.co_filename
+    return "/torch/distributed/" in file or "/dtrain/dist/" in file
 
 
 def _message(error: BaseException) -> str:

@@ -13,10 +13,10 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.data.order.base import rank_share
-from dtrain.dist.control import Post, post_batch
 from dtrain.dist.init import current
 from dtrain.dist.rng import rng_state, seed_all
 from dtrain.tensors import local
+from origins import of_epochs
 
 STEPS, FIRST = 7, 3  # of a whole run, and before it is interrupted
 SAMPLES, EPOCH = 7, 3  # of a global batch; steps of an epoch
@@ -112,11 +112,7 @@ class Run:
 
     def take(self, state: dt.TrainState) -> tuple[dt.TrainState, dt.Metrics]:
         """One step over the batch that its number stands for; every ``EPOCH`` of them are an epoch."""
-        post_batch(Post(epoch_ends=state.step % EPOCH == EPOCH - 1))
-        try:
-            return self.step(state, batch_of(state.step, self.task))
-        finally:
-            post_batch()
+        return self.step(state, of_epochs(batch_of(state.step, self.task), state.step, EPOCH))
 
 
 def begin(

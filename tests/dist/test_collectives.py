@@ -1,9 +1,11 @@
 import pytest
 
 import dtrain.dist.collectives as collectives
+from dtrain.clock import Place
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, broadcast_json, gather_json, raise_together
-from dtrain.dist.control import Post, agree_before_step, post_batch
+from dtrain.dist.control import agree_before_step
 from dtrain.dist.init import current
+from dtrain.dist.origin import Origin
 from dtrain.errors import ConfigError, PeerError, StepError
 from dtrain.testing import count_host_syncs
 
@@ -145,22 +147,20 @@ def agree(samples_by_rank: list) -> list:
     tally = agree_before_step(
         samples=samples_by_rank[current().rank], tokens=7, microbatches=samples_by_rank[current().rank] // 2, weightless=False
     )
-    return [tally.samples, tally.tokens, tally.microbatches, tally.end_of_epoch]
+    return [tally.samples, tally.tokens, tally.microbatches, tally.place]
 
 
 def test_the_step_record_sums_counts_and_takes_the_most_microbatches(ranks):
-    assert ranks(3).run(agree, [4, 6, 0]) == [[10, 21, 3, False]] * 3
+    assert ranks(3).run(agree, [4, 6, 0]) == [[10, 21, 3, None]] * 3
 
 
 def agree_error(samples: int, weightless_rank: int, epoch_rank: int) -> str:
     rank = current().rank
-    post_batch(Post(epoch_ends=rank == epoch_rank))
+    origin = Origin(loader=0, begin=Place(0, 3), end=Place(1, 0) if rank == epoch_rank else Place(0, 4))
     try:
-        agree_before_step(samples=samples, tokens=0, microbatches=1, weightless=rank == weightless_rank)
+        agree_before_step(samples=samples, tokens=0, microbatches=1, weightless=rank == weightless_rank, origin=origin)
     except StepError as error:
         return str(error)
-    finally:
-        post_batch()
     return "no error"
 
 

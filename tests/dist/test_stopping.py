@@ -209,11 +209,16 @@ def reporting(rank, *, folder):
         state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
         loader = dt.build_loader(Ones(), mesh=mesh, global_batch_size=2, seed=0)
         for batch in loader.until("2ba"):
-            state, _ = step(state, batch)
+            state, metrics = step(state, batch)
+        said = [pulse.position()[1]]
+        dt.reduce_metrics(metrics)
+        said.append(pulse.position()[1])
+        dt.reduce_max(1.0)
+        said.append(pulse.position()[1])
         dt.save_sharded(folder / "ckpt", state)
         dt.evaluate(model, loader, squared)
         assert wire.PULSE_FD not in os.environ
-        return [info.rank, os.getpid()]
+        return [info.rank, os.getpid(), said]
 
 
 def test_ranks_report_what_they_do(tmp_path, monkeypatch):
@@ -227,7 +232,9 @@ def test_ranks_report_what_they_do(tmp_path, monkeypatch):
         os.close(read)
         os.close(write)
     assert codes == [0, 0]
-    pid = dict(said)
+    pid = {rank: number for rank, number, _ in said}
+    for _, _, at_each_point in said:  # after the last batch a rank that stops in a collective does not wait for data
+        assert at_each_point == ["in the loop", "reduce_metrics", "reduce_max"]
     for rank in (0, 1):
         mine = [p for p in pulses if p.rank == rank]
         kinds = [p.kind for p in mine if p.kind != Kind.PROGRESS]
@@ -235,7 +242,15 @@ def test_ranks_report_what_they_do(tmp_path, monkeypatch):
         assert kinds == [Kind.OPENED, *commit, Kind.LEAVING, Kind.CLOSED]
         assert [p.value for p in mine if p.kind in (Kind.OPENED, Kind.CLOSED)] == [pid[rank]] * 2
         assert [p.value for p in mine if p.kind == Kind.COMMITTED] == [2] * len(commit)
-        assert {p.doing for p in mine if p.kind == Kind.PROGRESS} == {"waiting for data", "step", "save", "evaluate"}
+        assert {p.doing for p in mine if p.kind == Kind.PROGRESS} == {
+            "waiting for data",
+            "in the loop",
+            "step",
+            "reduce_metrics",
+            "reduce_max",
+            "save",
+            "evaluate",
+        }
 
 
 def test_a_failed_rank_does_not_say_that_it_waits_for_the_others(tmp_path):

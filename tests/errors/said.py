@@ -37,6 +37,27 @@ SAID = {
             "offload (shard_model(offload='params')), a smaller model",
         ),
     ),
+    "A loss that is NaN from some step on": Said(
+        here=(
+            "NonFiniteError: step: the loss was infinite or NaN in 10 steps in a row, from step 3 on; parameters that were "
+            "updated by them are spoiled, so load a checkpoint of step 2 or before, then lower the learning rate, clip, or "
+            "look at the batches; dt.nonfinite leaves such updates out, and changes how many stop the run",
+        ),
+    ),
+    "First contact": Said(
+        here=(
+            "ConfigError: step: got (Tensor, TrainState), the batch before the state; swap them: `state, metrics = step(state, "
+            "batch)`",
+            "ConfigError: init: got the optimizer before the model; swap them: `state = step.init(model, optimizer)`",
+            "ConfigError: init: SGD holds 1 of 2 trainable parameters, so these would never train: bias; add them, freeze them "
+            "with requires_grad_(False), or pass partial=True",
+            "ConfigError: microbatch_step: loss_fn must return a LossSum, got Tensor []; if it is a mean, wrap it in "
+            'dt.mean_loss(loss_fn, weight=lambda batch: len(batch["labels"])); if it is a sum, return '
+            "dt.LossSum(total=loss, weight=count)",
+            "ConfigError: init: this process is one of 4 ranks (WORLD_SIZE=4), but init_dist is not open, so every rank would "
+            "train alone; put the loop into `with dt.init_dist() as info:`",
+        ),
+    ),
     "The batch size of a custom batch": Said(
         here=(
             "ConfigError: batch: found no tensor to cut in a Documents; give tensors, mappings or sequences of them, describe "

@@ -119,6 +119,28 @@ def test_a_batch_of_ones_own_is_refused_or_described() -> None:
     check("The batch size of a custom batch", here=(class_of_ones_own, unlike))
 
 
+def test_a_loss_that_stays_nan_stops_the_run() -> None:
+    step, state = begun()
+
+    def train(state: dt.TrainState) -> None:
+        for index in range(20):
+            state, _ = step(state, torch.full((2, 1), 1.0 if index < 3 else float("nan")))
+
+    check("A loss that is NaN from some step on", here=(raised(lambda: train(state)),))
+
+
+def test_what_newcomers_mix_up_is_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = nn.Linear(1, 1), torch.ones(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step, plain = dt.compose_step(LOSS), dt.compose_step(lambda model, batch: model(batch).mean())
+    swapped = raised(lambda: step(batch, step.init(model, optimizer)))
+    before = raised(lambda: step.init(optimizer, model))
+    some = raised(lambda: step.init(model, torch.optim.SGD([model.weight], lr=0.1)))
+    mean = raised(lambda: plain(plain.init(model, optimizer), batch))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check("First contact", here=(swapped, before, some, mean, raised(lambda: step.init(model, optimizer))))
+
+
 class RMS(nn.Module):
     """A norm that is written out."""
 

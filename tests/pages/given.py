@@ -103,6 +103,7 @@ class Few:
     def until(self, length):
         return [batch] * 3
 
+rollouts, shuffled_slices = loader, lambda rollout: [rollout]
 loader = Few()
 """,
     ),

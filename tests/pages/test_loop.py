@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import os
 import re
+import tempfile
+import textwrap
+import warnings
+
+import torch
 
 from pages.fences import DOCS, ROOT, fences
+from stand_ins import namespace
 
 PAGE = DOCS / "loop.md"
 MODEL = "model = GPT(config)"  # explained with the line above it
@@ -31,3 +40,42 @@ def test_every_line_has_a_cost_and_a_reason():
     parts = re.split(r"^### ", PAGE.read_text().split("## What is not there")[0], flags=re.M)[1:]
     silent = [part.splitlines()[0] for part in parts if not re.search(r"\*Costs\*|As above", part)]
     assert silent == []
+
+
+def run(lines: list[str], head: list[str], tail: list[str]) -> str | list:
+    """What comes of the loop with its lines of preparation in this order: the error, or the weights and the records."""
+    torch.manual_seed(0)
+    text = textwrap.indent("\n".join(lines), "    ") + "\n" + textwrap.indent("\n".join(tail), "    ")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        given = namespace()
+        names = {name: given[name] for name in ("GPT", "Block", "config", "dataset", "loss_fn")}
+        try:
+            exec("\n".join(head) + "\n" + text, names)
+        except Exception as error:  # noqa: BLE001  # of any kind: each is an answer to a line in the wrong place
+            return f"{type(error).__name__}: {error}"
+        found = names["state"]
+        return [found.step, found.clock.epoch, [param.sum().item() for param in found.params.values()], os.listdir("ckpt")]
+
+
+def preparation() -> tuple[list[str], list[str], list[str]]:
+    """The loop in three: what opens its block, the statements that prepare, and the iterations; shorter than on the page."""
+    text = next(each.text for each in fences(PAGE) if each.language == "python")
+    text = text.replace('"3ep"', '"4ba"').replace('"1ep"', '"4ba"').replace("256", "16").replace('"100ba"', '"2ba"')
+    block = next(node for node in ast.parse(text).body if isinstance(node, ast.With))
+    parts = [ast.unparse(node) for node in block.body]
+    return ["import torch, dtrain as dt", "with dt.init_dist() as dist:"], parts[:-1], parts[-1:]
+
+
+def test_a_line_of_the_preparation_in_another_place_is_an_error_or_changes_nothing():
+    head, lines, tail = preparation()
+    right = run(lines, head, tail)
+    assert right[0] == 4, right
+    ends = {}
+    for index, line in enumerate(lines[:-1]):
+        others = [*lines[:index], *lines[index + 1 :]]
+        ends["one later", line] = run([*others[: index + 1], line, *others[index + 1 :]], head, tail)
+        ends["last", line] = run([*others, line], head, tail)
+        ends["left out", line] = run(others, head, tail)
+    assert {name: end for name, end in ends.items() if not isinstance(end, str) and end != right} == {}
+    assert sum(isinstance(end, str) for end in ends.values()) >= 20

@@ -1,6 +1,8 @@
 """materialize: the same initial weights on every mesh, buffers rebuilt, and nothing left uninitialised."""
 
+import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -242,3 +244,135 @@ def test_tied_weights_stay_tied():
     assert isinstance(model[0].weight, Tensor)
     # The embedding was there first, so its draw (standard deviation 1) is the weight of both.
     assert model[0].weight.std() > 0.5
+
+
+class LoraLinear(nn.Module):
+    """An adapter in the form of peft's: plain layers in a ModuleDict, of which ``__init__`` writes the second to zero."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer, self.r = base, {"default": rank}
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+        self.reset_lora_parameters("default", True)
+
+    def reset_lora_parameters(self, adapter_name: str, init_lora_weights: bool | str) -> None:
+        if init_lora_weights == "gaussian":
+            nn.init.normal_(self.lora_A[adapter_name].weight, std=1 / self.r[adapter_name])
+        elif init_lora_weights is True:
+            nn.init.kaiming_uniform_(self.lora_A[adapter_name].weight, a=math.sqrt(5))
+        if init_lora_weights is not False:
+            nn.init.zeros_(self.lora_B[adapter_name].weight)
+
+
+class Adapted(nn.Module):
+    """A model with an adapter, and the configuration that peft leaves in it; None: another library made it."""
+
+    def __init__(self, kind: object = None) -> None:
+        super().__init__()
+        self.first, self.adapted = nn.Linear(8, 64), LoraLinear(nn.Linear(64, 64), 16)
+        if kind is not None:
+            self.peft_config = {"default": SimpleNamespace(init_lora_weights=kind)}
+
+
+def wide_init(module: nn.Module) -> None:
+    """An initialiser of every layer, as that of a model of transformers, which knows nothing of adapters."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=5.0)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def adapters(kind: object, strategy: str) -> dict[str, float]:
+    model = on_meta(lambda: Adapted(kind))
+    if strategy:
+        model = shard_model(model, build_mesh(), strategy=strategy, blocks=(LoraLinear,))
+    made = values(materialize(model, seed=0, init=wide_init))
+    return {name: torch.tensor(value).norm().item() for name, value in made.items() if "lora" in name or "base" in name}
+
+
+@pytest.mark.parametrize(("kind", "norm"), [(True, 4 / 3**0.5), ("gaussian", 2.0)])  # of 1,024 elements
+def test_adapters_of_peft_have_their_own_initial_values(ranks, kind, norm):
+    found = adapters(kind, "")
+    assert found["adapted.lora_B.default.weight"] == 0.0
+    assert found["adapted.lora_A.default.weight"] == pytest.approx(norm, rel=0.1)
+    assert found["adapted.base_layer.weight"] == pytest.approx(5.0 * 64, rel=0.1)
+    assert ranks(2).run(adapters, kind, "full_shard") == [pytest.approx(found)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("pissa", "materialize: the adapter 'default' has init_lora_weights='pissa', which is computed from base weights"),
+        (
+            None,
+            r"materialize: adapted.lora_A.default.weight, adapted.lora_B.default.weight \(2 tensors\) were written again after "
+            "their own reset_parameters while the model was made, probably by LoraLinear.reset_lora_parameters; the meta",
+        ),
+    ],
+)
+@pytest.mark.parametrize("init", [None, wide_init])
+def test_adapters_that_cannot_be_initialised_are_an_error_by_name(kind, message, init):
+    with pytest.raises(ConfigError, match=message):
+        materialize(on_meta(lambda: Adapted(kind)), seed=0, init=init)
+
+
+class ZeroOut(nn.Module):
+    """A residual branch that begins at zero, as its ``__init__`` says and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.zeros_(self.out.weight)
+
+
+class ZeroOutAgain(ZeroOut):
+    """The same, in a function that materialize calls."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.out.weight)
+
+
+class ZeroLinear(nn.Linear):
+    """A layer whose own ``__init__`` has the last word."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        nn.init.zeros_(self.weight)
+
+
+class Applied(nn.Module):
+    """An initialiser that a part of the model applies, and then the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(4, 4)).apply(wide_init)
+        self.apply(wide_init)
+
+
+@pytest.mark.parametrize(("make", "name"), [(ZeroOut, "out.weight"), (lambda: ZeroLinear(3, 3), "weight")])
+def test_what_was_written_again_while_the_model_was_made_is_an_error_by_name(make, name):
+    message = rf" {name} \(1 tensors\) were written again after their own reset_parameters while the model was made; the meta"
+    with pytest.raises(ConfigError, match=message):
+        materialize(on_meta(make), seed=0)
+
+
+def test_what_a_module_around_has_written_is_an_error_in_a_sharded_model(ranks):
+    assert ranks(2).run(zero_out_sharded) == ["materialize: 0.out.weight"] * 2
+
+
+def zero_out_sharded() -> str:
+    model = shard_model(on_meta(lambda: nn.Sequential(ZeroOut())), build_mesh(), blocks=(nn.Linear,))
+    try:
+        materialize(model, seed=0)
+    except ConfigError as error:
+        return str(error).partition(" (")[0]
+    return "no error"
+
+
+def test_zeros_that_reset_parameters_writes_again_are_there():
+    assert not materialize(on_meta(ZeroOutAgain), seed=0).out.weight.any()
+
+
+def test_an_init_that_was_applied_twice_is_believed():
+    assert materialize(on_meta(Applied), seed=0, init=wide_init).part[0].weight.std() > 2

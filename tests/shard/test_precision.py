@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.dist.init import current
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.materialize import materialize
 from dtrain.shard.precision import Precision
 from dtrain.state import TrainState, new_state
+from dtrain.step.cached import cached_microbatch_step
+from dtrain.step.in_backward import step_in_backward
 from dtrain.step.microbatch import microbatch_step
+from dtrain.tensors import gathered
 from dtrain.testing import count_collectives
 from dtrain.types import LossSum
 
@@ -32,7 +36,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return torch.tanh(self.linear(x) * self.table)
+        x = self.linear(x)
+        return torch.tanh(x * self.table.to(x.dtype))
 
 
 class Net(nn.Module):
@@ -86,15 +91,15 @@ def seen_dtypes(strategy: str, precision: Precision, accumulate: str) -> dict[st
 
 FIELDS = {
     "nothing": (Precision(), ("float32", "float32", "float32", "float32")),
-    "param bf16": (Precision(param="bf16"), ("bfloat16", "bfloat16", "float32", "bfloat16")),
-    "param fp16": (Precision(param="fp16", buffer="fp16"), ("float16", "float16", "float16", "float16")),
+    "param bf16": (Precision(param="bf16", buffer="bf16"), ("bfloat16", "float32", "bfloat16", "bfloat16")),
+    "param fp16": (Precision(param="fp16", buffer="fp16"), ("float16", "float32", "float16", "float16")),
     "reduce": (Precision(reduce="bf16"), ("float32", "bfloat16", "float32", "float32")),
     "output": (Precision(output="fp16"), ("float32", "float32", "float32", "float16")),
     "buffer": (Precision(buffer="bf16"), ("float32", "float32", "bfloat16", "float32")),
-    "DEFAULT bf16": (Precision.preset("DEFAULT", "bf16"), ("bfloat16", "float32", "bfloat16", "bfloat16")),
-    "DEFAULT fp16": (Precision.preset("DEFAULT", "fp16"), ("float16", "float32", "float16", "float16")),
-    "PURE bf16": (Precision.preset("PURE", "bf16"), ("bfloat16", "bfloat16", "bfloat16", "bfloat16")),
-    "PURE fp16": (Precision.preset("PURE", "fp16"), ("float16", "float16", "float16", "float16")),
+    "DEFAULT bf16": (Precision.preset("DEFAULT", "bf16"), ("bfloat16", "float32", "float32", "bfloat16")),
+    "DEFAULT fp16": (Precision.preset("DEFAULT", "fp16"), ("float16", "float32", "float32", "float16")),
+    "PURE bf16": (Precision.preset("PURE", "bf16"), ("bfloat16", "bfloat16", "float32", "bfloat16")),
+    "PURE fp16": (Precision.preset("PURE", "fp16"), ("float16", "float16", "float32", "float16")),
     "FULL": (Precision.preset("FULL", "fp16"), ("float32", "float32", "float32", "float32")),
 }
 
@@ -125,8 +130,8 @@ def test_every_field_has_its_effect_and_no_other(ranks, strategy):
 
 
 def test_a_preset_is_a_row_of_the_table():
-    assert Precision.preset("DEFAULT") == Precision(param="bf16", reduce="fp32", buffer="bf16")
-    assert Precision.preset("PURE", "fp16") == Precision(param="fp16", reduce="fp16", buffer="fp16")
+    assert Precision.preset("DEFAULT") == Precision(param="bf16", reduce="fp32")
+    assert Precision.preset("PURE", "fp16") == Precision(param="fp16", reduce="fp16")
     assert Precision.preset("FULL") == Precision()
 
 
@@ -183,7 +188,7 @@ def test_running_statistics_are_computed_as_they_are_stored(ranks, strategy, low
 def on_meta() -> list[object]:
     with torch.device("meta"):
         net = Net(nn.BatchNorm1d(DIM))
-    net = shard_model(net, build_mesh(), blocks=(Block,), precision=Precision.preset("DEFAULT"))
+    net = shard_model(net, build_mesh(), blocks=(Block,), precision=Precision(param="bf16", buffer="bf16"))
     net = materialize(net, seed=0)
     return [short(net.first.table.dtype), net.first.table.tolist(), short(net.middle.running_var.dtype)]
 
@@ -193,25 +198,106 @@ def test_buffers_made_on_meta_are_computed_first_and_rounded_then(ranks):
     assert ranks(2).run(on_meta)[0] == ["bfloat16", table, "float32"]
 
 
-def summed(strategy: str) -> dict[str, float]:
-    """The gradient that 256 and eight times 1 make on every rank; bfloat16 holds 256, but not 257."""
-    mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
+MICROBATCHES = 1024
+DTYPES_OF_SUMS = {
+    "nothing said": (Precision(param="bf16"), torch.float32),
+    "reduced in fp32": (Precision(param="bf16", reduce="fp32"), torch.float32),
+    "reduced in bf16": (Precision.preset("PURE", "bf16"), torch.float32),
+    "stored in bf16": (None, torch.bfloat16),
+    "stored and reduced in bf16": (Precision(reduce="bf16"), torch.bfloat16),
+}
+
+
+class Halves(nn.Module):
+    """A gradient of 1 for each sample, of a parameter in a unit and of one that is left out of sharding."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.cut, self.whole = (nn.Linear(1, 4, bias=False, dtype=dtype) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cut(x.to(self.cut.weight.dtype)) + self.whole(x.to(self.whole.weight.dtype))
+
+
+def ones_of(net: nn.Module, x: torch.Tensor) -> LossSum:
+    return LossSum(total=net(x).float().sum(), weight=len(x))
+
+
+def mean_of_ones(net: nn.Module, how: str) -> list[float]:
+    """The mean of as many gradients of 1 as there are microbatches on all ranks, as the step or the update has it."""
+    state = new_state(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    before = {name: gathered(param.detach()).float().clone() for name, param in state.params.items()}
+    batch = torch.ones(MICROBATCHES, 1)
+    if how == "in backward":
+        step_in_backward(ones_of, weight_fn=len, microbatch_size=1)(state, batch)
+        return [(before[name] - gathered(param.detach()).float()).mean().item() for name, param in state.params.items()]
+    step = cached_microbatch_step if how == "cached" else microbatch_step
+    step(state, batch, loss_fn=ones_of, microbatch_size=1)
+    return [gathered(param.grad).float().mean().item() for param in state.params.values()]
+
+
+def means(strategies: list[str], named: list[str], hows: list[str]) -> dict[str, list[float]]:
     found = {}
-    for reduce in ("fp32", "bf16"):
-        for accumulate in ("local", "sharded"):
-            net = nn.Sequential(nn.Linear(1, 4, bias=False))
-            precision = Precision(param="bf16", reduce=reduce)
-            net = shard_model(net, mesh, strategy=strategy, precision=precision, accumulate=accumulate)
-            state = state_of(net)
-            batch = torch.tensor([[256.0], *[[1.0]] * 8])
-            once = lambda net, x: LossSum(total=net(x).float().sum(), weight=1 / mesh.size() / 9)  # noqa: E731
-            microbatch_step(state, batch, loss_fn=once, microbatch_size=1)
-            found[f"{reduce} {accumulate}"] = state.params["0.weight"].grad.full_tensor()[0].item() / mesh.size()
+    for strategy in strategies:
+        mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
+        for name in named:
+            precision, stored = DTYPES_OF_SUMS[name]
+            for accumulate in ("local", "sharded"):
+                for how in hows:
+                    net = shard_model(
+                        zeroed(Halves(stored)),
+                        mesh,
+                        strategy=strategy,
+                        blocks=("cut",),
+                        precision=precision,
+                        accumulate=accumulate,
+                        leave_out="whole.weight",
+                    )
+                    found[f"{strategy}, {name}, {accumulate}, {how}"] = mean_of_ones(net, how)
     return found
 
 
+def zeroed(net: nn.Module) -> nn.Module:
+    """Without weights, so that bfloat16 holds an update of 1 exactly."""
+    for param in net.parameters():
+        nn.init.zeros_(param)
+    return net
+
+
+def assert_all_one(found: dict[str, list[float]]) -> None:
+    assert {name: value for name, value in found.items() if value != [1.0, 1.0]} == {}
+
+
+@pytest.mark.parametrize("named", ["reduced in bf16", "stored in bf16"])
+def test_the_mean_of_a_thousand_microbatches_is_exact(ranks, named):
+    """bfloat16 holds 256, but not 257: added up in it, 1,024 gradients of 1 have a mean of 0.25."""
+    assert_all_one(ranks(2).run(means, ["full_shard", "replicate"], [named], ["step"])[0])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_microbatches_and_ranks_are_summed_in_the_dtype_of_reductions(ranks, strategy):
-    lost = strategy in ("hybrid_shard", "replicate")  # the others have reduced every microbatch to a stored shard
-    expected = {"fp32 local": 264.0, "fp32 sharded": 264.0, "bf16 local": 256.0, "bf16 sharded": 256.0 if lost else 264.0}
-    assert ranks(4 if strategy == "hybrid_shard" else 2).run(summed, strategy)[0] == pytest.approx(expected)
+@pytest.mark.parametrize("named", DTYPES_OF_SUMS)
+@pytest.mark.parametrize("how", ["step", "cached", "in backward"])
+def test_the_mean_of_a_thousand_microbatches_is_exact_in_every_way(ranks, strategy, named, how):
+    assert_all_one(ranks(4 if strategy == "hybrid_shard" else 2).run(means, [strategy], [named], [how])[0])
+
+
+@pytest.mark.parametrize("how", ["step", "cached", "in backward"])
+def test_a_model_that_is_not_sharded_adds_up_its_microbatches_in_float32(how):
+    assert mean_of_ones(zeroed(Halves(torch.bfloat16)), how) == [1.0, 1.0]
+
+
+def summed_over_ranks(reduce: str | None) -> float:
+    """256 on one rank and 1 on the others, of which bfloat16 loses each."""
+    net = shard_model(
+        nn.Sequential(nn.Linear(1, 4, bias=False)), build_mesh(), precision=Precision(param="bf16", reduce=reduce)
+    )
+    state = state_of(net)
+    batch = torch.tensor([[256.0 if current().rank == 0 else 1.0]])
+    microbatch_step(state, batch, loss_fn=lambda net, x: LossSum(total=net(x).float().sum(), weight=0.5))
+    return state.params["0.weight"].grad.full_tensor()[0].item()
+
+
+@pytest.mark.parametrize(("reduce", "expected"), [(None, 257.0), ("fp32", 257.0), ("bf16", 256.0)])
+def test_ranks_are_summed_in_float32_unless_another_dtype_is_named(ranks, reduce, expected):
+    assert ranks(2).run(summed_over_ranks, reduce)[0] == expected

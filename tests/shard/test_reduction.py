@@ -12,9 +12,13 @@ from dtrain.shard import reduction
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
 from dtrain.state import TrainState, new_state
+from dtrain.step.auto import auto_microbatch
+from dtrain.step.compose import compose_step
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import optimizer_step
+from dtrain.tensors import gathered
 from dtrain.testing import count_collectives
+from dtrain.types import LossSum
 from shard.models import DIM, SAMPLES, WEIGHTS, Block, Fork, Forked, Stack, batch, difference, make, squared
 
 BLOCKS = 3
@@ -163,7 +167,7 @@ class Skipping(Stack):
 
 
 def other_order() -> str:
-    net = shard_model(Skipping().double(), build_mesh(), strategy="replicate", blocks=(Block,))
+    net = shard_model(Skipping().double(), build_mesh(), blocks=(Block,))
     state = state_of(net)
     try:
         microbatch_step(state, batch("called twice", WEIGHTS), loss_fn=squared)
@@ -188,3 +192,101 @@ def forked_on_one_rank() -> bool:
 
 def test_a_parameter_that_nobody_uses_has_no_gradient_on_one_rank_either(ranks):
     assert ranks(1).run(forked_on_one_rank) == [True]
+
+
+class Choosing(nn.Module):
+    """Three units of different sizes, of which each rank runs those that its samples name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.wide, self.narrow = (nn.Sequential(nn.Linear(4, size), nn.Tanh(), nn.Linear(size, 4)) for size in (16, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        which, x = int(x[0, -1]), x[:, :4]  # a microbatch is of one kind
+        x = self.first(x)
+        for bit, unit in ((1, self.wide), (2, self.narrow)):
+            if which & bit:
+                x = x + unit(x)
+        return self.head(x)
+
+
+def chosen_loss(net: nn.Module, x: torch.Tensor) -> LossSum:
+    return LossSum(total=net(x).square().sum(), weight=len(x))
+
+
+def choosing() -> nn.Module:
+    torch.manual_seed(0)
+    return Choosing().double()
+
+
+# By rank, which units each microbatch of a step runs: 1 is the wide one, 2 the narrow one, 3 both; and steps one after another.
+SKIPS = {
+    "on one rank": [[[0, 0], [3, 3]]],
+    "another one on each rank": [[[1, 1], [2, 2]]],
+    "on all ranks": [[[0, 0], [0, 0]]],
+    "one unit on all ranks": [[[2, 2], [2, 2]]],
+    "in the first of several microbatches": [[[0, 3], [3, 3]]],
+    "in the last of several microbatches": [[[3, 0], [3, 3]]],
+    "in a later step": [[[3, 3], [3, 3]], [[3, 3], [3, 3]], [[0, 0], [3, 3]], [[3, 3], [3, 3]]],
+    "in the first step": [[[3, 3], [0, 1]], [[3, 3], [3, 3]]],
+}
+
+
+def skipping(accumulate: str) -> dict[str, float]:
+    """The largest error of any step's gradients, relative to one process; of parameters that nobody used there are none."""
+    found = {}
+    for name, steps in SKIPS.items():
+        net = shard_model(
+            choosing(), build_mesh(), strategy="replicate", blocks=("wide", "narrow", "first"), accumulate=accumulate
+        )
+        state, alone, errors = state_of(net), choosing(), []
+        for kinds in steps:
+            x = torch.randn(2, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            x[..., -1] = torch.tensor(kinds)
+            alone.zero_grad()
+            for part in x.flatten(0, 1).split(1):
+                (chosen_loss(alone, part).total / 4).backward()
+            microbatch_step(state, x[current().rank], loss_fn=chosen_loss, microbatch_size=1)
+            theirs = dict(alone.named_parameters())
+            for key, param in state.params.items():
+                grad = theirs[key].grad
+                assert (param.grad is None) == (grad is None), (name, key)
+                if grad is not None:
+                    errors.append((gathered(param.grad) - grad).abs().max().item())
+        found[name] = max(errors)
+    return found
+
+
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+def test_units_that_a_rank_skips_count_as_zero_under_replicate(ranks, accumulate):
+    for found in ranks(2).run(skipping, accumulate):
+        assert {name: error for name, error in found.items() if error > 1e-12} == {}
+
+
+def skipped_where_parameters_are_cut(strategy: str) -> list[str]:
+    """What a step says that runs a unit on one rank only: the first of a run, and one after three that agreed."""
+    mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
+    found = []
+    for steps in ([[0, 3]], [[3, 3], [3, 3], [3, 3], [1, 3]]):
+        net = shard_model(choosing(), mesh, strategy=strategy, blocks=("wide", "narrow", "first"))
+        step = compose_step(chosen_loss, [auto_microbatch()])
+        state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        *before, last = [
+            torch.tensor([[*range(rank, rank + 4), kinds[rank % 2]]] * 2, dtype=torch.float64)
+            for kinds in steps
+            for rank in [current().rank]
+        ]
+        for x in before:
+            state, _ = step(state, x)
+        with pytest.raises(StepError) as caught:
+            step(state, last)
+        found.append(str(caught.value).partition(":")[0] + " " + str(caught.value).rpartition(". ")[2])
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
+def test_a_unit_that_a_rank_skips_where_parameters_are_cut_is_named_under_auto_microbatch(ranks, strategy):
+    world_size = 4 if strategy == "hybrid_shard" else 2
+    for found in ranks(world_size).run(skipped_where_parameters_are_cut, strategy):
+        assert found == ["step Run the same modules in the same order on all ranks."] * 2

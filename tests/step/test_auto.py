@@ -392,6 +392,80 @@ def test_ballast_is_as_large_as_the_state_and_touches_no_optimizer(make, tensors
     assert ballast_for(optimizer) == []
 
 
+class Remembering(torch.optim.Optimizer):
+    """A custom optimizer whose update depends on all that it keeps outside of its state."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "seen": []})
+        self.steps, self.rates, self.scale = 0, [], torch.ones(())
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        self.steps += 1
+        self.rates.append(0.1 / self.steps)
+        self.scale.mul_(0.9)
+        for group in self.param_groups:
+            group["seen"].append(len(self.rates))
+            for param in group["params"]:
+                if param.grad is not None:
+                    average = self.state[param].setdefault("average", torch.zeros_like(param))
+                    average.lerp_(param.grad, 0.5)
+                    param.sub_(average * group["lr"] * self.scale * sum(self.rates) * len(group["seen"]))
+
+
+class Reaching(torch.optim.SGD):
+    """A custom optimizer that reaches the model through a closure, and changes the model in a step."""
+
+    def __init__(self, params, lr: float, *, model: nn.Module) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+
+        def decay() -> None:
+            for param in model.parameters():
+                param.data.mul_(0.99)
+
+        self.decay = decay
+
+    def step(self, closure=None) -> None:
+        self.decay()
+        super().step()
+
+
+@pytest.mark.parametrize("kind", ["remembering", "reaching"])
+def test_a_custom_optimizer_trains_as_without_the_probe(kind):
+    runs = []
+    for transforms, grad in (
+        ([auto_microbatch(headroom=0.0)], microbatch_step),
+        ([], partial(microbatch_step, microbatch_size=4)),
+    ):
+        torch.manual_seed(0)
+        net = nn.Linear(6, 2).double()
+        optimizer = Remembering(net.parameters(), 0.1) if kind == "remembering" else Reaching(net.parameters(), 0.1, model=net)
+        step, sizes = compose_step(loss_fn, transforms, grad=grad), []
+        state = step.init(net, optimizer)
+        generator = torch.Generator().manual_seed(1)
+        with memory_budget(MIB, held=state.params.values()):
+            for _ in range(3):
+                state, _ = step(state, torch.randn(4, 6, generator=generator, dtype=torch.float64))
+                sizes.append(size_of(state) if transforms else "whole")
+        attributes = (optimizer.steps, optimizer.rates, optimizer.scale) if kind == "remembering" else ()
+        runs.append([fingerprint(state)[0], sizes, attributes])
+    assert runs[0] == runs[1]
+    assert runs[0][1] == ["whole"] * 3
+
+
+def test_the_state_of_a_custom_optimizer_is_assumed_and_the_size_found_again():
+    sizes, net = [], nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 8))
+    step = compose_step(loss_fn, [auto_microbatch()])
+    optimizer = Remembering(net.parameters(), 1e-4)
+    assert sum(tensor.numel() for tensor in ballast_for(optimizer)) == 2 * sum(param.numel() for param in net.parameters())
+    state = step.init(net, optimizer)
+    with memory_budget(MIB, held=state.params.values()):
+        for _ in range(2):
+            state, _ = step(state, torch.randn(1024, 64))
+            sizes.append(size_of(state))
+    assert 0 < sizes[0] < sizes[1]  # it has one tensor for each parameter, not two
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -513,7 +513,7 @@ def trained(budget: int, gather: bool, *transforms, grad=cached_microbatch_step)
             state, _ = step(state, torch.randn(96, 32, generator=torch.Generator().manual_seed(10 * at + current().rank)))
             sizes.append(state.slices["auto_microbatch"]["size"] if transforms else None)
             # By heart, a rank that fails would count on the gathers of another number of microbatches.
-            assert not transforms or state.shared.kept["auto_microbatch"].trials.replay.always_warn
+            assert not transforms or state.shared.kept["auto_microbatch"].trials.traces.always_check
     return torch.cat([gathered(p).flatten() for p in state.params.values()]).detach(), sizes, held.refused
 
 

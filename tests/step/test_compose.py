@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.dist import control
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError, StaleStateError
+from dtrain.step import microbatch
 from dtrain.transform import Transform
 
 
@@ -252,15 +252,15 @@ def crossed_by_the_wall_clock() -> list[list[bool]]:
     torch.manual_seed(0)
     model = dt.shard_model(nn.Linear(3, 2), dt.build_mesh(), strategy="replicate")
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    control._PROCESS.last, real = None, control.time
-    control.time = Hurried(current().rank)
+    real = microbatch.time
+    microbatch.time = Hurried(current().rank)
     found = []
     try:
         for _ in range(8):
             state, _ = step(state, BATCH)
             found.append([state.crossed("3sec"), state.crossed("1h"), state.reached("5sec")])
     finally:
-        control.time, control._PROCESS.last = real, None
+        microbatch.time = real
     return [*found, seen]
 
 

@@ -121,7 +121,7 @@ def refused() -> list[str]:
         torch.optim.SGD(net.parameters(), foreach=True),
     ):
         try:
-            new_state(net, optimizer)
+            new_state(net, optimizer, partial=True)
         except ConfigError as error:
             found.append(str(error))
     for param in cut:

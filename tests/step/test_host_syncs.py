@@ -61,7 +61,7 @@ def in_a_step(sharded: bool) -> list[str]:
         return microbatch_step(state, batch, microbatch_size=2, weight_fn=weight_fn, **options)
 
     step = compose_step(loss_fn, [scale_lr(linear(1.0, 0.1, 10)), clip_by_norm(1.0), ema(0.9)], grad=grad)
-    state = step.init(net, optimizer)
+    state = step.init(net, optimizer, equal_batches=True)
     state, _ = step(state, batch())  # the optimizer makes its state
     with count_host_syncs() as seen:
         state, metrics = step(state, batch())

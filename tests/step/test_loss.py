@@ -29,9 +29,9 @@ def loss_of(**options: Any) -> Callable[[nn.Module, torch.Tensor], Any]:
 WRONG = {
     "mean": (
         lambda net, x: net(x).mean(),
-        "loss_fn must return a LossSum, got Tensor; wrap one that returns a mean with dt.mean",
+        r"loss_fn must return a LossSum, got Tensor \[\]; if it is a mean, wrap it in dt.mean",
     ),
-    "nothing": (lambda net, x: None, "loss_fn must return a LossSum, got NoneType"),
+    "nothing": (lambda net, x: None, "loss_fn must return a LossSum, got None"),
     "pair": (lambda net, x: (net(x).sum(), 1.0), "loss_fn must return a LossSum, got tuple"),
     "vector": (loss_of(total=torch.ones(4)), r"LossSum.total must be one number \(a tensor \[\]\), got shape \(4,\); sum it"),
     "number": (loss_of(total=3.0), r"LossSum.total must be one number \(a tensor \[\]\), got 3.0"),

@@ -22,7 +22,7 @@ def squared(model, batch):
 def begin(transforms=()):
     model = dt.shard_model(nn.Linear(3, 1), dt.build_mesh(), blocks=(nn.Linear,))
     step = dt.compose_step(squared, transforms)
-    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), equal_batches=True)
 
 
 def told(rank, now, at=AT, number=signal.SIGTERM):

@@ -108,7 +108,7 @@ _SCRIPT = [
     _refused("the script is missing", "no such script", source=None),
     _refused("the script is missing, and its name has a line break", "no such script", source=None, script="no\nscript.py"),
     _refused("the script is a folder", "is a folder", source=None, script="."),
-    _refused("the script has a syntax error", "line 2 is not valid Python", source="import os\nif os\n"),
+    _refused("the script has a syntax error", ".py:2 is not valid Python", source="import os\nif os\n"),
     _refused("the script is latin-1 and not UTF-8", "not utf-8 text|encoding", source="name = 'é'\n", encoding="latin-1"),
     _fails("the script imports what is not there", 1, "import not_there\n", "No module named 'not_there'", each=False),
 ]
@@ -142,7 +142,8 @@ _RANKS = [
     _fails("one rank is killed, the others fail of it", KILLED, scripts.KILLED_FIRST, f"{_KILLED} SIGKILL"),
     _done("one rank returns early, the others go on", source=scripts.EARLY_AND_FINE, each=True),
     _fails(
-        "one rank returns early, the others fail of it", 1, scripts.EARLY_AND_MISSED, "rank {culprit} had already ended with 0"
+        "one rank returns early, the others fail of it", 1, scripts.EARLY_AND_MISSED,
+        "rank {culprit} of .* left early, with exit code 0",
     ),
     _fails(
         "one rank is stopped (SIGSTOP)", HUNG, scripts.hangs("stop"), "rank {culprit} of .* no progress",

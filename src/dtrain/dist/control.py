@@ -7,112 +7,42 @@ wrong: ranks that reduced different gradients. Neither waits for a device.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntFlag
 from typing import cast
 
 import torch
 
 from dtrain import pulse, spans
+from dtrain.clock import Place
 from dtrain.dist import stopping
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import current
+from dtrain.dist.origin import BATCH_BITS, Origin
 from dtrain.dist.rng import derive_seed, draws_digest
-from dtrain.errors import PeerError, StepError
-from dtrain.types import Batch
+from dtrain.errors import NonFiniteError, PeerError, StepError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
     """The agreed record of a step: counts are summed over ranks, ``microbatches`` is the maximum, ``seconds`` rank 0's.
 
+    ``equal_batches`` is True if all data-parallel ranks came with one hash of their batch, and None if they compared none.
+    ``place`` is the place of all ranks in their loader's data after the step, None if the batch is not a loader's.
     ``draws`` is this rank's own, and ``unlike`` two ranks that work on one batch together and have others: no fault as long as
-    nothing is drawn; see ``check_drawn``.
+    nothing is drawn; see ``check_drawn``. ``alike`` is False if ranks came with different plans.
     """
 
     samples: int
     tokens: int
     microbatches: int
-    end_of_epoch: bool
+    place: Place | None
     seconds: float
     draws: int = 0
     unlike: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Post:
-    """What a loader says of the batch that it is about to hand out.
-
-    Args:
-        epoch_ends: whether it is the last one of this rank's epoch.
-        alone: ranks end their epochs each for itself; it is over when all have.
-        stamp: a number below 2**48 that is equal on all ranks where they are at one place in the same data.
-        spare: a real sample for a rank that has none in this batch.
-    """
-
-    epoch_ends: bool = False
-    alone: bool = False
-    stamp: int = 0
-    spare: Batch | None = None
-
-    def code(self) -> int:
-        """Stamp and end of the epoch as one number that float64 holds exactly."""
-        return self.stamp * 4 + 2 * self.alone + self.epoch_ends
-
-
-@dataclass(slots=True)
-class _Process:
-    """What this process knows between two steps.
-
-    ``post`` comes from the loader with each batch that ``until`` hands out, and holds for as long as the loop is busy with it;
-    ``over`` is what the ranks then agreed about the end of the epoch, and ``last`` is when the last step was begun. They are
-    facts of the process, like the process groups, and not of any one state: two states that train on one batch (a GAN's) see
-    the same end of the epoch.
-    """
-
-    post: Post = Post()
-    over: bool | None = None
-    last: float | None = None
-
-
-_PROCESS = _Process()
-
-
-def post_batch(post: Post | None = None) -> None:
-    """Say what is known of the batch that is about to be handed out; nothing: no batch of a loader is being worked on.
-
-    Mutates: this process's record for the next step.
-    """
-    _PROCESS.post = post or Post()
-    if post is not None:
-        _PROCESS.over = None
-
-
-def epoch_is_over() -> bool | None:
-    """What the ranks agreed in the step on the posted batch; None if there was no step."""
-    return _PROCESS.over
-
-
-def spare_sample() -> Batch | None:
-    """The sample that the loader spared for this rank, None when it has none."""
-    return _PROCESS.post.spare
-
-
-@contextmanager
-def spare_replaced(sample: Batch | None) -> Iterator[None]:
-    """Let ``sample`` be this rank's spare while the block runs: what a batch method made of the loader's.
-
-    Mutates: this process's record, for the time of the block.
-    """
-    before = _PROCESS.post
-    _PROCESS.post = replace(before, spare=sample)
-    try:
-        yield
-    finally:
-        _PROCESS.post = before
+    equal_batches: bool | None = None
+    alike: bool = True
 
 
 def agree_before_step(
@@ -121,12 +51,18 @@ def agree_before_step(
     tokens: int,
     microbatches: int,
     weightless: bool,
+    diverged: int = 0,
+    in_a_row: int = 0,
     terms: Sequence[str] = (),
     error: Exception | None = None,
     run: int = 0,
     step: int = 0,
     copies: int = 1,
     draws: int = 0,
+    content: int = 0,
+    plan: int = 0,
+    origin: Origin | None = None,
+    seconds: float = 0.0,
 ) -> Tally:
     """The ranks' common record of the step about to run.
 
@@ -135,30 +71,38 @@ def agree_before_step(
         tokens: local tokens, 0 where they are not counted.
         microbatches: how many this rank needs, 0 when it has no sample.
         weightless: this rank has seen that an earlier step had no weight anywhere (it learns so late on a GPU).
+        diverged: if this rank has seen too many losses in a row that were not finite, 1 + the first step of the row; else 0.
+        in_a_row: the number of such losses that is too many, for the message.
         terms: what this rank has promised weights of.
         error: what is wrong with this rank's batch; it is raised here, and the others hear of it.
         run: tells apart states that train in turns.
         step: of the run; the same in a second try.
         copies: so many ranks, one after another, have one batch together, which is counted once.
         draws: a number that differs where the next random numbers do, 0 where ranks have no batch together.
+        content: a hash of the batch, below 2**53; 0 if it is not compared with that of other ranks.
+        plan: digest of the traces of ``auto_microbatch`` and of what they depend on; 0 without it.
+        origin: place of this rank's batch in its loader's data, None if no loader handed it out.
+        seconds: time since the last step of this run began.
 
-    Mutates: what this process knows about stopping; see ``stopping``.
-    Collective: one all-gather of nine numbers on the control group, of ten where ranks have a batch together.
+    Mutates: what this process knows about stopping (see ``stopping``); the agreement of ``origin``.
+    Collective: one all-gather of eleven numbers on the control group, of twelve where ranks have a batch together.
 
     Raises:
         PeerError: another rank came with an ``error``.
+        NonFiniteError: some rank has seen too many losses that were not finite; on all ranks.
         StepError: no rank has a sample, ranks disagree about the end of the epoch or about the terms, ranks that should have
             one batch have others, or an earlier step had no weight; on all ranks.
     """
     pulse.beat("step")
-    now = time.monotonic()
-    since = 0.0 if _PROCESS.last is None else now - _PROCESS.last
-    _PROCESS.last, stop = now, stopping.wanted()
-    if error is None and samples and not weightless and current().world_size == 1:
+    stop = stopping.wanted()
+    late = -1 if weightless else diverged  # learnt of an earlier step
+    if error is None and samples and not late and current().world_size == 1:
         stopping.settle(stop, run=run, step=step)
-        over = _PROCESS.over = _PROCESS.post.epoch_ends
-        return Tally(samples=samples, tokens=tokens, microbatches=microbatches, end_of_epoch=over, seconds=since)
-    mine = [samples, tokens, microbatches, _PROCESS.post.code(), weightless, since, error is not None, _digest(terms), stop]
+        place = None if origin is None else _agreed_place([origin.code()], origin)
+        return Tally(samples=samples, tokens=tokens, microbatches=microbatches, place=place, seconds=seconds)
+    code = 0 if origin is None else origin.code()
+    mine = [samples, tokens, microbatches, code, late, seconds, error is not None, _digest(terms), stop]
+    mine += [content, plan]
     rows = _exchanged([*mine, draws] if copies > 1 else mine)
     columns = list(zip(*rows, strict=True))
     stopping.settle(int(max(columns[8])), run=run, step=step)
@@ -175,31 +119,57 @@ def agree_before_step(
             f"step: the weight_fn of rank {strangers[0]} gives weights of other terms than that of rank 0 (or only one has any)"
             "; give the same names on all ranks"
         )
-    over = _PROCESS.over = _epoch_ends([int(code) for code in columns[3]])
+    place = _agreed_place([int(code) for code in columns[3]], origin)
+    if max(columns[4]) > 0:
+        raise NonFiniteError(_diverged(int(min(code for code in columns[4] if code > 0)) - 1, in_a_row))
     if any(columns[4]):
         raise StepError(
             "step: an earlier step had weight 0 on all ranks together (or another than weight_fn said), so its mean loss is "
             "undefined; look for masked batches"
         )
     if not any(columns[0]):
-        raise StepError("step: no rank has a sample in this batch; stop the loop where the loader ends")
+        raise StepError(
+            "step: no rank has a sample in this batch; skip the step where a batch may be empty on all ranks, or end the loop "
+            "there"
+        )
     unlike = _together(rows, copies)
     return Tally(
         samples=int(sum(columns[0][::copies])),
         tokens=int(sum(columns[1][::copies])),
         microbatches=int(max(columns[2])),
-        end_of_epoch=over,
+        place=place,
         seconds=rows[0][5],
         draws=draws,
         unlike=unlike,
+        equal_batches=_all_equal(columns[9][::copies]),
+        alike=len(set(columns[10])) == 1,
     )
 
 
-def _epoch_ends(codes: Sequence[int]) -> bool:
-    """Whether the epoch ends with this step, from what the ranks' loaders have posted; refuses ranks at different places."""
+def _diverged(first: int, in_a_row: int) -> str:
+    back = f"load a checkpoint of step {first - 1} or before" if first else "start again"
+    return (
+        f"step: the loss was infinite or NaN in {in_a_row} steps in a row, from step {first} on; parameters that were updated "
+        f"by them are spoiled, so {back}, then lower the learning rate, clip, or look at the batches; dt.nonfinite leaves such "
+        "updates out, and changes how many stop the run"
+    )
+
+
+def _all_equal(hashes: Sequence[float]) -> bool | None:
+    """Return True if the ranks have one hash, and None if there are no two hashes to compare."""
+    return len(set(hashes)) == 1 if len(hashes) > 1 and all(hashes) else None
+
+
+def _agreed_place(codes: Sequence[int], origin: Origin | None) -> Place | None:
+    """The place of all ranks after this step, by their origins' codes; refuses ranks at different places.
+
+    Mutates: the agreement of ``origin``, for its loader.
+    """
     alone, ends = {code & 2 for code in codes}, [rank for rank, code in enumerate(codes) if code & 1]
-    if alone == {2}:
-        return len(ends) == len(codes)
+    if alone == {2} and origin is not None:
+        epoch, batch = divmod(min(code >> 2 for code in codes), 1 << BATCH_BITS)
+        origin.agreement.over = epoch > origin.begin.epoch
+        return Place(epoch, batch)
     if ends and len(ends) < len(codes):
         raise StepError(f"step: only ranks {ends} are at the end of their epoch; give all ranks one dataset and one seed")
     astray = [rank for rank, code in enumerate(codes) if code != codes[0]]
@@ -208,7 +178,10 @@ def _epoch_ends(codes: Sequence[int]) -> bool:
             f"step: rank {astray[0]} is at another place in its data than rank 0, or in other data; give all ranks one "
             "dataset, one seed and one global_batch_size, and load the same checkpoint"
         )
-    return bool(ends)
+    if origin is None:
+        return None
+    origin.agreement.over = origin.ends_epoch
+    return origin.end
 
 
 def _together(rows: Sequence[Sequence[float]], copies: int) -> tuple[int, int] | None:
@@ -221,7 +194,7 @@ def _together(rows: Sequence[Sequence[float]], copies: int) -> tuple[int, int] |
                 f"step: ranks {first} and {rank} work on one batch together (cp, tp), but have {rows[first][0]:g} and "
                 f"{row[0]:g} samples, {rows[first][1]:g} and {row[1]:g} tokens; build the loader with mesh="
             )
-        if row[9] != rows[first][9]:
+        if row[11] != rows[first][11]:
             unlike = unlike or (first, rank)
     return unlike
 
@@ -248,12 +221,12 @@ class Verdict(IntFlag):
     OUT_OF_MEMORY = 1
     ERROR = 2  # of another kind
     THRASHED = 4  # it fits only because the allocator gave memory back and asked again
-    OTHERWISE = 8  # other collectives than in the tries before
+    DEVIATED = 8  # the collectives were about to differ from their trace: the run is void, and is to be made again
 
     @property
     def failed(self) -> bool:
         """Whether there is nothing to be used."""
-        return bool(self & (Verdict.OUT_OF_MEMORY | Verdict.ERROR))
+        return bool(self & (Verdict.OUT_OF_MEMORY | Verdict.ERROR | Verdict.DEVIATED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,12 +236,14 @@ class Outcome:
     Args:
         unused: parameters that had no gradient anywhere.
         changed: modules whose buffers changed on any rank.
-        verdicts: by rank. If one failed, nothing else is known.
+        verdicts: by rank. If one failed, nothing else is known but the places.
+        places: by rank, the number of collectives before a failure.
     """
 
     unused: Sequence[str] = ()
     changed: Sequence[str] = ()
     verdicts: Sequence[Verdict] = ()
+    places: Sequence[int] = ()
 
 
 def agree_after_backward(
@@ -278,6 +253,7 @@ def agree_after_backward(
     changed: Sequence[str],
     fault: bool,
     verdict: Verdict = Verdict.FINE,
+    place: int = 0,
 ) -> Outcome:
     """The ranks' common record of the backward that has run.
 
@@ -287,16 +263,18 @@ def agree_after_backward(
         changed: modules whose buffers this rank's forwards changed.
         fault: the weights that this rank was promised are not those that its losses came with.
         verdict: how the try went, where it may be abandoned. If any rank's failed, the rest of the record says nothing.
+        place: the number of collectives before this rank's failure.
 
-    Collective: one all-gather of five numbers on the control group; one exchange of JSON more when ranks differ.
+    Collective: one all-gather of six numbers on the control group; one exchange of JSON more when ranks differ.
 
     Raises:
         StepError: ranks reduced different units, or one has a ``fault``; on all ranks.
     """
-    rows = _exchanged([_digest(order), _digest(missing), _digest(changed), fault, verdict])
+    rows = _exchanged([_digest(order), _digest(missing), _digest(changed), fault, verdict, place])
+    places = [int(row.pop()) for row in rows]
     verdicts = [Verdict(int(row.pop())) for row in rows]
     if any(one.failed for one in verdicts):
-        return Outcome(verdicts=verdicts)
+        return Outcome(verdicts=verdicts, places=places)
     faulty = [rank for rank, row in enumerate(rows) if row[3]]
     if faulty:
         raise StepError(

@@ -117,6 +117,20 @@ def current() -> DistInfo:
 _ALONE = DistInfo()  # asked for several times a step
 
 
+def check_in_groups(where: str) -> None:
+    """Refuse a rank of a launcher that has opened no groups: it would train alone, and so would all others.
+
+    Raises:
+        ConfigError: the environment says that there are several ranks, and ``init_dist`` is not open.
+    """
+    ranks = os.environ.get(wire.WORLD_SIZE, "")
+    if _PROCESS.info is None and not dist.is_initialized() and ranks.isdecimal() and int(ranks) > 1:
+        raise ConfigError(
+            f"{where}: this process is one of {ranks} ranks ({wire.WORLD_SIZE}={ranks}), but init_dist is not open, so every "
+            "rank would train alone; put the loop into `with dt.init_dist() as info:`"
+        )
+
+
 def open_meshes() -> dict[tuple[tuple[str, int], ...], DeviceMesh]:
     """The meshes made on the open groups, by axes and degrees: to be added to, and dropped when ``init_dist``'s block ends.
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain import spans
+from dtrain import pulse, spans
 from dtrain.dist.collectives import all_gather_numbers, checked_rank
 from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import ConfigError
@@ -105,6 +105,7 @@ def _reduce(
 ) -> Tensor | float | None:
     info = checked_rank(where, "dst", 0 if dst is None else dst)
     wanted = dst is None or dst == info.rank
+    pulse.beat(where)
     if not isinstance(x, Tensor):
         if isinstance(x, bool) or not isinstance(x, int | float):
             raise ConfigError(f"{where}: takes a tensor or a number, got {type(x).__name__}; bool and None are neither")

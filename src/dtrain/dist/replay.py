@@ -1,276 +1,307 @@
-"""A rank that fails between two collectives must not leave its peers waiting: it plays its part to the end, or warns them.
+"""Keep the collectives of all ranks paired when a rank fails in the middle of a step.
 
-Two ways, chosen by what is known. *By warning*: at first, before each collective the ranks exchange on the control group
-whether one has failed, and write down which collectives there are. *By heart*: when these were the same twice, nothing is
-exchanged any more and nothing is looked at; a rank that fails knows from the groups' own sequence numbers how many of the
-collectives it has issued, and issues the rest with zeros, so that the peers come to the vote that follows. Nobody uses what
-they computed.
+A rank that leaves its step early must not leave its peers waiting, and must not let them meet one of its later collectives.
+A guarded run prevents both. It stands in front of every collective of the process, in one of two modes:
 
-The collectives of a stretch (a forward, a backward) must be the same whenever it runs: those of FSDP2 depend on the parameters
-alone, and on what is gathered already. Where they turn out to differ, or come from the user's code, whose sizes may be another
-batch's next time, the ranks go on by warning; after a try that failed, too, since it has left nothing gathered.
+*Checked*. Before each collective the ranks exchange a record on the control group: the failure of this rank, or the collective
+that it is about to issue. If a rank has failed, all ranks leave before the collective is issued. If the collectives do not
+belong together, all ranks raise. If the run ends well on all ranks, its sequence of collectives is kept: the *trace* of its
+plan.
+
+*Traced*. If all ranks hold the traces of the same checked runs, the next run of that plan exchanges nothing. Each rank compares
+each collective with its trace before it issues it. A rank that fails, or whose next collective is not that of the trace, leaves
+the model's code and issues the rest of the trace with zeros. So each rank issues exactly the trace, whatever happens, and a
+wrong pairing cannot occur. The vote after the run says that it is void.
+
+A trace is no prediction of what a plan does: where it turns out to be wrong the run is void, the trace is dropped, and the run
+is made again in checked mode. FSDP2, for one, gathers other units in a later microbatch than in an earlier one, and other ones
+again in a step of more microbatches, because each backward also prefetches for the forward before it.
 """
 
 from __future__ import annotations
 
-import sys
+import hashlib
+from abc import ABC, abstractmethod
+from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from dtrain.dist.collectives import all_gather_numbers
-from dtrain.dist.dispatch import Watch, arguments, group_of, is_collective
+from dtrain.dist.call import EXACT, Call, call_of, group_of_call, kind_of, sequence_of
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.dispatch import Issue, interceptor
 from dtrain.dist.init import current
+from dtrain.dist.rng import derive_seed
+from dtrain.errors import StepError
+
+_MOST_TRACES = 32  # plans; ragged batches make one for each number of microbatches
+_PATIENCE = 5  # traces that turn out to be wrong before a model is checked for good
+_GOES_ON, _GOES_ON_UNEVENLY, _FAILED = range(3)
 
 
-class PeerFailed(Exception):  # not for users: what a rank that is fine is left by
-    """Another rank has failed, and says so before a collective that this rank was about to issue."""
+class PeerFailed(Exception):  # internal: users never see it
+    """Another rank has failed and has told so before a collective that this rank was about to issue."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Hole:
-    """Where a tensor was among the arguments of a collective."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+class Deviated(Exception):  # internal: users never see it
+    """This rank was about to issue another collective than the trace has next."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    """One collective: what to issue in its place, and what makes it the same as another."""
+class Trace:
+    """The collectives of a checked run on this rank, and a digest of those of all ranks, which is equal on all."""
 
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    group: dist.ProcessGroup
-    sameness: tuple[object, ...]
-
-
-Stretch = tuple[_Call, ...]
-
-_OF_PARAMETERS = ("dtrain.step.weights", "torch.nn.modules._functions")
-_ON_THE_WAY = {  # between whoever asks for a collective and our look at it
-    __name__,
-    "dtrain.dist.dispatch",
-    "torch._compile",
-    "torch._dynamo.eval_frame",
-    "torch._library.autograd",
-    "torch._ops",
-    "torch.distributed._functional_collectives",
-    "torch.distributed.c10d_logger",
-    "torch.distributed.distributed_c10d",
-    "torch.utils._contextlib",
-    "torch.utils._python_dispatch",
-}
+    calls: tuple[Call, ...]
+    digest: int
 
 
 @dataclass(slots=True, eq=False)
-class Replay:
-    """What this process knows of the collectives of one model, stretch by stretch.
+class Traces:
+    """The traces of one training run, by plan: a plan is whatever the collectives of a step depend on.
+
+    A plan that leaves something out costs time, never correctness.
 
     Args:
-        known: by the name of a stretch.
-        sure: those that were seen twice.
-        always_warn: the stretches differ again and again, or cannot be played: their sizes depend on the batch.
-        patience: how often they may still differ.
-        kind: what the runs that are known have in common.
+        always_check: if True, no run is traced.
     """
 
-    known: dict[str, Stretch] = field(default_factory=dict)
-    sure: set[str] = field(default_factory=set)
-    always_warn: bool = False
-    patience: int = 5
-    kind: object = None
+    always_check: bool = False
+    _patience: int = _PATIENCE
+    _known: OrderedDict[object, Trace] = field(default_factory=OrderedDict)
 
-    def begin(self, kind: object) -> None:
-        """The next run is of ``kind``: what is known of runs of another one is forgotten. Alike on every rank."""
-        if kind != self.kind:
-            self.kind = kind
-            self.forget()
+    def __len__(self) -> int:
+        return len(self._known)
 
-    def knows(self, script: Sequence[str]) -> bool:
-        """Whether a rank that fails in ``script`` could play the rest of it. The same on all ranks."""
-        return not self.always_warn and self.sure.issuperset(script)
+    def digest(self, *conditions: int | str) -> int:
+        """A number below 2**52, never 0, equal on all ranks that hold the same traces under the same ``conditions``."""
+        known = [trace.digest for trace in self._known.values()]
+        return 1 + derive_seed(*conditions, int(self.always_check), *known) % (EXACT - 1)
+
+    def find(self, plan: object) -> Trace | None:
+        """The trace of ``plan``, if there is one that may be relied on. Every rank must ask alike."""
+        if self.always_check or plan not in self._known:
+            return None
+        self._known.move_to_end(plan)
+        return self._known[plan]
+
+    def keep(self, plan: object, trace: Trace) -> None:
+        """Rely on ``trace`` in the next run of ``plan``. Every rank must, or none."""
+        self._known[plan] = trace
+        while len(self._known) > _MOST_TRACES:
+            self._known.popitem(last=False)
+
+    def drop(self, plan: object) -> None:
+        """The trace of ``plan`` was wrong on some rank. Every rank must drop it, or none."""
+        self._known.pop(plan, None)
+        self._patience -= 1
+        self.always_check |= self._patience <= 0
 
     def forget(self) -> None:
-        """The next runs may be others. Every rank must call it, or none."""
-        self.known.clear()
-        self.sure.clear()
+        """Drop all traces. Every rank must, or none."""
+        self._known.clear()
 
 
-class Part:
-    """This rank's part in one run of a script: a list of stretches. ``open_part`` makes it."""
+class Guard(ABC):
+    """This rank's part in one run: it stands in front of each collective. ``open_guard`` makes one.
 
-    __slots__ = ("_before", "_begun", "_calls", "_due", "_exchanged", "_foreign", "_replay", "_script", "_totals", "warns")
+    Attributes:
+        left: the reason why this rank must not go on; raised again at each further collective, should the loss catch it.
+    """
 
-    def __init__(self, replay: Replay, script: Sequence[str]) -> None:
-        self._replay, self._script = replay, tuple(script)
-        self.warns = not replay.knows(script)
-        self._exchanged = False  # this rank has told of its failure, or heard of another's
-        self._foreign = False  # a collective was none of FSDP2's or ours
-        self._due: tuple[_Call, int] | None = None  # the others are about to issue it: its number there
-        self._calls: dict[int, list[_Call]] = {}
-        self._begun = -1
-        self._totals = {} if self.warns else _totals(call.group for name in script for call in replay.known[name])
-        self._before = {group: _sequence(group) for group in self._totals}
+    left: Exception | None = None
 
-    def enter(self, name: str) -> None:
-        """The next stretch of the script begins.
-
-        Raises:
-            ValueError: it is another than ``name``.
-        """
-        self._begun += 1
-        if self._script[self._begun] != name:
-            raise ValueError(f"replay: {name!r} in place of {self._script[self._begun]!r}")
+    def __init__(self, traces: Traces, plan: object) -> None:
+        self._traces, self._plan = traces, plan
+        self._issuing: tuple[Call, int] | None = None
+        self._aside = False  # this rank exchanges a record of its own
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at every operation where the ranks warn each other; nothing where they know the script by heart."""
-        if not self.warns:
+        """A context in which every collective passes this guard, but those of checkpoint threads."""
+        background = current().background
+
+        def listener(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], issue: Issue) -> Any:
+            if self._aside or self._issuing is not None:
+                return issue()
+            group = group_of_call(operation, args, kwargs)
+            if group is background:
+                return issue()
+            if self.left is not None:
+                raise self.left
+            call = self._admit(operation, args, kwargs, group)
+            self._issuing = call, sequence_of(group)
+            result = issue()
+            self._issuing = None
+            return result
+
+        with interceptor().listening(listener):
             yield
-            return
-        info = current()
-        own = [group for group in (info.control, info.background) if group is not None]
 
-        def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if is_collective(func):
-                group = group_of(arguments(func, args, kwargs))
-                if group is not None and group not in own:
-                    self._warn()
-                    self._foreign |= not _depends_on_parameters_alone(sys._getframe(1))
-                    call = _call(func, args, kwargs, group)
-                    self._due = call, _sequence(group)
-                    self._calls.setdefault(self._begun, []).append(call)
+    @property
+    def place(self) -> int:
+        """The number of collectives after which other ranks may have computed with this rank's zeros, if it fails now."""
+        return 0
 
-        with Watch(look):
-            yield
-
-    def done(self) -> bool:
-        """This rank has come to the end. Whether that was another run than the ones before.
-
-        Collective: where the ranks warn, one record on the control group.
+    @abstractmethod
+    def finish(self) -> None:
+        """Say that this rank has come to the end of the run.
 
         Raises:
             PeerFailed: another rank has not.
+            Deviated: the trace goes on.
+            StepError: other ranks are about to issue a collective; on all ranks.
         """
-        if self.warns:
-            self._warn()
-            return self._learn() or self._foreign
-        return any(_sequence(group) - self._before[group] != total for group, total in self._totals.items())
 
-    def differed(self) -> None:
-        """On some rank it was another run: do not rely on what is known. Every rank must call it, or none."""
-        self._replay.patience -= 1
-        self._replay.always_warn |= self._replay.patience <= 0
-        self._replay.forget()
+    @abstractmethod
+    def stand_in(self) -> None:
+        """After a failure, and after this rank has dropped what it held: let the other ranks come to the end.
 
-    def abandoned(self) -> None:
-        """It has failed on some rank. Every rank must call it, or none."""
-        self._replay.forget()
+        Collective: as each mode says.
+        """
+
+    @abstractmethod
+    def settle(self, *, failed: bool, deviated: bool) -> None:
+        """After the vote: learn from the run. Every rank must call it with the same outcome.
+
+        Args:
+            failed: the run is void.
+            deviated: on some rank because of the trace.
+        """
+
+    @abstractmethod
+    def _admit(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> Call:
+        """Let a collective be issued, or raise."""
+
+    def _leave(self, reason: Exception) -> Exception:
+        self.left = reason
+        return reason
+
+    def _interrupted(self) -> Call | None:
+        """The collective that this rank has announced or begun, but not issued: memory ran out in it."""
+        interrupted, self._issuing = self._issuing, None
+        if interrupted is None or sequence_of(interrupted[0].group) != interrupted[1]:
+            return None
+        return interrupted[0]
+
+
+class CheckedGuard(Guard):
+    """Exchange one record before each collective."""
+
+    def __init__(self, traces: Traces, plan: object) -> None:
+        super().__init__(traces, plan)
+        self._told = False  # all ranks know that the run is over
+        self._uneven = False
+        self._calls: list[Call] = []
+        self._same: dict[tuple[object, ...], Call] = {}  # a step has many collectives of few kinds
+        self._digest = hashlib.blake2b(digest_size=6)  # of the records of all ranks
+
+    def finish(self) -> None:
+        if self.left is not None:
+            raise self.left
+        self._exchange(None)
 
     def stand_in(self) -> None:
-        """This rank has failed, and dropped what it held: let the others come to the end.
+        """Collective: the one that this rank had announced when it failed, and one record."""
+        interrupted = self._interrupted()
+        if interrupted is not None:
+            interrupted.issue_zeros()
+        if not self._told:
+            self._told = True
+            all_gather_numbers([_FAILED, 0, 0, 0], where="step")
 
-        Collective: those that this rank has not issued; where the ranks warn, one record on the control group.
-        """
-        if self.warns:
-            if self._due is not None and _sequence(self._due[0].group) == self._due[1]:
-                # Memory ran out in the collective itself, after this rank had said that it would come.
-                _wait(_play(self._due[0]))
-            if not self._exchanged:
-                self._exchanged = True
-                all_gather_numbers([True], where="step")
-            return
-        issued = {group: _sequence(group) - before for group, before in self._before.items()}
-        for call in (call for name in self._script for call in self._replay.known[name]):
-            if issued[call.group] > 0:
-                issued[call.group] -= 1
-            else:
-                _wait(_play(call))  # one at a time: there is no memory to spare
+    def settle(self, *, failed: bool, deviated: bool) -> None:
+        if not (failed or self._uneven or self._traces.always_check):
+            digest = int.from_bytes(self._digest.digest(), "little")
+            self._traces.keep(self._plan, Trace(tuple(self._calls), digest))
 
-    def _warn(self) -> None:
-        if self._exchanged:
-            return  # what communicates after a failure, to clean up, does so on all ranks
-        self._due = None
-        rows = all_gather_numbers([False], where="step")
-        if any(row[0] for row in rows):
-            self._exchanged = True
-            raise PeerFailed
+    def _admit(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> Call:
+        kind = kind_of(operation, args, group)
+        call = self._same.get(kind) or self._same.setdefault(kind, call_of(operation, args, kwargs, group, kind))
+        self._exchange(call)
+        self._calls.append(call)
+        return call
 
-    def _learn(self) -> bool:
-        """Keep what was seen; whether it contradicts itself, or what was seen before."""
-        contradicts = False
-        for at, name in enumerate(self._script):
-            seen = tuple(self._calls.get(at, ()))
-            if name in self._replay.known:
-                self._replay.sure.add(name)
-            known = self._replay.known.setdefault(name, seen)
-            contradicts |= [call.sameness for call in known] != [call.sameness for call in seen]
-        return contradicts
-
-
-def _depends_on_parameters_alone(frame: FrameType | None) -> bool:
-    """Whether a collective is of FSDP2, of torch's SyncBatchNorm or of our sum of weights: these have the same sizes always."""
-    while frame is not None and (name := frame.f_globals.get("__name__", "")) in _ON_THE_WAY:
-        frame = frame.f_back
-    return frame is not None and (name in _OF_PARAMETERS or name.startswith("torch.distributed.fsdp."))
+    def _exchange(self, call: Call | None) -> None:
+        """Tell the other ranks of ``call``, or of the end of the run; raise if all ranks must leave."""
+        status = _GOES_ON_UNEVENLY if call is not None and call.uneven else _GOES_ON
+        identity = [0, current().world_size, 0] if call is None else call.identity()
+        self._aside = True
+        try:
+            rows = all_gather_numbers([status, *identity], where="step")
+            if any(row[0] == _FAILED for row in rows):
+                self._told = True
+                raise self._leave(PeerFailed())
+            if not _belong_together(rows):
+                self._told = True
+                raise self._leave(_mismatch(call, len(self._calls)))
+        finally:
+            self._aside = False
+        self._uneven |= any(row[0] == _GOES_ON_UNEVENLY for row in rows)
+        for row in rows:
+            self._digest.update(array("d", row).tobytes())
 
 
-def open_part(replay: Replay, script: Sequence[str]) -> Part:
-    """Begin ``script`` on this rank. Every rank must, with the same names."""
-    return Part(replay, script)
+class TracedGuard(Guard):
+    """Compare each collective with the trace; exchange nothing."""
+
+    def __init__(self, traces: Traces, plan: object, trace: Trace) -> None:
+        super().__init__(traces, plan)
+        self._calls = trace.calls
+        self._issued = 0
+
+    @property
+    def place(self) -> int:
+        return self._issued
+
+    def finish(self) -> None:
+        if self.left is not None:
+            raise self.left
+        if self._issued < len(self._calls):
+            raise self._leave(Deviated())
+
+    def stand_in(self) -> None:
+        """Collective: the rest of the trace."""
+        if self._interrupted() is not None:
+            self._issued -= 1
+        rest = self._calls[self._issued :]
+        for call in rest:
+            call.issue_zeros()  # one at a time: there is no memory to spare
+
+    def settle(self, *, failed: bool, deviated: bool) -> None:
+        if deviated:
+            self._traces.drop(self._plan)
+
+    def _admit(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> Call:
+        if self._issued == len(self._calls) or kind_of(operation, args, group) != self._calls[self._issued].kind:
+            raise self._leave(Deviated())
+        self._issued += 1
+        return self._calls[self._issued - 1]
 
 
-def _totals(groups: Iterator[dist.ProcessGroup]) -> dict[dist.ProcessGroup, int]:
-    totals: dict[dist.ProcessGroup, int] = {}
-    for group in groups:
-        totals[group] = totals.get(group, 0) + 1
-    return totals
+def open_guard(traces: Traces, plan: object) -> Guard:
+    """Begin a run of ``plan`` on this rank. Every rank must, with the same plan and the same traces."""
+    trace = traces.find(plan)
+    return CheckedGuard(traces, plan) if trace is None else TracedGuard(traces, plan, trace)
 
 
-def _sequence(group: dist.ProcessGroup) -> int:
-    """How many collectives this rank has issued on ``group``: gloo and NCCL count them, torch's types do not know it."""
-    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+def _belong_together(rows: Sequence[Sequence[float]]) -> bool:
+    """Return True if all ranks of each group that was announced have announced the same collective of that group."""
+    by_group: dict[float, list[Sequence[float]]] = {}
+    for row in rows:
+        by_group.setdefault(row[1], []).append(row[2:])
+    return all(len(members) == members[0][0] and members.count(members[0]) == len(members) for members in by_group.values())
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> _Call:
-    """What to issue in the place of a collective. It holds no tensor: those of a step are large."""
-    shapes: list[object] = []
-
-    def hole(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        shapes.append((tuple(value.shape), value.dtype))
-        return _Hole(value.shape, value.dtype, value.device)
-
-    holed_args, holed_kwargs = tree_map(hole, (args, kwargs))
-    return _Call(func, holed_args, holed_kwargs, group, (func.name(), group.group_name, *shapes))
-
-
-def _play(call: _Call) -> Any:
-    args, kwargs = tree_map(lambda value: value.zeros() if isinstance(value, _Hole) else value, (call.args, call.kwargs))
-    return call.func(*args, **kwargs)
-
-
-def _wait(result: Any) -> None:
-    """Until a collective that was issued is over; its tensors must live so long."""
-    if isinstance(result, Tensor):
-        torch.ops._c10d_functional.wait_tensor(result)
-        return
-    for value in result if isinstance(result, tuple | list) else (result,):
-        if isinstance(value, torch.ScriptObject):
-            dist.Work.unbox(value).wait()
-        elif isinstance(value, list | tuple):
-            _wait(value)
+def _mismatch(call: Call | None, number: int) -> StepError:
+    """The error of ranks whose next collectives do not belong together; the same on all. Collective: an exchange of JSON."""
+    mine = "the end of the step" if call is None else str(call)
+    said = cast("list[str]", all_gather_json(mine, where="step"))
+    other = next((rank for rank, text in enumerate(said) if text != said[0]), len(said) - 1)
+    return StepError(
+        f"step: ranks came to different collectives, and none of them was issued: rank 0 to {said[0]}, rank {other} to "
+        f"{said[other]}, after {number} that were alike. Run the same modules in the same order on all ranks."
+    )

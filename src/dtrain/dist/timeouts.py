@@ -30,6 +30,8 @@ _RAISES_FOR_PEERS = {
     "torch.distributed._functional_collectives",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives",
 }
+# Between the function that asks for a collective and the backend that fails.
+_LOOKED_THROUGH = {"torch._ops", "dtrain.dist.dispatch", "dtrain.dist.replay"}
 
 T = TypeVar("T")
 
@@ -104,8 +106,9 @@ class naming_missing:
 def is_of_a_collective(error: BaseException) -> bool:
     """Whether torch's communication raised ``error``: one of its own classes, or a bare RuntimeError from its modules.
 
-    gloo has no class for a lost connection, so the frame that raised decides. torch's operator call (``torch._ops``) is looked
-    through; DTensor's and FSDP2's other modules raise for reasons of this rank alone, and do not count.
+    gloo has no class for a lost connection, so the frame that raised decides. torch's operator call (``torch._ops``) and ours
+    in front of it are looked through. DTensor's and FSDP2's other modules raise for reasons of this rank alone, and do not
+    count.
     """
     if isinstance(error, dist.DistError):
         return True
@@ -116,7 +119,7 @@ def _raised_in(trace: TracebackType | None) -> str:
     module = ""
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")
-        module = module if name == "torch._ops" else name
+        module = module if name in _LOOKED_THROUGH else name
         trace = trace.tb_next
     return module
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain import spans
+from dtrain import pulse, spans
 from dtrain.clock import Clock
 from dtrain.dist.init import current
 from dtrain.dist.ragged import all_gather_by_rank
@@ -46,6 +46,7 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
     sums[: len(parts)] = torch.stack(parts)
     sums[-1].fill_(label)
     # On a GPU this waits for what was computed before: that time is the step's, or of the span that this is in.
+    pulse.beat("reduce_metrics")
     with spans.span("reduce") if sums.is_cpu else nullcontext():
         if ranks > 1:
             dist.all_reduce(sums)

@@ -27,6 +27,7 @@ from dtrain.shard.memory import checkpoint_activations
 from dtrain.shard.precision import Precision
 from dtrain.state import Accumulate, TrainState
 from dtrain.step.compose import Step, compose_step
+from dtrain.step.finite import set_loss_watch
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import apply_gradients
 from dtrain.types import Batch, LossSum, Metrics
@@ -82,6 +83,7 @@ class Rehearsal:
             _as_on_cuda(optimizer)
         self._state = self._compose(1).init(model, optimizer)
         self._state.shared.weight = Unread()
+        set_loss_watch(self._state, None)  # a fake loss cannot be read on the host
         self._warm = False
         self._traffic_of_two: tuple[Traffic, ...] | None = None
 

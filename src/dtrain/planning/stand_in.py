@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.dist.dispatch import is_collective
 from dtrain.errors import ConfigError
-from dtrain.state import HostScalar
+from dtrain.host_scalar import HostScalar
 from dtrain.testing.collectives import Collective, described
 
 _aten = torch.ops.aten

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.batch import FailedBatch, to_device
-from dtrain.dist.control import spare_replaced, spare_sample
 from dtrain.dist.mesh import degree
 from dtrain.errors import ConfigError
 from dtrain.names import clean_buffers, matcher
@@ -64,7 +63,7 @@ def cut_sequences(mesh: DeviceMesh, *, dims: Mapping[str, int], buffers: Mapping
         def cut(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
             if isinstance(batch, FailedBatch):
                 return inner(state, batch, microbatch_size=microbatch_size)
-            spare = spare_sample()
+            spare = state.spare
             try:
                 whole = _copied(batch, dims, state.device, ranks)
                 filler = None if spare is None else _copied(spare, dims, state.device, ranks)
@@ -72,8 +71,10 @@ def cut_sequences(mesh: DeviceMesh, *, dims: Mapping[str, int], buffers: Mapping
             except ConfigError as error:  # raised in the step, by all ranks
                 return inner(state, FailedBatch(error), microbatch_size=microbatch_size)
             ours = [(each[key], dim) for each in (whole, filler) if each is not None for key, dim in dims.items()]
-            with spare_replaced(filler), _torchs(mesh["cp"], ours, tables):
-                state, metrics = inner(state, whole, microbatch_size=microbatch_size)
+            begun = state.begun
+            with _torchs(mesh["cp"], ours, tables):
+                state, metrics = inner(state.with_spare(filler), whole, microbatch_size=microbatch_size)
+            state = state.but(begun=begun)
             if state.tally is None:
                 return state, metrics
             return state.but(tally=replace(state.tally, tokens=state.tally.tokens * ranks)), metrics  # each saw its part

@@ -19,7 +19,8 @@ from dtrain.dist.init import current
 from dtrain.dist.mesh import data_rank, data_shape, degree, mesh_of, tensor_rank
 from dtrain.errors import ConfigError
 from dtrain.shard.communication import Communication, apply_communication, check_communication
-from dtrain.shard.fsdp2 import mark_root, units_of
+from dtrain.shard.fsdp2 import mark_root, refuse_copies, units_of
+from dtrain.shard.meta_writes import note_writes
 from dtrain.shard.methods import check_methods, declare_methods
 from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, units_apart
 from dtrain.shard.reduction import watch_reductions
@@ -64,9 +65,9 @@ def shard_model(
             text without a dot), or a function of (name, module). What lies in no block is one unit with the model itself.
         precision: dtypes of compute, reduction and buffers; None computes in the dtypes that are stored. BatchNorm and the like
             become units of their own where it casts parameters.
-        accumulate: ``"local"`` adds up a step's gradients on each rank, at full size, and reduces them once; ``"sharded"``
-            reduces after every microbatch and keeps shards only. The all-reduce of ``hybrid_shard`` and ``replicate`` waits
-            for the last microbatch in both.
+        accumulate: ``"local"`` adds up a step's gradients on each rank, at full size and in at least float32, and reduces
+            them once; ``"sharded"`` reduces after every microbatch and keeps shards only. The all-reduce of ``hybrid_shard``
+            and ``replicate`` waits for the last microbatch in both.
         buffers: persistent buffers that a forward changes (BatchNorm's statistics) are, after each step's backward, those of
             rank 0 (``"broadcast"``), their mean over ranks (``"mean"``; integers: rank 0's), or each rank's own (``"local"``).
         sync: give all ranks rank 0's real weights and buffers. False is for ranks that are known to hold equal ones.
@@ -83,8 +84,9 @@ def shard_model(
             left out stay on the device. A model made on the meta device never lies on it whole.
         communication: how far ahead units are gathered, and through what; None is FSDP2's own way.
 
-    Parameters that are tied stay tied; across blocks, the modules that own them become a unit of their own. Units must run
-    in the same order on all ranks; a parameter inside a unit may be unused on some of them.
+    Parameters that are tied stay tied; across blocks, the modules that own them become a unit of their own. A parameter inside
+    a unit may be unused on some ranks. Units must run in the same order on all ranks; under ``"replicate"`` a rank may skip
+    units.
 
     Mutates: ``model``; every Parameter object is replaced by a DTensor, so an optimizer built before is useless.
     Collective: makes process groups (once for each strategy), compares a hash of names, shapes, dtypes and options, and
@@ -110,6 +112,7 @@ def shard_model(
     raise_together(error, where="shard_model")
     options = [chosen, accumulate, buffers, sync, list(methods), repr(precision), list(mesh.shape), offload, repr(sending)]
     check_equal(model, layout, [*options, *shown_plan(planned)])
+    note_writes(model)
     cast_buffers_(model, precision)
     make_equal(model, current().device, sync=sync)
     parallel = apply_plan(model, planned, _parallel_mesh(mesh, chosen), layout.left_out)
@@ -134,6 +137,7 @@ def shard_model(
     watch_buffers(model, spec)
     declare_methods(model, methods)
     mark_root(model)
+    refuse_copies(model)
     return model
 
 
@@ -204,20 +208,32 @@ def _offload_policy(offload: str | None) -> OffloadPolicy:
     return OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=current().device.type != "cpu")
 
 
+def _stored_dtype(modules: Sequence[nn.Module], taken: set[int]) -> torch.dtype:
+    """Return the dtype of a unit's parameters, of the trainable ones if there are any; ``taken`` belong to other units."""
+    own = [param for module in modules for param in module.parameters() if id(param) not in taken]
+    trainable = [param for param in own if param.requires_grad]
+    return next((param.dtype for param in (*trainable, *own)), torch.float32)
+
+
 def _cut(
     model: nn.Module, mesh: DeviceMesh, layout: Layout, precision: Precision, *, keep: bool, offload: OffloadPolicy
 ) -> None:
     """Make FSDP2 units of the layout, inside out. ``keep``: gathered parameters stay after a forward."""
-    policy = precision.policy()
-    inner = dataclasses.replace(policy, output_dtype=None)  # blocks hand each other what they compute in
-    whole = set(cast("list[nn.Parameter]", list(layout.left_out.values()))) or None
-    *blocks, root = layout.units
-    cut = partial(fully_shard, mesh=mesh, ignored_params=whole, offload_policy=offload)
-    for modules in blocks:
-        used = precision.as_stored() if keeps_dtype(modules[0]) else inner
-        cut(list(modules), mp_policy=used, reshard_after_forward=not keep)
-    # The root's parameters are needed again right after its forward: FSDP2's default (None) keeps them.
-    cut(root[0], mp_policy=policy, reshard_after_forward=False if keep else None)
+    whole = set(cast("list[nn.Parameter]", list(layout.left_out.values())))
+    cut = partial(fully_shard, mesh=mesh, ignored_params=whole or None, offload_policy=offload)
+    taken = {id(param) for param in whole}
+    for modules in layout.units:
+        stored = _stored_dtype(modules, taken)
+        policy = precision.policy(stored)
+        reshard: bool | None = not keep
+        if modules[0] is model:
+            reshard = False if keep else None  # needed again right after its forward: FSDP2's default (None) keeps them
+        elif keeps_dtype(modules[0]):
+            policy = precision.as_stored(stored)
+        else:
+            policy = dataclasses.replace(policy, output_dtype=None)  # blocks hand each other the dtype that they compute in
+        cut(list(modules), mp_policy=policy, reshard_after_forward=reshard)
+        taken.update(id(param) for module in modules for param in module.parameters())
     for unit in units_of(model):
         # Sums, not means: the step divides once by the global weight. gloo has no pre-multiplied sum, hence the second call.
         unit.set_gradient_divide_factor(1.0)

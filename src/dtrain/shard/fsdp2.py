@@ -9,9 +9,10 @@ what a forward without a backward leaves (``tests/shard/test_gathered.py``), and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils.hooks import RemovableHandle
+
+from dtrain.errors import ConfigError
+from dtrain.shard.precision import wide
 
 # Whether sums over microbatches stand beside the gradient, which torch 2.15 has made the one place for them.
 _SUMS_APART = not hasattr(FSDPParam, "unsharded_accumulated_grad")
@@ -56,20 +60,130 @@ def in_forward(unit: FSDPModule) -> bool:
     return str(unit._get_fsdp_state()._training_state).endswith(".FORWARD")
 
 
-def before_reduction(group: Any, call: Callable[[], bool]) -> None:
-    """Have ``call`` run each time before ``group`` reduces its gradients. Mutates: ``group``.
+def before_reduction(group: Any, call: Callable[[Callable[[bool], None]], None]) -> None:
+    """Have ``call(reduce)`` run in place of each reduction of ``group``. Mutates: ``group``.
 
-    Where it returns True, gradients are summed over the ranks that parameters are cut over, and not over the copies beside.
+    ``reduce(apart)`` reduces now. If ``apart`` is True, gradients are summed over the ranks that parameters are cut over, and
+    not over the copies beside. Gradients that wait for a later microbatch are kept in at least float32, also if ``group``
+    reduces them in less.
     """
-    reduce = group.post_backward
+    work = group.post_backward
 
-    def post_backward(*args: Any) -> Any:
-        if group.reduce_grads and call():
-            with _without_copies(group):
-                return reduce(*args)
-        return reduce(*args)
+    def post_backward(*args: Any) -> None:
+        group._reduce_dtype = compute_dtypes(group)[1]  # FSDP2 has None for that of compute, and takes that of accumulated sums
+        if group.reduce_grads:
+            call(reduce)
+            return
+        if not _was_gathered(group):
+            return  # no sample has reached the unit yet, which FSDP2 does not expect here
+        work(*args)
+        for param in group.fsdp_params:
+            _widen_accumulated(param)
+
+    def reduce(apart: bool) -> None:
+        with _without_copies(group) if apart else nullcontext():
+            work()
+        _widen_partial(group)
 
     group.post_backward = post_backward
+
+
+def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
+    """Have ``call`` run when a backward is over, before FSDP2 reduces units that it has not reached. Mutates: FSDP2's units."""
+    states: dict[int, Any] = {id(state): state for state in (unit._get_fsdp_state() for unit in units_of(model))}
+    for state in states.values():  # several modules of one unit have one state
+        state._root_post_backward_final_callback = partial(_both, call, state._root_post_backward_final_callback)
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
+
+
+def gather_once(group: Any) -> None:
+    """Gather ``group`` if it never was, so that its parameters can have a gradient of zeros. Mutates: ``group``."""
+    if not _was_gathered(group):
+        group.unshard()
+        group.wait_for_unshard()
+
+
+def _was_gathered(group: Any) -> bool:
+    return all(hasattr(param, "_unsharded_param") for param in group.fsdp_params)
+
+
+def refuse_double_backward(group: Any) -> None:
+    """Have a backward with ``create_graph=True`` raise when it comes to ``group``. Mutates: ``group``.
+
+    The second backward would find the weights of ``group`` freed, and fail with an error about storage.
+    """
+    prepare = group.pre_backward
+
+    def pre_backward(*args: Any) -> Any:
+        if torch.is_grad_enabled():  # autograd runs hooks in this mode only if the gradient gets a graph of its own
+            raise ConfigError(
+                "microbatch_step: the loss differentiates a gradient (create_graph=True), and FSDP2 frees weights between the "
+                "two backwards, under every strategy ('replicate' too). Use a finite difference of two losses, or leave out "
+                "shard_model"
+            )
+        return prepare(*args)
+
+    group.pre_backward = pre_backward
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Have ``copy.deepcopy`` of a unit of ``model`` say what to do instead. Mutates: the classes that FSDP2 has made."""
+    for unit in units_of(model):
+        setattr(type(unit), "__deepcopy__", _refuse_copy)  # noqa: B010  # FSDP2 has put one there that says less
+
+
+def _refuse_copy(module: nn.Module, memo: object) -> NoReturn:
+    raise ConfigError(
+        f"deepcopy: this {type(module).__name__.removeprefix('FSDP')} is sharded, and its units cannot be copied. Build a "
+        "second model, shard it in the same way and call second.load_state_dict(first.state_dict()), or copy before shard_model"
+    )
+
+
+def has_waiting_gradients(group: Any) -> bool:
+    """Return True if ``group`` holds gradients that a later microbatch reduces."""
+    for param in group.fsdp_params:
+        full = getattr(param, "_unsharded_param", None)  # None before the first time that it is gathered
+        if param.unsharded_accumulated_grad is not None or (full is not None and full.grad is not None):
+            return True
+    return False
+
+
+def _widen_accumulated(param: Any) -> None:
+    """Keep the gradient of one microbatch in at least float32, so that those of the next are added to it exactly.
+
+    FSDP2 adds microbatches up in the dtype of reductions, in which 1,024 gradients of 1 make 256 if that is bfloat16.
+
+    Mutates: gradients of FSDP2's gathered parameters.
+    """
+    param.to_accumulated_grad_if_needed()
+    full = getattr(param, "_unsharded_param", None)  # None before the first time that it is gathered
+    if _SUMS_APART and full is not None and full.grad is not None and wide(full.grad.dtype) != full.grad.dtype:
+        param.unsharded_accumulated_grad = full.grad.to(wide(full.grad.dtype))
+        full.grad = None
+
+
+def _widen_partial(group: Any) -> None:
+    """Keep what was summed within each copy, and waits for the all-reduce over copies, in at least float32.
+
+    Mutates: ``group``.
+    """
+    summed = group._partial_reduce_output
+    if summed is not None and wide(summed.dtype) != summed.dtype:
+        with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):  # in which FSDP2 made it, and goes on adding
+            group._partial_reduce_output = summed.to(wide(summed.dtype))
+
+
+def wait_for_reduced(group: Any) -> None:
+    """Have the current stream wait for the reduced gradients of ``group``, which FSDP2 does after the last backward only."""
+    if group._post_reduce_event is not None:
+        group.device_handle.current_stream().wait_event(group._post_reduce_event)
+    for param in group.fsdp_params:
+        if param.grad_offload_event is not None:  # on its way to host memory
+            param.grad_offload_event.synchronize()
 
 
 @contextmanager
@@ -132,7 +246,7 @@ def fill_missing(group: Any) -> tuple[list[int], list[int]]:
     Mutates: gradients of FSDP2's gathered parameters.
     """
     trainable = [(at, param) for at, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad]
-    wide = any(param.unsharded_accumulated_grad is not None for _, param in trainable)
+    accumulated = any(param.unsharded_accumulated_grad is not None for _, param in trainable)
     present, missing = [], []
     for at, param in trainable:
         full = getattr(param, "_unsharded_param", None)  # None before the first time that it is gathered
@@ -142,8 +256,8 @@ def fill_missing(group: Any) -> tuple[list[int], list[int]]:
             missing.append(at)
             if full is not None:
                 full.grad = torch.zeros_like(full)
-        if wide and full is not None and param.unsharded_accumulated_grad is None:
-            param.to_accumulated_grad_if_needed()  # those of earlier microbatches are kept in the wider dtype of reductions
+        if accumulated and full is not None and param.unsharded_accumulated_grad is None:
+            _widen_accumulated(param)  # the gradients of one reduction have one dtype
     return present, missing
 
 

@@ -7,13 +7,14 @@ same numbers (on one device type).
 What initialises a tensor, in this order, children before parents:
 
 1. ``reset_parameters()`` of the module that owns it (or ``_reset_parameters``), or of a module further up: such a module sees
-   all tensors below it at full size while its own runs;
+   all tensors below it at full size while its own runs. Adapters of peft's LoRA: ``reset_lora_parameters`` of their layer;
 2. the caller's ``init(module)``, the kind of function that is given to ``nn.Module.apply``;
 3. the module's own ``__init__``, run again, for what neither has written: buffers computed there (rotary tables, masks)
    and parameters such as ``torch.ones(dim)``. Its arguments are taken from attributes of the same names, and the result
    is only believed if the new module's plain attributes equal the old one's.
 
-A tensor that is still unwritten then is an error, by name.
+A tensor that is still unwritten then is an error, by name. So is a parameter that the model wrote more often while it was
+made than these three do: its initial value is another one, which the meta device has not kept (see ``meta_writes``).
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from dtrain import spans
 from dtrain.dist.init import current
 from dtrain.dist.rng import rng_state, seed_all, set_rng_state
 from dtrain.errors import ConfigError
+from dtrain.names import clean_parameters
 from dtrain.shard.fsdp2 import mark_root
+from dtrain.shard.meta_writes import Repeated, check_repeated, noted_writes, resets_of
 from dtrain.shard.rebuild import rebuilt
 from dtrain.state import spec_of
 from dtrain.tensors import extent, is_distributed, local
 
-_RESETS = ("reset_parameters", "_reset_parameters")  # torch's own attention and transformer have the second
 InitFn = Callable[[nn.Module], None]
 
 
@@ -53,19 +55,21 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
     Collective: none.
 
     Raises:
-        ConfigError: tensors that nothing initialised, by name.
+        ConfigError: tensors that nothing initialised, or whose initial values came from another module's ``__init__``, by name.
     """
-    device = current().device
+    device, made = current().device, noted_writes(model)
     # Children first, as construction has it: a parent may overwrite what its children drew.
     modules = list(reversed(list(model.named_modules())))
     born_meta = {id(module): _own_meta(module) for _, module in modules}
     give_storage(model, device)
     pending = {id(_get(module, key)): f"{name}.{key}".lstrip(".") for name, module in modules for key in born_meta[id(module)]}
+    repeated = Repeated({id(param): made[name] for name, param in clean_parameters(model)[0].items() if name in made})
     for name, module in modules:
-        if not born_meta[id(module)] and not _resets(module):
+        resets = resets_of(module, model)
+        if not born_meta[id(module)] and not resets:
             continue
         with _own_streams(seed, name), torch.no_grad():
-            written = _initialised(name, module, born_meta, init, pending, device)
+            written = _initialised(name, module, born_meta, resets, init, pending, repeated, device)
             for target, full in written:
                 _keep_slice(target, full)
                 pending.pop(id(target), None)
@@ -75,6 +79,7 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
             "owning module a reset_parameters() that writes them, or pass init=, or make them from constructor arguments kept "
             "as attributes"
         )
+    check_repeated(model, repeated)
     mark_root(model)
     return model
 
@@ -95,10 +100,6 @@ def give_storage(model: nn.Module, device: torch.device) -> None:
 
     model._apply(stored)
     _tie_again(model, ties)
-
-
-def _resets(module: nn.Module) -> list[Callable[[], None]]:
-    return [reset for key in _RESETS if callable(reset := getattr(module, key, None))]
 
 
 def _own_meta(module: nn.Module) -> list[str]:
@@ -145,13 +146,14 @@ def _initialised(
     name: str,
     module: nn.Module,
     born_meta: dict[int, list[str]],
+    resets: Sequence[Callable[[], None]],
     init: InitFn | None,
     pending: Mapping[int, str],
+    repeated: Repeated,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
     """Tensors that this module initialises, with their full-size values: its own, and those below that its reset writes."""
     own = born_meta[id(module)]
-    resets = _resets(module)
     below = [(m, born_meta[id(m)]) for m in module.modules()] if resets else []
     if not own and not any(keys for _, keys in below):
         return []
@@ -161,6 +163,7 @@ def _initialised(
             for reset in resets:
                 reset()
         written |= _writes(name, held)
+        _count(held, written, repeated.reset, repeated)
     if init is not None and own:
         with _holding(module, [(module, own)], device) as held:
             for each in held:
@@ -169,9 +172,25 @@ def _initialised(
                     each.version = each.full._version
             init(module)
         written |= _writes(name, held)
+        _count(held, written, repeated.init, repeated)
     left = [key for key in own if id(_get(module, key)) in pending and id(_get(module, key)) not in written]
-    again = rebuilt(module, left, device) if left else {}
-    return [*written.values(), *((_get(module, key), full) for key, full in again.items())]
+    for key, full in (rebuilt(module, left, device) if left else {}).items():
+        target = _get(module, key)
+        written[id(target)] = target, full
+        repeated.reset[id(target)] = full._version
+    return list(written.values())
+
+
+def _count(held: Iterable[_Held], written: Mapping[int, object], counts: dict[int, int], repeated: Repeated) -> None:
+    """Note how often an initialiser has written each tensor. Mutates: ``counts``, ``repeated``."""
+    for each in held:
+        key = id(each.target)
+        if key not in written:
+            continue
+        if each.below or each.replaced:
+            repeated.settled.add(key)
+        else:
+            counts[key] = counts.get(key, 0) + each.full._version - each.version
 
 
 @dataclass(slots=True, eq=False)
@@ -184,6 +203,7 @@ class _Held:
     full: Tensor
     version: int
     below: bool
+    replaced: bool = False
 
 
 @contextmanager
@@ -211,7 +231,8 @@ def _holding(top: nn.Module, places: Sequence[tuple[nn.Module, list[str]]], devi
                     held.append(_Held(module, key, target, full, full._version, module is not top))
         yield held
         for each in held:
-            each.full = _get(each.module, each.key)  # a buffer may have been assigned anew instead of written
+            now = _get(each.module, each.key)  # it may have been assigned anew instead of written
+            each.full, each.replaced = now, now is not each.full
     finally:
         for module, params, buffers in before:
             module._parameters.update(params)

@@ -30,8 +30,8 @@ _WITH_STATISTICS = (
 
 # By preset, the fields that are in the low precision (True) or in float32 (False). The others keep the dtype that is stored.
 _PRESETS: dict[str, dict[str, bool]] = {
-    "DEFAULT": {"param": True, "reduce": False, "buffer": True},
-    "PURE": {"param": True, "reduce": True, "buffer": True},
+    "DEFAULT": {"param": True, "reduce": False},
+    "PURE": {"param": True, "reduce": True},
     "FULL": {},
 }
 
@@ -41,12 +41,14 @@ class Precision:
     """Dtypes of a sharded model's compute: ``"fp32"``, ``"bf16"``, ``"fp16"``; None keeps the stored one.
 
     >>> Precision.preset("DEFAULT", "bf16")
-    Precision(param='bf16', reduce='fp32', buffer='bf16', output=None)
+    Precision(param='bf16', reduce='fp32', buffer=None, output=None)
 
     Args:
         param: of parameters, and of floating inputs, in forward and backward (the optimizer keeps the stored ones).
-        reduce: of gradients while microbatches and ranks are summed; None means the dtype of ``param``.
-        buffer: that floating-point buffers are stored in from ``shard_model`` on. Integers and complex numbers keep theirs.
+        reduce: of gradients while ranks are summed; None means float32, or a wider dtype of compute. The gradients of a step's
+            microbatches are always added up in at least float32.
+        buffer: that all floating-point buffers are stored in from ``shard_model`` on, rotary frequencies and other tables
+            included. Integers and complex numbers keep theirs. No preset sets this field.
         output: of the floating tensors that the root module returns.
 
     Normalisations with running statistics (BatchNorm) are left alone by ``param`` and ``buffer``: their parameters and
@@ -72,9 +74,11 @@ class Precision:
         """A usual combination by name.
 
         Args:
-            name: ``"DEFAULT"`` has parameters and buffers in the low precision and sums gradients in float32, ``"PURE"`` has
-                all three in the low precision, ``"FULL"`` none.
+            name: ``"DEFAULT"`` computes with parameters in the low precision and sums gradients in float32. ``"PURE"`` also
+                sums the gradients of ranks in the low precision. ``"FULL"`` changes nothing.
             low: the low precision.
+
+        Buffers keep their dtype: a table in the low precision is another table. ``Precision(buffer=...)`` casts them.
 
         Raises:
             ConfigError: another name or dtype.
@@ -85,20 +89,27 @@ class Precision:
             raise ConfigError(f"Precision.preset: low must be one of {', '.join(_LOW)}, got {low!r}")
         return replace(cls(), **{field: low if is_low else "fp32" for field, is_low in _PRESETS[name].items()})
 
-    def policy(self) -> MixedPrecisionPolicy:
-        """The same as FSDP2 takes it, which knows nothing of buffers."""
-        param, reduce, output = (_DTYPES[v] if v else None for v in (self.param, self.reduce, self.output))
-        # FSDP2's own default for gradients has changed: torch 2.15 reduces them as parameters are stored, and not as computed.
-        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce or param, output_dtype=output)
+    def policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
+        """Return the policy of FSDP2 for a unit whose trainable parameters are ``stored`` in that dtype. It has no buffers."""
+        param, output = (_DTYPES[v] if v else None for v in (self.param, self.output))
+        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=self._reduced(param or stored), output_dtype=output)
 
-    def as_stored(self) -> MixedPrecisionPolicy:
-        """The policy of a unit that computes with parameters as they are stored and inputs as they come."""
-        reduce = _DTYPES[self.reduce] if self.reduce else None
-        return replace(self.policy(), param_dtype=None, reduce_dtype=reduce, output_dtype=None, cast_forward_inputs=False)
+    def as_stored(self, stored: torch.dtype) -> MixedPrecisionPolicy:
+        """Return the policy of a unit that computes with parameters as they are stored and inputs as they come."""
+        return MixedPrecisionPolicy(reduce_dtype=self._reduced(stored), cast_forward_inputs=False)
+
+    def _reduced(self, computed: torch.dtype) -> torch.dtype:
+        # Said in any case: torch 2.15 takes the stored dtype for None, and older versions take the computed one.
+        return _DTYPES[self.reduce] if self.reduce else wide(computed)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which to add up many numbers of ``dtype``: float32 for bfloat16 and float16, else ``dtype``."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def keeps_dtype(module: nn.Module) -> bool:
-    """Whether ``module`` computes as it is stored, whatever the precision: it keeps running statistics of its own."""
+    """Return True if ``module`` computes as it is stored, whatever the precision: it keeps running statistics of its own."""
     return isinstance(module, _WITH_STATISTICS) and module.running_mean is not None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,19 +15,26 @@ from torch.distributed.fsdp import FSDPModule
 from dtrain.names import unwrapped
 from dtrain.shard.fsdp2 import (
     after_reduction,
+    at_end_of_backward,
     before_reduction,
     fill_missing,
     free_gathered,
+    gather_once,
+    has_waiting_gradients,
     is_idle,
     let_go_of_reduced,
     param_groups,
+    refuse_double_backward,
     reset,
     runs_again,
     sharded_params,
+    wait_for_reduced,
     whole_params,
 )
+from dtrain.shard.precision import wide
 from dtrain.shard.whole import is_whole
 from dtrain.state import ShardSpec, TrainState
+from dtrain.tensors import local, with_shard
 
 _REDUCTION = "_dtrain_reduction"  # the attribute of a model that shard_model leaves its Reduction in
 
@@ -53,8 +60,16 @@ class Reduction:
         self._last: bool | None = None
         self._in_step = False
         self._apart = False
+        self._sums: dict[int, Tensor] = {}  # by parameter: gradients of earlier microbatches that .grad would round
         for index, group in enumerate(self._groups):
             before_reduction(group, partial(self._about_to_reduce, index))
+            refuse_double_backward(group)
+        # Whole parameters need no gathers: units may differ between ranks, if reductions come in one order on all of them.
+        self._turns = list(reversed(range(len(self._groups)))) if spec.strategy == "replicate" else []
+        self._held: dict[int, Callable[[bool], None]] = {}
+        self._done = 0  # so many of the turns
+        if self._turns:
+            at_end_of_backward(model, self._reduce_rest)
 
     def begin(self, *, apart: bool = False) -> None:
         """Start a step. Mutates: FSDP2's units, where a forward outside of a step has left something.
@@ -65,12 +80,24 @@ class Reduction:
         if self._sharded and not is_idle(self._model, self._groups):
             reset(self._model)
         self._in_step, self._apart = True, apart
+        self._sums.clear()
+        self._held.clear()
+        self._done = 0
         self._order.clear()
         self._present.clear()
         self._missing.clear()
 
-    def before_microbatch(self, *, last: bool) -> None:
-        """Say what the next backward does with its gradients. Mutates: flags of FSDP2's units, where they change."""
+    def before_microbatch(self, *, last: bool, params: Iterable[Tensor] = ()) -> None:
+        """Say what the next backward does with its gradients.
+
+        Args:
+            last: if True, the microbatch is the last one of its step.
+            params: the parameters of the model, whose gradients of earlier microbatches are put aside if ``.grad`` has fewer
+                bits than float32.
+
+        Mutates: flags of FSDP2's units, where they change; ``.grad`` of ``params``.
+        """
+        self._put_aside(params)
         if last == self._last:
             return
         self._last = last
@@ -84,10 +111,41 @@ class Reduction:
         if spec.strategy in ("shard_grad_op", "replicate"):
             model.set_reshard_after_backward(last)  # gathered once a step, not once a microbatch
 
+    def has_gradients(self, params: Iterable[Tensor]) -> bool:
+        """Return True if a backward of this step has reached any of ``params``, which are all parameters of the model."""
+        if self._present or any(map(has_waiting_gradients, self._groups)):
+            return True
+        return any(param.grad is not None for param in params) and not self._missing
+
+    def _put_aside(self, params: Iterable[Tensor]) -> None:
+        low = [param for param in params if param.grad is not None and wide(param.grad.dtype) != param.grad.dtype]
+        if low:
+            for group in self._groups:
+                wait_for_reduced(group)
+        for param in low:
+            assert param.grad is not None
+            grad, before = local(param.grad), self._sums.get(id(param))
+            self._sums[id(param)] = grad.to(wide(grad.dtype)) if before is None else before.add_(grad)
+            if grad.is_cuda:  # FSDP2 has made it in another stream, which would use its memory again too early
+                grad.record_stream(torch.cuda.current_stream(grad.device))
+            param.grad = None
+
+    def add_up(self, params: Iterable[Tensor]) -> None:
+        """Add the gradients that were put aside to those of the last microbatch. Mutates: ``.grad`` of ``params``."""
+        for param in params:
+            before = self._sums.pop(id(param), None)
+            if before is not None:
+                last = param.grad
+                whole = before if last is None else before.add_(local(last))
+                param.grad = with_shard(param, whole.to(param.dtype)) if last is None else last
+                if last is not None:
+                    local(last).copy_(whole)
+
     def end(self) -> None:
         """Leave FSDP2's flags as they were before the step."""
         self.before_microbatch(last=True)
         self._in_step = self._apart = False
+        self._sums.clear()
 
     def free(self) -> None:
         """Drop gathered copies of parameters that are about to change. Mutates: FSDP2's units."""
@@ -155,6 +213,7 @@ class Reduction:
 
     def _accumulated(self, call: Callable[[Sequence[Tensor]], None], param: Tensor) -> None:
         if self._in_step and self._last:
+            self.add_up([param])
             call([param])
 
     def _reduced(self, index: int, call: Callable[[Sequence[Tensor]], None]) -> None:
@@ -163,15 +222,42 @@ class Reduction:
                 let_go_of_reduced(self._groups[earlier])
             lacking = self._missing - self._present
             params = enumerate(sharded_params(self._groups[index]))
-            call([param for at, param in params if param.grad is not None and (index, at) not in lacking])
+            final = [param for at, param in params if param.grad is not None and (index, at) not in lacking]
+            self.add_up(final)
+            call(final)
 
-    def _about_to_reduce(self, index: int) -> bool:
+    def _about_to_reduce(self, index: int, reduce: Callable[[bool], None]) -> None:
+        """Reduce a unit, or hold it until all units before it in the turns were reduced."""
+        turn = self._turns.index(index) if self._turns and self._in_step and self._last else -1
+        if turn < self._done:
+            self._reduce(index, reduce)
+            return
+        if runs_again(self._groups[index]):
+            return  # the unit was called several times: its gradients of this backward are reduced together
+        self._held[index] = reduce
+        while self._done < len(self._turns) and (held := self._held.pop(self._turns[self._done], None)) is not None:
+            self._done += 1
+            self._reduce(self._turns[self._done - 1], held)
+
+    def _reduce_rest(self) -> None:
+        """Reduce, at the end of a backward, the units that this rank's samples did not reach, and those that wait for them."""
+        if not (self._in_step and self._last):
+            return
+        for index in self._turns[self._done :]:
+            self._done += 1
+            gather_once(self._groups[index])
+            self._groups[index].post_backward()
+        self._held.clear()
+        self._done = 0  # of the next backward, if the loss runs several
+
+    def _reduce(self, index: int, reduce: Callable[[bool], None]) -> None:
         present, missing = fill_missing(self._groups[index])
         if self._in_step:
-            self._order.append(index)
+            if self._last or not self._turns:  # whole parameters are summed over ranks in the last microbatch only
+                self._order.append(index)
             self._present.update((index, at) for at in present)
             self._missing.update((index, at) for at in missing)
-        return self._apart
+        reduce(self._apart)
 
 
 def watch_reductions(model: nn.Module, spec: ShardSpec) -> None:
@@ -189,7 +275,7 @@ _NOTHING = Reduction(nn.Identity(), ShardSpec())
 
 
 def reduce_whole_(grads: Sequence[Tensor], spec: ShardSpec) -> None:
-    """Sum plain gradients over all ranks that count, those of one dtype in one collective; all ranks get the sum.
+    """Sum plain gradients over all ranks that count, in at least float32; all ranks get the sum.
 
     While copies of the model train apart, the ranks are those of this rank's copy.
 
@@ -197,7 +283,7 @@ def reduce_whole_(grads: Sequence[Tensor], spec: ShardSpec) -> None:
     """
     for dtype in {grad.dtype: None for grad in grads}:
         same = [grad for grad in grads if grad.dtype == dtype]
-        flat = torch.cat([grad.reshape(-1) for grad in same])
+        flat = torch.cat([grad.reshape(-1) for grad in same]).to(wide(dtype))
         if not spec.counts:
             flat.zero_()
         for group in [None] if spec.apart is None else spec.apart.within:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from dtrain.dist.control import Outcome, Tally, Verdict
 from dtrain.dist.init import current
-from dtrain.dist.replay import Part, PeerFailed, Replay, open_part
+from dtrain.dist.replay import Deviated, Guard, PeerFailed, Traces, open_guard
 from dtrain.dist.timeouts import is_of_a_collective
 from dtrain.errors import DoesNotFitError, PeerError
 from dtrain.memory.failure import is_out_of_memory
@@ -38,7 +38,7 @@ class Attempt:
 
     Args:
         run: whose step it is, an object that only this run has.
-        replay: what is known of the model's collectives, kept from try to try.
+        traces: of the model's collectives, kept from try to try.
         shared: whether there are other ranks, who must not be left waiting.
         at_most: run no more microbatches than these, and leave no gradient: a rehearsal. None runs them all.
         prepare: called before anything else; it may run out of memory like the rest.
@@ -49,10 +49,12 @@ class Attempt:
         samples: out: this rank's samples.
         asked: out: the words of the allocator that refused on this rank.
         verdict: out: how the try went on this rank; ``verdicts`` on all of them.
+        place: out: the number of collectives before this rank's failure.
+        repeat: out: the try says nothing about memory, and is to be made again.
     """
 
     run: object
-    replay: Replay
+    traces: Traces
     shared: bool
     at_most: int | None = None
     prepare: Callable[[], None] | None = None
@@ -65,27 +67,27 @@ class Attempt:
     verdict: Verdict = Verdict.FINE
     verdicts: Sequence[Verdict] = ()
     error: Exception | None = None
-    part: Part | None = field(default=None, repr=False)
+    guard: Guard | None = field(default=None, repr=False)
+    place: int = 0
+    repeat: bool = False
 
     def microbatches(self, wanted: int) -> int:
         """How many to run of those that the step needs."""
         return wanted if self.at_most is None else min(wanted, self.at_most)
 
     def enter(self, name: str) -> None:
-        """A stretch begins."""
+        """A part of the step begins; the memory that the first forward leaves is measured between two of them."""
         if self.live is not None and name == "forward, first":
             self.kept = -self.live()
         elif self.live is not None and self.kept < 0:
             self.kept += self.live()
-        if self.part is not None:
-            self.part.enter(name)
 
-    def guarded(self, body: Callable[[], T], *, script: Sequence[str], undo: Callable[[], None]) -> T | None:
+    def guarded(self, body: Callable[[], T], *, plan: object, undo: Callable[[], None]) -> T | None:
         """What ``body`` returns; None when it failed here or elsewhere: then nothing of it is left, and ``verdict`` says why.
 
         Args:
             body: forwards and backwards, up to the vote.
-            script: the stretches that it enters, one after another.
+            plan: what the collectives of ``body`` depend on; equal on all ranks.
             undo: gives back what a failed try holds; runs outside of it, so that its frames hold nothing any more.
 
         Collective: those of ``body``, on every rank, also on one that failed; see ``dist/replay.py``.
@@ -94,38 +96,35 @@ class Attempt:
             DistError: a collective failed: there is nobody to wait for any more.
             DoesNotFitError: this rank cannot even stand in for what it has not issued; the others lose it.
         """
-        self.part = open_part(self.replay, script) if self.shared else None
+        self.guard = open_guard(self.traces, plan) if self.shared else None
         value, failed = None, False
         try:
             if self.prepare is not None:
                 self.prepare()
-            if self.part is None:
-                value = body()
-            else:
-                with self.part.watched():
-                    value = body()
-                    if self.part.done():
-                        self.verdict |= Verdict.OTHERWISE
-        except PeerFailed:
-            failed = True
+            value = body() if self.guard is None else _watched(self.guard, body)
         except Exception as error:
             if is_of_a_collective(error):
                 raise
             failed = True
-            self.note(error)
+            # The loss may have made another error of the reason why this rank had to leave.
+            self.note(error if self.guard is None or self.guard.left is None else self.guard.left)
         if not failed:
             if self.thrashed is not None and self.thrashed():
                 self.verdict |= Verdict.THRASHED
             return value
         gc.collect()  # an exception and its frames are a cycle, and hold what the frames hold
         undo()
-        if self.part is not None:
-            _stand_in(self.part)
+        if self.guard is not None:
+            _stand_in(self.guard)
+            self.place = self.guard.place
         return None
 
     def note(self, error: Exception) -> None:
         """Take note that this rank has failed. Mutates: this attempt; frees what the frames behind ``error`` hold."""
-        if is_out_of_memory(error):
+        if isinstance(error, PeerFailed | Deviated):
+            self.verdict |= Verdict.DEVIATED if isinstance(error, Deviated) else Verdict.FINE
+            _let_go(error)
+        elif is_out_of_memory(error):
             self.verdict |= Verdict.OUT_OF_MEMORY
             self.asked = " ".join(str(error).split()) or type(error).__name__
             if self.on_failure is not None:
@@ -138,32 +137,48 @@ class Attempt:
     def judge(self, outcome: Outcome, tally: Tally) -> None:
         """After the vote: go on, or leave the step on all ranks.
 
+        The ranks that failed first decide: those that failed later may have computed with the zeros of the first.
+
         Args:
             outcome: of the vote.
 
         Raises:
-            Abandoned: memory ran out on some rank, and nothing worse happened.
+            Abandoned: memory ran out on some rank, or the try is to be repeated; nothing worse happened.
             PeerError: something else happened to another rank. This rank's own error, if it is this one.
         """
         self.verdicts = outcome.verdicts
-        if self.part is not None and any(Verdict.OTHERWISE in verdict for verdict in self.verdicts):
-            self.part.differed()
-        elif self.part is not None and any(verdict.failed for verdict in self.verdicts):
-            self.part.abandoned()
-        if self.error is not None:
-            raise self.error
-        broken = [rank for rank, verdict in enumerate(self.verdicts) if Verdict.ERROR in verdict]
+        failed = [rank for rank, verdict in enumerate(self.verdicts) if verdict.failed]
+        if self.guard is not None:
+            deviated = any(Verdict.DEVIATED in verdict for verdict in self.verdicts)
+            self.guard.settle(failed=bool(failed), deviated=deviated)
+        if not failed:
+            return
+        places = outcome.places or [0] * len(self.verdicts)
+        first = [rank for rank in failed if places[rank] == min(places[rank] for rank in failed)]
+        broken = [rank for rank in first if Verdict.ERROR in self.verdicts[rank]]
+        error, self.error = self.error, None
+        if error is not None and current().rank in broken:
+            raise error
+        if error is not None:
+            _let_go(error)
         if broken:
             raise PeerError(
                 f"step: rank {broken[0]} failed ({len(broken)} of {len(self.verdicts)} ranks did); see its own error"
             )
-        if any(verdict.failed for verdict in self.verdicts):
-            raise Abandoned(tally, self.verdicts)
+        self.repeat = not any(Verdict.OUT_OF_MEMORY in self.verdicts[rank] for rank in first)
+        raise Abandoned(tally, self.verdicts)
 
 
-def _stand_in(part: Part) -> None:
+def _watched(guard: Guard, body: Callable[[], T]) -> T:
+    with guard.watched():
+        value = body()
+        guard.finish()
+    return value
+
+
+def _stand_in(guard: Guard) -> None:
     try:
-        part.stand_in()
+        guard.stand_in()
     except Exception as error:
         if is_of_a_collective(error) or not is_out_of_memory(error):
             raise
@@ -179,15 +194,6 @@ def _let_go(error: BaseException) -> None:
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
         chain.__traceback__, chain = None, chain.__cause__ or chain.__context__
-
-
-def script_of(microbatches: int) -> list[str]:
-    """The stretches of a step. Its first forward may gather what later ones find, and only its last backward may reduce."""
-    names = ["before"]
-    for at in range(microbatches):
-        names.append("forward, later" if at else "forward, first")
-        names.append("backward, last" if at == microbatches - 1 else "backward, early")
-    return names
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from dtrain.dist.collectives import all_gather_json
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.state import TrainState
-from dtrain.step.ballast import agreed_ballast
+from dtrain.step.ballast import agreed_ballast, is_assumed
 from dtrain.step.search import Try
 from dtrain.step.sizing import Limits, checked_limits, search
 from dtrain.step.trial import Trials, trials_for
@@ -59,13 +59,14 @@ def auto_microbatch(
     Mutates: of a try that failed, nothing: gradients, buffers, the global random generators and allocated memory are as before.
     What the loss function does to other objects cannot be taken back. In a search: the device's peak memory statistics.
     Collective: those of ``microbatch_step``, which has the outcome of each rank in its second record; in a search one small
-    record a try. In the first steps, and where a model's collectives depend on the batch, one before each collective.
+    record a try. In the first step of each number of microbatches, and where a model's collectives depend on the batch, one
+    before each collective.
     Host sync: none.
 
     Raises:
         ConfigError: arguments that cannot be right; a ``microbatch_size`` from elsewhere.
         DoesNotFitError: ``minimum`` does not fit, on all ranks, with what is missing and what to try.
-        StepError: the loss function writes into its batch.
+        StepError: the loss function writes into its batch; ranks came to different collectives, none of which was issued.
         PeerError: another rank failed for another reason; it is known at once, and not after the timeout.
     """
     limits = checked_limits(_NAME, initial, minimum, divisor, headroom, grow, probe, snapshot)
@@ -94,12 +95,14 @@ class _Kept:
     Args:
         place: what the size depends on, besides the model and its inputs; a slice that is of another one is not known here.
         smaller: the last step fitted only just.
+        assumed: the size was found for optimizer state that was assumed, and is to be found again when the state is there.
         ballast: held for the optimizer, until its first step.
     """
 
     trials: Trials
     place: str = ""
     smaller: bool = False
+    assumed: bool = False
     ballast: list[Tensor] = field(default_factory=list)
 
 
@@ -120,8 +123,9 @@ def _tried(limits: Limits, kept: _Kept, inner: GradFn, state: TrainState, batch:
     size: int | None = None if content["whole"] else content["size"] or None
     if not kept.place or content["found_on"] != kept.place:
         size, state = _begin(limits, kept, inner, state, batch, size, tries)
-    elif kept.smaller or (limits.grow is not None and state.crossed(limits.grow) and not content["whole"]):
+    elif kept.smaller or (_may_grow(limits, kept, state) and not content["whole"]):
         size, state = _look_again(limits, kept, inner, state, batch, size, tries)
+        kept.assumed = False
     kept.smaller = False
     while True:
         move = spans.moving("step")
@@ -139,6 +143,10 @@ def _tried(limits: Limits, kept: _Kept, inner: GradFn, state: TrainState, batch:
     state, metrics = trial.made
     found = {"size": size or 0, "whole": int(size is None), "found_on": kept.place}
     return (state if found == content else state.with_slice(_NAME, found)), metrics
+
+
+def _may_grow(limits: Limits, kept: _Kept, state: TrainState) -> bool:
+    return limits.grow is not None and (kept.assumed or state.crossed(limits.grow))
 
 
 def _begin(
@@ -164,6 +172,7 @@ def _begin(
         return limits.initial, state
     if not measurable:
         return None, state
+    kept.assumed = is_assumed(state.optimizer) and not state.optimizer.state
     return search(limits, kept.trials, inner, state, batch, tries)
 
 

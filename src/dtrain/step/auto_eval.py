@@ -14,7 +14,7 @@ from dtrain.batch import BatchSpec, count_batch, narrow_batch, to_device, zeros_
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.control import Outcome, Tally, Verdict
 from dtrain.dist.init import current
-from dtrain.dist.replay import Replay
+from dtrain.dist.replay import Traces
 from dtrain.dist.rng import KeptRandomness
 from dtrain.dist.timeouts import naming_missing
 from dtrain.errors import ConfigError, PeerError
@@ -29,7 +29,7 @@ from dtrain.types import Batch
 
 T = TypeVar("T")
 _WHERE = "auto_batch_eval"
-_NO_TALLY = Tally(samples=0, tokens=0, microbatches=0, end_of_epoch=False, seconds=0.0)
+_NO_TALLY = Tally(samples=0, tokens=0, microbatches=0, place=None, seconds=0.0)
 
 
 def auto_batch_eval(
@@ -125,8 +125,8 @@ class _Sized(Generic[T]):
     def _try(self, model: nn.Module, cut: Callable[[], Batch], size: int, shared: bool) -> list[T]:
         """The result of one part in a list; an empty one if it did not fit somewhere: then the next size is smaller."""
         randomness = KeptRandomness()
-        attempt = Attempt(run=self, replay=Replay(always_warn=True), shared=shared)
-        found = attempt.guarded(partial(self._run, attempt, model, cut), script=["evaluation"], undo=partial(_undo, model))
+        attempt = Attempt(run=self, traces=Traces(always_check=True), shared=shared)
+        found = attempt.guarded(partial(self._run, attempt, model, cut), plan="evaluation", undo=partial(_undo, model))
         if found is not None:
             return found
         randomness.put_back()

@@ -1,4 +1,4 @@
-"""Memory that an optimizer will take with its first step, held until then: so a search for what fits counts it."""
+"""Reserve memory for optimizer state before the optimizer allocates it, so that the microbatch search accounts for it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from dtrain.step.hopeless import raise_hopeless
 from dtrain.tensors import local
 
 _PROBE = (2, 2)  # the smallest shape that optimizers for matrices take too
+_KNOWN = ("torch.optim.", "dtrain.")  # modules whose optimizers change nothing in a step but state and parameters
+_ASSUMED = 2  # state tensors for each parameter of any other optimizer: as many as Adam has
+_HARMLESS = {"__init__", "__repr__"}  # a step calls neither
 
 
 def agreed_ballast(where: str, state: TrainState) -> list[Tensor]:
     """``ballast_for`` the optimizer of ``state`` on every rank, or on none.
+
+    Assumed state that has no room is left out: the optimizer may need less.
 
     Collective: one small record.
 
@@ -35,6 +40,8 @@ def agreed_ballast(where: str, state: TrainState) -> list[Tensor]:
         refused = str(problem) or type(problem).__name__
     if any(row[0] for row in all_gather_numbers([bool(refused)], where=where.partition(":")[0])):
         ballast.clear()
+        if is_assumed(state.optimizer):
+            return ballast
         raise_hopeless(where, device=state.device, strategy=state.spec.strategy, asked=refused, what="the optimizer's state")
     return ballast
 
@@ -42,8 +49,9 @@ def agreed_ballast(where: str, state: TrainState) -> list[Tensor]:
 def ballast_for(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Tensors as large as the state that ``optimizer`` does not have yet; none when it has all of it.
 
-    Which state there will be is found by one step of the same optimizer on a parameter of four numbers. The optimizer itself is
-    not touched: state of zeros is not the same as none where the first step is special (SGD with dampening).
+    The state of an optimizer of torch or dtrain is found by a step of a twin on a parameter of four numbers. The optimizer
+    itself is not touched: state of zeros is not the same as none if the first step is special (SGD with dampening). A step of
+    any other optimizer may change whatever its code can reach, so none is made: two tensors are assumed for each parameter.
 
     Raises:
         torch.OutOfMemoryError: there is no room for it.
@@ -51,11 +59,26 @@ def ballast_for(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     ballast: list[Tensor] = []
     for group in optimizer.param_groups:
         new = [param for param in group["params"] if param.requires_grad and not optimizer.state.get(param)]
-        copies = {param.dtype: _state_of(optimizer, group, param) for param in {p.dtype: p for p in new}.values()}
+        find = _assumed if is_assumed(optimizer) else _state_of
+        copies = {param.dtype: find(optimizer, group, param) for param in {p.dtype: p for p in new}.values()}
         for param in new:
             shard = local(param)
             ballast += [torch.empty_like(shard, dtype=dtype) for dtype in copies[param.dtype]]
     return ballast
+
+
+def is_assumed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the state of ``optimizer`` is not known before its first step: some of its methods are the user's."""
+    for base in type(optimizer).__mro__:
+        if base.__module__.startswith(_KNOWN):
+            return False
+        if any(callable(value) and name not in _HARMLESS for name, value in vars(base).items()):
+            return True
+    return True
+
+
+def _assumed(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> list[torch.dtype]:
+    return [param.dtype] * _ASSUMED
 
 
 def _state_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> list[torch.dtype]:

@@ -16,6 +16,7 @@ from dtrain.shard.replicas import buffers_restored
 from dtrain.state import TrainState
 from dtrain.step.attempt import Attempt, attempt_of
 from dtrain.step.cached_calls import Calls, StandIn
+from dtrain.step.means import warn_of_mean
 from dtrain.step.microbatch import run_step
 from dtrain.step.parts import CountFn, Parts, samples_and_tokens
 from dtrain.step.sums import Sums, checked_loss
@@ -87,9 +88,10 @@ def cached_microbatch_step(
     """
     attempt = attempt_of(state.shared)
     if attempt is not None:
-        attempt.replay.always_warn = True  # how many gathers there are depends on the number of microbatches
+        attempt.traces.always_check = True  # how many gathers there are depends on the number of microbatches
     return run_step(
         state,
+        batch,
         lambda: (_counted(batch, microbatch_size, batch_spec, count), promised(weight_fn, batch)),
         partial(_accumulate, loss_fn),
         where=_WHERE,
@@ -116,13 +118,15 @@ def _accumulate(
     with buffers_restored(state.model) if calls.cached else nullcontext():
         loss = loss_fn(cast(nn.Module, StandIn(calls)), to_device(parts.batch, state.device))
     checked_loss(loss, where=_WHERE)
+    if state.step == 0:
+        warn_of_mean(loss, _WHERE)
     direct = _gradients(state, calls, weights.objective(loss))
     if calls.cached:
         reduction.begin(apart=state.spec.apart is not None)  # forwards without a backward have left parameters gathered
     run = microbatches if attempt is None else attempt.microbatches(microbatches)
     for index in range(run):
         last = index == run - 1
-        reduction.before_microbatch(last=last)
+        reduction.before_microbatch(last=last, params=state.params.values())
         if attempt is not None:
             attempt.enter("forward, later" if index else "forward, first")
         with nullcontext() if calls.counts(index) else buffers_restored(state.model):
@@ -132,6 +136,7 @@ def _accumulate(
         pairs = outputs if index else [*outputs, *direct]
         if pairs:
             torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
+    reduction.add_up(state.params.values())
     sums = Sums(state.device)
     sums.add(loss)
     return sums.metrics()
@@ -150,6 +155,10 @@ def _gradients(state: TrainState, calls: Calls, objective: Tensor) -> list[tuple
         raise ConfigError(
             f"{_WHERE}: the loss never called model(...) for a gradient, so there is nothing to cut into microbatches; embed "
             "by model(...), not by another method of it, or use dt.microbatch_step"
+        )
+    if any(leaf.grad is not None for leaf in kept):
+        raise ConfigError(
+            f"{_WHERE}: the loss function has called backward(). The step calls backward itself; return the LossSum"
         )
     found = torch.autograd.grad(objective, [*kept, *own], allow_unused=True)
     if any(param.grad is not None for param in state.params.values()):

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from dtrain import spans
+from dtrain.dist.init import current
+from dtrain.dist.origin import HandsOut
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
+from dtrain.schedules.ahead import check_ahead
 from dtrain.shard.compile import watch_compiling
-from dtrain.state import TrainState, new_state
+from dtrain.state import TrainState, check_state, new_state
+from dtrain.step.interrupt import HeldInterrupt
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import apply_gradients, tick
+from dtrain.step.place import begin_step
 from dtrain.transform import GradFn, GradStep, Transform, UpdateFn, check_transform, context_for
 from dtrain.types import Batch, LossFn, Metrics, Slice
 
@@ -30,26 +37,48 @@ class Step:
     run: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
     def init(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0, run: RunLength | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        seed: int = 0,
+        run: RunLength | None = None,
+        partial: bool = False,
+        equal_batches: bool = False,
+        loader: HandsOut | None = None,
     ) -> TrainState:
-        """The state at step 0.
+        """Make the state at step 0.
 
         Args:
             model: sharded and materialized; a plain module works in one process.
             optimizer: built from this model's parameters, after sharding.
-            seed: what the random streams of transforms are derived from.
-            run: how long the run is to be, for intervals that are a share of it (``"0.1dur"``): ``loader.run_length("3ep")``.
+            seed: start of the random streams of transforms.
+            run: length of the run, for intervals that are a share of it (``"0.1dur"``): ``loader.run_length("3ep")``.
+            partial: if True, the optimizer may hold only some of the trainable parameters, because another state trains the
+                rest. Parameters that nobody trains are frozen with ``requires_grad_(False)`` instead.
+            equal_batches: if True, data-parallel ranks may train on equal batches; if False, a warning says that they do.
+            loader: the loader whose epochs the clock counts. Batches of a loader know their place themselves; name the loader
+                if they cannot: a step on slices or copies of a batch (minibatches of a rollout), or on batches of two loaders.
+                The place is then that of the batch that the loader handed out last. It is in no checkpoint.
 
         Mutates: what SIGTERM does to this process, until the end of ``init_dist``'s block: from now on there is something to
         save, and ``should_stop`` says when.
 
         Raises:
-            ConfigError: parameters on the meta device, or an optimizer that holds others than the model's.
+            ConfigError: something else in place of the model or the optimizer; parameters on the meta device; an optimizer that
+                holds others than the model's, or not all that are trainable; a rank of a launcher without ``init_dist``. With
+                ``run``, a schedule of a transform whose value is not allowed in some step of the run; or a ``loader``
+                of another library.
+
+        Warns: UserWarning, on rank 0, without ``run``: a schedule whose value is not allowed once a run is long enough.
         """
         watch_compiling()
-        state = new_state(model, optimizer, seed=seed, run=run)
+        state = new_state(model, optimizer, seed=seed, run=run, partial=partial, loader=loader)
+        _check_schedules(self.transforms, run)
         state.shared.make_slices = self._slices
-        return replace(state, slices=self._slices(state))
+        if equal_batches:
+            state.shared.batches_to_compare = 0
+        return state.but(slices=self._slices(state))
 
     def _slices(self, state: TrainState) -> dict[str, Slice]:
         made = [(t, t.init(state)) for t in self.transforms]
@@ -60,14 +89,23 @@ class Step:
 
         It leaves no gradient behind, also when a transform skips the update, or when it raises.
 
+        Ctrl-C waits for the end of an update that has begun; see ``TrainState.newest``.
+
         Raises:
             StaleStateError: ``state`` was stepped already.
-            ConfigError: the state was made by the ``init`` of another step.
+            ConfigError: the state was made by the ``init`` of another step, or is none.
         """
         return self.run(state, batch)
 
     def __repr__(self) -> str:
         return f"Step({', '.join(t.name for t in self.transforms)})"
+
+
+def _check_schedules(transforms: Sequence[Transform], run: RunLength | None) -> None:
+    for hyper in (hyper for transform in transforms for hyper in transform.hyperparameters):
+        warning = check_ahead(hyper, run)
+        if warning is not None and current().rank == 0:
+            warnings.warn(warning, stacklevel=3)
 
 
 def compose_step(
@@ -93,31 +131,51 @@ def compose_step(
     check_parts("compose_step", loss_fn, transforms, grad, update)
     compute, apply = wrapped_grad(loss_fn, transforms, grad), wrapped_update(transforms, update)
 
-    def halves(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def halves(state: TrainState, batch: Batch, held: HeldInterrupt) -> tuple[TrainState, Metrics]:
         state, metrics = compute(state, batch)
+        held.begin()
         return apply(state, metrics)
 
     return step_of(transforms, halves)
 
 
-def step_of(transforms: Sequence[Transform], halves: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]) -> Step:
+class Halves(Protocol):
+    """Compute gradients and apply them."""
+
+    def __call__(self, state: TrainState, batch: Batch, held: HeldInterrupt) -> tuple[TrainState, Metrics]:
+        """Return the state before its tick, and call ``held.begin`` before parameters change."""
+        ...
+
+
+def step_of(transforms: Sequence[Transform], halves: Halves) -> Step:
     """``halves``, which compute gradients and apply them, as a ``Step``: with its checks, and one tick of the clock."""
     names = [t.name for t in transforms if not t.observes]
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        _check_call(state, batch)
         state.check_fresh("step")
         missing = [name for name in names if name not in state.slices]
         if missing:
             raise ConfigError(f"step: the state has no slice for {missing}; make it with this step's own init")
-        spans.begin("step", 0)
-        try:
-            state, metrics = halves(state, batch)
-        finally:  # those of an update that was skipped, or that raised, go too
-            state.drop_gradients()
-            spans.end("step")
-        return tick(state), metrics
+        with HeldInterrupt() as held:
+            spans.begin("step", 0)
+            try:
+                state, metrics = halves(begin_step(state, batch), batch, held)
+            finally:  # those of an update that was skipped, or that raised, go too
+                state.drop_gradients()
+                spans.end("step")
+            return tick(state), metrics
 
     return Step(transforms=tuple(transforms), run=run)
+
+
+def _check_call(state: object, batch: object) -> None:
+    if not isinstance(state, TrainState) and isinstance(batch, TrainState):
+        raise ConfigError(
+            f"step: got ({type(state).__name__}, TrainState), the batch before the state; swap them: "
+            "`state, metrics = step(state, batch)`"
+        )
+    check_state(state, "step", "state, metrics = step(state, batch)")
 
 
 def wrapped_grad(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:

@@ -19,6 +19,7 @@ from dtrain.errors import ConfigError, StepError
 from dtrain.shard.reduction import reduction_of
 from dtrain.state import TrainState
 from dtrain.step.compose import Step, check_parts, step_of, wrapped_grad, wrapped_update
+from dtrain.step.interrupt import HeldInterrupt
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import apply_gradients
 from dtrain.step.parts import CountFn, SplitFn
@@ -28,7 +29,7 @@ from dtrain.types import Batch, LossFn, Metrics, WeightFn
 
 _SPENT = (
     "step_in_backward: the optimizer had already run on a part of the parameters, so this step can be neither finished nor "
-    "tried again; load the last checkpoint"
+    "tried again; build the state anew and load the last checkpoint"
 )
 
 
@@ -74,7 +75,9 @@ def step_in_backward(
     grad = partial(microbatch_step, weight_fn=weight_fn, batch_spec=batch_spec, split=split, count=count)
     compute = wrapped_grad(loss_fn, transforms, partial(grad, microbatch_size=microbatch_size))
 
-    def whole(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def whole(state: TrainState, batch: Batch, held: HeldInterrupt) -> tuple[TrainState, Metrics]:
+        held.begin()
+
         def update(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             return _computed_and_applied(state, metrics, lambda: compute(state, batch))
 
@@ -166,7 +169,7 @@ def _state_spent_if_broken(state: TrainState) -> Iterator[None]:
         yield
     except BaseException as error:
         if state.shared.stepped_early:
-            state.successor()
+            state.shared.torn = _SPENT
             error.add_note(_SPENT)
         raise
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,12 +21,21 @@ from dtrain.errors import ConfigError, StepError
 from dtrain.memory.gauge import release_cached
 from dtrain.shard.reduction import Reduction, reduce_whole_, reduction_of
 from dtrain.shard.replicas import BufferWatch, buffers_of, buffers_restored
-from dtrain.state import TrainState
-from dtrain.step.attempt import Attempt, attempt_of, script_of
+from dtrain.state import TrainState, check_state
+from dtrain.step.attempt import Attempt, attempt_of
+from dtrain.step.equal_batches import hash_to_compare, warn_of_equal_batches
+from dtrain.step.finite import loss_watch
+from dtrain.step.means import warn_of_mean
 from dtrain.step.parts import CountFn, Parts, SplitFn, cut
+from dtrain.step.place import begin_step
 from dtrain.step.sums import Sums, checked_loss
 from dtrain.step.weights import Weights, divide_, global_weights, promised
 from dtrain.types import Batch, LossFn, Metrics, WeightFn
+
+_BACKWARD = (
+    "microbatch_step: the loss function has called backward(). The step calls backward itself; return the LossSum alone "
+    "(torch.autograd.grad with respect to inputs is allowed)"
+)
 
 
 def microbatch_step(
@@ -68,7 +78,8 @@ def microbatch_step(
     model's own gathers; one reduction of gradients per unit (in the last microbatch's backward; with ``accumulate="sharded"``
     in each); one all-reduce of weights (float64); one of gradients that were left out of sharding; one or two of changed
     buffers.
-    Host sync: none.
+    Host sync: none, but for some values of the first batches on several ranks, if they are on a device: ranks that train on
+    equal batches are told; see ``Step.init(equal_batches=)``.
 
     Raises:
         StaleStateError: ``state`` was stepped already.
@@ -78,12 +89,15 @@ def microbatch_step(
             ``weight_fn`` that do not fit.
         PeerError: so on another rank.
         DistError: a collective timed out or lost a peer; it names the ranks that did not come.
+        NonFiniteError: the losses of ten steps in a row were infinite or NaN on some rank. All ranks raise, in a later step,
+            because nothing waits for the device. ``dt.nonfinite`` changes the number, or stops the check.
         StepError: no rank has a sample, no parameter got a gradient, ranks ran different units or have weights of different
             terms, or the global weight is zero. On a GPU the weight reaches the host late: the gradient of such a step is zero,
             and the next step raises.
     """
     return run_step(
         state,
+        batch,
         lambda: (cut(batch, microbatch_size, spec=batch_spec, split=split, count=count), promised(weight_fn, batch)),
         partial(_accumulate, loss_fn),
         where="microbatch_step",
@@ -96,12 +110,13 @@ class Accumulate(Protocol):
     def __call__(
         self, state: TrainState, parts: Parts, microbatches: int, weights: Weights, attempt: Attempt | None
     ) -> Metrics:
-        """Run ``microbatches``, or as many of them as the ``attempt`` asks for, and enter the stretches of ``script_of``."""
+        """Run ``microbatches``, or as many of them as the ``attempt`` asks for, and tell it which part of the step begins."""
         ...
 
 
 def run_step(
     state: TrainState,
+    batch: Batch,
     prepare: Callable[[], tuple[Parts, Mapping[str, Tensor | float]]],
     accumulate: Accumulate,
     *,
@@ -110,21 +125,25 @@ def run_step(
     """The frame of a gradient step around ``accumulate``: what ranks agree on, the reduction, and that failures leave nothing.
 
     Args:
+        batch: this rank's, which knows its place in its loader's data.
         prepare: counts this rank's batch, and says its promised weights; its errors reach all ranks.
         where: the name of the step, for messages.
     """
     spans.begin("step", 0)
     try:
+        check_state(state, where, f"state, metrics = dt.{where}(state, batch, loss_fn=loss_fn)")
         state.check_fresh(where)
         _check_laid_out(state, where)
+        state = state if state.begun is not None else begin_step(state, batch)
         error: Exception | None = None
         try:
             parts, weights = prepare()
         except Exception as problem:  # noqa: BLE001  # of any kind: these are the user's functions; raised below, on all ranks
             parts, weights, error = Parts(batch=None), {}, problem
-        tally = _agree(state, parts, list(weights), error)
+        attempt = attempt_of(state.shared)
+        tally = _agree(state, parts, list(weights), error, attempt)
         state.drop_gradients()
-        reduction, buffers, attempt = reduction_of(state.model), buffers_of(state.model), attempt_of(state.shared)
+        reduction, buffers = reduction_of(state.model), buffers_of(state.model)
         reduction.begin(apart=state.spec.apart is not None)
         buffers.begin()
         try:
@@ -134,6 +153,7 @@ def run_step(
                 if attempt is None or attempt.at_most is None:
                     check_drawn(tally, state.device)
                     _settle(state, buffers, outcome, known, metrics)
+                    loss_watch(state).note(state.step, metrics["loss"].total)
         except BaseException:
             reduction.abort()
             state.drop_gradients()
@@ -152,26 +172,44 @@ def _check_laid_out(state: TrainState, where: str) -> None:
         )
 
 
-def _agree(state: TrainState, parts: Parts, terms: Sequence[str], error: Exception | None) -> Tally:
+def _agree(state: TrainState, parts: Parts, terms: Sequence[str], error: Exception | None, attempt: Attempt | None) -> Tally:
     weight = state.shared.weight
     value = weight.peek() if weight is not None else None
     weightless = value is not None and not value > 0
     if weightless and weight is not None:
         weight.clear()  # said once; the next step is judged by its own weight
+    watch = loss_watch(state)
+    first = watch.first_of_too_many()
+    shared, now = state.shared, time.monotonic()
+    seconds, shared.stepped_at = 0.0 if shared.stepped_at is None else now - shared.stepped_at, now
     tally = agree_before_step(
         samples=parts.samples,
         tokens=parts.tokens,
         microbatches=len(parts),
         weightless=weightless,
+        diverged=0 if first is None else first + 1,
+        in_a_row=watch.limit or 0,
         terms=terms,
         error=error,
         run=id(state.shared),
         step=state.step,
         copies=state.spec.copies,
         draws=draws_digest(state.device) if state.spec.copies > 1 else 0,
+        content=hash_to_compare(state, parts.batch) if error is None and parts.samples else 0,
+        plan=0 if attempt is None else attempt.traces.digest(*_conditions(state), attempt.at_most or 0),
+        origin=state.begun.origin if state.begun is not None else None,
+        seconds=seconds,
     )
+    warn_of_equal_batches(state, tally)
+    if attempt is not None and not tally.alike:
+        attempt.traces.forget()
     # A second call for one step (a retry, a method that needs two gradients) adds its time to that of the first.
     return replace(tally, seconds=tally.seconds + state.tally.seconds) if state.tally else tally
+
+
+def _conditions(state: TrainState) -> list[int]:
+    """What the collectives of a step depend on, beside the number of microbatches: parameters may be frozen, or thawed."""
+    return [state.model.training, state.spec.apart is not None, *(param.requires_grad for param in state.params.values())]
 
 
 def _backward(
@@ -199,10 +237,10 @@ def _backward(
         state.drop_gradients()
         release_cached(state.device)
 
-    # Frozen since, or thawed: nobody could stand in by what is known of steps that trained others.
-    attempt.replay.begin([param.requires_grad for param in state.params.values()])
-    attempt.samples, script = parts.samples, script_of(attempt.microbatches(tally.microbatches))
-    return attempt.guarded(body, script=script, undo=undo) or (Weights(local={}, factors={}), {})
+    attempt.samples = parts.samples
+    # Of what is agreed alone: ranks with different plans would run in different modes.
+    plan = (min(tally.microbatches, attempt.at_most or tally.microbatches), *_conditions(state))
+    return attempt.guarded(body, plan=plan, undo=undo) or (Weights(local={}, factors={}), {})
 
 
 def _accumulate(
@@ -215,7 +253,7 @@ def _accumulate(
     sums = Sums(device)
     for index in range(microbatches):
         last = index == microbatches - 1
-        reduction.before_microbatch(last=last)
+        reduction.before_microbatch(last=last, params=state.params.values())
         if attempt is not None:
             attempt.enter("forward, later" if index else "forward, first")
         if index < len(parts):
@@ -223,6 +261,10 @@ def _accumulate(
             loss = loss_fn(state.model, to_device(part, device) if away else part)
             if index == 0:  # the others are of the same function
                 checked_loss(loss, where="microbatch_step")
+                if reduction.has_gradients(state.params.values()):
+                    raise ConfigError(_BACKWARD)
+                if state.step == 0:
+                    warn_of_mean(loss, "microbatch_step")
             objective = weights.objective(loss)
             if attempt is not None:
                 attempt.enter("backward, last" if last else "backward, early")
@@ -230,12 +272,13 @@ def _accumulate(
             sums.add(loss)
         else:
             with buffers_restored(state.model):  # it must not leave its mark in BatchNorm's statistics
-                loss = checked_loss(loss_fn(state.model, to_device(parts.filler(), device)), where="microbatch_step")
+                loss = checked_loss(loss_fn(state.model, to_device(parts.filler(state.spare), device)), where="microbatch_step")
                 objective = weights.objective(loss) * 0.0
                 if attempt is not None:
                     attempt.enter("backward, last" if last else "backward, early")
                 objective.backward()
             sums.name(loss)
+    reduction.add_up(state.params.values())
     return sums.metrics()
 
 
@@ -256,7 +299,14 @@ def _agree_after(
     if state.spec.mesh is not None or fault:
         missing = reduction.missing(state)
         changed = buffers.changed()
-        outcome = agree_after_backward(order=reduction.order, missing=missing, changed=changed, fault=fault, verdict=verdict)
+        outcome = agree_after_backward(
+            order=reduction.order,
+            missing=missing,
+            changed=changed,
+            fault=fault,
+            verdict=verdict,
+            place=0 if attempt is None else attempt.place,
+        )
     if attempt is not None:
         attempt.judge(outcome, tally)
     return outcome

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from dtrain import spans
-from dtrain.clock import Clock
-from dtrain.durations import Duration
-from dtrain.errors import ConfigError, StepError
+from dtrain.errors import ConfigError, NonFiniteError, StepError
 from dtrain.shard.reduction import reduction_of
-from dtrain.state import TrainState
-from dtrain.step.finite import all_finite, broken_here
+from dtrain.state import TrainState, check_state, torn_by_errors
+from dtrain.step.finite import all_finite, broken_here, loss_watch
+from dtrain.step.interrupt import HeldInterrupt
+from dtrain.step.place import next_clock
 from dtrain.tensors import global_norm, scale_
 from dtrain.types import Metrics, Params, as_metric
 
@@ -54,21 +54,25 @@ def apply_gradients(
     Args:
         state: with gradients.
         metrics: passed on; ``"skip"`` adds ``skipped``, 1 for a step without an update.
-        nonfinite: what to do when a gradient is infinite or NaN on any rank. ``"allow"`` does not look; ``"raise"`` raises on
-            all ranks; ``"skip"`` leaves parameters and optimizer as they are, on all ranks.
+        nonfinite: what to do when a gradient is infinite or NaN on any rank. ``"allow"`` does not look. ``"raise"`` raises on
+            all ranks. ``"skip"`` leaves parameters and optimizer as they are, on all ranks; the tenth skip in a row raises.
             ``compose_step(..., update=partial(dt.apply_gradients, nonfinite="skip"))``.
 
-    Mutates: parameters, optimizer state, ``.grad`` (set to None); spends ``state`` (not if it raises).
+    Mutates: parameters, optimizer state, ``.grad`` (set to None); spends ``state``, but not if it raises before the optimizer
+    runs. An error of the optimizer itself spends all states of the run, since some parameters may have changed. Ctrl-C waits
+    until the optimizer has run.
     Collective: none; ``"raise"`` and ``"skip"`` one all-reduce of float32 ``[]``, on several ranks.
     Host sync: none; ``"raise"`` and ``"skip"`` one.
 
     Raises:
         StaleStateError: ``state`` was stepped already.
-        StepError: no parameter has a gradient, or one that is not finite (``"raise"``); the gradients are dropped then.
+        StepError: no parameter has a gradient.
+        NonFiniteError: a gradient is not finite (``"raise"``), or ten times in a row (``"skip"``); the gradients are dropped.
         ConfigError: another value of ``nonfinite``.
     """
     spans.begin("step", 0)  # a step written by hand is counted here and in ``microbatch_step``
     try:
+        check_state(state, "apply_gradients", "state, metrics = dt.apply_gradients(state, metrics)")
         state.check_fresh("apply_gradients")
         grads = [param.grad for param in state.params.values() if param.grad is not None]
         if not grads:
@@ -79,19 +83,38 @@ def apply_gradients(
         if broken and nonfinite == "raise":
             here = broken_here(state.params)
             state.drop_gradients()
-            raise StepError(
+            raise NonFiniteError(
                 f"apply_gradients: step {state.step}: a gradient is not finite (on this rank: {here}); lower the learning "
                 "rate, clip, or pass nonfinite='skip'"
             )
-        reduction_of(state.model).free()  # a look at the model since the gradient has left copies, which would be used again
-        if not broken:
-            state.optimizer.step()
-        state.drop_gradients()
         if nonfinite == "skip":
-            metrics = {**metrics, "skipped": as_metric(float(broken), 1.0, state.device)}
-        return state.successor(), metrics
+            _count_skipped(state, broken=broken)
+        reduction_of(state.model).free()  # a look at the model since the gradient has left copies, which would be used again
+        with HeldInterrupt() as held:
+            held.begin()
+            if not broken:
+                with torn_by_errors(state, "the update"):
+                    state.optimizer.step()
+            state.drop_gradients()
+            if nonfinite == "skip":
+                metrics = {**metrics, "skipped": as_metric(float(broken), 1.0, state.device)}
+            return state.successor(), metrics
     finally:
         spans.end("step")
+
+
+def _count_skipped(state: TrainState, *, broken: bool) -> None:
+    watch = loss_watch(state)
+    watch.skipped = watch.skipped + 1 if broken else 0
+    if watch.limit is None or watch.skipped < watch.limit:
+        return
+    here, often = broken_here(state.params), watch.skipped
+    watch.reset()
+    state.drop_gradients()
+    raise NonFiniteError(
+        f"apply_gradients: step {state.step}: a gradient is not finite, {often} steps in a row (on this rank: {here}); the "
+        "updates were left out, so the parameters are sound: lower the learning rate, clip, or look at the batches"
+    )
 
 
 def tick(state: TrainState) -> TrainState:
@@ -103,19 +126,9 @@ def tick(state: TrainState) -> TrainState:
     state.check_fresh("tick")
     clock = next_clock(state)
     spans.stepped(clock.step, samples=clock.samples, tokens=clock.tokens)
-    return state.successor(clock=clock, tally=None)
-
-
-def next_clock(state: TrainState) -> Clock:
-    """The clock after the step in progress: what a transform goes by that has something to do at the end of an interval.
-
-    Raises:
-        StepError: no step is in progress.
-    """
-    tally = state.tally
-    if tally is None:
-        raise StepError("tick: no step is in progress; the state must come from microbatch_step, which counts the batch")
-    return state.clock.tick(samples=tally.samples, tokens=tally.tokens, seconds=tally.seconds, end_of_epoch=tally.end_of_epoch)
+    if state.begun is not None and state.begun.origin is not None:
+        state.begun.origin.agreement.consumed = True
+    return state.successor(clock=clock, tally=None, begun=None)
 
 
 def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
@@ -123,19 +136,10 @@ def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Met
 
     Mutates: parameters, optimizer state, ``.grad`` (set to None); spends ``state``.
     """
-    state, metrics = apply_gradients(state, metrics)
-    return tick(state), metrics
-
-
-def ends_interval(state: TrainState, interval: Duration) -> bool:
-    """Whether the step in progress ends an ``interval``: what ``state.crossed`` will say after it.
-
-    Raises:
-        StepError: no step is in progress, where the interval is not one of steps.
-    """
-    if interval.unit == "ba":  # most are, and the clock of the next step takes longer to make
-        return state.clock.step // int(interval.value) < (state.clock.step + 1) // int(interval.value)
-    return next_clock(state).crossed(interval)
+    with HeldInterrupt() as held:
+        held.begin()
+        state, metrics = apply_gradients(state, metrics)
+        return tick(state), metrics
 
 
 def set_lr_(optimizer: torch.optim.Optimizer, lr: float) -> None:

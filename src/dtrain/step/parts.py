@@ -18,7 +18,6 @@ from dtrain.batch import (
     tensors_of,
     zeros_like_samples,
 )
-from dtrain.dist.control import spare_sample
 from dtrain.errors import ConfigError
 from dtrain.types import Batch
 
@@ -45,15 +44,14 @@ class Parts:
         """Whether every tensor of the batch, and so of its parts, is on ``device``."""
         return all(leaf.device == device for leaf in tensors_of(self.batch))
 
-    def filler(self) -> Batch:
-        """A microbatch to run at weight zero: this batch's first, else the sample that the loader spared, else one of zeros.
+    def filler(self, spare: Batch | None) -> Batch:
+        """A microbatch to run at weight zero: this batch's first, else ``spare`` (``state.spare``), else one of zeros.
 
         It depends on the position in the data alone, not on what this process ran before: dropout draws from the global
         generator for it too, and a resumed run must draw alike.
         """
         if self.parts:
             return self.parts[0]
-        spare = spare_sample()
         return zeros_like_samples(self.batch) if spare is None else spare
 
 

@@ -69,9 +69,7 @@ def checked_loss(loss: object, *, where: str) -> LossSum:
         ConfigError: it is something else.
     """
     if not isinstance(loss, LossSum):
-        raise ConfigError(
-            f"{where}: loss_fn must return a LossSum, got {type(loss).__name__}; wrap one that returns a mean with dt.mean_loss"
-        )
+        raise ConfigError(f"{where}: loss_fn must return a LossSum, got {_returned(loss)}")
     if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
         raise ConfigError(f"{where}: LossSum.total must be one number (a tensor []), got {shown(loss.total)}; sum it")
     if not is_number(loss.weight):
@@ -79,6 +77,34 @@ def checked_loss(loss: object, *, where: str) -> LossSum:
     if loss.terms or loss.aux:
         _check_further(loss, where)
     return loss
+
+
+_WRAP = 'wrap it in dt.mean_loss(loss_fn, weight=lambda batch: len(batch["labels"]))'
+
+
+def _returned(value: object) -> str:
+    """What a loss function returned instead of a ``LossSum``, and what to do."""
+    kind = type(value).__name__
+    if value is None:
+        return "None; end it with `return dt.LossSum(total=loss, weight=count)`"
+    if isinstance(value, Tensor) and torch.is_grad_enabled() and not value.requires_grad:
+        return f"{kind} [{_shape(value)}] without a graph; leave out .detach() and no_grad, and if it is a mean, {_WRAP}"
+    if isinstance(value, Tensor):
+        return (
+            f"{kind} [{_shape(value)}]; if it is a mean, {_WRAP}; if it is a sum, return dt.LossSum(total=loss, weight=count)"
+        )
+    if is_number(value):
+        return f"the number {value!r}, which has no graph; return the tensor without .item(), and if it is a mean, {_WRAP}"
+    if isinstance(getattr(value, "loss", None), Tensor):  # an output of transformers: a mapping with attributes
+        return f"{kind}; take the mean loss from it: dt.mean_loss(lambda model, batch: model(**batch).loss, weight=count)"
+    if isinstance(value, tuple | list):
+        return f"{kind} of {len(value)}; return dt.LossSum(total=loss, weight=count, aux={{'accuracy': (right, count)}})"
+    return f"{kind}; return dt.LossSum(total=loss, weight=count), or if it returns a mean, {_WRAP}"
+
+
+def _shape(tensor: Tensor) -> str:
+    """The sizes of ``tensor`` for a message."""
+    return ", ".join(map(str, tensor.shape))
 
 
 def _check_further(loss: LossSum, where: str) -> None:

@@ -14,7 +14,7 @@ from dtrain.batch import count_samples, tensors_of
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.control import Verdict
 from dtrain.dist.init import current
-from dtrain.dist.replay import Replay
+from dtrain.dist.replay import Traces
 from dtrain.dist.rng import KeptRandomness
 from dtrain.errors import StepError
 from dtrain.memory.failure import is_out_of_memory
@@ -32,7 +32,7 @@ class Trials:
     """What one run's tries have in common, from step to step. Kept by the process, not in checkpoints.
 
     Args:
-        replay: what is known of the model's collectives.
+        traces: of the model's collectives.
         buffers: the model's, to go back to.
         device: whose memory it is.
         on_failure: called on a rank that runs out of memory, before anything is given back.
@@ -43,7 +43,7 @@ class Trials:
         asked: what this rank's allocator said in the last try; empty where it did not refuse.
     """
 
-    replay: Replay
+    traces: Traces
     buffers: KeptBuffers
     device: torch.device
     on_failure: Callable[[], object] | None = None
@@ -61,6 +61,8 @@ class Trials:
     def attempt(self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, *, at_most: int | None = None) -> Trial:
         """Try a step with microbatches of ``size`` samples (None: the whole local batch).
 
+        If its collectives differ from their trace, the step is tried once more, in checked mode.
+
         Args:
             inner: leaves the gradient; called once.
             at_most: a rehearsal of so many microbatches, after which nothing is left, whether it fits or not.
@@ -71,13 +73,20 @@ class Trials:
         Raises:
             StepError: the loss function writes into its batch, so that it cannot be tried again.
         """
+        while True:
+            trial = self._attempt(inner, state, batch, size, at_most)
+            if not trial.attempt.repeat:
+                return trial
+            state = trial.state  # the trace is dropped, so the next try has none to differ from
+
+    def _attempt(self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, at_most: int | None) -> Trial:
         shared = state.spec.mesh is not None and current().world_size > 1
         kept, before = KeptRandomness(), _versions(batch)
         if not shared:
             self.buffers.keep()
         attempt = Attempt(
             run=state.shared,
-            replay=self.replay,
+            traces=self.traces,
             shared=shared,
             at_most=at_most,
             prepare=self.buffers.keep if shared else None,
@@ -193,7 +202,7 @@ class Trial:
 
 def trials_for(state: TrainState) -> Trials:
     """The tries of a run begin."""
-    trials = Trials(replay=Replay(always_warn=state.spec.copies > 1), buffers=KeptBuffers(state.model), device=state.device)
+    trials = Trials(traces=Traces(always_check=state.spec.copies > 1), buffers=KeptBuffers(state.model), device=state.device)
     # What ranks exchange inside a batch is as large as the batch, and so unknown before.
     trials.thrashed()  # what was before does not count
     return trials

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError, StepError
-from dtrain.state import HostScalar, ShardSpec, TrainState
+from dtrain.host_scalar import HostScalar
+from dtrain.state import ShardSpec, TrainState
 from dtrain.step.sums import is_number, shown
 from dtrain.tensors import scale_
 from dtrain.types import Batch, LossSum, Metrics, WeightFn

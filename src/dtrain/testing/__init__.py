@@ -4,6 +4,7 @@ from dtrain.testing.budget import MemoryBudget, memory_budget
 from dtrain.testing.collectives import Collective, SeenCollectives, count_collectives
 from dtrain.testing.faults import FaultPoint, fault
 from dtrain.testing.host_syncs import HostSync, SeenHostSyncs, count_host_syncs
+from dtrain.testing.losses import check_loss_fn
 from dtrain.testing.ranks import Ranks, run_ranks
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Ranks",
     "SeenCollectives",
     "SeenHostSyncs",
+    "check_loss_fn",
     "count_collectives",
     "count_host_syncs",
     "fault",

@@ -135,7 +135,8 @@ def _fused_points() -> Points:
 
 
 def _fused(model: nn.Module) -> nn.Module:
-    with warnings.catch_warnings(action="ignore"):  # it says that there is no GPU here
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fused_layer_norm: torch has no fused norm on a cpu")
         return fused_layer_norm(model)
 
 

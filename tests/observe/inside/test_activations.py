@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import dtrain as dt
 from dtrain.algorithms.gradients.sam import sam
-from dtrain.dist.control import Post, post_batch
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError
 from dtrain.observe.inside.activations import activation_stats
@@ -20,6 +19,7 @@ from dtrain.observe.metrics import reduce_metrics
 from dtrain.step.auto import auto_microbatch
 from dtrain.testing import fault
 from dtrain.testing.collectives import count_collectives
+from origins import with_spare
 from shard.copies import begin, loss, net, part, small, whole_batch
 
 STATS = ("mean", "std", "rms", "max", "absmax", "zeros", "kurtosis")
@@ -90,11 +90,8 @@ def largest_of_uneven():
     """Rank 1 has no sample of its own, and runs the spare one: 100 times as large."""
     step, state = begin([activation_stats("first", 1, stats=("max", "absmax"), inputs=True)], "full_shard")
     mine = part(0, (8, 0), current().rank, current().rank + 1)
-    post_batch(Post(spare={key: 100 * value[:1] for key, value in whole_batch(0).items()}))
-    try:
-        return stats_of(step(state, mine)[1])
-    finally:
-        post_batch()
+    spare = {key: 100 * value[:1] for key, value in whole_batch(0).items()}
+    return stats_of(step(state, with_spare(mine, spare))[1])
 
 
 def test_a_spare_sample_is_not_in_the_maximum(ranks):

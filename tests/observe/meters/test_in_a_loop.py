@@ -45,7 +45,7 @@ def test_a_resumed_loop_has_all_readings_again(tmp_path):
 
     state, (first, second, third) = logged(begin())
     assert not first.keys() & (SPEED | WORK | {"time/left_s"})
-    assert second.keys() >= SPEED | WORK | {"loss", "lr", "momentum", "memory/rss_bytes", "time/elapsed_s", "time/left_s"}
+    assert second.keys() >= SPEED | WORK | {"loss", "base_lr", "momentum", "memory/rss_bytes", "time/elapsed_s", "time/left_s"}
     assert second.keys() == third.keys()
     assert "speed/tokens_per_s" not in third
     assert third["speed/samples_per_s"] == pytest.approx(5 * third["speed/steps_per_s"])

@@ -1,10 +1,12 @@
 """learning_rates: the numbers of the optimizer's groups, by their names."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import dtrain as dt
 from dtrain.errors import ConfigError
 from dtrain.observe.meters.rates import learning_rates
 from dtrain.testing import count_host_syncs
@@ -12,7 +14,7 @@ from dtrain.testing import count_host_syncs
 
 def state_of(*groups: dict, make=torch.optim.SGD, **options):
     made = [{"params": [torch.nn.Parameter(torch.ones(2))], **group} for group in groups]
-    return SimpleNamespace(optimizer=make(made, **{"lr": 0.1, **options}))
+    return SimpleNamespace(optimizer=make(made, **{"lr": 0.1, **options}), slices={})
 
 
 @pytest.mark.parametrize(
@@ -83,3 +85,25 @@ def test_what_is_no_number_is_refused(also, message):
     state = state_of({"maximize_by": "x"})
     with pytest.raises(ConfigError, match=message):
         learning_rates(state, also=also)
+
+
+@pytest.mark.parametrize(
+    ("transforms", "expected"),
+    [
+        ([dt.scale_lr(0.5)], {"lr": 0.05, "base_lr": 0.1, "weight_decay": 0.25}),
+        ([dt.set_option("lr", 0.3)], {"lr": 0.3, "base_lr": 0.1, "weight_decay": 0.25}),
+        (
+            [dt.scale_lr(dt.constant(0.5)), dt.scale_option("weight_decay", 2.0)],
+            {"lr": 0.05, "base_lr": 0.1, "weight_decay": 0.5, "base_weight_decay": 0.25},
+        ),
+        ([], {"lr": 0.1, "weight_decay": 0.25}),
+    ],
+    ids=["scale_lr", "set_option", "both", "none"],
+)
+def test_they_stand_beside_a_schedule(transforms, expected):
+    step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), transforms)
+    model = torch.nn.Linear(2, 1)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.25))
+    state, metrics = step(state, torch.ones(3, 2))
+    found = dt.readings(state, dt.reduce_metrics(metrics), partial(learning_rates, also=("weight_decay",)))
+    assert {name: found[name] for name in found if name != "loss"} == pytest.approx(expected)

@@ -123,17 +123,24 @@ def test_a_narrow_terminal_still_has_one_line(terminal, monkeypatch):
 
 
 @pytest.mark.parametrize("term", ["dumb", "xterm"])
-def test_without_a_terminal_there_is_nothing(monkeypatch, capsys, term):
+def test_without_a_terminal_there_are_plain_lines(monkeypatch, capsys, term):
     monkeypatch.setenv("TERM", term)
     if term == "xterm":
         assert not sys.stderr.isatty()
     bar = progress_bar(10)
     bar(1, {"loss": 1.0})
     close_sink(bar)
+    assert capsys.readouterr() == ("", "step 1/10  loss 1\n")
+
+
+def test_plain_lines_can_be_turned_off(capsys):
+    bar = progress_bar(10, lines_every_s=None)
+    bar(1, {"loss": 1.0})
+    close_sink(bar)
     assert capsys.readouterr() == ("", "")
 
 
-def test_without_a_terminal_there_are_plain_lines_on_demand(capsys):
+def test_plain_lines_are_the_first_the_last_and_as_often_as_is_said_between(capsys):
     bar = progress_bar(600, lines_every_s=1e6)
     for step in (100, 200, 600):
         bar(step, {"loss": 6.0})

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from dtrain.dist.init import current
 from dtrain.errors import ConfigError
 from dtrain.observe.sinks import dropped_sinks, jsonl, read_jsonl
+from dtrain.report.reading.folder import metrics_files
+from dtrain.report.reading.metrics import Metrics
 from dtrain.testing import fault
 
 
@@ -29,6 +32,43 @@ def test_the_last_record_of_a_step_is_the_true_one(tmp_path):
     assert lines[1]["loss"] == 0.1 + 0.2, "floats survive exactly"
     assert [list(line) for line in lines] == [["step", "time", "loss"]] * 3
     assert lines[0]["time"] <= lines[2]["time"]
+
+
+def test_records_of_one_step_are_merged(tmp_path):
+    path = tmp_path / "run.jsonl"
+    log = jsonl(path)
+    log(10, {"loss": 2.5, "lr": 0.1})
+    log(10, {"eval/loss": 3.0, "lr": 0.2, "note": "a"})
+    assert metrics(path) == {10: {"loss": 2.5, "lr": 0.2, "eval/loss": 3.0, "note": "a"}}
+
+
+def test_records_of_steps_that_are_done_again_no_longer_count(tmp_path):
+    path = tmp_path / "run.jsonl"
+    log = jsonl(path)
+    for step in range(1, 7):
+        log(step, {"loss": float(step)})
+    log(4, {"eval": 9.0})  # comes late, and goes back to nothing
+    log(6, {"eval": 8.0})
+    log = jsonl(path)  # resumed after step 2
+    log(3, {"loss": 0.5})
+    assert metrics(path) == {1: {"loss": 1.0}, 2: {"loss": 2.0}, 3: {"loss": 0.5}}
+
+
+def test_the_report_reads_the_same(tmp_path):
+    rng, path, theirs = random.Random(0), tmp_path / "metrics.jsonl", Metrics()
+    log, step = jsonl(path, rotate_bytes=2000), 0
+    for _ in range(400):
+        step = max(0, step + rng.choice((0, 0, 1, 1, 1, 1, 1, 2, 2, -4)))
+        names = rng.sample(["loss", "lr", "eval", "norm"], rng.randrange(1, 4))
+        log(step, {name: rng.random() for name in names})
+    for part in next(iter(metrics_files(tmp_path).values())):
+        theirs.add([json.loads(line) for line in part.read_text().splitlines()])
+    assert theirs.went_back > 3
+    ours = {}
+    for step, record in metrics(path).items():
+        for name, value in record.items():
+            ours.setdefault(name, {})[step] = value
+    assert ours == {name: dict(zip(steps, values, strict=True)) for name, (steps, _, values) in theirs.columns().items()}
 
 
 def test_half_a_line_is_ended_and_left_out(tmp_path):
@@ -105,8 +145,9 @@ def test_files_are_rotated_and_read_in_their_order(tmp_path):
     assert names == ["run.jsonl", *(f"run.jsonl.{number}" for number in range(1, len(names)))]
     assert len(names) > 3
     assert all(entry.stat().st_size <= 120 for entry in tmp_path.iterdir())
+    assert metrics(path) == {step: {"loss": float(step)} for step in range(10)}
     log(0, {"loss": 0.5})
-    assert metrics(path) == {0: {"loss": 0.5}, **{step: {"loss": float(step)} for step in range(1, 10)}}
+    assert metrics(path) == {0: {"loss": 0.5}}, "the steps after it are to be done again"
 
 
 def test_only_the_newest_renamed_files_are_kept(tmp_path):

@@ -10,7 +10,7 @@ import dtrain as dt
 from dtrain import spans
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.clock import Clock
+from dtrain.clock import Clock, Place
 from dtrain.dist.init import current
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError, PeerError
@@ -23,7 +23,7 @@ def clocks(steps, *, run=None, samples=4, epoch=3):
     """The clock after each step; every third one ends an epoch."""
     clock, found = Clock(run=run), []
     for at in range(steps):
-        clock = clock.tick(samples=samples, tokens=10, seconds=0.5, end_of_epoch=at % epoch == epoch - 1)
+        clock = clock.tick(samples=samples, tokens=10, seconds=0.5, place=Place(*divmod(at + 1, epoch)))
         found.append(clock)
     return found
 
@@ -224,3 +224,97 @@ def test_a_missing_number_is_named(numbers, message):
 def test_they_show_what_they_are():
     assert repr(early_stop("loss", patience="2ep")) == "EarlyStop('loss', patience='2ep', best=None)"
     assert repr(threshold_stop("accuracy", 0.5, mode="max")) == "ThresholdStop('accuracy', 0.5, mode='max')"
+
+
+def rows(count: int = 12) -> dict[str, torch.Tensor]:
+    return {"x": torch.arange(float(count))[:, None]}
+
+
+LOSSES = {1: 3.0, 2: 2.0, 3: 2.5, 4: 1.9, 5: 2.2, 6: 2.1, 7: 2.0, 8: 1.0}  # by epoch: patience 2 ends it with 6, not with 4
+
+
+def measured(state) -> dict[str, float]:
+    return {"loss": LOSSES[state.clock.epoch]}
+
+
+class Killed(Exception):
+    """The machine is gone."""
+
+
+def epochs_of(folder, *, kill_at: int | None = None, patience="2ep", right=True, breaks=False, threshold=None, length="8ep"):
+    """The documented loop, from the start or from the checkpoint: the stop, and the steps that it took."""
+    model = nn.Linear(1, 1)
+    step = dt.compose_step(dt.mean_loss(lambda model, batch: model(batch["x"]).mean(), weight=lambda batch: len(batch["x"])))
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    loader = dt.build_loader(rows(), global_batch_size=4, seed=0)
+    stop = early_stop("loss", patience=patience) if threshold is None else threshold_stop("loss", threshold)
+    extra, taken = {"loader": loader, "stop": stop}, 0
+    state = load_sharded(folder, state, extra=extra, missing_ok=True).state
+    for batch in loader.until(length) if breaks else loader.until(length, stop=stop):
+        state, _ = step(state, batch)
+        taken += 1
+        if state.crossed("1ep"):
+            over = stop(state, measured(state)) if right else False
+            save_sharded(folder, state, extra=extra)
+            if kill_at == state.clock.epoch:
+                raise Killed
+            over = over if right else stop(state, measured(state))
+            if breaks and over:
+                break
+    return stop, state, taken
+
+
+@pytest.mark.parametrize("kill_at", [1, 2, 3, 4, 5, 6])
+def test_an_interrupted_run_ends_where_the_uninterrupted_one_does(tmp_path, kill_at):
+    whole, last, taken = epochs_of(tmp_path / "whole")
+    assert (whole.best, last.clock.epoch, taken) == (1.9, 6, 18)
+    with pytest.raises(Killed):
+        epochs_of(tmp_path / "cut", kill_at=kill_at)
+    again, end, rest = epochs_of(tmp_path / "cut")
+    assert (again.best, end.clock.epoch, rest) == (1.9, 6, 18 - 3 * kill_at)
+    assert again.state_dict() == whole.state_dict()
+
+
+def test_a_save_before_the_judgement_is_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"early_stop: the checkpoint of step 3 was saved before its 'loss' was judged.*before"
+    ):
+        epochs_of(tmp_path, right=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"threshold": 2.0}], ids=["early", "threshold"])
+def test_a_run_that_stopped_does_not_train_on(tmp_path, options, capsys):
+    first, end, taken = epochs_of(tmp_path, **options)
+    assert taken
+    assert first.stopped
+    capsys.readouterr()
+    for _ in range(2):
+        again, state, taken = epochs_of(tmp_path, **options)
+        assert (again.stopped, taken, state.step) == (True, 0, end.step)
+        assert "dtrain: until: the run has ended by" in capsys.readouterr().err
+
+
+def test_a_loop_that_does_not_ask_the_stop_is_told_when_it_trains_on(tmp_path):
+    epochs_of(tmp_path, breaks=True)
+    with pytest.raises(ConfigError, match=r"stopped at step 18, and after .* to step 21\. .*loader.until\(length, stop=stop\)"):
+        epochs_of(tmp_path, breaks=True)
+    assert dt.latest_checkpoint(tmp_path).name == "step-00000018", "what was trained beyond the end is not saved"
+
+
+def test_a_run_with_more_patience_goes_on(tmp_path):
+    epochs_of(tmp_path)
+    stop, state, taken = epochs_of(tmp_path, patience="4ep")
+    assert (stop.best, state.clock.epoch, taken, stop.stopped) == (1.0, 8, 6, False)
+
+
+def test_several_stops_end_a_loop_together(tmp_path):
+    model = nn.Linear(1, 1)
+    step = dt.compose_step(dt.mean_loss(lambda model, batch: model(batch["x"]).mean(), weight=lambda batch: len(batch["x"])))
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    loader = dt.build_loader(rows(), global_batch_size=4, seed=0)
+    stops = [early_stop("loss", patience="9ep"), threshold_stop("loss", 2.0)]
+    for batch in loader.until("8ep", stop=stops):
+        state, _ = step(state, batch)
+        if state.crossed("1ep"):
+            assert [stop(state, measured(state)) for stop in stops] == [False, state.clock.epoch == 2]
+    assert state.clock.epoch == 2

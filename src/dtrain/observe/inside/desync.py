@@ -24,7 +24,7 @@ from dtrain.errors import ConfigError, DesyncError
 from dtrain.names import clean_buffers
 from dtrain.observe.inside.bits import bit_hashes
 from dtrain.state import TrainState
-from dtrain.step.optimizer import ends_interval
+from dtrain.step.place import ends_interval
 from dtrain.tensors import extent, is_distributed, local
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metrics, Plain

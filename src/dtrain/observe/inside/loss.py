@@ -16,8 +16,9 @@ from torch import Tensor
 from dtrain import spans
 from dtrain.dist.init import current
 from dtrain.dist.timeouts import naming_missing
-from dtrain.errors import ConfigError, StepError
-from dtrain.state import HostScalar, TrainState
+from dtrain.errors import ConfigError, NonFiniteError, StepError
+from dtrain.host_scalar import HostScalar
+from dtrain.state import TrainState
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metric, Metrics, Slice
 
@@ -70,7 +71,8 @@ def watch_loss(
 
     Raises:
         ConfigError: another ``action``, a ``factor`` or ``window`` out of range; in a step, no such metric.
-        StepError: in a step, on all ranks: the loss of two steps ago was not finite, or a spike (``"raise"``).
+        NonFiniteError: in a step, on all ranks: the loss of two steps ago was not finite (``"raise"``).
+        StepError: in a step, on all ranks: that loss was a spike (``"raise"``).
 
     Source: the running median as a robust mean, Huber 1981, Robust Statistics, chapter 1.
 
@@ -85,7 +87,7 @@ def watch_loss(
         ...     state, _ = step(state, torch.tensor([[value]]))
         >>> step(state, torch.tensor([[1.0]]))  # doctest: +IGNORE_EXCEPTION_DETAIL
         Traceback (most recent call last):
-        dtrain.errors.StepError: watch_loss: the loss of step 1 was nan; ...
+        dtrain.errors.NonFiniteError: watch_loss: the loss of step 1 was nan; ...
     """
     if action not in ("raise", "warn"):
         raise ConfigError(f"watch_loss: action must be 'raise' or 'warn', got {action!r}")
@@ -174,6 +176,6 @@ def _tell(step: int, loss: float, problem: str, action: str) -> None:
     message = f"watch_loss: the loss of step {step} was {loss:.6g}; {problem}"
     spans.event("loss", step=step, value=loss if math.isfinite(loss) else str(loss), problem=problem)
     if action == "raise":
-        raise StepError(message)
+        raise (StepError if math.isfinite(loss) else NonFiniteError)(message)
     if current().rank == 0:
         warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.state import TrainState
-from dtrain.step.optimizer import ends_interval
+from dtrain.step.place import ends_interval
 from dtrain.tensors import local, local_norms, sum_over_cuts_
 from dtrain.transform import Transform, UpdateFn
 from dtrain.types import Metric, Metrics, Params, index_on, once

@@ -11,8 +11,9 @@ from dtrain.state import TrainState
 def learning_rates(state: TrainState, *, also: Sequence[str] = ()) -> dict[str, float]:
     """The learning rate of each parameter group: ``lr``, or of several ``lr/<name>`` (``lr/<index>`` where they have no names).
 
-    It is what the groups have between steps; ``scale_lr`` changes that for the time of an update only, and gives the rate that
-    it used as a metric of the step.
+    It is what the groups have between steps. ``scale_lr`` and ``set_option`` change that for the time of an update only, and
+    give the rate of the update as the metric ``lr`` of the step. Beside them the numbers here are called ``base_lr`` and
+    ``base_lr/<name>``, so both stand in one row of ``readings``; the same goes for other scheduled options.
 
     Args:
         state: whose optimizer.
@@ -28,7 +29,7 @@ def learning_rates(state: TrainState, *, also: Sequence[str] = ()) -> dict[str, 
     Example:
         >>> from types import SimpleNamespace
         >>> weight = torch.nn.Parameter(torch.ones(1))
-        >>> state = SimpleNamespace(optimizer=torch.optim.Adam([weight], lr=0.5))
+        >>> state = SimpleNamespace(optimizer=torch.optim.Adam([weight], lr=0.5), slices={})
         >>> learning_rates(state, also=("betas",))
         {'lr': 0.5, 'betas0': 0.9, 'betas1': 0.999}
     """
@@ -36,6 +37,8 @@ def learning_rates(state: TrainState, *, also: Sequence[str] = ()) -> dict[str, 
     labels = [str(group.get("name", index)) for index, group in enumerate(groups)]
     if len(set(labels)) < len(labels):
         labels = [str(index) for index in range(len(groups))]
+    # The slices have the names of all transforms of the step.
+    scheduled = {option for option in ("lr", *also) if {f"scale_{option}", f"set_{option}"} & set(state.slices)}
     found: dict[str, float] = {}
     for option in ("lr", *also):
         own = [(label, group[option]) for label, group in zip(labels, groups, strict=True) if option in group]
@@ -45,7 +48,8 @@ def learning_rates(state: TrainState, *, also: Sequence[str] = ()) -> dict[str, 
         for label, value in own:
             values = {f"{option}{place}": each for place, each in enumerate(value)} if isinstance(value, tuple | list) else {}
             for name, each in (values or {option: value}).items():
-                found[name if len(groups) == 1 else f"{name}/{label}"] = _number(option, each)
+                called = f"base_{name}" if option in scheduled else name
+                found[called if len(groups) == 1 else f"{called}/{label}"] = _number(option, each)
     return found
 
 

@@ -24,17 +24,17 @@ def progress_bar(
     total: Duration | int | str | None = None,
     *,
     names: Sequence[str] | None = ("loss", "lr"),
-    lines_every_s: float | None = None,
+    lines_every_s: float | None = 10.0,
 ) -> Sink:
     """A sink that shows ``120/600 ━━━━━  loss 2.1034  lr 0.003  12 steps/s  0:40 left`` on one line of the terminal, on rank 0.
 
-    It is drawn when something is logged, and costs nothing in between. What is printed meanwhile goes above it. Where the
-    standard error is no terminal, as under ``dtrain launch``, there is no bar: nothing at all, or now and then a plain line.
+    It is drawn when something is logged, and costs nothing in between. What is printed meanwhile goes above it. If the
+    standard error is no terminal, as under ``dtrain launch``, plain lines are printed instead, by default one in 10 seconds.
 
     Args:
         total: length of the run in steps, ``600`` or ``"600ba"``; None when it is not known.
         names: metrics that are shown, by name or pattern; None for all.
-        lines_every_s: without a terminal, print a line at most so often; None for none.
+        lines_every_s: without a terminal, seconds between two lines at least; None prints no line.
 
     Raises:
         ConfigError: a length in another unit than steps; names that are no list of texts; seconds that are no number of at

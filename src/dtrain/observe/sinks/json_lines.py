@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import time
 from typing import Any
@@ -16,16 +16,18 @@ from dtrain.observe.sinks.names import DistinctNames
 from dtrain.observe.sinks.ranks import Ranks, path_here
 from dtrain.observe.sinks.sink import Sink
 from dtrain.observe.sinks.values import decoded, encoded, plain
+from dtrain.runs import STEP, TIME, goes_back, step_of_record
 
-OWN = ("step", "time")
+OWN = (STEP, TIME)
 """Keys of a record that are no metrics; a metric of such a name is written as ``metric/<name>``."""
 
 
 def jsonl(path: str | Path, *, rotate_bytes: int | None = None, keep: int | None = None, ranks: Ranks = 0) -> Sink:
     """A sink that appends a line to ``path``: ``{"step": 10, "time": 1700000000.5, "loss": 2.1}``; time is seconds since 1970.
 
-    A run that was killed and resumed repeats some steps: the last record of a step is the true one (``read_jsonl``). A line is
-    written at once, so a kill leaves at most one half line, which the next one ends and the reader leaves out.
+    A step may be logged several times, with a loss and later with the metrics of an evaluation, say: ``read_jsonl`` merges its
+    records. A run that was killed and resumed repeats some steps: the later records are the true ones. A line is written at
+    once, so a kill leaves at most one half line, which the next one ends and the reader leaves out.
 
     Numbers survive exactly. Scalar tensors become numbers; ``nan`` and ``inf`` are those texts, so that every JSON reader takes
     the line; other values that JSON can hold stay as they are, and the rest becomes ``{"unloggable": "Tensor [2, 3]"}``.
@@ -87,22 +89,68 @@ def _parts(path: Path) -> list[tuple[int, Path]]:
 
 
 def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:
-    """The records of a ``jsonl`` file by step, in order of steps: of each step the last one, without half-written lines.
+    """Read a ``jsonl`` file: the metrics of each step, in order of steps, as ``dtrain report`` reads them.
 
-    Files that were renamed from ``path`` are read first, the oldest first. Non-finite numbers are numbers again.
+    The records of one step are merged; of a metric that was logged twice at a step, the last value counts. Where a resumed run
+    goes back, the records of the steps that it does again no longer count. Half-written lines are left out. Files that were
+    renamed from ``path`` are read first, the oldest first. Non-finite numbers are numbers again.
+
+    Example:
+        >>> import tempfile
+        >>> import dtrain as dt
+        >>> path = f"{tempfile.mkdtemp()}/metrics.jsonl"
+        >>> log = dt.jsonl(path)
+        >>> log(10, {"loss": 2.5})
+        >>> log(10, {"eval/loss": 2.75})
+        >>> record = dt.read_jsonl(path)[10]
+        >>> record["loss"], record["eval/loss"]
+        (2.5, 2.75)
 
     Raises:
         FileNotFoundError: neither the file nor one renamed from it.
     """
-    path = Path(path)
+    merged = _Merged()
+    for record in _records(Path(path)):
+        merged.add(record)
+    return dict(sorted(merged.by_step.items()))
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in the lines of a file and of its older parts, in the order in which they were written."""
     parts = [part for _, part in sorted(_parts(path), reverse=True)]
-    records: dict[int, dict[str, Any]] = {}
     for part in [*parts, path] if path.exists() or not parts else parts:
         for line in part.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, RecursionError):  # a line that a kill cut short
+            except (ValueError, RecursionError):  # a line that a kill cut short
                 continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                records[record["step"]] = decoded(record)
-    return dict(sorted(records.items()))
+            if isinstance(record, dict):
+                yield record
+
+
+class _Merged:
+    """Records by step: those of one step as one, without those of steps that a resumed run has done again."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, dict[str, Any]] = {}
+        self._last: dict[str, int] = {}  # the last step of each metric
+        self._top = -1  # the largest of them, or more
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take the record that was written next."""
+        step = step_of_record(record)
+        if step is None:
+            return
+        if step < self._top and goes_back(step, record, (((name,), last) for name, last in self._last.items())):
+            self._forget_from(step)
+        self._top = max(step, self._top)
+        self.by_step.setdefault(step, {}).update(decoded(record))
+        self._last |= {name: max(step, self._last.get(name, step)) for name in record if name not in OWN}
+
+    def _forget_from(self, step: int) -> None:
+        """Forget the records of ``step`` and later."""
+        self._top = step
+        self.by_step = {known: record for known, record in self.by_step.items() if known < step}
+        self._last = {}
+        for known, record in sorted(self.by_step.items()):
+            self._last |= dict.fromkeys(record.keys() - set(OWN), known)

@@ -1,4 +1,4 @@
-"""``early_stop`` and ``threshold_stop``: whether a metric says that a run has come far enough."""
+"""``early_stop`` and ``threshold_stop``: end a run by a metric."""
 
 from __future__ import annotations
 
@@ -22,13 +22,20 @@ _SHARE = 1e-9  # of a run: rounding of two shares that are taken off each other
 def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, mode: Mode = "min") -> EarlyStop:
     """A decision that stops a run whose metric has not become better for so long.
 
-    Call it where the metric is measured; it is plain data between calls, and goes into ``extra`` of a checkpoint::
+    Call it when the metric is measured, before the save of the same step: the checkpoint then has the value. ``until`` ends
+    when the stop says so, and hands out nothing if a resumed run had stopped::
 
-        stop = dt.early_stop("eval/loss", patience="2ep")
-        restored = dt.load_sharded("ckpt", state, extra={"stop": stop})
-        ...
-            if stop(state, dt.evaluate(...)):
-                break
+        stop = dt.early_stop("loss", patience="2ep")
+        extra = {"loader": loader, "stop": stop}
+        state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
+        for batch in loader.until("90ep", stop=stop):
+            state, metrics = step(state, batch)
+            if state.crossed("1ep"):
+                stop(state, dt.reduce_metrics(dt.evaluate(model, held_out, loss_fn)))
+                dt.save_sharded("ckpt", state, extra=extra)
+
+    The verdict is saved, and it holds as long as the stop is built with the same arguments. With more patience, say, the run
+    goes on.
 
     Formula: better is ``value < best - min_delta`` (``"max"``: ``value > best + min_delta``); stop when
     ``now - time of the best >= patience``
@@ -49,7 +56,7 @@ def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float 
     Example:
         >>> stop, clock = early_stop("loss", patience=2), Clock()
         >>> for loss in (3.0, 2.0, 2.5, float("nan")):
-        ...     clock = clock.tick(samples=1, tokens=0, seconds=0.1, end_of_epoch=False)
+        ...     clock = clock.tick(samples=1, tokens=0, seconds=0.1)
         ...     print(stop.judge(clock, loss), stop.best)
         False 3.0
         False 2.0
@@ -59,39 +66,94 @@ def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float 
     return EarlyStop(metric, patience=patience, min_delta=min_delta, mode=mode)
 
 
-class EarlyStop:
-    """What ``early_stop`` makes: ``stop(state, numbers) -> bool``. ``best`` is the best value so far, None before the first."""
+class _Verdict:
+    """The step at which a stop ended the run, if it did: saved with the stop, and kept while its arguments are the same."""
 
-    __slots__ = ("_at", "_better", "_metric", "_min_delta", "_patience", "best")
+    __slots__ = ("_criterion", "_metric", "_restored", "_where", "stopped_at")
+
+    def __init__(self, where: str, metric: str, criterion: list[Plain]) -> None:
+        self._where, self._metric, self._criterion = where, metric, criterion
+        self.stopped_at: int | None = None
+        self._restored = False
+
+    @property
+    def stopped(self) -> bool:
+        """True if the run has come to its end by this stop, in this start or in an earlier one."""
+        return self.stopped_at is not None
+
+    def _standing(self, state: TrainState) -> bool:
+        """True if the run had stopped already, and nothing is to be judged.
+
+        Raises:
+            ConfigError: the state was saved before the value was judged, or a resumed run has trained on behind its end.
+        """
+        if state.shared.saved_extra.get(id(self)) == state.step:
+            raise ConfigError(
+                f"{self._where}: the checkpoint of step {state.step} was saved before its {self._metric!r} was judged, and a "
+                "resumed run would forget the value. Call stop(state, numbers) before save_sharded"
+            )
+        if self._restored and self.stopped_at is not None and state.step > self.stopped_at:
+            raise ConfigError(
+                f"{self._where}: the run stopped at step {self.stopped_at}, and after a restart it has trained on to "
+                f"step {state.step}. Give the stop to the loop: loader.until(length, stop=stop)"
+            )
+        return self.stopped
+
+    def _conclude(self, state: TrainState, stop: bool, **told: Plain) -> bool:
+        if stop:
+            self.stopped_at = state.step
+            spans.event(self._where, step=state.step, metric=self._metric, **told)
+        return stop
+
+    def state_dict(self) -> dict[str, Plain]:
+        """The step of the verdict, None before it, and the arguments that it holds for."""
+        return {"stopped_at": self.stopped_at, "criterion": list(self._criterion)}
+
+    def load_state_dict(self, state: Mapping[str, Plain]) -> None:
+        """Take over the verdict, if it was made with the same arguments. Mutates: the verdict."""
+        at = state.get("stopped_at") if state.get("criterion") == self._criterion else None
+        self.stopped_at = at if isinstance(at, int) else None
+        self._restored = True
+
+
+class EarlyStop(_Verdict):
+    """The decision that ``early_stop`` makes: ``stop(state, numbers) -> bool``.
+
+    ``best`` is the best value so far, None before the first. ``stopped`` is True once the run was to stop.
+    """
+
+    __slots__ = ("_at", "_better", "_min_delta", "_patience", "best")
 
     def __init__(self, metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, mode: Mode = "min") -> None:
         _check("early_stop", metric, mode)
         if isinstance(min_delta, bool) or not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
             raise ConfigError(f"early_stop: needs a finite min_delta >= 0, got {min_delta=}")
-        self._metric, self._patience, self._min_delta = metric, Duration.parse(patience), float(min_delta)
+        self._patience, self._min_delta = Duration.parse(patience), float(min_delta)
+        super().__init__("early_stop", metric, [metric, str(self._patience), self._min_delta, mode])
         self._better = -1.0 if mode == "min" else 1.0
         self.best: float | None = None
         self._at: float | None = None  # the clock's count, in the unit of the patience, at the best value or at the first call
 
     def __call__(self, state: TrainState, numbers: Mapping[str, float]) -> bool:
-        """Take in the metric's value now. Whether the run is to stop: the same answer on every rank, by the value of rank 0.
+        """Judge the metric's value now. Return True if the run is to stop: on every rank alike, by the value of rank 0.
 
         Args:
-            state: the newest state; only its clock is read.
-            numbers: by name, as ``reduce_metrics`` or ``evaluate`` return them.
+            state: the newest state, not saved yet at this step.
+            numbers: by name, as ``reduce_metrics`` returns them.
 
-        Mutates: the best value and its time.
+        Mutates: the best value and its time, the verdict.
         Collective: one all-gather of two numbers on the control group; every rank must call it.
         Host sync: none.
 
         Raises:
-            ConfigError: the metric is not among ``numbers``, or is no number.
+            ConfigError: the metric is not among ``numbers``, or is no number; the step was saved already with this stop in
+                ``extra``; a resumed run has trained on behind its end.
             PeerError: so on another rank.
         """
+        if self._standing(state):
+            return True
         stop = self.judge(state.clock, _agreed("early_stop", self._metric, numbers))
-        if stop:
-            spans.event("early_stop", step=state.step, metric=self._metric, best=self.best)
-        return stop
+        return self._conclude(state, stop, best=self.best)
 
     def judge(self, clock: Clock, value: float) -> bool:
         """The decision alone, from a value and a time. Mutates: the best value and its time."""
@@ -109,13 +171,13 @@ class EarlyStop:
         return (value - self.best) * self._better > self._min_delta
 
     def state_dict(self) -> dict[str, Plain]:
-        """The best value, and when it was, in the unit of the patience."""
-        return {"best": self.best, "at": self._at, "unit": self._patience.unit}
+        """The best value, and when it was, in the unit of the patience; the verdict."""
+        return {"best": self.best, "at": self._at, "unit": self._patience.unit, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Plain]) -> None:
         """Go on from what ``state_dict`` returned.
 
-        Mutates: the best value and its time.
+        Mutates: the best value and its time, the verdict.
 
         Raises:
             ConfigError: it was measured in another unit: ``patience`` was in epochs, say, and is in steps now.
@@ -125,6 +187,7 @@ class EarlyStop:
                 f"early_stop: the saved wait is in {state.get('unit')!r}, patience={str(self._patience)!r} now; keep the unit, "
                 "or leave it out of extra to begin anew"
             )
+        super().load_state_dict(state)
         best, at = state.get("best"), state.get("at")
         self.best = float(best) if isinstance(best, int | float) else None
         self._at = at if isinstance(at, int | float) else None
@@ -135,6 +198,8 @@ class EarlyStop:
 
 def threshold_stop(metric: str, threshold: float, *, mode: Mode = "min", stop_on_nan: bool = False) -> ThresholdStop:
     """A decision that stops a run whose metric is as good as ``threshold``: ``stop(state, numbers) -> bool``.
+
+    Use it as ``early_stop``: judge before the save, ``{"stop": stop}`` in ``extra``, ``loader.until(length, stop=stop)``.
 
     Formula: stop when ``value <= threshold`` (``"max"``: ``value >= threshold``)
 
@@ -157,34 +222,34 @@ def threshold_stop(metric: str, threshold: float, *, mode: Mode = "min", stop_on
     return ThresholdStop(metric, threshold, mode=mode, stop_on_nan=stop_on_nan)
 
 
-class ThresholdStop:
-    """What ``threshold_stop`` makes. It keeps nothing from call to call."""
+class ThresholdStop(_Verdict):
+    """The decision that ``threshold_stop`` makes. ``stopped`` is True once the metric was good enough."""
 
-    __slots__ = ("_better", "_metric", "_on_nan", "_threshold")
+    __slots__ = ("_better", "_on_nan", "_threshold")
 
     def __init__(self, metric: str, threshold: float, *, mode: Mode = "min", stop_on_nan: bool = False) -> None:
         _check("threshold_stop", metric, mode)
         if isinstance(threshold, bool) or not isinstance(threshold, int | float) or math.isnan(threshold):
             raise ConfigError(f"threshold_stop: needs a number as threshold, got {threshold!r}")
-        self._metric, self._threshold, self._on_nan = metric, float(threshold), stop_on_nan
+        super().__init__("threshold_stop", metric, [metric, float(threshold), mode, stop_on_nan])
+        self._threshold, self._on_nan = float(threshold), stop_on_nan
         self._better = -1.0 if mode == "min" else 1.0
 
     def __call__(self, state: TrainState, numbers: Mapping[str, float]) -> bool:
-        """Whether the run is to stop: the same answer on every rank, by the value of rank 0.
+        """Judge the metric's value now. Return True if the run is to stop: on every rank alike, by the value of rank 0.
 
+        Mutates: the verdict.
         Collective: one all-gather of two numbers on the control group; every rank must call it.
         Host sync: none.
 
         Raises:
-            ConfigError: the metric is not among ``numbers``, or is no number.
-            PeerError: so on another rank.
+            ConfigError: as ``EarlyStop``.
+            PeerError: the metric is missing on another rank.
         """
+        if self._standing(state):
+            return True
         value = _agreed("threshold_stop", self._metric, numbers)
-        stop = self.judge(value)
-        if stop:
-            shown = value if math.isfinite(value) else str(value)
-            spans.event("threshold_stop", step=state.step, metric=self._metric, value=shown)
-        return stop
+        return self._conclude(state, self.judge(value), value=value if math.isfinite(value) else str(value))
 
     def judge(self, value: float) -> bool:
         """The decision alone."""

@@ -16,7 +16,8 @@ from dtrain.report.reading.events import OF_ALL_RANKS
 from dtrain.report.reading.folder import ledger_files
 from dtrain.report.reading.ledger import RankAttemptLines, RankLedger
 from dtrain.report.reading.lines import Lines, Row
-from dtrain.report.reading.metrics import STEP, TIME, number_of
+from dtrain.report.reading.metrics import number_of
+from dtrain.runs import STEP, TIME
 from dtrain.spans import CAUSES, Cause
 
 _RECENT_S = 60.0  # what "now" means: a few lines of a ledger

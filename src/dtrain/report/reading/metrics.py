@@ -8,12 +8,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from dtrain.report.reading.lines import Row
+from dtrain.runs import STEP, TIME, goes_back, step_of_record
 
-STEP, TIME = "step", "time"
 _NAMES, _NAME = 2000, 200  # metrics, and characters of one
 _SHAPES = 500
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as the JSONL sink writes them
-_LARGEST = 1e15
 
 
 class Block:
@@ -81,8 +80,8 @@ class Metrics:
         blocks, top = self._blocks, self._top
         for row in rows:
             names = tuple(row)
-            step = row.get(STEP)
-            if step.__class__ is not int or not 0 <= step < _LARGEST:
+            step = step_of_record(row)
+            if step is None:
                 self.malformed += 1
                 continue
             self.count += 1
@@ -104,9 +103,8 @@ class Metrics:
         self._top = top
 
     def _goes_back(self, names: tuple[str, ...], step: int) -> bool:
-        known = set(names) - {STEP, TIME}
-        if not any(block.last_step() > step and known & set(block.names) for block in self._blocks.values()):
-            return False  # another metric, which comes late: of an evaluation in the background
+        if not goes_back(step, names, ((block.names, block.last_step()) for block in self._blocks.values())):
+            return False
         at = bisect_right(self._resumes, step - 1)
         to = self._resumes[at - 1] if at else step - 1
         newest = max((block for block in self._blocks.values() if block.order), key=lambda block: block.order[-1])

@@ -1,0 +1,137 @@
+"""Initial values that the meta device has swallowed: found by counting the writes into each parameter.
+
+A parameter on the meta device keeps no values, but torch counts the operations that have written into it. A model whose
+``__init__`` writes into a child's parameter (``nn.init.zeros_(self.out.weight)``) has counted one write more than the
+child's own ``reset_parameters``. ``materialize`` compares that count with the writes that it has repeated itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from dtrain.errors import ConfigError
+from dtrain.names import clean_modules, clean_parameters, unwrapped
+
+_NOTED = "_dtrain_meta_writes"  # the attribute of a model that shard_model leaves the counts in, since it replaces parameters
+_RESETS = ("reset_parameters", "_reset_parameters")  # torch's own attention and transformer have the second
+_OTHER_RESET = re.compile(r"reset_\w+_parameters")  # of peft: reset_lora_parameters, reset_adapter_parameters
+_LORA = "reset_lora_parameters"
+_LORA_DRAWN = (True, False, "gaussian")  # initial values of peft's LoRA that do not depend on the base weights
+
+
+def note_writes(model: nn.Module) -> None:
+    """Keep the number of writes into each meta parameter of ``model``. Mutates: one attribute of ``model``."""
+    unwrapped(model).__dict__[_NOTED] = _counted(model)
+
+
+def noted_writes(model: nn.Module) -> dict[str, int]:
+    """Return the number of writes into each meta parameter of ``model``, by clean name, as ``shard_model`` found it."""
+    found: dict[str, int] | None = unwrapped(model).__dict__.get(_NOTED)
+    return _counted(model) if found is None else found
+
+
+def _counted(model: nn.Module) -> dict[str, int]:
+    params, _ = clean_parameters(model)
+    return {name: param._version for name, param in params.items() if param.is_meta and not param.is_inference()}
+
+
+@dataclass(slots=True, eq=False)
+class Repeated:
+    """The writes into parameters that ``materialize`` has repeated.
+
+    Args:
+        made: writes while the model was made, by the id of the parameter.
+        reset: writes by ``reset_parameters`` or ``__init__`` of the module that owns a parameter.
+        init: writes by the caller's ``init``.
+        settled: parameters that an outer module's ``reset_parameters`` has written, or that were assigned anew.
+    """
+
+    made: dict[int, int]
+    reset: dict[int, int] = field(default_factory=dict)
+    init: dict[int, int] = field(default_factory=dict)
+    settled: set[int] = field(default_factory=set)
+
+    def lacks(self, param: Tensor) -> bool:
+        """Return True if ``param`` was written more often while the model was made than since."""
+        key = id(param)
+        if key in self.settled:
+            return False
+        more, by_init = self.made.get(key, 0) - self.reset.get(key, 0), self.init.get(key, 0)
+        # An init that a part of the model and then the whole of it have applied has the last word all the same.
+        return more > 0 and not (by_init and (more <= by_init or more % by_init == 0))
+
+    def only_init(self, param: Tensor) -> bool:
+        """Return True if ``init`` may have written over a value that came from elsewhere."""
+        key = id(param)
+        return key not in self.settled and self.made.get(key, 0) > self.reset.get(key, 0)
+
+
+def resets_of(module: nn.Module, model: nn.Module) -> list[Callable[[], None]]:
+    """Return the functions that give ``module`` and modules below it their initial values.
+
+    Those of a LoRA layer of peft take the adapter's name and its kind of initial values, which ``model.peft_config`` has.
+
+    Raises:
+        ConfigError: a kind of initial values that is computed from the base weights.
+    """
+    plain = [reset for key in _RESETS if callable(reset := getattr(module, key, None))]
+    return [*plain, *_lora_resets(module, model)]
+
+
+def _lora_resets(module: nn.Module, model: nn.Module) -> Iterator[Callable[[], None]]:
+    reset, configs = getattr(module, _LORA, None), _peft_configs(model)
+    if reset is None or configs is None:
+        return
+    stores = [module._modules.get(key) for key in ("lora_A", "lora_embedding_A")]
+    adapters = {name for store in stores if store is not None for name in (*store._modules, *store._parameters)}
+    for adapter in sorted(adapters & set(configs)):
+        kind = getattr(configs[adapter], "init_lora_weights", True)
+        if kind not in _LORA_DRAWN:
+            raise ConfigError(
+                f"materialize: the adapter {adapter!r} has init_lora_weights={kind!r}, which is computed from base weights; "
+                "these have no values yet. Use True, False or 'gaussian', or load adapters from a checkpoint"
+            )
+        yield partial(reset, adapter, kind)
+
+
+def _peft_configs(model: nn.Module) -> dict[str, Any] | None:
+    found = (getattr(module, "peft_config", None) for module in model.modules())
+    return next((configs for configs in found if isinstance(configs, dict)), None)
+
+
+def check_repeated(model: nn.Module, repeated: Repeated) -> None:
+    """Refuse parameters whose initial values nobody has repeated.
+
+    Raises:
+        ConfigError: parameters that were written by another module, by name.
+    """
+    params = {name: param for name, param in clean_parameters(model)[0].items() if id(param) in repeated.made}
+    around = _other_resets(model)
+    other = [name for name, param in params.items() if id(param) in around and repeated.only_init(param)]
+    lacking = [name for name, param in params.items() if repeated.lacks(param)]
+    found = list(dict.fromkeys([*other, *lacking]))
+    if not found:
+        return
+    by = f", probably by {around[id(params[other[0]])]}" if other else ""
+    raise ConfigError(
+        f"materialize: {', '.join(found[:10])} ({len(found)} tensors) were written again after their own reset_parameters "
+        f"while the model was made{by}; the meta device keeps no values. Write them in reset_parameters() of the module around "
+        "them, or make the model off the meta device"
+    )
+
+
+def _other_resets(model: nn.Module) -> dict[int, str]:
+    """Return the functions that reset parameters and take arguments of a library's own, by the parameters below."""
+    return {
+        id(param): f"{type(module).__name__}.{key}"
+        for _, module in clean_modules(model)
+        for key in dir(type(module))
+        if _OTHER_RESET.fullmatch(key)
+        for param in module.parameters()
+    }

@@ -1,0 +1,49 @@
+"""The rotary frequencies of a Llama of transformers are not rounded, unless the user asks for it."""
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from dtrain.dist.mesh import build_mesh
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.precision import Precision
+
+
+def llama(precision: Precision | None) -> tuple[torch.Tensor, str]:
+    """Return the log-probabilities at positions up to 4,032, and the dtype of the rotary frequencies."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    net = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=8192, attn_implementation="eager", **sizes))
+    for name, param in net.named_parameters():
+        if "proj" in name or "embed" in name or "lm_head" in name:
+            nn.init.normal_(param, std=0.2)  # so large that attention depends on positions
+    net = shard_model(net, build_mesh(), blocks=(LlamaDecoderLayer,), precision=precision)
+    ids = torch.randint(0, 64, (1, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = net(input_ids=ids, position_ids=torch.arange(0, 4096, 64).unsqueeze(0)).logits.float()
+    return logits.log_softmax(-1), str(net.model.rotary_emb.inv_freq.dtype)
+
+
+def divergences() -> dict[str, tuple[float, str]]:
+    """Return the Kullback-Leibler divergence from float32 and the dtype of the frequencies, for each way to say bfloat16."""
+    kinds = {
+        "DEFAULT": Precision.preset("DEFAULT", "bf16"),
+        "PURE": Precision.preset("PURE", "bf16"),
+        "buffers named": Precision(param="bf16", buffer="bf16"),
+    }
+    exact, _ = llama(None)
+    found = {}
+    for name, precision in kinds.items():
+        logits, dtype = llama(precision)
+        found[name] = ((exact.exp() * (exact - logits)).sum(-1).mean().item(), dtype)
+    return found
+
+
+def test_no_preset_rounds_the_rotary_frequencies_of_a_llama(ranks):
+    found = ranks(2).run(divergences)[0]
+    assert found["DEFAULT"][0] < 0.02  # what bfloat16 does to the layers themselves
+    assert found["DEFAULT"][1] == found["PURE"][1] == "torch.float32"
+    assert found["PURE"] == found["DEFAULT"]
+    assert found["buffers named"][1] == "torch.bfloat16"
+    assert found["buffers named"][0] > 10 * found["DEFAULT"][0]  # the same test sees what a preset once did

@@ -1,0 +1,223 @@
+"""A trace that has become wrong is noticed before a collective is issued: the step is right all the same, or fails on all."""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.dist.init import current
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import StepError
+from dtrain.shard.fsdp import shard_model
+from dtrain.state import TrainState
+from dtrain.step.attempt import Attempt
+from dtrain.step.auto import auto_microbatch
+from dtrain.step.compose import Step, compose_step
+from dtrain.step.microbatch import microbatch_step
+from dtrain.testing.collectives import count_collectives
+from dtrain.testing.faults import fault
+from dtrain.types import LossSum
+from step.test_auto_sweep import OUT_OF_MEMORY, Unit, bits, loss_fn
+
+CAP_S = 120.0  # a rank that waits for another one would wait for many minutes
+
+
+class Ordered(nn.Module):
+    """Units of different sizes, which run in the order that is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (5, 7, 9)
+        self.units = nn.ModuleList([Unit(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6)) for width in widths])
+        self.order = [0, 1, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.units[index](x)
+        return x
+
+
+def start(*transforms, loss=loss_fn) -> tuple[Step, TrainState]:
+    torch.manual_seed(0)
+    net = shard_model(Ordered(), build_mesh(), blocks=(Unit,))
+    step = compose_step(loss, transforms)
+    return step, step.init(net, torch.optim.SGD(net.parameters(), lr=0.05))
+
+
+def auto():
+    return auto_microbatch(initial=4, minimum=1, grow=None)
+
+
+def batches(steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(current().rank)
+    return [torch.randn(12, 6, generator=generator) for _ in range(steps)]
+
+
+def traces_of(state: TrainState):
+    return state.shared.kept["auto_microbatch"].trials.traces
+
+
+def by_hand(orders: list[list[int]]) -> list[Tensor]:
+    """The parameters after steps whose units run in ``orders``, without ``auto_microbatch``."""
+    _, state = start()
+    step = compose_step(loss_fn, grad=partial(microbatch_step, microbatch_size=4))
+    for order, batch in zip(orders, batches(len(orders)), strict=True):
+        state.model.order = order
+        state, _ = step(state, batch)
+    return bits(state)
+
+
+def same(state: TrainState, orders: list[list[int]]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(bits(state), by_hand(orders), strict=True))
+
+
+def reordered_on_one_rank(checked: bool) -> list:
+    step, state = start(auto())
+    first, second, third, fourth = batches(4)
+    for batch in (first, second):
+        state, _ = step(state, batch)
+    before = bits(state)
+    if checked:
+        traces_of(state).forget()
+    if current().rank == 1:
+        state.model.order = [1, 0, 2]
+    with pytest.raises(StepError) as error:
+        step(state, third)
+    untouched = all(torch.equal(now, then) for now, then in zip(bits(state), before, strict=True))
+    state.model.order = [0, 1, 2]
+    for batch in (third, fourth):
+        state, _ = step(state, batch)
+    return [str(error.value), untouched, same(state, [[0, 1, 2]] * 4)]
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_units_in_another_order_on_one_rank_fail_on_all_before_a_collective_is_issued(ranks, checked):
+    first, second = ranks(2).run(reordered_on_one_rank, checked, timeout_s=CAP_S)
+    assert first == second
+    message, untouched, as_if_never = first
+    assert message.startswith(
+        "step: ranks came to different collectives, and none of them was issued: rank 0 to allgather_base"
+    )
+    assert message.endswith("Run the same modules in the same order on all ranks.")
+    assert untouched
+    assert as_if_never
+
+
+def reordered_on_all() -> list:
+    step, state = start(auto())
+    orders = [[0, 1, 2], [0, 1, 2], [2, 1, 0], [2, 1, 0], [0, 0, 1]]
+    exchanged = []
+    for order, batch in zip(orders, batches(5), strict=True):
+        state.model.order = order
+        with count_collectives() as seen:
+            state, _ = step(state, batch)
+        exchanged.append(seen.count(group="control") > 2)
+    return [exchanged, same(state, orders), traces_of(state).always_check]
+
+
+def test_units_in_another_order_on_all_ranks_are_learnt_anew(ranks):
+    assert ranks(2).run(reordered_on_all, timeout_s=CAP_S) == [[[True, False, True, False, True], True, False]] * 2
+
+
+def never_twice_the_same() -> list:
+    step, state = start(auto())
+    orders = [[0, 1, 2], [2, 1, 0]] * 4
+    for order, batch in zip(orders, batches(8), strict=True):
+        state.model.order = order
+        state, _ = step(state, batch)
+    return [same(state, orders), traces_of(state).always_check]
+
+
+def test_a_model_that_changes_again_and_again_is_checked_for_good(ranks):
+    assert ranks(2).run(never_twice_the_same, timeout_s=CAP_S) == [[True, True]] * 2
+
+
+def another_number(change: int) -> list:
+    """After the first steps rank 1 runs another number of microbatches than was agreed."""
+    step, state = start(auto())
+    first, second, third = batches(3)
+    for batch in (first, second):
+        state, _ = step(state, batch)
+    agreed, here = Attempt.microbatches, current().rank
+    with (
+        patch.object(Attempt, "microbatches", lambda attempt, wanted: agreed(attempt, wanted) + change * here),
+        pytest.raises(StepError) as error,
+    ):
+        step(state, third)
+    state, _ = step(state, third)
+    return [str(error.value)[:66], same(state, [[0, 1, 2]] * 3)]
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_another_number_of_microbatches_on_one_rank_fails_on_all(ranks, change):
+    expected = ["step: ranks came to different collectives, and none of them was is", True]
+    assert ranks(2).run(another_number, change, timeout_s=CAP_S) == [expected] * 2
+
+
+def forgetful() -> list:
+    step, state = start(auto())
+    exchanged = []
+    for index, batch in enumerate(batches(4)):
+        if index == 2 and current().rank == 1:
+            traces_of(state).forget()
+        with count_collectives() as seen:
+            state, _ = step(state, batch)
+        exchanged.append(seen.count(group="control") > 2)
+    return [exchanged, same(state, [[0, 1, 2]] * 4)]
+
+
+def test_ranks_that_do_not_hold_the_same_traces_check_again(ranks):
+    assert ranks(2).run(forgetful, timeout_s=CAP_S) == [[[True, False, True, False], True]] * 2
+
+
+def refuses_zeros() -> list:
+    """While rank 1 stands in with zeros, rank 0 computes with them, and its loss refuses what comes out."""
+
+    def loss(model: nn.Module, batch: Tensor) -> LossSum:
+        out = model(batch)
+        if (out == 0).any():
+            raise ValueError("dead units")
+        return LossSum(total=out.square().sum(), weight=len(batch))
+
+    step, state = start(auto(), loss=loss)
+    first, second, third = batches(3)
+    for batch in (first, second):
+        state, _ = step(state, batch)
+    with fault("raise", at="forward", call=1, rank=1, error=OUT_OF_MEMORY):
+        state, _ = step(state, third)
+    size = state.slices["auto_microbatch"]["size"]
+    with fault("raise", at="forward", call=1, rank=1, error=KeyError("of rank 1")), pytest.raises(Exception) as error:  # noqa: PT011
+        step(state, first)
+    return [0 < size < 4, type(error.value).__name__]
+
+
+def test_errors_that_come_of_another_ranks_zeros_count_for_nothing(ranks):
+    assert ranks(2).run(refuses_zeros, timeout_s=CAP_S) == [[True, "PeerError"], [True, "KeyError"]]
+
+
+def catches_everything(at: str, steps: int) -> list:
+    """A loss that makes an error of its own of whatever the model raises."""
+
+    def loss(model: nn.Module, batch: Tensor) -> LossSum:
+        try:
+            return loss_fn(model, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise ValueError("the model failed") from error
+
+    step, state = start(auto(), loss=loss)
+    for batch in batches(steps):
+        state, _ = step(state, batch)
+    with fault("raise", at=at, call=2, rank=1, error=OUT_OF_MEMORY):
+        state, _ = step(state, batches(1)[0])
+    return [0 < state.slices["auto_microbatch"]["size"] < 4, state.step]
+
+
+@pytest.mark.parametrize(("at", "steps"), [("forward", 0), ("gather", 0), ("gather", 2)])
+def test_a_loss_that_catches_what_the_model_raises_changes_nothing(ranks, at, steps):
+    assert ranks(2).run(catches_everything, at, steps, timeout_s=CAP_S) == [[True, steps + 1]] * 2

@@ -1,0 +1,202 @@
+"""A run whose loss is infinite or NaN again and again stops by default, on all ranks, without a wait in any step."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrain as dt
+from dtrain.dist.init import current
+from dtrain.errors import NonFiniteError
+from dtrain.host_scalar import HostScalar
+from dtrain.step.finite import LossWatch
+from dtrain.testing import count_host_syncs
+
+LOSS = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+NAN, INF, FINE = float("nan"), float("inf"), 1.0
+
+
+def begin(*transforms: dt.Transform, make=dt.compose_step, **options) -> tuple[dt.Step, dt.TrainState]:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    if torch.distributed.is_initialized():
+        model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=())
+    step = make(LOSS, transforms, **options)
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def run(step: dt.Step, state: dt.TrainState, values: list[float]) -> dt.TrainState:
+    for value in values:
+        state, _ = step(state, torch.full((2, 1), value))
+    return state
+
+
+def stopped_at(step: dt.Step, state: dt.TrainState, values: list[float]) -> tuple[int, str]:
+    """The step that raised, -1 if none did, and what it said."""
+    for value in values:
+        try:
+            state, _ = step(state, torch.full((2, 1), value))
+        except NonFiniteError as error:
+            return state.step, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_the_step_after_ten_losses_that_are_not_finite_raises(bad):
+    at, said = stopped_at(*begin(), [FINE] * 3 + [bad] * 20)
+    assert at == 13
+    assert said == (
+        "step: the loss was infinite or NaN in 10 steps in a row, from step 3 on; parameters that were updated by them are "
+        "spoiled, so load a checkpoint of step 2 or before, then lower the learning rate, clip, or look at the batches; "
+        "dt.nonfinite leaves such updates out, and changes how many stop the run"
+    )
+
+
+def test_from_the_first_step_on_there_is_no_checkpoint_to_load():
+    assert (
+        "from step 0 on; parameters that were updated by them are spoiled, so start again"
+        in stopped_at(*begin(), [NAN] * 20)[1]
+    )
+
+
+def spoiled_once() -> dt.Transform:
+    """A gradient that is NaN in step 2, under a loss that is finite."""
+
+    def update(inner):
+        def spoiled(state, metrics):
+            if state.step == 2:
+                state.params["weight"].grad.fill_(NAN)
+            return inner(state, metrics)
+
+        return spoiled
+
+    return dt.Transform(name="spoil", update=update)
+
+
+def test_a_gradient_that_was_nan_shows_in_the_losses_after_it():
+    at, said = stopped_at(*begin(spoiled_once()), [FINE] * 20)
+    assert at == 13
+    assert "from step 3 on" in said
+    assert "a checkpoint of step 2 or before" in said  # that of step 3 has the NaN already
+
+
+def test_a_step_that_applies_in_backward_stops_as_well():
+    assert stopped_at(*begin(make=dt.step_in_backward, weight_fn=len), [FINE] + [NAN] * 20)[0] == 11
+
+
+def test_nine_in_a_row_are_not_too_many_when_a_finite_loss_follows():
+    step, state = begin(dt.nonfinite("allow"), dt.Transform(name="keep", update=lambda inner: lambda s, m: (s, m)))
+    run(step, state, ([NAN] * 9 + [FINE]) * 4)
+
+
+def test_a_step_that_computes_two_gradients_counts_once():
+    twice = dt.Transform(
+        name="twice",
+        grad=lambda inner: lambda state, batch, **rest: (inner(state, batch, **rest), inner(state, batch, **rest))[1],
+    )
+    assert stopped_at(*begin(twice), [NAN] * 20)[0] == 9  # the second gradient of the tenth step
+
+
+def test_allow_changes_the_number_or_stops_the_check():
+    assert stopped_at(*begin(dt.nonfinite("allow", in_a_row=3)), [NAN] * 20)[0] == 3
+    assert stopped_at(*begin(dt.nonfinite("allow", in_a_row=None)), [NAN] * 40)[0] == -1
+
+
+def test_skip_stops_as_well_unless_it_is_told_not_to():
+    at, said = stopped_at(*begin(dt.nonfinite("skip")), [FINE] + [NAN] * 20)
+    assert (at, said[:72]) == (10, "nonfinite: step 10: a gradient is not finite, 10 steps in a row (on this")
+    assert stopped_at(*begin(dt.nonfinite("skip", in_a_row=None)), [NAN] * 40)[0] == -1
+
+
+def test_a_skipping_update_stops_as_well_by_gradients_alone():
+    def spoil(inner):
+        def spoiled(state, metrics):
+            state.params["weight"].grad.fill_(NAN)
+            return inner(state, metrics)
+
+        return spoiled
+
+    def update(state, metrics):
+        return dt.apply_gradients(state, metrics, nonfinite="skip")
+
+    step, state = begin(dt.Transform(name="spoil", update=spoil), update=update)
+    at, said = stopped_at(step, state, [FINE] * 20)
+    assert at == 9
+    assert "apply_gradients: step 9: a gradient is not finite, 10 steps in a row (on this rank: weight)" in said
+    assert "so the parameters are sound" in said
+    assert state.model.weight.isfinite().all()
+
+
+def test_a_scale_that_is_being_found_is_no_failure():
+    """Gradients overflow for thirty steps, and the losses are finite."""
+    step, state = begin(dt.loss_scale(2.0**120))
+    state = run(step, state, [1e18] * 30)
+    assert state.slices["loss_scale"]["scale"] < 2.0**100
+
+
+def test_a_loss_that_no_scale_mends_is():
+    assert stopped_at(*begin(dt.loss_scale()), [NAN] * 20)[0] == 10
+
+
+def trained(*transforms: dt.Transform) -> list[Tensor]:
+    step, state = begin(*transforms)
+    state = run(step, state, [0.5, 2.0, 1.0])
+    return [param.detach().clone() for param in state.params.values()]
+
+
+def test_a_finite_run_has_the_same_numbers_and_no_wait():
+    for watched, free in zip(trained(), trained(dt.nonfinite("allow", in_a_row=None)), strict=True):
+        assert torch.equal(watched, free)
+    step, state = begin()
+    state = run(step, state, [FINE])
+    with count_host_syncs() as seen:
+        run(step, state, [FINE] * 3)
+    assert [str(call) for call in seen.calls] == []
+
+
+def test_a_loaded_run_begins_to_count_anew(tmp_path):
+    step, state = begin()
+    state = run(step, state, [FINE])
+    dt.save_sharded(tmp_path, state)
+    state = run(step, state, [NAN] * 8)
+    state = dt.load_sharded(tmp_path, state).state
+    run(step, state, [NAN] * 8)
+
+
+class Late(HostScalar):
+    """A scalar that arrives when it has been asked for several times, as on a GPU that is behind."""
+
+    __slots__ = ("asked",)
+
+    def post(self, value: Tensor) -> None:
+        self.asked = 0
+        super().post(value)
+
+    def peek(self) -> float | None:
+        self.asked += 1
+        return super().peek() if self.asked > 3 else None
+
+
+def test_a_device_that_is_behind_loses_no_count():
+    watch = LossWatch(limit=10)
+    watch._host = [Late(torch.device("cpu"))]
+    found = []
+    for step in range(30):
+        found.append(watch.first_of_too_many())
+        watch.note(step, torch.tensor(NAN if step >= 5 else 1.0, dtype=torch.float64))
+    first = next(step for step in found if step is not None)
+    assert first == 5
+    assert found.index(first) <= 5 + 10 + 2 * 4
+
+
+def on_ranks() -> list:
+    """One rank's loss is NaN, and no update is made, so the other rank's losses stay finite."""
+    step, state = begin(dt.Transform(name="keep", update=lambda inner: lambda s, m: (s, m)))
+    values = [FINE] * 2 + [NAN if current().rank == 1 else FINE] * 20
+    return list(stopped_at(step, state, values))
+
+
+def test_all_ranks_raise_together_when_one_has_seen_it(ranks):
+    first, second = ranks(2).run(on_ranks)
+    assert first == second
+    assert first[0] == 12
+    assert "from step 2 on" in first[1]

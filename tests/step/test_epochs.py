@@ -1,0 +1,355 @@
+"""Epochs are the loader's, however many steps a loop makes of a batch."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.batch import origins_of
+from dtrain.clock import Place
+
+LOSS = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
+
+
+def rows(count: int = 20) -> list[dict]:
+    return [{"x": torch.full((1,), float(number + 1))} for number in range(count)]
+
+
+def loader(count: int = 20, **options):
+    return dt.build_loader(rows(count), **{"global_batch_size": 2, "seed": 0, **options})
+
+
+def begin(*transforms, frozen_part: bool = False, lr: float = 1e-4, **options):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)) if frozen_part else nn.Linear(1, 1)
+    step = dt.compose_step(LOSS, transforms)
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=lr), **options)
+
+
+def several_steps(source, until: str, *, steps: int):
+    """``steps`` on each batch."""
+    for batch in source.until(until):
+        yield [batch] * steps
+
+
+def now_and_then(source, until: str, *, every: int):
+    """One step on each ``every``-th batch."""
+    for number, batch in enumerate(source.until(until), 1):
+        yield [batch] if number % every == 0 else []
+
+
+def slices(source, until: str, *, parts: int):
+    """One step on each slice of a batch: what is left of a minibatch of a rollout."""
+    for batch in source.until(until):
+        yield [{"x": part.clone()} for part in batch["x"].chunk(parts)]
+
+
+LOOPS = {
+    "one": lambda source, until: several_steps(source, until, steps=1),
+    "four": lambda source, until: several_steps(source, until, steps=4),
+    "third": lambda source, until: now_and_then(source, until, every=3),
+    "slices": lambda source, until: slices(source, until, parts=2),
+}
+STEPS = {"one": 10, "four": 40, "slices": 20}  # in an epoch of ten batches
+
+
+def run_of(loop: str, source, *transforms, until: str = "3ep", **options):
+    """The loop; (state, crossed an epoch) after the steps on each batch."""
+    step, state = begin(*transforms, **({"loader": source} if loop == "slices" else {}), **options)
+    found = []
+    for batches in LOOPS[loop](source, until):
+        for batch in batches:
+            state, _ = step(state, batch)
+        if batches:
+            found.append((state, state.crossed("1ep")))
+    return state, found
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_three_epochs_count_three(loop):
+    state, found = run_of(loop, loader())
+    assert state.clock.epoch == 3
+    assert sum(crossed for _, crossed in found) == 3
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_clock_is_at_the_place_of_the_loader(loop):
+    source = loader()
+    step, state = begin(**({"loader": source} if loop == "slices" else {}))
+    for batches in LOOPS[loop](source, "3ep"):
+        for batch in batches:
+            state, _ = step(state, batch)
+            assert state.clock.place == (source.position.epoch, source.position.samples // 2)
+            assert state.reached("2ep") == (source.position.epoch >= 2)
+
+
+def test_the_share_of_a_run_in_epochs_is_that_of_its_data():
+    source = loader()
+    for steps in (1, 4):
+        source = loader()
+        step, state = begin(run=source.run_length("2ep"))
+        found = []
+        for number, batch in enumerate(source.until("2ep"), 1):
+            for _ in range(steps):
+                state, _ = step(state, batch)
+            if state.crossed("0.25dur"):
+                found.append(number)
+        assert found == [5, 10, 15, 20]
+        assert state.clock.count("dur") == 1.0
+
+
+def test_two_states_on_one_batch_see_the_same_end():
+    source = loader()
+    (step, one), (_, other) = begin(), begin()
+    for batch in source.until("2ep"):
+        one, _ = step(one, batch)
+        for _ in range(3):
+            other, _ = step(other, batch)
+        assert one.crossed("1ep") == other.crossed("1ep")
+    assert (one.clock.epoch, other.clock.epoch, one.step, other.step) == (2, 2, 20, 60)
+
+
+def test_two_states_with_a_loader_each_count_their_own():
+    long, short = loader(20), loader(8)
+    (step, one), (_, other) = begin(), begin()
+    for mine, theirs in zip(long.until("1ep"), short.until("10ep"), strict=False):
+        one, _ = step(one, mine)
+        other, _ = step(other, theirs)
+    assert (one.clock.epoch, other.clock.epoch) == (1, 2)
+    assert other.clock.place == (2, 2)
+
+
+def test_zipped_loaders_need_a_name():
+    def pairs():
+        long, short = loader(20), loader(8)
+        for mine, theirs in zip(long.until("1ep"), short.until("10ep"), strict=False):
+            yield long, short, {"x": mine["x"], "y": theirs["x"]}
+
+    step, state = begin()
+    for _, _, batch in pairs():
+        state, _ = step(state, batch)
+    with pytest.raises(dt.ConfigError, match=r"1ep is counted in epochs, .*tensors of 2 loaders.*step.init\(.*loader=loader"):
+        state.crossed("1ep")
+    for at, epochs in ((0, 1), (1, 2)):
+        state = None
+        for *loaders, batch in pairs():
+            step, state = (step, state) if state is not None else begin(loader=loaders[at])
+            state, _ = step(state, batch)
+        assert state.clock.epoch == epochs
+
+
+def test_batches_of_two_loaders_in_turns_need_a_name():
+    step, state = begin()
+    first, second = loader(20), loader(8)
+    for mine, theirs in zip(first.until("1ep"), second.until("10ep"), strict=False):
+        state, _ = step(state, mine)
+        state, _ = step(state, theirs)
+        last = step(state, mine)[0]
+        break
+    with pytest.raises(dt.ConfigError, match="batches of several loaders came in turns"):
+        last.crossed("1ep")
+
+
+def test_a_second_stage_with_a_loader_of_its_own_goes_on_counting():
+    step, state = begin()
+    for source in (loader(20), loader(8)):
+        for batch in source.until("2ep"):
+            state, _ = step(state, batch)
+    assert state.clock.epoch == 4
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda state: state.crossed("1ep"),
+        lambda state: state.reached("2ep"),
+        lambda state: state.clock.count("ep"),
+        lambda state: state.crossed("0.5dur"),
+        lambda state: dt.early_stop("loss", patience="1ep")(state, {"loss": 1.0}),
+    ],
+    ids=["crossed", "reached", "count", "dur", "early_stop"],
+)
+def test_a_loop_without_a_loader_has_no_epochs(use):
+    step, state = begin(run=dt.RunLength(total="2ep", steps_per_epoch=10))
+    for batch in torch.utils.data.DataLoader(rows(), batch_size=2):
+        state, _ = step(state, batch)
+    with pytest.raises(
+        dt.ConfigError, match=r"counted in epochs, and this loop has none: .*dt.build_loader.*or count in steps"
+    ):
+        use(state)
+    assert state.crossed("10ba")
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda: dt.freeze("0.**", start="1ep"),
+        lambda: dt.swa(start="1ep", interval="1ep", end="3ep"),
+        lambda: dt.every("1ep", dt.clip_by_norm(1.0)),
+        lambda: dt.between("1ep", "2ep", dt.clip_by_norm(1.0)),
+        lambda: dt.scale_lr(dt.measured_in("ep", lambda epoch: 1.0 / (1 + epoch))),
+        lambda: dt.ema(0.9, interval="1ep"),
+    ],
+    ids=["freeze", "swa", "every", "between", "measured_in", "ema"],
+)
+def test_what_is_keyed_to_epochs_raises_without_a_loader(transform):
+    step, state = begin(transform(), frozen_part=True)
+    batch = next(iter(torch.utils.data.DataLoader(rows(), batch_size=2)))
+
+    def two_steps():
+        step(step(state, batch)[0], batch)
+
+    with pytest.raises(dt.ConfigError, match="counted in epochs, and this loop has none"):
+        two_steps()
+
+
+@pytest.mark.parametrize("loop", STEPS)
+def test_a_part_is_frozen_when_its_epoch_begins(loop):
+    source = loader()
+    step, state = begin(dt.freeze("0.**", start="1ep"), frozen_part=True, **({"loader": source} if loop == "slices" else {}))
+    moved = []
+    for batches in LOOPS[loop](source, "2ep"):
+        for batch in batches:
+            before = state.model[0].weight.item()
+            state, _ = step(state, batch)
+            moved.append(state.model[0].weight.item() != before)
+    assert moved == [True] * STEPS[loop] + [False] * STEPS[loop]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_schedule_of_epochs_follows_the_loader(loop):
+    source = loader()
+    step, state = begin(
+        dt.scale_lr(dt.measured_in("ep", lambda epoch: 1.0 - 0.1 * min(epoch, 5))),
+        lr=1e-4,
+        **({"loader": source} if loop == "slices" else {}),
+    )
+    for batches in LOOPS[loop](source, "3ep"):
+        number = source.position.batches - 1
+        for batch in batches:
+            state, metrics = step(state, batch)
+            assert dt.reduce_metrics(metrics)["lr"] == pytest.approx(1e-4 * (1.0 - 0.1 * (number // 10)))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_average_takes_one_sample_an_epoch(loop):
+    state, _ = run_of(loop, loader(), dt.swa(start="1ep", interval="1ep", end="3ep"))
+    assert state.slices["swa"]["averaged"] == 3
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_epoch_acts_in_the_first_step_of_each(loop):
+    acted = []
+
+    def update(inner):
+        def noted(state, metrics):
+            acted.append(state.step)
+            return inner(state, metrics)
+
+        return noted
+
+    run_of(loop, loader(), dt.every("1ep", dt.Transform(name="noted", update=update)))
+    assert acted == {"one": [0, 10, 20], "four": [0, 40, 80], "slices": [0, 20, 40], "third": [0, 3, 6]}[loop]
+
+
+def timeless(state) -> dict:
+    found = state.clock.state_dict()
+    return {**found, "seconds": 0, "before": {**found["before"], "seconds": 0}}
+
+
+@pytest.mark.parametrize("loop", ["four", "third", "slices"])
+@pytest.mark.parametrize("stop_at", [7, 10, 14])
+def test_a_run_resumed_in_the_middle_counts_as_one_that_was_not(loop, stop_at, tmp_path):
+    def options(source):
+        return {"loader": source} if loop == "slices" else {}
+
+    def go(state, step, source, until):
+        found = []
+        for batches in LOOPS[loop](source, until):
+            for batch in batches:
+                state, _ = step(state, batch)
+            if batches and state.crossed("1ep"):
+                found.append(source.position.batches)
+            if batches and source.position.batches >= stop_at and not dt.latest_checkpoint(tmp_path):
+                dt.save_sharded(tmp_path, state, extra={"loader": source})
+        return state, found
+
+    source = loader()
+    step, state = begin(dt.swa(start="1ep", interval="1ep", end="4ep"), **options(source))
+    whole, crossed = go(state, step, source, "3ep")
+    source = loader()
+    step, state = begin(dt.swa(start="1ep", interval="1ep", end="4ep"), **options(source))
+    state = dt.load_sharded(tmp_path, state, extra={"loader": source}).state
+    saved = source.position.batches
+    if loop == "third":  # its loop counts from where it begins
+        assert saved % 3 == 0
+    state, after = go(state, step, source, "3ep")
+    assert after == [at for at in crossed if at > saved]
+    assert timeless(state) == timeless(whole)
+    assert state.slices["swa"]["averaged"] == whole.slices["swa"]["averaged"]
+
+
+def test_a_checkpoint_keeps_its_epochs_where_the_loader_is_new(tmp_path):
+    step, state = begin()
+    for batch in loader().until("2ep"):
+        state, _ = step(state, batch)
+    dt.save_sharded(tmp_path, state)
+    step, state = begin()
+    state = dt.load_sharded(tmp_path, state).state
+    for batch in loader().until("1ep"):
+        state, _ = step(state, batch)
+    assert state.clock.epoch == 3
+
+
+def test_a_loop_by_hand_counts_alike():
+    source, (_, state) = loader(), begin()
+    for batch in source.until("2ep"):
+        for _ in range(2):
+            state, metrics = dt.microbatch_step(state, batch, loss_fn=LOSS, microbatch_size=1)
+            state, metrics = dt.optimizer_step(state, metrics)
+    assert (state.clock.epoch, state.step) == (2, 40)
+
+
+def test_the_place_survives_other_containers_and_our_own_copies():
+    batch = next(loader().until("1ep"))
+    (origin,) = origins_of(batch)
+    assert origins_of({"again": [batch["x"]]}) == [origin]
+    assert origins_of((batch, 3)) == [origin]
+    assert [origins_of(part) for part in dt.split_batch(batch, 1)] == [[origin]] * 2
+    assert [origins_of(moved) for moved in dt.prefetch_to_device([batch], "meta")] == [[origin]]
+    assert origins_of(copy.deepcopy(dict(batch))) == [origin]
+    assert origins_of({"x": batch["x"][:1]}) == []
+
+
+def test_a_batch_that_is_saved_needs_no_dtrain_to_load():
+    file = io.BytesIO()
+    torch.save(dict(next(loader().until("1ep"))), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["x"].shape == (2, 1)
+
+
+def test_a_batch_made_new_in_the_step_keeps_its_place():
+    state, _ = run_of("one", loader(), dt.on_batch(lambda batch, generator: {"x": batch["x"] + 0.0}, name="new"))
+    assert state.clock.epoch == 3
+
+
+def test_another_librarys_loader_is_refused_at_init():
+    with pytest.raises(dt.ConfigError, match=r"init: loader must be one that dt.build_loader made, got <torch.utils.data"):
+        begin(loader=torch.utils.data.DataLoader(rows()))
+
+
+def test_a_batch_size_schedule_counts_its_batches():
+    step, state = begin()
+    source = loader(global_batch_size=lambda step: 2 if step < 4 else 4)
+    seen = []
+    for batch in source.until("2ep"):
+        for _ in range(2):
+            state, _ = step(state, batch)
+        seen.append(state.clock.place)
+    assert seen == [(0, n) for n in range(1, 7)] + [(1, 0)] + [(1, n) for n in range(1, 5)] + [(2, 0)]
+
+
+def test_places_compare_as_pairs():
+    assert Place(1, 0) == (1, 0)

@@ -1,0 +1,105 @@
+"""Data that every rank reads alike are noticed in the first steps, and nothing else is taken for that."""
+
+import warnings
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import dtrain as dt
+from dtrain.dist.init import current
+
+SAMPLES = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+
+
+def loss_fn(model, batch):
+    return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
+
+
+def warned(batches, *, loss_fn=loss_fn, mesh=None, **options) -> list[str]:
+    """The warnings of a training over ``batches``."""
+    steps = dt.compose_step(loss_fn)
+    model = dt.shard_model(torch.nn.Linear(4, 2), mesh or dt.build_mesh())
+    state = steps.init(model, torch.optim.SGD(model.parameters(), lr=0.01), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches:
+            state, _ = steps(state, batch)
+    return [str(each.message) for each in caught if "equal batches" in str(each.message)]
+
+
+def fed(kind: str) -> list[str]:
+    rank = current().rank
+    plain = list(DataLoader(TensorDataset(SAMPLES), batch_size=8, shuffle=False))
+    if kind == "plain loader":
+        return warned([batch for (batch,) in plain])
+    if kind == "nested batches":
+        nested = [{"x": batch, "name": "same"} for batch in plain]
+        return warned(nested, loss_fn=lambda model, batch: loss_fn(model, batch["x"][0]))
+    if kind == "permuted views":
+        return warned([batch.T.contiguous().T for (batch,) in plain])
+    if kind == "two batches":
+        return warned([batch for (batch,) in plain[:2]])
+    if kind == "our loader":
+        return warned(dt.build_loader(SAMPLES, mesh=dt.build_mesh(), global_batch_size=8, seed=0).until("2ep"))
+    if kind == "equal first batch":
+        return warned([SAMPLES[:8], *(SAMPLES[i + rank : i + rank + 8] for i in range(8))])
+    if kind == "some values differ":
+        return warned([torch.cat([SAMPLES[:8], torch.full((1, 4), float(rank + step))]) for step in range(4)])
+    if kind == "other sizes":
+        return warned([SAMPLES[: 8 + rank]] * 4)
+    if kind == "a rank without samples":
+        return warned([SAMPLES[: 8 * (rank == 0)]] * 4)
+    if kind == "wanted":
+        return warned([batch for (batch,) in plain], equal_batches=True)
+    if kind == "context parallel":
+        return warned([SAMPLES[:8]] * 4, mesh=dt.build_mesh(cp=2))
+    raise AssertionError(kind)
+
+
+def test_a_loader_without_a_sampler_for_ranks_is_noticed_once(ranks):
+    first, second = ranks(2).run(fed, "plain loader")
+    assert first == [
+        "step: all 2 data-parallel ranks came with equal batches in 3 steps, so they train on the same samples; give each rank "
+        "its own, with dt.build_loader(..., mesh=mesh) or torch's DistributedSampler, or, if this is intended, "
+        "step.init(..., equal_batches=True)"
+    ]
+    assert second == []  # once for the job
+    for kind in ("nested batches", "permuted views"):
+        assert len(ranks(2).run(fed, kind)[0]) == 1, kind
+
+
+def test_other_batches_are_not_taken_for_equal_ones(ranks):
+    kinds = ("two batches", "our loader", "equal first batch", "some values differ", "other sizes", "a rank without samples")
+    for kind in (*kinds, "wanted", "context parallel"):
+        assert ranks(2).run(fed, kind) == [[], []], kind
+
+
+def hashed(kind: str) -> int:
+    """How many batches are looked at."""
+    from dtrain.step import equal_batches
+
+    looked = []
+    original = equal_batches.content_hash
+    equal_batches.content_hash = lambda batch: looked.append(1) or original(batch)
+    try:
+        fed(kind)
+    finally:
+        equal_batches.content_hash = original
+    return len(looked)
+
+
+def test_only_the_first_batches_are_looked_at(ranks):
+    assert ranks(2).run(hashed, "plain loader") == [3, 3]
+    assert ranks(2).run(hashed, "our loader") == [1, 1]  # the first comparison has told
+    assert ranks(2).run(hashed, "wanted") == [0, 0]
+    assert ranks(2).run(hashed, "context parallel") == [0, 0]
+
+
+def test_one_process_compares_nothing(monkeypatch):
+    from dtrain.step import equal_batches
+
+    monkeypatch.setattr(equal_batches, "content_hash", lambda batch: 1 / 0)
+    step = dt.compose_step(loss_fn)
+    model = torch.nn.Linear(4, 2)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    assert step(state, SAMPLES)[0].step == 1

@@ -1,0 +1,140 @@
+"""Gradients that a loss function takes by itself: those of inputs are right, all others end in one line."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import ConfigError
+from dtrain.shard.fsdp import shard_model
+from dtrain.state import new_state
+from dtrain.step.cached import cached_microbatch_step
+from dtrain.step.microbatch import microbatch_step
+from dtrain.tensors import gathered
+from dtrain.types import LossSum
+
+BATCH = torch.arange(16.0, dtype=torch.float64).reshape(4, 4) / 10
+STRATEGIES = ("full_shard", "shard_grad_op", "replicate")
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def squares(net, x):
+    return LossSum(total=net(x).square().sum(), weight=len(x))
+
+
+def with_backward(net, x):
+    loss = squares(net, x)
+    loss.total.backward()
+    return loss
+
+
+def with_two_forwards(net, x):
+    """The backward is of another graph, so torch does not complain: the gradient would be counted twice."""
+    with_backward(net, x)
+    return squares(net, x)
+
+
+def with_penalty(net, x):
+    x = x.clone().requires_grad_()
+    out = net(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return LossSum(total=out.square().sum() + slope.square().sum(), weight=len(x))
+
+
+def adversarial(net, x):
+    """A gradient with respect to the input, of which the loss takes the sign."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(squares(net, x).total, x)
+    return squares(net, x.detach() + 0.1 * slope.sign())
+
+
+def gradient(net, loss_fn, size) -> torch.Tensor:
+    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    microbatch_step(state, BATCH, loss_fn=loss_fn, microbatch_size=size)
+    return torch.cat([gathered(param.grad).flatten() for param in state.params.values()])
+
+
+def by_hand(loss_fn) -> torch.Tensor:
+    net = make()
+    loss_fn(net, BATCH).total.backward()
+    return torch.cat([param.grad.flatten() for param in net.parameters()]) / len(BATCH)
+
+
+def said(net, loss_fn, size) -> str:
+    try:
+        gradient(net, loss_fn, size)
+    except ConfigError as error:
+        assert all(param.grad is None for param in net.parameters())
+        return str(error).partition(". ")[0]
+    return "nothing"
+
+
+def in_every_way() -> dict[str, object]:
+    found: dict[str, object] = {}
+    for strategy in STRATEGIES:
+        for accumulate in ("local", "sharded"):
+            for size in (None, 1):
+                for loss_fn in (with_backward, with_two_forwards, with_penalty):
+                    net = shard_model(make(), build_mesh(), strategy=strategy, blocks=(nn.Linear,), accumulate=accumulate)
+                    found.setdefault(loss_fn.__name__, set()).add(said(net, loss_fn, size))
+                net = shard_model(make(), build_mesh(), strategy=strategy, blocks=(nn.Linear,), accumulate=accumulate)
+                error = (gradient(net, adversarial, size) - by_hand(adversarial)).norm().item()
+                found["largest error"] = max(error, found.get("largest error", 0.0))
+    return {name: sorted(said) if isinstance(said, set) else said for name, said in found.items()}
+
+
+def test_a_backward_in_the_loss_of_a_sharded_model_is_one_line_and_gradients_of_inputs_are_right(ranks):
+    found = ranks(2).run(in_every_way)[0]
+    assert found.pop("largest error") <= 1e-12
+    own = "microbatch_step: the loss function has called backward()"
+    twice = (
+        "microbatch_step: the loss differentiates a gradient (create_graph=True), and FSDP2 frees weights between the two "
+        "backwards, under every strategy ('replicate' too)"
+    )
+    assert found == {"with_backward": [own], "with_two_forwards": [own], "with_penalty": [twice]}
+
+
+@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize("loss_fn", [with_backward, with_two_forwards])
+def test_a_backward_in_the_loss_of_a_plain_model_is_one_line(loss_fn, size):
+    with pytest.raises(ConfigError, match=r"the loss function has called backward\(\). The step calls backward itself; return"):
+        gradient(make(), loss_fn, size)
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_a_backward_in_a_loss_that_is_not_cut_is_one_line(size):
+    net = make()
+    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"cached_microbatch_step: the loss function has called backward\(\). The step calls"):
+        cached_microbatch_step(state, BATCH, loss_fn=with_backward, microbatch_size=size)
+
+
+def test_a_plain_model_may_be_differentiated_twice():
+    torch.testing.assert_close(gradient(make(), with_penalty, None), by_hand(with_penalty))
+
+
+def copied() -> list[str]:
+    found = []
+    for strategy in STRATEGIES:
+        first, second = (shard_model(make(), build_mesh(), strategy=strategy, blocks=(nn.Linear,)) for _ in range(2))
+        for part in (first, first[0], {"teacher": first}):
+            with pytest.raises(ConfigError) as caught:
+                copy.deepcopy(part)
+            found.append(str(caught.value).partition(", and")[0])
+        with torch.no_grad():
+            for param in second.parameters():
+                param.zero_()
+        second.load_state_dict(first.state_dict())
+        assert second(BATCH).equal(first(BATCH))
+    return found
+
+
+def test_a_copy_of_a_sharded_model_says_what_to_do_instead_and_that_works(ranks):
+    kinds = ["Sequential", "Linear", "Sequential"] * len(STRATEGIES)
+    assert ranks(2).run(copied)[0] == [f"deepcopy: this {kind} is sharded" for kind in kinds]
