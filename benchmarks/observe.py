@@ -118,7 +118,7 @@ def observed(folder: Path, interval: int, *, looking: bool = True) -> Callable[[
         dt.csv_file(folder / "metrics.csv"),
         dt.text_file(folder / "metrics.txt"),
         dt.in_memory(),
-        dt.progress_bar(NEVER),
+        dt.progress_bar(NEVER, lines_every_s=None),
         dt.tensorboard(folder / "tensorboard"),
     )
     turn = turning(step)

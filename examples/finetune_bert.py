@@ -75,7 +75,7 @@ def main() -> None:
         loader, quiz = load(train, global_batch_size=size), load(held_out, global_batch_size=4 * size, shuffle=False)
         length = loader.run_length(args.until)
         groups = dt.param_groups(model, weight_decay=args.weight_decay, no_decay=lambda _, p: args.spare_norms and p.ndim < 2)
-        optimizer = dt.DecoupledAdamW(groups, lr=args.lr or (2e-5 if folder else 2e-3))
+        optimizer = dt.DecoupledAdamW(groups, lr=args.lr or (2e-5 if folder else 2e-3), betas=(0.9, 0.999))
         rate = composer.linear_with_warmup(length, "0ba" if "warmup" in args.without else "0.06dur")
         recipe = [dt.scale_lr(rate), *([] if "clip" in args.without else [dt.clip_by_norm(1.0)])]
         fixed = {"microbatch_size": args.microbatch} if args.microbatch else {}
@@ -86,16 +86,15 @@ def main() -> None:
         checkpoint = partial(dt.save_sharded, run / "checkpoints", extra={"loader": loader, "stop": stop}, keep_last=2)
         state, scores = step.init(model, optimizer, seed=args.seed, run=length), None
         state = dt.load_sharded(run / "checkpoints", state, extra={"loader": loader, "stop": stop}, missing_ok=True).state
-        over = state.step > 0 and stop.judge(state.clock, float("nan"))  # the run had stopped early
         flops = dt.measure_flops(model, {name: tensor[None] for name, tensor in train[0].items()}, loss_fn, batch_spec=BATCH)
         meters = dt.throughput("10ba"), dt.mfu(flops_per_sample=flops, dtype=args.precision, window="10ba"), dt.memory_stats
-        bar = dt.progress_bar(length.steps(), names=SHOWN[:4], lines_every_s=10)
+        bar = dt.progress_bar(length.steps(), names=SHOWN[:4])
         log = dt.tee(dt.jsonl(run / "metrics.jsonl"), dt.text_file(run / "run.log", names=SHOWN), bar)
-        for batch in () if over else loader.until(args.until):
+        for batch in loader.until(args.until, stop=stop):
             state, metrics = step(state, batch)
             if state.crossed("1ep") or state.step == length.steps():
                 scores = scores_of(model, quiz)
-                over = stop(state, scores)
+                stop(state, scores)
                 log(state.step, dt.readings(state, dt.reduce_metrics(metrics), scores, *meters))
                 checkpoint(state, mode="async")
             elif state.crossed("10ba"):
@@ -103,8 +102,6 @@ def main() -> None:
             if dt.should_stop(state):
                 checkpoint(state)
                 return
-            if over:
-                break
 
         scores = scores or scores_of(model, quiz)
         dt.save_sharded(run / "weights", state, only=("model",), keep_last=1)
