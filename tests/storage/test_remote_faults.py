@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -187,6 +188,27 @@ def test_a_connection_of_sftp_that_breaks_is_not_noticed(way, after, reach, smal
         if server.sshd.cuts > cuts:
             break
     assert server.sshd.cuts == cuts + 1, "the fault has fired"
+
+
+def test_a_connection_of_sftp_that_breaks_between_read_requests_is_made_anew(reach, small, monkeypatch):
+    server = reach("sftp")
+    paramiko = pytest.importorskip("paramiko")
+    root = storage.place(server.root())
+    storage.make_folders(root)
+    storage.write_parts(root / "data", SIZES, part_of, threads=1)
+    send, asked = paramiko.SFTPClient._send_packet, []
+
+    def send_on_a_line_that_breaks(ftp, kind, packet):
+        if kind == paramiko.sftp.CMD_READ:
+            asked.append(threading.current_thread().name)
+            if len(asked) == 2:
+                ftp.get_channel().get_transport().close()
+        return send(ftp, kind, packet)
+
+    monkeypatch.setattr(paramiko.SFTPClient, "_send_packet", send_on_a_line_that_breaks)
+    assert storage.read_file(root / "data", limit=2**30) == CONTENT
+    assert len(asked) > 2, "the fault has fired"
+    assert all(name.startswith("dtrain-fetch") for name in asked), "who waits for the answers sends, and sees the error"
 
 
 def test_an_sftp_server_that_nobody_knows_is_refused(reach, monkeypatch, tmp_path):

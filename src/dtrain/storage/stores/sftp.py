@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import stat
@@ -105,6 +106,7 @@ class SftpStore:
 
     def get(self, key: str, begin: int, end: int) -> bytes:
         with self.connected() as ftp, ftp.open(key, "rb") as file:
+            file._start_prefetch = functools.partial(_send_requests, file)
             data = b"".join(file.readv([(at, min(32768, end - at)) for at in range(begin, end, 32768)]))
         if len(data) != end - begin:
             raise TruncatedError(f"{len(data)} bytes came of {end - begin}")
@@ -194,6 +196,18 @@ class _Written:
     def clear(self, *, finished: bool) -> None:
         if not finished:
             self._store.remove(self._side)
+
+
+def _send_requests(file: Any, *args: Any) -> None:
+    """Send the read requests of ``readv`` from this thread.
+
+    paramiko starts a thread for them. If the connection breaks meanwhile, that thread dies with a traceback on stderr; here
+    the reader gets the error, and tries again. A piece of 8 MiB is 256 requests, together 8 KiB: to send them does not block.
+
+    Mutates: ``file``, as paramiko's ``_start_prefetch`` does.
+    """
+    file._prefetching, file._prefetch_done = True, False
+    file._prefetch_thread(*args)
 
 
 def _write(ftp: Any, key: str, mode: str, begin: int, data: bytes) -> None:
