@@ -15,9 +15,9 @@ def loss_fn(model, batch):
     return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
 
 
-def warned(batches, *, loss_fn=loss_fn, mesh=None, **options) -> list[str]:
+def warned(batches, *transforms, loss_fn=loss_fn, mesh=None, **options) -> list[str]:
     """The warnings of a training over ``batches``."""
-    steps = dt.compose_step(loss_fn)
+    steps = dt.compose_step(loss_fn, transforms)
     model = dt.shard_model(torch.nn.Linear(4, 2), mesh or dt.build_mesh())
     state = steps.init(model, torch.optim.SGD(model.parameters(), lr=0.01), **options)
     with warnings.catch_warnings(record=True) as caught:
@@ -49,6 +49,16 @@ def fed(kind: str) -> list[str]:
         return warned([SAMPLES[: 8 + rank]] * 4)
     if kind == "a rank without samples":
         return warned([SAMPLES[: 8 * (rank == 0)]] * 4)
+    if kind == "two equal batches with two gradients each":
+        return warned([SAMPLES[:8], SAMPLES[8:16], *(SAMPLES[i + rank : i + rank + 8] for i in range(4))], dt.sam(0.05))
+    if kind == "equal first batch with a search":
+        batches = [SAMPLES[:8], *(SAMPLES[i + rank : i + rank + 8] for i in range(4))]
+        with dt.testing.memory_budget(2**20):
+            return warned(batches, dt.auto_microbatch())
+    if kind == "one batch for ever":
+        return warned([SAMPLES[:8]] * 20)
+    if kind == "four steps on each batch":
+        return warned([batch for (batch,) in plain for _ in range(4)])
     if kind == "wanted":
         return warned([batch for (batch,) in plain], equal_batches=True)
     if kind == "context parallel":
@@ -59,18 +69,19 @@ def fed(kind: str) -> list[str]:
 def test_a_loader_without_a_sampler_for_ranks_is_noticed_once(ranks):
     first, second = ranks(2).run(fed, "plain loader")
     assert first == [
-        "step: all 2 data-parallel ranks came with equal batches in 3 steps, so they train on the same samples; give each rank "
-        "its own, with dt.build_loader(..., mesh=mesh) or torch's DistributedSampler, or, if this is intended, "
+        "step: all 2 data-parallel ranks came with equal batches in the first steps, so they train on the same samples; give "
+        "each rank its own, with dt.build_loader(..., mesh=mesh) or torch's DistributedSampler, or, if this is intended, "
         "step.init(..., equal_batches=True)"
     ]
     assert second == []  # once for the job
-    for kind in ("nested batches", "permuted views"):
+    for kind in ("nested batches", "permuted views", "four steps on each batch"):
         assert len(ranks(2).run(fed, kind)[0]) == 1, kind
 
 
 def test_other_batches_are_not_taken_for_equal_ones(ranks):
     kinds = ("two batches", "our loader", "equal first batch", "some values differ", "other sizes", "a rank without samples")
-    for kind in (*kinds, "wanted", "context parallel"):
+    once = ("two equal batches with two gradients each", "equal first batch with a search", "one batch for ever")
+    for kind in (*kinds, *once, "wanted", "context parallel"):
         assert ranks(2).run(fed, kind) == [[], []], kind
 
 
@@ -91,6 +102,7 @@ def hashed(kind: str) -> int:
 def test_only_the_first_batches_are_looked_at(ranks):
     assert ranks(2).run(hashed, "plain loader") == [3, 3]
     assert ranks(2).run(hashed, "our loader") == [1, 1]  # the first comparison has told
+    assert ranks(2).run(hashed, "one batch for ever") == [16, 16]
     assert ranks(2).run(hashed, "wanted") == [0, 0]
     assert ranks(2).run(hashed, "context parallel") == [0, 0]
 

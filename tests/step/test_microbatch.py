@@ -13,6 +13,7 @@ from dtrain.errors import ConfigError, StaleStateError, StepError
 from dtrain.losses import mean_loss
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import new_state
+from dtrain.step.compose import compose_step
 from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import optimizer_step
 from dtrain.types import LossSum
@@ -172,3 +173,21 @@ def test_loss_and_weight_may_be_plain_numbers():
     loss = mean_loss(lambda net, batch: net(batch["inputs"]).square().mean(), weight=lambda batch: len(batch["inputs"]))
     _, metrics = microbatch_step(plain_state(), ragged_batch(), loss_fn=loss, microbatch_size=3)
     assert metrics["loss"].weight == SAMPLES
+
+
+def test_a_step_of_another_model_in_the_loss_leaves_the_gradients_of_earlier_microbatches():
+    plain = mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
+    outer, inner = (nn.Linear(2, 1, bias=False).bfloat16() for _ in range(2))
+    batch, inner_step = torch.ones(4, 2).bfloat16(), compose_step(plain)
+    states = [inner_step.init(inner, torch.optim.SGD(inner.parameters(), lr=0.0))]
+
+    def nested(model, part):
+        states[0], _ = inner_step(states[0], batch)
+        return plain(model, part)
+
+    found = []
+    for loss in (plain, nested):
+        state = compose_step(loss).init(outer, torch.optim.SGD(outer.parameters(), lr=0.0))
+        microbatch_step(state, batch, loss_fn=loss, microbatch_size=1)
+        found.append(outer.weight.grad)
+    assert torch.equal(*found)

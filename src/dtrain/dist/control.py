@@ -163,25 +163,33 @@ def _all_equal(hashes: Sequence[float]) -> bool | None:
 def _agreed_place(codes: Sequence[int], origin: Origin | None) -> Place | None:
     """The place of all ranks after this step, by their origins' codes; refuses ranks at different places.
 
+    A code of 0 says nothing: the batch was made of new tensors. If that is so on some rank, the place is None on all.
+
     Mutates: the agreement of ``origin``, for its loader.
     """
-    alone, ends = {code & 2 for code in codes}, [rank for rank, code in enumerate(codes) if code & 1]
+    known = [rank for rank, code in enumerate(codes) if code]
+    alone, ends = {codes[rank] & 2 for rank in known}, [rank for rank in known if codes[rank] & 1]
+    if alone == {2} and len(known) < len(codes):
+        raise StepError(
+            f"step: the batch of rank {codes.index(0)} was made of new tensors (slices, copies), so it does not say if the "
+            "rank has samples left; name the loader: step.init(model, optimizer, loader=loader)"
+        )
     if alone == {2} and origin is not None:
         epoch, batch = divmod(min(code >> 2 for code in codes), 1 << BATCH_BITS)
         origin.agreement.over = epoch > origin.begin.epoch
         return Place(epoch, batch)
-    if ends and len(ends) < len(codes):
+    if ends and len(ends) < len(known):
         raise StepError(f"step: only ranks {ends} are at the end of their epoch; give all ranks one dataset and one seed")
-    astray = [rank for rank, code in enumerate(codes) if code != codes[0]]
+    astray = [rank for rank in known if codes[rank] != codes[known[0]]]
     if astray:
         raise StepError(
-            f"step: rank {astray[0]} is at another place in its data than rank 0, or in other data; give all ranks one "
-            "dataset, one seed and one global_batch_size, and load the same checkpoint"
+            f"step: rank {astray[0]} is at another place in its data than rank {known[0]}, or in other data; give all ranks "
+            "one dataset, one seed and one global_batch_size, and load the same checkpoint"
         )
     if origin is None:
         return None
     origin.agreement.over = origin.ends_epoch
-    return origin.end
+    return origin.end if len(known) == len(codes) else None
 
 
 def _together(rows: Sequence[Sequence[float]], copies: int) -> tuple[int, int] | None:

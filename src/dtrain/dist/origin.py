@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dtrain.clock import Place
+from dtrain.clock import Clock, Place
 from dtrain.types import Batch
 
 
@@ -51,8 +51,8 @@ class Origin:
         return self.end.epoch > self.begin.epoch
 
     def code(self) -> int:
-        """Stamp and end of the epoch as one number that float64 holds exactly; the place after the batch if ``alone``."""
-        stamp = self.end.epoch << BATCH_BITS | (self.end.batch or 0) if self.alone else self.stamp
+        """Stamp and end of the epoch as one number, not 0, that float64 holds exactly; the place after if ``alone``."""
+        stamp = self.end.epoch << BATCH_BITS | (self.end.batch or 0) if self.alone else self.stamp or 1
         return stamp * 4 + 2 * self.alone + self.ends_epoch
 
     def __deepcopy__(self, memo: object) -> Origin:
@@ -64,6 +64,14 @@ class Origin:
         return OrderedDict, ()
 
 
+@dataclass(slots=True)
+class _Unplaced:
+    """The steps of this process over batches that know no loader."""
+
+    steps: int = 0
+
+
+UNPLACED = _Unplaced()
 BATCH_BITS = 28  # for the batches of an epoch; 20 bits of a stamp remain for epochs
 
 
@@ -86,10 +94,12 @@ class Begun:
     Args:
         origin: place of the batch in its loader's data, None if it is not a loader's.
         again: if True, the last step was on the same batch.
+        clock: the clock before the step.
     """
 
     origin: Origin | None
     again: bool
+    clock: Clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -266,12 +266,17 @@ def watch_reductions(model: nn.Module, spec: ShardSpec) -> None:
 
 
 def reduction_of(model: nn.Module) -> Reduction:
-    """The ``Reduction`` of a model; one without effect when ``shard_model`` never saw it."""
+    """The ``Reduction`` of a model; one that steers nothing when ``shard_model`` never saw it."""
     found = unwrapped(model).__dict__.get(_REDUCTION)  # nn.Module is slow to say that it has no such attribute
-    return found if isinstance(found, Reduction) else _NOTHING
+    if isinstance(found, Reduction):
+        return found
+    plain = _PLAIN.get(unwrapped(model))
+    if plain is None:  # each has its own sums: a loss function may run a step of another model
+        plain = _PLAIN[unwrapped(model)] = Reduction(nn.Identity(), ShardSpec())
+    return plain
 
 
-_NOTHING = Reduction(nn.Identity(), ShardSpec())
+_PLAIN: weakref.WeakKeyDictionary[nn.Module, Reduction] = weakref.WeakKeyDictionary()
 
 
 def reduce_whole_(grads: Sequence[Tensor], spec: ShardSpec) -> None:

@@ -77,7 +77,7 @@ class Step:
         _check_schedules(self.transforms, run)
         state.shared.make_slices = self._slices
         if equal_batches:
-            state.shared.batches_to_compare = 0
+            state.shared.first_batches.steps_left = 0
         return state.but(slices=self._slices(state))
 
     def _slices(self, state: TrainState) -> dict[str, Slice]:

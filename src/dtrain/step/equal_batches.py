@@ -21,8 +21,9 @@ _SPREAD = 2654435761  # a prime: multiples of it lie in all rows and columns
 
 
 def hash_to_compare(state: TrainState, batch: Batch) -> int:
-    """Return the hash of ``batch`` if this run still compares batches and there is memory for the hash, and 0 if not."""
-    if not state.shared.batches_to_compare or state.spec.data_ranks == 1 or current().world_size == 1:
+    """Return the hash of ``batch`` if this step is to be compared and there is memory for the hash, and 0 if not."""
+    first = state.shared.first_batches
+    if not first.steps_left or first.step == state.step or state.spec.data_ranks == 1 or current().world_size == 1:
         return 0
     try:
         return content_hash(batch)
@@ -47,23 +48,32 @@ def content_hash(batch: Batch) -> int:
     return digest.intdigest() % 2**52 + 1 if values else 0
 
 
-def warn_of_equal_batches(state: TrainState, tally: Tally) -> None:
-    """Note the comparison of one step; warn on rank 0 when all comparisons of the first steps found equal batches.
+def warn_of_equal_batches(state: TrainState, tally: Tally, content: int) -> None:
+    """Note the comparison of one step; warn on rank 0 once three different batches were equal on all ranks.
 
-    Mutates: the number of batches that ``state`` still compares.
+    Args:
+        state: of the step.
+        tally: what the ranks have found.
+        content: the hash of this rank's batch.
+
+    Mutates: ``state.shared.first_batches``.
     """
-    shared = state.shared
-    if tally.equal_batches is None or not shared.batches_to_compare:
+    first = state.shared.first_batches
+    if not first.steps_left or first.step == state.step:
         return
-    if not tally.equal_batches:
-        shared.batches_to_compare = 0
+    first.step, first.steps_left = state.step, first.steps_left - 1
+    if tally.equal_batches is False:
+        first.steps_left = 0
+    if not tally.equal_batches or content == first.content:
         return
-    shared.equal_batches += 1
-    shared.batches_to_compare -= 1
-    if not shared.batches_to_compare and current().rank == 0:
+    first.content, first.to_find = content, first.to_find - 1
+    if first.to_find:
+        return
+    first.steps_left = 0
+    if current().rank == 0:
         warnings.warn(
-            f"step: all {state.spec.data_ranks} data-parallel ranks came with equal batches in {shared.equal_batches} steps, "
-            "so they train on the same samples; give each rank its own, with dt.build_loader(..., mesh=mesh) or torch's "
-            "DistributedSampler, or, if this is intended, step.init(..., equal_batches=True)",
+            f"step: all {state.spec.data_ranks} data-parallel ranks came with equal batches in the first steps, so they train "
+            "on the same samples; give each rank its own, with dt.build_loader(..., mesh=mesh) or torch's DistributedSampler, "
+            "or, if this is intended, step.init(..., equal_batches=True)",
             stacklevel=2,
         )

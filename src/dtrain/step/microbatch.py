@@ -27,7 +27,7 @@ from dtrain.step.equal_batches import hash_to_compare, warn_of_equal_batches
 from dtrain.step.finite import loss_watch
 from dtrain.step.means import warn_of_mean
 from dtrain.step.parts import CountFn, Parts, SplitFn, cut
-from dtrain.step.place import begin_step
+from dtrain.step.place import begin_step, with_agreed_place
 from dtrain.step.sums import Sums, checked_loss
 from dtrain.step.weights import Weights, divide_, global_weights, promised
 from dtrain.types import Batch, LossFn, Metrics, WeightFn
@@ -159,7 +159,7 @@ def run_step(
             state.drop_gradients()
             raise
         reduction.end()
-        return state.but(tally=tally), metrics
+        return with_agreed_place(state.but(tally=tally)), metrics
     finally:
         spans.end("step")
 
@@ -182,6 +182,7 @@ def _agree(state: TrainState, parts: Parts, terms: Sequence[str], error: Excepti
     first = watch.first_of_too_many()
     shared, now = state.shared, time.monotonic()
     seconds, shared.stepped_at = 0.0 if shared.stepped_at is None else now - shared.stepped_at, now
+    content = hash_to_compare(state, parts.batch) if error is None and parts.samples else 0
     tally = agree_before_step(
         samples=parts.samples,
         tokens=parts.tokens,
@@ -195,12 +196,12 @@ def _agree(state: TrainState, parts: Parts, terms: Sequence[str], error: Excepti
         step=state.step,
         copies=state.spec.copies,
         draws=draws_digest(state.device) if state.spec.copies > 1 else 0,
-        content=hash_to_compare(state, parts.batch) if error is None and parts.samples else 0,
+        content=content,
         plan=0 if attempt is None else attempt.traces.digest(*_conditions(state), attempt.at_most or 0),
         origin=state.begun.origin if state.begun is not None else None,
         seconds=seconds,
     )
-    warn_of_equal_batches(state, tally)
+    warn_of_equal_batches(state, tally, content)
     if attempt is not None and not tally.alike:
         attempt.traces.forget()
     # A second call for one step (a retry, a method that needs two gradients) adds its time to that of the first.

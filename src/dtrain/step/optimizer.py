@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtrain import spans
+from dtrain.dist.origin import UNPLACED
 from dtrain.errors import ConfigError, NonFiniteError, StepError
 from dtrain.shard.reduction import reduction_of
 from dtrain.state import TrainState, check_state, torn_by_errors
@@ -128,6 +129,8 @@ def tick(state: TrainState) -> TrainState:
     spans.stepped(clock.step, samples=clock.samples, tokens=clock.tokens)
     if state.begun is not None and state.begun.origin is not None:
         state.begun.origin.agreement.consumed = True
+    else:
+        UNPLACED.steps += 1
     return state.successor(clock=clock, tally=None, begun=None)
 
 

@@ -17,6 +17,7 @@ _FOREIGN = (
 )
 _SEVERAL = "the last batch has tensors of {} loaders"
 _IN_TURNS = "batches of several loaders came in turns"
+_ON_SOME_RANKS = "on some ranks the last batch was made of new tensors (slices, copies)"
 _NOT_YET = "the loader that step.init was given has handed out no batch yet"
 
 
@@ -29,18 +30,26 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
     origin, reason = _origin_of(state, batch)
     if origin is None:
         clock = state.clock if isinstance(batch, FailedBatch) else state.clock.without_epochs(reason)
-        return state.but(begun=Begun(origin=None, again=False), clock=clock)
+        return state.but(begun=Begun(origin=None, again=False, clock=state.clock), clock=clock)
     followed = state.followed
     again = origin.agreement is followed.batch
     if not followed.loaders or origin.loader is not followed.loaders[-1]:
         if origin.loader in followed.loaders and state.shared.loader is None:
             clock = state.clock.without_epochs(_IN_TURNS)
-            return state.but(begun=Begun(origin=origin, again=False), clock=clock)
+            return state.but(begun=Begun(origin=origin, again=False, clock=state.clock), clock=clock)
         followed = _following(followed, origin, state.clock)
     if not again:
         followed = Followed(loaders=followed.loaders, base=followed.base, batch=origin.agreement)
     clock = state.clock.starting(_beginning(origin, state.clock, followed.base, again=again), again=again)
-    return state.but(begun=Begun(origin=origin, again=again), followed=followed, clock=clock)
+    return state.but(begun=Begun(origin=origin, again=again, clock=state.clock), followed=followed, clock=clock)
+
+
+def with_agreed_place(state: TrainState) -> TrainState:
+    """``state`` in a step once the ranks have agreed. If some rank does not know its place, no rank goes by its own."""
+    tally, begun = state.tally, state.begun
+    if tally is None or begun is None or begun.origin is None or tally.place is not None:
+        return state
+    return state.but(clock=begun.clock.without_epochs(_ON_SOME_RANKS))
 
 
 def _origin_of(state: TrainState, batch: Batch) -> tuple[Origin | None, str]:

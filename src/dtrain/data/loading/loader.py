@@ -19,10 +19,11 @@ from dtrain.clock import Place
 from dtrain.data.dataset import digest_of
 from dtrain.data.loading.device import moved_ahead
 from dtrain.data.loading.feed import Feed, Handout
+from dtrain.data.loading.handed_out import HandedOut
 from dtrain.data.loading.position import Grid, Position, countable, reached
 from dtrain.data.loading.reading import described
 from dtrain.dist.init import current
-from dtrain.dist.origin import Agreement, Origin
+from dtrain.dist.origin import UNPLACED, Origin
 from dtrain.dist.rng import derive_seed
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError, DtrainError
@@ -46,28 +47,6 @@ class Unreadable:
         """Mutates: this list."""
         self.count += len(more)
         self.samples += more[: _LISTED - len(self.samples)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HandedOut:
-    """The batch that a loader handed out last.
-
-    Args:
-        agreement: the answers of the step on the batch.
-        before: position before the batch, and the state of an iterable dataset there.
-        after: position once the batch is consumed.
-        stepped: if True, a step consumed the batch before it, so a step is to be expected on this batch.
-    """
-
-    agreement: Agreement
-    before: tuple[Position, Plain]
-    after: Position
-    stepped: bool
-
-    @property
-    def is_pending(self) -> bool:
-        """True if a step on the batch was begun or is to be expected, and is not complete."""
-        return not self.agreement.consumed and (self.agreement.over is not None or self.stepped)
 
 
 class Stops(Protocol):
@@ -109,7 +88,7 @@ class Loader:
         self._passes = 0
         self.identity = object()  # in the origins of its batches
         self.handed_out: Origin | None = None
-        self._last: _HandedOut | None = None
+        self._last: HandedOut | None = None
 
     @property
     def epoch_samples(self) -> int:
@@ -203,7 +182,13 @@ class Loader:
                 before, dataset, at = at, self._dataset_state, self._move(handout)
                 if handout.moved_only:
                     continue
-                self._last = _HandedOut(agreement=handout.agreement, before=(before, dataset), after=at, stepped=stepped)
+                self._last = HandedOut(
+                    agreement=handout.agreement,
+                    before=(before, dataset),
+                    after=at,
+                    stepped=stepped,
+                    unplaced=UNPLACED.steps,
+                )
                 self.handed_out = self._origin(handout, before)
                 yield mark_batch(handout.batch, self.handed_out)
                 stepped, self._last = handout.agreement.consumed, None
