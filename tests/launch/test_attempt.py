@@ -116,7 +116,7 @@ def test_failure_that_was_seen_before_a_request_to_end_is_the_cause(attempt):
 
 def test_rank_that_raised_and_does_not_end_is_named_after_the_grace(attempt):
     record(attempt, 1, ValueError("boo"))
-    attempt.raised(1.0)
+    attempt.left_script(1, 1, 1.0)
     attempt.advance(5.9)
     assert not attempt.ending
     assert 6.0 in attempt.deadlines()
@@ -124,11 +124,49 @@ def test_rank_that_raised_and_does_not_end_is_named_after_the_grace(attempt):
     assert (attempt.ending, attempt.cause.rank) == (True, 1)
 
 
-def test_rank_that_saved_and_takes_its_time_is_no_failure(attempt):
-    record(attempt, 1, SystemExit(75))
-    attempt.raised(1.0)
-    attempt.advance(100.0)
+def test_ranks_that_saved_and_take_their_time_are_ended_after_the_grace_and_count_as_saved(attempt):
+    for rank in range(3):
+        record(attempt, rank, SystemExit(75))
+        attempt.left_script(rank, 75, 1.0 + rank)
+    attempt.advance(30.9)
     assert not attempt.ending
+    assert attempt.deadlines() == [31.0]
+    attempt.advance(31.0)
+    assert (attempt.ending, attempt.cause, attempt.kill_at) == (True, None, 36.0)
+    ended(attempt, 0, -signal.SIGTERM, now=31.1)
+    ended(attempt, 1, -signal.SIGKILL, now=36.0)
+    ended(attempt, 2, 75, now=36.0)
+    assert (end_of(attempt).code, end_of(attempt).lines) == (75, ())
+
+
+def test_ranks_that_saved_and_are_killed_after_a_signal_to_the_launcher_count_as_saved(attempt):
+    attempt.ask_to_end(signal.SIGTERM, 1.0)
+    for rank in range(3):
+        attempt.left_script(rank, 75, 2.0)
+    assert attempt.kill_at == 31.0
+    for rank in range(3):
+        ended(attempt, rank, -signal.SIGKILL, now=31.0)
+    assert end_of(attempt).code == 75
+
+
+def test_rank_that_has_not_saved_is_ended_with_those_that_have_and_does_not_count_as_saved(attempt):
+    attempt.left_script(0, 75, 1.0)
+    attempt.left_script(1, 75, 1.0)
+    attempt.advance(31.0)
+    for rank in range(3):
+        ended(attempt, rank, -signal.SIGTERM, now=31.1)
+    assert end_of(attempt).code == 1
+    assert end_of(attempt).lines == (
+        "dtrain: launch: ranks 0, 1 exited with 75 (preempted and saved) but ranks 2 still running, and were ended; "
+        "75 counts only from all ranks",
+    )
+
+
+def test_rank_that_dies_in_its_exit_handlers_after_the_save_has_failed(attempt):
+    attempt.left_script(1, 75, 1.0)
+    ended(attempt, 1, -signal.SIGSEGV, now=2.0)
+    attempt.advance(2.5)
+    assert (attempt.ending, attempt.cause.rank) == (True, 1)
 
 
 def test_one_request_while_the_others_end_after_a_failure_leaves_them_their_grace(attempt):

@@ -120,14 +120,21 @@ def test_culprit_that_dies_after_its_peer_has_ended_is_named(run):
     assert "rank 1 of 2 was killed by SIGKILL" in result.summary[0]
 
 
-@pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"])
+LEAVES = {
+    "at once": "os._exit(0)",
+    "through the exit handlers": "sys.exit(0)",
+    "with a child that holds its connections": "os._exit(0) if os.fork() else time.sleep(600)",  # until the groups' time-out
+}
+
+
+@pytest.mark.parametrize("leave", LEAVES.values(), ids=LEAVES)
 def test_rank_that_leaves_with_0_in_the_middle_of_a_run_is_named(run, leave):
     result = run(
         f"""
-        import os, sys
+        import os, sys, time
         import torch
         import dtrain as dt
-        with dt.init_dist(device="cpu") as info:
+        with dt.init_dist(device="cpu", timeout_s=5) as info:
             torch.distributed.all_reduce(torch.ones(1))
             if info.rank == 1:
                 {leave}

@@ -263,3 +263,23 @@ def test_ranks_that_would_save_end_at_once_when_another_has_failed(run):
     result = run(source, options=["--grace", "80"])
     assert result.code == 1
     assert "ValueError: boo" in result.summary[-1]
+
+
+HANGS_AT_EXIT = """
+    import atexit, os, signal, sys, time
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # as of a loop that has saved
+    atexit.register(time.sleep, 600)
+    with open(os.environ["RANK"], "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("asked", ["ranks", "launcher"])
+def test_saved_ranks_that_hang_in_their_exit_handlers_are_ended_and_the_job_has_saved(start, asked):
+    job = start(HANGS_AT_EXIT, options=["--grace", "1"])
+    ranks = [int(pid) for pid in job.wait_for("0", "1")]
+    for pid in ranks if asked == "ranks" else [job.pid]:
+        os.kill(pid, signal.SIGTERM)
+    result = job.wait()
+    assert (result.code, result.summary) == (75, [])

@@ -45,7 +45,8 @@ class Attempt:
     decide_at: float | None = None
     hangs: bool = False  # that is the verdict, and being explained: how ranks end meanwhile does not change it
     raised_until: float | None = None  # a rank has raised: by then it should have ended
-    preempted_until: float | None = None
+    saved: set[int] = field(default_factory=set)  # ranks that have left their script with 75: preempted and saved
+    preempted_until: float | None = None  # a rank has saved: by then all should have ended
     kill_at: float | None = None
     give_up_at: float | None = None
     left: list[int] = field(default_factory=list)  # pids that run on though no rank does
@@ -82,7 +83,9 @@ class Attempt:
         ranks = {pid: rank for rank, pid in self.pids.items() if pid is not None and rank not in self.exits}
         for pid, code in ended:
             if pid in ranks:
-                self.exits[ranks[pid]] = Exit(rank=ranks[pid], code=code, at=now)
+                rank = ranks[pid]
+                ended_after_save = self.ending and rank in self.saved
+                self.exits[rank] = Exit(rank=rank, code=wire.PREEMPTED if ended_after_save else code, at=now)
             else:
                 self.unclaimed[pid] = Exit(rank=-1, code=code, at=now)
 
@@ -118,9 +121,15 @@ class Attempt:
         self.forward(signal.SIGCONT)  # one that is stopped gets no other signal
         self.kill_at = now + grace_s
 
-    def raised(self, now: float) -> None:
-        """A rank's script was left by an exception. It may take long to end, or for ever: its threads may not."""
-        if self.raised_until is None:
+    def left_script(self, rank: int, code: int, now: float) -> None:
+        """Note that an exception has left a rank's script, and the exit code that follows from it.
+
+        The process may take long to end, or for ever: its threads and exit handlers may not end.
+        """
+        if code == wire.PREEMPTED:
+            self.saved.add(rank)
+            self._begin_preemption(now)
+        elif self.raised_until is None:
             self.raised_until = now + self.plan.grace_after_failure_s
 
     def forget(self, ranks: Iterable[int]) -> None:
@@ -169,14 +178,19 @@ class Attempt:
             self.decide_at = now if first is not None and verdict.is_certain(first) else now + _COLLECT_S
         if self.decide_at is None and self.raised_until is not None and now >= self.raised_until:
             self.decide_at, self.raised_until = now if self._first_failure() is not None else None, None
-        if self.preempted_until is None and any(exit_.code == wire.PREEMPTED for exit_ in exits):
-            self.preempted_until = now + self.plan.grace_after_signal_s
+        if any(exit_.code == wire.PREEMPTED for exit_ in exits):  # of a program that announces nothing
+            self._begin_preemption(now)
         if self.decide_at is not None and (now >= self.decide_at or not alive):
             self.cause = self._first_failure()
             self._mark_as_failed()
             self.end(now, signal.SIGTERM, self.plan.grace_after_failure_s)
         elif self.decide_at is None and self.preempted_until is not None and now >= self.preempted_until and alive:
             self.end(now, signal.SIGTERM, self.plan.grace_after_failure_s)
+
+    def _begin_preemption(self, now: float) -> None:
+        """Give all ranks the grace of a stop, counted from the first rank that has saved."""
+        if self.preempted_until is None:
+            self.preempted_until = now + self.plan.grace_after_signal_s
 
     def _mark_as_failed(self) -> None:
         """Let ranks that would save when they are asked to end know that not all of them are there to do so."""

@@ -81,7 +81,7 @@ def conclude(
     if attempt.asked_by is not None:
         code = verdict.exit_code(-attempt.asked_by)
         return End(code=code, lines=(*stuck, verdict.describe_interrupt(attempt.asked_by)), mistakes=mistakes)
-    ends |= dict.fromkeys(attempt.ended_ranks)
+    ends |= {rank: None for rank in attempt.ended_ranks if ends.get(rank) != wire.PREEMPTED}
     if wire.PREEMPTED in ends.values():
         return End(code=1, lines=(*stuck, verdict.describe_partial_preemption(ends)))
     return End(code=0, lines=stuck)

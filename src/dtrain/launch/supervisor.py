@@ -249,7 +249,7 @@ def _read_pulses(job: Job) -> None:
         if record.kind == pulse.Kind.COMMITTED:
             job.restarts = job.restarts.saw_commit(record.value)
         if record.kind == pulse.Kind.FAILED:
-            job.attempt.raised(time.monotonic())
+            job.attempt.left_script(record.rank, record.value, time.monotonic())
 
 
 def _watch_room(job: Job) -> None:

@@ -26,6 +26,10 @@ SCRIPT = """
             libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
             libc.signal(wire.STACKS_SIGNAL, 16)  # no code is there: SIGSEGV
             re.search("(a|a)+b", "a" * 99)
+        elif kind == "leaves-its-sockets":
+            if os.fork() == 0:
+                time.sleep(800)
+            os._exit(0)
         elif kind == "one-collective-too-many":
             all_gather_numbers([0.0])
         elif kind == "another-collective":
@@ -111,6 +115,10 @@ CASES = {
         says="rank 1 of 2 did not end after init_dist's block, no progress for 4 s",
         lines=("rank 1: {script}:{stay} in <module> (step, point of progress ",),
     ),
+    "leaves-its-sockets": Case(  # to a child, so that the peers' connections stay
+        says="rank 1 of 2 ended while the others went on, no progress for 4 s",
+        lines=("rank 0: {script}:{gather} in steps (step, point of progress 4)",),
+    ),
     "works-alone": Case(),  # for longer than the time-out
     "exports": Case(),
 }  # fmt: skip
@@ -122,7 +130,8 @@ def line_of(text: str) -> int:
     return number
 
 
-MUTE = {("stays", 0), ("stopped", 1), ("dies-when-asked", 1), ("dies-alone", 0)}  # ranks that can write no stack
+# Ranks that can write no stack.
+MUTE = {("stays", 0), ("leaves-its-sockets", 1), ("stopped", 1), ("dies-when-asked", 1), ("dies-alone", 0)}
 PLACES = {
     "stay": line_of("sleep(700)"),
     "sleep": line_of("sleep(600)"),
