@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import seed_all
@@ -376,3 +377,63 @@ def test_zeros_that_reset_parameters_writes_again_are_there():
 
 def test_an_init_that_was_applied_twice_is_believed():
     assert materialize(on_meta(Applied), seed=0, init=wide_init).part[0].weight.std() > 2
+
+
+class Branch(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(8, 8, bias=bias), nn.Linear(8, 8, bias=bias)
+
+
+class Residual(nn.Module):
+    """A model that gives the ends of its branches smaller values, after it has initialised all layers, as nanoGPT does."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(Branch(bias) for _ in range(2))
+        self.apply(wide_init)
+        for branch in self.branches:
+            nn.init.normal_(branch.out.weight, std=0.01)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_was_written_after_the_initialiser_of_the_whole_model_is_told_by_name(bias):
+    told = r"materialize: branches.0.out.weight, branches.1.out.weight \(2 tensors\) were written again"
+    with pytest.warns(UserWarning, match=told):
+        materialize(on_meta(lambda: Residual(bias)), seed=0, init=wide_init)
+
+
+class Scaled(nn.Module):
+    """A model whose initialiser writes the layers of a branch from the branch, as those of GPT-2 and T5 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.Sequential(*[Branch(True) for _ in range(2)])
+
+    def init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=100.0)
+            nn.init.ones_(module.bias)
+        if isinstance(module, Branch):
+            nn.init.normal_(module.out.weight, std=0.01)
+
+
+def scaled() -> dict[str, list]:
+    model = shard_model(on_meta(Scaled), build_mesh(), blocks=(Branch,))
+    model = materialize(model, seed=0, init=model.init_weights)
+    return {name: value.full_tensor().tolist() for name, value in model.named_parameters()}
+
+
+def test_an_initialiser_that_is_a_method_writes_what_is_below_a_module(ranks):
+    two, one = ranks(2).run(scaled)[0], ranks(1).run(scaled)[0]
+    assert two == one
+    for name, value in two.items():
+        found = torch.tensor(value)
+        expected = (1.0, 1.0) if "bias" in name else (0.005, 0.02) if "out" in name else (50.0, 200.0)
+        assert expected[0] <= found.square().mean().sqrt() <= expected[1], name
+
+
+def test_a_model_of_transformers_without_an_initialiser_is_refused():
+    config = GPTNeoXConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    with pytest.raises(ConfigError, match=r"GPTNeoXForCausalLM is a model of transformers, .*; pass init=model._init_weights"):
+        materialize(on_meta(lambda: GPTNeoXForCausalLM(config)), seed=0)

@@ -8,7 +8,8 @@ What initialises a tensor, in this order, children before parents:
 
 1. ``reset_parameters()`` of the module that owns it (or ``_reset_parameters``), or of a module further up: such a module sees
    all tensors below it at full size while its own runs. Adapters of peft's LoRA: ``reset_lora_parameters`` of their layer;
-2. the caller's ``init(module)``, the kind of function that is given to ``nn.Module.apply``;
+2. the caller's ``init(module)``, the kind of function that is given to ``nn.Module.apply``. A method of a model
+   (``model._init_weights``) may write tensors below a module, as under ``apply``: it sees those at full size, and no others;
 3. the module's own ``__init__``, run again, for what neither has written: buffers computed there (rotary tables, masks)
    and parameters such as ``torch.ones(dim)``. Its arguments are taken from attributes of the same names, and the result
    is only believed if the new module's plain attributes equal the old one's.
@@ -33,7 +34,14 @@ from dtrain.dist.rng import rng_state, seed_all, set_rng_state
 from dtrain.errors import ConfigError
 from dtrain.names import clean_parameters
 from dtrain.shard.fsdp2 import mark_root
-from dtrain.shard.meta_writes import Repeated, check_repeated, noted_writes, resets_of
+from dtrain.shard.meta_writes import (
+    Repeated,
+    check_init_given,
+    check_repeated,
+    noted_writes,
+    resets_of,
+    written_below,
+)
 from dtrain.shard.rebuild import rebuilt
 from dtrain.state import spec_of
 from dtrain.tensors import extent, is_distributed, local
@@ -49,14 +57,20 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
         model: plain, or from ``shard_model``. Tensors that are not on meta are left alone.
         seed: initial weights depend on it, on the names of modules, and on nothing else.
         init: called with each module that owns meta tensors, after its ``reset_parameters``; it writes the module's own
-            parameters in place, at full size. It does not see those of its children.
+            parameters in place, at full size. It does not see those of its children, unless it is a method of a model
+            (``model._init_weights``): such a method may write them, as under ``apply``.
 
     Mutates: ``model``; Parameter objects are replaced, so build the optimizer afterwards. The global RNG is left as it was.
     Collective: none.
 
     Raises:
-        ConfigError: tensors that nothing initialised, or whose initial values came from another module's ``__init__``, by name.
+        ConfigError: tensors that nothing initialised, or whose initial values came from another module's ``__init__``, by name;
+            a model of transformers without ``init``.
+
+    Warns: UserWarning, on rank 0: single parameters that the model has written after its initialiser, which ``init`` repeats.
     """
+    if init is None:
+        check_init_given(model)
     device, made = current().device, noted_writes(model)
     # Children first, as construction has it: a parent may overwrite what its children drew.
     modules = list(reversed(list(model.named_modules())))
@@ -66,10 +80,12 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
     repeated = Repeated({id(param): made[name] for name, param in clean_parameters(model)[0].items() if name in made})
     for name, module in modules:
         resets = resets_of(module, model)
-        if not born_meta[id(module)] and not resets:
+        with _own_streams(seed, name):
+            below = written_below(module, init, born_meta)
+        if not born_meta[id(module)] and not resets and not below:
             continue
         with _own_streams(seed, name), torch.no_grad():
-            written = _initialised(name, module, born_meta, resets, init, pending, repeated, device)
+            written = _initialised(name, module, born_meta, resets, init, below, pending, repeated, device)
             for target, full in written:
                 _keep_slice(target, full)
                 pending.pop(id(target), None)
@@ -148,14 +164,18 @@ def _initialised(
     born_meta: dict[int, list[str]],
     resets: Sequence[Callable[[], None]],
     init: InitFn | None,
+    by_init: Mapping[int, list[str]],
     pending: Mapping[int, str],
     repeated: Repeated,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Tensors that this module initialises, with their full-size values: its own, and those below that its reset writes."""
+    """Tensors that this module initialises, with their full-size values: its own, and those below that its functions write.
+
+    ``by_init`` are the keys of the tensors below that ``init(module)`` writes.
+    """
     own = born_meta[id(module)]
     below = [(m, born_meta[id(m)]) for m in module.modules()] if resets else []
-    if not own and not any(keys for _, keys in below):
+    if not own and not by_init and not any(keys for _, keys in below):
         return []
     written: dict[int, tuple[Tensor, Tensor]] = {}
     if resets:
@@ -164,8 +184,9 @@ def _initialised(
                 reset()
         written |= _writes(name, held)
         _count(held, written, repeated.reset, repeated)
-    if init is not None and own:
-        with _holding(module, [(module, own)], device) as held:
+    if init is not None and (own or by_init):
+        reached = [(inner, by_init[id(inner)]) for inner in module.modules() if id(inner) in by_init]
+        with _holding(module, [(module, own), *reached], device) as held:
             for each in held:
                 if id(each.target) in written:  # as with apply, it may build on what the reset has left
                     each.full.copy_(written[id(each.target)][1])

@@ -2,19 +2,25 @@
 
 A parameter on the meta device keeps no values, but torch counts the operations that have written into it. A model whose
 ``__init__`` writes into a child's parameter (``nn.init.zeros_(self.out.weight)``) has counted one write more than the
-child's own ``reset_parameters``. ``materialize`` compares that count with the writes that it has repeated itself.
+child's own ``reset_parameters``. ``materialize`` compares that count with the writes that it has repeated itself. It counts on
+meta also to find which tensors of its children an initialiser of a whole model writes, as ``apply`` has it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median_low
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from dtrain.dist.init import current
 from dtrain.errors import ConfigError
 from dtrain.names import clean_modules, clean_parameters, unwrapped
 
@@ -65,6 +71,12 @@ class Repeated:
         more, by_init = self.made.get(key, 0) - self.reset.get(key, 0), self.init.get(key, 0)
         # An init that a part of the model and then the whole of it have applied has the last word all the same.
         return more > 0 and not (by_init and (more <= by_init or more % by_init == 0))
+
+    def surplus(self, param: Tensor) -> int:
+        """Return how often ``param`` was written for each time that ``init`` has; 0 if ``init`` never has."""
+        key = id(param)
+        by_init = 0 if key in self.settled else self.init.get(key, 0)
+        return (self.made.get(key, 0) - self.reset.get(key, 0)) // by_init if by_init else 0
 
     def only_init(self, param: Tensor) -> bool:
         """Return True if ``init`` may have written over a value that came from elsewhere."""
@@ -117,6 +129,7 @@ def check_repeated(model: nn.Module, repeated: Repeated) -> None:
     lacking = [name for name, param in params.items() if repeated.lacks(param)]
     found = list(dict.fromkeys([*other, *lacking]))
     if not found:
+        _warn_of_special(model, repeated)
         return
     by = f", probably by {around[id(params[other[0]])]}" if other else ""
     raise ConfigError(
@@ -124,6 +137,96 @@ def check_repeated(model: nn.Module, repeated: Repeated) -> None:
         f"while the model was made{by}; the meta device keeps no values. Write them in reset_parameters() of the module around "
         "them, or make the model off the meta device"
     )
+
+
+def _warn_of_special(model: nn.Module, repeated: Repeated) -> None:
+    """Warn of single parameters that were written after the initialiser of the whole model, which has the last word now.
+
+    They are a minority. If a part of a model has applied the initialiser before the whole did, all parameters around were
+    written as often.
+    """
+    usual = [rate for param in model.parameters() if (rate := repeated.surplus(param))]
+    special: list[str] = []
+    if not usual or max(usual) == (most := median_low(usual)):
+        return
+    for name, around in clean_modules(model):
+        owned = [(f"{name}.{at}.{key}".lstrip("."), p) for at, m in around.named_children() for key, p in m._parameters.items()]
+        rates = [rate for param in around.parameters() if (rate := repeated.surplus(param))]
+        least = max(most, min(rates, default=0))
+        special += [full for full, param in owned if param is not None and repeated.surplus(param) > least]
+    if special and current().rank == 0:
+        warnings.warn(
+            f"materialize: {', '.join(special[:10])} ({len(special)} tensors) were written again while the model was made, "
+            "after the initialiser of the whole model, and init has now given them the values of any other layer. Let init "
+            "write their own, or write them in reset_parameters() of the module around them.",
+            stacklevel=3,
+        )
+
+
+def written_below(
+    module: nn.Module, init: Callable[[nn.Module], None] | None, born_meta: Mapping[int, Sequence[str]]
+) -> dict[int, list[str]]:
+    """Return the tensors of modules below that ``init(module)`` writes: their keys, by the id of the module that owns them.
+
+    Only a method of a model is asked (``model._init_weights``): it is made for ``apply``, so it may be called with any module.
+    It writes into stand-ins on meta, which hold no memory.
+
+    Args:
+        module: whose children ``init`` may write.
+        init: as in ``materialize``.
+        born_meta: the keys of the tensors that were on meta, by the id of the module that owns them.
+    """
+    if init is None or not isinstance(getattr(init, "__self__", None), nn.Module):
+        return {}
+    if not any(inner is not module and born_meta.get(id(inner)) for inner in module.modules()):
+        return {}
+    with _twins(module, born_meta) as twins, torch.no_grad():
+        versions = [twin._version for _, _, twin in twins]
+        init(module)
+        found: dict[int, list[str]] = {}
+        for (inner, key, twin), version in zip(twins, versions, strict=True):
+            now = {**inner._parameters, **inner._buffers}[key]
+            if inner is not module and (now is not twin or twin._version != version):
+                found.setdefault(id(inner), []).append(key)
+        return found
+
+
+@contextmanager
+def _twins(module: nn.Module, born_meta: Mapping[int, Sequence[str]]) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
+    """A context in which ``module`` and those below have stand-ins on meta for the tensors that were there."""
+    before = [(inner, dict(inner._parameters), dict(inner._buffers)) for inner in module.modules()]
+    twins: dict[int, nn.Parameter] = {}  # a tied tensor has one
+    placed: list[tuple[nn.Module, str, Tensor]] = []
+    try:
+        for inner, params, buffers in before:
+            for key in born_meta.get(id(inner), ()):
+                target = {**params, **buffers}[key]
+                assert target is not None, "the key was listed because the tensor is there"
+                plain = torch.empty(target.shape, dtype=target.dtype, device="meta")
+                twin = twins.setdefault(id(target), nn.Parameter(plain, requires_grad=False))
+                store: dict[str, Any] = inner._parameters if key in params else inner._buffers
+                store[key] = twin
+                placed.append((inner, key, twin))
+        yield placed
+    finally:
+        for inner, params, buffers in before:
+            inner._parameters.update(params)
+            inner._buffers.update(buffers)
+
+
+def check_init_given(model: nn.Module) -> None:
+    """Refuse a model of transformers whose initial values nobody gives: the library leaves its initialiser out on meta.
+
+    Raises:
+        ConfigError: such a model.
+    """
+    for name, module in clean_modules(model):
+        bases = [base for base in type(module).__mro__ if base.__name__ == "PreTrainedModel"]
+        if any(base.__module__.startswith("transformers.") for base in bases) and any(p.is_meta for p in module.parameters()):
+            raise ConfigError(
+                f"materialize: {type(module).__name__} is a model of transformers, which initialises nothing on meta; pass "
+                f"init=model.{f'{name}.' if name else ''}_init_weights"
+            )
 
 
 def _other_resets(model: nn.Module) -> dict[int, str]:
