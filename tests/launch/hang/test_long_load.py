@@ -3,6 +3,7 @@
 import pytest
 
 TIMEOUT_S = 12  # every read takes a fraction of it, all of them together more
+SHORT_TIMEOUT_S = 6  # the same in little
 
 SCRIPT = """
     import os, sys, time
@@ -11,7 +12,9 @@ SCRIPT = """
     from dtrain import pulse
     from dtrain.dist.collectives import all_gather_numbers
 
-    def slowed(seconds):
+    kind, chunks, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+
+    def slow_down():
         fast = os.preadv
 
         def slow(handle, buffers, begin):
@@ -24,7 +27,7 @@ SCRIPT = """
     def new_state():
         pulse.beat("build")
         model = torch.nn.Module()
-        model.weight = torch.nn.Parameter(torch.zeros(4096, 4096))  # 64 MiB: 16 chunks
+        model.weight = torch.nn.Parameter(torch.zeros(chunks, 1024, 1024))  # of 4 MiB each
         step = dt.compose_step(dt.mean_loss(lambda m, x: m.weight.mean(), weight=len))
         return step.init(model, torch.optim.SGD(model.parameters()))
 
@@ -33,30 +36,39 @@ SCRIPT = """
         state = new_state()
         pulse.beat("built")
         begun = time.monotonic()
-        if sys.argv[1] == "load_sharded":
-            slowed(2)  # by two threads
+        slow_down()
+        if kind == "load_sharded":  # by two threads
             dt.load_sharded("ckpt", state)
-        elif sys.argv[1] == "load_weights_":
-            slowed(2)
+        elif kind == "load_weights_":
             dt.load_weights_(state.model, "ckpt")
         elif info.rank == 0:  # as of older steps, when the newest one is damaged
-            slowed(1)
             dt.verify_checkpoint("ckpt")
         all_gather_numbers([0.0])
         print("took", time.monotonic() - begun)
 """
 
 
+def test_loading_a_checkpoint_for_longer_than_the_timeout_is_no_hang(start, tmp_path):
+    check_jobs(start, tmp_path, {"load_sharded": (12, 1.1)}, timeout_s=SHORT_TIMEOUT_S)
+
+
 @pytest.mark.slow  # a minute, most of it waiting
 def test_reading_a_checkpoint_for_longer_than_the_timeout_is_no_hang(start, tmp_path):
+    slowness = {"load_sharded": (16, 2.0), "load_weights_": (16, 2.0), "verify": (16, 1.0)}
+    check_jobs(start, tmp_path, slowness, timeout_s=TIMEOUT_S)
+
+
+def check_jobs(start, tmp_path, slowness, *, timeout_s):
+    """Run one job for each kind of reading, with so many chunks and seconds for each of them."""
     jobs = {}
-    for kind in ("load_sharded", "load_weights_", "verify"):
+    for kind, (chunks, seconds) in slowness.items():
         folder = tmp_path / kind
         folder.mkdir()
-        options = ["--hang-timeout", str(TIMEOUT_S), "--grace", "0.5", "--run-dir", str(folder / "run")]
-        jobs[kind] = start(SCRIPT, kind, n=1 if kind != "verify" else 2, options=options, cwd=folder)
+        options = ["--hang-timeout", str(timeout_s), "--grace", "0.5", "--run-dir", str(folder / "run")]
+        arguments = [kind, str(chunks), str(seconds)]
+        jobs[kind] = start(SCRIPT, *arguments, n=1 if kind != "verify" else 2, options=options, cwd=folder)
     for kind, job in jobs.items():
         result = job.wait()
         assert result.code == 0, (kind, result.err)
-        seconds = [float(line.rpartition("took ")[2]) for line in result.out.splitlines() if "took " in line]
-        assert min(seconds) > TIMEOUT_S, kind
+        took = [float(line.rpartition("took ")[2]) for line in result.out.splitlines() if "took " in line]
+        assert min(took) > timeout_s, kind
