@@ -211,6 +211,41 @@ def test_a_connection_of_sftp_that_breaks_between_read_requests_is_made_anew(rea
     assert all(name.startswith("dtrain-fetch") for name in asked), "who waits for the answers sends, and sees the error"
 
 
+@pytest.mark.parametrize("kind", ["CMD_READ", "CMD_WRITE", "CMD_STAT"])
+def test_an_sftp_server_that_falls_silent_is_waited_for_once_in_each_try(kind, reach, small, monkeypatch):
+    server = reach("sftp")
+    paramiko = pytest.importorskip("paramiko")
+    root = storage.place(server.root())
+    storage.make_folders(root)
+    storage.write_parts(root / "data", SIZES, part_of, threads=1)
+    monkeypatch.setattr(sftp, "_TIMEOUT_S", 0.5)
+    send, feed, recv = paramiko.SFTPClient._send_packet, paramiko.Channel._feed, paramiko.Channel.recv
+    silent, timeouts = [], []
+
+    def send_to_a_server_that_falls_silent(ftp, number, packet):
+        if number == getattr(paramiko.sftp, kind) and not silent:
+            silent.append(ftp.get_channel().get_transport())
+        return send(ftp, number, packet)
+
+    def drop_what_it_says(channel, message):
+        return None if channel.get_transport() in silent else feed(channel, message)
+
+    def count_timeouts(channel, count):
+        try:
+            return recv(channel, count)
+        except TimeoutError:
+            timeouts.append(channel)
+            raise
+
+    monkeypatch.setattr(paramiko.SFTPClient, "_send_packet", send_to_a_server_that_falls_silent)
+    monkeypatch.setitem(paramiko.Transport._channel_handler_table, paramiko.common.MSG_CHANNEL_DATA, drop_what_it_says)
+    monkeypatch.setattr(paramiko.Channel, "recv", count_timeouts)
+    storage.create_file(root / "file", CONTENT[:5000])
+    assert storage.read_file(root / "data", limit=2**30) == CONTENT
+    assert storage.exists(root / "file")
+    assert (len(silent), len(timeouts)) == (1, 1)
+
+
 def test_an_sftp_server_that_nobody_knows_is_refused(reach, monkeypatch, tmp_path):
     server = reach("sftp")
     remote_root = storage.place(server.root())
