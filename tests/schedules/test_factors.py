@@ -65,6 +65,7 @@ def test_rates_are_noticed(factors, lr):
         ({"body": dt.scale(dt.cosine(1.0, 0.0, 1_000), 0.65**24), "head": dt.cosine(1.0, 0.0, 1_000)}, 3e-4),
         ({"body": dt.scale(dt.cosine(1.0, 0.0, 1_000), 0.1), "head": dt.cosine(1.0, 0.0, 1_000)}, 0.1),
         ({"body": 0.0}, 3e-4),
+        ({"body": 0.001}, 3e-4),
         (lambda step: [1.0, 0.5, 0.25][step], 3e-4),
     ],
     ids=[
@@ -79,6 +80,7 @@ def test_rates_are_noticed(factors, lr):
         "scheduled by layer",
         "a tenth of sgd's",
         "frozen",
+        "nearly frozen",
         "table",
     ],
 )

@@ -33,6 +33,8 @@ def warn_of_rates(
     peaks = [peak(factor) if callable(factor) else factor for factor in factors]
     bases = [(float(group["lr"]), at) for group, at in zip(groups, of, strict=True) if at is not None]
     largest = max((found for found in peaks if found is not None), default=0.0)
+    if None in of:  # a group without a factor keeps its rate
+        largest = max(largest, 1.0)
     for base, at in bases:
         top = peaks[at]
         if top is None or top <= 0 or base >= _ABSOLUTE:
