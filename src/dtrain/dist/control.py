@@ -108,25 +108,8 @@ def agree_before_step(
     stopping.settle(int(max(columns[8])), run=run, step=step)
     if error is not None:
         raise error
-    if any(columns[6]):
-        failed = [rank for rank, row in enumerate(rows) if row[6]]
-        raise PeerError(
-            f"step: rank {failed[0]} could not use its batch ({len(failed)} of {len(rows)} ranks); see its own error"
-        )
-    strangers = [rank for rank, row in enumerate(rows) if row[7] != rows[0][7]]
-    if strangers:
-        raise StepError(
-            f"step: the weight_fn of rank {strangers[0]} gives weights of other terms than that of rank 0 (or only one has any)"
-            "; give the same names on all ranks"
-        )
+    _raise_reported(rows, in_a_row)
     place = _agreed_place([int(code) for code in columns[3]], origin)
-    if max(columns[4]) > 0:
-        raise NonFiniteError(_diverged(int(min(code for code in columns[4] if code > 0)) - 1, in_a_row))
-    if any(columns[4]):
-        raise StepError(
-            "step: an earlier step had weight 0 on all ranks together (or another than weight_fn said), so its mean loss is "
-            "undefined; look for masked batches"
-        )
     if not any(columns[0]):
         raise StepError(
             "step: no rank has a sample in this batch; skip the step where a batch may be empty on all ranks, or end the loop "
@@ -144,6 +127,29 @@ def agree_before_step(
         equal_batches=_all_equal(columns[9][::copies]),
         alike=len(set(columns[10])) == 1,
     )
+
+
+def _raise_reported(rows: Sequence[Sequence[float]], in_a_row: int) -> None:
+    """Raise what some rank has reported of its batch or of an earlier step; on all ranks alike."""
+    failed = [rank for rank, row in enumerate(rows) if row[6]]
+    if failed:
+        raise PeerError(
+            f"step: rank {failed[0]} could not use its batch ({len(failed)} of {len(rows)} ranks); see its own error"
+        )
+    strangers = [rank for rank, row in enumerate(rows) if row[7] != rows[0][7]]
+    if strangers:
+        raise StepError(
+            f"step: the weight_fn of rank {strangers[0]} gives weights of other terms than that of rank 0 (or only one has any)"
+            "; give the same names on all ranks"
+        )
+    late = [row[4] for row in rows if row[4]]
+    if late and max(late) > 0:
+        raise NonFiniteError(_diverged(int(min(code for code in late if code > 0)) - 1, in_a_row))
+    if late:
+        raise StepError(
+            "step: an earlier step had weight 0 on all ranks together (or another than weight_fn said), so its mean loss is "
+            "undefined; look for masked batches"
+        )
 
 
 def _diverged(first: int, in_a_row: int) -> str:
