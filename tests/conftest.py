@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow"):
         for item in items:
-            if "slow" in item.keywords:
+            if item.get_closest_marker("slow") is not None:  # a folder of this name is a keyword of every test in it
                 item.add_marker(pytest.mark.skip(reason="needs --slow"))
 
 
