@@ -16,10 +16,12 @@ class Agreement:
 
     Args:
         over: True if the epoch ended with the batch for all ranks, None before a step on the batch.
+        begun: True once a step on the batch has begun.
         consumed: True once a step on the batch is complete.
     """
 
     over: bool | None = None
+    begun: bool = False
     consumed: bool = False
 
 
@@ -95,11 +97,13 @@ class Begun:
         origin: place of the batch in its loader's data, None if it is not a loader's.
         again: if True, the last step was on the same batch.
         clock: the clock before the step.
+        agreements: of all batches of loaders that the batch is made of.
     """
 
     origin: Origin | None
     again: bool
     clock: Clock
+    agreements: tuple[Agreement, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

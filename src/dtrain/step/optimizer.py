@@ -127,10 +127,10 @@ def tick(state: TrainState) -> TrainState:
     state.check_fresh("tick")
     clock = next_clock(state)
     spans.stepped(clock.step, samples=clock.samples, tokens=clock.tokens)
-    if state.begun is not None and state.begun.origin is not None:
-        state.begun.origin.agreement.consumed = True
-    else:
-        UNPLACED.steps += 1
+    agreements = () if state.begun is None else state.begun.agreements
+    for agreement in agreements:
+        agreement.consumed = True
+    UNPLACED.steps += not agreements
     return state.successor(clock=clock, tally=None, begun=None)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dtrain.batch import FailedBatch, origins_of
 from dtrain.clock import Clock, Place
-from dtrain.dist.origin import Begun, Followed, Origin
+from dtrain.dist.origin import Agreement, Begun, Followed, Origin
 from dtrain.durations import Duration
 from dtrain.errors import StepError
 from dtrain.state import TrainState
@@ -25,23 +25,27 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
     """``state`` at the start of a step over ``batch``: with the origin of the batch, and the clock at its place.
 
     Methods that the step calls see this clock: its epoch is the one that the batch belongs to, also in the second step on the
-    last batch of an epoch. Collective: none.
+    last batch of an epoch. Collective: none. Mutates: the agreements of the batch.
     """
-    origin, reason = _origin_of(state, batch)
+    found = origins_of(batch)
+    origin, reason = _origin_of(state, found)
+    agreements = _begun(found if origin is None else [*found, origin])
     if origin is None:
         clock = state.clock if isinstance(batch, FailedBatch) else state.clock.without_epochs(reason)
-        return state.but(begun=Begun(origin=None, again=False, clock=state.clock), clock=clock)
+        return state.but(begun=Begun(origin=None, again=False, clock=state.clock, agreements=agreements), clock=clock)
     followed = state.followed
     again = origin.agreement is followed.batch
     if not followed.loaders or origin.loader is not followed.loaders[-1]:
         if origin.loader in followed.loaders and state.shared.loader is None:
             clock = state.clock.without_epochs(_IN_TURNS)
-            return state.but(begun=Begun(origin=origin, again=False, clock=state.clock), clock=clock)
+            begun = Begun(origin=origin, again=False, clock=state.clock, agreements=agreements)
+            return state.but(begun=begun, clock=clock)
         followed = _following(followed, origin, state.clock)
     if not again:
         followed = Followed(loaders=followed.loaders, base=followed.base, batch=origin.agreement)
     clock = state.clock.starting(_beginning(origin, state.clock, followed.base, again=again), again=again)
-    return state.but(begun=Begun(origin=origin, again=again, clock=state.clock), followed=followed, clock=clock)
+    begun = Begun(origin=origin, again=again, clock=state.clock, agreements=agreements)
+    return state.but(begun=begun, followed=followed, clock=clock)
 
 
 def with_agreed_place(state: TrainState) -> TrainState:
@@ -52,9 +56,17 @@ def with_agreed_place(state: TrainState) -> TrainState:
     return state.but(clock=begun.clock.without_epochs(_ON_SOME_RANKS))
 
 
-def _origin_of(state: TrainState, batch: Batch) -> tuple[Origin | None, str]:
-    """The origin whose epochs count, or the reason why there is none."""
-    found, loader = origins_of(batch), state.shared.loader
+def _begun(origins: list[Origin]) -> tuple[Agreement, ...]:
+    """The agreements of ``origins``, for the end of the step. Mutates: them; a step on their batches has begun."""
+    agreements = tuple(dict.fromkeys(origin.agreement for origin in origins))
+    for agreement in agreements:
+        agreement.begun = True
+    return agreements
+
+
+def _origin_of(state: TrainState, found: list[Origin]) -> tuple[Origin | None, str]:
+    """The one of ``found`` whose epochs count, or the reason why there is none."""
+    loader = state.shared.loader
     if loader is not None:
         found = [origin for origin in found if origin.loader is loader.identity]
         if not found:

@@ -1,5 +1,6 @@
 """Datasets of other libraries: Hugging Face's, and MosaicML's with an order and a state of its own."""
 
+import contextlib
 import tempfile
 from itertools import chain
 
@@ -94,6 +95,29 @@ def test_a_streaming_dataset_resumes_at_the_start_of_an_epoch(shards):
     second = build(mosaic(shards, 4))
     second.load_state_dict(first.state_dict())
     assert head + ids_of(second.until("2ep")) == plain
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_streaming_dataset_goes_back_to_a_batch_whose_step_was_interrupted(shards, workers):
+    dataset = mosaic(shards, 4)
+    plain = [sample["id"] for _ in range(2) for sample in dataset]
+    model, left, seen = torch.nn.Linear(2, 1), [0, 0, 5, 11, 12, 12, 23], []
+
+    def mean(model, batch):
+        if len(seen) in left:
+            left.remove(len(seen))
+            raise KeyboardInterrupt
+        return model(batch["x"]).square().mean()
+
+    step = dt.compose_step(dt.mean_loss(mean, weight=lambda batch: len(batch["id"])))
+    state, loader = step.init(model, torch.optim.SGD(model.parameters(), lr=0.0)), build(mosaic(shards, 4), workers=workers)
+    while len(seen) < 24:
+        with contextlib.suppress(KeyboardInterrupt):
+            for batch in loader.until("2ep"):
+                state, _ = step(state, batch)
+                seen.append(batch["id"].tolist())
+    assert not left
+    assert list(chain.from_iterable(seen)) == plain
 
 
 def test_a_streaming_dataset_with_another_batch_size_is_refused(shards):

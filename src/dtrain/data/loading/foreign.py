@@ -33,6 +33,7 @@ class OwnState:
     def load(self, state: Plain) -> None:
         """Mutates: the dataset's shared memory, which the next iteration looks at."""
         self.dataset.load_state_dict(state)
+        self.dataset.next_epoch = cast("dict[str, Any]", state)["epoch"]  # it takes a state of an epoch it has begun for stale
 
 
 def checked_mosaic(dataset: Any, *, global_batch_size: int, ranks: int) -> OwnState:

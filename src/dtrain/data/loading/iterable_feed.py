@@ -142,7 +142,7 @@ class EpochReader(IterableDataset[Parcel]):
         if remembers(self.dataset) and not self.splits_over_workers and not begins_anew(self.dataset):
             self.start.reach(self.dataset)
         if resumed:
-            self.dataset.load_state_dict(self.state)
+            self.dataset.load_state_dict(deepcopy(self.state))  # it may keep what it is given, and change it
         source: Iterator[Any] = iter(self.dataset)
         return source
 
@@ -230,6 +230,9 @@ class IterableFeed:
     def handouts(self, begin: Position, goal: Duration, *, state: Plain = None, once: bool = False) -> Iterator[Handout]:
         """See ``Feed``."""
         at = begin
+        if self.own_state is not None and state is None and begin.samples == 0 and not once:
+            # The dataset counts its iterations: a loop that begins with the same batch again needs its state before the first.
+            yield Handout(after=at, moved_only=True, state=self.own_state.at(at))
         while not reached(goal, at):
             epoch, before = at.epoch, at
             for handout in self._epoch(at, goal, state, once=once):

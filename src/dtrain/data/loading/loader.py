@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Protocol
 
 import torch
@@ -19,34 +19,17 @@ from dtrain.clock import Place
 from dtrain.data.dataset import digest_of
 from dtrain.data.loading.device import moved_ahead
 from dtrain.data.loading.feed import Feed, Handout
-from dtrain.data.loading.handed_out import HandedOut
+from dtrain.data.loading.handed_out import HandedOut, Unreadable
 from dtrain.data.loading.position import Grid, Position, countable, reached
 from dtrain.data.loading.reading import described
 from dtrain.dist.init import current
-from dtrain.dist.origin import UNPLACED, Origin
+from dtrain.dist.origin import Agreement, Origin
 from dtrain.dist.rng import derive_seed
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError, DtrainError
 from dtrain.types import Batch, Plain
 
 _VERSION = 1
-_LISTED = 1000
-
-
-@dataclass(slots=True, kw_only=True)
-class Unreadable:
-    """Samples that ``on_error="skip"`` left out on this rank: how many, and the first thousand with the reason.
-
-    A sample is named by its index in the dataset, or by its place in the epoch where the dataset is iterable.
-    """
-
-    count: int = 0
-    samples: list[tuple[int, str]]
-
-    def add(self, more: list[tuple[int, str]]) -> None:
-        """Mutates: this list."""
-        self.count += len(more)
-        self.samples += more[: _LISTED - len(self.samples)]
 
 
 class Stops(Protocol):
@@ -156,7 +139,10 @@ class Loader:
 
         A batch counts as consumed when a step on it is complete, or when the next one is asked for. So a checkpoint agrees with
         its state wherever it is taken in the loop body, also after Ctrl-C in the middle of a step. Where no step of dtrain is
-        made, a batch counts as consumed when it is handed out.
+        made, a batch counts as consumed when it is handed out. If several steps are made on a batch, the first one counts.
+
+        A new loop begins behind the consumed batches: after Ctrl-C in a notebook, run the cell again. ``skip(0)`` leaves out a
+        batch that must not come again.
 
         The tensors of a batch carry its place in the data. From there a step knows which epoch the batch belongs to, and that
         all ranks are at one place in the same data. A batch of new tensors (slices, copies) does not carry it: name the loader
@@ -170,7 +156,8 @@ class Loader:
         ended = next((one for one in stops if one.stopped), None)
         if ended is not None and current().rank == 0:
             print(f"dtrain: until: the run has ended by {ended!r}; there is nothing left to train", file=sys.stderr)
-        stepped = False
+        again = self._taken_back()
+        stepped = again is not None or (self._last is not None and self._last.is_stepped)
         while not reached(goal, self.position) and not any(one.stopped for one in stops):
             at, passes = self.position, self._passes
             for handout in _waited(self._handouts(at, goal)):
@@ -179,19 +166,16 @@ class Loader:
                     self.handed_out = Origin(loader=self.identity, begin=place, end=place, stamp=self._stamp(at))
                     yield replace(handout, origin=self.handed_out)
                     raise handout.error
-                before, dataset, at = at, self._dataset_state, self._move(handout)
+                before, at = at, handout.after
                 if handout.moved_only:
+                    self._move(handout)
                     continue
-                self._last = HandedOut(
-                    agreement=handout.agreement,
-                    before=(before, dataset),
-                    after=at,
-                    stepped=stepped,
-                    unplaced=UNPLACED.steps,
-                )
-                self.handed_out = self._origin(handout, before)
-                yield mark_batch(handout.batch, self.handed_out)
-                stepped, self._last = handout.agreement.consumed, None
+                batch, last = self._marked(handout, before, again, stepped=stepped)
+                again, self._last = None, last  # then the position: after an interrupt between them the next loop has the batch
+                self._move(handout)
+                yield batch
+                handout.agreement.over = last.agreement.over  # the feed may wait for it
+                stepped, self._last = last.is_stepped, None
                 if any(one.stopped for one in stops):
                     return
                 # Before the next batch is read: a stretch is skipped because it cannot be, perhaps.
@@ -215,8 +199,8 @@ class Loader:
     def skip(self, samples: int) -> None:
         """Leave out the next ``samples`` (over all ranks), as on a bad stretch of data. Call it on every rank.
 
-        Skipped samples count towards the epoch, and not as batches or samples of the run. Inside ``until`` the loop goes on
-        behind them.
+        Skipped samples count towards the epoch, and not as batches or samples of the run. They are those behind the batch that
+        was handed out last, also if its step was interrupted. Inside ``until`` the loop goes on behind them.
 
         Mutates: the position.
 
@@ -241,11 +225,7 @@ class Loader:
         The position is before the batch that was handed out last if a step on it is not complete: a save after an interrupt
         skips no batch. An iterable dataset's own state is in it under ``"dataset"``, if it has one.
         """
-        at, dataset = self.position, self._dataset_state
-        if self._last is not None and self._last.after is at and self._last.is_pending:
-            at, dataset = self._last.before
-        elif self._ended_alone():
-            at = replace(at, epoch=at.epoch + 1, samples=0)  # as until() will find when it goes on
+        at, dataset = self._next()
         state: dict[str, Plain] = {"version": _VERSION, **asdict(at), **self.feed.identity(at), "data": self._digest}
         return state if dataset is None else {**state, "dataset": dataset}
 
@@ -280,7 +260,46 @@ class Loader:
         self._dataset_state = state.get("dataset")
         self.handed_out, self._last = None, None
 
-    def _origin(self, handout: Handout, before: Position) -> Origin:
+    def _next(self) -> tuple[Position, Plain]:
+        """Where a later loop begins, and the state of an iterable dataset there."""
+        if self._last is not None and self._last.after is self.position and self._last.is_pending:
+            return self._last.before, self._last.dataset
+        if self._ended_alone():
+            return replace(self.position, epoch=self.position.epoch + 1, samples=0), self._dataset_state
+        return self.position, self._dataset_state
+
+    def _taken_back(self) -> HandedOut | None:
+        """Return the batch whose step was interrupted, or None. The next batch of the loader is that batch again.
+
+        Mutates: the position, which is where a later loop begins; the list of unreadable samples.
+        """
+        last, at = self._last, self.position
+        self.position, self._dataset_state = self._next()
+        if last is None or not last.is_pending or self.position is not last.before:
+            return None
+        if at is last.after:
+            self.unreadable.take_back(last.unreadable)
+        return last
+
+    def _marked(self, handout: Handout, before: Position, again: HandedOut | None, *, stepped: bool) -> tuple[Batch, HandedOut]:
+        """The batch to hand out now, with its origin; ``again`` is the batch whose step was interrupted.
+
+        Mutates: the batch; the origin of the last batch.
+        """
+        agreement = handout.agreement
+        if again is not None and (again.before, again.after) == (before, handout.after):
+            agreement, again.agreement.begun = again.agreement, False
+        self.handed_out = self._origin(handout, before, agreement)
+        return mark_batch(handout.batch, self.handed_out), HandedOut(
+            agreement=agreement,
+            before=before,
+            dataset=self._dataset_state,
+            after=handout.after,
+            unreadable=handout.unreadable,
+            expected=stepped,
+        )
+
+    def _origin(self, handout: Handout, before: Position, agreement: Agreement) -> Origin:
         begin, end = self._place(before), self._place(handout.after)
         if handout.alone and handout.ends:  # the position moves when all ranks have ended
             end = Place(begin.epoch + 1, 0)
@@ -291,7 +310,7 @@ class Loader:
             alone=handout.alone,
             stamp=0 if handout.alone or current().world_size == 1 else self._stamp(before),
             spare=handout.spare,
-            agreement=handout.agreement,
+            agreement=agreement,
         )
 
     def _place(self, at: Position) -> Place:
@@ -316,10 +335,9 @@ class Loader:
             raise ConfigError(f"loader.{where}: an iterable dataset without a length; count in batches, as in until('1000ba')")
         return grid
 
-    def _move(self, handout: Handout) -> Position:
-        self.position, self._dataset_state = handout.after, handout.state
+    def _move(self, handout: Handout) -> None:
         self.unreadable.add(handout.unreadable)
-        return handout.after
+        self.position, self._dataset_state = handout.after, handout.state
 
     def _handouts(self, at: Position, goal: Duration) -> Iterator[Handout | FailedBatch]:
         """The feed's, on the device. A failure on one of several ranks becomes a batch: the step tells the others."""
