@@ -98,11 +98,11 @@ def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:
     Example:
         >>> import tempfile
         >>> import dtrain as dt
-        >>> path = f"{tempfile.mkdtemp()}/metrics.jsonl"
-        >>> log = dt.jsonl(path)
-        >>> log(10, {"loss": 2.5})
-        >>> log(10, {"eval/loss": 2.75})
-        >>> record = dt.read_jsonl(path)[10]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     log = dt.jsonl(f"{folder}/metrics.jsonl")
+        ...     log(10, {"loss": 2.5})
+        ...     log(10, {"eval/loss": 2.75})
+        ...     record = dt.read_jsonl(f"{folder}/metrics.jsonl")[10]
         >>> record["loss"], record["eval/loss"]
         (2.5, 2.75)
 
