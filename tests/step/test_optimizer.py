@@ -37,6 +37,33 @@ def test_apply_without_gradients_is_refused():
         apply_gradients(state, {})
 
 
+WITHOUT_CLOSURE = [
+    kind
+    for name, kind in sorted(vars(torch.optim).items())
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("LBFGS", "Optimizer")
+]
+
+
+@pytest.mark.parametrize("kind", WITHOUT_CLOSURE)
+def test_every_optimizer_of_torchs_but_lbfgs_makes_a_step(kind):
+    net = nn.Embedding(4, 2, sparse=kind is torch.optim.SparseAdam)
+    before = net.weight.detach().clone()
+    state = new_state(net, kind(net.parameters(), lr=0.1))
+    net(torch.tensor([0, 1])).square().sum().backward()
+    after, _ = apply_gradients(state, {})
+    assert not gathered(after.params["weight"]).equal(before)
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_refused_and_the_state_is_as_before():
+    net = nn.Linear(3, 2)
+    state = new_state(net, torch.optim.LBFGS(net.parameters()))
+    net(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ConfigError, match=r"apply_gradients: the optimizer must step without a closure, got LBFGS\. "):
+        apply_gradients(state, {})
+    state.check_fresh("test")
+    assert net.weight.grad is not None
+
+
 def test_tick_needs_a_step_in_progress():
     with pytest.raises(StepError, match="the state must come from microbatch_step"):
         tick(state_with_gradient())

@@ -69,7 +69,7 @@ def apply_gradients(
         StaleStateError: ``state`` was stepped already.
         StepError: no parameter has a gradient.
         NonFiniteError: a gradient is not finite (``"raise"``), or ten times in a row (``"skip"``); the gradients are dropped.
-        ConfigError: another value of ``nonfinite``.
+        ConfigError: another value of ``nonfinite``; LBFGS, whose step needs a closure.
     """
     spans.begin("step", 0)  # a step written by hand is counted here and in ``microbatch_step``
     try:
@@ -80,6 +80,10 @@ def apply_gradients(
             raise StepError("apply_gradients: no parameter has a gradient; call microbatch_step (or backward) before")
         if nonfinite not in ("allow", "raise", "skip"):
             raise ConfigError(f"apply_gradients: nonfinite must be 'allow', 'raise' or 'skip', got {nonfinite!r}")
+        if isinstance(state.optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "apply_gradients: the optimizer must step without a closure, got LBFGS. Use one that takes one gradient a step."
+            )
         broken = nonfinite != "allow" and not all_finite(grads, state.device, where="apply_gradients")
         if broken and nonfinite == "raise":
             here = broken_here(state.params)
