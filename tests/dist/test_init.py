@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from dtrain.dist import init, rendezvous
-from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import DistInfo, current, init_dist
 from dtrain.dist.mesh import _fill, build_mesh
 from dtrain.dist.place import choose_device
+from dtrain.dist.reduce import reduce_sum
 from dtrain.errors import ConfigError, DistError
 
 
@@ -74,6 +75,18 @@ def adopt_without_environment() -> list[int]:
 
 def test_an_adopted_group_says_which_rank_this_is(forked):
     assert forked.run(lambda _: adopt_without_environment(), 2, results_of=[0, 1]) == {0: [0, 2], 1: [1, 2]}
+
+
+def test_ranks_of_torchs_groups_alone_are_told_to_open_dtrains(alone):
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        for collective in (lambda: reduce_sum(1.0), lambda: all_gather_json([])):
+            with pytest.raises(DistError, match=r"torch.distributed is running, .*; call dt.init_dist\(\) first"):
+                collective()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_environment_that_contradicts_the_open_group_is_refused(alone, monkeypatch):
