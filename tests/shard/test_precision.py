@@ -205,6 +205,7 @@ DTYPES_OF_SUMS = {
     "reduced in bf16": (Precision.preset("PURE", "bf16"), torch.float32),
     "stored in bf16": (None, torch.bfloat16),
     "stored and reduced in bf16": (Precision(reduce="bf16"), torch.bfloat16),
+    "only reduced in bf16": (Precision(reduce="bf16"), torch.float32),
 }
 
 
@@ -268,7 +269,7 @@ def assert_all_one(found: dict[str, list[float]]) -> None:
     assert {name: value for name, value in found.items() if value != [1.0, 1.0]} == {}
 
 
-@pytest.mark.parametrize("named", ["reduced in bf16", "stored in bf16"])
+@pytest.mark.parametrize("named", ["reduced in bf16", "stored in bf16", "only reduced in bf16"])
 def test_the_mean_of_a_thousand_microbatches_is_exact(ranks, named):
     """bfloat16 holds 256, but not 257: added up in it, 1,024 gradients of 1 have a mean of 0.25."""
     assert_all_one(ranks(2).run(means, ["full_shard", "replicate"], [named], ["step"])[0])

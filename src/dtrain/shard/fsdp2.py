@@ -68,6 +68,9 @@ def before_reduction(group: Any, call: Callable[[Callable[[bool], None]], None])
     reduces them in less.
     """
     work = group.post_backward
+    if _SUMS_APART:
+        for param in group.fsdp_params:  # FSDP2 would round a wider gradient to the dtype of reductions
+            param.to_accumulated_grad_if_needed = partial(_widen_accumulated, param)
 
     def post_backward(*args: Any) -> None:
         group._reduce_dtype = compute_dtypes(group)[1]  # FSDP2 has None for that of compute, and takes that of accumulated sums
@@ -159,9 +162,11 @@ def _widen_accumulated(param: Any) -> None:
 
     Mutates: gradients of FSDP2's gathered parameters.
     """
-    param.to_accumulated_grad_if_needed()
+    if not _SUMS_APART:
+        param.to_accumulated_grad_if_needed()
+        return
     full = getattr(param, "_unsharded_param", None)  # None before the first time that it is gathered
-    if _SUMS_APART and full is not None and full.grad is not None and wide(full.grad.dtype) != full.grad.dtype:
+    if full is not None and full.grad is not None and wide(full.grad.dtype) != full.grad.dtype:
         param.unsharded_accumulated_grad = full.grad.to(wide(full.grad.dtype))
         full.grad = None
 
