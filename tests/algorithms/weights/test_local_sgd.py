@@ -24,6 +24,7 @@ from dtrain.step.microbatch import microbatch_step
 from dtrain.step.optimizer import apply_gradients
 from dtrain.testing.collectives import count_collectives
 from dtrain.testing.host_syncs import count_host_syncs
+from dtrain.types import LossSum
 from shard.copies import (
     ADAMW,
     MOMENTUM,
@@ -56,6 +57,20 @@ def trained(transforms: Any, strategy: str, kind: Any, steps: int, sizes: tuple[
 def every_step(strategy: str) -> float:
     one, other = trained([], strategy, SGD, 4, EVEN), trained([local_sgd(1)], strategy, SGD, 4, EVEN)
     return largest_difference(one, other)
+
+
+def test_on_one_copy_it_is_the_plain_step_bit_for_bit():
+    def run(transforms: list[Any]) -> list[Any]:
+        model = nn.Linear(3, 1)
+        nn.init.constant_(model.weight, 0.5)
+        nn.init.zeros_(model.bias)
+        step = compose_step(lambda model, x: LossSum(total=model(x).square().sum(), weight=len(x)), transforms)
+        state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        for _ in range(5):
+            state, _ = step(state, torch.tensor([[1.0, 2.0, 3.0], [0.1, -0.2, 0.3]]))
+        return [param.tolist() for param in state.params.values()]
+
+    assert run([local_sgd(2)]) == run([])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
