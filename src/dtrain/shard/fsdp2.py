@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,7 @@ def param_groups(model: nn.Module) -> list[Any]:
     """FSDP2's parameter groups, outermost unit first, each once: what is gathered and reduced by one collective."""
     found: dict[int, Any] = {}
     for unit in units_of(model):
-        state: Any = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])
-        found.update((id(group), group) for group in groups)
+        found.update((id(group), group) for group in _groups_of(unit._get_fsdp_state()))
     return list(found.values())
 
 
@@ -374,3 +372,54 @@ def gradients_of(group: Any) -> Iterator[Tensor]:
         whole = getattr(param, "_unsharded_param", None)
         found = (param.unsharded_accumulated_grad, whole.grad if whole is not None else None, param.sharded_param.grad)
         yield from (grad for grad in found if grad is not None)
+
+
+class UnitCalls:
+    """The forwards of one FSDP2 unit: seen from outside, or made without any computation.
+
+    Args:
+        module: the first module of the unit.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        self.device: torch.device = self._state._device  # of forward and backward
+
+    def watch(self, enter: Callable[[Any], Any], leave: Callable[[Any], Any]) -> None:
+        """Pass the inputs of each forward through ``enter`` before its gather, and its outputs through ``leave``.
+
+        A forward that is repeated in backward (activation checkpointing) is not seen. Mutates: the unit's first group.
+        """
+        group = _groups_of(self._state)[0]
+        before, after = group.pre_forward, group.post_forward
+
+        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not str(group._training_state).endswith(".FORWARD"):  # else a further module of the unit
+                args, kwargs = enter((args, kwargs))
+            return before(module, args, kwargs)
+
+        def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+            return after(module, args, leave(output))
+
+        group.pre_forward, group.post_forward = pre_forward, post_forward
+
+    def begin(self, value: Tensor) -> Tensor:
+        """Gather the unit as its forward does; ``value`` stands for the inputs. Collective: one all-gather."""
+        (value,), _ = self._state._pre_forward(self.module, (value,), {})
+        return value
+
+    def end(self, value: Tensor) -> Tensor:
+        """Free the unit as its forward does; ``value`` stands for the outputs, and its gradient for theirs."""
+        result: Tensor = self._state._post_forward(self.module, (), value)
+        return result
+
+
+def unit_calls(model: nn.Module) -> list[UnitCalls]:
+    """The units of ``model`` that hold parameters, outermost first, each once."""
+    found = {id(unit._get_fsdp_state()): unit for unit in reversed(list(units_of(model)))}
+    return [UnitCalls(cast(nn.Module, unit)) for unit in reversed(found.values()) if _groups_of(unit._get_fsdp_state())]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))

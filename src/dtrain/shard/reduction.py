@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from dtrain.dist.init import current
 from dtrain.names import unwrapped
 from dtrain.shard.fsdp2 import (
     after_reduction,
@@ -32,6 +33,7 @@ from dtrain.shard.fsdp2 import (
     whole_params,
 )
 from dtrain.shard.precision import wide
+from dtrain.shard.skipped import SkippedUnits
 from dtrain.shard.whole import is_whole
 from dtrain.state import ShardSpec, TrainState
 from dtrain.tensors import local, with_shard
@@ -70,6 +72,8 @@ class Reduction:
         self._done = 0  # so many of the turns
         if self._turns:
             at_end_of_backward(model, self._reduce_rest)
+        cut = self._sharded and spec.strategy != "replicate" and current().world_size > 1
+        self._skipped = SkippedUnits(model) if cut else None
 
     def begin(self, *, apart: bool = False) -> None:
         """Start a step. Mutates: FSDP2's units, where a forward outside of a step has left something.
@@ -86,6 +90,33 @@ class Reduction:
         self._order.clear()
         self._present.clear()
         self._missing.clear()
+        if self._skipped is not None:
+            self._skipped.end()
+
+    def follow(self, plan: Callable[[], Hashable], *, compare: bool) -> None:
+        """Have this rank take part in units that it skips; see ``SkippedUnits``. Does nothing if parameters are whole.
+
+        Args:
+            plan: returns whatever the order of units depends on; equal on all ranks.
+            compare: if True, ranks compare their order in the first step of a plan.
+        """
+        if self._skipped is not None:
+            self._skipped.begin(plan(), compare=compare)
+
+    def complete(self, loss: Tensor) -> Tensor:
+        """End the forward of a microbatch: ``loss``, with the units that this rank has skipped in its graph.
+
+        Collective: gathers of skipped units; in the first step of a plan one exchange.
+
+        Raises:
+            StepError: in the first step of a plan ranks run different units; on all ranks.
+        """
+        return loss if self._skipped is None else self._skipped.complete(loss)
+
+    def keep_order(self) -> None:
+        """The step has succeeded on all ranks: rely on its order of units. Every rank must, or none."""
+        if self._skipped is not None:
+            self._skipped.keep()
 
     def before_microbatch(self, *, last: bool, params: Iterable[Tensor] = ()) -> None:
         """Say what the next backward does with its gradients.
@@ -98,6 +129,8 @@ class Reduction:
         Mutates: flags of FSDP2's units, where they change; ``.grad`` of ``params``.
         """
         self._put_aside(params)
+        if self._skipped is not None:
+            self._skipped.microbatch()
         if last == self._last:
             return
         self._last = last
@@ -146,6 +179,8 @@ class Reduction:
         self.before_microbatch(last=True)
         self._in_step = self._apart = False
         self._sums.clear()
+        if self._skipped is not None:
+            self._skipped.end()
 
     def free(self) -> None:
         """Drop gathered copies of parameters that are about to change. Mutates: FSDP2's units."""

@@ -30,7 +30,7 @@ from dtrain.step.parts import CountFn, Parts, SplitFn, cut
 from dtrain.step.place import begin_step, with_agreed_place
 from dtrain.step.sums import Sums, checked_loss
 from dtrain.step.weights import Weights, divide_, global_weights, promised
-from dtrain.types import Batch, LossFn, Metrics, WeightFn
+from dtrain.types import Batch, LossFn, LossSum, Metrics, WeightFn
 
 _BACKWARD = (
     "microbatch_step: the loss function has called backward(). The step calls backward itself; return the LossSum alone "
@@ -150,6 +150,7 @@ def run_step(
             with naming_missing(where):  # the model's collectives and ours: if one fails, because of whom
                 known, metrics = _backward(state, parts, tally, accumulate, weights, attempt)
                 outcome = _agree_after(state, reduction, buffers, known, metrics, attempt, tally)
+                reduction.keep_order()
                 if attempt is None or attempt.at_most is None:
                     check_drawn(tally, state.device)
                     _settle(state, buffers, outcome, known, metrics)
@@ -252,6 +253,7 @@ def _accumulate(
     microbatches = microbatches if attempt is None else attempt.microbatches(microbatches)
     away = not parts.lie_on(device)
     sums = Sums(device)
+    reduction.follow(lambda: tuple(_conditions(state)), compare=attempt is None or not attempt.shared)
     for index in range(microbatches):
         last = index == microbatches - 1
         reduction.before_microbatch(last=last, params=state.params.values())
@@ -266,7 +268,7 @@ def _accumulate(
                     raise ConfigError(_BACKWARD)
                 if state.step == 0:
                     warn_of_mean(loss, "microbatch_step")
-            objective = weights.objective(loss)
+            objective = weights.objective(_with_skipped(loss, reduction))
             if attempt is not None:
                 attempt.enter("backward, last" if last else "backward, early")
             objective.backward()
@@ -274,13 +276,18 @@ def _accumulate(
         else:
             with buffers_restored(state.model):  # it must not leave its mark in BatchNorm's statistics
                 loss = checked_loss(loss_fn(state.model, to_device(parts.filler(state.spare), device)), where="microbatch_step")
-                objective = weights.objective(loss) * 0.0
+                objective = weights.objective(_with_skipped(loss, reduction)) * 0.0
                 if attempt is not None:
                     attempt.enter("backward, last" if last else "backward, early")
                 objective.backward()
             sums.name(loss)
     reduction.add_up(state.params.values())
     return sums.metrics()
+
+
+def _with_skipped(loss: LossSum, reduction: Reduction) -> LossSum:
+    total = reduction.complete(loss.total)
+    return loss if total is loss.total else replace(loss, total=total)
 
 
 def _agree_after(
