@@ -75,7 +75,8 @@ def microbatch_step(
     Mutates: ``.grad`` of the parameters; what was there before is dropped. Buffers that the model's forward changes, which are
     then made equal on all ranks as ``shard_model(buffers=...)`` says.
     Collective: one record on the control group before, and for a sharded model on several ranks one after backward; the
-    model's own gathers; one reduction of gradients per unit (in the last microbatch's backward; with ``accumulate="sharded"``
+    model's own gathers; in the first step of a model whose parameters are cut one record per unit, which compares the order of
+    units; one reduction of gradients per unit (in the last microbatch's backward; with ``accumulate="sharded"``
     in each); one all-reduce of weights (float64); one of gradients that were left out of sharding; one or two of changed
     buffers.
     Host sync: none, but for some values of the first batches on several ranks, if they are on a device: ranks that train on
