@@ -86,7 +86,7 @@ class SkippedUnits:
         self._learning = False
         self._running = False
         self._open: list[_Open] = []
-        self._waiting = torch.zeros(())  # the loss is to depend on it: empty calls are in its graph
+        self._waiting: Tensor | None = None  # has empty calls in its graph; the loss is to depend on it
         self._empty: set[int] = set()  # the units that this rank has skipped in this microbatch
         for number, unit in enumerate(self._units):
             unit.watch(partial(self._enter, number), partial(self._leave, number))
@@ -112,7 +112,7 @@ class SkippedUnits:
             self._learned, self._learning = [], True
         else:
             self._learning = False
-        self._waiting = torch.zeros(())
+        self._waiting = None
         self._empty.clear()
         self._open = [_Open(_END, self._learned)]
 
@@ -130,7 +130,7 @@ class SkippedUnits:
             self._agree(_END)
         while self._open:
             loss = self._call_rest(self._open.pop(), loss)
-        return _joined(loss, self._waiting) if self._waiting.requires_grad else loss
+        return loss if self._waiting is None or not self._waiting.requires_grad else _joined(loss, self._waiting)
 
     def keep(self) -> None:
         """Rely on the order that this step has learned. Every rank must, or none."""
@@ -141,7 +141,7 @@ class SkippedUnits:
         """Stop comparing; forget what is running."""
         self._running = False
         self._open = []
-        self._waiting = torch.zeros(())
+        self._waiting = None
 
     def _enter(self, number: int, inputs: Any) -> Any:
         if not self._open:
@@ -200,7 +200,7 @@ class SkippedUnits:
         """Call what the order has before ``place``; the loss will depend on it."""
         with self._aside(), torch.enable_grad():  # a later unit may run without a graph
             for call in frame.calls[frame.at : place]:
-                self._waiting = self._call_empty(call, self._waiting)
+                self._waiting = self._call_empty(call, torch.zeros(()) if self._waiting is None else self._waiting)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
