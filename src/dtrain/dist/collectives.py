@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
@@ -96,6 +97,23 @@ def all_gather_numbers(
     with spans.outermost("collective"), naming_missing(where, group=group):
         gather_single(received, sent, group=_group(info, group))
     return rows.tolist()  # type: ignore[no-any-return]
+
+
+def gather_within(number: int, *, seconds: float) -> list[int] | None:
+    """Every rank's ``number``, by rank; None if some rank does not call this in time. Nobody may use the control group then.
+
+    Collective: one all-gather on the control group, for the ranks that come.
+    """
+    info = current()
+    sent = torch.tensor([number], dtype=torch.int64)
+    received = torch.zeros(info.world_size, dtype=torch.int64)
+    work = gather_single(received, sent, group=_group(info, "control"), async_op=True)
+    assert work is not None
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:  # of gloo: in time, or because a rank is gone
+        return None
+    return [int(value) for value in received]
 
 
 @lru_cache(maxsize=32)

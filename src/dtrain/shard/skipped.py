@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist.collectives import all_gather_numbers, gather_within
 from dtrain.errors import StepError
 from dtrain.names import clean_modules
 from dtrain.shard.fsdp2 import UnitCalls, unit_calls
 
 _END = -1  # in place of a unit: the microbatch is over
+_SWAPPED_S = 60.0  # ranks that run units in another order on purpose are at the same unit
 
 
 @dataclass(slots=True)
@@ -85,6 +86,7 @@ class SkippedUnits:
         self._learned: list[_Call] | None = None
         self._learning = False
         self._running = False
+        self._changed = False  # units ran in another order, on all ranks
         self._open: list[_Open] = []
         self._waiting: Tensor | None = None  # has empty calls in its graph; the loss is to depend on it
         self._empty: set[int] = set()  # the units that this rank has skipped in this microbatch
@@ -101,7 +103,7 @@ class SkippedUnits:
         self.end()
         self._plan, self._compare = plan, compare
         self._learned = self._orders.get(plan)
-        self._learning = False
+        self._learning = self._changed = False
         self._running = True
 
     def microbatch(self) -> None:
@@ -133,9 +135,11 @@ class SkippedUnits:
         return loss if self._waiting is None or not self._waiting.requires_grad else _joined(loss, self._waiting)
 
     def keep(self) -> None:
-        """Rely on the order that this step has learned. Every rank must, or none."""
+        """Rely on the order that this step has learned, or learn again if it has changed. Every rank must, or none."""
         if self._running and self._learned is not None:
             self._orders[self._plan] = self._learned
+        if self._changed:
+            self._orders.pop(self._plan, None)
 
     def end(self) -> None:
         """Stop comparing; forget what is running."""
@@ -155,7 +159,7 @@ class SkippedUnits:
             return inputs
         place = next((at for at in range(parent.at, len(parent.calls)) if parent.calls[at].unit == number), None)
         if place is None:
-            self._check_not_swapped(number)
+            self._agree_on_swapped(number)
             self._open.append(_Open(number, []))
             return inputs
         if parent.at < place:
@@ -226,16 +230,24 @@ class SkippedUnits:
             value = unit.end(_joined(value))
         return _joined(output, value) if value.requires_grad else output
 
-    def _check_not_swapped(self, number: int) -> None:
-        """Refuse a unit that was taken for a skipped one. Another unit may be new on all ranks, so it is let through.
+    def _agree_on_swapped(self, number: int) -> None:
+        """Refuse a unit that this rank has called empty, unless all ranks run it now: the order has changed on all of them.
+
+        A unit that the order does not have is let through: it is new on all ranks.
+
+        Collective: one exchange, if all ranks come.
 
         Raises:
-            StepError: so; on this rank. The others lose it.
+            StepError: the others do not come; on this rank. They lose it.
         """
-        if number in self._empty and self._compare:
+        if number not in self._empty or not self._compare:
+            return
+        self._changed = True
+        numbers = gather_within(number, seconds=_SWAPPED_S)
+        if numbers is None or set(numbers) != {number}:
             raise StepError(
-                f"step: this rank runs {self._said(number)} later than in the first step, and has taken part in it with zeros. "
-                "Run units in the same order in all steps, or use auto_microbatch(), which learns another order of all ranks."
+                f"step: this rank runs {self._said(number)} later than in the first step, and other ranks do not. Run units in "
+                "the same order on all ranks."
             )
 
     def _agree(self, number: int) -> None:
