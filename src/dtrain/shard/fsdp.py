@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, cast, get_args
+from typing import Literal, NoReturn, cast, get_args
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from dtrain.dist.init import current
 from dtrain.dist.mesh import data_rank, data_shape, degree, mesh_of, tensor_rank
 from dtrain.errors import ConfigError
 from dtrain.shard.communication import Communication, apply_communication, check_communication
-from dtrain.shard.fsdp2 import mark_root, refuse_copies, units_of
+from dtrain.shard.fsdp2 import mark_root, units_of
 from dtrain.shard.meta_writes import note_writes
 from dtrain.shard.methods import check_methods, declare_methods
 from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, units_apart
@@ -137,7 +137,7 @@ def shard_model(
     watch_buffers(model, spec)
     declare_methods(model, methods)
     mark_root(model)
-    refuse_copies(model)
+    _refuse_copies(model)
     return model
 
 
@@ -243,3 +243,16 @@ def _cut(
         for param in layout.left_out.values():
             if not param.is_meta and param.device != device:
                 param.data = param.data.to(device)
+
+
+def _refuse_copies(model: nn.Module) -> None:
+    """Have ``copy.deepcopy`` of a unit of ``model`` say what to do instead. Mutates: the classes that FSDP2 has made."""
+    for unit in units_of(model):
+        setattr(type(unit), "__deepcopy__", _refuse_copy)  # noqa: B010  # FSDP2 has put one there that says less
+
+
+def _refuse_copy(module: nn.Module, memo: object) -> NoReturn:
+    raise ConfigError(
+        f"deepcopy: this {type(module).__name__.removeprefix('FSDP')} is sharded, and its units cannot be copied. Build a "
+        "second model, shard it in the same way and call second.load_state_dict(first.state_dict()), or copy before shard_model"
+    )

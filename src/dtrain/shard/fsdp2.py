@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +38,7 @@ def units_of(model: nn.Module) -> Iterator[FSDPModule]:
 
 def param_groups(model: nn.Module) -> list[Any]:
     """FSDP2's parameter groups, outermost unit first, each once: what is gathered and reduced by one collective."""
-    found: dict[int, Any] = {}
-    for unit in units_of(model):
-        found.update((id(group), group) for group in _groups_of(unit._get_fsdp_state()))
-    return list(found.values())
+    return list({id(group): group for unit in units_of(model) for group in _groups_of(unit._get_fsdp_state())}.values())
 
 
 def mark_root(model: nn.Module) -> None:
@@ -93,12 +90,12 @@ def at_end_of_backward(model: nn.Module, call: Callable[[], None]) -> None:
     """Have ``call`` run when a backward is over, before FSDP2 reduces units that it has not reached. Mutates: FSDP2's units."""
     states: dict[int, Any] = {id(state): state for state in (unit._get_fsdp_state() for unit in units_of(model))}
     for state in states.values():  # several modules of one unit have one state
-        state._root_post_backward_final_callback = partial(_both, call, state._root_post_backward_final_callback)
 
+        def finish(reduce: Callable[[], None] = state._root_post_backward_final_callback) -> None:
+            call()
+            reduce()
 
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
+        state._root_post_backward_final_callback = finish
 
 
 def gather_once(group: Any) -> None:
@@ -113,10 +110,7 @@ def _was_gathered(group: Any) -> bool:
 
 
 def refuse_double_backward(group: Any) -> None:
-    """Have a backward with ``create_graph=True`` raise when it comes to ``group``. Mutates: ``group``.
-
-    The second backward would find the weights of ``group`` freed, and fail with an error about storage.
-    """
+    """Have a backward with ``create_graph=True`` raise at ``group``: the second would find weights freed. Mutates: ``group``."""
     prepare = group.pre_backward
 
     def pre_backward(*args: Any) -> Any:
@@ -131,26 +125,16 @@ def refuse_double_backward(group: Any) -> None:
     group.pre_backward = pre_backward
 
 
-def refuse_copies(model: nn.Module) -> None:
-    """Have ``copy.deepcopy`` of a unit of ``model`` say what to do instead. Mutates: the classes that FSDP2 has made."""
-    for unit in units_of(model):
-        setattr(type(unit), "__deepcopy__", _refuse_copy)  # noqa: B010  # FSDP2 has put one there that says less
-
-
-def _refuse_copy(module: nn.Module, memo: object) -> NoReturn:
-    raise ConfigError(
-        f"deepcopy: this {type(module).__name__.removeprefix('FSDP')} is sharded, and its units cannot be copied. Build a "
-        "second model, shard it in the same way and call second.load_state_dict(first.state_dict()), or copy before shard_model"
-    )
-
-
 def has_waiting_gradients(group: Any) -> bool:
     """Return True if ``group`` holds gradients that a later microbatch reduces."""
-    for param in group.fsdp_params:
-        full = getattr(param, "_unsharded_param", None)  # None before the first time that it is gathered
-        if param.unsharded_accumulated_grad is not None or (full is not None and full.grad is not None):
-            return True
-    return False
+    return any(True for param in group.fsdp_params for _ in _unreduced(param))
+
+
+def _unreduced(param: Any) -> Iterator[Tensor]:
+    """The whole gradients of ``param`` that wait for their reduction."""
+    full = getattr(param, "_unsharded_param", None)  # None before the first time that it is gathered
+    found = (param.unsharded_accumulated_grad, None if full is None else full.grad)
+    return (grad for grad in found if grad is not None)
 
 
 def _widen_accumulated(param: Any) -> None:
@@ -194,7 +178,6 @@ def _without_copies(group: Any) -> Iterator[None]:
     """A context in which ``group`` takes its mesh for one without a replicated axis.
 
     FSDP2's ``set_requires_all_reduce(False)`` is no way: it keeps what it has reduced for a later backward, and off ``.grad``.
-
     Mutates: ``group``, while it lasts.
     """
     whole = group.mesh_info
@@ -226,9 +209,7 @@ def runs_again(group: Any) -> bool:
 def let_go_of_reduced(group: Any) -> None:
     """Drop the buffer that ``group`` has all-reduced, of which its gradients are views: FSDP2 keeps it until backward ends.
 
-    It does so since the allocator does not know that the stream of the all-reduce, which is to be the current one, reads it.
-
-    Mutates: ``group``.
+    The allocator does not know that the stream of the all-reduce, which is to be the current one, reads it. Mutates: ``group``.
     """
     held = getattr(group, "_all_reduce_state", None)
     if held is not None:
@@ -243,22 +224,18 @@ def fill_missing(group: Any) -> tuple[list[int], list[int]]:
     FSDP2 leaves parameters without a gradient out of the reduction. If those differ between ranks, it would add up gradients of
     different parameters, without an error.
 
-    Returns:
-        The positions in the group of those that had a gradient, and of those that had none.
-
-    Mutates: gradients of FSDP2's gathered parameters.
+    Returns the positions in the group of those that had a gradient, and of those that had none. Mutates: gathered gradients.
     """
     trainable = [(at, param) for at, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad]
     accumulated = any(param.unsharded_accumulated_grad is not None for _, param in trainable)
-    present, missing = [], []
+    present: list[int] = []
+    missing: list[int] = []
     for at, param in trainable:
         full = getattr(param, "_unsharded_param", None)  # None before the first time that it is gathered
-        if param.unsharded_accumulated_grad is not None or (full is not None and full.grad is not None):
-            present.append(at)
-        else:
-            missing.append(at)
-            if full is not None:
-                full.grad = torch.zeros_like(full)
+        lacks = next(_unreduced(param), None) is None
+        (missing if lacks else present).append(at)
+        if lacks and full is not None:
+            full.grad = torch.zeros_like(full)
         if accumulated and full is not None and param.unsharded_accumulated_grad is None:
             _widen_accumulated(param)  # the gradients of one reduction have one dtype
     return present, missing
@@ -281,8 +258,7 @@ def free_gathered(groups: Sequence[Any]) -> None:
     """Put ``groups`` back to their shards, and forget the forwards that no backward has followed yet.
 
     Such a forward leaves parameters gathered, and FSDP2 computes with those copies again, also when the shards have changed
-    since. It leaves a record of what ran, too, from which the next backward takes what to gather ahead: a rank that ran
-    something alone would then gather alone.
+    since. It leaves a record of what ran, too, and the next backward gathers ahead by it: a rank would gather alone.
 
     Mutates: FSDP2's groups. Collective: none.
     """
@@ -369,9 +345,9 @@ def whole_params(group: Any) -> list[nn.Parameter]:
 def gradients_of(group: Any) -> Iterator[Tensor]:
     """The gradients that ``group`` holds now: whole ones that wait for their reduction, and those of the shards."""
     for param in group.fsdp_params:
-        whole = getattr(param, "_unsharded_param", None)
-        found = (param.unsharded_accumulated_grad, whole.grad if whole is not None else None, param.sharded_param.grad)
-        yield from (grad for grad in found if grad is not None)
+        yield from _unreduced(param)
+        if param.sharded_param.grad is not None:
+            yield param.sharded_param.grad
 
 
 class UnitCalls:
@@ -406,13 +382,11 @@ class UnitCalls:
 
     def begin(self, value: Tensor) -> Tensor:
         """Gather the unit as its forward does; ``value`` stands for the inputs. Collective: one all-gather."""
-        (value,), _ = self._state._pre_forward(self.module, (value,), {})
-        return value
+        return self._state._pre_forward(self.module, (value,), {})[0][0]  # type: ignore[no-any-return]
 
     def end(self, value: Tensor) -> Tensor:
         """Free the unit as its forward does; ``value`` stands for the outputs, and its gradient for theirs."""
-        result: Tensor = self._state._post_forward(self.module, (), value)
-        return result
+        return self._state._post_forward(self.module, (), value)  # type: ignore[no-any-return]
 
 
 def unit_calls(model: nn.Module) -> list[UnitCalls]:
