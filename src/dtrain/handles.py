@@ -12,6 +12,8 @@ from dtrain.errors import ConfigError
 from dtrain.tensors import is_distributed
 from dtrain.types import Params
 
+_NOT_FOR_CUT = (torch.optim.Adafactor, torch.optim.Rprop)  # they write in place what DTensor would have to place anew
+
 
 def check_types(model: object, optimizer: object) -> None:
     """Refuse what is no model or no optimizer, and show the right call.
@@ -103,11 +105,17 @@ def check_held(params: Params, optimizer: torch.optim.Optimizer, *, partial: boo
 
 
 def check_forms(params: Params, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a ``fused`` or ``foreach`` form that would fail in the first step.
+    """Refuse an optimizer, or a ``fused`` or ``foreach`` form of it, that would fail in the first step.
 
     Raises:
-        ConfigError: a form that torch does not have for the parameters of a group.
+        ConfigError: an optimizer that torch cannot run on cut parameters; a form that torch does not have for the parameters
+            of a group.
     """
+    if type(optimizer) in _NOT_FOR_CUT and any(is_distributed(p) for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            f"init: optimizer must be one that torch can run on cut parameters, got {type(optimizer).__name__}. Use "
+            "torch.optim.AdamW, or leave the parameters whole with leave_out."
+        )
     names = {id(p): name for name, p in params.items()}
     for index, group in enumerate(optimizer.param_groups):
         _check_form(index, group, optimizer, names)

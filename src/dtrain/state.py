@@ -312,8 +312,8 @@ def new_state(
 
     Raises:
         ConfigError: something else in place of the model or the optimizer; no parameters, parameters on the meta device or
-            gathered for a forward; an optimizer that holds others than the model's, not all that are trainable, or has a form
-            that torch does not have for them; a rank of a launcher on which ``init_dist`` was not called.
+            gathered for a forward; an optimizer that holds others than the model's, not all that are trainable, or cannot be
+            run by torch on them; a rank of a launcher on which ``init_dist`` was not called.
     """
     check_in_groups("init")
     check_types(model, optimizer)

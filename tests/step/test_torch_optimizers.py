@@ -1,0 +1,98 @@
+"""Optimizers of torch: each trains a sharded model as torch trains the whole one, or ``Step.init`` refuses it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.errors import ConfigError
+from dtrain.shard.whole import full_params
+
+OURS = vars(torch.optim).values()
+ALL = {each.__name__: each for each in OURS if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)}
+NOT_FOR_CUT = {"Adafactor", "Rprop"}
+OTHERS = {"Optimizer", "LBFGS", "SparseAdam"}  # the base; what takes a closure; what takes sparse gradients
+TRAIN = sorted(ALL.keys() - NOT_FOR_CUT - OTHERS)
+TOLERANCE = {"Muon": 1e-3}  # it multiplies in bfloat16, in steps of 0.01 * 2**-8
+ROUNDING = 1e-9  # float64; quotients of moments magnify it
+BATCHES = torch.randn(3, 64, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False)).double()
+
+
+def squared(model: nn.Module, batch: torch.Tensor) -> dt.LossSum:
+    return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
+
+
+def sharded(strategy: str = "full_shard") -> nn.Module:
+    return dt.shard_model(net(), dt.build_mesh(), strategy=strategy, blocks=(nn.Linear,))
+
+
+def by_torch(name: str) -> list[torch.Tensor]:
+    model = net()
+    optimizer = ALL[name](model.parameters(), lr=0.01)
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        (model(batch).square().sum() / len(batch)).backward()
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def errors(strategy: str) -> dict[str, float]:
+    found = {}
+    for name in TRAIN:
+        model, step = sharded(strategy), dt.compose_step(squared)
+        state = step.init(model, ALL[name](model.parameters(), lr=0.01), equal_batches=True)
+        for batch in BATCHES:
+            state, _ = step(state, batch)
+        whole = [param for _, param in full_params(state)]
+        found[name] = max((one - other).abs().max().item() for one, other in zip(whole, by_torch(name), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
+def test_an_optimizer_of_torch_trains_a_sharded_model_as_the_whole_one(ranks, strategy):
+    for found in ranks(2).run(errors, strategy):
+        assert len(found) >= 10
+        assert {name: error for name, error in found.items() if error > TOLERANCE.get(name, ROUNDING)} == {}
+
+
+def refusals() -> dict[str, tuple[str, str]]:
+    """What ``Step.init`` says, and what torch does without it."""
+    found = {}
+    for name in sorted(NOT_FOR_CUT):
+        model = sharded()
+        optimizer = ALL[name](model.parameters(), lr=0.01)
+        with pytest.raises(ConfigError) as refused:
+            dt.compose_step(squared).init(model, optimizer)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        with pytest.raises(RuntimeError) as torchs:  # when torch can, our refusal may go
+            optimizer.step()
+        found[name] = (str(refused.value), str(torchs.value))
+    return found
+
+
+def test_an_optimizer_that_torch_cannot_run_on_cut_parameters_is_refused_at_init(ranks):
+    for found in ranks(2).run(refusals):
+        for name, (said, torchs) in found.items():
+            assert said == (
+                f"init: optimizer must be one that torch can run on cut parameters, got {name}. Use torch.optim.AdamW, or "
+                "leave the parameters whole with leave_out."
+            )
+            assert "placement" in torchs
+
+
+@pytest.mark.parametrize("name", sorted(NOT_FOR_CUT))
+def test_such_an_optimizer_trains_a_plain_model(name):
+    model, step = net(), dt.compose_step(squared)
+    state = step.init(model, ALL[name](model.parameters(), lr=0.01))
+    for batch in BATCHES:
+        state, _ = step(state, batch)
+    for param, expected in zip(model.parameters(), by_torch(name), strict=True):
+        torch.testing.assert_close(param.detach(), expected, rtol=0, atol=ROUNDING)
