@@ -110,6 +110,30 @@ def test_loss_wrappers_get_a_generator_that_depends_on_seed_name_and_step():
     assert len(set(drawn)) == 4
 
 
+def drawn_by_b(others: list[Transform]) -> list[float]:
+    drawn = []
+
+    def loss(inner, context):
+        drawn.append(torch.rand((), generator=context.generator).item())
+        return inner
+
+    step = dt.compose_step(LOSS, [*others, Transform(name="b", loss=loss)])
+    state = begin(step)
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    return drawn
+
+
+def test_a_transform_draws_the_same_whatever_is_listed_beside_it():
+    def draws_much(inner, context):
+        torch.rand(5, generator=context.generator)
+        return inner
+
+    alone = drawn_by_b([])
+    assert len(set(alone)) == 2
+    assert drawn_by_b([dt.clip_by_norm(1.0), Transform(name="a", loss=draws_much)]) == alone
+
+
 def drawn_on_each_rank() -> float:
     from dtrain.transform import context_for
 

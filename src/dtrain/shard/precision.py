@@ -75,7 +75,7 @@ class Precision:
 
         Args:
             name: ``"DEFAULT"`` computes with parameters in the low precision and sums gradients in float32. ``"PURE"`` also
-                sums the gradients of ranks in the low precision. ``"FULL"`` changes nothing.
+                sums the gradients of ranks in the low precision. ``"FULL"`` sets no field.
             low: the low precision.
 
         Buffers keep their dtype: a table in the low precision is another table. ``Precision(buffer=...)`` casts them.

@@ -42,7 +42,7 @@ class Stops(Protocol):
 
 
 class Loader:
-    """Batches of one rank, in an order that depends on seed and epoch only. Made by ``build_loader``.
+    """Batches of one rank, in an order that depends on data, seed and epoch, not on ranks. Made by ``build_loader``.
 
     Global batch ``k`` of an epoch is the same set of samples for every number of ranks; a rank gets its share of it.
     ``state_dict`` and ``load_state_dict`` carry the position, so a loader goes into ``extra`` of a checkpoint.
