@@ -110,7 +110,7 @@ def _was_gathered(group: Any) -> bool:
 
 
 def refuse_double_backward(group: Any) -> None:
-    """Have a backward with ``create_graph=True`` raise at ``group``: the second would find weights freed. Mutates: ``group``."""
+    """Have a backward with ``create_graph=True`` raise at ``group``: another would find weights freed. Mutates: ``group``."""
     prepare = group.pre_backward
 
     def pre_backward(*args: Any) -> Any:
