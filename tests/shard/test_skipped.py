@@ -169,6 +169,48 @@ def test_a_step_issues_the_same_collectives_whatever_is_skipped(ranks, strategy,
     assert ranks(2).run(collectives_by_part, root, strategy, most, timeout_s=CAP_S) == [[], []]
 
 
+class Generating(nn.Module):
+    """Runs its blocks without a graph ``tokens`` times, the first time but for those in ``without``, and then with a graph."""
+
+    def __init__(self, root: bool) -> None:
+        super().__init__()
+        self.net = Ordered()
+        if root:
+            self.scale = nn.Parameter(torch.ones(DIM))
+        self.tokens, self.without = 0, set[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for token in range(self.tokens):
+                self.net.order = [index for index in range(3) if token != 0 or index not in self.without]
+                x = self.net(x)
+        self.net.order = [0, 1, 2]
+        return self.net(x) * getattr(self, "scale", 1.0)
+
+
+def generated(root: bool, tokens: list[int], without: list[list[int]]) -> list[int]:
+    """The gathers of each step; both ranks generate as many tokens, and rank 1 leaves blocks out for the first of them."""
+    net = dt.shard_model(Generating(root), dt.build_mesh(), blocks=(Leaf,))
+    state = dt.compose_step(loss_of).init(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    counts = []
+    for number, left in zip(tokens, without, strict=True):
+        net.tokens, net.without = number, set(left) if current().rank else set()
+        with count_collectives() as seen:
+            state, _ = microbatch_step(state, torch.randn(4, DIM), loss_fn=loss_of)
+        counts.append(len([record for record in seen.records if record.op == "all_gather" and record.group != "control"]))
+    return counts
+
+
+@pytest.mark.parametrize("root", [True, False], ids=["root with parameters", "root without"])
+def test_forwards_without_a_graph_are_made_as_often_as_the_loss_makes_them(ranks, root):
+    first, second = ranks(2).run(generated, root, [9, 1, 3, 12, 2], [[], [], [], [], [1]], timeout_s=CAP_S)
+    assert first == second
+    per_token = (first[3] - first[1]) / 11
+    assert per_token >= 3  # three blocks, and what backward gathers ahead of them
+    assert first[2] - first[1] == 2 * per_token
+    assert first[4] - first[1] == per_token
+
+
 def first_step(missing: str) -> list:
     net = dt.shard_model(make(True), dt.build_mesh(), blocks=BLOCKS)
     state = dt.compose_step(loss_of).init(net, torch.optim.SGD(net.parameters(), lr=0.01))

@@ -61,6 +61,8 @@ class _Open:
         at: the position of the next one.
         learned: itself, while it is learned.
         results: what the last forward inside it returned, while it is learned.
+        free: if True, nothing inside it is compared.
+        empty: the units that this rank has called empty in it, with a graph.
     """
 
     unit: int
@@ -68,6 +70,12 @@ class _Open:
     at: int = 0
     learned: _Call | None = None
     results: list[Tensor] = field(default_factory=list)
+    free: bool = False
+    empty: set[int] = field(default_factory=set)
+
+    def is_repeated(self, number: int, grad: bool) -> bool:
+        """Return True for a further forward without a graph, as when tokens are generated: steps may differ in how many."""
+        return not grad and any(call.unit == number and not call.grad for call in self.calls)
 
 
 class SkippedUnits:
@@ -89,7 +97,7 @@ class SkippedUnits:
         self._changed = False  # units ran in another order, on all ranks
         self._open: list[_Open] = []
         self._waiting: Tensor | None = None  # has empty calls in its graph; the loss is to depend on it
-        self._empty: set[int] = set()  # the units that this rank has skipped in this microbatch
+        self._skips = False  # this rank has skipped a unit in this microbatch
         for number, unit in enumerate(self._units):
             unit.watch(partial(self._enter, number), partial(self._leave, number))
 
@@ -115,7 +123,7 @@ class SkippedUnits:
         else:
             self._learning = False
         self._waiting = None
-        self._empty.clear()
+        self._skips = False
         self._open = [_Open(_END, self._learned)]
 
     def complete(self, loss: Tensor) -> Tensor:
@@ -150,24 +158,28 @@ class SkippedUnits:
     def _enter(self, number: int, inputs: Any) -> Any:
         if not self._open:
             return inputs
-        parent = self._open[-1]
+        parent, grad = self._open[-1], torch.is_grad_enabled()
+        if parent.free or (self._learning and parent.is_repeated(number, grad)):
+            self._open.append(_Open(number, [], free=True))
+            return inputs
         if self._learning:
-            call = _Call(number, torch.is_grad_enabled(), _has_gradient(inputs))
             self._agree(number)
+            call = _Call(number, grad, _has_gradient(inputs))
             parent.calls.append(call)
             self._open.append(_Open(number, call.inside, learned=call))
             return inputs
-        place = next((at for at in range(parent.at, len(parent.calls)) if parent.calls[at].unit == number), None)
+        rest = range(parent.at, len(parent.calls))
+        place = next((at for at in rest if parent.calls[at].unit == number and parent.calls[at].grad == grad), None)
         if place is None:
-            self._agree_on_swapped(number)
-            self._open.append(_Open(number, []))
+            self._agree_on_swapped(number, parent)
+            self._open.append(_Open(number, [], free=True))
             return inputs
         if parent.at < place:
             self._call_before(parent, place)
         parent.at = place + 1
         call = parent.calls[place]
         self._open.append(_Open(number, call.inside))
-        lacks = self._empty and call.grad and call.inputs and not _has_gradient(inputs)  # it would come from a skipped unit
+        lacks = self._skips and call.grad and call.inputs and not _has_gradient(inputs)  # it would come from a skipped unit
         return _with_gradient(inputs) if lacks else inputs
 
     def _leave(self, number: int, output: Any) -> Any:
@@ -204,6 +216,7 @@ class SkippedUnits:
         """Call what the order has before ``place``; the loss will depend on it."""
         with self._aside(), torch.enable_grad():  # a later unit may run without a graph
             for call in frame.calls[frame.at : place]:
+                frame.empty |= {call.unit} if call.grad else set()
                 self._waiting = self._call_empty(call, torch.zeros(()) if self._waiting is None else self._waiting)
 
     @contextmanager
@@ -217,7 +230,7 @@ class SkippedUnits:
 
     def _call_empty(self, call: _Call, output: Tensor) -> Tensor:
         """Gather and free a unit, and those inside it. Return ``output``, whose backward gathers and reduces them first."""
-        self._empty.add(call.unit)
+        self._skips = True
         unit = self._units[call.unit]
         with torch.set_grad_enabled(call.grad):
             value = unit.begin(torch.zeros((), device=unit.device, requires_grad=call.grad and call.inputs))
@@ -230,17 +243,17 @@ class SkippedUnits:
             value = unit.end(_joined(value))
         return _joined(output, value) if value.requires_grad else output
 
-    def _agree_on_swapped(self, number: int) -> None:
+    def _agree_on_swapped(self, number: int, frame: _Open) -> None:
         """Refuse a unit that this rank has called empty, unless all ranks run it now: the order has changed on all of them.
 
-        A unit that the order does not have is let through: it is new on all ranks.
+        Other units that the order does not have are let through: they are new on all ranks, or repeated without a graph.
 
         Collective: one exchange, if all ranks come.
 
         Raises:
             StepError: the others do not come; on this rank. They lose it.
         """
-        if number not in self._empty or not self._compare:
+        if number not in frame.empty or not torch.is_grad_enabled() or not self._compare:
             return
         self._changed = True
         numbers = gather_within(number, seconds=_SWAPPED_S)
