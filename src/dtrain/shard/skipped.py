@@ -271,7 +271,7 @@ class SkippedUnits:
         """
         if not self._compare:
             return
-        numbers = [int(row[0]) for row in all_gather_numbers([number], where="step")]
+        numbers = [int(row[0]) for row in all_gather_numbers([number], where="microbatch_step")]
         if len(set(numbers)) == 1:
             return
         other = next(rank for rank, theirs in enumerate(numbers) if theirs != numbers[0])
