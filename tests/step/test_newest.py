@@ -4,11 +4,9 @@ import copy
 import gc
 import io
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import FrameType
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from dtrain.state import TrainState
 from dtrain.step.interrupt import HeldInterrupt
 from dtrain.step.optimizer import tick
 from dtrain.testing.lookup import wrapped
+from interrupts import interrupted_at
 
 BATCH = torch.arange(12.0).reshape(4, 3)
 LOSS = dt.mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
@@ -55,32 +54,6 @@ def fingerprint(state: TrainState) -> list[object]:
     moments = [value for each in state.optimizer.state.values() for value in each.values()]
     slices = [value for each in state.slices.values() for value in torch.utils._pytree.tree_leaves(each)]
     return [state.step, *(repr(torch.as_tensor(value).tolist()) for value in (*state.params.values(), *moments, *slices))]
-
-
-def interrupted_at(line: int, fn: Callable[[], object]) -> bool:
-    """Send SIGINT when ``fn`` comes to its ``line``-th line of the library's; False if it has fewer."""
-    left = line
-
-    def trace(frame: FrameType, event: str, arg: object) -> Callable[..., object] | None:
-        nonlocal left
-        if "/dtrain/" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        fn()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    assert left > 0, "the interrupt was lost"
-    return False
 
 
 @pytest.mark.parametrize("way", WAYS)

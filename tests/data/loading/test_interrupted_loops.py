@@ -1,18 +1,17 @@
 """A loop that was interrupted and is run again in the same process, as in a notebook: no batch is lost, none is repeated."""
 
-import signal
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import dtrain as dt
+from interrupts import interrupted_at
 
 DATA = torch.arange(24.0)
 LENGTH = "2ep"
+LOADER = ("loading/loader.py", "loading/handed_out.py")
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -143,31 +142,6 @@ def test_a_step_written_by_hand_may_be_interrupted_between_its_halves(place):
     assert found == Run(loader_of("map"), by_hand=True).to_the_end()
 
 
-def interrupted_at(line: int, fn: Callable[[], object]) -> bool:
-    """Send SIGINT when ``fn`` comes to its ``line``-th line of the loader's; False if it has fewer."""
-    left = line
-
-    def trace(frame: FrameType, event: str, arg: object) -> Callable[..., object] | None:
-        nonlocal left
-        if not frame.f_code.co_filename.endswith(("loading/loader.py", "loading/handed_out.py")):
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        fn()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
 @pytest.mark.parametrize("kind", ["map", "remembers"])
 @pytest.mark.parametrize("begun", ["in the step", "after the step"])
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
@@ -178,7 +152,7 @@ def test_an_interrupt_at_any_line_of_the_loader_loses_no_batch(kind, begun, stri
         run = Run(loader_of(kind), ((begun, 1),))
         with pytest.raises(KeyboardInterrupt):
             run.cell()
-        was_interrupted = interrupted_at(line, run.cell)
+        was_interrupted = interrupted_at(line, run.cell, within=LOADER)
         assert run.to_the_end() == whole, f"line {line}"
         if not was_interrupted:
             break
