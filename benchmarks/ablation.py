@@ -53,46 +53,48 @@ class Recipe:
 
 OFF = Recipe()
 RECIPES: dict[str, Recipe] = {
-    "label_smoothing": Recipe(transforms=lambda: [dt.label_smoothing(0.1, num_classes=CLASSES)]),
-    "mixup": Recipe(transforms=lambda: [dt.mixup(0.2, num_classes=CLASSES)]),
-    "cutmix": Recipe(transforms=lambda: [dt.cutmix(num_classes=CLASSES)]),
-    "cutout": Recipe(transforms=lambda: [dt.cutout()]),
-    "colout": Recipe(transforms=lambda: [dt.colout()]),
-    "progressive_resizing": Recipe(transforms=lambda: [dt.progressive_resizing(size_increment=2)]),
-    "selective_backprop": Recipe(transforms=lambda: [dt.selective_backprop(sample_losses)]),
-    "clip_by_norm": Recipe(transforms=lambda: [dt.clip_by_norm(1.0)]),
-    "clip_by_value": Recipe(transforms=lambda: [dt.clip_by_value(0.1)]),
-    "adaptive_clip": Recipe(transforms=lambda: [dt.adaptive_clip(0.01)]),
-    "centralize_gradients": Recipe(transforms=lambda: [dt.centralize_gradients()]),
-    "sam": Recipe(transforms=lambda: [dt.sam(0.05)]),
-    "freeze_layers": Recipe(transforms=lambda: [dt.freeze_layers()]),
-    "ema": Recipe(transforms=lambda: [dt.ema(half_life="0.05dur")], finish=lambda state, loader: averaged(state, loader)),
-    "swa": Recipe(transforms=lambda: [dt.swa()], finish=lambda state, loader: with_statistics(state, loader)),
-    "blur_pool": Recipe(surgery=dt.blur_pool),
-    "channels_last": Recipe(surgery=dt.channels_last),
-    "squeeze_excite": Recipe(surgery=lambda model: dt.squeeze_excite(model, min_channels=32, latent_channels=8)),
-    "stochastic_depth": Recipe(
-        surgery=lambda model: dt.stochastic_depth(model, ["blocks.*.branch"], drop_rate=0.2, kind="branch")
+    "label_smoothing": Recipe(transforms=lambda: [dt.transforms.label_smoothing(0.1, num_classes=CLASSES)]),
+    "mixup": Recipe(transforms=lambda: [dt.transforms.mixup(0.2, num_classes=CLASSES)]),
+    "cutmix": Recipe(transforms=lambda: [dt.transforms.cutmix(num_classes=CLASSES)]),
+    "cutout": Recipe(transforms=lambda: [dt.transforms.cutout()]),
+    "colout": Recipe(transforms=lambda: [dt.transforms.colout()]),
+    "progressive_resizing": Recipe(transforms=lambda: [dt.transforms.progressive_resizing(size_increment=2)]),
+    "selective_backprop": Recipe(transforms=lambda: [dt.transforms.selective_backprop(sample_losses)]),
+    "clip_by_norm": Recipe(transforms=lambda: [dt.transforms.clip_by_norm(1.0)]),
+    "clip_by_value": Recipe(transforms=lambda: [dt.transforms.clip_by_value(0.1)]),
+    "adaptive_clip": Recipe(transforms=lambda: [dt.transforms.adaptive_clip(0.01)]),
+    "centralize_gradients": Recipe(transforms=lambda: [dt.transforms.centralize_gradients()]),
+    "sam": Recipe(transforms=lambda: [dt.transforms.sam(0.05)]),
+    "freeze_layers": Recipe(transforms=lambda: [dt.transforms.freeze_layers()]),
+    "ema": Recipe(
+        transforms=lambda: [dt.transforms.ema(half_life="0.05dur")], finish=lambda state, loader: averaged(state, loader)
     ),
-    "ghost_batch_norm": Recipe(surgery=lambda model: dt.ghost_batch_norm(model, ghost_batch_size=16)),
-    "weight_standardization": Recipe(surgery=dt.weight_standardization),
-    "factorize": Recipe(surgery=lambda model: dt.factorize(model, min_channels=64, latent_channels=0.5)),
+    "swa": Recipe(transforms=lambda: [dt.transforms.swa()], finish=lambda state, loader: with_statistics(state, loader)),
+    "blur_pool": Recipe(surgery=dt.surgery.blur_pool),
+    "channels_last": Recipe(surgery=dt.surgery.channels_last),
+    "squeeze_excite": Recipe(surgery=lambda model: dt.surgery.squeeze_excite(model, min_channels=32, latent_channels=8)),
+    "stochastic_depth": Recipe(
+        surgery=lambda model: dt.surgery.stochastic_depth(model, ["blocks.*.branch"], drop_rate=0.2, kind="branch")
+    ),
+    "ghost_batch_norm": Recipe(surgery=lambda model: dt.surgery.ghost_batch_norm(model, ghost_batch_size=16)),
+    "weight_standardization": Recipe(surgery=dt.surgery.weight_standardization),
+    "factorize": Recipe(surgery=lambda model: dt.surgery.factorize(model, min_channels=64, latent_channels=0.5)),
 }
 
 
-def sample_losses(model: nn.Module, batch: dt.Batch) -> torch.Tensor:
+def sample_losses(model: nn.Module, batch: dt.typing.Batch) -> torch.Tensor:
     """The loss of every sample ``[batch]``."""
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
 def with_statistics(state: dt.TrainState, loader: dt.Loader) -> None:
     """Batch statistics that fit the weights, which are an average."""
-    dt.update_batch_norm_(state.model, loader.one_pass(), lambda model, batch: model(batch["x"]))
+    dt.transforms.update_batch_norm_(state.model, loader.one_epoch(), lambda model, batch: model(batch["x"]))
 
 
 def averaged(state: dt.TrainState, loader: dt.Loader) -> None:
     """The average in place of the weights."""
-    dt.swap_in_(state, "ema")
+    dt.transforms.load_average_(state, "ema")
     with_statistics(state, loader)
 
 
@@ -101,12 +103,12 @@ def train(recipe: Recipe, epochs: int, seed: int) -> tuple[float, float, float]:
     pictures = read_digits()
     dt.seed_all(seed)
     model = recipe.surgery(ResNet(ARCHS["resnet8"], channels=1, classes=CLASSES))
-    optimizer = dt.DecoupledSGDW(dt.param_groups(model, weight_decay=5e-4), lr=0.1, momentum=0.9, nesterov=True)
+    optimizer = dt.optim.DecoupledSGDW(dt.optim.param_groups(model, weight_decay=5e-4), lr=0.1, momentum=0.9, nesterov=True)
     loader = dt.build_loader(pictures.train, global_batch_size=BATCH, seed=seed, transform=shifted)
     run = loader.run_length(f"{epochs}ep")
-    rate = dt.with_warmup(dt.cosine(1.0, 0.0, run.steps()), run.steps() // 10)
-    step = dt.compose_step(loss_fn, [dt.scale_lr(rate), *recipe.transforms()])
-    state = step.init(model, optimizer, run=run, seed=seed)
+    rate = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.0, run.steps()), run.steps() // 10)
+    step = dt.compose_step(loss_fn, [dt.transforms.scale_lr(rate), *recipe.transforms()])
+    state = step.init(model, optimizer, run_length=run, seed=seed)
     begun = time.process_time()
     for batch in loader.until(f"{epochs}ep"):
         state, _ = step(state, batch)

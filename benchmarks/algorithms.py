@@ -103,11 +103,11 @@ def model_of(kind: type[nn.Module]) -> nn.Module:
     return kind()
 
 
-def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.soft_cross_entropy(model(batch["x"]), batch["y"])
 
 
-def sample_losses(model: nn.Module, batch: dt.Batch) -> Tensor:
+def sample_losses(model: nn.Module, batch: dt.typing.Batch) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
@@ -131,51 +131,53 @@ class Case:
 DRAWN = partial(Case, exact=False)
 TRANSFORMS: dict[str, Case] = {
     "nothing": Case(make=lambda: None),  # what the composed step itself costs, which is in all of the others
-    "clip_by_norm": Case(make=lambda: dt.clip_by_norm(0.5)),
-    "clip_by_value": Case(make=lambda: dt.clip_by_value(0.01)),
-    "adaptive_clip": Case(make=lambda: dt.adaptive_clip(0.01)),
-    "nonfinite": Case(make=lambda: dt.nonfinite("skip")),
-    "centralize_gradients": Case(make=dt.centralize_gradients),
-    "noise_scale": Case(make=lambda: dt.noise_scale(interval=2), exact=False),  # halves have batch statistics of their own
-    "sam": Case(make=lambda: dt.sam(0.05), exact=False),  # the second forward counts in the batch norms once
-    "ema": Case(make=lambda: dt.ema(0.999)),
-    "swa": Case(make=lambda: dt.swa(start=0, end=10**9, interval=5)),
-    "freeze": Case(make=lambda: dt.freeze("stages.**")),
-    "freeze_layers": Case(make=lambda: dt.freeze_layers(start=10**6, end=2 * 10**6)),
-    "local_sgd": Case(make=lambda: dt.local_sgd(5)),
-    "diloco": Case(make=lambda: dt.diloco(5)),
-    "selective_backprop": DRAWN(make=lambda: dt.selective_backprop(sample_losses)),
-    "label_smoothing": Case(make=lambda: dt.label_smoothing(0.1, num_classes=CLASSES)),
-    "mixup": DRAWN(make=lambda: dt.mixup(0.2, num_classes=CLASSES)),
-    "cutmix": DRAWN(make=lambda: dt.cutmix(num_classes=CLASSES)),
-    "cutout": DRAWN(make=dt.cutout),
-    "colout": DRAWN(make=dt.colout),
-    "rand_augment": DRAWN(make=dt.rand_augment),
-    "augmix": DRAWN(make=dt.augmix),
-    "progressive_resizing": Case(make=lambda: dt.progressive_resizing(delay=10**6, full=2 * 10**6)),
+    "clip_by_norm": Case(make=lambda: dt.transforms.clip_by_norm(0.5)),
+    "clip_by_value": Case(make=lambda: dt.transforms.clip_by_value(0.01)),
+    "adaptive_clip": Case(make=lambda: dt.transforms.adaptive_clip(0.01)),
+    "nonfinite": Case(make=lambda: dt.transforms.nonfinite("skip")),
+    "centralize_gradients": Case(make=dt.transforms.centralize_gradients),
+    "noise_scale": Case(
+        make=lambda: dt.transforms.noise_scale(interval=2), exact=False
+    ),  # halves have batch statistics of their own
+    "sam": Case(make=lambda: dt.transforms.sam(0.05), exact=False),  # the second forward counts in the batch norms once
+    "ema": Case(make=lambda: dt.transforms.ema(0.999)),
+    "swa": Case(make=lambda: dt.transforms.swa(start=0, end=10**9, interval=5)),
+    "freeze": Case(make=lambda: dt.transforms.freeze("stages.**")),
+    "freeze_layers": Case(make=lambda: dt.transforms.freeze_layers(start=10**6, end=2 * 10**6)),
+    "local_sgd": Case(make=lambda: dt.transforms.local_sgd(5)),
+    "diloco": Case(make=lambda: dt.transforms.diloco(5)),
+    "selective_backprop": DRAWN(make=lambda: dt.transforms.selective_backprop(sample_losses)),
+    "label_smoothing": Case(make=lambda: dt.transforms.label_smoothing(0.1, num_classes=CLASSES)),
+    "mixup": DRAWN(make=lambda: dt.transforms.mixup(0.2, num_classes=CLASSES)),
+    "cutmix": DRAWN(make=lambda: dt.transforms.cutmix(num_classes=CLASSES)),
+    "cutout": DRAWN(make=dt.transforms.cutout),
+    "colout": DRAWN(make=dt.transforms.colout),
+    "rand_augment": DRAWN(make=dt.transforms.rand_augment),
+    "augmix": DRAWN(make=dt.transforms.augmix),
+    "progressive_resizing": Case(make=lambda: dt.transforms.progressive_resizing(delay=10**6, full=2 * 10**6)),
     "sequence_length_warmup": DRAWN(
-        make=lambda: dt.sequence_length_warmup(dt.constant(32), inputs="x"), kind=Block, draw=texts
+        make=lambda: dt.transforms.sequence_length_warmup(dt.schedules.constant(32), input_key="x"), kind=Block, draw=texts
     ),
-    "scale_lr": Case(make=lambda: dt.scale_lr(dt.cosine(1.0, 0.1, 10_000))),
-    "scale_option": Case(make=lambda: dt.scale_option("weight_decay", dt.linear(1.0, 0.0, 10_000))),
-    "set_option": Case(make=lambda: dt.set_option("weight_decay", dt.linear(1e-2, 0.0, 10_000))),
-    "autocast": Case(make=lambda: dt.autocast("bf16"), exact=False),
-    "loss_scale": Case(make=lambda: dt.loss_scale(2.0**16, interval=10**6)),
+    "scale_lr": Case(make=lambda: dt.transforms.scale_lr(dt.schedules.cosine(1.0, 0.1, 10_000))),
+    "scale_option": Case(make=lambda: dt.transforms.scale_option("weight_decay", dt.schedules.linear(1.0, 0.0, 10_000))),
+    "set_option": Case(make=lambda: dt.transforms.set_option("weight_decay", dt.schedules.linear(1e-2, 0.0, 10_000))),
+    "autocast": Case(make=lambda: dt.transforms.autocast("bf16"), exact=False),
+    "loss_scale": Case(make=lambda: dt.transforms.loss_scale(2.0**16, interval=10**6)),
 }
 SURGERIES: dict[str, tuple[Callable[[nn.Module], nn.Module], type[nn.Module], Callable[[torch.Generator], Batch]]] = {
-    "blur_pool": (dt.blur_pool, Small, images),
-    "channels_last": (dt.channels_last, Small, images),
-    "factorize": (lambda m: dt.factorize(m, min_channels=32, latent_channels=0.5), Small, images),
-    "ghost_batch_norm": (lambda m: dt.ghost_batch_norm(m, ghost_batch_size=16), Small, images),
-    "squeeze_excite": (lambda m: dt.squeeze_excite(m, min_channels=32), Small, images),
-    "stochastic_depth": (lambda m: dt.stochastic_depth(m, ["stages.3"], drop_rate=0.5), Small, images),
-    "weight_standardization": (dt.weight_standardization, Small, images),
-    "alibi": (lambda m: dt.alibi(m, attentions={nn.MultiheadAttention: "num_heads"}, positions="places"), Block, texts),
-    "gated_linear_units": (lambda m: dt.gated_linear_units(m, networks={Block: ("inner", "act")}), Block, texts),
-    "gyro_dropout": (dt.gyro_dropout, Block, texts),
-    "low_precision_layer_norm": (dt.low_precision_layer_norm, Block, texts),
-    "low_precision_group_norm": (dt.low_precision_group_norm, Block, texts),
-    "fused_layer_norm": (dt.fused_layer_norm, Block, texts),
+    "blur_pool": (dt.surgery.blur_pool, Small, images),
+    "channels_last": (dt.surgery.channels_last, Small, images),
+    "factorize": (lambda m: dt.surgery.factorize(m, min_channels=32, latent_channels=0.5), Small, images),
+    "ghost_batch_norm": (lambda m: dt.surgery.ghost_batch_norm(m, ghost_batch_size=16), Small, images),
+    "squeeze_excite": (lambda m: dt.surgery.squeeze_excite(m, min_channels=32), Small, images),
+    "stochastic_depth": (lambda m: dt.surgery.stochastic_depth(m, ["stages.3"], drop_rate=0.5), Small, images),
+    "weight_standardization": (dt.surgery.weight_standardization, Small, images),
+    "alibi": (lambda m: dt.surgery.alibi(m, attentions={nn.MultiheadAttention: "num_heads"}, positions="places"), Block, texts),
+    "gated_linear_units": (lambda m: dt.surgery.gated_linear_units(m, networks={Block: ("inner", "act")}), Block, texts),
+    "gyro_dropout": (dt.surgery.gyro_dropout, Block, texts),
+    "low_precision_layer_norm": (dt.surgery.low_precision_layer_norm, Block, texts),
+    "low_precision_group_norm": (dt.surgery.low_precision_group_norm, Block, texts),
+    "fused_layer_norm": (dt.surgery.fused_layer_norm, Block, texts),
 }
 
 
@@ -242,7 +244,7 @@ def averages(rounds: int) -> None:
     model = nn.ParameterList([nn.Parameter(torch.randn(64, 64, generator=generator)) for _ in range(500)])
     params = dict(model.named_parameters())
     kept = {name: p.detach().clone() for name, p in params.items()}
-    runs: dict[str, Callable[[], object]] = {"dtrain": lambda: dt.update_ema_(kept, params, 0.99)}
+    runs: dict[str, Callable[[], object]] = {"dtrain": lambda: dt.transforms.update_ema_(kept, params, 0.99)}
     peer = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))
     runs["torch"] = lambda: peer.update_parameters(model)
     if find_spec("composer"):

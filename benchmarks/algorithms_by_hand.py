@@ -249,12 +249,12 @@ class Colout(Hand):
 
 class RandAugment(Hand):
     def batch(self, batch: Batch) -> Batch:
-        return dt.rand_augment_batch(batch, generator=self.generator())
+        return dt.transforms.rand_augment_batch(batch, generator=self.generator())
 
 
 class Augmix(Hand):
     def batch(self, batch: Batch) -> Batch:
-        return dt.augmix_batch(batch, generator=self.generator())
+        return dt.transforms.augmix_batch(batch, generator=self.generator())
 
 
 class ProgressiveResizing(Hand):

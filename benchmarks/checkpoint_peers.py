@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dtrain as dt
 from dtrain.checkpoint import data_file
-from dtrain.tensors import local
+from dtrain.dtensor import to_local
 
 Moments = dict[str, float]
 """Seconds since the call, by the name of the moment."""
@@ -72,7 +72,7 @@ class Run:
         for name, param in self.state.params.items():
             content = self.state.optimizer.state.get(param, {})  # asking with [] would put an empty one there
             found |= {f"optimizer/{name}/{key}": value for key, value in content.items()}
-        return {key: local(tensor) for key, tensor in found.items()}
+        return {key: to_local(tensor) for key, tensor in found.items()}
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """What ``make`` returned the first time."""
@@ -96,13 +96,13 @@ def build(model: str, size: int, root: Path, *, stepped: bool = True, device: st
     if stepped:
         for param in made.parameters():
             param.grad = torch.zeros_like(param)
-            local(param.grad).normal_()
+            to_local(param.grad).normal_()
         optimizer.step()
         optimizer.zero_grad()
     return run
 
 
-def _no_loss(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def _no_loss(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     raise AssertionError("this run is saved, not trained")
 
 
@@ -146,7 +146,7 @@ class Way:
 
 
 def _next_step(run: Run) -> None:
-    run.state = run.state.successor(clock=replace(run.state.clock, step=run.state.step + 1))
+    run.state = run.state._next(clock=replace(run.state.clock, step=run.state.step + 1))
 
 
 def _dtrain(run: Run, folder: Path) -> Moments:
@@ -158,7 +158,7 @@ def _dtrain(run: Run, folder: Path) -> Moments:
 def _dtrain_async(run: Run, folder: Path) -> Moments:
     begun = now()
     handle = dt.save_sharded(folder, run.state, mode="async")
-    handle.staged()
+    handle.wait_staged()
     held = now() - begun
     handle.wait()
     return {"held": held, "done": now() - begun}

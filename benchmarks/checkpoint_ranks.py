@@ -170,7 +170,7 @@ def dip(size: int, root: str, device: str, steps: int) -> dict[str, float]:
         _wait_for(device)
         begun = now()
         handle = dt.save_sharded(Path(root) / f"dip-{name}", state, mode="async")
-        handle.staged()
+        handle.wait_staged()
         held = now() - begun
         done = 0
         while not _durable(handle):
@@ -201,6 +201,6 @@ def _wait_for(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _square(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def _square(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     out = model(batch["rows"])
     return dt.LossSum(total=out.square().sum(), weight=torch.tensor(float(len(out)), device=out.device))

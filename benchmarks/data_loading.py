@@ -131,7 +131,7 @@ WORKS = (
 
 def ours(work: Work, dataset: Any, workers: int) -> Callable[[], Iterator[Any]]:
     """Epochs of dtrain's loader, one per call."""
-    loader = dt.build_loader(dataset, global_batch_size=work.batch_size, seed=0, workers=workers)
+    loader = dt.build_loader(dataset, global_batch_size=work.batch_size, seed=0, num_workers=workers)
     return lambda: loader.until(f"{loader.position.epoch + 1}ep")
 
 

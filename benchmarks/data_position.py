@@ -14,10 +14,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import dtrain as dt
 from data_peers import mosaicml_shuffles
-from dtrain.data.order.base import Order
-from dtrain.data.order.blocks import BlockShuffle, order_of_shards
-from dtrain.data.order.quality import shuffle_quality
-from dtrain.dist.control import agree_before_step
+from dtrain.data.sampling.block_shuffle import BlockShuffle, shard_order, shuffle_quality
+from dtrain.data.sampling.sample_order import SampleOrder
+from dtrain.dist.step_sync import sync_before_forward
 from dtrain.testing import run_ranks
 from measure import CPU, WALL, Figure, Rounds, Run, interleaved, typical, verdict_line
 
@@ -105,10 +104,10 @@ def permutation(rounds: int, peer_size: int) -> None:
     """Print the CPU time of an index of a shuffled order, in stretches that are worked out ahead."""
     torch.set_num_threads(1)
     shards = [G // 10_000] * 10_000
-    orders: dict[str, Order] = {
-        "1 G samples": dt.ElasticSampler(size=G),
-        "2**30 + 1 samples (the slowest size)": dt.ElasticSampler(size=2**30 + 1),
-        "1 G samples in 10,000 shards, block shuffle": order_of_shards(shards, seed=0, shuffle=True),
+    orders: dict[str, SampleOrder] = {
+        "1 G samples": dt.data.ElasticSampler(size=G),
+        "2**30 + 1 samples (the slowest size)": dt.data.ElasticSampler(size=2**30 + 1),
+        "1 G samples in 10,000 shards, block shuffle": shard_order(shards, seed=0, shuffle=True),
     }
     runs: dict[str, Run] = {name: _stretches(order) for name, order in orders.items()}
     peer = f"torch.randperm of {peer_size / M:g} M, which is kept"
@@ -120,7 +119,7 @@ def permutation(rounds: int, peer_size: int) -> None:
         print(verdict_line(f"an index of {name}", figure, at_most=PERMUTE_S * 1e6, unit=" us"))
 
 
-def _stretches(order: Order) -> Run:
+def _stretches(order: SampleOrder) -> Run:
     starts = iter(range(0, order.size - STRETCH, 97 * STRETCH))
 
     def run() -> None:
@@ -137,7 +136,7 @@ def agreeing(steps: int) -> Rounds:
         time.sleep(0.005)  # in the place of a step: what was left in caches by the last vote is gone
         dist.barrier()
         begun = time.perf_counter()
-        agree_before_step(samples=8, tokens=0, microbatches=1, weightless=False, terms=("loss",), step=step)
+        sync_before_forward(samples=8, tokens=0, microbatches=1, zero_weight_seen=False, loss_terms=("loss",), step=step)
         seen.append(time.perf_counter() - begun)
     return list(zip(seen[::2], seen[1::2], strict=True))
 
@@ -156,17 +155,17 @@ def quality(shards: int, samples: int, batch_size: int = 256) -> None:
     """Print how near shuffles with limited locality come to a full one, dtrain's and MosaicML's, with so many shards in use."""
     sizes = [samples] * shards
     print(f"shuffles of {shards} shards of {samples} samples, batches of {batch_size}; a full shuffle has 1, 0, 1, 1:")
-    orders: dict[str, Order] = {"full": dt.ElasticSampler(size=sum(sizes))}
+    orders: dict[str, SampleOrder] = {"full": dt.data.ElasticSampler(size=sum(sizes))}
     for window, lanes in ((1, 8), (4, 8), (4, 32), (16, 8)):
-        shuffle = BlockShuffle(window=window, lanes=lanes)
-        orders[f"window={window}, lanes={lanes}"] = order_of_shards(sizes, seed=0, shuffle=shuffle)
+        shuffle = BlockShuffle(window=window, streams=lanes)
+        orders[f"window={window}, lanes={lanes}"] = shard_order(sizes, seed=0, shuffle=shuffle)
     orders |= {name: _Given(draw()) for name, draw in _mosaicml(sizes).items()}
     for name, order in orders.items():
         held = shards_in_use(order, sizes, batch_size)
         print(f"  {name}: {shuffle_quality(order, sizes, batch_size=batch_size)}, shards in use {held}")
 
 
-def shards_in_use(order: Order, sizes: Sequence[int], batch_size: int) -> int:
+def shards_in_use(order: SampleOrder, sizes: Sequence[int], batch_size: int) -> int:
     """The most shards that are begun and not yet read to their end, over an epoch: what a cache has to hold."""
     shard = np.searchsorted(np.cumsum(sizes), order.indices(0, 0, order.size).numpy(), side="right")
     first, last = np.full(len(sizes), order.size), np.zeros(len(sizes), np.int64)
@@ -178,7 +177,7 @@ def shards_in_use(order: Order, sizes: Sequence[int], batch_size: int) -> int:
     return int(np.cumsum(begun - ended).max())
 
 
-class _Given(dt.ElasticSampler):
+class _Given(dt.data.ElasticSampler):
     """A stored order."""
 
     def __init__(self, indices: torch.Tensor) -> None:

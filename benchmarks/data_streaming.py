@@ -25,7 +25,7 @@ import dtrain as dt
 from data_loading import all_cpu
 from data_peers import mosaicml, servers
 from dtrain import storage
-from dtrain.data.stream.dataset import ShardedDataset
+from dtrain.data.stream.sharded_dataset import ShardedDataset
 from measure import WALL, Run, compare, interleaved, verdict_line
 
 AT_MOST = 1.0  # seconds of a pass against theirs
@@ -100,7 +100,7 @@ def s3_copy(folder: Path) -> Iterator[str]:
         keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
         with patch.dict(os.environ, {**server.environment, **keys, "S3_ENDPOINT_URL": server.options["endpoint_url"]}):
             fsspec.config.set_conf_env(fsspec.config.conf)
-            root = storage.place(server.root())
+            root = storage.resolve_path(server.root())
             for path in sorted(folder.iterdir()):
                 storage.create_file(root / path.name, path.read_bytes())
             yield str(root)
@@ -111,7 +111,7 @@ def ours(case: Case, where: str, folder: Path, samples: int) -> Run:
 
     def built(cache: Path) -> Epoch:
         dataset = ShardedDataset(where, cache=cache)
-        loader = dt.build_loader(dataset, global_batch_size=BATCH, seed=0, workers=case.workers)
+        loader = dt.build_loader(dataset, global_batch_size=BATCH, seed=0, num_workers=case.workers)
         return lambda: loader.until(f"{loader.position.epoch + 1}ep")
 
     return _run(case, built, folder / "dtrain", samples)

@@ -102,17 +102,17 @@ def searched(layers: int, dim: int, share: float) -> dict[str, float]:
     model = dt.shard_model(gpt(layers, dim), dt.build_mesh(), blocks=(Block,))
     _, state = composed(model, [])
     batch = torch.randint(256, (64, 65))
-    with memory_budget(2**40, held=state.params.values()) as held:
-        whole = dt.find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0)
-        held.limit = int(max(memory.peak for memory in whole.tries[-1].ranks) * share)
-        report = dt.find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0)
+    with memory_budget(2**40, existing=state.params.values()) as held:
+        whole = dt.memory.find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0)
+        held.limit = int(max(memory.peak for memory in whole.probes[-1].rank_memory) * share)
+        report = dt.memory.find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0)
         times = []
         for _ in range(5):
             begun = time.perf_counter()
             dt.microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=report.size)
             state.drop_gradients()
             times.append(time.perf_counter() - begun)
-    return {"size": report.size, "tries": len(report.tries), "steps": report.seconds / sorted(times)[2]}
+    return {"size": report.size, "tries": len(report.probes), "steps": report.seconds / sorted(times)[2]}
 
 
 def show_search() -> None:
@@ -134,20 +134,20 @@ def tries(width: int, samples: int) -> list[float]:
     model = dt.shard_model(model, dt.build_mesh(), blocks=("0", "1", "2"))
     _, state = composed(model, [], loss=square)
     batch = torch.randn(samples, width)
-    with memory_budget(2**40, held=state.params.values()) as held:
-        whole = dt.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0)
-        least, most = (max(memory.peak for memory in t.ranks) for t in (whole.tries[0], whole.tries[-1]))
+    with memory_budget(2**40, existing=state.params.values()) as held:
+        whole = dt.memory.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0)
+        least, most = (max(memory.peak for memory in t.rank_memory) for t in (whole.probes[0], whole.probes[-1]))
         held.limit = least + int(abs(most - least) * 0.37)  # the whole batch at once adds up no gradients, and may need less
-        report = dt.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0)
+        report = dt.memory.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0)
         low, high = report.size, samples
         while low < high:
             middle = (low + high + 1) // 2
             try:
-                dt.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0, minimum=middle, divisor=10**9)
+                dt.memory.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0, minimum=middle, divisor=10**9)
                 low = middle
-            except dt.DoesNotFitError:
+            except dt.errors.OutOfMemoryError:
                 high = middle - 1
-    return [len(report.tries), report.size, low]
+    return [len(report.probes), report.size, low]
 
 
 def show_tries() -> None:

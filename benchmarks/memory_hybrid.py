@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import dtrain as dt
-from dtrain.tensors import local
+from dtrain.dtensor import to_local
 from dtrain.testing import Ranks, count_collectives
 from measure import CPU, WALL, Rounds, compare, interleaved, machine, verdict_line
 
@@ -51,7 +51,7 @@ def summed_loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().sum()
 
 
-def loss_sum(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def loss_sum(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.LossSum(total=summed_loss(model, batch), weight=len(batch))
 
 
@@ -88,14 +88,14 @@ class Hand:
             self.model.set_requires_all_reduce(last or not self.waits)
             self.model.set_is_last_backward(last)
             summed_loss(self.model, part).backward()
-        torch._foreach_mul_([local(p.grad) for p in self.params], 1.0 / weight)
+        torch._foreach_mul_([to_local(p.grad) for p in self.params], 1.0 / weight)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 def distance(a: Any, b: Any) -> float:
     """The norm of the difference of two sides' parameters, relative to the norm, on this rank."""
-    pairs = [(local(x.detach()).double(), local(y.detach()).double()) for x, y in zip(a.params, b.params, strict=True)]
+    pairs = [(to_local(x.detach()).double(), to_local(y.detach()).double()) for x, y in zip(a.params, b.params, strict=True)]
     return float(torch.stack([(x - y).norm() for x, y in pairs]).norm() / torch.stack([y.norm() for _, y in pairs]).norm())
 
 

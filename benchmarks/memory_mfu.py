@@ -41,7 +41,7 @@ def with_dtrain(config: GPTConfig, samples: int) -> Callable[[Tensor], None]:
     model = dt.shard_model(model, dt.build_mesh(), strategy="replicate", blocks=(Block,), precision=precision)
     model = dt.materialize(model, seed=0)
     dt.compile_blocks(model, blocks=(Block,))
-    step = dt.compose_step(loss_fn, [dt.clip_by_norm(1.0), dt.auto_microbatch(initial=samples)])
+    step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0), dt.auto_microbatch(initial=samples)])
     box = [step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))]
 
     def run(batch: Tensor) -> None:

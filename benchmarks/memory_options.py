@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 import dtrain as dt
-from dtrain.memory.gauge import gauge_for
-from dtrain.shard.memory import checkpoint_activations, offload_activations
-from dtrain.tensors import gathered
+from dtrain.dtensor import full_tensor
+from dtrain.memory.device_memory import get_device_memory
+from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations
 from dtrain.testing import Ranks
-from dtrain.testing.budget import UNLIMITED, memory_budget
+from dtrain.testing.memory_budgets import UNLIMITED, memory_budget
 from measure import CPU, WALL, machine, paired
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -92,14 +92,14 @@ def measured(name: str) -> dict[str, float]:
         torch.manual_seed(0)
         model = dt.shard_model(option.change(GPT(CONFIG)), dt.build_mesh(), blocks=(Block,), **option.sharding)
         state = dt.compose_step(loss_fn, []).init(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-        gauge = gauge_for(state.device)
+        gauge = get_device_memory(state.device)
         assert gauge is not None
         batch = _batch()
         for step in range(2):
             if step:
                 gauge.reset()
             state, metrics = dt.microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=MICROBATCH)
-            norm = dt.global_norm(gathered(p.grad) for p in state.params.values() if p.grad is not None)
+            norm = dt.transforms.global_norm(full_tensor(p.grad) for p in state.params.values() if p.grad is not None)
             state, metrics = dt.optimizer_step(state, metrics)
         found = gauge.read()
         return {"peak": found.peak, "live": found.live, "norm": norm.item()}

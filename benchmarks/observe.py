@@ -29,13 +29,13 @@ from torch import Tensor, nn
 
 import dtrain as dt
 from dtrain import spans
-from dtrain.observe.run.ledger import Ledger
+from dtrain.run.ledger_writer import LedgerWriter
 from measure import Figure, compare, interleaved, machine, verdict_line
 
 QUIET_US, LOGGING_US, LEDGER_US = 50.0, 500.0, 5.0
 NEVER = 10**9
 EVERY = 20  # steps, of which the last one logs
-_BEGIN, _END, _STEPPED = spans.begin, spans.end, spans.stepped
+_BEGIN, _END, _STEPPED = spans.begin, spans.end, spans.record_step
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def stretch(step: Callable[[], None]) -> None:
 
 def bare() -> Callable[[], None]:
     """A step of the loop without any observing: spans do nothing."""
-    step = dt.compose_step(loss_fn, [dt.clip_by_norm(1.0)])
+    step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0)])
     turn = turning(step)
 
     def run() -> None:
@@ -101,46 +101,53 @@ def observed(folder: Path, interval: int, *, looking: bool = True) -> Callable[[
     """A step of the loop with everything, which logs every ``interval`` steps; without what is ``looking`` at tensors."""
     folder.mkdir()
     inside = [
-        dt.snapshot_on_oom(folder / "memory"),
-        dt.profiled(folder / "traces", schedule=dt.cyclic(skip_first=NEVER)),
-        dt.desync_guard(NEVER),
-        dt.watch_loss(),
-        *([dt.norms(interval, by="layer")] if looking else []),
-        dt.clip_by_norm(1.0),
-        *([dt.activation_stats("*", interval)] if looking else []),
+        dt.profiling.snapshot_on_oom(folder / "memory"),
+        dt.profiling.step_profiler(folder / "traces", schedule=dt.profiling.schedule(skip_first=NEVER)),
+        dt.monitors.desync_guard(NEVER),
+        dt.monitors.watch_loss(),
+        *([dt.monitors.norms(interval, by="layer")] if looking else []),
+        dt.transforms.clip_by_norm(1.0),
+        *([dt.monitors.activation_stats("*", interval)] if looking else []),
     ]
     step = dt.compose_step(loss_fn, inside)
-    flops = dt.mfu(flops_per_sample=1e6, peak=1e12)
-    meters = [dt.throughput(), flops, dt.time_left(NEVER), dt.system_metrics(), dt.memory_stats, dt.learning_rates]
-    stop = dt.early_stop("loss", patience=NEVER)
-    log = dt.tee(
-        dt.jsonl(folder / "metrics.jsonl"),
-        dt.csv_file(folder / "metrics.csv"),
-        dt.text_file(folder / "metrics.txt"),
-        dt.in_memory(),
-        dt.progress_bar(NEVER, lines_every_s=None),
-        dt.tensorboard(folder / "tensorboard"),
+    flops = dt.monitors.mfu(flops_per_sample=1e6, peak=1e12)
+    meters = [
+        dt.monitors.throughput(),
+        flops,
+        dt.monitors.eta(NEVER),
+        dt.monitors.system_metrics(),
+        dt.monitors.memory_stats,
+        dt.monitors.learning_rates,
+    ]
+    stop = dt.monitors.early_stop("loss", patience=NEVER)
+    log = dt.loggers.multi(
+        dt.loggers.jsonl(folder / "metrics.jsonl"),
+        dt.loggers.csv_file(folder / "metrics.csv"),
+        dt.loggers.text_file(folder / "metrics.txt"),
+        dt.loggers.in_memory(),
+        dt.loggers.progress_bar(NEVER, line_interval_s=None),
+        dt.loggers.tensorboard(folder / "tensorboard"),
     )
     turn = turning(step)
 
     def run() -> None:
         state, metrics = turn()
         if state.crossed(interval):
-            numbers = dt.readings(state, dt.reduce_metrics(metrics), *meters)
+            numbers = dt.monitors.collect(state, dt.reduce_metrics(metrics), *meters)
             log(state.step, numbers)
             stop(state, numbers)
 
     return run
 
 
-def turning(step: dt.Step) -> Callable[[], tuple[dt.TrainState, dt.Metrics]]:
+def turning(step: dt.Step) -> Callable[[], tuple[dt.TrainState, dt.typing.Metrics]]:
     """One step after the other, on one batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
     batch = {"x": torch.randn(16, 64), "y": torch.randint(10, (16,))}
 
-    def turn() -> tuple[dt.TrainState, dt.Metrics]:
+    def turn() -> tuple[dt.TrainState, dt.typing.Metrics]:
         nonlocal state
         state, metrics = step(state, batch)
         return state, metrics
@@ -156,11 +163,11 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> dt.LossSum:
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """A stretch in which spans are not counted."""
-    spans.begin, spans.end, spans.stepped = _nothing, _nothing, _nothing  # type: ignore[assignment]
+    spans.begin, spans.end, spans.record_step = _nothing, _nothing, _nothing  # type: ignore[assignment]
     try:
         yield
     finally:
-        spans.begin, spans.end, spans.stepped = _BEGIN, _END, _STEPPED
+        spans.begin, spans.end, spans.record_step = _BEGIN, _END, _STEPPED
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -178,7 +185,7 @@ def ledger(folder: Path, steps: int = 20_000, rounds: int = 9) -> list[str]:
             spans.begin("agree")
             spans.end()
         spans.end()
-        spans.stepped(step, samples=step, tokens=step)
+        spans.record_step(step, samples=step, tokens=step)
 
     def seconds(run: Callable[[int], None]) -> float:
         begun = time.thread_time()
@@ -188,7 +195,7 @@ def ledger(folder: Path, steps: int = 20_000, rounds: int = 9) -> list[str]:
 
     path = folder / "ledger.jsonl"
     path.touch()
-    book = Ledger(path, attempt=1, every=dt.Duration.parse("10sec"))
+    book = LedgerWriter(path, attempt=1, interval=dt.Duration.parse("10sec"))
     book.open()
     with_spans = [seconds(one) for _ in range(rounds)]
     empty = [seconds(_nothing) for _ in range(rounds)]

@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from dtrain.optim.decoupled import DecoupledAdamW, DecoupledSGDW
-from dtrain.optim.groups import param_groups
+from dtrain.optim.groups import muon_groups, param_groups
 from dtrain.optim.muon import Muon
-from dtrain.optim.muon_groups import muon_groups
 from measure import CPU, WALL, Comparison, compare, interleaved, machine, verdict_line
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import dtrain as dt
-from dtrain.tensors import local
+from dtrain.dtensor import to_local
 from dtrain.testing import Ranks, count_collectives
 from measure import CPU, WALL, Rounds, compare, interleaved, machine, verdict_line
 
@@ -174,7 +174,7 @@ class HandSharded:
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no other way of not dividing
         self.optimizer = adamw(self.model)
         self.params = list(self.model.parameters())
-        self.averages = [local(p.detach()).clone() for p in self.params]
+        self.averages = [to_local(p.detach()).clone() for p in self.params]
 
     def step(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         labels = batch["labels"]
@@ -210,17 +210,17 @@ class Composed:
         if dist.is_initialized():
             model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=work.blocks)
         grad = partial(dt.microbatch_step, microbatch_size=work.microbatch_size)
-        self.composed = dt.compose_step(_loss_sum, [dt.clip_by_norm(MAX_NORM), dt.ema(DECAY)], grad=grad)
+        self.composed = dt.compose_step(_loss_sum, [dt.transforms.clip_by_norm(MAX_NORM), dt.transforms.ema(DECAY)], grad=grad)
         self.state = self.composed.init(model, adamw(model))
         self.params = list(self.state.params.values())
-        self.averages = [local(average) for average in self.state.slices["ema"]["params"].values()]
+        self.averages = [to_local(average) for average in self.state.transform_states["ema"]["params"].values()]
 
-    def step(self, batch: dict[str, Tensor]) -> dt.Metrics:
+    def step(self, batch: dict[str, Tensor]) -> dt.typing.Metrics:
         self.state, metrics = self.composed(self.state, batch)
         return metrics
 
 
-def _loss_sum(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def _loss_sum(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     labels = batch["labels"]
     return dt.LossSum(total=summed_loss(model(batch["inputs"]), labels), weight=(labels != IGNORED).sum())
 
@@ -289,7 +289,7 @@ def looped(side: Any, batches: Iterable[dict[str, Tensor]]) -> Callable[[], obje
 def distance(a: Any, b: Any) -> float:
     """How far two sides are apart: the norm of the difference of parameters and averages, relative to the norm."""
     pairs = [*zip(a.params, b.params, strict=True), *zip(a.averages, b.averages, strict=True)]
-    shards = [(local(x.detach()).double(), local(y.detach()).double()) for x, y in pairs]
+    shards = [(to_local(x.detach()).double(), to_local(y.detach()).double()) for x, y in pairs]
     return math.sqrt(sum(float((x - y).square().sum()) for x, y in shards) / sum(float(y.square().sum()) for _, y in shards))
 
 

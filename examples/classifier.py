@@ -36,7 +36,7 @@ def folder_of(name: str | None) -> Path | None:
     """
     if name is None or Path(name).is_dir():
         return None if name is None else Path(name)
-    with dt.local_rank_zero_first("--model"):
+    with dt.dist.local_rank_zero_first("--model"):
         try:
             return Path(snapshot_download(name, allow_patterns=list(_WANTED), ignore_patterns="*/*"))
         except (OSError, ValueError) as error:  # no such name, no network, a name that cannot be one
@@ -68,7 +68,7 @@ def tokenizer_and_config(folder: Path | None, texts: Sequence[str], names: Seque
     return tokenizer, config
 
 
-def load_into_(model: nn.Module, folder: Path | None, config: Any) -> dt.LoadedWeights | None:
+def load_into_(model: nn.Module, folder: Path | None, config: Any) -> dt.checkpoint.LoadWeightsResult | None:
     """Copy the stored weights into ``model``; a head for other classes, or for another task, is left out.
 
     Args:
@@ -107,7 +107,7 @@ def on_meta(config: Any) -> nn.Module:
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     config.architectures = [type(model).__name__]
     with warnings.catch_warnings(action="ignore"):
-        return dt.fused_layer_norm(model)
+        return dt.surgery.fused_layer_norm(model)
 
 
 def export(step: Path, folder: Path, config: Any, tokenizer: Any) -> None:
@@ -116,6 +116,6 @@ def export(step: Path, folder: Path, config: Any, tokenizer: Any) -> None:
     Mutates: ``folder``, which is replaced.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    dt.convert_checkpoint(step, folder, to="hf")
+    dt.checkpoint.convert(step, folder, to="hf")
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     logits, labels = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float(), batch["labels"]
     right = (logits.argmax(-1) == labels).sum()
     total = nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -66,39 +66,47 @@ def main() -> None:
         tokenizer, config = tokenizer_and_config(folder, parts[0].texts, rows.names, args.seq)
         train, held_out = (Tokenized(part, tokenizer, args.seq) for part in parts)
         model = on_meta(config)
-        model = model if "recompute" in args.without else dt.checkpoint_activations(model, blocks=(Layer,))
+        model = model if "recompute" in args.without else dt.memory.checkpoint_activations(model, blocks=(Layer,))
         model = dt.shard_model(model, mesh, blocks=(Layer,), precision=dt.Precision(param=args.precision, reduce="fp32"))
         model = dt.materialize(model, seed=args.seed, init=model._init_weights)
         load_into_(model, folder, config)
-        load = partial(dt.build_loader, mesh=mesh, seed=args.seed, workers=args.workers)
+        load = partial(dt.build_loader, mesh=mesh, seed=args.seed, num_workers=args.workers)
         size = args.batch * dist.world_size
         loader, quiz = load(train, global_batch_size=size), load(held_out, global_batch_size=4 * size, shuffle=False)
         length = loader.run_length(args.until)
-        groups = dt.param_groups(model, weight_decay=args.weight_decay, no_decay=lambda _, p: args.spare_norms and p.ndim < 2)
-        optimizer = dt.DecoupledAdamW(groups, lr=args.lr or (2e-5 if folder else 2e-3), betas=(0.9, 0.999))
+        groups = dt.optim.param_groups(
+            model, weight_decay=args.weight_decay, no_decay=lambda _, p: args.spare_norms and p.ndim < 2
+        )
+        optimizer = dt.optim.DecoupledAdamW(groups, lr=args.lr or (2e-5 if folder else 2e-3), betas=(0.9, 0.999))
         rate = composer.linear_with_warmup(length, "0ba" if "warmup" in args.without else "0.06dur")
-        recipe = [dt.scale_lr(rate), *([] if "clip" in args.without else [dt.clip_by_norm(1.0)])]
+        recipe = [dt.transforms.scale_lr(rate), *([] if "clip" in args.without else [dt.transforms.clip_by_norm(1.0)])]
         fixed = {"microbatch_size": args.microbatch} if args.microbatch else {}
         recipe += [] if fixed else [dt.auto_microbatch()]
         step = dt.compose_step(loss_fn, recipe, grad=partial(dt.microbatch_step, batch_spec=BATCH, **fixed))
 
-        stop = dt.early_stop("eval/loss", patience=args.patience)
+        stop = dt.monitors.early_stop("eval/loss", patience=args.patience)
         checkpoint = partial(dt.save_sharded, run / "checkpoints", extra={"loader": loader, "stop": stop}, keep_last=2)
-        state, scores = step.init(model, optimizer, seed=args.seed, run=length), None
+        state, scores = step.init(model, optimizer, seed=args.seed, run_length=length), None
         state = dt.load_sharded(run / "checkpoints", state, extra={"loader": loader, "stop": stop}, missing_ok=True).state
-        flops = dt.measure_flops(model, {name: tensor[None] for name, tensor in train[0].items()}, loss_fn, batch_spec=BATCH)
-        meters = dt.throughput("10ba"), dt.mfu(flops_per_sample=flops, dtype=args.precision, window="10ba"), dt.memory_stats
-        bar = dt.progress_bar(length.steps(), names=SHOWN[:4])
-        log = dt.tee(dt.jsonl(run / "metrics.jsonl"), dt.text_file(run / "run.log", names=SHOWN), bar)
+        flops = dt.monitors.count_flops(
+            model, {name: tensor[None] for name, tensor in train[0].items()}, loss_fn, batch_spec=BATCH
+        )
+        meters = (
+            dt.monitors.throughput("10ba"),
+            dt.monitors.mfu(flops_per_sample=flops, dtype=args.precision, window="10ba"),
+            dt.monitors.memory_stats,
+        )
+        bar = dt.loggers.progress_bar(length.steps(), names=SHOWN[:4])
+        log = dt.loggers.multi(dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.text_file(run / "run.log", names=SHOWN), bar)
         for batch in loader.until(args.until, stop=stop):
             state, metrics = step(state, batch)
             if state.crossed("1ep") or state.step == length.steps():
                 scores = scores_of(model, quiz)
                 stop(state, scores)
-                log(state.step, dt.readings(state, dt.reduce_metrics(metrics), scores, *meters))
+                log(state.step, dt.monitors.collect(state, dt.reduce_metrics(metrics), scores, *meters))
                 checkpoint(state, mode="async")
             elif state.crossed("10ba"):
-                log(state.step, dt.readings(state, dt.reduce_metrics(metrics), *meters))
+                log(state.step, dt.monitors.collect(state, dt.reduce_metrics(metrics), *meters))
             if dt.should_stop(state):
                 checkpoint(state)
                 return

@@ -52,7 +52,7 @@ class Codec(Pixels):
 
     def fit_(self, x: Tensor, *, steps: int = 200, batch: int = 64) -> None:
         """Learn to give back what went in, with random numbers of its own."""
-        draw = dt.generator(x.device, "codec")
+        draw = dt.dist.generator(x.device, "codec")
         optimizer = torch.optim.Adam(self.parameters(), lr=5e-3)
         rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for _ in range(steps):
@@ -79,7 +79,7 @@ def frozen_codec(codec: Pixels, file: Path, pictures: Pictures, dist: dt.DistInf
         part = file.with_suffix(".tmp")
         save_file(codec.state_dict(), part)
         os.replace(part, file)  # a file that is there is whole
-    dt.all_gather_json(None, where="frozen_codec")  # the others wait
+    dt.dist.all_gather_json(None, caller="frozen_codec")  # the others wait
     codec.load_state_dict(load_file(file, device=str(dist.device)))
     return codec.requires_grad_(False).eval()
 
@@ -94,7 +94,7 @@ def at_size(dataset: TensorDict | Folder, size: int) -> TensorDict:
 
 
 def encoded(codec: Pixels, dataset: TensorDict | Folder, size: int) -> TensorDict:
-    """``{"z": latents, "y": class}`` of every picture, for ``dt.memory_mapped``."""
+    """``{"z": latents, "y": class}`` of every picture, for ``dt.data.memory_map``."""
     found = at_size(dataset, size)
     device = codec.mean.device
     z = torch.cat([codec.encode(part.to(device)).cpu() for part in found["x"].split(CHUNK)])

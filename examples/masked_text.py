@@ -75,15 +75,15 @@ def read_corpus() -> Corpus:
     return Corpus(tokenizer, train, held_out)
 
 
-def packed(documents: Sequence[Sequence[int]], seq: int) -> dt.PackedTokens:
+def packed(documents: Sequence[Sequence[int]], seq: int) -> dt.data.PackedTokens:
     """Blocks of ``seq`` tokens without a gap; a document may go over several of them."""
-    return dt.PackedTokens(documents, seq=seq, lengths=[len(ids) for ids in documents])
+    return dt.data.PackedTokens(documents, seq=seq, lengths=[len(ids) for ids in documents])
 
 
 def padded(documents: Sequence[Sequence[int]], seq: int) -> list[Sample]:
     """The same tokens and the same layout of a sample, but each document begins a block of its own, filled up with padding."""
     pieces = [ids[at : at + seq] for ids in documents for at in range(0, len(ids), seq)]
-    made = dt.PackedTokens([[*ids, *[0] * (seq - len(ids))] for ids in pieces], seq=seq, lengths=[seq] * len(pieces))
+    made = dt.data.PackedTokens([[*ids, *[0] * (seq - len(ids))] for ids in pieces], seq=seq, lengths=[seq] * len(pieces))
     blocks = made.__getitems__(range(len(pieces)))
     for block, ids in zip(blocks, pieces, strict=True):
         block["documents"][len(ids) :] = -1

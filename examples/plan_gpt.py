@@ -11,11 +11,13 @@ import dtrain as dt
 from gpt import GPT, Block, GPTConfig
 
 
-def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
-def workload(*, layers: int = 24, heads: int = 16, dim: int = 2048, seq: int = 2048, vocab: int = 50_304) -> dt.Workload:
+def workload(
+    *, layers: int = 24, heads: int = 16, dim: int = 2048, seq: int = 2048, vocab: int = 50_304
+) -> dt.planning.Workload:
     """The model, loss, batch and optimizer of a training loop, as functions that build them."""
     config = GPTConfig(n_layer=layers, n_head=heads, dim=dim, max_seq=seq, vocab=vocab)
 
@@ -23,11 +25,11 @@ def workload(*, layers: int = 24, heads: int = 16, dim: int = 2048, seq: int = 2
         ids = torch.zeros(samples, seq, dtype=torch.int64)
         return {"input_ids": ids, "labels": ids.clone()}
 
-    return dt.Workload(
+    return dt.planning.Workload(
         model=lambda: GPT(config),
         loss_fn=loss_fn,
         batch=batch,
         blocks=(Block,),
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4),
-        transforms=[dt.clip_by_norm(1.0)],
+        transforms=[dt.transforms.clip_by_norm(1.0)],
     )

@@ -49,7 +49,11 @@ def build_bert(words: int, methods: set[str]) -> nn.Module:
     )
     with torch.device("meta"):
         model: nn.Module = BertForMaskedLM(config)
-    edits = {"alibi": dt.alibi, "glu": dt.gated_linear_units, "low_precision_norm": dt.low_precision_layer_norm}
+    edits = {
+        "alibi": dt.surgery.alibi,
+        "glu": dt.surgery.gated_linear_units,
+        "low_precision_norm": dt.surgery.low_precision_layer_norm,
+    }
     for name, edit in edits.items():
         model = edit(model) if name in methods else model
     return model
@@ -67,9 +71,9 @@ def fill(model: nn.Module, mesh: object, corpus: Corpus) -> nn.Module:
     return dt.materialize(dt.shard_model(model, mesh, blocks=(BertLayer,)), seed=0, init=init)
 
 
-def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     tokens, labels = batch["input_ids"], batch["labels"]
-    within = dt.document_mask(batch["documents"], causal=False)
+    within = dt.data.document_mask(batch["documents"], causal=False)
     logits = model(input_ids=tokens, attention_mask=within, position_ids=batch["positions"]).logits
     loss = dt.token_cross_entropy(logits, labels)
     right, length = (logits.argmax(-1) == labels).sum(), (tokens.numel(), len(tokens))
@@ -84,16 +88,16 @@ def main() -> None:
     with dt.init_dist() as dist:
         mesh = dt.build_mesh()
         model = fill(build_bert(corpus.words, methods), mesh, corpus)
-        optimizer = dt.DecoupledAdamW(dt.param_groups(model, weight_decay=1e-5), lr=2e-3, betas=(0.9, 0.98))
+        optimizer = dt.optim.DecoupledAdamW(dt.optim.param_groups(model, weight_decay=1e-5), lr=2e-3, betas=(0.9, 0.98))
         loader = dt.build_loader(blocks, mesh=mesh, global_batch_size=16, seed=0, transform=masking)
         run = loader.run_length(args.until)
-        rate = dt.with_warmup(dt.linear(1.0, 0.02, run.steps()), run.steps() * 6 // 100)
-        recipe = [dt.scale_lr(rate), dt.clip_by_norm(1.0), dt.autocast("bf16")]
+        rate = dt.schedules.warmup(dt.schedules.linear(1.0, 0.02, run.steps()), run.steps() * 6 // 100)
+        recipe = [dt.transforms.scale_lr(rate), dt.transforms.clip_by_norm(1.0), dt.transforms.autocast("bf16")]
         if "length_warmup" in methods:
-            recipe.append(dt.sequence_length_warmup(duration="0.3dur", min_length=32, max_length=SEQ))
+            recipe.append(dt.transforms.sequence_length_warmup(duration="0.3dur", min_length=32, max_length=SEQ))
         step = dt.compose_step(loss_fn, recipe)
-        checkpoints, log, extra = args.out / "checkpoints", dt.jsonl(args.out / "metrics.jsonl"), {"loader": loader}
-        state = dt.load_sharded(checkpoints, step.init(model, optimizer, run=run), extra=extra, missing_ok=True).state
+        checkpoints, log, extra = args.out / "checkpoints", dt.loggers.jsonl(args.out / "metrics.jsonl"), {"loader": loader}
+        state = dt.load_sharded(checkpoints, step.init(model, optimizer, run_length=run), extra=extra, missing_ok=True).state
         for batch in loader.until(args.until):
             state, metrics = step(state, batch)
             log(state.step, now := dt.reduce_metrics(metrics))

@@ -39,7 +39,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     if args.data is None:
         train, held_out = train_and_held_out(read_text(args.text), SEQ, held_out_windows=512)
     else:
-        train, held_out = dt.ShardedDataset(f"{args.data}/train"), dt.ShardedDataset(f"{args.data}/val")
+        train, held_out = dt.data.ShardedDataset(f"{args.data}/train"), dt.data.ShardedDataset(f"{args.data}/val")
     build_loader = partial(dt.build_loader, collate=None if args.data is None else next_byte_batch)
     with dt.init_dist() as dist:
         run = dt.open_run(args.out, settings=vars(args))
@@ -62,9 +62,13 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
         loader = build_loader(train, mesh=mesh, global_batch_size=GLOBAL_BATCH_SIZE, seed=args.seed)
 
-        lr = dt.with_warmup(dt.cosine(1.0, 0.1, args.steps), 40)
+        lr = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.1, args.steps), 40)
         grad = partial(dt.microbatch_step, batch_spec=BATCH)
-        step = dt.compose_step(loss_fn, [dt.scale_lr(lr), dt.norms(20), dt.clip_by_norm(1.0), dt.auto_microbatch()], grad=grad)
+        step = dt.compose_step(
+            loss_fn,
+            [dt.transforms.scale_lr(lr), dt.monitors.norms(20), dt.transforms.clip_by_norm(1.0), dt.auto_microbatch()],
+            grad=grad,
+        )
         state = step.init(model, optimizer, seed=args.seed)
         checkpoints = run / "checkpoints"
         restored = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True)
@@ -74,13 +78,13 @@ def main() -> None:
             say(f"finished: {checkpoints} has all {state.step} steps; a larger --steps goes on, another --out starts anew")
         elif restored.step is not None:
             say(f"resuming after step {state.step}, from {restored.path}")
-        log, shown, speed = dt.jsonl(run / "metrics.jsonl"), state.clock, dt.throughput(20)
+        log, shown, speed = dt.loggers.jsonl(run / "metrics.jsonl"), state.clock, dt.monitors.throughput(20)
         for batch in loader.until(args.steps):
             state, metrics = step(state, batch)
             numbers = dt.reduce_metrics(metrics)
             if state.crossed(20):
-                say(dt.progress_line(state, numbers, total_steps=args.steps, since=shown))
-                numbers, shown = dt.readings(state, numbers, speed, dt.memory_stats), state.clock
+                say(dt.loggers.progress_line(state, numbers, total_steps=args.steps, since=shown))
+                numbers, shown = dt.monitors.collect(state, numbers, speed, dt.monitors.memory_stats), state.clock
             log(state.step, numbers)
             stop = dt.should_stop(state)
             if stop or state.crossed(args.save_every) or state.step == args.steps:
@@ -92,7 +96,7 @@ def main() -> None:
         quiz = build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
         loss, entropy = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"], unigram_entropy(held_out)
         say(f"held-out loss {loss:.4f} nats/byte, baseline {entropy:.4f} (unigram entropy)")
-        with dt.evaluating(model):
+        with dt.eval_mode(model):
             text = generate(model, b"def ", max_new=160, temperature=0.7, seed=args.seed, device=dist.device)
         say("sample:\ndef " + text.decode(errors="replace"))
 

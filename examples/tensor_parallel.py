@@ -55,7 +55,7 @@ def tensor_plan() -> dict[str, ParallelStyle]:
     }
 
 
-def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])  # of logits that are cut as they are
 
 
@@ -64,14 +64,14 @@ def train(args: argparse.Namespace, rank: int) -> None:
     mesh = dt.build_mesh(tp=args.tp)
     with torch.device("meta"):
         model = GPT(GPTConfig(n_layer=2, n_head=4, dim=64, max_seq=SEQ))
-    model = dt.materialize(dt.shard_model(model, mesh, blocks=(Block,), plan=tensor_plan() if args.tp > 1 else None), seed=0)
+    model = dt.materialize(dt.shard_model(model, mesh, blocks=(Block,), tp_plan=tensor_plan() if args.tp > 1 else None), seed=0)
     # The processes of a group get the same windows, and count as one.
     loader = dt.build_loader(windows, mesh=mesh, global_batch_size=16, seed=0, batch_spec=WINDOWS)
-    step = dt.compose_step(loss_fn, [dt.clip_by_norm(1.0)])
+    step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0)])
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     state = dt.load_sharded(args.out, state, extra={"loader": loader}, missing_ok=True).state
 
-    log = dt.jsonl(args.out / "losses.jsonl")
+    log = dt.loggers.jsonl(args.out / "losses.jsonl")
     for batch in loader.until(args.steps):
         state, metrics = step(state, batch)
         numbers = dt.reduce_metrics(metrics)

@@ -9,7 +9,7 @@ from torch import nn
 import dtrain as dt
 
 
-def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.soft_cross_entropy(model(batch[:, :16].int()), batch[:, 16].long())
 
 
@@ -24,13 +24,19 @@ with dt.init_dist() as dist:
     model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 256))
     model = dt.materialize(dt.shard_model(model.to("meta"), mesh := dt.build_mesh(), blocks=(nn.Linear,)), seed=0)
     loader, quiz = (dt.build_loader(data, mesh=mesh, global_batch_size=256, seed=0) for data in (train, held_out))
-    step = dt.compose_step(loss_fn, [dt.scale_lr(dt.linear(1.0, 0.0, loader.total_steps(args.until))), dt.clip_by_norm(1.0)])
-    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-3), run=loader.run_length(args.until))
+    step = dt.compose_step(
+        loss_fn,
+        [
+            dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, loader.total_steps(args.until))),
+            dt.transforms.clip_by_norm(1.0),
+        ],
+    )
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-3), run_length=loader.run_length(args.until))
     state = dt.load_sharded(args.out, state, extra={"loader": loader}, missing_ok=True).state
     for batch in loader.until(args.until):
         state, metrics = step(state, batch)
         if (stop := dt.should_stop(state)) or state.crossed("0.1dur"):
-            dt.console()(state.step, dt.reduce_metrics(metrics))
+            dt.loggers.console()(state.step, dt.reduce_metrics(metrics))
             dt.save_sharded(args.out, state, extra={"loader": loader}, mode="async", keep_last=2)
         if stop:
             raise SystemExit

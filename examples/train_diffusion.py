@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     """The mean square of what the model got wrong, and beside it of all there was: the loss of the best constant guess, 0."""
     wrong = (model(batch["noisy"], batch["time"], batch["label"]).float() - batch["velocity"]).square().flatten(1).mean(1)
     total = batch["velocity"].square().flatten(1).mean(1)
@@ -60,35 +60,37 @@ def main() -> None:
         codec = Codec(pictures.channels) if on["latents"] else Pixels(pictures.channels)
         codec = frozen_codec(codec, place / "codec.safetensors", pictures, dist, args.size)
         train, held_out = (
-            dt.memory_mapped(place / f"{part}-{dist.node_rank}", partial(encoded, codec, getattr(pictures, part), args.size))
+            dt.data.memory_map(place / f"{part}-{dist.node_rank}", partial(encoded, codec, getattr(pictures, part), args.size))
             for part in ("train", "held_out")
         )
 
         with torch.device("meta"):
             model = UNet(codec.channels, pictures.classes)
         if on["low_precision_norm"]:
-            model = dt.low_precision_group_norm(model)
+            model = dt.surgery.low_precision_group_norm(model)
         model = dt.materialize(dt.shard_model(model, mesh, strategy=args.strategy, blocks=(Block,)), seed=args.seed)
         seen = partial(noised, nobody=pictures.classes, forget=0.1 if on["guidance"] else 0.0)
         loader = dt.build_loader(train, mesh=mesh, global_batch_size=args.batch, seed=args.seed, transform=seen)
         length = loader.run_length(args.until)
-        rate = dt.with_warmup(dt.cosine(1.0, 0.05, length.steps()), length.steps() // 20)
-        recipe = [dt.autocast("bf16"), dt.scale_lr(rate), dt.clip_by_norm(1.0)]
+        rate = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.05, length.steps()), length.steps() // 20)
+        recipe = [dt.transforms.autocast("bf16"), dt.transforms.scale_lr(rate), dt.transforms.clip_by_norm(1.0)]
         if on["ema"]:
-            recipe.append(dt.ema(half_life="0.03dur", start="0.5dur"))
+            recipe.append(dt.transforms.ema(half_life="0.03dur", start="0.5dur"))
         step = dt.compose_step(loss_fn, recipe)
-        state = step.init(model, torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01), seed=args.seed, run=length)
+        state = step.init(
+            model, torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01), seed=args.seed, run_length=length
+        )
         kept = {"loader": loader}
         state = dt.load_sharded(run / "checkpoints", state, extra=kept, missing_ok=True).state
 
-        log, shown = dt.jsonl(run / "metrics.jsonl"), state.clock
+        log, shown = dt.loggers.jsonl(run / "metrics.jsonl"), state.clock
         for batch in loader.until(args.until):
             state, metrics = step(state, batch)
             if state.crossed("0.05dur"):
                 numbers = dt.reduce_metrics(metrics)
                 log(state.step, numbers)
                 if dist.rank == 0:
-                    print(dt.progress_line(state, numbers, total_steps=length.steps(), since=shown), flush=True)
+                    print(dt.loggers.progress_line(state, numbers, total_steps=length.steps(), since=shown), flush=True)
                 shown = state.clock
             stop = dt.should_stop(state)
             if stop or state.crossed("0.2dur"):
@@ -98,15 +100,15 @@ def main() -> None:
 
         quiz = partial(dt.build_loader, held_out, mesh=mesh, global_batch_size=256, seed=0, shuffle=False)
         label = torch.arange(pictures.classes).repeat(EACH)
-        noise = torch.randn(len(label), *train["z"].shape[1:], generator=dt.generator("cpu", args.seed, "drawing"))
-        here, places = dt.data_rank(mesh)
+        noise = torch.randn(len(label), *train["z"].shape[1:], generator=dt.dist.generator("cpu", args.seed, "drawing"))
+        here, places = dt.dist.data_rank(mesh)
         mine = torch.arange(here, len(label), places)  # each rank draws some
-        with dt.swapped(state, "ema") if on["ema"] else nullcontext():
+        with dt.transforms.use_average(state, "ema") if on["ema"] else nullcontext():
             found = dt.reduce_metrics(dt.evaluate(model, quiz(transform=partial(seen, forget=0.0)), loss_fn))
-            with dt.evaluating(model):
+            with dt.eval_mode(model):
                 asked = noise[mine].to(dist.device), label[mine].to(dist.device)
                 z = sample(model, *asked, nobody=pictures.classes, guidance=2.0 if on["guidance"] else 1.0, steps=20)
-        drawn = dt.gather_ragged(decoded(codec, z), order=mine, mesh=mesh)
+        drawn = dt.dist.gather_ragged(decoded(codec, z), order=mine, mesh=mesh)
         if drawn is not None:
             known, real = (at_size(part, args.size) for part in (pictures.train, pictures.held_out))
             write_grid(run / "samples.png", drawn[: 8 * pictures.classes], columns=pictures.classes, like=known["x"])

@@ -37,18 +37,18 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def reading(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def reading(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
-def preferring(reference: nn.Module | None, beta: float) -> dt.LossFn:
+def preferring(reference: nn.Module | None, beta: float) -> dt.typing.LossFn:
     """The loss of a policy that is to have moved away from the reference, towards the chosen text of each pair."""
 
-    def loss_fn(policy: nn.Module, batch: dt.Batch) -> dt.LossSum:
+    def loss_fn(policy: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
         texts = torch.cat([batch["chosen"], batch["rejected"]])  # one forward for both, so weights are gathered once
         told, known = log_probability(policy, texts, PROMPT), torch.zeros(())
         if reference is not None:
-            with dt.evaluating(reference):  # without a graph; leaves no gathered weights behind
+            with dt.eval_mode(reference):  # without a graph; leaves no gathered weights behind
                 known = log_probability(reference, texts, PROMPT)
         (chosen, rejected), (up, down) = told.detach().chunk(2), (told - known).chunk(2)
         margin = beta * (up - down)
@@ -59,16 +59,18 @@ def preferring(reference: nn.Module | None, beta: float) -> dt.LossFn:
     return loss_fn
 
 
-def train(args: argparse.Namespace, part: str, model: nn.Module, loader: dt.Loader, loss_fn: dt.LossFn, lr: float) -> bool:
+def train(
+    args: argparse.Namespace, part: str, model: nn.Module, loader: dt.Loader, loss_fn: dt.typing.LossFn, lr: float
+) -> bool:
     """Go on after the last checkpoint of this part; whether the end was reached."""
     folder, until = args.out / part, args.read if part == "reference" else args.until
     steps = loader.total_steps(until)
-    rate = dt.cosine(1.0, 0.1, steps)
-    recipe = [dt.scale_lr(rate if "warmup" in args.without else dt.with_warmup(rate, steps // 10))]
-    step = dt.compose_step(loss_fn, recipe if "clip" in args.without else [*recipe, dt.clip_by_norm(1.0)])
+    rate = dt.schedules.cosine(1.0, 0.1, steps)
+    recipe = [dt.transforms.scale_lr(rate if "warmup" in args.without else dt.schedules.warmup(rate, steps // 10))]
+    step = dt.compose_step(loss_fn, recipe if "clip" in args.without else [*recipe, dt.transforms.clip_by_norm(1.0)])
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1))
     state = dt.load_sharded(folder, state, extra={"loader": loader}, missing_ok=True).state
-    log = dt.tee(dt.jsonl(folder.with_suffix(".jsonl")), dt.console())
+    log = dt.loggers.multi(dt.loggers.jsonl(folder.with_suffix(".jsonl")), dt.loggers.console())
     for batch in loader.until(until):
         state, metrics = step(state, batch)
         if state.crossed("20ba") or state.step == steps:
@@ -105,7 +107,7 @@ def main() -> None:
         found, documented = [], []
         for model in (reference, policy):
             found.append(dt.reduce_metrics(dt.evaluate(model, quiz, preferring(reference, args.beta))))
-            with dt.evaluating(model):
+            with dt.eval_mode(model):
                 texts = [generate(model, p, max_new=12, temperature=0, seed=0, device=dist.device) for p in prompts]
             documented.append(sum(b'"""' in text for text in texts))
         if dist.rank == 0:

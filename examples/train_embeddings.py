@@ -4,8 +4,8 @@
     python examples/train_embeddings.py                                    # one process, no launcher
     python examples/train_embeddings.py --without gather cache             # what the two methods are worth
 
-A pair's negatives are all other codes of the global batch: those of other ranks come by `dt.all_gather_with_grad`, and the
-model, but not the loss, is cut into microbatches by `dt.cached_microbatch_step`. The same command goes on after the last
+A pair's negatives are all other codes of the global batch: those of other ranks come by `dt.dist.all_gather_with_grad`, and the
+model, but not the loss, is cut into microbatches by `dt.grad_cache_step`. The same command goes on after the last
 checkpoint. Needs `pip install tokenizers`. Downloads nothing.
 """
 
@@ -53,11 +53,11 @@ class Encoder(nn.Module):
         return F.normalize((share[..., None] * x).sum(1), dim=1)
 
 
-def contrast(model: nn.Module, batch: dt.Batch, *, gather: bool = True) -> dt.LossSum:
+def contrast(model: nn.Module, batch: dt.typing.Batch, *, gather: bool = True) -> dt.LossSum:
     """Each description is to find its code among all, and each code its description."""
     mine = [model(batch[side]) for side in ("summary", "code")]
-    everyone = [dt.all_gather_with_grad(z) for z in mine] if gather else mine
-    ids = dt.all_gather_ragged(batch["id"]) if gather else batch["id"]
+    everyone = [dt.dist.all_gather_with_grad(z) for z in mine] if gather else mine
+    ids = dt.dist.all_gather_ragged(batch["id"]) if gather else batch["id"]
     right = (batch["id"][:, None] == ids).int().argmax(1)
     scale = model.temperature.exp()
     there, back = (scale * z @ others.t() for z, others in zip(mine, reversed(everyone), strict=True))
@@ -72,19 +72,22 @@ def main() -> None:
         dt.seed_all(0, dist.rank)
         mesh = dt.build_mesh()
         model = dt.shard_model(Encoder(vocab), mesh, strategy="replicate", blocks=(nn.TransformerEncoderLayer,))
-        optimizer = torch.optim.AdamW(dt.param_groups(model, weight_decay=0.01), lr=4e-3)
-        pairs = dt.build_loader(training, mesh=mesh, global_batch_size=args.batch, seed=0, tail="drop")
+        optimizer = torch.optim.AdamW(dt.optim.param_groups(model, weight_decay=0.01), lr=4e-3)
+        pairs = dt.build_loader(training, mesh=mesh, global_batch_size=args.batch, seed=0, last_batch="drop")
         length = pairs.run_length(args.until)
 
-        grad = dt.microbatch_step if "cache" in args.without else dt.cached_microbatch_step
+        grad = dt.microbatch_step if "cache" in args.without else dt.grad_cache_step
         step = dt.compose_step(
             partial(contrast, gather="gather" not in args.without),
-            [dt.scale_lr(dt.with_warmup(dt.linear(1.0, 0.0, length.steps()), 20)), dt.clip_by_norm(1.0)],
+            [
+                dt.transforms.scale_lr(dt.schedules.warmup(dt.schedules.linear(1.0, 0.0, length.steps()), 20)),
+                dt.transforms.clip_by_norm(1.0),
+            ],
             grad=partial(grad, microbatch_size=args.microbatch),
         )
-        state = step.init(model, optimizer, run=length)
+        state = step.init(model, optimizer, run_length=length)
         saved = dt.load_sharded(args.out / "checkpoints", state, extra={"loader": pairs}, missing_ok=True)
-        state, log = saved.state, dt.jsonl(args.out / "metrics.jsonl")
+        state, log = saved.state, dt.loggers.jsonl(args.out / "metrics.jsonl")
         for batch in pairs.until(args.until):
             state, metrics = step(state, batch)
             if state.crossed("1ep"):

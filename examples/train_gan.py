@@ -49,7 +49,7 @@ def gaussian(like: Tensor) -> Tensor:
     return like.mean(0) + draw @ torch.linalg.cholesky(torch.cov(like.T)).T
 
 
-def judged(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def judged(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     """The discriminator's loss: real points are to have a positive logit, generated ones a negative one."""
     right, wrong = F.softplus(-model(batch["real"])), F.softplus(model(batch["made"]))
     return dt.LossSum(total=(right + wrong).sum(), weight=len(right))
@@ -71,24 +71,24 @@ def main() -> None:
         maker, judge = (dt.materialize(dt.shard_model(model, mesh), seed=at) for at, model in enumerate(models))
         frozen: dict[str, Tensor] = {}  # the discriminator as the generator sees it: its values, without gradients
 
-        def fooling(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+        def fooling(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
             """The generator's loss: the discriminator is to take its points for real ones."""
             logits = functional_call(plain_judge, frozen, (model(batch["noise"]),))
             return dt.LossSum(total=F.softplus(-logits).sum(), weight=len(logits))
 
-        make, tell = dt.compose_step(fooling, [dt.ema(0.99)]), dt.compose_step(judged)
+        make, tell = dt.compose_step(fooling, [dt.transforms.ema(0.99)]), dt.compose_step(judged)
         states = {
             "generator": make.init(maker, torch.optim.AdamW(maker.parameters(), lr=1e-3, betas=(0.5, 0.99))),
             "discriminator": tell.init(judge, torch.optim.AdamW(judge.parameters(), lr=2e-3, betas=(0.5, 0.99))),
         }
         loader = dt.build_loader(ring(8192, seed=1), mesh=mesh, global_batch_size=256, seed=0)
-        checkpoints, log = args.out / "checkpoints", dt.jsonl(args.out / "metrics.jsonl")
+        checkpoints, log = args.out / "checkpoints", dt.loggers.jsonl(args.out / "metrics.jsonl")
         states = dt.load_sharded(checkpoints, states, extra={"loader": loader}, missing_ok=True).state
         g, d = states["generator"], states["discriminator"]
         unseen, noise = ring(1024, seed=2), torch.randn(1024, NOISE, generator=torch.Generator().manual_seed(3))
 
         def distance() -> float:
-            average = dict(dt.full_params(g.slices["ema"]["params"]))
+            average = dict(dt.full_params(g.transform_states["ema"]["params"]))
             with torch.no_grad():
                 return energy_distance(functional_call(plain_maker, average, (noise.to(dist.device),)).cpu(), unseen)
 

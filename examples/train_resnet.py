@@ -33,11 +33,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def loss_fn(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.soft_cross_entropy(model(batch["x"]), batch["y"])
 
 
-def judge(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def judge(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     logits, count = model(batch["x"]), len(batch["y"])
     found = dt.soft_cross_entropy(logits, batch["y"])
     return dt.LossSum(
@@ -52,25 +52,25 @@ def main() -> None:
         dt.seed_all(0, dist.rank)
         mesh = dt.build_mesh()
         model = ResNet(ARCHS[args.arch], channels=pictures.channels, classes=pictures.classes)
-        for surgery in (dt.blur_pool, dt.channels_last):
+        for surgery in (dt.surgery.blur_pool, dt.surgery.channels_last):
             model = model if surgery.__name__ in args.without else surgery(model)
         model = dt.shard_model(model, mesh, strategy=args.strategy, blocks=(Block,), buffers="mean")
 
-        groups = dt.param_groups(model, weight_decay=5e-4)
-        optimizer = dt.DecoupledSGDW(groups, lr=0.1 * args.batch / 64, momentum=0.9, nesterov=True)
+        groups = dt.optim.param_groups(model, weight_decay=5e-4)
+        optimizer = dt.optim.DecoupledSGDW(groups, lr=0.1 * args.batch / 64, momentum=0.9, nesterov=True)
         loader = dt.build_loader(pictures.train, mesh=mesh, global_batch_size=args.batch, seed=0, transform=shifted)
         run = loader.run_length(args.until)
-        rate = dt.with_warmup(dt.cosine(1.0, 0.0, run.steps()), run.steps() // 10)
+        rate = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.0, run.steps()), run.steps() // 10)
         recipe = [
-            dt.scale_lr(rate),
-            dt.progressive_resizing(delay="0.1dur", full="0.5dur", size_increment=2),
-            dt.mixup(0.1, num_classes=pictures.classes),
-            dt.label_smoothing(0.1, num_classes=pictures.classes),
-            dt.ema(half_life="0.05dur"),
+            dt.transforms.scale_lr(rate),
+            dt.transforms.progressive_resizing(delay="0.1dur", full="0.5dur", size_increment=2),
+            dt.transforms.mixup(0.1, num_classes=pictures.classes),
+            dt.transforms.label_smoothing(0.1, num_classes=pictures.classes),
+            dt.transforms.ema(half_life="0.05dur"),
         ]
         step = dt.compose_step(loss_fn, [method for method in recipe if method.name not in args.without])
-        state = step.init(model, optimizer, run=run)
-        checkpoints, log = args.out / "checkpoints", dt.jsonl(args.out / "metrics.jsonl")
+        state = step.init(model, optimizer, run_length=run)
+        checkpoints, log = args.out / "checkpoints", dt.loggers.jsonl(args.out / "metrics.jsonl")
         state = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True).state
         for batch in loader.until(args.until):
             state, metrics = step(state, batch)
@@ -86,7 +86,7 @@ def main() -> None:
                 return
 
         quiz = dt.build_loader(pictures.held_out, mesh=mesh, global_batch_size=256, seed=0, shuffle=False)
-        with nullcontext() if "ema" in args.without else dt.swapped(state, "ema"):
+        with nullcontext() if "ema" in args.without else dt.transforms.use_average(state, "ema"):
             numbers = dt.reduce_metrics(dt.evaluate(model, quiz, judge))
         if dist.rank == 0:
             print(f"held-out loss {numbers['loss']:.4f} on {len(pictures.held_out)} pictures")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import leftovers
-from dtrain.launch.port import hold_port
+from dtrain.launch.spawn_function import reserve_port
 from dtrain.testing import Ranks
 
 torch.set_num_threads(1)
@@ -65,7 +65,7 @@ def port() -> Iterator[int]:
 
     Programs of the test may listen there, if they set ``SO_REUSEADDR``.
     """
-    with hold_port() as held:
+    with reserve_port() as held:
         yield held.getsockname()[1]
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-from dtrain.checkpoint.find import latest_checkpoint
+from dtrain.checkpoint.checkpoint_info import latest_checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PATIENCE_S = 600  # for anything that takes seconds: the machine may be busy

@@ -29,4 +29,4 @@ def weight(state: dt.TrainState) -> float:
 
 
 def average(state: dt.TrainState, name: str) -> float:
-    return state.slices[name]["params"]["weight"].item()
+    return state.transform_states[name]["params"]["weight"].item()

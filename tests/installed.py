@@ -16,8 +16,8 @@ import torch
 
 import dtrain as dt
 from dtrain import storage, testing
-from dtrain.data.tokens import tokenizer_named
-from dtrain.extras import MODULES
+from dtrain.data.packing.tokenizer import load_tokenizer
+from dtrain.optional_dependencies import EXTRA_MODULES
 from dtrain.schedules import composer
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -29,11 +29,11 @@ def main(run: str) -> None:
     for module in (dt, testing, composer):
         for name in module.__all__:
             getattr(module, name)
-    present = [module for modules in MODULES.values() for module in modules if importlib.util.find_spec(module)]
+    present = [module for modules in EXTRA_MODULES.values() for module in modules if importlib.util.find_spec(module)]
     assert set(present) <= {"fsspec"}, f"torch brings fsspec; what brings {present}?"
     with tempfile.TemporaryDirectory() as folder:
         asked = calls(Path(folder))
-        assert set(asked) == set(MODULES) - {"report", "streaming"}, "streaming is compression, parquet and images"
+        assert set(asked) == set(EXTRA_MODULES) - {"report", "streaming"}, "streaming is compression, parquet and images"
         for extra, call in asked.items():
             said = error_of(call)
             assert said.endswith(f': pip install "dtrain[{extra}]"'), f"{extra}: {said}"
@@ -48,7 +48,7 @@ def main(run: str) -> None:
 def error_of(call: Callable[[], object]) -> str:
     try:
         call()
-    except dt.ConfigError as error:
+    except dt.errors.ConfigError as error:
         return str(error)
     return "nothing was raised"
 
@@ -62,28 +62,28 @@ def calls(folder: Path) -> dict[str, Callable[[], object]]:
     rows = folder / "rows.parquet"
     rows.write_bytes(b"PAR1")
     return {
-        "hf": lambda: tokenizer_named("bert-base-uncased"),
-        "http": lambda: storage.place("http://host/x"),
-        "s3": lambda: storage.place("s3://bucket/x"),
-        "gcs": lambda: storage.place("gs://bucket/x"),
-        "azure": lambda: storage.place("az://container/x"),
-        "oci": lambda: storage.place("oci://bucket/x"),
-        "sftp": lambda: storage.place("sftp://host/x"),
-        "compression": lambda: dt.write_shards([{"x": 1}], folder / "packed", format="mds", compression="zstd"),
-        "parquet": lambda: dt.ShardedDataset(folder),
-        "images": lambda: dt.write_shards([{"x": 1}], folder / "pictures", format="mds", columns={"x": "jpeg"}),
+        "hf": lambda: load_tokenizer("bert-base-uncased"),
+        "http": lambda: storage.resolve_path("http://host/x"),
+        "s3": lambda: storage.resolve_path("s3://bucket/x"),
+        "gcs": lambda: storage.resolve_path("gs://bucket/x"),
+        "azure": lambda: storage.resolve_path("az://container/x"),
+        "oci": lambda: storage.resolve_path("oci://bucket/x"),
+        "sftp": lambda: storage.resolve_path("sftp://host/x"),
+        "compression": lambda: dt.data.write_shards([{"x": 1}], folder / "packed", format="mds", compression="zstd"),
+        "parquet": lambda: dt.data.ShardedDataset(folder),
+        "images": lambda: dt.data.write_shards([{"x": 1}], folder / "pictures", format="mds", columns={"x": "jpeg"}),
         "fp8": fp8,
-        "plot": lambda: dt.plot_schedule({"lr": dt.cosine(1.0, 0.0, 10)}, 10),
-        "tensorboard": lambda: dt.tensorboard(folder / "tensorboard"),
-        "wandb": lambda: dt.wandb("project", folder=folder / "wandb"),
-        "mlflow": lambda: dt.mlflow("experiment", folder=folder / "mlflow"),
+        "plot": lambda: dt.schedules.plot({"lr": dt.schedules.cosine(1.0, 0.0, 10)}, 10),
+        "tensorboard": lambda: dt.loggers.tensorboard(folder / "tensorboard"),
+        "wandb": lambda: dt.loggers.wandb("project", path=folder / "wandb"),
+        "mlflow": lambda: dt.loggers.mlflow("experiment", path=folder / "mlflow"),
     }
 
 
 def fp8() -> object:
     """Asks for a GPU of some age before it asks for the package: this process says that it has one."""
     torch.cuda.is_available, torch.cuda.get_device_capability = (lambda: True), (lambda: (8, 9))
-    return dt.convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)))
+    return dt.surgery.convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 
 from dtrain import spans
 from dtrain.clock import Clock
-from dtrain.spans import Total
+from dtrain.spans import SpanTime
 
 
 class Run:
@@ -34,8 +34,8 @@ class FakeSpans:
         for name, value in seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + value
 
-    def totals(self) -> dict[str, Total]:
-        return {name: Total(1, seconds) for name, seconds in self.seconds.items()}
+    def totals(self) -> dict[str, SpanTime]:
+        return {name: SpanTime(1, seconds) for name, seconds in self.seconds.items()}
 
 
 def fake_spans(monkeypatch: Any) -> FakeSpans:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dtrain.batch import batch_spec, count_samples, pick_samples, split_batch, to_device, zeros_like_samples
+from dtrain.batch import batch_spec, count_samples, make_zero_samples, select_samples, split_batch, to_device
 from dtrain.errors import ConfigError
 
 Pair = namedtuple("Pair", "x y")
@@ -46,24 +46,24 @@ def test_split_then_cat_is_the_identity(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_picking_all_in_order_is_the_identity(kind):
     batch = KINDS[kind]
-    picked = pick_samples(batch, torch.arange(5))
+    picked = select_samples(batch, torch.arange(5))
     assert type(picked) is type(batch)
     assert str(picked) == str(batch)
 
 
 def test_pick_takes_samples_in_the_order_asked_for():
-    picked = pick_samples(KINDS["nested"], torch.tensor([4, 0]))
+    picked = select_samples(KINDS["nested"], torch.tensor([4, 0]))
     assert picked["x"]["a"].tolist() == [[12, 13, 14], [0, 1, 2]]
     assert (picked["ids"], picked["scale"]) == (["e", "a"], 2.0)
-    assert pick_samples(KINDS["tensordict"], torch.tensor([4, 0]))["y"].tolist() == [4, 0]
+    assert select_samples(KINDS["tensordict"], torch.tensor([4, 0]))["y"].tolist() == [4, 0]
 
 
 def test_pick_finds_the_described_axis():
     batch = {"ids": torch.arange(12).reshape(3, 4), "label": torch.arange(4), "name": "whole"}
-    picked = pick_samples(batch, torch.tensor([3, 1]), SPEC)
+    picked = select_samples(batch, torch.tensor([3, 1]), SPEC)
     assert (picked["ids"].tolist(), picked["label"].tolist()) == ([[3, 1], [7, 5], [11, 9]], [3, 1])
     assert picked["name"] == "whole"
-    of_tensordict = pick_samples(
+    of_tensordict = select_samples(
         TensorDict({"ids": batch["ids"], "label": batch["label"]}, batch_size=[]), torch.tensor([3]), SPEC
     )
     assert (of_tensordict["ids"].shape, of_tensordict["label"].tolist()) == ((3, 1), [3])
@@ -97,7 +97,7 @@ def test_to_device_leaves_what_is_there_alone():
 
 
 def test_zeros_like_samples_has_two_samples_of_the_same_kind():
-    filler = zeros_like_samples({"x": rows(0).int(), "scale": torch.tensor(2.0)})
+    filler = make_zero_samples({"x": rows(0).int(), "scale": torch.tensor(2.0)})
     assert filler["x"].shape == (2, 3)
     assert filler["x"].dtype == torch.int32
     assert filler["scale"] == 2.0
@@ -128,7 +128,7 @@ SPEC = batch_spec({"ids": "seq batch", "label": "batch"})
 def test_spec_finds_the_batch_axis_wherever_it_is():
     batch = {"ids": torch.arange(12).reshape(3, 4), "label": torch.arange(4), "mask": torch.ones(7)}
     assert SPEC.count(batch) == (4, 12)
-    parts = split_batch(batch, 3, spec=SPEC)
+    parts = split_batch(batch, 3, batch_spec=SPEC)
     assert [part["label"].tolist() for part in parts] == [[0, 1, 2], [3]]
     assert torch.equal(torch.cat([part["ids"] for part in parts], dim=1), batch["ids"])
     assert all(part["mask"] is batch["mask"] for part in parts)
@@ -137,7 +137,7 @@ def test_spec_finds_the_batch_axis_wherever_it_is():
 def test_spec_works_on_a_tensordict():
     batch = TensorDict({"ids": torch.zeros(3, 4), "label": torch.zeros(4)}, batch_size=[])
     assert SPEC.count(batch) == (4, 12)
-    assert [part["ids"].shape for part in split_batch(batch, 3, spec=SPEC)] == [(3, 3), (3, 1)]
+    assert [part["ids"].shape for part in split_batch(batch, 3, batch_spec=SPEC)] == [(3, 3), (3, 1)]
 
 
 @pytest.mark.parametrize(

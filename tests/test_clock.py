@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.clock import Clock, Place
+from dtrain.clock import Clock, EpochPosition
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
 
 
 def ticked(clock: Clock = Clock(), *, end_of_epoch: bool = False, **changes) -> Clock:  # noqa: B008  # frozen
-    place = Place(clock.epoch + 1, 0) if end_of_epoch else Place(clock.epoch, clock.step_in_epoch + 1)
+    place = EpochPosition(clock.epoch + 1, 0) if end_of_epoch else EpochPosition(clock.epoch, clock.step_in_epoch + 1)
     return clock.tick(**{"samples": 10, "tokens": 100, "seconds": 0.5, "place": place, **changes})
 
 

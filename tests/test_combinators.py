@@ -10,11 +10,11 @@ from torch import nn
 import dtrain as dt
 from dtrain.clock import Clock
 from dtrain.combinators import between, every, masked, on_batch
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import generator
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
-from dtrain.transform import Transform, context_for
+from dtrain.transform import Transform, make_step_context
 from origins import placed, places
 
 BATCH = torch.arange(12.0).reshape(4, 3) / 12
@@ -110,10 +110,10 @@ def test_between_acts_from_start_on_and_before_end():
 )
 def test_a_share_of_a_run_of_unknown_length_is_refused_at_init(make):
     model = nn.Linear(1, 1)
-    step = dt.compose_step(LOSS, [make(dt.ema(0.5))])
+    step = dt.compose_step(LOSS, [make(dt.transforms.ema(0.5))])
     with pytest.raises(ConfigError, match=r"clock: 0\.5dur is a share of the run, whose length is not known"):
         step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), run=RunLength(total=10))
+    step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), run_length=RunLength(total=10))
 
 
 def test_between_counts_in_any_unit_of_the_clock():
@@ -126,7 +126,7 @@ def test_wrappings_nest():
     assert steps_at_which(lambda t: every(2, between(3, 8, t)), 10) == [4, 6]
 
 
-def trained(transforms, steps: int = 4) -> tuple[dt.TrainState, dt.Metrics]:
+def trained(transforms, steps: int = 4) -> tuple[dt.TrainState, dt.typing.Metrics]:
     step = dt.compose_step(LOSS, transforms)
     state = begin(step)
     for _ in range(steps):
@@ -135,27 +135,27 @@ def trained(transforms, steps: int = 4) -> tuple[dt.TrainState, dt.Metrics]:
 
 
 def test_a_wrapped_average_moves_in_its_steps_only():
-    state, _ = trained([every(2, dt.ema(0.5))], 1)
-    first = {name: value.clone() for name, value in state.slices["ema"]["params"].items()}
-    state, _ = trained([every(2, dt.ema(0.5))], 2)
-    assert all(torch.equal(value, first[name]) for name, value in state.slices["ema"]["params"].items())
+    state, _ = trained([every(2, dt.transforms.ema(0.5))], 1)
+    first = {name: value.clone() for name, value in state.transform_states["ema"]["params"].items()}
+    state, _ = trained([every(2, dt.transforms.ema(0.5))], 2)
+    assert all(torch.equal(value, first[name]) for name, value in state.transform_states["ema"]["params"].items())
 
 
 def test_the_rate_is_its_own_where_scaling_has_ended():
-    _, metrics = trained([between(0, 2, dt.scale_lr(0.5))])
+    _, metrics = trained([between(0, 2, dt.transforms.scale_lr(0.5))])
     plain, _ = trained([])
-    state, _ = trained([between(0, 2, dt.scale_lr(0.0))], 6)
+    state, _ = trained([between(0, 2, dt.transforms.scale_lr(0.0))], 6)
     assert "lr" not in metrics
     assert torch.equal(state.params["0.weight"], plain.params["0.weight"])
 
 
 @pytest.mark.parametrize("wrap", [partial(every, 2), partial(between, 1, 3), lambda t: masked(t, "**")])
 def test_wrapping_changes_nothing_in_a_checkpoint(tmp_path, wrap):
-    state, _ = trained([wrap(dt.ema(0.5))])
+    state, _ = trained([wrap(dt.transforms.ema(0.5))])
     dt.save_sharded(tmp_path, state)
-    bare = dt.load_sharded(tmp_path, begin(dt.compose_step(LOSS, [dt.ema(0.5)]))).state
-    for name, average in state.slices["ema"]["params"].items():
-        assert torch.equal(average, bare.slices["ema"]["params"][name])
+    bare = dt.load_sharded(tmp_path, begin(dt.compose_step(LOSS, [dt.transforms.ema(0.5)]))).state
+    for name, average in state.transform_states["ema"]["params"].items():
+        assert torch.equal(average, bare.transform_states["ema"]["params"][name])
 
 
 ALL = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -176,7 +176,7 @@ def test_a_masked_transform_sees_some_parameters_and_what_it_wraps_all_of_them(w
     state, _ = trained(transforms, 1)
     assert [(at, params) for at, _, params in seen] == [(at, names) for at in SEAMS]
     assert [params for _, _, params in inside + outside] == [ALL] * 2 * len(SEAMS)
-    assert list(state.slices["recorder"]["params"]) == names
+    assert list(state.transform_states["recorder"]["params"]) == names
     assert list(state.params) == ALL
     assert type(state.params) is dict
 
@@ -187,9 +187,9 @@ def test_a_pattern_finds_a_tied_parameter_under_any_of_its_names():
     seen: list = []
     transform = masked(masked(recorder(seen), ["head.**"]), "*.weight")
     state = dt.compose_step(LOSS, [transform]).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert list(state.slices["recorder"]["params"]) == ["embed.weight"]
+    assert list(state.transform_states["recorder"]["params"]) == ["embed.weight"]
     alone = dt.compose_step(LOSS, [masked(recorder(seen), "head.**")]).init(model, state.optimizer)
-    assert list(alone.slices["recorder"]["params"]) == ["embed.weight", "head.bias"]
+    assert list(alone.transform_states["recorder"]["params"]) == ["embed.weight", "head.bias"]
 
 
 def test_masks_nest():
@@ -199,7 +199,7 @@ def test_masks_nest():
 
 
 def test_a_masked_clip_takes_the_norm_of_its_part_and_scales_that_alone():
-    step = dt.compose_step(LOSS, [masked(dt.clip_by_norm(0.01, eps=0.0), "0.**")])
+    step = dt.compose_step(LOSS, [masked(dt.transforms.clip_by_norm(0.01, eps=0.0), "0.**")])
     state, plain = begin(step, lr=1.0), begin(dt.compose_step(LOSS), lr=1.0)
     before = {name: param.detach().clone() for name, param in state.params.items()}
     plain, _ = dt.microbatch_step(plain, BATCH, loss_fn=LOSS)
@@ -214,10 +214,10 @@ def test_a_masked_clip_takes_the_norm_of_its_part_and_scales_that_alone():
 
 
 def test_a_masked_average_holds_its_part_only():
-    state, _ = trained([masked(dt.ema(0.5), "2.**")])
-    whole, _ = trained([dt.ema(0.5)])
-    assert list(state.slices["ema"]["params"]) == ["2.weight", "2.bias"]
-    assert torch.equal(state.slices["ema"]["params"]["2.bias"], whole.slices["ema"]["params"]["2.bias"])
+    state, _ = trained([masked(dt.transforms.ema(0.5), "2.**")])
+    whole, _ = trained([dt.transforms.ema(0.5)])
+    assert list(state.transform_states["ema"]["params"]) == ["2.weight", "2.bias"]
+    assert torch.equal(state.transform_states["ema"]["params"]["2.bias"], whole.transform_states["ema"]["params"]["2.bias"])
 
 
 def test_a_masked_update_may_be_skipped():
@@ -237,29 +237,32 @@ def test_a_masked_update_may_be_skipped():
 )
 def test_a_mask_that_leaves_nothing_is_refused_at_init(where, what):
     with pytest.raises(ConfigError, match=rf"^masked: {what} fits none of 4 parameters \(first: '0\.weight'\)$"):
-        begin(dt.compose_step(LOSS, [masked(dt.ema(0.5), where)]))
+        begin(dt.compose_step(LOSS, [masked(dt.transforms.ema(0.5), where)]))
 
 
 @pytest.mark.parametrize("where", [3, None, [3]])
 def test_a_mask_that_is_none_is_refused(where):
     with pytest.raises(ConfigError, match=r"masked: .*got \[?(3|None)\]?"):
-        masked(dt.ema(0.5), where)
+        masked(dt.transforms.ema(0.5), where)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: every(0, dt.ema(0.5)), "needs at least 1 ba, got 0"),
-        (lambda: every("3 apples", dt.ema(0.5)), "unknown unit 'apples'"),
-        (lambda: every(10, dt.ema), r"every: got the function ema.*dt\.every\(10, dt\.ema\(\.\.\.\)\)"),
-        (lambda: every(dt.ema(0.5), 10), r"every: needs a Transform, got 10; as in dt\.every\(10, dt\.ema\(0\.999\)\)"),
-        (lambda: between(5, 5, dt.ema(0.5)), "between: needs start < end, got start='5ba', end='5ba'"),
-        (lambda: between("3ep", "2ep", dt.ema(0.5)), "between: needs start < end, got start='3ep', end='2ep'"),
-        (lambda: between(0, 0, dt.ema(0.5)), "needs at least 1 ba, got 0"),
-        (lambda: between(-1, 5, dt.ema(0.5)), "needs at least 0, got -1 ba"),
-        (lambda: between(False, 5, dt.ema(0.5)), "needs a whole number of ba, got False ba"),
+        (lambda: every(0, dt.transforms.ema(0.5)), "needs at least 1 ba, got 0"),
+        (lambda: every("3 apples", dt.transforms.ema(0.5)), "unknown unit 'apples'"),
+        (lambda: every(10, dt.transforms.ema), r"every: got the function ema.*dt\.every\(10, dt\.ema\(\.\.\.\)\)"),
+        (
+            lambda: every(dt.transforms.ema(0.5), 10),
+            r"every: needs a Transform, got 10; as in dt\.every\(10, dt\.ema\(0\.999\)\)",
+        ),
+        (lambda: between(5, 5, dt.transforms.ema(0.5)), "between: needs start < end, got start='5ba', end='5ba'"),
+        (lambda: between("3ep", "2ep", dt.transforms.ema(0.5)), "between: needs start < end, got start='3ep', end='2ep'"),
+        (lambda: between(0, 0, dt.transforms.ema(0.5)), "needs at least 1 ba, got 0"),
+        (lambda: between(-1, 5, dt.transforms.ema(0.5)), "needs at least 0, got -1 ba"),
+        (lambda: between(False, 5, dt.transforms.ema(0.5)), "needs a whole number of ba, got False ba"),
         (lambda: between(0, 5, None), "between: needs a Transform, got None"),
-        (lambda: masked(dt.clip_by_norm, "0.*"), "masked: got the function clip_by_norm"),
+        (lambda: masked(dt.transforms.clip_by_norm, "0.*"), "masked: got the function clip_by_norm"),
         (lambda: on_batch(None, name="x"), r"on_batch: needs a function \(batch, generator\) -> batch, got None"),
         (lambda: on_batch(lambda b, g: b, name="a b"), "name must be letters, digits and underscores, got 'a b'"),
     ],
@@ -305,7 +308,7 @@ def test_a_batch_function_draws_from_seed_name_step_and_rank_alike_when_it_is_ca
     step = dt.compose_step(LOSS, [Transform(name="twice", grad=twice), on_batch(draw, name="draw")])
     state = begin(step)
     expected = [torch.rand((), generator=generator("cpu", 0, "draw", at, 0)).item() for at in (0, 1)]
-    assert torch.rand((), generator=context_for(state, "draw").generator).item() == expected[0]
+    assert torch.rand((), generator=make_step_context(state, "draw").generator).item() == expected[0]
     for _ in range(2):
         state, _ = step(state, BATCH)
     assert drawn == [expected[0]] * 2 + [expected[1]] * 2
@@ -353,7 +356,7 @@ def batch_method_that_fails(rank: int) -> list[str]:
     fails = [True]
 
     def fn(batch, source):
-        if fails.pop() and current().rank == rank:
+        if fails.pop() and get_dist_info().rank == rank:
             raise ValueError("no partner for this sample")
         return batch
 

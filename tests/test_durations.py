@@ -66,7 +66,7 @@ def test_what_is_no_duration_is_refused(text, message):
 
 @pytest.mark.parametrize("text", ["0ba", "0ep", "0dur", 0])
 def test_a_point_in_time_may_be_the_beginning(text):
-    assert Duration.parse(text, zero=True).value == 0
+    assert Duration.parse(text, allow_zero=True).value == 0
 
 
 def test_durations_add_within_a_unit_and_in_no_other_case():

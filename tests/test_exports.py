@@ -1,18 +1,14 @@
-"""The public names: sorted, importable, seen by type checkers, and free of side effects until they are used."""
+"""The public names: importable, documented, visible to type checkers, and free of side effects until the first use."""
 
-import ast
-import importlib
 import inspect
 import json
 import pkgutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import dtrain
-import dtrain.testing
+import public
 
 SIDE_EFFECTS = """
 import json, logging, os, signal, sys, threading
@@ -21,64 +17,65 @@ loggers, threads, hook = set(logging.root.manager.loggerDict), threading.active_
 import dtrain
 print(json.dumps({
     "heavy": sorted({"torch", "numpy", "tensordict", "einops", "typer"} & set(sys.modules)),
+    "own": sorted(name for name in sys.modules if name.startswith("dtrain.")),
     "env": dict(os.environ) == env,
     "signals": {s: signal.getsignal(s) for s in signal.valid_signals()} == handlers,
     "loggers": set(logging.root.manager.loggerDict) == loggers and not logging.root.handlers,
     "threads": threading.active_count() == threads,
     "hook": sys.excepthook is hook,
-    "dir": sorted(set(dir(dtrain)) - {"__version__"}) == dtrain.__all__,
-    "lazy": (dtrain.ConfigError.__name__, "torch" in sys.modules),
+    "lazy": (dtrain.DtrainError.__name__, dtrain.errors.ConfigError.__name__, "torch" in sys.modules),
 }))
 """
 
 
-def test_all_is_sorted_and_importable():
-    assert dtrain.__all__ == sorted(dtrain.__all__)
-    for name in dtrain.__all__:
-        assert getattr(dtrain, name) is not None
+def test_every_public_name_is_defined_in_its_module():
+    for name, module in public.all_names().items():
+        assert public.value(name) is getattr(sys.modules[module], name.rpartition(".")[2]), name
 
 
-def test_names_for_tests_are_sorted_and_importable():
-    assert dtrain.testing.__all__ == sorted(dtrain.testing.__all__)
-    assert [name for name in dtrain.testing.__all__ if not hasattr(dtrain.testing, name)] == []
+@pytest.mark.parametrize("package", public.DOORS)
+def test_dir_and_star_list_the_public_names(package):
+    module = public.door(package)
+    if hasattr(module, "__path__"):
+        doors = {door.rpartition(".")[2] for door in public.DOORS if door.rpartition(".")[0] == package}
+        assert dir(module) == module.__all__ == sorted({*public.names(package), *doors})
 
 
-def test_type_checkers_see_the_same_names_from_the_same_modules():
-    tree = ast.parse(Path(dtrain.__file__).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen == {name: f"dtrain.{module}" for name, module in dtrain._MODULE_OF.items()}
-    assert sorted(seen) == dtrain.__all__
+@pytest.mark.parametrize("package", public.DOORS)
+def test_no_public_name_is_a_submodule(package):
+    """An import of the submodule would replace the function of the same name."""
+    module = public.door(package)
+    submodules = {found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))}
+    assert submodules & set(public.names(package)) == set()
 
 
-def test_no_exported_name_is_a_submodule():
-    submodules = {module.name for module in pkgutil.iter_modules(dtrain.__path__)}
-    assert submodules & set(dtrain.__all__) == set()
+def test_top_level_keeps_about_sixty_names():
+    assert len(public.names("dtrain")) <= 60
 
 
 def test_every_public_name_has_a_docstring_of_its_own():
-    bare = []
-    for name, module in dtrain._MODULE_OF.items():
-        value = getattr(importlib.import_module(f"dtrain.{module}"), name)
-        if (isinstance(value, type) or inspect.isfunction(value)) and not value.__doc__:
-            bare.append(name)
+    values = {name: public.value(name) for name in public.all_names()}
+    bare = [
+        name for name, value in values.items() if (isinstance(value, type) or inspect.isfunction(value)) and not value.__doc__
+    ]
     assert bare == []
 
 
-def test_unknown_name_is_an_attribute_error():
+@pytest.mark.parametrize("package", public.DOORS)
+def test_unknown_name_is_an_attribute_error(package):
     with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
-        dtrain.Trainer  # noqa: B018
+        public.door(package).Trainer  # noqa: B018
 
 
 def test_import_does_nothing_else():
     out = subprocess.run([sys.executable, "-c", SIDE_EFFECTS], capture_output=True, text=True, check=True).stdout
     assert json.loads(out) == {
         "heavy": [],
+        "own": ["dtrain.lazy_imports"],
         "env": True,
         "signals": True,
         "loggers": True,
         "threads": True,
         "hook": True,
-        "dir": True,
-        "lazy": ["ConfigError", False],
+        "lazy": ["DtrainError", "ConfigError", False],
     }

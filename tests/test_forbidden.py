@@ -8,10 +8,10 @@ import pytest
 import dtrain
 
 SOURCE = Path(dtrain.__file__).parent
-TRUSTED = {"checkpoint/convert/trusted.py"}  # a program of its own, run only when the user says --trust
-RUNS_THE_SCRIPT = {"launch/start/rank.py": ["exec"]}  # the user's own, as Python itself would
-PICKLED_DATA = {"data/stream/formats/pickled.py": ["import pickle"]}  # of others, read only with allow_pickle=True
-FROM_ITS_OWN_CHILDREN = {"data/loading/parcel.py": ["import pickle"]}  # what its loader workers send a rank
+TRUSTED = {"checkpoint/conversion/unpickle_subprocess.py"}  # a program of its own, run only when the user says --trust
+RUNS_THE_SCRIPT = {"launch/spawn/rank_main.py": ["exec"]}  # the user's own, as Python itself would
+PICKLED_DATA = {"data/stream/formats/unsafe_pickle.py": ["import pickle"]}  # of others, read only with allow_pickle=True
+FROM_ITS_OWN_CHILDREN = {"data/worker_batch.py": ["import pickle"]}  # what its loader workers send a rank
 
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 BUILTINS = {"eval", "exec"}  # as functions: ``model.eval()`` is something else

@@ -21,10 +21,10 @@ def test_the_loop_of_the_readme_trains_and_resumes(tmp_path, monkeypatch):
     loop = BLOCKS[0]
     assert 'loader.until("3ep")' in loop
     exec(loop.replace('until("3ep")', 'until("1ep")'), names())
-    assert [found.step for found in dt.list_checkpoints("ckpt")] == [118]
+    assert [found.step for found in dt.checkpoint.list_steps("ckpt")] == [118]
     exec(loop, names())
-    assert [found.step for found in dt.list_checkpoints("ckpt")] == [118, 236, 354]
-    assert list(dt.read_jsonl("run.jsonl")) == [100, 200, 300]
+    assert [found.step for found in dt.checkpoint.list_steps("ckpt")] == [118, 236, 354]
+    assert list(dt.loggers.read_jsonl("run.jsonl")) == [100, 200, 300]
 
 
 def test_the_step_by_hand_trains():

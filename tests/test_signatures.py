@@ -17,26 +17,23 @@ from typing import Any
 
 import pytest
 
-import dtrain
-import dtrain.testing
+import public
 
 GOLDEN = Path(__file__).with_name("signatures.txt")
 REWRITE = "python tests/written.py"
 SPOKEN = ("__call__", "__enter__", "__iter__", "__len__", "__getitem__")  # what syntax calls is public, too
-PACKAGES = (dtrain, dtrain.testing)
-OF_COLLECTIVES = {"dtrain.dist.collectives": "", "dtrain.dist.control": "agree_", "dtrain.checkpoint.agree": ""}  # and prefix
+OF_COLLECTIVES = {"dtrain.dist.collectives": "", "dtrain.dist.step_sync": "agree_", "dtrain.dist.rank_errors": ""}  # and prefix
 OF_TORCH = ("all_reduce", "all_gather", "broadcast", "barrier", "reduce_scatter_tensor", "all_gather_into_tensor", "reduce")
 
 
 def surface() -> list[str]:
     """One line for each public name and each public method, sorted by name."""
     lines = []
-    for package in PACKAGES:
-        for name in package.__all__:
-            value = getattr(package, name)
-            lines.append(f"{package.__name__}.{name}: {described(package, name, value)}")
-            if is_class(value):
-                lines += [f"{package.__name__}.{name}.{line}" for line in members(value)]
+    for name, module in sorted(public.all_names().items()):
+        value = public.value(name)
+        lines.append(f"{name}: {described(module, name.rpartition('.')[2], value)}")
+        if is_class(value):
+            lines += [f"{name}.{line}" for line in members(value)]
     return lines
 
 
@@ -44,12 +41,12 @@ def is_class(value: Any) -> bool:
     return inspect.isclass(value) and value.__module__.startswith("dtrain.")  # typing.Any is a class in some releases
 
 
-def described(package: types.ModuleType, name: str, value: Any) -> str:
+def described(module: str, name: str, value: Any) -> str:
     if inspect.isfunction(value):
         entered = inspect.isgeneratorfunction(inspect.unwrap(value)) and value is not inspect.unwrap(value)
         return f"{'context manager' if entered else 'function'} {signature(value)}"
     if not is_class(value):
-        return f"alias {alias_source(package, name)}"
+        return f"alias {alias_source(module, name)}"
     bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
     if issubclass(value, BaseException):
         return f"exception ({bases})"
@@ -114,29 +111,28 @@ def annotation(value: Any) -> str:
     return value.__name__ if isinstance(value, type) and not isinstance(value, types.GenericAlias) else str(value)
 
 
-def alias_source(package: types.ModuleType, name: str) -> str:
+def alias_source(module: str, name: str) -> str:
     """What the name is assigned, as it is written: the printed form of types differs between releases of Python."""
-    path = inspect.getsourcefile(importlib.import_module(f"dtrain.{dtrain._MODULE_OF[name]}"))
+    path = inspect.getsourcefile(importlib.import_module(module))
     for node in ast.parse(Path(path).read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             return f"= {ast.unparse(node.value)}"
-    raise AssertionError(f"{package.__name__}.{name} is neither a class, nor a function, nor assigned in its module")
+    raise AssertionError(f"{module}.{name} is neither a class, nor a function, nor assigned in its module")
 
 
 def functions() -> dict[str, Any]:
     """Public functions, and public methods of public classes, by name."""
     found: dict[str, Any] = {}
-    for package in PACKAGES:
-        for name in package.__all__:
-            value = getattr(package, name)
-            if inspect.isfunction(value):
-                found[f"{package.__name__}.{name}"] = value
-            elif inspect.isclass(value):
-                for member, function in vars(value).items():
-                    own = getattr(function, "__qualname__", "").startswith(f"{name}.")  # see members()
-                    if inspect.isfunction(function) and own and not member.startswith("_"):
-                        found[f"{package.__name__}.{name}.{member}"] = function
+    for name in public.all_names():
+        value = public.value(name)
+        if inspect.isfunction(value):
+            found[name] = value
+        elif inspect.isclass(value):
+            for member, function in vars(value).items():
+                own = getattr(function, "__qualname__", "").startswith(f"{value.__name__}.")  # see members()
+                if inspect.isfunction(function) and own and not member.startswith("_"):
+                    found[f"{name}.{member}"] = function
     return found
 
 

@@ -15,7 +15,7 @@ SHORT_S = 0.004
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch):
     """A recorder of this test's own, at a clock that only ``pause`` moves."""
-    fresh = spans._Recorder()
+    fresh = spans._SpanRecorder()
     monkeypatch.setattr(spans, "_RECORDER", fresh)
     return fresh
 
@@ -148,15 +148,15 @@ def test_leaving_more_often_than_entering_does_nothing(pause):
 
 
 def test_outermost_counts_only_where_no_span_is_open(pause):
-    with spans.outermost("collective"):
+    with spans.outermost_span("collective"):
         pause(1)
-    with spans.span("save"), spans.outermost("collective"):
+    with spans.span("save"), spans.outermost_span("collective"):
         pause(2)
     assert seconds() == {"collective": 1, "save": 2}
 
 
 def test_outermost_inside_itself_counts_once(pause):
-    with spans.outermost("collective"), spans.outermost("collective"):
+    with spans.outermost_span("collective"), spans.outermost_span("collective"):
         pause(1)
     pause(2)
     assert spans.totals()["collective"] == (1, 1.0)
@@ -166,7 +166,7 @@ def test_outermost_inside_itself_counts_once(pause):
 def test_what_a_span_took_can_be_moved_to_another_one_later(pause):
     with spans.span("step"):
         pause(1)
-        move = spans.moving("step")
+        move = spans.reassign_later("step")
         pause(2)
         with spans.span("agree"):
             pause(4)
@@ -178,8 +178,8 @@ def test_what_a_span_took_can_be_moved_to_another_one_later(pause):
 
 def test_what_other_threads_do_is_not_counted(pause):
     def work():
-        move = spans.moving("step")
-        with spans.span("save"), spans.outermost("collective"):
+        move = spans.reassign_later("step")
+        with spans.span("save"), spans.outermost_span("collective"):
             spans.begin("data")
             spans.end()
         move("search")
@@ -235,8 +235,8 @@ def test_time_by_cause_has_all_causes(pause):
         pause(2)
     with spans.span("think"):
         pause(4)
-    found = spans.by_cause(spans.totals())
-    assert list(found) == list(spans.CAUSES)
+    found = spans.seconds_by_category(spans.totals())
+    assert list(found) == list(spans.TIME_CATEGORIES)
     assert {cause: spent for cause, spent in found.items() if spent} == {"evaluation": 3, "other": 4}
 
 
@@ -245,7 +245,7 @@ def test_names_without_end_become_other(pause):
         with spans.span(f"step {step}"):
             pause(1)
     found = spans.totals()
-    assert len(found) <= spans._NAMES + 1
+    assert len(found) <= spans._MAX_NAMES + 1
     assert found["step 0"] == (1, 1.0)
     assert "step 499" not in found
     assert sum(total.seconds for total in found.values()) == 500
@@ -257,42 +257,42 @@ def test_steps_are_counted_where_the_clock_ticks():
         for _ in range(3):
             spans.begin("step", 0)
             spans.end()
-        spans.stepped(step, samples=8 * step, tokens=64 * step)
+        spans.record_step(step, samples=8 * step, tokens=64 * step)
     assert spans.totals()["step"].count == 2
     assert spans.position() == (2, 16, 128)
 
 
 def test_a_listener_is_told_of_steps_that_are_due(pause):
     listener = Listener()
-    spans.listen(listener)
-    spans.look_again(step=3, in_s=10)
+    spans.set_listener(listener)
+    spans.schedule_next_check(step=3, in_s=10)
     told = []
     for step in range(1, 5):
-        spans.stepped(step, samples=0, tokens=0)
+        spans.record_step(step, samples=0, tokens=0)
         told.append(listener.steps)
     assert told == [0, 0, 1, 2]
-    spans.look_again(step=100, in_s=10)
+    spans.schedule_next_check(step=100, in_s=10)
     with spans.span("step"):
         pause(10)
-    spans.stepped(5, samples=0, tokens=0)
+    spans.record_step(5, samples=0, tokens=0)
     assert listener.steps == 3
 
 
 def test_events_are_kept_until_somebody_listens():
     for step in range(300):
-        spans.event("saved", step=step)
+        spans.record_event("saved", step=step)
     listener = Listener()
-    unheard = spans.listen(listener)
+    unheard = spans.set_listener(listener)
     assert [event["step"] for event in unheard] == list(range(100, 300))
-    spans.event("stop", step=1)
+    spans.record_event("stop", step=1)
     assert [event["name"] for event in listener.events] == ["stop"]
-    assert spans.listen(None) == []
-    assert spans.listen(listener) == []
+    assert spans.set_listener(None) == []
+    assert spans.set_listener(listener) == []
 
 
 def test_fields_of_an_event_do_not_hide_its_name_and_time():
-    spans.event("dropped", name="jsonl", at=0, sink="jsonl")
-    (event,) = spans.listen(Listener())
+    spans.record_event("dropped", name="jsonl", at=0, sink="jsonl")
+    (event,) = spans.set_listener(Listener())
     assert event["name"] == "dropped"
     assert event["at"] > 1e9
     assert event["sink"] == "jsonl"

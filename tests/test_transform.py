@@ -1,8 +1,8 @@
 import pytest
 
-from dtrain.algorithms.weights.ema import ema
 from dtrain.errors import ConfigError
 from dtrain.transform import Transform, check_transform
+from dtrain.transforms.weights.ema import ema
 
 
 def test_a_transform_passes_the_check():

@@ -1,4 +1,4 @@
-"""The reference of every exported name, by room; what is rendered is the docstring, read without importing it."""
+"""The Python reference: one page for the top level and one for each public sub-package, rendered from docstrings without importing them."""
 
 from __future__ import annotations
 
@@ -10,89 +10,79 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "dtrain"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Room:
-    """One page: the names of these modules, or all that ``package`` exports."""
+    """One page: all public names of ``package``."""
 
-    file: str
+    package: str
     title: str
     about: str
-    modules: tuple[str, ...] = ()
-    package: str = "dtrain"
+
+    @property
+    def file(self) -> str:
+        return self.package.removeprefix("dtrain.").replace(".", "-") if self.package != "dtrain" else "loop"
 
 
 ROOMS = (
-    Room(file="processes", title="Processes and agreements", modules=("dist", "launch", "pulse"),
-         about="Who am I, who are the others, and what do we agree on. See [the launcher](../launch.md) and "
-               "[collectives](../collectives.md)."),
-    Room(file="sharding", title="Sharding and memory", modules=("shard", "memory", "tensors"),
-         about="How a model lies on the ranks, and what is computed how. See [sharding](../sharding.md) and "
-               "[memory](../memory.md)."),
-    Room(file="step", title="The step", modules=("step", "state", "transform", "combinators", "losses", "scores", "batch"),
-         about="Gradients, updates, and the seams between them. See [the architecture](../architecture.md#state-and-seams) and "
-               "[the microbatch](../microbatch.md)."),
-    Room(file="data", title="Data", modules=("data",),
-         about="Loaders, shards, packing. See [data](../data.md) and [packing](../packing.md)."),
-    Room(file="checkpoints", title="Checkpoints", modules=("checkpoint",),
-         about="Saving, loading, finding, converting. See [checkpoints](../checkpoints.md)."),
-    Room(file="time", title="Time and schedules", modules=("clock", "durations", "schedules"),
-         about="How far training has come, and what depends on it. See [time](../time.md) and [schedules](../schedules.md)."),
-    Room(file="schedules-composer", title="Schedules in Composer's form", package="dtrain.schedules.composer",
-         about="`from dtrain.schedules import composer`. See [schedules](../schedules.md)."),
-    Room(file="optimizers", title="Optimizers", modules=("optim",),
-         about="What torch's optimizers lack. See [optimizers](../optimizers.md)."),
-    Room(file="algorithms", title="Algorithms", modules=("algorithms",),
-         about="Transforms for `compose_step`, each with its plain helper. [Every recipe](../recipes.md) has costs."),
-    Room(file="surgery", title="Model surgery", modules=("surgery",),
-         about="Edits of a model, made before it is sharded. [Every recipe](../recipes.md) has costs."),
-    Room(file="observing", title="Observing", modules=("observe", "spans", "runs"),
-         about="Meters, sinks, stops, the ledger, traces. See [observing](../observing.md) and [profiling](../profiling.md)."),
-    Room(file="planning", title="Plans and reports", modules=("planning", "report"),
-         about="What a run would take, and what a run took. See [planning](../planning.md) and [observing](../observing.md)."),
-    Room(file="testing", title="Testing", package="dtrain.testing",
-         about="`from dtrain import testing`. See [testing](../testing.md)."),
-    Room(file="types", title="Types and errors", modules=("types", "errors"),
-         about="Names for batches, losses and call shapes, and the tree of errors."),
+    Room("dtrain", "The training loop",
+         "Processes, the model, the step, data and checkpoints: `import dtrain as dt`. See [the loop](../loop.md)."),
+    Room("dtrain.schedules", "Schedules", "Values as functions of the step. See [schedules](../schedules.md)."),
+    Room("dtrain.schedules.composer", "Composer's schedules", "`dt.schedules.composer`. See [schedules](../schedules.md)."),
+    Room("dtrain.transforms", "Transforms",
+         "Changes of a step, composed by `compose_step`. [All recipes](../recipes.md) lists their costs."),
+    Room("dtrain.surgery", "Model surgery", "Edits of a model before sharding. [All recipes](../recipes.md) lists their costs."),
+    Room("dtrain.optim", "Optimizers", "Optimizers and parameter groups. See [optimizers](../optimizers.md)."),
+    Room("dtrain.data", "Data", "Datasets, orders, packing, streaming. See [data](../data.md) and [packing](../packing.md)."),
+    Room("dtrain.checkpoint", "Checkpoints", "List, verify, prune, convert. See [checkpoints](../checkpoints.md)."),
+    Room("dtrain.dist", "Processes and collectives",
+         "Collectives, random numbers, determinism. See [collectives](../collectives.md) and [determinism](../determinism.md)."),
+    Room("dtrain.memory", "Memory", "Checkpointing, offload, microbatch search. See [memory](../memory.md)."),
+    Room("dtrain.planning", "Planning", "Estimates without the machine. See [planning](../planning.md)."),
+    Room("dtrain.loggers", "Loggers", "Destinations of metrics. See [observing](../observing.md)."),
+    Room("dtrain.monitors", "Monitors", "Measurements of a run. See [observing](../observing.md)."),
+    Room("dtrain.profiling", "Profiling", "Traces, snapshots, hangs. See [profiling](../profiling.md) and [hangs](../hangs.md)."),
+    Room("dtrain.testing", "Testing", "Tests of distributed code. See [testing](../testing.md)."),
+    Room("dtrain.errors", "Errors", "The error tree. See [errors](../errors.md)."),
+    Room("dtrain.typing", "Types", "Names for batches, losses, metrics and call shapes."),
 )  # fmt: skip
 
 
 def exported(package: str) -> dict[str, str]:
-    """The names that a package exports, and the module below it that each is imported from."""
-    path = SOURCE.joinpath(*package.split(".")[1:], "__init__.py")
+    """Map the public names of a package or module, sub-packages left out, to the modules that define them."""
+    path = SOURCE.joinpath(*package.split(".")[1:])
+    if not path.is_dir():
+        return dict.fromkeys(sorted(_defined(path.with_suffix(".py"))), package)
     found: dict[str, str] = {}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dtrain."):
-            found |= {alias.asname or alias.name: str(node.module).removeprefix("dtrain.") for alias in node.names}
-    listed = _listed(path)
-    return {name: module for name, module in sorted(found.items()) if listed is None or name in listed}
+    for node in ast.walk(ast.parse((path / "__init__.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.asname: str(node.module) for alias in node.names if alias.asname}
+    doors = {room.package for room in ROOMS}
+    return {name: module for name, module in sorted(found.items()) if f"{module}.{name}" not in doors}
 
 
-def _listed(path: Path) -> set[str] | None:
-    """What ``__all__`` says, where it is written out."""
+def _defined(path: Path) -> set[str]:
+    names: set[str] = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" and isinstance(node.value, ast.List):
-            return set(ast.literal_eval(node.value))
-    return None
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
 
 
 def names(room: Room) -> list[str]:
-    """The names of a page, with their package, in the order of their modules."""
-    all_of_them = exported(room.package).items()
-    kept = [(module, name) for name, module in all_of_them if not room.modules or module.split(".")[0] in room.modules]
-    return [f"{room.package}.{name}" for _, name in sorted(kept)]
+    """Return the names of a page, with their package, in the order of their modules."""
+    return [f"{room.package}.{name}" for name, _ in sorted(exported(room.package).items(), key=lambda item: item[::-1])]
 
 
 def every_name() -> list[str]:
-    """All that a user may import, as it is imported."""
-    return [
-        f"{package}.{name}"
-        for package in ("dtrain", "dtrain.testing", "dtrain.schedules.composer")
-        for name in exported(package)
-    ]
+    """Return every public name as a user imports the name."""
+    return [f"{room.package}.{name}" for room in ROOMS for name in exported(room.package)]
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    """File and Markdown of each page of the reference."""
+    """Yield file and Markdown of each page of the reference."""
     yield "reference/index.md", index()
     for room in ROOMS:
         entries = "\n\n".join(f"::: {name}" for name in names(room))
@@ -100,9 +90,9 @@ def pages() -> Iterator[tuple[str, str]]:
 
 
 def index() -> str:
-    """All names by page."""
-    parts = ["# Python reference\n\nEvery name that can be imported: `import dtrain as dt`. What may change is said in "
-             "[stability](../stability.md).\n"]  # fmt: skip
+    """Return the page that lists all names by page."""
+    parts = ["# Python reference\n\nEvery public name of `import dtrain as dt`. [Stability](../stability.md) says what may "
+             "change.\n"]  # fmt: skip
     for room in ROOMS:
         listed = ", ".join(f"[`{name.rpartition('.')[2]}`]({room.file}.md#{name})" for name in names(room))
         parts.append(f"## [{room.title}]({room.file}.md)\n\n{listed}\n")

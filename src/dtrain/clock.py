@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
 
-_FIELD = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens", "sec": "seconds"}
-_COUNTS = ("step", "epoch", "step_in_epoch", "samples", "tokens", "seconds")
-_LINKS = ("before", "start", "since", "no_epochs")
-_NO_LOADER = "no dtrain loader handed out the batch of the last step, or it was made of new tensors"
+_UNIT_FIELDS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens", "sec": "seconds"}
+_COUNT_FIELDS = ("step", "epoch", "step_in_epoch", "samples", "tokens", "seconds")
+_LINK_FIELDS = ("before", "start", "since", "no_epochs")
+_NO_LOADER_REASON = "no dtrain loader handed out the batch of the last step, or it was made of new tensors"
 
 
-class Place(NamedTuple):
+class EpochPosition(NamedTuple):
     """A place in a loader's data: whole epochs done, and batches of the current epoch (None if the loader cannot say)."""
 
     epoch: int = 0
@@ -48,27 +48,27 @@ class Clock:
     seconds: float = 0.0
     before: Clock | None = None
     run: RunLength | None = None
-    start: Place | None = None
-    since: Place | None = None
+    start: EpochPosition | None = None
+    since: EpochPosition | None = None
     no_epochs: str | None = field(default=None, compare=False)
 
     @property
-    def place(self) -> Place:
+    def position(self) -> EpochPosition:
         """Epoch and batches of it."""
-        return Place(self.epoch, self.step_in_epoch)
+        return EpochPosition(self.epoch, self.step_in_epoch)
 
-    def starting(self, begin: Place, *, again: bool = False) -> Clock:
+    def begin_batch(self, begin: EpochPosition, *, repeated: bool = False) -> Clock:
         """The clock that a step starts from whose batch begins at ``begin``.
 
         Args:
             begin: place before the batch; without a number of batches, the clock has counted them.
-            again: if True, the last step was on the same batch, so its end is not the past yet.
+            repeated: if True, the last step was on the same batch, so its end is not the past yet.
         """
-        past = self.before.place if again and self.before is not None else self.since or self.place
+        past = self.before.position if repeated and self.before is not None else self.since or self.position
         counted = past.batch if begin.epoch == past.epoch else 0
-        here = Place(begin.epoch, counted if begin.batch is None else begin.batch)
-        before = self.before if self.start is None or self.before is None else self.before._at(self.start)
-        if here == self.place == past and not (self.start or self.since or self.no_epochs):
+        here = EpochPosition(begin.epoch, counted if begin.batch is None else begin.batch)
+        before = self.before if self.start is None or self.before is None else self.before._counts_at(self.start)
+        if here == self.position == past and not (self.start or self.since or self.no_epochs):
             return self
         since = past if past != here else None
         return replace(
@@ -85,13 +85,13 @@ class Clock:
         """The clock that a step starts from whose batch has no place in a loader."""
         return replace(self, no_epochs=reason)
 
-    def tick(self, *, samples: int, tokens: int, seconds: float, place: Place | None = None) -> Clock:
+    def tick(self, *, samples: int, tokens: int, seconds: float, position: EpochPosition | None = None) -> Clock:
         """The clock after one step over ``samples`` and ``tokens`` that took ``seconds``.
 
         Args:
-            place: place in the loader's data once the batch is consumed; None if no loader handed out the batch.
+            position: place in the loader's data once the batch is consumed; None if no loader handed out the batch.
         """
-        after = self.place if place is None else place
+        after = self.position if position is None else position
         counted = after.batch if after.batch is not None else (self.step_in_epoch + 1) * (after.epoch == self.epoch)
         return Clock(
             step=self.step + 1,
@@ -100,23 +100,23 @@ class Clock:
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
             seconds=self.seconds + seconds,
-            before=self._at(self.since),
+            before=self._counts_at(self.since),
             run=self.run,
-            start=None if self.since is None else self.place,
-            no_epochs=(self.no_epochs or _NO_LOADER) if place is None else None,
+            start=None if self.since is None else self.position,
+            no_epochs=(self.no_epochs or _NO_LOADER_REASON) if position is None else None,
         )
 
-    def _at(self, place: Place | None) -> Clock:
-        """The counts of this clock, at ``place`` if given. It has no ``before``: a chain of clocks would never be freed."""
-        if place is None and not (self.before or self.start or self.since or self.no_epochs):
+    def _counts_at(self, position: EpochPosition | None) -> Clock:
+        """The counts of this clock, at ``position`` if given. It has no ``before``: a chain of clocks would never be freed."""
+        if position is None and not (self.before or self.start or self.since or self.no_epochs):
             return self
         made = object.__new__(Clock)
-        for name in _COUNTS:
+        for name in _COUNT_FIELDS:
             object.__setattr__(made, name, getattr(self, name))
-        if place is not None:
-            object.__setattr__(made, "epoch", place.epoch)
-            object.__setattr__(made, "step_in_epoch", place.batch or 0)
-        for name in _LINKS:
+        if position is not None:
+            object.__setattr__(made, "epoch", position.epoch)
+            object.__setattr__(made, "step_in_epoch", position.batch or 0)
+        for name in _LINK_FIELDS:
             object.__setattr__(made, name, None)
         object.__setattr__(made, "run", self.run)
         return made
@@ -128,12 +128,12 @@ class Clock:
             ConfigError: an unknown unit, ``dur`` if the length of the run is not known, ``ep`` of a loop without a loader.
         """
         if unit == "dur":
-            return float(self._share())
+            return float(self._run_fraction())
         if unit == "ep":
             self._check_epochs("ep")
-        if unit not in _FIELD:
-            raise ConfigError(f"clock: counts {', '.join(_FIELD)} and dur, got {unit!r}")
-        found: int | float = getattr(self, _FIELD[unit])
+        if unit not in _UNIT_FIELDS:
+            raise ConfigError(f"clock: counts {', '.join(_UNIT_FIELDS)} and dur, got {unit!r}")
+        found: int | float = getattr(self, _UNIT_FIELDS[unit])
         return found
 
     def reached(self, point: Duration | int | str) -> bool:
@@ -145,9 +145,9 @@ class Clock:
         Raises:
             ConfigError: no duration, ``dur`` if the length of the run is not known, epochs of a loop without a loader.
         """
-        point = Duration.parse(point, zero=True)
+        point = Duration.parse(point, allow_zero=True)
         if point.unit == "dur" and point.value:
-            return self._intervals(point) >= 1
+            return self._count_intervals(point) >= 1
         if not point.value:
             return True
         return self.count(point.unit) >= point.value
@@ -166,15 +166,15 @@ class Clock:
             ConfigError: no duration, ``dur`` if the length of the run is not known, epochs of a loop without a loader.
         """
         every = Duration.parse(interval)
-        if self.counts_by_loader(every):
+        if self.uses_epochs(every):
             self._check_epochs(every)
         if self.before is None:
             return False
         # The clock of a checkpoint, and so the one before it, knows no length of a run; and the run may be of another one now.
         before = replace(self.before, run=self.run) if every.unit == "dur" else self.before
-        return self._intervals(every) > before._intervals(every)
+        return self._count_intervals(every) > before._count_intervals(every)
 
-    def counts_by_loader(self, length: Duration) -> bool:
+    def uses_epochs(self, length: Duration) -> bool:
         """Return True if ``length`` is measured by the place in the loader's data: epochs, or a share of a run in epochs."""
         total = None if self.run is None else self.run.total
         return length.unit == "ep" or (length.unit == "dur" and total is not None and total.unit == "ep")
@@ -186,13 +186,13 @@ class Clock:
                 "dt.build_loader, or name the loader: step.init(model, optimizer, loader=loader); or count in steps ('100ba')"
             )
 
-    def _intervals(self, every: Duration) -> int:
+    def _count_intervals(self, every: Duration) -> int:
         """How many whole ones have passed."""
         if every.unit == "dur":
-            return math.floor(self._share(every) / every.fraction)
+            return math.floor(self._run_fraction(every) / every.fraction)
         return int(self.count(every.unit) // every.value)
 
-    def _share(self, part: Duration | None = None) -> Fraction:
+    def _run_fraction(self, part: Duration | None = None) -> Fraction:
         """How much of the run is done, exactly; of a run in epochs, by the steps of the current one."""
         total = None if self.run is None else self.run.total
         if total is None:
@@ -219,6 +219,6 @@ class Clock:
 
         ``before`` is None at the beginning. ``start`` is there only if it is another place than that of ``before``.
         """
-        own = {name: getattr(self, name) for name in _COUNTS}
-        before = None if self.before is None else {name: getattr(self.before, name) for name in _COUNTS}
+        own = {name: getattr(self, name) for name in _COUNT_FIELDS}
+        before = None if self.before is None else {name: getattr(self.before, name) for name in _COUNT_FIELDS}
         return {**own, "before": before, **({} if self.start is None else {"start": [*self.start]})}

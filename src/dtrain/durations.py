@@ -18,8 +18,8 @@ UNITS = {
     "dur": "the share of the whole run",
 }
 _PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,2})?)\s*([a-z]+)\s*")
-_HOURS = re.compile(r"\s*(?:([0-9]+)d)?\s*(?:([0-9]+)h)?\s*(?:([0-9]+)m)?\s*(?:([0-9]+)s)?\s*")
-_SECONDS = (86400, 3600, 60, 1)
+_TIME_PATTERN = re.compile(r"\s*(?:([0-9]+)d)?\s*(?:([0-9]+)h)?\s*(?:([0-9]+)m)?\s*(?:([0-9]+)s)?\s*")
+_UNIT_SECONDS = (86400, 3600, 60, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Duration:
             raise ConfigError(f"duration: needs at least 0, got {self.value!r} {self.unit}")
 
     @classmethod
-    def parse(cls, text: Duration | int | str, *, zero: bool = False) -> Duration:
+    def parse(cls, text: Duration | int | str, *, allow_zero: bool = False) -> Duration:
         """The duration that ``text`` names; a plain integer counts steps.
 
         >>> Duration.parse("5_000sp"), Duration.parse("1e9tok"), Duration.parse(10)
@@ -56,19 +56,21 @@ class Duration:
 
         Args:
             text: a number and a unit; days, hours, minutes and seconds in this order; an integer; or a duration.
-            zero: whether none at all (``"0ba"``) is a length, too: it is for a point in time, not for an interval.
+            allow_zero: whether none at all (``"0ba"``) is a length, too: it is for a point in time, not for an interval.
 
         Raises:
             ConfigError: not a number and a unit, several units, an unknown one, a fraction of what is counted in whole numbers,
-                or nothing where ``zero`` is False.
+                or nothing where ``allow_zero`` is False.
         """
-        made = cls._parsed(text)
-        if made.value == 0 and not zero:
-            raise ConfigError(f"duration: needs at least 1 {made.unit}, got {text!r}" if made.unit != "dur" else _NO_SHARE)
+        made = cls._parse(text)
+        if made.value == 0 and not allow_zero:
+            raise ConfigError(
+                f"duration: needs at least 1 {made.unit}, got {text!r}" if made.unit != "dur" else _ZERO_FRACTION_ERROR
+            )
         return made
 
     @classmethod
-    def _parsed(cls, text: Duration | int | str) -> Duration:
+    def _parse(cls, text: Duration | int | str) -> Duration:
         if isinstance(text, Duration):
             return text
         if isinstance(text, int):
@@ -76,11 +78,11 @@ class Duration:
         if isinstance(text, str):
             if match := _PATTERN.fullmatch(text):
                 if match[2] in UNITS:
-                    return cls(_number(match[1], match[2], text), match[2])
+                    return cls(_parse_number(match[1], match[2], text), match[2])
                 if match[2] not in "dhms":
                     cls(1, match[2])  # which refuses the unit
-            if (match := _HOURS.fullmatch(text)) and any(match.groups()):
-                return cls(sum(int(part or 0) * size for part, size in zip(match.groups(), _SECONDS, strict=True)), "sec")
+            if (match := _TIME_PATTERN.fullmatch(text)) and any(match.groups()):
+                return cls(sum(int(part or 0) * size for part, size in zip(match.groups(), _UNIT_SECONDS, strict=True)), "sec")
         raise ConfigError(
             f"duration: cannot read {text!r}; write one number and one unit of {', '.join(UNITS)}, as in '3ep', '100ba', "
             "'1e9tok', '0.1dur', '90sec', or a time as in '1h20m40s'"
@@ -109,12 +111,12 @@ class Duration:
             raise ConfigError(f"duration: {self} cannot be told in steps: how long a step takes is not known before")
         if self.unit == "dur":
             if run.total is None:
-                raise ConfigError(f"duration: {self} needs the length of the run; {_tell('total=...')}")
+                raise ConfigError(f"duration: {self} needs the length of the run; {_run_length_advice('total=...')}")
             return self.fraction * run.total._exact_steps(run)
         name = {"ep": "steps_per_epoch", "sp": "samples_per_step", "tok": "tokens_per_step"}[self.unit]
         per = getattr(run, name)
         if per is None:
-            raise ConfigError(f"duration: {self} in steps needs {name}; {_tell(name + '=...')}")
+            raise ConfigError(f"duration: {self} in steps needs {name}; {_run_length_advice(name + '=...')}")
         return Fraction(self.value) * per if self.unit == "ep" else Fraction(self.value) / Fraction(per)
 
     @property
@@ -131,7 +133,7 @@ class Duration:
         Raises:
             ConfigError: another unit.
         """
-        more = Duration.parse(other, zero=True)
+        more = Duration.parse(other, allow_zero=True)
         if more.unit != self.unit:
             raise ConfigError(f"duration: cannot add {more} to {self}: units must agree; convert both with .steps(run)")
         both = self.fraction + more.fraction
@@ -188,14 +190,14 @@ class RunLength:
         return Duration(1, "dur").steps(self)
 
 
-_NO_SHARE = "duration: needs more than 0 of the run, as in '0.1dur'"
+_ZERO_FRACTION_ERROR = "duration: needs more than 0 of the run, as in '0.1dur'"
 
 
-def _tell(field: str) -> str:
+def _run_length_advice(field: str) -> str:
     return f"give RunLength({field}), or loader.run_length('3ep'), which knows"
 
 
-def _number(digits: str, unit: str, text: str) -> int | float:
+def _parse_number(digits: str, unit: str, text: str) -> int | float:
     """The number in front of a unit, exact however large it is."""
     exact = Fraction(digits.replace("_", ""))
     if unit == "dur":

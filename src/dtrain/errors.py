@@ -7,12 +7,12 @@
     ├── StaleStateError (RuntimeError)      a TrainState that was already stepped is used again
     ├── StepError (RuntimeError)            a training step that cannot be made sense of (no weight, no gradient)
     │   ├── NonFiniteError                  losses or gradients are infinite or NaN as often as the run allows
-    │   └── DoesNotFitError                 the smallest microbatch needs more memory than there is
+    │   └── OutOfMemoryError                 the smallest microbatch needs more memory than there is
     ├── DistError (RuntimeError)            ranks that did not meet, or that disagree
     │   ├── PeerError                       this rank is fine; another one failed, and all of them stop
     │   └── DesyncError                     ranks hold different values of what is to be the same on them
     ├── CheckpointError (RuntimeError)
-    │   ├── DamagedCheckpointError          a committed checkpoint that fails verification
+    │   ├── CorruptCheckpointError          a committed checkpoint that fails verification
     │   └── CheckpointMismatchError         a sound checkpoint that does not fit what it is loaded into
     ├── DataError (RuntimeError)            samples that could not be read: a shard, a worker, a dataset at fault
     │   └── ShardError                      a whole shard is missing or damaged, or does not come
@@ -25,9 +25,9 @@ A message is one line: where, what came with its value, what to do. ``ValueError
 from __future__ import annotations
 
 
-def printable(text: str, *, kept: str = "") -> str:
-    """Escape the characters of ``text`` that are not printable, but for those in ``kept``: names come out of files."""
-    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+def escape_unprintable(text: str, *, keep: str = "") -> str:
+    """Escape the characters of ``text`` that are not printable, but for those in ``keep``: names come out of files."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
 class DtrainError(Exception):
@@ -50,7 +50,7 @@ class NonFiniteError(StepError):
     """Losses or gradients are infinite or NaN, as often one after another as the run allows."""
 
 
-class DoesNotFitError(StepError):
+class OutOfMemoryError(StepError):
     """The smallest microbatch that is allowed needs more memory than a rank has."""
 
 
@@ -73,21 +73,21 @@ class CheckpointError(DtrainError, RuntimeError):
     of characters is shortened.
     """
 
-    _kept = ""  # characters that are not escaped, though they are not printable
+    _unescaped = ""  # characters that are not escaped, though they are not printable
 
     def __init__(self, message: str) -> None:
-        lines = "\n".join(map(_shortened, message.split("\n")))
-        super().__init__(printable(lines, kept=self._kept))
+        lines = "\n".join(map(_shorten_line, message.split("\n")))
+        super().__init__(escape_unprintable(lines, keep=self._unescaped))
 
 
-class DamagedCheckpointError(CheckpointError):
+class CorruptCheckpointError(CheckpointError):
     """A committed checkpoint fails verification: a file is missing, truncated, altered, or foreign."""
 
 
 class CheckpointMismatchError(CheckpointError):
     """A sound checkpoint does not fit what it is loaded into. A table of what differs may follow the line."""
 
-    _kept = "\n"
+    _unescaped = "\n"
 
 
 class DataError(DtrainError, RuntimeError):
@@ -102,9 +102,9 @@ class RankError(DtrainError, RuntimeError):
     """A rank that ``dtrain.testing`` or ``spawn`` started has failed, or did not finish in time."""
 
 
-_HALF = 2000  # characters; a path has at most 4,096
+_HALF_LINE = 2000  # characters; a path has at most 4,096
 
 
-def _shortened(line: str) -> str:
+def _shorten_line(line: str) -> str:
     """``line`` without its middle if it is far too long for a reader."""
-    return line if len(line) <= 3 * _HALF else f"{line[:_HALF]} ... {line[-_HALF:]}"
+    return line if len(line) <= 3 * _HALF_LINE else f"{line[:_HALF_LINE]} ... {line[-_HALF_LINE:]}"

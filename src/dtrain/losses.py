@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.dist.cut_entropy import cut_cross_entropy
+from dtrain.dist.differentiable import vocab_parallel_cross_entropy
+from dtrain.dtensor import local_last_dim
 from dtrain.errors import ConfigError
-from dtrain.tensors import last_dim_part
-from dtrain.types import Batch, LossFn, LossSum
+from dtrain.typing import Batch, LossFn, LossSum
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> LossSum:
@@ -37,13 +37,13 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -10
             f"token_cross_entropy: needs logits [batch, seq, vocab] and targets [batch, seq], "
             f"got {tuple(logits.shape)} and {tuple(targets.shape)}"
         )
-    mine, first, group = last_dim_part(logits, where="token_cross_entropy")
+    mine, first, group = local_last_dim(logits, caller="token_cross_entropy")
     wide, flat = mine.flatten(0, -2), targets.flatten()
     wide = wide if wide.dtype.itemsize >= 4 else wide.float()
     if group is None:
         total = F.cross_entropy(wide, flat, ignore_index=ignore_index, reduction="sum")
     else:
-        total = cut_cross_entropy(wide, flat, first=first, group=group, ignore_index=ignore_index)
+        total = vocab_parallel_cross_entropy(wide, flat, vocab_start=first, group=group, ignore_index=ignore_index)
     return LossSum(total=total, weight=(targets != ignore_index).sum())
 
 
@@ -85,13 +85,13 @@ def soft_cross_entropy(
         >>> round(float(loss.total), 4), float(loss.weight)  # log 2, of one target
         (0.6931, 1.0)
     """
-    _check_soft(logits, targets, smoothing)
+    _check_soft_targets(logits, targets, smoothing)
     if class_weights is not None and class_weights.shape != logits.shape[-1:]:
         raise ConfigError(
             f"soft_cross_entropy: needs a class weight for each of {logits.shape[-1]} classes, got shape "
             f"{tuple(class_weights.shape)}"
         )
-    mine, _, group = last_dim_part(logits, where="soft_cross_entropy")
+    mine, _, group = local_last_dim(logits, caller="soft_cross_entropy")
     if group is not None:
         raise ConfigError("soft_cross_entropy: takes whole logits; for those cut along the classes use token_cross_entropy")
     wide = mine if mine.dtype.itemsize >= 4 else mine.float()
@@ -116,7 +116,7 @@ def soft_cross_entropy(
     return LossSum(total=total, weight=(given if weights is None else given * weights).sum().detach())
 
 
-def _check_soft(logits: Tensor, targets: Tensor, smoothing: float) -> None:
+def _check_soft_targets(logits: Tensor, targets: Tensor, smoothing: float) -> None:
     if targets.dtype != torch.int64 and not targets.is_floating_point():
         raise ConfigError(
             f"soft_cross_entropy: targets are class indices (int64) or probabilities (float), got {targets.dtype}"

@@ -17,16 +17,18 @@ from typing import Literal, NamedTuple, ParamSpec, Protocol, TypeVar, get_args
 
 from dtrain.errors import ConfigError
 
-Cause = Literal["compute", "data", "communication", "checkpoint", "evaluation", "compile", "restart", "stall", "setup", "other"]
+TimeCategory = Literal[
+    "compute", "data", "communication", "checkpoint", "evaluation", "compile", "restart", "stall", "setup", "other"
+]
 """What time goes to. Productive is ``compute`` alone; ``stall`` is waiting for other ranks, or for a step that began again."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-CAUSES: tuple[Cause, ...] = get_args(Cause)
+TIME_CATEGORIES: tuple[TimeCategory, ...] = get_args(TimeCategory)
 OTHER = "other"  # the name of what is in no span
 
-_LIBRARY: dict[str, Cause] = {
+_LIBRARY_SPANS: dict[str, TimeCategory] = {
     OTHER: "other",
     "setup": "setup",
     "step": "compute",
@@ -40,18 +42,18 @@ _LIBRARY: dict[str, Cause] = {
     "evaluate": "evaluation",
     "compile": "compile",
 }
-_NAMES = 100 + len(_LIBRARY)  # different ones; what comes later is ``other``: a name with a step in it has no end
-_KEPT = 200  # events until somebody listens
+_MAX_NAMES = 100 + len(_LIBRARY_SPANS)  # different ones; what comes later is ``other``: a name with a step in it has no end
+_MAX_EVENTS = 200  # events until somebody listens
 
 
-class Total(NamedTuple):
+class SpanTime(NamedTuple):
     """How often a span was entered, and its own seconds: without those of spans inside it."""
 
     count: int  # type: ignore[assignment]  # a tuple's method of this name counts nothing that is in here
     seconds: float
 
 
-class Listener(Protocol):
+class SpanListener(Protocol):
     """Who writes down what this module only counts."""
 
     def stepped(self) -> None:
@@ -63,7 +65,7 @@ class Listener(Protocol):
         ...
 
 
-class _Recorder:
+class _SpanRecorder:
     """Of this process. ``top`` is the count and nanoseconds of the innermost span, charged up to ``mark``; ``stack`` has those
     that it is in, the outermost first. The lists in ``totals`` are never replaced, so two are of one name if they are the same.
     """
@@ -77,14 +79,14 @@ class _Recorder:
         self.top, self.steps = [0, 0], [0, 0]
         self.totals: dict[str, list[int]] = {OTHER: self.top, "step": self.steps}
         self.stack: list[list[int]] = []
-        self.causes: dict[str, Cause] = dict(_LIBRARY)
+        self.causes: dict[str, TimeCategory] = dict(_LIBRARY_SPANS)
         self.step, self.samples, self.tokens = 0, 0, 0
         self.due_step, self.due_ns = 0, 0
-        self.listener: Listener | None = None
-        self.events: deque[Mapping[str, object]] = deque(maxlen=_KEPT)
+        self.listener: SpanListener | None = None
+        self.events: deque[Mapping[str, object]] = deque(maxlen=_MAX_EVENTS)
 
 
-_RECORDER = _Recorder()
+_RECORDER = _SpanRecorder()
 
 
 class span:  # used as a function, and a class is the cheapest context manager
@@ -95,7 +97,7 @@ class span:  # used as a function, and a class is the cheapest context manager
 
     Args:
         name: one of a few fixed texts, of at most 60 characters; after a hundred different ones, further are counted as other.
-        cause: what the time goes to; None for that of dtrain's own span of this name, else ``"other"``.
+        category: what the time goes to; None for that of dtrain's own span of this name, else ``"other"``.
 
     Raises:
         ConfigError: another kind of name, an unknown cause, or one that differs from what this name had before.
@@ -103,10 +105,10 @@ class span:  # used as a function, and a class is the cheapest context manager
 
     __slots__ = ("_name",)
 
-    def __init__(self, name: str, cause: Cause | None = None) -> None:
+    def __init__(self, name: str, category: TimeCategory | None = None) -> None:
         known = type(name) is str and name in _RECORDER.totals
-        if not known or (cause is not None and _RECORDER.causes.get(name) != cause):
-            _declare(name, cause)
+        if not known or (category is not None and _RECORDER.causes.get(name) != category):
+            _declare_span(name, category)
         self._name = name
 
     def __enter__(self) -> None:
@@ -116,7 +118,7 @@ class span:  # used as a function, and a class is the cheapest context manager
         end(self._name)
 
 
-def counted(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def timed(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator: the time of each call is counted under ``name``."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -130,7 +132,7 @@ def counted(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-class outermost:
+class outermost_span:
     """``span`` where no other is open, else nothing: for what counts by itself only when the loop calls it."""
 
     __slots__ = ("_name", "_open")
@@ -148,16 +150,16 @@ class outermost:
             end(self._name)
 
 
-def _declare(name: str, cause: Cause | None) -> None:
+def _declare_span(name: str, category: TimeCategory | None) -> None:
     if not isinstance(name, str) or not name or len(name) > 60 or not name.isprintable():
         raise ConfigError(f"span: a name is a text of 1 to 60 printable characters, got {name!r}")
-    if cause is not None and cause not in CAUSES:
-        raise ConfigError(f"span: cause must be one of {', '.join(CAUSES)}, got {cause!r}")
+    if category is not None and category not in TIME_CATEGORIES:
+        raise ConfigError(f"span: cause must be one of {', '.join(TIME_CATEGORIES)}, got {category!r}")
     known = _RECORDER.causes.get(name)
-    if cause is not None and known not in (None, cause):
-        raise ConfigError(f"span: {name!r} counts as {known} already, got cause={cause!r}; choose another name")
-    if known is None and len(_RECORDER.causes) < _NAMES:
-        _RECORDER.causes[name] = cause or "other"
+    if category is not None and known not in (None, category):
+        raise ConfigError(f"span: {name!r} counts as {known} already, got cause={category!r}; choose another name")
+    if known is None and len(_RECORDER.causes) < _MAX_NAMES:
+        _RECORDER.causes[name] = category or "other"
 
 
 def begin(name: str, times: int = 1) -> None:
@@ -204,30 +206,30 @@ def end(name: str | None = None) -> None:
             if at == 0:  # the first is what is in no span
                 return
             del stack[at + 1 :]
-            _enter(recorder, stack.pop())
+            _switch_to(recorder, stack.pop())
     before = stack.pop()
     if before is not recorder.top:
-        _enter(recorder, before)
+        _switch_to(recorder, before)
 
 
-def _enter(recorder: _Recorder, entry: list[int]) -> None:
+def _switch_to(recorder: _SpanRecorder, entry: list[int]) -> None:
     now = perf_counter_ns()
     recorder.top[1] += now - recorder.mark
     recorder.mark = now
     recorder.top = entry
 
 
-def moving(name: str) -> Callable[[str], None]:
+def reassign_later(name: str) -> Callable[[str], None]:
     """A function that moves what spans called ``name`` take from here on to another name: for what shows late what it was."""
     recorder = _RECORDER
-    charge()
+    add_time()
     entry = recorder.totals.setdefault(name, [0, 0])
     before = entry[1]
 
     def move(other: str) -> None:
         if get_ident() != recorder.thread:
             return
-        charge()
+        add_time()
         taken, to = entry[1] - before, recorder.totals.setdefault(other, [0, 0])
         entry[1] -= taken
         to[0] += 1
@@ -236,7 +238,7 @@ def moving(name: str) -> Callable[[str], None]:
     return move
 
 
-def charge() -> None:
+def add_time() -> None:
     """Count what the innermost span has taken up to now. Nothing outside of the main thread."""
     recorder = _RECORDER
     if get_ident() == recorder.thread:
@@ -245,7 +247,7 @@ def charge() -> None:
         recorder.mark = now
 
 
-def stepped(step: int, *, samples: int, tokens: int) -> None:
+def record_step(step: int, *, samples: int, tokens: int) -> None:
     """A step is done: ``step`` so far, ``samples`` and ``tokens`` so far, all global. Called where the clock ticks.
 
     It counts the step, which spans called ``"step"`` do not: a step written by hand has two of them, one that is begun again
@@ -258,12 +260,12 @@ def stepped(step: int, *, samples: int, tokens: int) -> None:
         recorder.listener.stepped()
 
 
-def placed(step: int, *, samples: int, tokens: int) -> None:
+def set_position(step: int, *, samples: int, tokens: int) -> None:
     """The run goes on after ``step``: what ``position`` says until the next one is done."""
     _RECORDER.step, _RECORDER.samples, _RECORDER.tokens = step, samples, tokens
 
 
-def event(name: str, /, **fields: object) -> None:
+def record_event(name: str, /, **fields: object) -> None:
     """Something that is worth a line of its own in the run's ledger: ``event("committed", step=100, bytes=...)``.
 
     From any thread. Kept (the last two hundred) until the run is opened, and forgotten if it never is.
@@ -280,28 +282,28 @@ def event(name: str, /, **fields: object) -> None:
         _RECORDER.events.append(happened)
 
 
-def totals() -> dict[str, Total]:
+def totals() -> dict[str, SpanTime]:
     """What has been counted so far, by name: up to now, and in other threads up to where the main one is known to have been."""
-    charge()
-    return {name: Total(count, ns / 1e9) for name, (count, ns) in list(_RECORDER.totals.items())}
+    add_time()
+    return {name: SpanTime(count, ns / 1e9) for name, (count, ns) in list(_RECORDER.totals.items())}
 
 
-def by_cause(found: Mapping[str, Total]) -> dict[Cause, float]:
+def seconds_by_category(found: Mapping[str, SpanTime]) -> dict[TimeCategory, float]:
     """Seconds by cause of what ``totals`` returned (or a difference of two): all causes, those without time as 0."""
-    seconds: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
+    seconds: dict[TimeCategory, float] = dict.fromkeys(TIME_CATEGORIES, 0.0)
     for name, total in found.items():
-        seconds[cause_of(name)] += total.seconds
+        seconds[category_of(name)] += total.seconds
     return seconds
 
 
-def cause_of(name: str) -> Cause:
+def category_of(name: str) -> TimeCategory:
     """What the time of a span goes to."""
     return _RECORDER.causes.get(name, "other")
 
 
-def is_own(name: str) -> bool:
+def is_library_span(name: str) -> bool:
     """Whether dtrain itself has a span of this name."""
-    return name in _LIBRARY
+    return name in _LIBRARY_SPANS
 
 
 def position() -> tuple[int, int, int]:
@@ -309,7 +311,7 @@ def position() -> tuple[int, int, int]:
     return _RECORDER.step, _RECORDER.samples, _RECORDER.tokens
 
 
-def listen(listener: Listener | None) -> list[Mapping[str, object]]:
+def set_listener(listener: SpanListener | None) -> list[Mapping[str, object]]:
     """Have ``listener`` told from now on, nobody with None. Returns the events that nobody has heard, which are forgotten."""
     unheard = list(_RECORDER.events) if listener is not None else []
     _RECORDER.thread = threading.main_thread().ident  # another one in a fork that was made by another thread
@@ -320,6 +322,6 @@ def listen(listener: Listener | None) -> list[Mapping[str, object]]:
     return unheard
 
 
-def look_again(*, step: int, in_s: float) -> None:
+def schedule_next_check(*, step: int, in_s: float) -> None:
     """When the listener is to be told of a step next: at ``step``, or after ``in_s`` seconds, whichever is first."""
     _RECORDER.due_step, _RECORDER.due_ns = step, perf_counter_ns() + int(in_s * 1e9)

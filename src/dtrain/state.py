@@ -14,23 +14,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.clock import Clock
-from dtrain.dist import stopping
-from dtrain.dist.control import Tally
-from dtrain.dist.init import check_in_groups, current
-from dtrain.dist.mesh import Replicas
-from dtrain.dist.origin import Begun, Followed, HandsOut
+from dtrain.dist import preemption
+from dtrain.dist.batch_info import LoaderHistory, StepBatch, TrackedLoader
+from dtrain.dist.init import check_init_dist_called, get_dist_info
+from dtrain.dist.mesh import ReplicaInfo
+from dtrain.dist.step_sync import StepCounts
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError, StaleStateError
-from dtrain.handles import check_forms, check_held, check_params, check_types
-from dtrain.names import clean_parameters, unwrapped
-from dtrain.shared import Shared
-from dtrain.types import Batch, Slice
+from dtrain.fqn import parameters_by_fqn, unwrap_module
+from dtrain.init_checks import check_fused_foreach, check_model_and_optimizer, check_optimizer_params, check_params
+from dtrain.run_context import RunContext
+from dtrain.typing import Batch, TransformState
 
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate", "none"]
 Accumulate = Literal["local", "sharded"]
 Buffers = Literal["broadcast", "mean", "local"]
-_SPEC = "_dtrain_spec"  # the attribute of a module that shard_model leaves its ShardSpec in
-_RUNS = "_dtrain_runs"  # the attribute of a model that Step.init leaves its _Runs in
+_SPEC_ATTRIBUTE = "_dtrain_spec"  # the attribute of a module that shard_model leaves its ShardSpec in
+_RUNS_ATTRIBUTE = "_dtrain_runs"  # the attribute of a model that Step.init leaves its _Runs in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,13 +42,13 @@ class ShardSpec:
         mesh: the whole mesh, None for a plain model.
         data_rank: this rank's place among those that see different data.
         data_ranks: how many of those there are.
-        copies: ranks that work on one batch together, over the mesh's ``cp`` and ``tp``; those of a batch follow each other.
-        counts: whether this rank's sums count. Ranks along ``tp`` compute the same ones, so only those of the first do.
+        ranks_per_batch: ranks that work on one batch together, over the mesh's ``cp`` and ``tp``; those of a batch follow each other.
+        counts_in_loss: whether this rank's sums count. Ranks along ``tp`` compute the same ones, so only those of the first do.
         accumulate: whether gradients wait for a step's last microbatch at full size, or as shards.
         buffers: what becomes of persistent buffers that a forward changed.
-        left_out: names of the parameters that are whole on every rank.
-        computes_on: the device of forward and backward, where parameters are kept on another one; else None.
-        apart: the copies of the model while they train apart: gradients are summed within each, and parameters may differ. None
+        ignored_params: names of the parameters that are whole on every rank.
+        compute_device: the device of forward and backward, where parameters are kept on another one; else None.
+        replica_info: the copies of the model while they train apart: gradients are summed within each, and parameters may differ. None
             otherwise, and always in what ``shard_model`` sets; see ``split_replicas``.
     """
 
@@ -56,44 +56,44 @@ class ShardSpec:
     mesh: DeviceMesh | None = field(default=None, repr=False)
     data_rank: int = 0
     data_ranks: int = 1
-    copies: int = 1
-    counts: bool = True
+    ranks_per_batch: int = 1
+    counts_in_loss: bool = True
     accumulate: Accumulate = "local"
     buffers: Buffers = "broadcast"
-    left_out: tuple[str, ...] = ()
-    computes_on: torch.device | None = None
-    apart: Replicas | None = field(default=None, repr=False)
+    ignored_params: tuple[str, ...] = ()
+    compute_device: torch.device | None = None
+    replica_info: ReplicaInfo | None = field(default=None, repr=False)
 
 
 def attach_spec(model: nn.Module, spec: ShardSpec) -> None:
     """Remember ``spec`` on ``model``. Mutates: ``model`` (one attribute, in no state dict)."""
-    setattr(unwrapped(model), _SPEC, spec)
+    setattr(unwrap_module(model), _SPEC_ATTRIBUTE, spec)
 
 
-def spec_of(model: nn.Module) -> ShardSpec:
+def get_spec(model: nn.Module) -> ShardSpec:
     """The ``ShardSpec`` of a model, that of a plain one when ``shard_model`` never saw it."""
-    spec = unwrapped(model).__dict__.get(_SPEC)  # nn.Module is slow to say that it has no such attribute
+    spec = unwrap_module(model).__dict__.get(_SPEC_ATTRIBUTE)  # nn.Module is slow to say that it has no such attribute
     return spec if isinstance(spec, ShardSpec) else ShardSpec()
 
 
-def device_of(model: nn.Module) -> torch.device:
+def get_device(model: nn.Module) -> torch.device:
     """Where ``model`` computes: where its parameters are, unless they are kept elsewhere; a model without any, as this rank."""
-    return spec_of(model).computes_on or next((param.device for param in model.parameters()), current().device)
+    return get_spec(model).compute_device or next((param.device for param in model.parameters()), get_dist_info().device)
 
 
-class _Runs:
+class _ModelRuns:
     """The runs that train a model, oldest first. An attribute of the model, with weak references: it keeps no run alive."""
 
     __slots__ = ("_runs",)
 
     def __init__(self) -> None:
-        self._runs: list[weakref.ref[Shared]] = []
+        self._runs: list[weakref.ref[RunContext]] = []
 
-    def add(self, shared: Shared) -> None:
+    def add(self, shared: RunContext) -> None:
         self._runs = [run for run in self._runs if run() is not None]
         self._runs.append(weakref.ref(shared))
 
-    def alive(self) -> list[Shared]:
+    def live(self) -> list[RunContext]:
         return [run for ref in self._runs if (run := ref()) is not None]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,11 +111,11 @@ class TrainState:
         params: clean name -> parameter (sharded ones are DTensors), captured once; a tied parameter appears once.
         aliases: further names of tied parameters -> the name in ``params``.
         clock: how far training has come.
-        slices: each transform's own state, by the transform's name.
+        transform_states: each transform's own state, by the transform's name.
         seed: what all derived random streams start from.
-        tally: what the ranks agreed for the step in progress; None between steps.
-        begun: the batch of the step in progress; None between steps.
-        followed: the loaders that batches came from; in no checkpoint.
+        step_counts: what the ranks agreed for the step in progress; None between steps.
+        step_batch: the batch of the step in progress; None between steps.
+        loader_history: the loaders that batches came from; in no checkpoint.
 
     A state that has been stepped is spent: using it again raises ``StaleStateError``, since its parameters are gone.
     """
@@ -126,13 +126,13 @@ class TrainState:
     params: Mapping[str, Tensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
-    slices: Mapping[str, Slice] = field(default_factory=dict)
+    transform_states: Mapping[str, TransformState] = field(default_factory=dict)
     seed: int = 0
-    tally: Tally | None = None
-    begun: Begun | None = None
-    followed: Followed = field(default_factory=Followed)
+    step_counts: StepCounts | None = None
+    step_batch: StepBatch | None = None
+    loader_history: LoaderHistory = field(default_factory=LoaderHistory)
     generation: int = 0
-    shared: Shared = field(default_factory=Shared)
+    run_context: RunContext = field(default_factory=RunContext)
 
     @classmethod
     def newest(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainState:
@@ -164,17 +164,17 @@ class TrainState:
             >>> state.step
             1
         """
-        runs = _runs_of(model, optimizer)
+        runs = _live_runs(model, optimizer)
         if not runs:
             raise ConfigError(
                 "TrainState.newest: no state of this model is alive; call it in the `except` block around the function that "
                 "trains, with the model that Step.init was given"
             )
         shared = runs[-1]
-        if shared.torn is not None:
-            raise StaleStateError(f"TrainState.newest: {shared.torn}")
+        if shared.interrupted_write is not None:
+            raise StaleStateError(f"TrainState.newest: {shared.interrupted_write}")
         made = object.__new__(cls)
-        for put, value in zip(_PUT, (*shared.newest, shared), strict=True):
+        for put, value in zip(_SET_FIELDS, (*shared.newest_fields, shared), strict=True):
             put(made, value)
         if made.generation != shared.generation:
             raise StaleStateError(
@@ -191,7 +191,7 @@ class TrainState:
     @property
     def device(self) -> torch.device:
         """Where the model computes: where its parameters are, unless they are offloaded."""
-        return self.spec.computes_on or next(iter(self.params.values())).device
+        return self.spec.compute_device or next(iter(self.params.values())).device
 
     def crossed(self, interval: Duration | int | str) -> bool:
         """Return True if the last step crossed a boundary of ``interval``: ``"100ba"``, ``"1ep"``, ``"0.1dur"``, ``100``.
@@ -209,93 +209,93 @@ class TrainState:
         return self.clock.reached(point)
 
     @property
-    def spare(self) -> Batch | None:
+    def padding_sample(self) -> Batch | None:
         """A real sample for a rank that has none in the batch of the step in progress; None if the loader has none."""
-        return None if self.begun is None or self.begun.origin is None else self.begun.origin.spare
+        return None if self.step_batch is None or self.step_batch.info is None else self.step_batch.info.padding_sample
 
-    def with_spare(self, sample: Batch | None) -> TrainState:
+    def with_padding_sample(self, sample: Batch | None) -> TrainState:
         """This state with another spare sample: the one that a batch method made of the loader's."""
-        if self.begun is None or self.begun.origin is None:
+        if self.step_batch is None or self.step_batch.info is None:
             return self
-        return self.but(begun=replace(self.begun, origin=replace(self.begun.origin, spare=sample)))
+        return self._replace(step_batch=replace(self.step_batch, info=replace(self.step_batch.info, padding_sample=sample)))
 
     def drop_gradients(self) -> None:
         """Set every ``.grad`` to None. Mutates: the parameters' gradients."""
         for param in self.params.values():
             param.grad = None
 
-    def check_fresh(self, where: str) -> None:
+    def _check_not_stale(self, caller: str) -> None:
         """Raise ``StaleStateError`` if a later state of this run exists, or its parameters are swapped for an average."""
-        if self.shared.swapped is not None:
+        if self.run_context.swapped_average is not None:
             raise StaleStateError(
-                f"{where}: the average {self.shared.swapped!r} is in the place of the parameters; leave "
-                f"`with dt.swapped(state, {self.shared.swapped!r}):` first"
+                f"{caller}: the average {self.run_context.swapped_average!r} is in the place of the parameters; leave "
+                f"`with dt.transforms.use_average(state, {self.run_context.swapped_average!r}):` first"
             )
-        if self.shared.torn is not None:
-            raise StaleStateError(f"{where}: {self.shared.torn}")
-        if self.generation != self.shared.generation:
+        if self.run_context.interrupted_write is not None:
+            raise StaleStateError(f"{caller}: {self.run_context.interrupted_write}")
+        if self.generation != self.run_context.generation:
             raise StaleStateError(
-                f"{where}: this state was stepped already (step {self.step}), and its parameters have changed since; "
+                f"{caller}: this state was stepped already (step {self.step}), and its parameters have changed since; "
                 "keep the returned one: `state, metrics = step(state, batch)`"
             )
 
-    def check_together(self, where: str) -> None:
+    def _check_replicas_joined(self, caller: str) -> None:
         """Raise ``ConfigError`` while copies of the model train apart: there is no one state of the run then."""
-        if self.spec.apart is not None:
+        if self.spec.replica_info is not None:
             raise ConfigError(
-                f"{where}: {self.spec.apart.count} copies of the model are training apart at step {self.step}, so there is no "
-                "one state of the run; make one of them first: `state = dt.join_replicas(state)`"
+                f"{caller}: {self.spec.replica_info.count} copies of the model are training apart at step {self.step}, so there is no "
+                "one state of the run; make one of them first: `state = dt.transforms.join_replicas(state)`"
             )
 
-    def successor(self, **changes: Any) -> TrainState:
+    def _next(self, **changes: Any) -> TrainState:
         """The state after an update, with ``changes``; from now on this one is spent."""
-        self.shared.generation += 1
-        return self.but(generation=self.shared.generation, **changes)
+        self.run_context.generation += 1
+        return self._replace(generation=self.run_context.generation, **changes)
 
-    def but(self, **changes: Any) -> TrainState:
+    def _replace(self, **changes: Any) -> TrainState:
         """This state with other values in some fields. A step does this several times, and ``dataclasses.replace`` is slow."""
         made = object.__new__(TrainState)
-        for put, value in zip(_PUT, _TAKE(self), strict=True):
+        for put, value in zip(_SET_FIELDS, _GET_FIELDS(self), strict=True):
             put(made, value)
         for name, value in changes.items():
             object.__setattr__(made, name, value)
-        if made.tally is None and made.begun is None:
-            made._note()
+        if made.step_counts is None and made.step_batch is None:
+            made._record_as_newest()
         return made
 
-    def _note(self) -> None:
+    def _record_as_newest(self) -> None:
         """Make this the state that ``newest`` returns. Mutates: ``shared``."""
-        if self.generation == self.shared.generation:
-            self.shared.newest = _TAKE(self)[:-1]
+        if self.generation == self.run_context.generation:
+            self.run_context.newest_fields = _GET_FIELDS(self)[:-1]
 
-    def with_slice(self, name: str, content: Slice) -> TrainState:
+    def with_transform_state(self, name: str, content: TransformState) -> TrainState:
         """This state with the slice of one transform replaced."""
-        return self.but(slices={**self.slices, name: content})
+        return self._replace(transform_states={**self.transform_states, name: content})
 
     def __repr__(self) -> str:
         return (
             f"TrainState(step={self.step}, params={len(self.params)}, strategy={self.spec.strategy!r}, "
-            f"optimizer={type(self.optimizer).__name__}, slices={sorted(self.slices)}, seed={self.seed})"
+            f"optimizer={type(self.optimizer).__name__}, slices={sorted(self.transform_states)}, seed={self.seed})"
         )
 
 
-_TORN = (
+_INTERRUPTED_MESSAGE = (
     "{where} was interrupted at step {step} after it had begun to write parameters, so they belong to no step; build the state "
     "anew and load the last checkpoint"
 )
-_FIELDS = tuple(f.name for f in fields(TrainState))  # ``shared`` is the last one
-_TAKE = attrgetter(*_FIELDS)
-_PUT = tuple(getattr(TrainState, name).__set__ for name in _FIELDS)  # of the slots, past the freeze
+_FIELD_NAMES = tuple(f.name for f in fields(TrainState))  # ``shared`` is the last one
+_GET_FIELDS = attrgetter(*_FIELD_NAMES)
+_SET_FIELDS = tuple(getattr(TrainState, name).__set__ for name in _FIELD_NAMES)  # of the slots, past the freeze
 
 
-def new_state(
+def init_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     seed: int = 0,
     run: RunLength | None = None,
     partial: bool = False,
-    loader: HandsOut | None = None,
+    loader: TrackedLoader | None = None,
 ) -> TrainState:
     """Make the state at step 0, without slices. Parameters are captured here, so shard and materialize before.
 
@@ -315,16 +315,16 @@ def new_state(
             gathered for a forward; an optimizer that holds others than the model's, not all that are trainable, or cannot be
             run by torch on them; a rank of a launcher on which ``init_dist`` was not called.
     """
-    check_in_groups("init")
-    check_types(model, optimizer)
-    spec = spec_of(model)
-    params, aliases = clean_parameters(model)
-    check_params(params, cut=[name for name in params if name not in spec.left_out] if spec.mesh is not None else [])
-    check_held(params, optimizer, partial=partial)
-    check_forms(params, optimizer)
+    check_init_dist_called("init")
+    check_model_and_optimizer(model, optimizer)
+    spec = get_spec(model)
+    params, aliases = parameters_by_fqn(model)
+    check_params(params, sharded=[name for name in params if name not in spec.ignored_params] if spec.mesh is not None else [])
+    check_optimizer_params(params, optimizer, partial=partial)
+    check_fused_foreach(params, optimizer)
     if loader is not None and not hasattr(loader, "handed_out"):
         raise ConfigError(f"init: loader must be one that dt.build_loader made, got {loader!r}. Leave it out")
-    stopping.watch()
+    preemption.install_handlers()
     state = TrainState(
         model=model,
         optimizer=optimizer,
@@ -333,17 +333,17 @@ def new_state(
         aliases=aliases,
         clock=Clock(run=run),
         seed=seed,
-        shared=Shared(loader=loader),
+        run_context=RunContext(loader=loader),
     )
-    attribute = unwrapped(model).__dict__.get(_RUNS)
-    runs = attribute if isinstance(attribute, _Runs) else _Runs()
-    setattr(unwrapped(model), _RUNS, runs)
-    runs.add(state.shared)
-    return state.but()
+    attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
+    runs = attribute if isinstance(attribute, _ModelRuns) else _ModelRuns()
+    setattr(unwrap_module(model), _RUNS_ATTRIBUTE, runs)
+    runs.add(state.run_context)
+    return state._replace()
 
 
 @contextmanager
-def torn_by_errors(state: TrainState, where: str) -> Iterator[None]:
+def mark_interrupted_write(state: TrainState, caller: str) -> Iterator[None]:
     """A context that writes parameters: if an error ends it, some may have changed, and all states of the run are spent.
 
     Mutates: ``state.shared``, in case of an error, which gets a note.
@@ -351,12 +351,12 @@ def torn_by_errors(state: TrainState, where: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        state.shared.torn = _TORN.format(where=where, step=state.step)
-        error.add_note(state.shared.torn)
+        state.run_context.interrupted_write = _INTERRUPTED_MESSAGE.format(where=caller, step=state.step)
+        error.add_note(state.run_context.interrupted_write)
         raise
 
 
-def _runs_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Shared]:
+def _live_runs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[RunContext]:
     """The living runs of ``model``, oldest first, those of ``optimizer`` only if it is given.
 
     Raises:
@@ -364,9 +364,9 @@ def _runs_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"TrainState.newest: needs the model (an nn.Module), got {type(model).__name__}")
-    attribute = unwrapped(model).__dict__.get(_RUNS)
-    alive = attribute.alive() if isinstance(attribute, _Runs) else []
-    optimizers: list[torch.optim.Optimizer] = [run.newest[_FIELDS.index("optimizer")] for run in alive]
+    attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
+    alive = attribute.live() if isinstance(attribute, _ModelRuns) else []
+    optimizers: list[torch.optim.Optimizer] = [run.newest_fields[_FIELD_NAMES.index("optimizer")] for run in alive]
     if optimizer is not None:
         return [run for run, own in zip(alive, optimizers, strict=True) if own is optimizer]
     held = [{id(param) for group in own.param_groups for param in group["params"]} for own in optimizers]
@@ -379,8 +379,8 @@ def _runs_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[
     return alive
 
 
-def check_state(state: object, where: str, call: str) -> None:
-    """Refuse what is no ``TrainState``, and show the right ``call``.
+def check_state(state: object, caller: str, example: str) -> None:
+    """Refuse what is no ``TrainState``, and show the right ``example``.
 
     Raises:
         ConfigError: a module, or something else, in place of the state.
@@ -389,7 +389,7 @@ def check_state(state: object, where: str, call: str) -> None:
         return
     if isinstance(state, nn.Module):
         raise ConfigError(
-            f"{where}: the first argument must be a TrainState, got the module {type(state).__name__}; make a state of it "
-            f"first: `state = step.init(model, optimizer)`, then `{call}`"
+            f"{caller}: the first argument must be a TrainState, got the module {type(state).__name__}; make a state of it "
+            f"first: `state = step.init(model, optimizer)`, then `{example}`"
         )
-    raise ConfigError(f"{where}: the first argument must be a TrainState, got {type(state).__name__}; as in `{call}`")
+    raise ConfigError(f"{caller}: the first argument must be a TrainState, got {type(state).__name__}; as in `{example}`")

@@ -14,9 +14,9 @@ import torch
 
 from dtrain.dist.rng import generator
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyper import Hyperparameter
+from dtrain.schedules.hyperparameter import Hyperparameter
 from dtrain.state import TrainState
-from dtrain.types import Batch, LossFn, Metrics, Slice
+from dtrain.typing import Batch, LossFn, Metrics, TransformState
 
 
 class GradStep(Protocol):
@@ -53,7 +53,7 @@ class StepContext:
     generator: torch.Generator
 
 
-def no_slice(state: TrainState) -> Slice:
+def empty_state(state: TrainState) -> TransformState:
     """The slice of a transform that keeps nothing."""
     return {}
 
@@ -70,22 +70,22 @@ class Transform:
         grad_step: wraps the ``GradStep`` itself, around the loss that all ``loss`` wrappers have made and inside all ``grad``
             wrappers, wherever the transform is listed: for what nobody else is to see, such as the scale of a loss.
         update: wraps their application.
-        sees_gradient: whether ``grad`` or ``update`` reads or changes ``.grad``. False for one that works without it:
-            ``step_in_backward`` takes no other, since there a gradient is gone before the next one is there.
-        observes: it only looks: training is the same without it, and a checkpoint knows nothing of it, so that it may be there
+        uses_grad: whether ``grad`` or ``update`` reads or changes ``.grad``. False for one that works without it:
+            ``optimizer_in_backward`` takes no other, since there a gradient is gone before the next one is there.
+        read_only: it only looks: training is the same without it, and a checkpoint knows nothing of it, so that it may be there
             in one start of a run and not in the next. Its ``init`` may refuse the state, and keeps nothing.
         hyperparameters: numbers or schedules that it reads in every step. ``Step.init`` looks ahead along their schedules, so
             that a value which is not allowed is an error before the run and not in the middle of it.
     """
 
     name: str
-    init: Callable[[TrainState], Slice] = no_slice
+    init: Callable[[TrainState], TransformState] = empty_state
     loss: Callable[[LossFn, StepContext], LossFn] | None = None
     grad: Callable[[GradFn], GradFn] | None = None
     grad_step: Callable[[GradStep], GradStep] | None = None
     update: Callable[[UpdateFn], UpdateFn] | None = None
-    sees_gradient: bool = True
-    observes: bool = False
+    uses_grad: bool = True
+    read_only: bool = False
     hyperparameters: tuple[Hyperparameter, ...] = ()
 
     def __post_init__(self) -> None:
@@ -93,13 +93,13 @@ class Transform:
             raise ConfigError(f"Transform: name must be letters, digits and underscores, got {self.name!r}")
 
 
-def context_for(state: TrainState, name: str) -> StepContext:
+def make_step_context(state: TrainState, name: str) -> StepContext:
     """The ``StepContext`` of the transform ``name`` for the step that ``state`` is about to make."""
     return StepContext(state=state, generator=generator(state.device, state.seed, name, state.step, state.spec.data_rank))
 
 
-def check_transform(value: Any, where: str, right: str) -> None:
-    """Refuse what is no ``Transform``, and show the right code: ``right`` with a transform in place of ``{}``.
+def check_transform(value: Any, caller: str, example: str) -> None:
+    """Refuse what is no ``Transform``, and show the right code: ``example`` with a transform in place of ``{}``.
 
     Raises:
         ConfigError: ``value`` is a function that makes a transform and was not called, or something else.
@@ -108,5 +108,5 @@ def check_transform(value: Any, where: str, right: str) -> None:
         return
     if callable(value) and not isinstance(value, type):
         name = getattr(value, "__name__", type(value).__name__)
-        raise ConfigError(f"{where}: got the function {name}, not what it makes; call it: {right.format(f'dt.{name}(...)')}")
-    raise ConfigError(f"{where}: needs a Transform, got {value!r}; as in {right.format('dt.ema(0.999)')}")
+        raise ConfigError(f"{caller}: got the function {name}, not what it makes; call it: {example.format(f'dt.{name}(...)')}")
+    raise ConfigError(f"{caller}: needs a Transform, got {value!r}; as in {example.format('dt.transforms.ema(0.999)')}")

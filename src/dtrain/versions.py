@@ -12,7 +12,7 @@ from dtrain import __version__
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """dtrain's, Python's and torch's version; torch's is "none" where it is not installed. Imports nothing for it."""
     return {"dtrain": __version__, "python": platform.python_version(), "torch": _torch_version() or "none"}
 
@@ -27,7 +27,7 @@ def git_commit(folder: Path) -> str | None:
             git = git.parent / _text(git).removeprefix("gitdir:").strip()
         head = _text(git / "HEAD")
         name = head.removeprefix("ref:").strip()
-        commit = _resolve(git, name) if head.startswith("ref:") else head
+        commit = _resolve_ref(git, name) if head.startswith("ref:") else head
     except (OSError, UnicodeDecodeError):
         return None
     return commit if commit is not None and _HASH.fullmatch(commit) else None
@@ -46,7 +46,7 @@ def _torch_version() -> str | None:
     return match[1] if match else None
 
 
-def _resolve(git: Path, name: str) -> str | None:
+def _resolve_ref(git: Path, name: str) -> str | None:
     """The commit that a reference stands for: a file of its own, or a line in the file of packed ones."""
     common = git / _text(git / "commondir") if (git / "commondir").is_file() else git
     for folder in (git, common):

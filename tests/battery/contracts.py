@@ -14,7 +14,7 @@ from battery.run import FIRST, STEPS, Fault, InjectedError, Run, begin, differen
 from battery.transforms import make, row
 from dtrain.combinators import between
 from dtrain.dist.rng import seed_all, set_rng_state
-from dtrain.tensors import local
+from dtrain.dtensor import to_local
 from dtrain.testing import HostSync, Ranks, count_collectives, count_host_syncs
 
 TOLERANCE = 1e-12  # norm of the difference over norm of all parameters, in float64; rounding gives about 1e-15
@@ -96,7 +96,7 @@ def check_host_syncs(name: str) -> None:
     """A step makes the host wait for the device no more often than it says. The rate is a number, so the optimizer does not."""
     bare, found = (_syncs(transforms, row(name).task) for transforms in ([], [make(name)]))
     more = [len(after) - len(before) for before, after in zip(bare, found, strict=True)]
-    where = sorted({f"{sync.what} at {sync.where}" for step in found for sync in step})
+    where = sorted({f"{sync.kind} at {sync.location}" for step in found for sync in step})
     assert max(more) <= row(name).syncs, f"host syncs: {name}: {max(more)} a step, {row(name).syncs} are allowed: {where}"
 
 
@@ -149,7 +149,9 @@ def check_slices_are_plain(name: str) -> None:
     """Nested dicts with text keys, of numbers, text and tensors; a tensor of some size is keyed by its parameter's name."""
     run, state = begun(name)
     for _ in range(2):
-        content = state.slices.get(made.name, {}) if (made := make(name)).observes else state.slices[made.name]
+        content = (
+            state.transform_states.get(made.name, {}) if (made := make(name)).read_only else state.transform_states[made.name]
+        )
         problems = [*_not_plain(content, state, "")]
         assert not problems, f"slices: {name}: {problems[0]}"
         state, _ = run.take(state)
@@ -161,7 +163,7 @@ def _not_plain(tree: Any, state: dt.TrainState, path: str) -> list[str]:
         return bad + [problem for key, value in tree.items() for problem in _not_plain(value, state, f"{path}/{key}")]
     if isinstance(tree, torch.Tensor):
         key = path.rsplit("/", 1)[-1]
-        if any(local(tree).data_ptr() == local(param).data_ptr() for param in state.params.values()):
+        if any(to_local(tree).data_ptr() == to_local(param).data_ptr() for param in state.params.values()):
             return [f"{path} is a parameter itself, not a copy"]
         fits = key in state.params and tree.shape == state.params[key].shape
         return [] if fits or tree.ndim == 0 else [f"{path} is a tensor {list(tree.shape)} under no parameter's name"]
@@ -204,6 +206,6 @@ def check_spent_state_raises(name: str, root: str | Path) -> None:
     for what, use in (("step", lambda: run.take(spent)), ("save", lambda: dt.save_sharded(root, spent))):
         try:
             use()
-        except dt.StaleStateError:
+        except dt.errors.StaleStateError:
             continue
         raise AssertionError(f"spent: {name}: {what} took a state that was stepped")

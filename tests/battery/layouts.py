@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dtrain.tensors import gathered
+from dtrain.dtensor import full_tensor
 
 SHAPES = {"matrix": (5, 3), "image": (4, 3, 2, 2), "few": (1, 6), "vector": (5,), "short": (1,), "number": ()}
 LAYOUTS: dict[int, dict[str, tuple[tuple[int, ...], list[Any]]]] = {
@@ -57,7 +57,7 @@ def largest_differences(act: Callable[[Mapping[str, Tensor]], Any], world_size: 
     for layout, (shape, placements) in LAYOUTS[world_size].items():
         cut = placed(params(), init_device_mesh("cpu", shape), placements)
         act(cut)
-        pairs = [(gathered(cut[name].detach()), param.detach()) for name, param in expected.items()]
-        pairs += [(gathered(cut[n].grad), p.grad) for n, p in expected.items() if p.grad is not None]
+        pairs = [(full_tensor(cut[name].detach()), param.detach()) for name, param in expected.items()]
+        pairs += [(full_tensor(cut[n].grad), p.grad) for n, p in expected.items() if p.grad is not None]
         found[layout] = max((here - there).abs().max().item() for here, there in pairs)
     return found

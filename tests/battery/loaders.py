@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import dtrain as dt
-from dtrain.data.loading.loader import Position
+from dtrain.data.loader import Position
 
 SIZE, BATCH = 23, 5
 
@@ -63,10 +63,10 @@ class Row:
             global_batch_size=BATCH,
             seed=3,
             shuffle=self.shuffle,
-            workers=self.workers,
-            tail=self.tail,
+            num_workers=self.workers,
+            last_batch=self.tail,
         )
-        loader.feed.rank, loader.feed.ranks = rank, ranks
+        loader.source.rank, loader.source.ranks = rank, ranks
         return self.spoil(loader)
 
     def plain(self) -> Row:
@@ -92,32 +92,32 @@ SLOW_ROWS: dict[str, Row] = {
 # ---- broken on purpose ------------------------------------------------------------------------------------------------------
 
 
-class WithReplacement(dt.ElasticSampler):
+class WithReplacement(dt.data.ElasticSampler):
     """Draws each sample anew."""
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
         return torch.tensor([hash((epoch, at)) % self.size for at in range(start, stop)], dtype=torch.int64)
 
 
-class OneOrder(dt.ElasticSampler):
+class OneOrder(dt.data.ElasticSampler):
     """Shuffles once for all epochs."""
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
         return super().indices(0, start, stop)
 
 
-def _sampler(kind: type[dt.ElasticSampler]) -> Callable[[dt.Loader], dt.Loader]:
+def _sampler(kind: type[dt.data.ElasticSampler]) -> Callable[[dt.Loader], dt.Loader]:
     def spoil(loader: dt.Loader) -> dt.Loader:
-        old = loader.feed.order
-        loader.feed.order = kind(size=old.size, seed=old.seed, shuffle=old.shuffle)
+        old = loader.source.order
+        loader.source.order = kind(size=old.size, seed=old.seed, shuffle=old.shuffle)
         return loader
 
     return spoil
 
 
 def _seeded_by_ranks(loader: dt.Loader) -> dt.Loader:
-    order = loader.feed.order
-    loader.feed.order = replace(order, seed=order.seed + loader.feed.ranks - 1)
+    order = loader.source.order
+    loader.source.order = replace(order, seed=order.seed + loader.source.ranks - 1)
     return loader
 
 
@@ -130,7 +130,7 @@ class _Ahead(dt.Loader):
     """Its position is that of what was fetched: two batches ahead."""
 
     def state_dict(self) -> dict[str, int]:
-        after = self.feed.grid().after
+        after = self.source.epoch_batches().advance
         ahead = after(after(self.position))
         return {**super().state_dict(), **{name: getattr(ahead, name) for name in Position.__dataclass_fields__}}
 

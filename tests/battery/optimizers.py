@@ -15,12 +15,11 @@ from torch import nn
 import dtrain as dt
 from battery.row import Points
 from battery.run import FIRST, GRAD, LENGTH, STEPS, TASKS, Run, differences, snapshot, train
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all
 from dtrain.optim.decoupled import DecoupledAdamW, DecoupledSGDW
-from dtrain.optim.groups import Group, param_groups
+from dtrain.optim.groups import ParamGroup, muon_groups, param_groups
 from dtrain.optim.muon import Muon, orthogonalize
-from dtrain.optim.muon_groups import muon_groups
 from dtrain.testing import Ranks, count_host_syncs
 
 TOLERANCE = 1e-12  # norm of the difference over norm of all parameters, in float64; rounding gives about 1e-15
@@ -122,8 +121,8 @@ def _muon_group_points() -> Points:
 
 
 def _by_group(model: nn.Module) -> torch.optim.Optimizer:
-    head = Group("head", "head.**", {"lr": 0.02})
-    return torch.optim.AdamW(param_groups(model, head, Group("rest"), weight_decay=0.1), lr=0.05, fused=True)
+    head = ParamGroup("head", "head.**", {"lr": 0.02})
+    return torch.optim.AdamW(param_groups(model, head, ParamGroup("rest"), weight_decay=0.1), lr=0.05, fused=True)
 
 
 def _muon(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -216,14 +215,17 @@ class Deep(nn.Module):
 
 def begin(name: str, *transforms: dt.Transform) -> tuple[Run, dt.TrainState]:
     """A run of a row and its first state; sharded where there are process groups."""
-    seed_all(7, current().rank)
+    seed_all(7, get_dist_info().rank)
     torch.manual_seed(11)
     model: nn.Module = Deep().double()
     if torch.distributed.is_initialized():
         model = dt.shard_model(model, dt.build_mesh(), blocks=(nn.Linear,))
-    wraps = transforms or (dt.scale_lr(dt.with_warmup(dt.cosine(1.0, 0.1, STEPS), 2)), dt.clip_by_norm(1.0))
+    wraps = transforms or (
+        dt.transforms.scale_lr(dt.schedules.warmup(dt.schedules.cosine(1.0, 0.1, STEPS), 2)),
+        dt.transforms.clip_by_norm(1.0),
+    )
     step = dt.compose_step(TASKS["text"].loss, wraps, grad=GRAD)
-    return Run(step=step, task="text"), step.init(model, row(name).make(model), seed=5, run=LENGTH)
+    return Run(step=step, task="text"), step.init(model, row(name).make(model), seed=5, run_length=LENGTH)
 
 
 def check_resume_equals_straight(name: str, root: str) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.data.order.base import rank_share
-from dtrain.dist.init import current
+from dtrain.data.sampling.sample_order import rank_share
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import rng_state, seed_all
-from dtrain.tensors import local
+from dtrain.dtensor import to_local
 from origins import of_epochs
 
 STEPS, FIRST = 7, 3  # of a whole run, and before it is interrupted
@@ -46,7 +46,7 @@ class Task:
     first: Callable[[], nn.Module]
     last: Callable[[], nn.Module]
     draw: Callable[[torch.Generator], dict[str, torch.Tensor]]
-    loss: dt.LossFn
+    loss: dt.typing.LossFn
 
 
 def _vectors(generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ TASKS: dict[str, Task] = {
 def batch_of(step: int, task: str = "vector") -> dict[str, torch.Tensor]:
     """This rank's share of the global batch of a step."""
     whole = TASKS[task].draw(torch.Generator().manual_seed(step))
-    start, stop = rank_share(0, SAMPLES, current().rank, current().world_size)
+    start, stop = rank_share(0, SAMPLES, get_dist_info().rank, get_dist_info().world_size)
     return {key: value[start:stop] for key, value in whole.items()}
 
 
@@ -110,7 +110,7 @@ class Run:
     step: dt.Step
     task: str
 
-    def take(self, state: dt.TrainState) -> tuple[dt.TrainState, dt.Metrics]:
+    def take(self, state: dt.TrainState) -> tuple[dt.TrainState, dt.typing.Metrics]:
         """One step over the batch that its number stands for; every ``EPOCH`` of them are an epoch."""
         return self.step(state, of_epochs(batch_of(state.step, self.task), state.step, EPOCH))
 
@@ -119,18 +119,18 @@ def begin(
     transforms: Sequence[dt.Transform], *, task: str = "vector", dropout: float = 0.3, **parts: Any
 ) -> tuple[Run, dt.TrainState]:
     """A run and its first state, from one seed; sharded where there are process groups. ``parts`` replace the step's."""
-    seed_all(7, current().rank)
+    seed_all(7, get_dist_info().rank)
     torch.manual_seed(11)
     what = TASKS[task]
     model = Net(what.first(), what.last(), dropout).double()
-    torch.manual_seed(12 + current().rank)
+    torch.manual_seed(12 + get_dist_info().rank)
     if torch.distributed.is_initialized():
         blocks = (type(model.first), type(model.last))
         model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=blocks)
     groups = [{"name": n, "params": getattr(model, n).parameters(), "lr": lr} for n, lr in (("first", 0.1), ("last", 0.05))]
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     step = dt.compose_step(parts.pop("loss", what.loss), transforms, **{"grad": GRAD, **parts})
-    return Run(step=step, task=task), step.init(model, optimizer, seed=5, run=LENGTH)
+    return Run(step=step, task=task), step.init(model, optimizer, seed=5, run_length=LENGTH)
 
 
 def train(run: Run, state: dt.TrainState, until: int) -> tuple[dt.TrainState, list[Any]]:
@@ -152,7 +152,7 @@ def snapshot(state: dt.TrainState) -> dict[str, Any]:
         "buffers": _copied(dict(model.named_buffers())),
         "groups": [{**group, "params": [names[id(param)] for param in group["params"]]} for group in optimizer.param_groups],
         "optimizer": _copied({names[id(param)]: content for param, content in optimizer.state.items()}),
-        "slices": _copied(dict(state.slices)),
+        "slices": _copied(dict(state.transform_states)),
         "clock": _without_seconds(state.clock.state_dict()),
         "seed": state.seed,
         "rng": _copied(rng_state()),
@@ -183,7 +183,7 @@ def _traces(thing: Any) -> dict[str, Any]:
 
 def _copied(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
-        return local(tree).detach().clone()
+        return to_local(tree).detach().clone()
     if isinstance(tree, dict):
         return {key: _copied(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):

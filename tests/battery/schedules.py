@@ -9,12 +9,19 @@ from dataclasses import dataclass, field
 
 import dtrain as dt
 from dtrain.schedules import composer
-from dtrain.schedules.basic import constant, cosine, linear, with_warmup
-from dtrain.schedules.combine import clamp, join, scale, stretch
-from dtrain.schedules.cycles import cosine_restarts, one_cycle
-from dtrain.schedules.decays import exponential, inverse_sqrt, polynomial
-from dtrain.schedules.stable import warmup_stable_decay
-from dtrain.schedules.stairs import multi_step, step_decay
+from dtrain.schedules.combine import clip, multiply, sequential, time_scale
+from dtrain.schedules.curves import (
+    constant,
+    cosine,
+    exponential,
+    inverse_sqrt,
+    linear,
+    multi_step,
+    polynomial,
+    step_decay,
+    warmup,
+)
+from dtrain.schedules.phases import cosine_restarts, one_cycle, warmup_stable_decay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +39,7 @@ class Row:
         of: the public function that it is an example of.
     """
 
-    make: Callable[[], dt.Schedule]
+    make: Callable[[], dt.typing.Schedule]
     values: Mapping[float, float]
     steepest: float
     joins: tuple[float, ...] = ()
@@ -177,71 +184,75 @@ PLAIN: dict[str, Row] = {
 
 MADE_OF_OTHERS: dict[str, Row] = {
     "with_warmup-constant": Row(
-        make=lambda: with_warmup(constant(0.4), 4), values={0: 0.0, 1: 0.1, 4: 0.4}, steepest=0.1, joins=(0, 4)
+        make=lambda: warmup(constant(0.4), 4), values={0: 0.0, 1: 0.1, 4: 0.4}, steepest=0.1, joins=(0, 4)
     ),
     "with_warmup-linear": Row(
-        make=lambda: with_warmup(linear(1.0, 0.0, 10), 5),
+        make=lambda: warmup(linear(1.0, 0.0, 10), 5),
         values={0: 0.0, 1: 0.1, 4: 0.4, 5: 0.5, 9: 0.1, 10: 0.0},
         steepest=0.1,
         joins=(0, 5, 10),
-        of="with_warmup",
+        of="warmup",
     ),
     "with_warmup-cosine": Row(
-        make=lambda: with_warmup(cosine(1.0, 0.1, 12), 3),
+        make=lambda: warmup(cosine(1.0, 0.1, 12), 3),
         values={0: 0.0, 1: _half_cosine(1 / 4) / 3, 3: _half_cosine(1 / 4), 6: 0.55, 12: 0.1},
         steepest=_half_cosine(1 / 4) / 3,
         joins=(0, 3, 12),
     ),
     "with_warmup-shifted": Row(
-        make=lambda: with_warmup(linear(1.0, 0.0, 10), 5, start=0.5, shifted=True),
+        make=lambda: warmup(linear(1.0, 0.0, 10), 5, start=0.5, shifted=True),
         values={0: 0.5, 2: 0.7, 5: 1.0, 10: 0.5, 15: 0.0},
         steepest=0.1,
         joins=(0, 5, 15),
     ),
     "with_warmup-cosine-shape": Row(
-        make=lambda: with_warmup(constant(1.0), 12, start=0.1, shape="cosine"),
+        make=lambda: warmup(constant(1.0), 12, start=0.1, shape="cosine"),
         values={0: 0.1, 6: 0.55, 9: _half_cosine(1 / 4), 12: 1.0},
         steepest=0.9 * math.pi / 2 / 12,
         joins=(0, 12),
     ),
     "with_warmup-exponential-shape": Row(
-        make=lambda: with_warmup(constant(0.8), 8, start=1 / 16, shape="exponential"),
+        make=lambda: warmup(constant(0.8), 8, start=1 / 16, shape="exponential"),
         values={0: 0.05, 2: 0.1, 4: 0.2, 6: 0.4, 8: 0.8},
         steepest=0.8 * math.log(16) / 8,
         joins=(0, 8),
     ),
     "with_warmup-inverse_sqrt": Row(  # of the Transformer: min(t / w, sqrt(w / t))
-        make=lambda: with_warmup(inverse_sqrt(1.0, 4), 4),
+        make=lambda: warmup(inverse_sqrt(1.0, 4), 4),
         values={0: 0.0, 2: 0.5, 4: 1.0, 16: 0.5, 64: 0.25},
         steepest=0.25,
         joins=(0, 4),
         ends=False,
     ),
     "join": Row(
-        make=lambda: join([linear(0.0, 0.8, 4), constant(0.8), linear(0.8, 0.2, 6)], [4, 10]),
+        make=lambda: sequential([linear(0.0, 0.8, 4), constant(0.8), linear(0.8, 0.2, 6)], [4, 10]),
         values={0: 0.0, 2: 0.4, 4: 0.8, 9: 0.8, 13: 0.5, 16: 0.2},
         steepest=0.2,
         joins=(0, 4, 10, 16),
         of="join",
     ),
     "join-not-shifted": Row(
-        make=lambda: join([constant(0.6), linear(1.0, 0.0, 10)], [4], shifted=False),
+        make=lambda: sequential([constant(0.6), linear(1.0, 0.0, 10)], [4], shifted=False),
         values={0: 0.6, 4: 0.6, 5: 0.5, 10: 0.0},
         steepest=0.1,
         joins=(4, 10),
     ),
     "scale": Row(
-        make=lambda: scale(linear(1.0, 0.2, 8), 0.5), values={0: 0.5, 4: 0.3, 8: 0.1}, steepest=0.05, joins=(0, 8), of="scale"
+        make=lambda: multiply(linear(1.0, 0.2, 8), 0.5),
+        values={0: 0.5, 4: 0.3, 8: 0.1},
+        steepest=0.05,
+        joins=(0, 8),
+        of="scale",
     ),
     "stretch": Row(
-        make=lambda: stretch(with_warmup(linear(1.0, 0.0, 10), 5), 2.0),
+        make=lambda: time_scale(warmup(linear(1.0, 0.0, 10), 5), 2.0),
         values={0: 0.0, 2: 0.1, 10: 0.5, 18: 0.1, 20: 0.0},
         steepest=0.05,
         joins=(0, 10, 20),
         of="stretch",
     ),
     "clamp": Row(
-        make=lambda: clamp(linear(1.0, 0.0, 10), low=0.25, high=0.75),
+        make=lambda: clip(linear(1.0, 0.0, 10), low=0.25, high=0.75),
         values={0: 0.75, 2: 0.75, 5: 0.5, 8: 0.25, 10: 0.25},
         steepest=0.1,
         joins=(2.5, 7.5),
@@ -350,7 +361,7 @@ COMPOSER: dict[str, Row] = {
 ROWS = PLAIN | MADE_OF_OTHERS | COMPOSER
 
 
-def _by_calls() -> dt.Schedule:
+def _by_calls() -> dt.typing.Schedule:
     calls = itertools.count()
     return lambda t: 1.0 / (1 + next(calls))
 
@@ -360,9 +371,14 @@ BROKEN: dict[str, tuple[str, Row]] = {
     "counts its calls, after a resume": ("resume", Row(make=_by_calls, values={}, steepest=1.0)),
     "warm-up that starts the decay anew": (
         "continuous",
-        Row(make=lambda: lambda t: t / 4 if t < 4 else dt.linear(0.5, 0.0, 8)(t - 4), values={}, steepest=0.25, joins=(4,)),
+        Row(
+            make=lambda: lambda t: t / 4 if t < 4 else dt.schedules.linear(0.5, 0.0, 8)(t - 4),
+            values={},
+            steepest=0.25,
+            joins=(4,),
+        ),
     ),
-    "steeper than it says": ("continuous", Row(make=lambda: dt.linear(1.0, 0.0, 4), values={}, steepest=0.1)),
+    "steeper than it says": ("continuous", Row(make=lambda: dt.schedules.linear(1.0, 0.0, 4), values={}, steepest=0.1)),
     "jumps behind its milestone": (
         "continuous",
         Row(make=lambda: lambda t: 1.0 if t <= 4 else 0.5, values={}, steepest=0.0, jumps=(4,)),
@@ -372,7 +388,7 @@ BROKEN: dict[str, tuple[str, Row]] = {
     "undefined behind its end": ("end", Row(make=lambda: lambda t: math.nan if t > 8 else 1.0, values={8: 1.0}, steepest=0.0)),
     "off by one": (
         "values",
-        Row(make=lambda: lambda t: dt.linear(1.0, 0.0, 8)(t + 1), values={0: 1.0, 4: 0.5}, steepest=0.125),
+        Row(make=lambda: lambda t: dt.schedules.linear(1.0, 0.0, 8)(t + 1), values={0: 1.0, 4: 0.5}, steepest=0.125),
     ),
 }
 

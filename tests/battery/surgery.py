@@ -16,7 +16,7 @@ from torch import nn
 from battery.rows import surgery_text, surgery_vision
 from battery.surgery_row import SurgeryRow
 from dtrain.errors import ConfigError
-from dtrain.surgery.mixed import Mixed, mix_in
+from dtrain.surgery.class_swap import Mixin, add_mixin
 
 ROWS: dict[str, SurgeryRow] = {**surgery_vision.ROWS, **surgery_text.ROWS}
 
@@ -24,7 +24,7 @@ ROWS: dict[str, SurgeryRow] = {**surgery_vision.ROWS, **surgery_text.ROWS}
 # ---- broken on purpose ------------------------------------------------------------------------------------------------------
 
 
-class Odd(Mixed):
+class Odd(Mixin):
     """Mixed into a linear layer: what a forward does besides."""
 
     how = "nothing"
@@ -43,7 +43,7 @@ class Odd(Mixed):
 
 def _odd(how: str) -> Callable[[nn.Module], nn.Module]:
     def edit(model: nn.Module) -> nn.Module:
-        mix_in(model.last, Odd)
+        add_mixin(model.last, Odd)
         model.last.how = how
         return model
 

@@ -13,8 +13,8 @@ from torch import nn
 import dtrain as dt
 from battery.run import differences, snapshot
 from battery.surgery import row
-from dtrain.data.order.base import rank_share
-from dtrain.dist.init import current
+from dtrain.data.sampling.sample_order import rank_share
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all
 from dtrain.errors import ConfigError
 from dtrain.testing import Ranks, count_host_syncs
@@ -23,7 +23,7 @@ STEPS, FIRST = 5, 2  # of a whole run, and before it is interrupted
 SAMPLES = 8  # of a global batch; two ranks have as many each
 TOLERANCE = 1e-12  # norm of the difference over norm of all, in float64; rounding gives about 1e-15
 
-Step = Callable[[dt.TrainState], tuple[dt.TrainState, dt.Metrics]]
+Step = Callable[[dt.TrainState], tuple[dt.TrainState, dt.typing.Metrics]]
 
 
 def plain(name: str) -> nn.Module:
@@ -48,7 +48,7 @@ def inputs(name: str, step: int = 0) -> torch.Tensor:
 def begin(name: str) -> tuple[Step, dt.TrainState]:
     """A step over the edited model, sharded where there are process groups, and its first state."""
     model = edited(name)
-    seed_all(7, current().rank)
+    seed_all(7, get_dist_info().rank)
     if torch.distributed.is_initialized():
         model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=row(name).blocks)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
@@ -56,9 +56,9 @@ def begin(name: str) -> tuple[Step, dt.TrainState]:
         lambda net, batch: (net(batch["x"]).flatten(1) - 1.0).square().mean(), weight=lambda batch: len(batch["x"])
     )
     step = dt.compose_step(loss, [], grad=partial(dt.microbatch_step, microbatch_size=SAMPLES))
-    start, stop = rank_share(0, SAMPLES, current().rank, current().world_size)
+    start, stop = rank_share(0, SAMPLES, get_dist_info().rank, get_dist_info().world_size)
 
-    def take(state: dt.TrainState) -> tuple[dt.TrainState, dt.Metrics]:
+    def take(state: dt.TrainState) -> tuple[dt.TrainState, dt.typing.Metrics]:
         return step(state, {"x": inputs(name, state.step)[start:stop]})
 
     return take, step.init(model, optimizer, seed=5)

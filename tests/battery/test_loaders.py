@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import dtrain as dt
 from battery.loaders import BATCH, BROKEN, DATASETS, ROWS, SIZE, SLOW_ROWS, Row, ids, row
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 
 EPOCHS = 2
 WORLD_SIZES = (1, 2, 3, 4)
@@ -118,8 +118,8 @@ def handed_out(name: str) -> list[list[int]]:
     made = row(name)
     mesh = dt.build_mesh()
     data = DATASETS[made.dataset]()
-    loader = dt.build_loader(data, mesh=mesh, global_batch_size=BATCH, seed=3, shuffle=made.shuffle, tail=made.tail)
-    assert (loader.feed.rank, loader.feed.ranks) == (current().rank, current().world_size)
+    loader = dt.build_loader(data, mesh=mesh, global_batch_size=BATCH, seed=3, shuffle=made.shuffle, last_batch=made.tail)
+    assert (loader.source.rank, loader.source.ranks) == (get_dist_info().rank, get_dist_info().world_size)
     return [ids(batch) for batch in loader.until(f"{EPOCHS}ep")]
 
 

@@ -16,8 +16,8 @@ import dtrain as dt
 import dtrain.schedules
 from battery.run import FIRST, STEPS, begin, train
 from battery.schedules import BROKEN, ROWS, row
-from dtrain.schedules.adapt import to_lambda_lr
-from dtrain.schedules.plot import plot_schedule
+from dtrain.schedules.combine import to_lambda_lr
+from dtrain.schedules.plotting import plot
 
 RESUMED = ("with_warmup-cosine", "cosine_restarts", "warmup_stable_decay", "composer.linear_with_warmup")  # in every run
 NEAR = 1e-7  # of a step; what a schedule changes over it beyond its steepness is a jump
@@ -73,9 +73,9 @@ def check_end(name: str) -> None:
 def check_resume(name: str, root: str) -> None:
     """A run that is interrupted has the rates of one that is not: those of the step about to run."""
     expected = [0.1 * row(name).make()(t) for t in range(STEPS)]
-    state, first = train(*begin([dt.scale_lr(row(name).make())]), FIRST)
+    state, first = train(*begin([dt.transforms.scale_lr(row(name).make())]), FIRST)
     dt.save_sharded(root, state)
-    step, state = begin([dt.scale_lr(row(name).make())])
+    step, state = begin([dt.transforms.scale_lr(row(name).make())])
     _, second = train(step, dt.load_sharded(root, state).state, STEPS)
     assert [numbers["lr"][0] for numbers in first + second] == expected, f"resume: {name}"
 
@@ -96,7 +96,7 @@ def makers() -> dict[str, Callable[..., Any]]:
             if inspect.isfunction(function) and function.__module__ == module.name and not name.startswith("_"):
                 found[prefix + name] = function
     schedules = {n: f for n, f in found.items() if inspect.signature(f).return_annotation in ("Schedule", "Measured")}
-    return {name: function for name, function in schedules.items() if name not in ("in_unit", "measured_in")}
+    return {name: function for name, function in schedules.items() if name not in ("attach_unit", "with_unit")}
 
 
 def test_every_public_function_that_makes_a_schedule_has_a_row():
@@ -107,7 +107,7 @@ def test_every_public_function_that_makes_a_schedule_has_a_row():
 def test_every_schedule_shows_its_formula_its_source_and_an_example():
     lacking = [
         f"{name}: {section}"
-        for name, function in {**makers(), "plot_schedule": plot_schedule, "to_lambda_lr": to_lambda_lr}.items()
+        for name, function in {**makers(), "plot": plot, "to_lambda_lr": to_lambda_lr}.items()
         for section in ("Formula", "Raises:", "Source: ", "Example:\n        >>> ")
         if section not in (function.__doc__ or "")
     ]

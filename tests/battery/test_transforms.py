@@ -190,4 +190,4 @@ def test_the_spent_contract_finds_what_is_broken(name, tmp_path):
 @each
 def test_a_row_makes_a_transform_anew_that_begins(name):
     assert make(name) is not make(name)
-    assert set(contracts.begun(name)[1].slices) == (set() if make(name).observes else {make(name).name})
+    assert set(contracts.begun(name)[1].transform_states) == (set() if make(name).read_only else {make(name).name})

@@ -15,7 +15,7 @@ import dtrain as dt
 from battery.row import Row
 from battery.rows import batches, combinators, gradients, local, observe, precision, profiling, rates, text, weights
 from battery.rows.combinators import halved_loss as halved
-from dtrain.tensors import gathered
+from dtrain.dtensor import full_tensor
 
 ROWS: dict[str, Row] = {
     name: row
@@ -84,7 +84,7 @@ def mean_of_one_rank() -> dt.Transform:
     def wrap(inner: Any) -> Any:
         def counted(state: Any, metrics: Any) -> Any:
             weight = torch.ones((), dtype=torch.float64)
-            return inner(state, {**metrics, "share": dt.Metric(metrics["loss"].weight, weight)})
+            return inner(state, {**metrics, "share": dt.typing.Metric(metrics["loss"].weight, weight)})
 
         return counted
 
@@ -102,7 +102,7 @@ def counting_ranks() -> dt.Transform:
             seen = state.slices["counting"]["seen"] + 0.01 * state.spec.data_ranks
             for param in state.params.values():
                 param.grad.mul_(1.0 + seen)
-            return inner(state.with_slice("counting", {"seen": seen}), metrics)
+            return inner(state.with_transform_state("counting", {"seen": seen}), metrics)
 
         return pulled
 
@@ -116,7 +116,7 @@ def waiting_for_the_norm() -> dt.Transform:
 
 def gathering() -> dt.Transform:
     """Puts all parameters together on every rank."""
-    return _before("gathering", lambda state: [gathered(param) for param in state.params.values()] and None)
+    return _before("gathering", lambda state: [full_tensor(param) for param in state.params.values()] and None)
 
 
 def leaking(name: str, act: Callable[[dt.TrainState], Any], seam: str = "update") -> Callable[[], dt.Transform]:
@@ -139,7 +139,7 @@ def _hook(state: dt.TrainState) -> None:
 
 
 def _hook_from_a_loss() -> dt.Transform:
-    def wrap(inner: Any, context: dt.StepContext) -> Any:
+    def wrap(inner: Any, context: dt.transforms.StepContext) -> Any:
         context.state.model.register_forward_hook(lambda module, given, result: None)
         return inner
 
@@ -148,7 +148,7 @@ def _hook_from_a_loss() -> dt.Transform:
 
 def _count_in_place() -> dt.Transform:
     def act(state: dt.TrainState) -> None:
-        state.slices["in_place"]["seen"] += 1
+        state.transform_states["in_place"]["seen"] += 1
 
     return replace(_before("in_place", act), init=lambda state: {"seen": 0})
 

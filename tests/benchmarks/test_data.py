@@ -13,7 +13,7 @@ from data_loading import PEERS, WORKS, check_pass
 from data_peers import mosaicml, versions
 from data_position import check_next, shards_in_use
 from data_streaming import CASES
-from dtrain import ElasticSampler
+from dtrain.data import ElasticSampler
 
 TINY = Amount(resumes=(1, 4_096), stretches=(1, 4_096), votes=1, shards=(8, 64), passes=(1, 0.001), streams=(1, 128))
 CLAIMS = {

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from checkpoint.states import Net
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import seed_all
+from dtrain.dtensor import is_dtensor, to_local
 from dtrain.shard.fsdp import shard_model
-from dtrain.state import TrainState, new_state
-from dtrain.tensors import is_distributed, local
+from dtrain.state import TrainState, init_state
 
 SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
 LAYOUTS = {1: ("none", "full_shard", "shard_grad_op", "replicate"), 2: SHARDED, 3: SHARDED, 4: SHARDED}
@@ -43,7 +43,7 @@ def laid_out(model: nn.Module, strategy: str, **options: Any) -> nn.Module:
     """The model by this strategy; 4 ranks make 2 x 2 for ``hybrid_shard``."""
     if strategy == "none":
         return model
-    ranks = current().world_size
+    ranks = get_dist_info().world_size
     mesh = build_mesh(dp_replicate=2 if ranks == 4 else ranks) if strategy == "hybrid_shard" else build_mesh()
     return shard_model(model, mesh, strategy=strategy, blocks=(nn.Linear,), **options)
 
@@ -63,12 +63,12 @@ def sharded_state(strategy: str, *, filled: bool, kind: type[Net] = Model) -> Tr
     torch.manual_seed(0)
     model = laid_out(kind(), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 if filled else 0.1, betas=(0.5, 0.25) if filled else (0.9, 0.99))
-    state = new_state(model, optimizer, seed=11 if filled else 0)
+    state = init_state(model, optimizer, seed=11 if filled else 0)
     shadow = {}
     with torch.no_grad():
         for name, p in state.params.items():
             value = like(p, value_of(name, p.shape) if filled else torch.zeros(p.shape))
-            local(p).copy_(local(value))
+            to_local(p).copy_(to_local(value))
             shadow[name] = like(p, value_of(f"ema {name}", p.shape, torch.float64) * filled)
             if filled:
                 optimizer.state[p] = {
@@ -80,14 +80,14 @@ def sharded_state(strategy: str, *, filled: bool, kind: type[Net] = Model) -> Tr
         model.seen.fill_(5 if filled else 0)
     clock = replace(state.clock, step=4, samples=44, seconds=1.5) if filled else state.clock
     slices = {"ema": {"shadow": shadow, "whole": value_of("whole", (2, 2)) * filled, "updates": 4 * filled}}
-    return replace(state, slices=slices, clock=clock)
+    return replace(state, transform_states=slices, clock=clock)
 
 
 def like_replicated(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return full
     made = param.new_empty(full.shape, dtype=full.dtype)
-    local(made).copy_(full)
+    to_local(made).copy_(full)
     return made
 
 
@@ -103,19 +103,19 @@ def check_filled(state: TrainState) -> None:
         assert list(content) == ["step", "exp_avg", "exp_avg_sq", "row"]
         for key, prefix, dtype in (("exp_avg", "avg", torch.float32), ("exp_avg_sq", "sq", torch.bfloat16)):
             tensor = content[key]
-            assert is_distributed(tensor) == is_distributed(p)
+            assert is_dtensor(tensor) == is_dtensor(p)
             if isinstance(p, DTensor):
                 assert (tensor.placements, tensor.device_mesh) == (p.placements, p.device_mesh)
             assert torch.equal(full(tensor), value_of(f"{prefix} {name}", p.shape, dtype)), f"{key} {name}"
-        assert is_distributed(content["row"]) == is_distributed(p)
+        assert is_dtensor(content["row"]) == is_dtensor(p)
         assert torch.equal(full(content["row"]), value_of(f"row {name}", (*p.shape[:1], 1)))
-        assert not is_distributed(content["step"])
+        assert not is_dtensor(content["step"])
         assert float(content["step"]) == 3.0
-        shadow = state.slices["ema"]["shadow"][name]
-        assert is_distributed(shadow) == is_distributed(p)
+        shadow = state.transform_states["ema"]["shadow"][name]
+        assert is_dtensor(shadow) == is_dtensor(p)
         assert torch.equal(full(shadow), value_of(f"ema {name}", p.shape, torch.float64)), f"ema {name}"
-    assert torch.equal(state.slices["ema"]["whole"], value_of("whole", (2, 2)))
-    assert state.slices["ema"]["updates"] == 4
+    assert torch.equal(state.transform_states["ema"]["whole"], value_of("whole", (2, 2)))
+    assert state.transform_states["ema"]["updates"] == 4
     assert int(state.model.seen) == 5
     assert (state.step, state.clock.samples, state.clock.seconds, state.seed) == (4, 44, 1.5, 11)
     group = state.optimizer.param_groups[0]
@@ -124,7 +124,7 @@ def check_filled(state: TrainState) -> None:
 
 def save_filled(root: str, strategy: str) -> list:
     state = sharded_state(strategy, filled=True)
-    seed_all("stream", current().rank)
+    seed_all("stream", get_dist_info().rank)
     handle = save_sharded(root, state, extra={"history": [1, 2]})
     return [str(handle.path), handle.result().bytes, rng_digest()]
 
@@ -137,5 +137,5 @@ def load_filled(path: str, strategy: str) -> list:
     restored = load_sharded(path, sharded_state(strategy, filled=False), extra={"history": None})
     drawn = rng_digest()
     check_filled(restored.state)
-    seed_all(11, "resume", 4, current().rank)
+    seed_all(11, "resume", 4, get_dist_info().rank)
     return [restored.step, restored.extra["history"], drawn, rng_digest()]

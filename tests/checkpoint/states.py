@@ -16,10 +16,10 @@ from torch import nn
 
 from dtrain import storage
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.lock import HEARTBEAT, LOCK
+from dtrain.checkpoint.lock import HEARTBEAT_THREAD, LOCK_FILE
 from dtrain.dist.rng import rng_state
-from dtrain.state import TrainState, new_state
-from dtrain.tensors import local
+from dtrain.dtensor import to_local
+from dtrain.state import TrainState, init_state
 
 
 class Net(nn.Module):
@@ -59,9 +59,11 @@ def plain_state(seed: int = 0, *, optimizer: str = "adamw") -> TrainState:
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9), amsgrad=True),
         "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
     }[optimizer]()
-    state = new_state(model, made, seed=seed)
+    state = init_state(model, made, seed=seed)
     shadow = {name: p.detach().clone() for name, p in state.params.items()}
-    return replace(state, slices={"ema": {"shadow": shadow, "updates": 0}, "spikes": {"worst": float("inf"), "window": (1, 2)}})
+    return replace(
+        state, transform_states={"ema": {"shadow": shadow, "updates": 0}, "spikes": {"worst": float("inf"), "window": (1, 2)}}
+    )
 
 
 def train(state: TrainState, steps: int) -> TrainState:
@@ -71,13 +73,13 @@ def train(state: TrainState, steps: int) -> TrainState:
         state.optimizer.zero_grad()
         state.model(x).square().sum().backward()
         state.optimizer.step()
-        ema = state.slices["ema"]
+        ema = state.transform_states["ema"]
         with torch.no_grad():
             for name, p in state.params.items():
-                shadow = local(ema["shadow"][name])
-                shadow.lerp_(local(p).to(shadow.dtype), 0.1)
+                shadow = to_local(ema["shadow"][name])
+                shadow.lerp_(to_local(p).to(shadow.dtype), 0.1)
         clock = state.clock.tick(samples=4, tokens=7, seconds=0.25)
-        state = state.successor(clock=clock).with_slice("ema", {**ema, "updates": ema["updates"] + 1})
+        state = state._next(clock=clock).with_transform_state("ema", {**ema, "updates": ema["updates"] + 1})
     return state
 
 
@@ -87,7 +89,7 @@ def digest(state: TrainState, *, rng: bool = True) -> str:
 
     def take(value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            data = local(value).detach().cpu().contiguous()
+            data = to_local(value).detach().cpu().contiguous()
             sha.update(f"{data.dtype}{tuple(data.shape)}".encode() + data.reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
@@ -104,7 +106,7 @@ def digest(state: TrainState, *, rng: bool = True) -> str:
     take({name: b for name, b in state.model.named_buffers() if name != "scratch"})
     take([{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups])
     take({name: dict(state.optimizer.state[p]) for name, p in state.params.items() if p in state.optimizer.state})
-    take(dict(state.slices))
+    take(dict(state.transform_states))
     take([state.clock.state_dict(), state.seed])
     if rng:
         take(rng_state())
@@ -116,7 +118,7 @@ def write_of_another_version(step: Path) -> None:
     path = step / layout.MANIFEST
     body = json.loads(path.read_text())
     del body["sha256"]
-    path.write_bytes(layout._signed({**body, "version": 9}))
+    path.write_bytes(layout._sign({**body, "version": 9}))
 
 
 class WatchedOs:
@@ -138,7 +140,7 @@ class WatchedOs:
             return real
 
         def watched(*args: Any, **options: Any) -> Any:
-            if threading.current_thread().name == HEARTBEAT:
+            if threading.current_thread().name == HEARTBEAT_THREAD:
                 return real(*args, **options)  # comes at any time: what a save does must be the same each time
             self.calls.append(name)
             if len(self.calls) - 1 != self.at:
@@ -173,4 +175,4 @@ class watching:
 
 def names(folder: Path) -> list[str]:
     """What a folder holds, the lock of a live job apart."""
-    return sorted(p.name for p in folder.iterdir() if not p.name.startswith(LOCK))
+    return sorted(p.name for p in folder.iterdir() if not p.name.startswith(LOCK_FILE))

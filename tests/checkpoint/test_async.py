@@ -14,11 +14,11 @@ import torch
 
 from checkpoint.states import digest, names, plain_state, train, watching
 from dtrain import storage
-from dtrain.checkpoint import background
-from dtrain.checkpoint.find import latest_checkpoint
+from dtrain.checkpoint import save_thread
+from dtrain.checkpoint.checkpoint_info import latest_checkpoint
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify import verify_checkpoint
 from dtrain.dist.init import init_dist
 from dtrain.errors import CheckpointError, ConfigError
 
@@ -30,9 +30,9 @@ def nothing_under_way():
     """Each test begins without saves of others, and leaves none."""
     yield
     with pytest.MonkeyPatch.context():
-        for task in background._here().tasks:
-            background.wait(task)
-            task.seen = True
+        for task in save_thread._current_state().tasks:
+            save_thread.wait(task)
+            task.failure_reported = True
 
 
 class Held:
@@ -58,7 +58,7 @@ def held(monkeypatch):
     monkeypatch.setattr(storage.local, "os", stand_in)
     yield stand_in
     stand_in.go.set()
-    background.drain()
+    save_thread.wait_all()
 
 
 def spoil(state):
@@ -80,7 +80,7 @@ def test_what_is_saved_is_the_state_as_it_was_at_the_call(tmp_path, held):
     state = with_average(train(plain_state(), 2))
     before = digest(state, rng=False)
     handle = save_sharded(tmp_path, state, mode="async")
-    handle.staged()
+    handle.wait_staged()
     assert spoil(state) > 10
     assert held.reached.wait(LONG_S)
     assert not handle.done, "nothing was written yet"
@@ -134,7 +134,7 @@ def failed(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(storage.local, "os", Failing())
         handle = save_sharded(tmp_path, state, mode="async")
-        background.wait(handle._task)
+        save_thread.wait(handle._task)
     assert handle.done
     assert latest_checkpoint(tmp_path).name == "step-00000001"
     return state, handle
@@ -150,7 +150,7 @@ def test_a_failure_is_raised_by_the_handle(failed, tmp_path):
     for call in (handle.wait, handle.result):
         with pytest.raises(CheckpointError, match=r"No space left on device.*nothing was published"):
             call(LONG_S)
-    background.drain()  # it was seen
+    save_thread.wait_all()  # it was seen
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -160,14 +160,14 @@ def test_a_failure_is_raised_by_the_next_save_and_the_one_after_works(failed, tm
         save_sharded(tmp_path, state, mode="async")
     assert latest_checkpoint(tmp_path).name == "step-00000001"
     assert save_sharded(tmp_path, state).result().written
-    assert verify_checkpoint(tmp_path).step == 2
+    assert verify(tmp_path).step == 2
 
 
 def test_a_failure_is_raised_on_leaving_the_block(tmp_path, monkeypatch):
     def loop():
         with init_dist(), monkeypatch.context() as patch:
             patch.setattr(storage.local, "os", Failing())
-            background.wait(save_sharded(tmp_path, train(plain_state(), 1), mode="async")._task)
+            save_thread.wait(save_sharded(tmp_path, train(plain_state(), 1), mode="async")._task)
 
     with pytest.raises(CheckpointError, match="No space left on device"):
         loop()
@@ -178,7 +178,7 @@ def test_a_failure_does_not_hide_the_error_of_the_loop(tmp_path, monkeypatch):
     def loop():
         with init_dist(), monkeypatch.context() as patch:
             patch.setattr(storage.local, "os", Failing())
-            background.wait(save_sharded(tmp_path, train(plain_state(), 1), mode="async")._task)
+            save_thread.wait(save_sharded(tmp_path, train(plain_state(), 1), mode="async")._task)
             raise ValueError("of the loop")
 
     with pytest.raises(ValueError, match="of the loop") as caught:
@@ -198,7 +198,7 @@ def test_leaving_the_block_waits_for_the_commit_also_after_an_error(tmp_path, mo
 
     with pytest.raises(ValueError, match="of the loop"):
         loop()
-    assert verify_checkpoint(tmp_path).step == 1
+    assert verify(tmp_path).step == 1
 
 
 SCRIPT = """
@@ -292,20 +292,20 @@ def test_an_unknown_mode_is_refused(tmp_path):
 def test_an_interrupted_save_of_live_memory_is_given_up(tmp_path, held, monkeypatch):
     """The loop may catch the interrupt and go on: what it changes then must not be committed."""
     state = train(plain_state(), 1)
-    result = background.Task.result
+    result = save_thread.SaveTask.result
 
     def interrupted(task, timeout_s=None):
-        monkeypatch.setattr(background.Task, "result", result)
+        monkeypatch.setattr(save_thread.SaveTask, "result", result)
         assert held.reached.wait(LONG_S)
         threading.Timer(0.2, held.go.set).start()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(background.Task, "result", interrupted)
+    monkeypatch.setattr(save_thread.SaveTask, "result", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_sharded(tmp_path, state)
     spoil(state)
     assert names(tmp_path) == []
-    background.drain()  # whoever was interrupted knows
+    save_thread.wait_all()  # whoever was interrupted knows
 
 
 def test_a_save_that_outlives_the_groups_publishes_nothing(tmp_path, held, monkeypatch):
@@ -319,7 +319,7 @@ def test_a_save_that_outlives_the_groups_publishes_nothing(tmp_path, held, monke
         with init_dist():
             handles.append(save_sharded(tmp_path, train(plain_state(), 1), mode="async"))
             assert held.reached.wait(LONG_S)
-            monkeypatch.setattr(background, "drain", impatient)
+            monkeypatch.setattr(save_thread, "wait_all", impatient)
 
     with pytest.raises(KeyboardInterrupt):
         loop()
@@ -343,13 +343,15 @@ def test_the_copy_is_on_the_host_whatever_the_default_device(tmp_path):
     state = train(plain_state(), 1)
     with torch.device("meta"):
         save_sharded(tmp_path, state, mode="async").wait(LONG_S)
-    assert verify_checkpoint(tmp_path).step == 1
+    assert verify(tmp_path).step == 1
 
 
 def test_a_request_to_stop_is_met_before_an_old_failure_is_raised(failed, tmp_path, monkeypatch):
     state, _ = failed
-    monkeypatch.setattr("dtrain.dist.stopping.agreed", lambda: True)
-    monkeypatch.setattr("dtrain.dist.stopping.committed", lambda *, since_agreed: None)  # else this process is a preempted one
+    monkeypatch.setattr("dtrain.dist.preemption.is_agreed", lambda: True)
+    monkeypatch.setattr(
+        "dtrain.dist.preemption.record_save", lambda *, since_agreed: None
+    )  # else this process is a preempted one
     assert save_sharded(tmp_path, state).result().written
     with pytest.raises(CheckpointError, match="No space left"):
-        background.drain()
+        save_thread.wait_all()

@@ -7,19 +7,19 @@ import torch
 
 from checkpoint.filled import sharded_state
 from checkpoint.states import digest, names, watching
-from dtrain.checkpoint import background, save
-from dtrain.checkpoint.find import latest_checkpoint
+from dtrain.checkpoint import save, save_thread
+from dtrain.checkpoint.checkpoint_info import latest_checkpoint
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify import verify_checkpoint
 from dtrain.dist.collectives import all_gather_json
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import DtrainError
-from dtrain.testing.collectives import count_collectives
+from dtrain.testing.collective_counter import count_collectives
 
 
 def later(state):
-    return state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
+    return state._next(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
 
 
 def groups_used(root: str, mode: str) -> list:
@@ -34,7 +34,7 @@ def groups_used(root: str, mode: str) -> list:
         return saved
 
     with pytest.MonkeyPatch.context() as patch, count_collectives() as seen:
-        patch.setattr(save, "carry_out", watched)
+        patch.setattr(save, "run_save", watched)
         save_sharded(root, state, mode=mode).wait()
     return [sorted({record.group for record in seen.records}), sorted(set(inside))]
 
@@ -50,9 +50,9 @@ def fails_on_one(root: str, failing_rank: int) -> list:
     save_sharded(root, state)
     state = later(state)
     before, said = digest(state), []
-    with watching(**({"at": 0, "kind": "pwritev"} if current().rank == failing_rank else {})):
+    with watching(**({"at": 0, "kind": "pwritev"} if get_dist_info().rank == failing_rank else {})):
         handle = save_sharded(root, state, mode="async")
-        background.wait(handle._task)
+        save_thread.wait(handle._task)
     all_gather_json(None)
     try:  # the next save raises it on all ranks, before anything of its own
         save_sharded(root, state, mode="async")
@@ -84,12 +84,12 @@ def goes_on_training(root: str) -> list:
                 param.add_(1.0)
         digests[state.step] = digest(state, rng=False)
         save_sharded(root, state, mode="async")
-    background.drain()
+    save_thread.wait_all()
     found = {}
     for step in digests:
         back = load_sharded(f"{root}/step-{step:08d}", sharded_state("full_shard", filled=False)).state
         found[step] = digest(back, rng=False)
-    return [found == digests, len(set(digests.values())), verify_checkpoint(root).step]
+    return [found == digests, len(set(digests.values())), verify(root).step]
 
 
 def test_training_goes_on_while_steps_are_written(tmp_path, ranks):

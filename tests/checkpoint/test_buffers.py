@@ -9,11 +9,11 @@ from safetensors import safe_open
 from checkpoint.filled import laid_out
 from checkpoint.states import Net
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.load_weights import load_weights_
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify import verify_checkpoint
-from dtrain.checkpoint.weights import load_weights_
-from dtrain.dist.init import current
-from dtrain.state import TrainState, new_state
+from dtrain.dist.init import get_dist_info
+from dtrain.state import TrainState, init_state
 
 WORLDS = (1, 2, 3)
 
@@ -21,11 +21,11 @@ WORLDS = (1, 2, 3)
 def state_with(seen: int, buffers: str) -> TrainState:
     model = laid_out(Net(), "full_shard", buffers=buffers)
     model.seen.fill_(seen)
-    return new_state(model, torch.optim.AdamW(model.parameters()))
+    return init_state(model, torch.optim.AdamW(model.parameters()))
 
 
 def save_buffers(root: str, buffers: str) -> None:
-    save_sharded(root, state_with(10 + current().rank if buffers == "local" else 10, buffers))
+    save_sharded(root, state_with(10 + get_dist_info().rank if buffers == "local" else 10, buffers))
 
 
 def load_buffers(roots: list[str], buffers: str) -> list:
@@ -71,7 +71,7 @@ def test_buffers_that_are_equal_on_all_ranks_are_stored_once_and_load_everywhere
 def test_buffers_of_each_rank_are_stored_by_each_rank(roots):
     for world, root in roots.items():
         assert stored_buffers(root) == world
-        assert verify_checkpoint(root).world_size == world
+        assert verify(root).world_size == world
 
 
 def stored_buffers(root: Path) -> int:

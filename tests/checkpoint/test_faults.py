@@ -9,8 +9,8 @@ from checkpoint.states import WatchedOs, digest, names, plain_state, train, watc
 from dtrain import storage
 from dtrain.checkpoint import data_file
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify import verify_checkpoint
 from dtrain.errors import CheckpointError
 
 
@@ -76,7 +76,7 @@ def test_short_writes_are_completed(tmp_path, monkeypatch):
     state = train(plain_state(), 1)
     monkeypatch.setattr(storage.local, "os", Short())
     save_sharded(tmp_path, state)
-    verify_checkpoint(tmp_path)
+    verify(tmp_path)
 
 
 def test_an_error_in_a_digest_fails_the_save(tmp_path, monkeypatch):
@@ -94,7 +94,7 @@ def test_a_failing_read_is_an_error_and_not_damage(tmp_path):
     state = plain_state(3)
     before = digest(state)
     with watching(at=3, kind="preadv") as watched, pytest.raises(CheckpointError, match="No space left on device: '") as caught:
-        load_sharded(tmp_path, state, on_damaged="previous")
+        load_sharded(tmp_path, state, on_corrupt="previous")
     assert watched.fired
     assert type(caught.value) is CheckpointError
     assert digest(state) == before

@@ -34,7 +34,7 @@ def manifest_with(step: Path, change: Callable[[dict], object]) -> bytes:
     body = json.loads((step / "manifest.json").read_bytes())
     del body["sha256"]
     change(body)
-    return layout._signed(body)
+    return layout._sign(body)
 
 
 def signed_manifest(step: Path, mutate: Mutate, seed: int) -> str:
@@ -43,7 +43,7 @@ def signed_manifest(step: Path, mutate: Mutate, seed: int) -> str:
     del body["sha256"]
     kind, data = mutate(json.dumps(body).encode(), seed)
     try:
-        signed = layout._signed(json.loads(data))
+        signed = layout._sign(json.loads(data))
     except (ValueError, TypeError, RecursionError):
         signed = data
     (step / "manifest.json").write_bytes(signed)
@@ -117,12 +117,12 @@ def readers(folder: Path) -> dict[str, Callable[[], object]]:
         return found
     return {
         **found,
-        "verify_checkpoint": lambda: dt.verify_checkpoint(folder),
+        "verify": lambda: dt.checkpoint.verify(folder),
         "load_sharded": lambda: dt.load_sharded(folder, plain_state(1), extra=dict.fromkeys(EXTRA)),
         "load_sharded, not strict": lambda: dt.load_sharded(
             folder, plain_state(1), strict=False, cast=True, ignore=["extra/**", "optimizer"]
         ),
-        "list_checkpoints": lambda: dt.list_checkpoints(folder.parent),
+        "list_steps": lambda: dt.checkpoint.list_steps(folder.parent),
     }
 
 

@@ -5,10 +5,10 @@ import torch
 
 from checkpoint.filled import LAYOUTS, check_filled, full, load_filled, sharded_state, value_of
 from dtrain.checkpoint.load import load_sharded
-from dtrain.checkpoint.verify import verify_checkpoint
-from dtrain.checkpoint.weights import load_weights_
-from dtrain.names import clean_parameters
-from dtrain.tensors import local
+from dtrain.checkpoint.load_weights import load_weights_
+from dtrain.checkpoint.reader import verify
+from dtrain.dtensor import to_local
+from dtrain.fqn import parameters_by_fqn
 
 
 def load_all(paths: list[str], strategy: str) -> list:
@@ -29,7 +29,7 @@ def test_every_layout_loads_into_every_other(saved, ranks, world, strategy):
 
 def test_a_process_without_ranks_reads_them_all(saved):
     for path, _ in saved.values():
-        verify_checkpoint(path)
+        verify(path)
         check_filled(load_sharded(path, sharded_state("none", filled=False), extra={"history": None}).state)
 
 
@@ -38,9 +38,9 @@ def weights_of_all(paths: list[str], strategy: str) -> list[bool]:
     for path in paths:
         with torch.no_grad():
             for tensor in (*model.parameters(), model.seen):
-                local(tensor).zero_()
+                to_local(tensor).zero_()
         load_weights_(model, path)
-        params, _ = clean_parameters(model)
+        params, _ = parameters_by_fqn(model)
         equal.append(all(torch.equal(full(p.detach()), value_of(name, p.shape)) for name, p in params.items()))
         equal.append(int(model.seen) == 5)
     return equal

@@ -41,7 +41,7 @@ class Run:
         self.model = nn.Linear(3, 1)
         data, shuffle = (DATA, True) if kind == "map" else (Stream(), False)
         self.loader = dt.build_loader(data, global_batch_size=4, seed=1, shuffle=shuffle)
-        self.step = dt.compose_step(dt.mean_loss(self.loss, weight=len), [dt.ema(0.5)])
+        self.step = dt.compose_step(dt.mean_loss(self.loss, weight=len), [dt.transforms.ema(0.5)])
         self.state = self.step.init(self.model, torch.optim.AdamW(self.model.parameters(), lr=0.1))
 
     def come_to(self, place: str) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from dtrain.checkpoint import closed, layout, rank_index
-from dtrain.errors import CheckpointError, DamagedCheckpointError
+from dtrain.checkpoint import layout, rank_index, strict_json
+from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 RUN = "0123456789abcdef" * 2
 FILES = layout.RankFiles(
@@ -21,16 +21,18 @@ MANIFEST = layout.Manifest(
     step=100,
     parent_step=None,
     serial=1,
-    layout=layout.Layout(strategy="full_shard", axes=("dp_replicate", "dp_shard"), shape=(1, 1)),
+    layout=layout.MeshLayout(strategy="full_shard", axes=("dp_replicate", "dp_shard"), shape=(1, 1)),
     ranks=(FILES,),
 )
-ENTRY = rank_index.Entry(key="params/w", dtype="F32", shape=(4, 3), offset=(2, 0), size=(2, 3), begin=16, end=40)
-INDEX = rank_index.RankIndex(rank=0, boxes=(ENTRY,), own=(), chunks=(("b" * 32,),), values={"x": 1}, shared={"seed": 0})
+ENTRY = rank_index.TensorShardEntry(key="params/w", dtype="F32", shape=(4, 3), offset=(2, 0), size=(2, 3), begin=16, end=40)
+INDEX = rank_index.RankIndex(rank=0, shards=(ENTRY,), per_rank=(), chunks=(("b" * 32,),), values={"x": 1}, shared={"seed": 0})
 
 
 def signed(body: dict) -> bytes:
     body = {key: value for key, value in body.items() if key != "sha256"}
-    return json.dumps({**body, "sha256": hashlib.sha256(closed.canonical(body)).hexdigest()}, indent=1).encode() + b"\n"
+    return (
+        json.dumps({**body, "sha256": hashlib.sha256(strict_json.canonical_json(body)).hexdigest()}, indent=1).encode() + b"\n"
+    )
 
 
 def changed(**changes) -> dict:
@@ -72,10 +74,10 @@ def test_every_changed_byte_of_a_manifest_is_seen():
         for bit in range(8):
             altered = bytearray(data)
             altered[at] ^= 1 << bit
-            with pytest.raises(DamagedCheckpointError, match=r"manifest\.json"):
+            with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
                 layout.parse_manifest(bytes(altered))
     for cut in range(len(data)):
-        with pytest.raises(DamagedCheckpointError, match=r"manifest\.json"):
+        with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
             layout.parse_manifest(data[:cut])
 
 
@@ -115,14 +117,14 @@ BAD_MANIFESTS = {
 
 @pytest.mark.parametrize("body", BAD_MANIFESTS.values(), ids=BAD_MANIFESTS)
 def test_manifest_schema_is_closed(body):
-    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json: "):
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json: "):
         layout.parse_manifest(signed(body))
 
 
 def test_a_later_version_is_refused_but_not_called_damaged():
     with pytest.raises(CheckpointError, match="format version 2, this dtrain reads version 1") as caught:
         layout.parse_manifest(signed(changed(version=2, unheard_of=[])))
-    assert not isinstance(caught.value, DamagedCheckpointError)
+    assert not isinstance(caught.value, CorruptCheckpointError)
 
 
 def index_with(**changes) -> bytes:
@@ -170,7 +172,7 @@ BAD_INDEXES = {
 
 @pytest.mark.parametrize("data", BAD_INDEXES.values(), ids=BAD_INDEXES)
 def test_index_schema_is_closed(data):
-    with pytest.raises(DamagedCheckpointError, match=r"rank-00000.json: "):
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: "):
         rank_index.parse_index(data, 0, [64])
 
 
@@ -180,7 +182,7 @@ def test_a_later_version_of_an_index_is_refused():
 
 
 def test_an_index_too_large_to_be_read_is_not_written(monkeypatch):
-    monkeypatch.setattr(closed, "MAX_JSON_BYTES", 10)
+    monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", 10)
     with pytest.raises(CheckpointError, match="at most 10 are taken; put large plain data into tensors"):
         rank_index.encode_index(INDEX)
 
@@ -201,7 +203,7 @@ def test_other_names_are_no_steps(name):
 
 def test_side_folders_are_known_by_their_names():
     for purpose in ("tmp", "old"):
-        name = layout.side_name(100, purpose, RUN, "0123abcd")
+        name = layout.staging_name(100, purpose, RUN, "0123abcd")
         assert layout.step_of(name) is None
-        assert layout.is_leftover(name)
-    assert not layout.is_leftover(layout.step_name(100))
+        assert layout.is_staging_name(name)
+    assert not layout.is_staging_name(layout.step_name(100))

@@ -9,11 +9,10 @@ import torch
 
 from checkpoint.states import digest, names, plain_state, train
 from dtrain import storage
-from dtrain.checkpoint.find import list_checkpoints
+from dtrain.checkpoint.checkpoint_info import list_steps
 from dtrain.checkpoint.load import load_sharded
-from dtrain.checkpoint.opened import open_checkpoint
+from dtrain.checkpoint.reader import open_checkpoint, verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify import verify_checkpoint
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 
 
@@ -25,16 +24,16 @@ def test_several_states_are_one_step(tmp_path):
     pair = {"generator": train(plain_state(), 3), "critic/1": train(plain_state(5, optimizer="sgd"), 7)}
     handle = save_sharded(tmp_path, pair, extra={"seen": torch.arange(3)})
     assert handle.step == 3, "that of the first"
-    assert verify_checkpoint(tmp_path).step == 3
+    assert verify(tmp_path).step == 3
     opened = open_checkpoint(handle.path)
     assert opened.manifest.states == ("generator", "critic/1")
     for name, state in pair.items():
-        part = opened.of_state(name)
+        part = opened.select_state(name)
         assert {key for key in part.refs if key.startswith("params/")} == {f"params/{param}" for param in state.params}
         assert part.refs.keys() >= {"extra/seen"}
-        assert part.boxes.keys() <= part.refs.keys()
+        assert part.shards.keys() <= part.refs.keys()
     with pytest.raises(CheckpointMismatchError, match="holds the states 'generator', 'critic/1', not 'discriminator'"):
-        opened.of_state("discriminator")
+        opened.select_state("discriminator")
     fresh = {"generator": plain_state(1), "critic/1": plain_state(2, optimizer="sgd")}
     back = load_sharded(tmp_path, fresh, extra={"seen": None})
     assert {name: digest(state, rng=False) for name, state in back.state.items()} == {
@@ -67,8 +66,8 @@ def test_the_model_alone_holds_no_more_and_whole_states_go_elsewhere(tmp_path):
     state = train(plain_state(), 2)
     handle = save_sharded(tmp_path, state, only=("model",))
     assert sections(handle.path) == {"params", "buffers"}
-    assert open_checkpoint(handle.path).manifest.holds == ("params", "buffers", "clock", "seed")
-    assert [step.only for step in list_checkpoints(tmp_path)] == [("model",)]
+    assert open_checkpoint(handle.path).manifest.sections == ("params", "buffers", "clock", "seed")
+    assert [step.only for step in list_steps(tmp_path)] == [("model",)]
     with pytest.raises(CheckpointError, match=r"holds saves with only=\('model',\) \(step 2\), this save has only=None"):
         save_sharded(tmp_path, state)
     with pytest.raises(CheckpointError, match=r"this save has only=\('trainable',\)"):
@@ -130,12 +129,12 @@ def test_what_is_not_trained_is_written_once_and_linked(tmp_path, adapter):
         adapter = train(adapter, 1)
         save_sharded(tmp_path, adapter, incremental=True, mode="async" if count == 3 else "sync").wait()
         assert links(tmp_path) == [count] * count
-        assert verify_checkpoint(tmp_path).step == count
+        assert verify(tmp_path).step == count
     expected = digest(adapter, rng=False)
     save_sharded(tmp_path, train(adapter, 1), incremental=True, keep_last=1)
     assert links(tmp_path) == [1], "a step is whole without those that its files came from"
     assert digest(load_sharded(tmp_path, plain_like(adapter)).state, rng=False) != expected
-    assert verify_checkpoint(tmp_path).step == 4
+    assert verify(tmp_path).step == 4
 
 
 def plain_like(state):
@@ -169,7 +168,7 @@ def test_a_file_system_without_links_gets_a_copy(tmp_path, adapter, monkeypatch)
     monkeypatch.setattr(storage.local, "os", NoLinks())
     save_sharded(tmp_path, train(adapter, 1), incremental=True)
     assert links(tmp_path) == [1, 1]
-    assert verify_checkpoint(tmp_path).step == 2
+    assert verify(tmp_path).step == 2
 
 
 def test_a_step_that_holds_something_else_is_written_again(tmp_path):
@@ -192,7 +191,7 @@ def test_a_damaged_file_is_not_handed_on(tmp_path, adapter):
     path.write_bytes(data)
     save_sharded(tmp_path, train(adapter, 1), incremental=True)
     assert links(tmp_path) == [1, 1]
-    assert verify_checkpoint(tmp_path).step == 2
+    assert verify(tmp_path).step == 2
 
 
 def test_a_link_needs_no_space(tmp_path, adapter, monkeypatch):
@@ -212,14 +211,14 @@ def test_a_parent_is_a_step_of_the_same_root(tmp_path):
     state = train(state, 1)
     save_sharded(tmp_path / "b", state)
     save_sharded(tmp_path / "a", state)
-    assert [step.parent_step for step in list_checkpoints(tmp_path / "b")] == [None]
-    assert [step.parent_step for step in list_checkpoints(tmp_path / "a")] == [None, 1]
+    assert [step.parent_step for step in list_steps(tmp_path / "b")] == [None]
+    assert [step.parent_step for step in list_steps(tmp_path / "a")] == [None, 1]
 
 
 def test_weights_alone_do_not_make_a_preempted_run_a_saved_one(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("dtrain.dist.stopping.agreed", lambda: True)
-    monkeypatch.setattr("dtrain.dist.stopping.committed", lambda *, since_agreed: said.append(since_agreed))
+    monkeypatch.setattr("dtrain.dist.preemption.is_agreed", lambda: True)
+    monkeypatch.setattr("dtrain.dist.preemption.record_save", lambda *, since_agreed: said.append(since_agreed))
     state = train(plain_state(), 1)
     save_sharded(tmp_path / "weights", state, only=("model",))
     save_sharded(tmp_path / "whole", state)

@@ -11,12 +11,12 @@ from torch import nn
 import dtrain as dt
 from checkpoint.states import Counter, Net, digest, plain_state, train, watching
 from dtrain.checkpoint import layout, rank_index
-from dtrain.checkpoint.find import latest_checkpoint
+from dtrain.checkpoint.checkpoint_info import latest_checkpoint
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.rng import rng_state
-from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, DamagedCheckpointError
-from dtrain.state import TrainState, new_state
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
+from dtrain.state import TrainState, init_state
 
 SHADOW = "ema"
 
@@ -45,15 +45,15 @@ def test_weights_alone_leave_optimizer_clock_and_generators(tmp_path):
     assert all(torch.equal(state.optimizer.state[p]["exp_avg"], moments[name]) for name, p in state.params.items())
     assert state.optimizer.param_groups[0]["lr"] == lr
     assert repr(rng_state()) == repr(random)
-    assert restored.state.shared.run_id is None, "it is a run of its own"
+    assert restored.state.run_context.run_id is None, "it is a run of its own"
     with pytest.raises(RuntimeError, match="stepped already"):
-        state.check_fresh("here")
+        state._check_not_stale("here")
 
 
 def begin(seed: int):
     torch.manual_seed(seed)
     model = Net()
-    step = dt.compose_step(dt.mean_loss(lambda m, x: m(x).square().mean(), weight=len), [dt.ema(0.5)])
+    step = dt.compose_step(dt.mean_loss(lambda m, x: m(x).square().mean(), weight=len), [dt.transforms.ema(0.5)])
     return step, step.init(model, torch.optim.AdamW(model.parameters()), seed=seed)
 
 
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_trained_parameters_needs_no_others(tmp_path):
         torch.manual_seed(seed)
         model = Net()
         model.first.requires_grad_(False)
-        return new_state(model, torch.optim.AdamW(model.last.parameters()))
+        return init_state(model, torch.optim.AdamW(model.last.parameters()))
 
     saved, state = adapted(0), adapted(1)
     frozen = state.params["first.weight"].detach().clone()
@@ -113,21 +113,21 @@ class Reheaded(Headed):
 def state_of(kind: type[Net], seed: int, *, steps: int = 0) -> TrainState:
     torch.manual_seed(seed)
     model = kind()
-    state = new_state(model, torch.optim.AdamW(model.parameters()), seed=seed)
+    state = init_state(model, torch.optim.AdamW(model.parameters()), seed=seed)
     shadow = {name: p.detach().clone() for name, p in state.params.items()}
-    state = replace(state, slices={"ema": {"shadow": shadow, "updates": 0}})
+    state = replace(state, transform_states={"ema": {"shadow": shadow, "updates": 0}})
     for _ in range(steps):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         state.optimizer.step()
-        state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
+        state = state._next(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
     return state
 
 
 def test_names_that_only_one_side_has_are_left_and_named_when_asked_for(tmp_path):
     saved = state_of(Net, 0, steps=1)
-    save_sharded(tmp_path, replace(saved, slices={**saved.slices, "gone": {"t": torch.ones(2)}}))
-    state = replace(state := state_of(Headed, 1), slices={**state.slices, "new": {"count": 7}})
+    save_sharded(tmp_path, replace(saved, transform_states={**saved.transform_states, "gone": {"t": torch.ones(2)}}))
+    state = replace(state := state_of(Headed, 1), transform_states={**state.transform_states, "new": {"count": 7}})
     head = [p.detach().clone() for p in state.model.head.parameters()]
     with pytest.raises(
         CheckpointMismatchError, match=r"\(1 unexpected, 3 missing\).*strict=False leaves what only one side has"
@@ -139,10 +139,12 @@ def test_names_that_only_one_side_has_are_left_and_named_when_asked_for(tmp_path
     now = restored.state
     assert torch.equal(now.params["first.weight"], saved.params["first.weight"])
     assert all(map(torch.equal, now.model.head.parameters(), head))
-    assert torch.equal(now.slices["ema"]["shadow"]["first.bias"], saved.slices["ema"]["shadow"]["first.bias"])
-    assert torch.equal(now.slices["ema"]["shadow"]["head.bias"], head[1]), "the slice knows of the new parameter"
-    assert now.slices["new"] == {"count": 7}
-    assert "gone" not in now.slices
+    assert torch.equal(
+        now.transform_states["ema"]["shadow"]["first.bias"], saved.transform_states["ema"]["shadow"]["first.bias"]
+    )
+    assert torch.equal(now.transform_states["ema"]["shadow"]["head.bias"], head[1]), "the slice knows of the new parameter"
+    assert now.transform_states["new"] == {"count": 7}
+    assert "gone" not in now.transform_states
     assert now.params["head.weight"] not in now.optimizer.state
     assert torch.equal(
         now.optimizer.state[now.params["last.bias"]]["exp_avg"], saved.optimizer.state[saved.params["last.bias"]]["exp_avg"]
@@ -157,11 +159,11 @@ def test_an_average_that_is_new_begins_with_the_parameters_that_were_loaded(tmp_
         step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).sum(), weight=len), transforms)
         return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    step, state = begin(0, dt.scale_lr(1.0))
+    step, state = begin(0, dt.transforms.scale_lr(1.0))
     save_sharded(tmp_path, step(state, torch.ones(1, 3))[0])
-    restored = load_sharded(tmp_path, begin(1, dt.ema(0.5), dt.scale_lr(1.0))[1], strict=False)
+    restored = load_sharded(tmp_path, begin(1, dt.transforms.ema(0.5), dt.transforms.scale_lr(1.0))[1], strict=False)
     assert restored.missing == ("ema",)
-    for name, average in restored.state.slices["ema"]["params"].items():
+    for name, average in restored.state.transform_states["ema"]["params"].items():
         assert torch.equal(average, restored.state.params[name])
 
 
@@ -169,7 +171,7 @@ def test_parameters_that_are_no_longer_there_are_left_out_when_asked_for(tmp_pat
     save_sharded(tmp_path, state_of(Headed, 0, steps=1))
     restored = load_sharded(tmp_path, state_of(Net, 1), strict=False)
     assert restored.unexpected == ("head.weight", "head.bias")
-    assert set(restored.state.slices["ema"]["shadow"]) == set(restored.state.params)
+    assert set(restored.state.transform_states["ema"]["shadow"]) == set(restored.state.params)
     assert len(restored.state.optimizer.state) == 4
 
 
@@ -179,13 +181,13 @@ def test_ignored_names_stay_as_they_are_whatever_is_stored(tmp_path, only):
     state = state_of(Reheaded, 1, steps=1)
     with pytest.raises(CheckpointMismatchError, match=r"2 of another shape"):
         load_sharded(tmp_path, state, only=only)
-    head, average = state.model.head.weight.detach().clone(), state.slices["ema"]["shadow"]["head.weight"].clone()
+    head, average = state.model.head.weight.detach().clone(), state.transform_states["ema"]["shadow"]["head.weight"].clone()
     moment = state.optimizer.state[state.model.head.weight]["exp_avg"].clone()
     restored = load_sharded(tmp_path, state, only=only, ignore=["head.*"])
     assert (restored.missing, restored.unexpected) == ((), ())
     now = restored.state
     assert torch.equal(now.model.head.weight, head)
-    assert torch.equal(now.slices["ema"]["shadow"]["head.weight"], average)
+    assert torch.equal(now.transform_states["ema"]["shadow"]["head.weight"], average)
     assert torch.equal(now.optimizer.state[now.model.head.weight]["exp_avg"], moment)
     assert torch.equal(now.params["first.weight"], saved.params["first.weight"])
 
@@ -194,8 +196,10 @@ def test_another_dtype_has_to_be_asked_for(tmp_path):
     save_sharded(tmp_path, saved := state_of(Net, 0, steps=1))
     torch.manual_seed(1)
     model = Net().to(torch.bfloat16)
-    state = new_state(model, torch.optim.AdamW(model.parameters()))
-    state = replace(state, slices={"ema": {"shadow": {n: p.detach().clone() for n, p in state.params.items()}, "updates": 0}})
+    state = init_state(model, torch.optim.AdamW(model.parameters()))
+    state = replace(
+        state, transform_states={"ema": {"shadow": {n: p.detach().clone() for n, p in state.params.items()}, "updates": 0}}
+    )
     with pytest.raises(CheckpointMismatchError, match=r"4 of another dtype\).*cast=True converts floating-point dtypes"):
         load_sharded(tmp_path, state)
     now = load_sharded(tmp_path, state, cast=True).state
@@ -237,7 +241,7 @@ def test_the_table_names_the_nearest_of_the_other_side(tmp_path):
     save_sharded(tmp_path, plain_state())
     model = Renamed()
     with pytest.raises(CheckpointMismatchError) as caught:
-        load_sharded(tmp_path, new_state(model, torch.optim.AdamW(model.parameters())), only=("model",))
+        load_sharded(tmp_path, init_state(model, torch.optim.AdamW(model.parameters())), only=("model",))
     text = str(caught.value)
     assert "params/last.weight: checkpoint F32 [2, 7], here nothing (nearest: params/final.weight)" in text
     assert "params/final.bias: checkpoint nothing, here F32 [2] (nearest: params/last.bias)" in text
@@ -361,7 +365,7 @@ def test_why_newer_steps_are_not_taken_is_said(root, capsys):
     (root / "step-00000009.tmp-01234567-89abcdef").mkdir()
     (root / "step-00000007").mkdir()
     with pytest.warns(UserWarning, match="is damaged"):
-        load_sharded(root, plain_state(), on_damaged="previous")
+        load_sharded(root, plain_state(), on_corrupt="previous")
     (line,) = said(capsys)
     assert line.startswith(
         f"dtrain: load_sharded: taking {root}/step-00000002; passed over step-00000003 (damaged: rank 0: rank-0"
@@ -385,7 +389,7 @@ def test_the_latest_of_a_step_is_that_step(root):
     with pytest.raises(CheckpointError, match=r"latest_checkpoint: .*has no manifest.json: the save was not completed"):
         latest_checkpoint(root / "step-00000002")
     (root / "step-00000001" / "manifest.json").write_text("{}")
-    with pytest.raises(DamagedCheckpointError, match=r"latest_checkpoint: .*step-00000001: manifest.json: "):
+    with pytest.raises(CorruptCheckpointError, match=r"latest_checkpoint: .*step-00000001: manifest.json: "):
         latest_checkpoint(root / "step-00000001")
 
 
@@ -406,7 +410,7 @@ def test_an_error_in_any_operation_on_files_changes_nothing(tmp_path):
             except CheckpointError:
                 raised += 1
                 assert digest(state) == before, (at, failing.calls[at])
-                state.check_fresh("here")
+                state._check_not_stale("here")
             else:
                 assert failing.calls[at] == "close", failing.calls[at]
                 state = train(plain_state(7), 2)
@@ -422,11 +426,11 @@ def test_a_bit_that_flips_on_the_way_in_is_seen_and_changes_nothing(tmp_path):
     state = train(plain_state(7), 2)
     before = digest(state)
     for at in range(len(watched.calls)):
-        with watching(at=at, kind="preadv", action="flip") as flipping, pytest.raises(DamagedCheckpointError):
+        with watching(at=at, kind="preadv", action="flip") as flipping, pytest.raises(CorruptCheckpointError):
             load_sharded(path, state)
         assert flipping.fired
         assert digest(state) == before
-        state.check_fresh("here")
+        state._check_not_stale("here")
 
 
 class Refusing(Counter):
@@ -444,7 +448,7 @@ def test_an_object_that_refuses_its_state_leaves_the_generators_as_they_were(tmp
     with pytest.raises(ValueError, match="what is"):
         load_sharded(tmp_path, state, extra={"counter": Refusing()})
     assert digest(state) == before
-    state.check_fresh("here")
+    state._check_not_stale("here")
 
 
 def test_each_byte_of_the_tensors_is_fetched_once(tmp_path):
@@ -463,14 +467,16 @@ def test_an_index_that_puts_two_boxes_in_one_place_is_refused(tmp_path):
     manifest = layout.parse_manifest((path / "manifest.json").read_bytes())
     files = manifest.ranks[0]
     index = rank_index.parse_index((path / files.index).read_bytes(), 0, [file.bytes for file in files.data])
-    first, second = (at for at, box in enumerate(index.boxes) if box.key in ("params/last.bias", "slices/ema/shadow/last.bias"))
-    boxes = list(index.boxes)
+    first, second = (
+        at for at, box in enumerate(index.shards) if box.key in ("params/last.bias", "slices/ema/shadow/last.bias")
+    )
+    boxes = list(index.shards)
     boxes[second] = boxes[second]._replace(begin=boxes[first].begin, end=boxes[first].end)
-    data = rank_index.encode_index(replace(index, boxes=tuple(boxes)))
+    data = rank_index.encode_index(replace(index, shards=tuple(boxes)))
     (path / files.index).write_bytes(data)
     files = replace(files, index_bytes=len(data), index_sha256=hashlib.sha256(data).hexdigest())
     (path / "manifest.json").write_bytes(layout.encode_manifest(replace(manifest, ranks=(files,))))
-    with pytest.raises(DamagedCheckpointError, match=r"rank-00000.json: rank-00000.safetensors: .*inside of another box"):
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: rank-00000.safetensors: .*inside of another box"):
         load_sharded(path, plain_state())
 
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.dist.init import current
-from dtrain.state import TrainState, new_state
-from dtrain.tensors import local
+from dtrain.dist.init import get_dist_info
+from dtrain.dtensor import to_local
+from dtrain.state import TrainState, init_state
 
 SIDE, COUNT = 2048, 5  # 80 MiB of parameters, 240 with the optimizer's state
 ALLOWED = 1.15
@@ -23,12 +23,12 @@ PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
 
 def sharded(placement: str | None, *, stepped: bool) -> TrainState:
     model = nn.Module()
-    mesh = None if placement is None else init_device_mesh("cpu", (current().world_size,))
+    mesh = None if placement is None else init_device_mesh("cpu", (get_dist_info().world_size,))
     for at in range(COUNT):
         value = torch.full((SIDE, SIDE), float(at))
         placed = value if mesh is None else distribute_tensor(value, mesh, [PLACEMENTS[placement]])
         model.register_parameter(f"w{at}", nn.Parameter(placed))
-    state = new_state(model, torch.optim.AdamW(model.parameters()))
+    state = init_state(model, torch.optim.AdamW(model.parameters()))
     if stepped:
         for at, param in enumerate(state.params.values()):
             moments = {key: torch.full_like(param.detach(), 100.0 + at) for key in ("exp_avg", "exp_avg_sq")}
@@ -52,8 +52,8 @@ def load_and_measure(path: str, placement: str) -> list[float]:
     above = resident("VmHWM") - before
     param = state.params["w3"]
     content = state.optimizer.state[param]
-    right = bool((local(param) == 3).all()) and bool((local(content["exp_avg"]) == 103).all())
-    own = sum(3 * local(p).nbytes for p in state.params.values())
+    right = bool((to_local(param) == 3).all()) and bool((to_local(content["exp_avg"]) == 103).all())
+    own = sum(3 * to_local(p).nbytes for p in state.params.values())
     return [above / own, own / 2**20, float(right)]
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from checkpoint.states import watching
 from dtrain import storage
-from dtrain.checkpoint import holder as holders
 from dtrain.checkpoint import lock as locks
-from dtrain.checkpoint.lock import LOCK, hold
+from dtrain.checkpoint import lock_owner as holders
+from dtrain.checkpoint.lock import LOCK_FILE, lock_root
 from dtrain.errors import CheckpointError
 
 RUN = "a" * 32
@@ -29,7 +29,7 @@ PATIENCE_S = 90.0
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
     """No heartbeat of this process unless a test wants one, and no waiting for what is torn."""
-    monkeypatch.setattr(holders, "BEAT_S", 3600.0)
+    monkeypatch.setattr(holders, "HEARTBEAT_INTERVAL_S", 3600.0)
     monkeypatch.setattr(holders, "TORN_AFTER_S", 0.05)
     monkeypatch.setattr(locks, "_POLL_S", 0.01)
 
@@ -69,52 +69,54 @@ def holding(root: Path):
         process.communicate(timeout=PATIENCE_S)
 
 
-def on_disk(root: Path) -> holders.Holder:
-    found = holders.parse((root / LOCK).read_bytes())
+def on_disk(root: Path) -> holders.LockOwner:
+    found = holders.parse_owner((root / LOCK_FILE).read_bytes())
     assert found is not None
     return found
 
 
-def somebody(**changes: object) -> holders.Holder:
+def somebody(**changes: object) -> holders.LockOwner:
     """A holder on another host, alive now."""
     known = {"host": "elsewhere", "pid": 17, "started": 5, "boot": "other-boot", "space": "pid:[1]", "run_id": OTHER}
-    return replace(holders.Holder(token="0123456789abcdef", since=time.time(), beat=time.time(), **known), **changes)
+    return replace(
+        holders.LockOwner(token="0123456789abcdef", acquired_at=time.time(), heartbeat_at=time.time(), **known), **changes
+    )
 
 
 def test_a_lock_is_there_while_it_is_held_and_gone_with_the_last_hold(tmp_path):
     root = tmp_path / "new" / "root"
-    first = hold(root, RUN, protected=[3])
-    second = hold(root, OTHER, protected=[4])
+    first = lock_root(root, RUN, protected=[3])
+    second = lock_root(root, OTHER, protected=[4])
     assert (on_disk(root).pid, on_disk(root).run_id) == (os.getpid(), RUN), "the second changed nothing"
-    assert locks.protected_here(root) == {3, 4}
+    assert locks.protected_steps(root) == {3, 4}
     first.release()
     first.release()
     second.check()
-    assert locks.held_here(root)
+    assert locks.is_held_here(root)
     with pytest.raises(CheckpointError, match="the lock was released; take it again before saving"):
         first.check()
     second.release()
     assert names(root) == []
-    assert not locks.held_here(root)
-    assert locks.protected_here(root) == set()
+    assert not locks.is_held_here(root)
+    assert locks.protected_steps(root) == set()
 
 
 def test_a_lock_that_nobody_refers_to_is_released(tmp_path):
-    held = hold(tmp_path, RUN)
-    assert repr(held) == f"Lock('{tmp_path / LOCK}')"
+    held = lock_root(tmp_path, RUN)
+    assert repr(held) == f"Lock('{tmp_path / LOCK_FILE}')"
     del held
     gc.collect()
     assert names(tmp_path) == []
-    with hold(tmp_path, RUN) as held:
+    with lock_root(tmp_path, RUN) as held:
         assert held.root == tmp_path
     assert names(tmp_path) == []
-    assert locks.HEARTBEAT not in {thread.name for thread in threading.enumerate() if not thread.daemon}
+    assert locks.HEARTBEAT_THREAD not in {thread.name for thread in threading.enumerate() if not thread.daemon}
 
 
 def test_the_heartbeat_ends_with_the_last_lock(tmp_path):
-    with hold(tmp_path / "a", RUN), hold(tmp_path / "b", RUN):
-        assert [thread.name for thread in threading.enumerate()].count(locks.HEARTBEAT) >= 1
-    beating = [thread for thread in threading.enumerate() if thread.name == locks.HEARTBEAT]
+    with lock_root(tmp_path / "a", RUN), lock_root(tmp_path / "b", RUN):
+        assert [thread.name for thread in threading.enumerate()].count(locks.HEARTBEAT_THREAD) >= 1
+    beating = [thread for thread in threading.enumerate() if thread.name == locks.HEARTBEAT_THREAD]
     for thread in beating:
         thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in beating)
@@ -124,22 +126,22 @@ def test_a_root_of_another_live_process_is_refused_by_name(tmp_path):
     with holding(tmp_path) as process:
         there = on_disk(tmp_path)
         with pytest.raises(CheckpointError) as refused:
-            hold(tmp_path, RUN)
+            lock_root(tmp_path, RUN)
         assert str(refused.value) == (
             f"{tmp_path}: is in use by another live job (host {there.host}, pid {process.pid}, since "
-            f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(there.since))}, run {OTHER}); "
+            f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(there.acquired_at))}, run {OTHER}); "
             "save into another root, or end that job first"
         )
         assert on_disk(tmp_path) == there
-        assert names(tmp_path) == [LOCK]
-    assert not locks.held_here(tmp_path)
+        assert names(tmp_path) == [LOCK_FILE]
+    assert not locks.is_held_here(tmp_path)
 
 
 def test_a_stopped_process_is_alive(tmp_path):
     with holding(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(CheckpointError, match=f"pid {process.pid}"):
-            hold(tmp_path, RUN)
+            lock_root(tmp_path, RUN)
 
 
 @pytest.mark.parametrize("reaped", [True, False], ids=["gone", "zombie"])
@@ -151,9 +153,9 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, reaped):
         else:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert on_disk(tmp_path).pid == process.pid, "SIGKILL leaves it"
-        with hold(tmp_path, RUN):
+        with lock_root(tmp_path, RUN):
             assert on_disk(tmp_path).pid == os.getpid()
-            assert names(tmp_path) == [LOCK]
+            assert names(tmp_path) == [LOCK_FILE]
     assert names(tmp_path) == []
 
 
@@ -195,7 +197,7 @@ if pid == 0:
             attempt()
         except Exception as error:
             print(type(error).__name__, error, flush=True)
-    assert not lock.held_here(root)
+    assert not lock.is_held_here(root)
     held.release()
     sys.exit(0)
 assert os.waitpid(pid, 0)[1] == 0
@@ -210,7 +212,7 @@ held.check()
 
 
 ME = {"host": "here", "boot": "boot", "space": "pid:[1]"}
-ALIVE = {"pid": os.getpid(), "started": holders.look_at(os.getpid())}
+ALIVE = {"pid": os.getpid(), "started": holders.process_start_ticks(os.getpid())}
 ENDED = {"pid": 2**31 - 1, "started": 7}
 VERDICTS = {
     "this process": (ME | ALIVE, 1e9, "live"),
@@ -234,31 +236,31 @@ VERDICTS = {
 def test_who_lives_is_told_by_the_pid_where_it_means_something_and_by_the_heartbeat_elsewhere(who, silent_s, verdict):
     me = somebody(**ME, **ALIVE)
     holder = somebody(**{**who, "beat": NOW - silent_s})
-    assert holders.judge(holder, me, now=NOW, unchanged_s=0.0) == verdict
+    assert holders.owner_status(holder, me, now=NOW, unchanged_s=0.0) == verdict
 
 
 def test_what_was_watched_for_long_enough_is_dead_whatever_its_clock_says():
     holder, me = somebody(beat=NOW + 3600), somebody(**ME, **ALIVE)
-    assert holders.judge(holder, me, now=NOW, unchanged_s=59.0) == "unknown"
-    assert holders.judge(holder, me, now=NOW, unchanged_s=60.0) == "dead"
+    assert holders.owner_status(holder, me, now=NOW, unchanged_s=59.0) == "unknown"
+    assert holders.owner_status(holder, me, now=NOW, unchanged_s=60.0) == "dead"
 
 
 def test_without_proc_the_heartbeat_decides():
     bare = {"boot": None, "space": None, "started": None}
     holder, me = somebody(**{**ME, **ENDED, **bare}, beat=NOW), somebody(**{**ME, **ALIVE, **bare})
-    assert holders.judge(holder, me, now=NOW + 59, unchanged_s=0.0) == "unknown"
-    assert holders.judge(holder, me, now=NOW + 60, unchanged_s=0.0) == "dead"
+    assert holders.owner_status(holder, me, now=NOW + 59, unchanged_s=0.0) == "unknown"
+    assert holders.owner_status(holder, me, now=NOW + 60, unchanged_s=0.0) == "dead"
 
 
 def test_a_record_comes_back_and_nothing_else_is_taken_for_one():
-    me = holders.this_process(RUN, now=NOW)
+    me = holders.current_owner(RUN, now=NOW)
     data = me.encode()
-    assert holders.parse(data) == me
+    assert holders.parse_owner(data) == me
     assert len(data) < holders.MAX_BYTES / 4
-    assert (me.pid, me.started) == (os.getpid(), holders.look_at(os.getpid()))
-    assert None not in (me.boot, me.space), "this is Linux"
+    assert (me.pid, me.start_ticks) == (os.getpid(), holders.process_start_ticks(os.getpid()))
+    assert None not in (me.boot_id, me.pid_namespace), "this is Linux"
     assert data.startswith(b'{"token": "'), "a part of it is known by its token"
-    assert holders.parse(replace(me, pid=10**30).encode()).pid < 2**31, "what no process has can be asked about"
+    assert holders.parse_owner(replace(me, pid=10**30).encode()).pid < 2**31, "what no process has can be asked about"
     for wrong in (
         *(data[:length] for length in range(len(data) - 2)),
         data.replace(b'"version": 1', b'"version": 2'),
@@ -269,47 +271,47 @@ def test_a_record_comes_back_and_nothing_else_is_taken_for_one():
         data.replace(RUN.encode(), b"\\u001b[2J"),
         b"[" * 4000,
     ):
-        assert holders.parse(wrong) is None, wrong
+        assert holders.parse_owner(wrong) is None, wrong
 
 
 def test_each_renewal_differs_even_when_the_clock_goes_back():
-    me = holders.this_process(RUN, now=NOW)
-    assert holders.renewed(me, now=NOW + 5).beat == NOW + 5
-    assert holders.renewed(me, now=NOW - 5).beat > NOW
+    me = holders.current_owner(RUN, now=NOW)
+    assert holders.with_heartbeat(me, now=NOW + 5).heartbeat_at == NOW + 5
+    assert holders.with_heartbeat(me, now=NOW - 5).heartbeat_at > NOW
 
 
 def test_a_holder_elsewhere_that_renews_its_lock_is_refused(tmp_path):
-    (tmp_path / LOCK).write_bytes(somebody().encode())
+    (tmp_path / LOCK_FILE).write_bytes(somebody().encode())
     stop = threading.Event()
 
     def renew():
         while not stop.wait(0.05):
-            storage.replace_file(tmp_path / LOCK, somebody(beat=time.time()).encode())
+            storage.replace_file(tmp_path / LOCK_FILE, somebody(beat=time.time()).encode())
 
     thread = threading.Thread(target=renew)
     thread.start()
     try:
         with pytest.raises(CheckpointError, match=r"in use by another live job \(host elsewhere, pid 17"):
-            hold(tmp_path, RUN)
+            lock_root(tmp_path, RUN)
     finally:
         stop.set()
         thread.join()
-    assert names(tmp_path) == [LOCK]
+    assert names(tmp_path) == [LOCK_FILE]
 
 
 def test_a_holder_elsewhere_that_is_silent_is_watched_and_then_taken_over(tmp_path, monkeypatch):
     monkeypatch.setattr(holders, "DEAD_AFTER_S", 0.3)
-    (tmp_path / LOCK).write_bytes(somebody(beat=time.time() + 1000).encode())
+    (tmp_path / LOCK_FILE).write_bytes(somebody(beat=time.time() + 1000).encode())
     begun = time.monotonic()
-    with hold(tmp_path, RUN):
+    with lock_root(tmp_path, RUN):
         assert time.monotonic() - begun >= 0.3
         assert on_disk(tmp_path).pid == os.getpid()
 
 
 def test_a_holder_elsewhere_that_has_been_silent_is_taken_over_without_waiting(tmp_path, monkeypatch):
-    (tmp_path / LOCK).write_bytes(somebody(beat=time.time() - 61).encode())
+    (tmp_path / LOCK_FILE).write_bytes(somebody(beat=time.time() - 61).encode())
     monkeypatch.setattr(locks.time, "sleep", lambda seconds: pytest.fail("waited"))
-    with hold(tmp_path, RUN):
+    with lock_root(tmp_path, RUN):
         assert on_disk(tmp_path).pid == os.getpid()
     assert names(tmp_path) == []
 
@@ -319,8 +321,8 @@ TORN = {"empty": b"", "half": somebody().encode()[:50], "text": b"mine!\n", "lar
 
 @pytest.mark.parametrize("content", TORN.values(), ids=TORN)
 def test_what_is_no_record_and_does_not_change_is_taken_over(tmp_path, content):
-    (tmp_path / LOCK).write_bytes(content)
-    with hold(tmp_path, RUN):
+    (tmp_path / LOCK_FILE).write_bytes(content)
+    with lock_root(tmp_path, RUN):
         assert on_disk(tmp_path).pid == os.getpid()
     assert names(tmp_path) == []
 
@@ -328,46 +330,46 @@ def test_what_is_no_record_and_does_not_change_is_taken_over(tmp_path, content):
 def test_what_is_no_record_may_be_one_that_is_being_written(tmp_path, monkeypatch):
     monkeypatch.setattr(holders, "TORN_AFTER_S", PATIENCE_S)
     with holding(tmp_path):
-        whole = (tmp_path / LOCK).read_bytes()
-        (tmp_path / LOCK).write_bytes(whole[:40])
-        timer = threading.Timer(0.2, (tmp_path / LOCK).write_bytes, [whole])
+        whole = (tmp_path / LOCK_FILE).read_bytes()
+        (tmp_path / LOCK_FILE).write_bytes(whole[:40])
+        timer = threading.Timer(0.2, (tmp_path / LOCK_FILE).write_bytes, [whole])
         timer.start()
         with pytest.raises(CheckpointError, match="in use by another live job"):
-            hold(tmp_path, RUN)
+            lock_root(tmp_path, RUN)
         timer.join()
 
 
 def test_a_folder_in_the_place_of_the_lock_is_an_error_and_stays(tmp_path):
-    (tmp_path / LOCK).mkdir()
+    (tmp_path / LOCK_FILE).mkdir()
     with pytest.raises(IsADirectoryError):
-        hold(tmp_path, RUN)
-    assert names(tmp_path) == [LOCK]
+        lock_root(tmp_path, RUN)
+    assert names(tmp_path) == [LOCK_FILE]
 
 
 def test_what_others_left_while_they_took_over_is_removed_and_files_of_the_user_are_not(tmp_path):
-    for name in (f"{LOCK}.0123456789abcdef", f"{LOCK}.01234567.tmp", f"{LOCK}.bak", "notes"):
+    for name in (f"{LOCK_FILE}.0123456789abcdef", f"{LOCK_FILE}.01234567.tmp", f"{LOCK_FILE}.bak", "notes"):
         (tmp_path / name).touch()
-    with hold(tmp_path, RUN):
-        assert names(tmp_path) == ["notes", LOCK, f"{LOCK}.bak"]
+    with lock_root(tmp_path, RUN):
+        assert names(tmp_path) == ["notes", LOCK_FILE, f"{LOCK_FILE}.bak"]
 
 
 def test_the_heartbeat_renews_the_lock_and_finds_out_when_another_has_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(holders, "BEAT_S", 0.02)
-    with hold(tmp_path, RUN) as held:
+    monkeypatch.setattr(holders, "HEARTBEAT_INTERVAL_S", 0.02)
+    with lock_root(tmp_path, RUN) as held:
         before, deadline = on_disk(tmp_path), time.monotonic() + PATIENCE_S
-        while on_disk(tmp_path).beat == before.beat:
+        while on_disk(tmp_path).heartbeat_at == before.heartbeat_at:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         held.check()
-        assert replace(on_disk(tmp_path), beat=before.beat) == before
-        storage.replace_file(tmp_path / LOCK, somebody().encode())
-        while held._held.lost is None:
+        assert replace(on_disk(tmp_path), heartbeat_at=before.heartbeat_at) == before
+        storage.replace_file(tmp_path / LOCK_FILE, somebody().encode())
+        while held._held.lost_to is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        (tmp_path / LOCK).unlink()  # the other has ended, but what it did to the root is not known here
+        (tmp_path / LOCK_FILE).unlink()  # the other has ended, but what it did to the root is not known here
         with pytest.raises(CheckpointError, match=r"another process has taken the lock of this run \(host elsewhere, pid 17"):
             held.check()
-        with hold(tmp_path, RUN) as again:
+        with lock_root(tmp_path, RUN) as again:
             again.check()
             with pytest.raises(CheckpointError, match="another process has taken the lock"):
                 held.check()
@@ -375,62 +377,64 @@ def test_the_heartbeat_renews_the_lock_and_finds_out_when_another_has_it(tmp_pat
 
 
 def test_a_robbed_holder_leaves_the_lock_to_the_other(tmp_path):
-    with hold(tmp_path, RUN) as held:
-        storage.replace_file(tmp_path / LOCK, somebody().encode())
+    with lock_root(tmp_path, RUN) as held:
+        storage.replace_file(tmp_path / LOCK_FILE, somebody().encode())
         with pytest.raises(CheckpointError, match="was silent for so long that it was taken for dead; end one of the two"):
             held.check()
-    assert on_disk(tmp_path) == replace(somebody(), since=on_disk(tmp_path).since, beat=on_disk(tmp_path).beat)
+    assert on_disk(tmp_path) == replace(
+        somebody(), acquired_at=on_disk(tmp_path).acquired_at, heartbeat_at=on_disk(tmp_path).heartbeat_at
+    )
 
 
 def test_a_lock_that_was_removed_by_hand_is_put_back(tmp_path):
-    with hold(tmp_path, RUN) as held:
-        (tmp_path / LOCK).unlink()
-        locks._renew(held._of, held._held)
+    with lock_root(tmp_path, RUN) as held:
+        (tmp_path / LOCK_FILE).unlink()
+        locks._renew_heartbeat(held._of, held._held)
         assert names(tmp_path) == [], "it may have gone with its folder: a save sees to it"
         held.check()
         assert on_disk(tmp_path).pid == os.getpid()
 
 
 def test_a_lock_that_is_gone_after_a_long_silence_may_have_been_anothers(tmp_path):
-    with hold(tmp_path, RUN) as held:
-        held._held.me = replace(held._held.me, beat=time.time() - 61)
-        (tmp_path / LOCK).unlink()
+    with lock_root(tmp_path, RUN) as held:
+        held._held.owner = replace(held._held.owner, heartbeat_at=time.time() - 61)
+        (tmp_path / LOCK_FILE).unlink()
         with pytest.raises(CheckpointError, match="one that has ended since"):
             held.check()
 
 
 def test_a_root_that_was_removed_is_no_error_until_the_next_save(tmp_path):
-    with hold(tmp_path / "root", RUN) as held:
-        (tmp_path / "root" / LOCK).unlink()
+    with lock_root(tmp_path / "root", RUN) as held:
+        (tmp_path / "root" / LOCK_FILE).unlink()
         (tmp_path / "root").rmdir()
-        locks._renew(held._of, held._held)
+        locks._renew_heartbeat(held._of, held._held)
         with pytest.raises(FileNotFoundError):
             held.check()
     assert names(tmp_path) == []
 
 
 def test_a_heartbeat_that_fails_is_tried_again(tmp_path):
-    with hold(tmp_path, RUN) as held:
+    with lock_root(tmp_path, RUN) as held:
         before = on_disk(tmp_path)
         with watching(at=0, kind="write") as watched:
-            locks._renew(held._of, held._held)
+            locks._renew_heartbeat(held._of, held._held)
         assert watched.fired
         assert on_disk(tmp_path) == before
-        locks._renew(held._of, held._held)
-        assert on_disk(tmp_path).beat > before.beat
+        locks._renew_heartbeat(held._of, held._held)
+        assert on_disk(tmp_path).heartbeat_at > before.heartbeat_at
         held.check()
 
 
 def test_a_lock_that_cannot_be_written_leaves_nothing(tmp_path):
     with watching(at=0, kind="write") as watched, pytest.raises(OSError, match=r"No space left on device: '.*run.lock'"):
-        hold(tmp_path, RUN)
+        lock_root(tmp_path, RUN)
     assert watched.fired
     assert names(tmp_path) == []
 
 
 def test_a_lock_that_is_released_during_a_heartbeat_is_not_written_again(tmp_path, monkeypatch):
     """The garbage collector runs anywhere, in the thread of the heartbeat as well."""
-    held = hold(tmp_path, RUN)
+    held = lock_root(tmp_path, RUN)
     real = storage.replace_file
 
     def replace_after_release(path, data):
@@ -438,22 +442,22 @@ def test_a_lock_that_is_released_during_a_heartbeat_is_not_written_again(tmp_pat
         real(path, data)
 
     monkeypatch.setattr(storage, "replace_file", replace_after_release)
-    locks._renew(held._of, held._held)
+    locks._renew_heartbeat(held._of, held._held)
     assert names(tmp_path) == []
 
 
 def test_an_object_store_has_the_same_lock(tmp_path):
     """In this process's memory: a store that renames nothing and has no folders."""
-    root = storage.place(f"memory://{tmp_path.name}/root")
-    assert not storage.renames(root)
-    with hold(root, RUN) as held:
-        assert storage.list_names(root) == [LOCK]
-        locks._renew(held._of, held._held)
+    root = storage.resolve_path(f"memory://{tmp_path.name}/root")
+    assert not storage.supports_rename(root)
+    with lock_root(root, RUN) as held:
+        assert storage.list_names(root) == [LOCK_FILE]
+        locks._renew_heartbeat(held._of, held._held)
         held.check()
     assert not storage.exists(root)
-    storage.create_file(root / LOCK, replace(holders.this_process(OTHER, now=time.time()), **ENDED).encode())
-    with hold(root, RUN):
-        assert storage.list_names(root) == [LOCK]
+    storage.create_file(root / LOCK_FILE, replace(holders.current_owner(OTHER, now=time.time()), **ENDED).encode())
+    with lock_root(root, RUN):
+        assert storage.list_names(root) == [LOCK_FILE]
     assert not storage.exists(root)
 
 
@@ -463,7 +467,7 @@ def test_threads_of_one_process_hold_a_root_together(tmp_path):
     def take():
         meet.wait(PATIENCE_S)
         try:
-            held.append(hold(tmp_path, RUN))
+            held.append(lock_root(tmp_path, RUN))
         except CheckpointError as error:
             errors.append(error)
 
@@ -482,27 +486,27 @@ def test_threads_of_one_process_hold_a_root_together(tmp_path):
 def left_by_the_dead(root: Path) -> None:
     """The lock of a process of this host that has ended."""
     root.mkdir(exist_ok=True)
-    (root / LOCK).write_bytes(replace(holders.this_process(OTHER, now=time.time()), **ENDED).encode())
+    (root / LOCK_FILE).write_bytes(replace(holders.current_owner(OTHER, now=time.time()), **ENDED).encode())
 
 
 @pytest.mark.parametrize("begin", [Path.mkdir, left_by_the_dead], ids=["free", "dead"])
 def test_a_failing_operation_anywhere_is_raised_and_the_next_attempt_succeeds(tmp_path, begin):
     with watching() as watched:
         begin(tmp_path / "all")
-        hold(tmp_path / "all", RUN).release()
+        lock_root(tmp_path / "all", RUN).release()
     raised = 0
     for at in range(len(watched.calls)):
         root = tmp_path / str(at)
         begin(root)
         with watching(at=at) as watched:
             try:
-                hold(root, RUN).release()
+                lock_root(root, RUN).release()
             except OSError:
                 raised += 1
         assert watched.fired
-        with hold(root, RUN) as held:
+        with lock_root(root, RUN) as held:
             held.check()
-            assert names(root) == [LOCK], f"{watched.calls[at]} {at} failed"
+            assert names(root) == [LOCK_FILE], f"{watched.calls[at]} {at} failed"
         assert names(root) == []
     assert raised > len(watched.calls) / 4
 
@@ -524,7 +528,7 @@ class Dying:
         return counted
 
 holder.TORN_AFTER_S, lock._POLL_S = 0.05, 0.01
-ended = dataclasses.replace(holder.this_process("b" * 32, now=time.time()), pid=2**31 - 1)
+ended = dataclasses.replace(holder.current_owner("b" * 32, now=time.time()), pid=2**31 - 1)
 root, at, code = Path(sys.argv[1]), 0, 9
 root.mkdir()
 while code == 9:
@@ -571,9 +575,9 @@ class Interleaved:
         return counted
 
 
-def attempt(path: Path, who: holders.Holder) -> holders.Holder | None:
+def attempt(path: Path, who: holders.LockOwner) -> holders.LockOwner | None:
     try:
-        return locks._take(path, who)
+        return locks._acquire_file(path, who)
     except CheckpointError:
         return None
 
@@ -587,15 +591,15 @@ def test_of_two_that_take_over_a_dead_lock_one_succeeds_whenever_the_other_comes
         while fired:
             root = tmp_path / str(at)
             left_by_the_dead(root)
-            got: list[holders.Holder | None] = []
+            got: list[holders.LockOwner | None] = []
 
             def act(root=root, got=got):
                 storage.local.os = os
-                got.append(attempt(root / LOCK, two))
+                got.append(attempt(root / LOCK_FILE, two))
 
             storage.local.os = Interleaved(at, act)
             try:
-                mine = attempt(root / LOCK, one)
+                mine = attempt(root / LOCK_FILE, one)
             finally:
                 storage.local.os = os
             fired = bool(got)
@@ -605,7 +609,7 @@ def test_of_two_that_take_over_a_dead_lock_one_succeeds_whenever_the_other_comes
                 winner = mine or theirs
                 assert on_disk(root).token == winner.token
                 won.append(winner.pid)
-                assert names(root) == [LOCK]
+                assert names(root) == [LOCK_FILE]
             at += 1
     assert set(won) == {a.pid, b.pid}, "the second comes early enough, and too late"
     assert len(won) > 10
@@ -644,7 +648,7 @@ def test_of_many_that_race_for_a_dead_lock_one_gets_it(tmp_path):
                 racer.stdin.flush()
             said = sorted(racer.stdout.readline() for racer in racers)
             assert said == ["held\n", "refused\n", "refused\n", "refused\n"], number
-            assert names(tmp_path / str(number)) == [LOCK]
+            assert names(tmp_path / str(number)) == [LOCK_FILE]
         for racer in racers:
             racer.stdin.write("\n")
             racer.stdin.flush()

@@ -12,10 +12,10 @@ from checkpoint.filled import sharded_state
 from checkpoint.states import Counter, digest, plain_state, train
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import rng_state, seed_all
 from dtrain.errors import CheckpointMismatchError, ConfigError, DtrainError
-from dtrain.state import new_state
+from dtrain.state import init_state
 
 
 def other_optimizer(seed: int) -> dt.TrainState:
@@ -28,14 +28,16 @@ def without_a_weight(seed: int) -> dt.TrainState:
     model = nn.Module()
     model.first = nn.Linear(5, 7)
     model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-    state = new_state(model, torch.optim.AdamW(model.parameters()), seed=seed)
+    state = init_state(model, torch.optim.AdamW(model.parameters()), seed=seed)
     shadow = {name: p.detach().clone() for name, p in state.params.items()}
-    return replace(state, slices={"ema": {"shadow": shadow, "updates": 0}, "spikes": {"worst": 0.0, "window": (1, 2)}})
+    return replace(
+        state, transform_states={"ema": {"shadow": shadow, "updates": 0}, "spikes": {"worst": 0.0, "window": (1, 2)}}
+    )
 
 
 def without_slice(seed: int) -> dt.TrainState:
     state = plain_state(seed)
-    return replace(state, slices={"ema": state.slices["ema"]})
+    return replace(state, transform_states={"ema": state.transform_states["ema"]})
 
 
 # What is left out of the load, how the error names it, and what leaves it on purpose.
@@ -115,12 +117,12 @@ def begin(seed: int, *transforms: dt.Transform) -> tuple[dt.Step, dt.TrainState]
     return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("saved_with", [(dt.ema(0.5),), ()], ids=["stored", "not stored"])
+@pytest.mark.parametrize("saved_with", [(dt.transforms.ema(0.5),), ()], ids=["stored", "not stored"])
 def test_an_ignored_slice_begins_anew_from_the_loaded_weights(tmp_path, saved_with):
     step, state = begin(0, *saved_with)
     save_sharded(tmp_path, step(state, torch.ones(1, 3))[0])
-    restored = load_sharded(tmp_path, begin(1, dt.ema(0.5))[1], ignore=["slices/ema"])
-    for name, average in restored.state.slices["ema"]["params"].items():
+    restored = load_sharded(tmp_path, begin(1, dt.transforms.ema(0.5))[1], ignore=["slices/ema"])
+    for name, average in restored.state.transform_states["ema"]["params"].items():
         assert torch.equal(average, restored.state.params[name])
 
 
@@ -150,7 +152,7 @@ def attempt(root: str, how: str) -> list[Any]:
     state = sharded_state("full_shard", filled=False)
     before = digest(state)
     options: dict[str, Any] = {"extra": {"loader": 0}}
-    if current().rank == 1:
+    if get_dist_info().rank == 1:
         options = {} if how == "not asked for" else {"ignore": ["extra/loader"]}
     try:
         load_sharded(root, state, **options)

@@ -14,9 +14,9 @@ from checkpoint.filled import full, value_of
 from checkpoint.states import digest
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.dist.init import current
-from dtrain.state import TrainState, new_state
-from dtrain.tensors import is_distributed, local
+from dtrain.dist.init import get_dist_info
+from dtrain.dtensor import is_dtensor, to_local
+from dtrain.state import TrainState, init_state
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], list]] = {
     "rows": ((4,), [Shard(0)]),
@@ -43,7 +43,7 @@ def by_hand(layout: str, *, filled: bool) -> TrainState:
 
     for name, shape in SHAPES.items():
         model.register_parameter(name, nn.Parameter(placed(name, shape)))
-    state = new_state(model, torch.optim.AdamW(model.parameters()))
+    state = init_state(model, torch.optim.AdamW(model.parameters()))
     if filled:
         for name, param in state.params.items():
             moments = {key: placed(f"{key} {name}", SHAPES[name]) for key in ("exp_avg", "exp_avg_sq")}
@@ -59,8 +59,8 @@ def check(state: TrainState, *, step: bool = True) -> None:
             assert torch.equal(full(content[key]), value_of(f"{key} {name}", SHAPES[name])), (key, name)
             if isinstance(param, DTensor):
                 assert (content[key].placements, content[key].device_mesh) == (param.placements, param.device_mesh)
-                assert local(content[key]).shape == local(param).shape
-        assert not is_distributed(content["step"])
+                assert to_local(content[key]).shape == to_local(param).shape
+        assert not is_dtensor(content["step"])
     if step:  # what was put together is what the optimizer takes
         for param in state.params.values():
             param.grad = torch.ones_like(param)
@@ -98,9 +98,9 @@ class Mlp(nn.Module):
 
 
 def tensor_parallel(*, filled: bool) -> TrainState:
-    mesh = init_device_mesh("cpu", (current().world_size,))
+    mesh = init_device_mesh("cpu", (get_dist_info().world_size,))
     model = parallelize_module(Mlp(filled=filled), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return new_state(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    return init_state(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
 def steps(state: TrainState, count: int) -> list[torch.Tensor]:
@@ -124,10 +124,10 @@ def test_a_tensor_parallel_plan_resumes_bit_for_bit_and_goes_on_in_one_process(t
     for equal in ranks(2).run(resume_tensor_parallel, str(tmp_path)):
         assert equal == [True] * 4
     model = Mlp(filled=False)
-    state = load_sharded(tmp_path, new_state(model, torch.optim.AdamW(model.parameters(), lr=0.1))).state
+    state = load_sharded(tmp_path, init_state(model, torch.optim.AdamW(model.parameters(), lr=0.1))).state
     alone = steps(state, 2)
     model = Mlp(filled=True)
-    straight = steps(new_state(model, torch.optim.AdamW(model.parameters(), lr=0.1)), 5)
+    straight = steps(init_state(model, torch.optim.AdamW(model.parameters(), lr=0.1)), 5)
     for a, b in zip(alone, straight, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # sums of other orders
 
@@ -141,9 +141,9 @@ class EightBit(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         for at, p in enumerate(self.param_groups[0]["params"]):
             codes = torch.zeros_like(p, dtype=torch.uint8)
-            local(codes).copy_(torch.arange(local(p).numel()).reshape(local(p).shape) % 251)
+            to_local(codes).copy_(torch.arange(to_local(p).numel()).reshape(to_local(p).shape) % 251)
             blocks = p.new_empty((-(-p.numel() // 4),))
-            local(blocks).copy_(torch.arange(blocks.numel()))
+            to_local(blocks).copy_(torch.arange(blocks.numel()))
             self.state[p] = {"codes": codes, "absmax": blocks, "map": torch.arange(256.0), "bits": 8}
             if at:
                 self.state[p]["step"] = torch.tensor(3, dtype=torch.int64)
@@ -151,7 +151,7 @@ class EightBit(torch.optim.Optimizer):
 
 def eight_bit(layout: str, *, stepped: bool) -> TrainState:
     plain = by_hand(layout, filled=False)
-    state = new_state(plain.model, EightBit(plain.model.parameters()))
+    state = init_state(plain.model, EightBit(plain.model.parameters()))
     if stepped:
         state.optimizer.step()
     return state
@@ -167,8 +167,8 @@ def through_eight_bit(root: str) -> list:
         digest(back, rng=False) == digest(eight_bit("rows", stepped=True), rng=False),
         ["step" in c for c in content],
         [str(c["codes"].dtype) for c in content],
-        [is_distributed(c["absmax"]) for c in content],
-        [is_distributed(c["map"]) for c in content],
+        [is_dtensor(c["absmax"]) for c in content],
+        [is_dtensor(c["map"]) for c in content],
     ]
 
 
@@ -185,7 +185,7 @@ def grouped(layout: str, *, lr: float) -> TrainState:
     state = by_hand(layout, filled=False)
     matrix, *others = state.model.parameters()
     groups = [{"params": others, "weight_decay": lr / 10}, {"params": [matrix], "lr": torch.tensor(lr)}]
-    state = new_state(state.model, torch.optim.AdamW(groups, lr=lr, foreach=False, capturable=False))
+    state = init_state(state.model, torch.optim.AdamW(groups, lr=lr, foreach=False, capturable=False))
     content = {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(matrix), "exp_avg_sq": torch.zeros_like(matrix)}
     state.optimizer.state[matrix] = content  # the others have had no gradient
     return state
@@ -215,7 +215,7 @@ def test_state_of_a_strided_parameter_is_strided_like_it(tmp_path):
     made = []
     for _ in range(2):
         model = strided()
-        made.append(new_state(model, torch.optim.AdamW(model.parameters())))
+        made.append(init_state(model, torch.optim.AdamW(model.parameters())))
     param = made[0].params["weight"]
     param.grad = torch.ones_like(param)
     made[0].optimizer.step()

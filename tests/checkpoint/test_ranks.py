@@ -17,13 +17,13 @@ from checkpoint.states import Net, digest, names, plain_state, train, watching
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.collectives import all_gather_json
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import seed_all
-from dtrain.errors import CheckpointError, DamagedCheckpointError, DtrainError
-from dtrain.shard.whole import reshard
-from dtrain.state import TrainState, new_state
-from dtrain.tensors import is_distributed, local
+from dtrain.dtensor import is_dtensor, to_local
+from dtrain.errors import CheckpointError, CorruptCheckpointError, DtrainError
+from dtrain.shard.unshard import reshard
+from dtrain.state import TrainState, init_state
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -51,8 +51,8 @@ def trainable(strategy: str, *stream: Any) -> TrainState:
     state = sharded_state(strategy, filled=False, kind=Net)  # a loop by hand does not sum the gradients of what is not cut
     with torch.no_grad():
         for name, p in state.params.items():
-            local(p).copy_(local(like(p, value_of(name, p.shape).sin())))
-    seed_all(*stream, current().rank)
+            to_local(p).copy_(to_local(like(p, value_of(name, p.shape).sin())))
+    seed_all(*stream, get_dist_info().rank)
     return state
 
 
@@ -79,14 +79,14 @@ def scalar_on_ranks(root: str) -> list:
         model = nn.Module()
         model.scale = nn.Parameter(distribute_tensor(torch.tensor(value), build_mesh(), [Replicate(), Replicate()]))
         optimizer = torch.optim.AdamW(model.parameters())
-        states.append(new_state(model, optimizer))
+        states.append(init_state(model, optimizer))
     content = {"step": torch.tensor(2.0), "exp_avg": like(states[0].params["scale"].detach(), torch.tensor(5.0))}
     states[0].optimizer.state[states[0].params["scale"]] = content
     save_sharded(root, states[0])
     state = load_sharded(root, states[1]).state
     param = state.params["scale"]
     back = state.optimizer.state[param]
-    return [float(full(param.detach())), {key: [is_distributed(t), float(full(t))] for key, t in back.items()}]
+    return [float(full(param.detach())), {key: [is_dtensor(t), float(full(t))] for key, t in back.items()}]
 
 
 def test_the_step_of_a_scalar_parameter_stays_plain(tmp_path, ranks):
@@ -97,11 +97,11 @@ def test_the_step_of_a_scalar_parameter_stays_plain(tmp_path, ranks):
 def attempt_save(root: str, failing_rank: int, at: int, kind: str) -> list:
     state = sharded_state("full_shard", filled=True)
     save_sharded(root, state)
-    state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
+    state = state._next(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
     before = digest(state)
     failed = "nothing"
-    fired = current().rank != failing_rank
-    options = {"at": at, "kind": kind} if current().rank == failing_rank else {}
+    fired = get_dist_info().rank != failing_rank
+    options = {"at": at, "kind": kind} if get_dist_info().rank == failing_rank else {}
     with watching(**options) as watched:
         try:
             save_sharded(root, state)
@@ -134,20 +134,20 @@ def attempt_load(path: str, strategy: str, flipped_rank: int | None, on_damaged:
     state = sharded_state(strategy, filled=False)
     before = digest(state)
     failed = "nothing"
-    options = {"at": 4, "kind": "preadv", "action": "flip"} if current().rank == flipped_rank else {}
+    options = {"at": 4, "kind": "preadv", "action": "flip"} if get_dist_info().rank == flipped_rank else {}
     with watching(**options):
         try:
-            load_sharded(path, state, extra={"history": None}, on_damaged=on_damaged)
+            load_sharded(path, state, extra={"history": None}, on_corrupt=on_damaged)
         except DtrainError as error:
             failed = f"{type(error).__name__}: {error}"
-    return [failed, digest(state) == before, state.generation == state.shared.generation]
+    return [failed, digest(state) == before, state.generation == state.run_context.generation]
 
 
 def test_damage_that_only_one_rank_sees_is_refused_by_all(saved, ranks, tmp_path):
     path, _ = saved[3, "full_shard"]
     results = ranks(2).run(attempt_load, str(path), "full_shard", 1, "raise")
     for failed, unchanged, fresh in results:
-        assert failed.startswith(f"DamagedCheckpointError: load_sharded: {path} is damaged: rank 1: rank-0000")
+        assert failed.startswith(f"CorruptCheckpointError: load_sharded: {path} is damaged: rank 1: rank-0000")
         assert unchanged
         assert fresh
 
@@ -159,7 +159,7 @@ def test_damage_in_the_file_of_one_rank_is_refused_by_all(saved, ranks, tmp_path
     data[-5] ^= 1
     (path / "rank-00001.safetensors").write_bytes(data)
     for failed, unchanged, fresh in ranks(2).run(attempt_load, str(tmp_path), "full_shard", None, "previous"):
-        assert failed.startswith(f"DamagedCheckpointError: load_sharded: {path} is damaged: rank ")
+        assert failed.startswith(f"CorruptCheckpointError: load_sharded: {path} is damaged: rank ")
         assert "rank-00001.safetensors: bytes from 0 on do not match" in failed
         assert "no older sound step" in failed
         assert unchanged
@@ -174,7 +174,7 @@ class Refusing:
 
     def load_state_dict(self, state: dict) -> None:
         torch.rand(3)
-        if current().rank == 1:
+        if get_dist_info().rank == 1:
             raise ValueError("not on this rank")
 
 
@@ -185,7 +185,7 @@ def attempt_extra(root: str) -> list:
     try:
         load_sharded(root, state, extra={"loader": Refusing()})
     except (DtrainError, ValueError) as error:
-        return [f"{type(error).__name__}: {error}", digest(state) == before, state.generation == state.shared.generation]
+        return [f"{type(error).__name__}: {error}", digest(state) == before, state.generation == state.run_context.generation]
     return ["nothing"]
 
 
@@ -204,19 +204,19 @@ def test_files_of_two_ranks_swapped_are_refused(saved, ranks, tmp_path, name):
     (path / f"rank-00000{kind}").rename(path / "x")
     (path / f"rank-00001{kind}").rename(path / f"rank-00000{kind}")
     (path / "x").rename(path / f"rank-00001{kind}")
-    with pytest.raises(DamagedCheckpointError, match=r"rank-00000.json"):
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json"):
         load_sharded(tmp_path, sharded_state("none", filled=False))
 
 
 def unequal(what: str, root: str) -> str:
     state = sharded_state("full_shard", filled=True)
-    rank = current().rank
+    rank = get_dist_info().rank
     if what == "slice":
-        state = replace(state, slices={**state.slices, "local": {"count": rank}})
+        state = replace(state, transform_states={**state.transform_states, "local": {"count": rank}})
     if what == "seed":
         state = replace(state, seed=rank)
     if what == "shape":
-        state = replace(state, slices={**state.slices, "local": {"t": torch.zeros(rank + 1)}})
+        state = replace(state, transform_states={**state.transform_states, "local": {"t": torch.zeros(rank + 1)}})
     extra = {"loader": {"position": rank}} if what == "extra" else {}
     if what == "unplain":
         extra = {"loader": object() if rank == 1 else {}}
@@ -256,10 +256,10 @@ def test_what_is_not_plain_on_one_rank_is_refused_by_all(tmp_path, ranks):
 
 def other_folder(path: str, elsewhere: str) -> str:
     """Rank 1 sees other content under the same name, as without a shared file system."""
-    import dtrain.checkpoint.reading as module
+    import dtrain.checkpoint.read_checkpoint as module
 
     original = module.open_checkpoint
-    if current().rank == 1:
+    if get_dist_info().rank == 1:
         module.open_checkpoint = lambda folder: original(Path(elsewhere))
     state = sharded_state("full_shard", filled=False)
     before = digest(state)
@@ -284,9 +284,9 @@ def retention_on_ranks(root: str) -> list:
     for _ in range(3):
         handles.append(save_sharded(root, state, keep_last=1).result().written)
         handles.append(save_sharded(root, state, keep_last=1).result().written)
-        state = state.successor(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
+        state = state._next(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
     reshard(state.model)
-    return [handles, state.shared.run_id, list(state.shared.committed[root])]
+    return [handles, state.run_context.run_id, list(state.run_context.committed_steps[root])]
 
 
 def test_retention_and_the_place_in_the_run_on_ranks(tmp_path, ranks):

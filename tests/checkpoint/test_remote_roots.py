@@ -12,13 +12,13 @@ from checkpoint.states import digest, plain_state, train
 from checkpoint.test_ranks import resume_on_ranks
 from dtrain import storage
 from dtrain.checkpoint import layout, lock
-from dtrain.checkpoint.find import latest_checkpoint, list_checkpoints
+from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
 from dtrain.checkpoint.load import load_sharded
-from dtrain.checkpoint.lock import HEARTBEAT, LOCK, hold
+from dtrain.checkpoint.lock import HEARTBEAT_THREAD, LOCK_FILE, lock_root
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify import verify_checkpoint
 from dtrain.dist.rng import seed_all
-from dtrain.storage.stores.connect import disconnect
+from dtrain.storage.stores.connections import disconnect
 from dtrain.storage.stores.memory import MemoryStore
 from places import servers
 from places.proxy import Fault
@@ -40,7 +40,7 @@ def server_of():
 
         yield server
         gc.collect()  # of holds on the servers, while these are there
-        lock._let_go_at_exit()
+        lock._release_at_exit()
         disconnect()
 
 
@@ -57,12 +57,12 @@ def test_three_steps_and_two_more_equal_five(server_of, place, mode):
     for _ in range(3):
         state = train(state, 1)
         save_sharded(root, state, mode=mode, keep_last=2).wait()
-    assert [c.step for c in list_checkpoints(root)] == [2, 3]
+    assert [c.step for c in list_steps(root)] == [2, 3]
     assert latest_checkpoint(root).name == "step-00000003"
     seed_all("other")
     resumed = load_sharded(root, plain_state(1)).state
     assert digest(train(resumed, 2)) == expected
-    assert str(verify_checkpoint(root).path) == f"{root}/step-00000003"
+    assert str(verify(root).path) == f"{root}/step-00000003"
 
 
 def on_ranks(root: str, environment: dict[str, str]) -> list[str]:
@@ -73,7 +73,7 @@ def on_ranks(root: str, environment: dict[str, str]) -> list[str]:
         fsspec.config.set_conf_env(fsspec.config.conf)
         found = resume_on_ranks(root, "full_shard")
         gc.collect()
-        lock._let_go_at_exit()
+        lock._release_at_exit()
         disconnect()
     return list(found)
 
@@ -116,18 +116,18 @@ def test_a_save_that_did_not_commit_counts_for_nothing_and_is_cleared_away(serve
     before = digest(state)
     state = train(state, 1)
     save_sharded(root, state)
-    last = storage.place(root) / "step-00000002"
+    last = storage.resolve_path(root) / "step-00000002"
     storage.remove_file(last / layout.MANIFEST)  # what a save is that was killed before its end
     assert latest_checkpoint(root).name == "step-00000001"
     state = load_sharded(root, plain_state(1)).state
     assert digest(state) == before
     save_sharded(root, train(state, 1))
-    assert [c.step for c in list_checkpoints(root)] == [1, 2]
-    verify_checkpoint(last)
+    assert [c.step for c in list_steps(root)] == [1, 2]
+    verify(last)
 
 
 def test_a_lock_that_the_garbage_collector_releases_is_removed_by_another_thread(server_of, monkeypatch):
-    root = storage.place(server_of("memory").root())
+    root = storage.resolve_path(server_of("memory").root())
     removed: queue.SimpleQueue[str] = queue.SimpleQueue()
     real = MemoryStore.remove
 
@@ -136,17 +136,17 @@ def test_a_lock_that_the_garbage_collector_releases_is_removed_by_another_thread
         removed.put(threading.current_thread().name)
 
     monkeypatch.setattr(MemoryStore, "remove", remove)
-    held = hold(root, "run")
+    held = lock_root(root, "run")
     del held
-    assert removed.get(timeout=servers.LONG_S) == HEARTBEAT, "this thread may be in the middle of a request"
-    assert not storage.exists(root / LOCK)
+    assert removed.get(timeout=servers.LONG_S) == HEARTBEAT_THREAD, "this thread may be in the middle of a request"
+    assert not storage.exists(root / LOCK_FILE)
 
 
 @pytest.mark.parametrize("how", ["release", "exit"])
 def test_a_lock_on_a_server_is_gone_when_its_end_returns(server_of, how):
-    root = storage.place(server_of("memory").root())
-    held = hold(root, "run")
-    assert storage.exists(root / LOCK)
-    held.release() if how == "release" else lock._let_go_at_exit()
-    assert not storage.exists(root / LOCK)
-    hold(root, "other").release()
+    root = storage.resolve_path(server_of("memory").root())
+    held = lock_root(root, "run")
+    assert storage.exists(root / LOCK_FILE)
+    held.release() if how == "release" else lock._release_at_exit()
+    assert not storage.exists(root / LOCK_FILE)
+    lock_root(root, "other").release()

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all
-from dtrain.tensors import gathered
+from dtrain.dtensor import full_tensor
 
 TOTAL, FIRST = 20, 7
 
@@ -41,8 +41,8 @@ def begin(strategy: str):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     loader = dt.build_loader(Noisy(), mesh=mesh, global_batch_size=6, seed=2)
     loss = dt.mean_loss(lambda m, b: (m(b["x"]) - b["y"]).square().mean(), weight=lambda b: len(b["x"]))
-    schedule = dt.with_warmup(dt.cosine(1.0, 0.1, TOTAL), 3)
-    transforms = [dt.scale_lr(schedule), dt.clip_by_norm(0.05), dt.ema(0.9)]
+    schedule = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.1, TOTAL), 3)
+    transforms = [dt.transforms.scale_lr(schedule), dt.transforms.clip_by_norm(0.05), dt.transforms.ema(0.9)]
     step = dt.compose_step(loss, transforms, grad=partial(dt.microbatch_step, microbatch_size=2))
     return step, step.init(net, optimizer, seed=3), loader
 
@@ -66,13 +66,13 @@ def everything(state, trace) -> list:
 
 
 def straight(strategy: str) -> list:
-    seed_all(4, current().rank)
+    seed_all(4, get_dist_info().rank)
     step, state, loader = begin(strategy)
     return everything(*train(step, state, loader, TOTAL))
 
 
 def interrupted(strategy: str, root: str) -> list:
-    seed_all(4, current().rank)
+    seed_all(4, get_dist_info().rank)
     step, state, loader = begin(strategy)
     state, first = train(step, state, loader, FIRST)
     dt.save_sharded(root, state, extra={"loader": loader})
@@ -116,7 +116,7 @@ def samples_of(root: str, first: int, until: int) -> list:
     loader = dt.build_loader(Indices(), mesh=mesh, global_batch_size=6, seed=2)
     step = dt.compose_step(dt.mean_loss(lambda m, x: m(x / 50).square().mean(), weight=len))
     state = step.init(net, torch.optim.AdamW(net.parameters(), lr=0.1), seed=3)
-    seed_all(99, current().rank)
+    seed_all(99, get_dist_info().rank)
     if first:
         state = dt.load_sharded(root, state, extra={"loader": loader}).state
     assert state.step == first
@@ -127,7 +127,7 @@ def samples_of(root: str, first: int, until: int) -> list:
         state, _ = step(state, batch)
     if until > first:
         dt.save_sharded(root, state, extra={"loader": loader})
-    return [seen, [full.flatten().tolist() for full in map(gathered, state.params.values())], draws]
+    return [seen, [full.flatten().tolist() for full in map(full_tensor, state.params.values())], draws]
 
 
 def steps_of(results: list) -> list[list[float]]:
@@ -154,11 +154,11 @@ def test_at_other_world_sizes_the_samples_go_on_and_the_generators_begin_streams
 
 def with_an_idle_rank(root: str | None) -> list:
     """Two epochs of five samples in batches of four: each epoch ends with a batch in which rank 1 has nothing."""
-    seed_all(4, current().rank)
+    seed_all(4, get_dist_info().rank)
     mesh = dt.build_mesh()
 
     def begin():
-        seed_all(4, current().rank)
+        seed_all(4, get_dist_info().rank)
         net = dt.shard_model(model(), mesh)
         data = torch.linspace(0, 1, 20).reshape(5, 4)
         loader = dt.build_loader(data, mesh=mesh, global_batch_size=4, seed=0)
@@ -199,7 +199,7 @@ def test_leaving_one_part_out_breaks_it(ranks, tmp_path, left_out):
 
 
 def interrupted_without(root: str, left_out: str) -> list:
-    seed_all(4, current().rank)
+    seed_all(4, get_dist_info().rank)
     step, state, loader = begin("full_shard")
     state, first = train(step, state, loader, FIRST)
     dt.save_sharded(root, state, extra={"loader": loader})

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from checkpoint.states import WatchedOs, plain_state, train, watching
 from dtrain import storage
-from dtrain.checkpoint import holder as holders
 from dtrain.checkpoint import layout, retention
-from dtrain.checkpoint.find import list_checkpoints, read_manifest, survey
-from dtrain.checkpoint.lock import LOCK, hold
-from dtrain.checkpoint.retention import check_free, discard, plan_retention, prune_checkpoints, remove_leftovers, retain
+from dtrain.checkpoint import lock_owner as holders
+from dtrain.checkpoint.checkpoint_info import list_steps, read_manifest, scan_root
+from dtrain.checkpoint.lock import LOCK_FILE, lock_root
+from dtrain.checkpoint.reader import verify, verify_step
+from dtrain.checkpoint.retention import apply_retention, check_free_space, plan_retention, prune, remove_leftovers, remove_step
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify import verify_checkpoint, verify_deeply
 from dtrain.errors import CheckpointError, ConfigError
 
 RUN, OTHER = "a" * 32, "b" * 32
@@ -40,7 +40,7 @@ def fill(template):
 
     def commit(root: Path, steps, run_id: str = RUN) -> list[Path]:
         root.mkdir(exist_ok=True)
-        found, folders = survey(root)[0], []
+        found, folders = scan_root(root)[0], []
         for serial, step in enumerate(steps, start=1 + len(found)):
             folders.append(root / layout.step_name(step))
             shutil.copytree(template, folders[-1])
@@ -53,9 +53,9 @@ def fill(template):
 
 def steps_in(root: Path) -> list[int]:
     """The committed steps, each of which is sound."""
-    for step in list_checkpoints(root):
-        verify_checkpoint(step.path)
-    return [step.step for step in list_checkpoints(root)]
+    for step in list_steps(root):
+        verify(step.path)
+    return [step.step for step in list_steps(root)]
 
 
 def names(root: Path) -> list[str]:
@@ -88,7 +88,7 @@ def test_what_there_is_no_reason_to_keep_goes_and_nothing_else(steps, keep_last,
 def test_whoever_asks_for_more_loses_no_more(steps, keep_last, keep_every, pinned):
     removed = set(plan_retention(steps, keep_last, keep_every=keep_every))
     assert set(plan_retention(steps, keep_last + 1, keep_every=keep_every)) <= removed
-    assert set(plan_retention(steps, keep_last, keep_every=keep_every, pinned=pinned)) == removed - pinned
+    assert set(plan_retention(steps, keep_last, keep_every=keep_every, keep_steps=pinned)) == removed - pinned
     assert removed <= set(plan_retention(steps, keep_last))
 
 
@@ -110,58 +110,58 @@ def test_keeping_none_is_refused(name, value):
 @pytest.mark.parametrize("pin", ["100", 1.0, True])
 def test_a_pin_that_is_no_step_is_refused(pin):
     with pytest.raises(ConfigError, match="pinned must be steps, which are whole numbers, got"):
-        plan_retention([1], 1, pinned=[5, pin])
+        plan_retention([1], 1, keep_steps=[5, pin])
 
 
 def test_pruning_removes_what_the_plan_says_of_each_run_and_leaves_no_lock(tmp_path, fill):
     fill(tmp_path, [10, 20, 25, 30])
     fill(tmp_path, [35, 31], OTHER)
-    planned = prune_checkpoints(tmp_path, keep_last=1, keep_every=20, pinned=[25], dry_run=True)
+    planned = prune(tmp_path, keep_last=1, keep_every=20, keep_steps=[25], dry_run=True)
     assert [(step.step, step.run_id) for step in planned] == [(10, RUN), (35, OTHER)]
     assert len(names(tmp_path)) == 6, "a dry run touches nothing"
-    assert prune_checkpoints(tmp_path, keep_last=1, keep_every=20, pinned=[25]) == planned
+    assert prune(tmp_path, keep_last=1, keep_every=20, keep_steps=[25]) == planned
     assert steps_in(tmp_path) == [20, 25, 30, 31]
     assert names(tmp_path) == [layout.step_name(step) for step in (20, 25, 30, 31)]
-    assert prune_checkpoints(tmp_path, keep_last=1, keep_every=20, pinned=[25]) == []
+    assert prune(tmp_path, keep_last=1, keep_every=20, keep_steps=[25]) == []
 
 
 def test_pruning_what_is_not_there_makes_nothing(tmp_path):
-    assert prune_checkpoints(tmp_path / "missing", keep_last=1) == []
+    assert prune(tmp_path / "missing", keep_last=1) == []
     assert names(tmp_path) == []
 
 
 def test_pruning_one_step_is_refused(tmp_path, fill):
     (folder,) = fill(tmp_path, [1])
     with pytest.raises(CheckpointError, match="step-00000001 is one step; give the folder that it lies in"):
-        prune_checkpoints(folder, keep_last=1)
+        prune(folder, keep_last=1)
     with pytest.raises(ConfigError, match="keep_last must be"):
-        prune_checkpoints(tmp_path, keep_last=0)
+        prune(tmp_path, keep_last=0)
     assert steps_in(tmp_path) == [1]
 
 
 def test_a_root_that_a_live_job_uses_is_not_pruned(tmp_path, fill):
     fill(tmp_path, [1, 2])
-    litter = tmp_path / layout.side_name(3, "tmp", RUN, "01234567")
+    litter = tmp_path / layout.staging_name(3, "tmp", RUN, "01234567")
     litter.mkdir()
     parent = os.getppid()
-    job = replace(holders.this_process(RUN, now=time.time()), pid=parent, started=holders.look_at(parent))
-    (tmp_path / LOCK).write_bytes(job.encode())
+    job = replace(holders.current_owner(RUN, now=time.time()), pid=parent, start_ticks=holders.process_start_ticks(parent))
+    (tmp_path / LOCK_FILE).write_bytes(job.encode())
     with pytest.raises(
         CheckpointError,
-        match=rf"prune_checkpoints: .* is in use by another live job \(.*pid {parent},.*its own steps with keep_last",
+        match=rf"prune: .* is in use by another live job \(.*pid {parent},.*its own steps with keep_last",
     ):
-        prune_checkpoints(tmp_path, keep_last=1)
+        prune(tmp_path, keep_last=1)
     assert litter.exists()
     assert steps_in(tmp_path) == [1, 2]
-    assert [step.step for step in prune_checkpoints(tmp_path, keep_last=1, dry_run=True)] == [1]
+    assert [step.step for step in prune(tmp_path, keep_last=1, dry_run=True)] == [1]
 
 
 def test_a_job_prunes_its_own_root_without_what_it_was_resumed_from(tmp_path, fill):
     fill(tmp_path, [1, 2, 3])
-    litter = tmp_path / layout.side_name(4, "tmp", RUN, "01234567")
+    litter = tmp_path / layout.staging_name(4, "tmp", RUN, "01234567")
     litter.mkdir()
-    with hold(tmp_path, RUN, protected=[1]) as held:
-        assert [step.step for step in prune_checkpoints(tmp_path, keep_last=1)] == [2]
+    with lock_root(tmp_path, RUN, protected=[1]) as held:
+        assert [step.step for step in prune(tmp_path, keep_last=1)] == [2]
         assert not litter.exists()
         held.check()
     assert steps_in(tmp_path) == [1, 3]
@@ -170,12 +170,12 @@ def test_a_job_prunes_its_own_root_without_what_it_was_resumed_from(tmp_path, fi
 def test_pruning_removes_what_killed_saves_of_any_run_left(tmp_path, fill):
     fill(tmp_path, [1])
     for run_id, purpose in ((RUN, "tmp"), (OTHER, "old")):
-        folder = tmp_path / layout.side_name(2, purpose, run_id, "01234567")
+        folder = tmp_path / layout.staging_name(2, purpose, run_id, "01234567")
         folder.mkdir()
         (folder / layout.MANIFEST).touch()
     for name in ("step-00000002.aside-01234567", "step-00000003", "notes"):
         (tmp_path / name).mkdir()
-    assert prune_checkpoints(tmp_path, keep_last=None) == []
+    assert prune(tmp_path, keep_last=None) == []
     assert names(tmp_path) == ["notes", "step-00000001", "step-00000002.aside-01234567", "step-00000003"]
 
 
@@ -185,30 +185,30 @@ def test_the_last_sound_step_stays_when_none_of_the_kept_ones_is(tmp_path, fill)
         damage(folder)
     for dry_run in (True, False):
         with pytest.warns(UserWarning, match="step-00000002 is kept: no step that was to stay passes verification"):
-            removed = prune_checkpoints(tmp_path, keep_last=2, dry_run=dry_run)
+            removed = prune(tmp_path, keep_last=2, dry_run=dry_run)
         assert [step.step for step in removed] == [1, 3]
-    assert [step.step for step in list_checkpoints(tmp_path)] == [2, 4, 5]
-    verify_deeply(folders[1])
+    assert [step.step for step in list_steps(tmp_path)] == [2, 4, 5]
+    verify_step(folders[1])
 
 
 def test_one_sound_step_among_the_kept_is_enough(tmp_path, fill):
     folders = fill(tmp_path, [1, 2, 3, 4])
     damage(folders[3])
-    assert [step.step for step in prune_checkpoints(tmp_path, keep_last=2)] == [1, 2]
+    assert [step.step for step in prune(tmp_path, keep_last=2)] == [1, 2]
 
 
 def test_nothing_is_removed_when_no_step_is_sound(tmp_path, fill):
     for folder in fill(tmp_path, [1, 2, 3]):
         damage(folder)
     with pytest.warns(UserWarning, match=f"no step of run {RUN} passes verification, so none is removed"):
-        assert prune_checkpoints(tmp_path, keep_last=1) == []
+        assert prune(tmp_path, keep_last=1) == []
     assert len(names(tmp_path)) == 3
 
 
 def test_a_damaged_manifest_is_neither_counted_nor_removed(tmp_path, fill):
     folders = fill(tmp_path, [1, 2, 3])
     (folders[2] / layout.MANIFEST).write_text("{}")
-    assert [step.step for step in prune_checkpoints(tmp_path, keep_last=1)] == [1]
+    assert [step.step for step in prune(tmp_path, keep_last=1)] == [1]
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
@@ -221,7 +221,7 @@ def pruned_by_a_child(root: Path, at: int) -> int:
         code = 1
         try:
             with watching(at=at, action="kill"):
-                prune_checkpoints(root, keep_last=1)
+                prune(root, keep_last=1)
             code = 0
         finally:
             os._exit(code)
@@ -234,12 +234,12 @@ def test_a_kill_anywhere_in_a_removal_leaves_sound_steps_and_litter_that_the_nex
     while code == 9:
         root = tmp_path / str(at)
         fill(root, [1, 2, 3])
-        (root / layout.side_name(9, "tmp", OTHER, "01234567")).mkdir()
+        (root / layout.staging_name(9, "tmp", OTHER, "01234567")).mkdir()
         code = pruned_by_a_child(root, at)
         left = tuple(steps_in(root))
         assert left[-1] == 3, at
         seen.add(left)
-        prune_checkpoints(root, keep_last=1)
+        prune(root, keep_last=1)
         assert names(root) == ["step-00000003"], at
         at += 1
     assert code == 0
@@ -253,17 +253,17 @@ def test_a_failing_operation_anywhere_in_a_removal_is_told_and_the_next_one_comp
     while fired:
         root = tmp_path / str(at)
         fill(root, [1, 2, 3])
-        (root / layout.side_name(9, "tmp", OTHER, "01234567")).mkdir()
+        (root / layout.staging_name(9, "tmp", OTHER, "01234567")).mkdir()
         with watching(at=at) as watched, warnings.catch_warnings():
             # Litter that stays, or a step that cannot be read and for which another one stays.
-            warnings.filterwarnings("ignore", message="prune_checkpoints: (could not remove|.* is kept: no step)")
+            warnings.filterwarnings("ignore", message="prune: (could not remove|.* is kept: no step)")
             try:
-                prune_checkpoints(root, keep_last=1)
+                prune(root, keep_last=1)
             except CheckpointError as error:
                 raised += "No space left on device" in str(error)
         fired = watched.fired
         assert steps_in(root)[-1] == 3, at
-        prune_checkpoints(root, keep_last=1)
+        prune(root, keep_last=1)
         assert names(root) == ["step-00000003"], at
         at += 1
     assert raised > 20
@@ -296,7 +296,7 @@ def test_a_step_is_a_whole_checkpoint_until_it_is_gone(tmp_path, fill):
     looks = []
     storage.local.os = recorded = Recorded(lambda: looks.append(steps_in(tmp_path)))
     try:
-        discard(folders[0], 1, RUN)
+        remove_step(folders[0], 1, RUN)
     finally:
         storage.local.os = os
     assert looks == [[1, 2]] + [[2]] * 4
@@ -306,11 +306,11 @@ def test_a_step_is_a_whole_checkpoint_until_it_is_gone(tmp_path, fill):
 
 
 def test_where_nothing_is_renamed_the_manifest_goes_first_and_what_is_left_is_found(tmp_path, fill, monkeypatch):
-    monkeypatch.setattr(storage, "renames", lambda path: False)
+    monkeypatch.setattr(storage, "supports_rename", lambda path: False)
     folders = fill(tmp_path, [1, 2])
     storage.local.os = recorded = Recorded(lambda: None)
     try:
-        discard(folders[0], 1, RUN)
+        remove_step(folders[0], 1, RUN)
     finally:
         storage.local.os = os
     assert [name for _, name in recorded.removed] == [*sorted(names(folders[1])), "step-00000001"]
@@ -325,11 +325,11 @@ def test_after_a_commit_older_steps_of_the_run_go_and_what_its_killed_saves_left
     fill(tmp_path, [1, 2, 3, 4, 5])
     fill(tmp_path, [10, 11], OTHER)
     for run_id in (RUN, OTHER):
-        (tmp_path / layout.side_name(6, "tmp", run_id, "01234567")).mkdir()
-    assert retain(tmp_path, RUN, keep_last=None) == []
+        (tmp_path / layout.staging_name(6, "tmp", run_id, "01234567")).mkdir()
+    assert apply_retention(tmp_path, RUN, keep_last=None) == []
     assert len(names(tmp_path)) == 7, "without keep_last the litter goes"
-    assert retain(tmp_path, RUN, keep_last=1, keep_every=4, pinned=[3], protected=[1, 5]) == [2]
-    assert retain(tmp_path, RUN, keep_last=1, keep_every=4, pinned=[3], protected=[1, 5]) == []
+    assert apply_retention(tmp_path, RUN, keep_last=1, keep_every=4, keep_steps=[3], protected=[1, 5]) == [2]
+    assert apply_retention(tmp_path, RUN, keep_last=1, keep_every=4, keep_steps=[3], protected=[1, 5]) == []
     assert steps_in(tmp_path) == [1, 3, 4, 5, 10, 11]
     assert [name for name in names(tmp_path) if "tmp" in name] == []
 
@@ -338,12 +338,12 @@ def test_nothing_is_removed_while_the_last_step_is_not_all_there(tmp_path, fill)
     folders = fill(tmp_path, [1, 2])
     os.truncate(folders[1] / layout.data_name(0), 100)
     with pytest.raises(CheckpointError, match=r"step-00000002/rank-00000.safetensors: is not as it was written"):
-        retain(tmp_path, RUN, keep_last=1, protected=[2])
-    assert [step.step for step in list_checkpoints(tmp_path)] == [1, 2]
+        apply_retention(tmp_path, RUN, keep_last=1, protected=[2])
+    assert [step.step for step in list_steps(tmp_path)] == [1, 2]
 
 
 def test_litter_that_cannot_be_removed_is_a_warning(tmp_path):
-    (tmp_path / layout.side_name(6, "tmp", RUN, "01234567")).mkdir()
+    (tmp_path / layout.staging_name(6, "tmp", RUN, "01234567")).mkdir()
     with (
         watching(at=0, kind="rmdir"),
         pytest.warns(UserWarning, match="save_sharded: could not remove .*tmp-aaaaaaaa.*No space"),
@@ -366,9 +366,9 @@ class Full(WatchedOs):
 
 def test_what_does_not_fit_is_refused_with_both_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.local, "os", Full(256))
-    check_free(tmp_path / "new" / "root", 2**20)
+    check_free_space(tmp_path / "new" / "root", 2**20)
     with pytest.raises(CheckpointError) as refused:
-        check_free(tmp_path / "new" / "root", 3 * 2**30)
+        check_free_space(tmp_path / "new" / "root", 3 * 2**30)
     assert str(refused.value) == (
         f"save_sharded: {tmp_path}/new/root has 1 MiB free, this save needs 3.00 GiB; "
         "free space, or keep fewer steps (keep_last)"
@@ -378,5 +378,5 @@ def test_what_does_not_fit_is_refused_with_both_figures(tmp_path, monkeypatch):
 
 def test_what_nobody_knows_the_size_of_is_large_enough(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "free_bytes", lambda path: None)
-    check_free(tmp_path, 2**60)
+    check_free_space(tmp_path, 2**60)
     assert names(tmp_path) == []

@@ -11,17 +11,17 @@ from safetensors import safe_open
 from torch import nn
 
 from checkpoint.states import Counter, digest, names, plain_state, train, write_of_another_version
-from dtrain.checkpoint.find import latest_checkpoint, list_checkpoints
+from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.rank_index import parse_index
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify import verify_checkpoint
 from dtrain.clock import Clock
 from dtrain.dist.rng import seed_all
 from dtrain.durations import RunLength
-from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, DamagedCheckpointError, StaleStateError
-from dtrain.state import TrainState, new_state
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError, StaleStateError
+from dtrain.state import TrainState, init_state
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -70,7 +70,7 @@ def test_the_loaded_state_equals_the_saved_one_bit_for_bit(tmp_path):
     assert digest(restored.state) == digest(state)
     assert group["betas"] == (0.8, 0.9)
     assert isinstance(group["betas"], tuple)
-    assert restored.state.slices["spikes"] == {"worst": float("inf"), "window": (1, 2)}
+    assert restored.state.transform_states["spikes"] == {"worst": float("inf"), "window": (1, 2)}
     step = restored.state.optimizer.state[next(iter(restored.state.params.values()))]["step"]
     assert (step.dtype, step.device.type, float(step)) == (torch.float32, "cpu", 3.0)
     with pytest.raises(StaleStateError, match="stepped already"):
@@ -82,7 +82,7 @@ def test_the_clock_comes_back_with_the_tick_before_it_and_the_length_of_the_new_
     save_sharded(tmp_path, saved)
     longer = RunLength(total="5ep")
     fresh = plain_state(1)
-    clock = load_sharded(tmp_path, fresh.but(clock=Clock(run=longer))).state.clock
+    clock = load_sharded(tmp_path, fresh._replace(clock=Clock(run=longer))).state.clock
     assert replace(clock, run=None) == replace(saved.clock, before=replace(saved.clock.before, before=None), run=None)
     assert clock.run == longer
     assert (clock.crossed("12sp"), clock.crossed("5sp"), clock.crossed("24sp")) == (True, True, False)
@@ -91,7 +91,7 @@ def test_the_clock_comes_back_with_the_tick_before_it_and_the_length_of_the_new_
 def test_shares_of_the_run_are_told_in_the_first_step_after_a_resume(tmp_path):
     """Neither the clock of a checkpoint nor the one before it knows how long a run is."""
     save_sharded(tmp_path, train(plain_state(), 3))
-    clock = load_sharded(tmp_path, plain_state(1).but(clock=Clock(run=RunLength(total=12)))).state.clock
+    clock = load_sharded(tmp_path, plain_state(1)._replace(clock=Clock(run=RunLength(total=12)))).state.clock
     assert (clock.crossed("0.25dur"), clock.crossed("0.3dur"), clock.crossed("0.1dur")) == (True, False, True)
 
 
@@ -109,16 +109,19 @@ def test_a_clock_with_something_else_before_it_is_damaged(tmp_path, monkeypatch)
     monkeypatch.setattr(Clock, "state_dict", lambda clock: {**state_dict(clock), "before": 3})
     save_sharded(tmp_path, train(plain_state(), 3))
     monkeypatch.undo()
-    with pytest.raises(DamagedCheckpointError, match="clock: before: needs a dict, got int 3"):
+    with pytest.raises(CorruptCheckpointError, match="clock: before: needs a dict, got int 3"):
         load_sharded(tmp_path, plain_state(1))
 
 
 def test_loading_writes_into_the_tensors_that_are_there(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1))
     given = plain_state(1)
-    where = [p.data_ptr() for p in given.params.values()], given.slices["ema"]["shadow"]["last.bias"].data_ptr()
+    where = [p.data_ptr() for p in given.params.values()], given.transform_states["ema"]["shadow"]["last.bias"].data_ptr()
     state = load_sharded(tmp_path, given).state
-    assert ([p.data_ptr() for p in state.params.values()], state.slices["ema"]["shadow"]["last.bias"].data_ptr()) == where
+    assert (
+        [p.data_ptr() for p in state.params.values()],
+        state.transform_states["ema"]["shadow"]["last.bias"].data_ptr(),
+    ) == where
     assert all(p.requires_grad and p.is_leaf for p in state.params.values())
 
 
@@ -151,12 +154,12 @@ def with_tensors_cleared(tree):
 
 def test_every_dtype_and_shape_survives(tmp_path):
     content = everything_in_one_slice()
-    path = save_sharded(tmp_path, replace(plain_state(), slices={"t": content})).path
+    path = save_sharded(tmp_path, replace(plain_state(), transform_states={"t": content})).path
     data_bytes = (path / "rank-00000.safetensors").stat().st_size
-    for entry in parse_index((path / "rank-00000.json").read_bytes(), 0, [data_bytes]).boxes:
+    for entry in parse_index((path / "rank-00000.json").read_bytes(), 0, [data_bytes]).shards:
         assert entry.begin % DTYPES[entry.dtype].itemsize == 0, "every box is aligned"
-    state = load_sharded(tmp_path, replace(plain_state(1), slices={"t": with_tensors_cleared(content)})).state
-    back = state.slices["t"]
+    state = load_sharded(tmp_path, replace(plain_state(1), transform_states={"t": with_tensors_cleared(content)})).state
+    back = state.transform_states["t"]
     assert list(back) == list(content)
     for name, value in content.items():
         if isinstance(value, torch.Tensor):
@@ -195,7 +198,7 @@ def test_an_extra_that_refuses_its_state_stops_the_load_before_the_model_changes
     with pytest.raises(ValueError, match="what is"):
         load_sharded(tmp_path, state, extra={"loader": Counter()})
     assert digest(state) == before
-    state.check_fresh("here")
+    state._check_not_stale("here")
 
 
 def test_nothing_there(tmp_path):
@@ -206,7 +209,7 @@ def test_nothing_there(tmp_path):
         restored = load_sharded(root, state, extra={"loader": Counter(), "history": []}, missing_ok=True)
         assert (restored.state is state, restored.step, restored.path, restored.extra) == (True, None, None, {"history": []})
         assert latest_checkpoint(root) is None
-        assert list_checkpoints(root) == []
+        assert list_steps(root) == []
 
 
 def test_folders_without_a_manifest_and_foreign_names_are_skipped(tmp_path):
@@ -233,14 +236,14 @@ def test_the_description_of_a_step(tmp_path):
     state = train(plain_state(), 1)
     first = save_sharded(tmp_path, state)
     second = save_sharded(tmp_path, train(state, 4))
-    one, two = list_checkpoints(tmp_path)
+    one, two = list_steps(tmp_path)
     assert (one.step, one.parent_step, one.path, one.world_size, one.serial) == (1, None, first.path, 1, 1)
     assert (two.step, two.parent_step, two.path, two.bytes, two.serial) == (5, 1, second.path, second.result().bytes, 2)
-    assert one.run_id == two.run_id == state.shared.run_id
+    assert one.run_id == two.run_id == state.run_context.run_id
     assert names(tmp_path) == ["step-00000001", "step-00000005"]
     assert sum(p.stat().st_size for p in second.path.iterdir() if p.name != "manifest.json") == second.result().bytes
-    assert verify_checkpoint(tmp_path) == two
-    assert verify_checkpoint(first.path) == one
+    assert verify(tmp_path) == two
+    assert verify(first.path) == one
 
 
 def test_a_step_that_this_process_committed_or_loaded_is_not_written_again(tmp_path):
@@ -261,14 +264,14 @@ def test_a_committed_step_that_has_gone_is_written_again(tmp_path):
     (save_sharded(tmp_path, state).path / "manifest.json").unlink()
     with pytest.warns(UserWarning, match=r"step-00000001 is not a valid checkpoint; it is now step-00000001.aside-"):
         assert save_sharded(tmp_path, state).result().written
-    verify_checkpoint(tmp_path)
+    verify(tmp_path)
     assert len(names(tmp_path)) == 2, "what was there is kept aside"
 
 
 def test_another_runs_step_is_refused(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1))
     other = train(plain_state(1), 1)
-    other.shared.run_id = "f" * 32
+    other.run_context.run_id = "f" * 32
     content = {p: p.read_bytes() for p in (tmp_path / "step-00000001").iterdir()}
     with pytest.raises(
         CheckpointError, match=r"step-00000001 belongs to run [0-9a-f]{32}, this run is f{32}; save into another"
@@ -290,7 +293,7 @@ def test_going_back_supersedes_the_later_steps(tmp_path):
     assert save_sharded(tmp_path, back).result().written
     assert names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
     assert (tmp_path / "step-00000020" / "rank-00000.safetensors").read_bytes() != old
-    assert [(c.step, c.parent_step) for c in list_checkpoints(tmp_path)] == [(10, None), (30, 20), (20, 10)]
+    assert [(c.step, c.parent_step) for c in list_steps(tmp_path)] == [(10, None), (30, 20), (20, 10)]
     restored = load_sharded(tmp_path, plain_state())
     assert restored.step == 20, "the lineage that was left does not come back at the next restart"
     assert digest(restored.state) == digest(back)
@@ -315,14 +318,14 @@ def test_keep_last_keeps_the_last_and_the_one_resumed_from(tmp_path):
     for _ in range(4):
         state = train(state, 1)
         save_sharded(tmp_path, state, keep_last=2)
-    assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4]
+    assert [c.step for c in list_steps(tmp_path)] == [3, 4]
     state = load_sharded(tmp_path / "step-00000003", plain_state()).state
     for _ in range(3):
         state = train(state, 5)
         save_sharded(tmp_path, state, keep_last=1)
     assert names(tmp_path) == ["step-00000003", "step-00000018"]
     for name in names(tmp_path):
-        verify_checkpoint(tmp_path / name)
+        verify(tmp_path / name)
 
 
 def test_keep_last_leaves_other_runs_alone(tmp_path):
@@ -336,7 +339,7 @@ def test_keep_last_leaves_other_runs_alone(tmp_path):
 def test_leftovers_of_killed_saves_are_removed_whosever_they_are(tmp_path):
     state = train(plain_state(), 1)
     save_sharded(tmp_path, state)
-    run = state.shared.run_id[:8]
+    run = state.run_context.run_id[:8]
     for name in (
         f"step-00000002.tmp-{run}-01234567",
         f"step-00000001.old-{run}-01234567",
@@ -391,8 +394,8 @@ def test_what_is_not_plain_is_refused_before_a_file_is_touched(tmp_path, spoil, 
 
 CALLS = {
     "load_sharded": lambda step: load_sharded(step, plain_state()),
-    "verify_checkpoint": verify_checkpoint,
-    "list_checkpoints": lambda step: list_checkpoints(step.parent),
+    "verify": verify,
+    "list_steps": lambda step: list_steps(step.parent),
     "save_sharded": lambda step: save_sharded(step.parent, plain_state()),
 }
 
@@ -410,7 +413,7 @@ def test_bad_arguments_and_spent_states_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="keep_last must be"):
         save_sharded(tmp_path, state, keep_last=0)
     with pytest.raises(ConfigError, match="on_damaged must be 'raise' or 'previous', got 'ignore'"):
-        load_sharded(tmp_path, state, on_damaged="ignore")
+        load_sharded(tmp_path, state, on_corrupt="ignore")
     train(state, 1)
     with pytest.raises(StaleStateError, match="save_sharded: this state was stepped already"):
         save_sharded(tmp_path, state)
@@ -443,14 +446,14 @@ def test_a_run_on_a_gpu_resumes_bit_for_bit_and_loads_on_the_cpu(tmp_path, fused
         model = nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.5), nn.Linear(64, 1))
         model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
         model.to(device)
-        return new_state(model, torch.optim.AdamW(model.parameters(), fused=fused and device == "cuda"))
+        return init_state(model, torch.optim.AdamW(model.parameters(), fused=fused and device == "cuda"))
 
     def run(state: TrainState, steps: int) -> TrainState:
         for _ in range(steps):
             state.optimizer.zero_grad()
             (state.model(torch.ones(8, 5, device=state.device)) * state.model.scale).square().sum().backward()
             state.optimizer.step()
-            state = state.successor(clock=state.clock.tick(samples=8, tokens=0, seconds=0.0))
+            state = state._next(clock=state.clock.tick(samples=8, tokens=0, seconds=0.0))
         return state
 
     straight = digest(run(made("cuda"), 5))
@@ -488,7 +491,7 @@ def test_unusual_optimizer_state_comes_back(tmp_path):
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = nn.Linear(3, 4)
-        made.append(new_state(model, Factored(model.parameters())))
+        made.append(init_state(model, Factored(model.parameters())))
     made[0].optimizer.step()
     save_sharded(tmp_path, made[0])
     state = load_sharded(tmp_path, made[1]).state

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from dtrain.checkpoint import staging
-from dtrain.checkpoint.data_file import Box, place
+from dtrain.checkpoint import save_thread
+from dtrain.checkpoint.data_file import TensorSlot, plan_file_layout
 from dtrain.checkpoint.layout import DTYPE_NAMES
-from dtrain.checkpoint.staging import Staging
+from dtrain.checkpoint.save_thread import StagingPool
 
 
 def placed(tensors):
-    return place(Box.of(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items())
+    return plan_file_layout(
+        TensorSlot.of(key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items()
+    )
 
 
 def some_tensors(seed=0):
@@ -38,44 +40,44 @@ def expected(tensors):
 
 def test_image_is_the_file_byte_for_byte():
     tensors = some_tensors()
-    assert content(Staging().take(placed(tensors).size, pinned=False), tensors) == expected(tensors)
+    assert content(StagingPool().acquire(placed(tensors).size, pinned=False), tensors) == expected(tensors)
 
 
 def test_image_does_not_change_with_the_tensors():
     tensors = some_tensors()
-    image = Staging().take(placed(tensors).size, pinned=False).fill(placed(tensors), tensors)
+    image = StagingPool().acquire(placed(tensors).size, pinned=False).fill(placed(tensors), tensors)
     wanted = expected(tensors)
     for tensor in tensors.values():
         tensor.zero_()
-    assert b"".join(bytes(view) for view in image.part(0, image.size)) == wanted
+    assert b"".join(bytes(view) for view in image.views(0, image.size)) == wanted
 
 
 def test_memory_is_used_again_also_for_another_layout():
-    pool, first, other = Staging(), some_tensors(), {"only": torch.arange(10.0)}
-    buffer = pool.take(placed(first).size, pinned=False)
+    pool, first, other = StagingPool(), some_tensors(), {"only": torch.arange(10.0)}
+    buffer = pool.acquire(placed(first).size, pinned=False)
     where = buffer.memory.data_ptr()
     for tensors in (first, some_tensors(1), other, first):
         assert content(buffer, tensors) == expected(tensors)
-        pool.give(buffer)
-        buffer = pool.take(placed(tensors).size, pinned=False)
+        pool.release(buffer)
+        buffer = pool.acquire(placed(tensors).size, pinned=False)
         assert buffer.memory.data_ptr() == where
 
 
 def test_saves_in_flight_have_memory_of_their_own():
-    pool = Staging()
-    one, other = pool.take(100, pinned=False), pool.take(100, pinned=False)
+    pool = StagingPool()
+    one, other = pool.acquire(100, pinned=False), pool.acquire(100, pinned=False)
     assert abs(one.memory.data_ptr() - other.memory.data_ptr()) >= 100
 
 
 def test_too_small_memory_is_let_go_for_a_larger():
-    pool = Staging()
-    pool.give(pool.take(100, pinned=False))
-    large = pool.take(10_000, pinned=False)
+    pool = StagingPool()
+    pool.release(pool.acquire(100, pinned=False))
+    large = pool.acquire(10_000, pinned=False)
     assert large.memory.numel() == 10_000
-    pool.give(large)
-    assert pool.take(50, pinned=False) is large
+    pool.release(large)
+    assert pool.acquire(50, pinned=False) is large
 
 
 def test_memory_begins_at_a_page():
-    pool = Staging()
-    assert all(pool.take(size, pinned=False).memory.data_ptr() % staging.PAGE_BYTES == 0 for size in (1, 4097, 10**6))
+    pool = StagingPool()
+    assert all(pool.acquire(size, pinned=False).memory.data_ptr() % save_thread.PAGE_BYTES == 0 for size in (1, 4097, 10**6))

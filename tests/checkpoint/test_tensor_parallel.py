@@ -9,16 +9,16 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from checkpoint.filled import full
-from dtrain.algorithms.weights.ema import ema
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify import verify_checkpoint
 from dtrain.dist.mesh import build_mesh, data_rank
 from dtrain.dist.rng import seed_all
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState
 from dtrain.step.compose import compose_step
-from dtrain.types import LossSum
+from dtrain.transforms.weights.ema import ema
+from dtrain.typing import LossSum
 
 WRITERS = {
     "full_shard tp": ("full_shard", {"tp": 2}),
@@ -74,7 +74,7 @@ def begun(strategy: str, degrees: dict, *, seed: int) -> TrainState:
     net = Net()
     if strategy != "none":
         mesh = build_mesh(**degrees)
-        net = shard_model(net, mesh, strategy=strategy, blocks=(Mlp,), plan=PLAN if degrees.get("tp") else None)
+        net = shard_model(net, mesh, strategy=strategy, blocks=(Mlp,), tp_plan=PLAN if degrees.get("tp") else None)
         seed_all(seed, data_rank(mesh)[0])
     return step.init(net, torch.optim.AdamW(net.parameters(), lr=0.1))
 
@@ -90,7 +90,7 @@ def contents(state: TrainState) -> dict[str, str]:
     """Digests of all tensors of the run, put together by torch's own ``full_tensor``."""
     found = {}
     for name, param in state.params.items():
-        held = {**state.optimizer.state[param], "param": param.detach(), "ema": state.slices["ema"]["params"][name]}
+        held = {**state.optimizer.state[param], "param": param.detach(), "ema": state.transform_states["ema"]["params"][name]}
         found |= {f"{name} {key}": hashlib.sha256(full(tensor).numpy().tobytes()).hexdigest() for key, tensor in held.items()}
     return found
 
@@ -146,7 +146,7 @@ def test_each_box_is_written_once(written):
     sizes = []
     for name in found:
         (folder,) = (root / name).glob("step-*")
-        verify_checkpoint(folder)
+        verify(folder)
         sizes.append(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     numbers = sum(param.numel() for param in Net().parameters())
     values = 4 * 4 * numbers  # float32: parameter, two moments, average

@@ -217,9 +217,9 @@ def test_mistake_is_one_line(checkpoints, root, args, expected):
 @pytest.fixture
 def removed_while_read(root, monkeypatch):
     """Step 1 goes, as when a run removes it, after it was found and before it is looked at again."""
-    from dtrain.checkpoint import find, verify
+    from dtrain.checkpoint import checkpoint_info, reader
 
-    read = find.survey
+    read = checkpoint_info.scan_root
 
     def survey(folder):
         found = read(folder)
@@ -227,8 +227,8 @@ def removed_while_read(root, monkeypatch):
             (root / "step-00000001").rename(root / f"step-00000001.old-{'0' * 8}-{'0' * 8}")
         return found
 
-    monkeypatch.setattr(find, "survey", survey)
-    monkeypatch.setattr(verify, "survey", survey)
+    monkeypatch.setattr(checkpoint_info, "scan_root", survey)
+    monkeypatch.setattr(reader, "survey", survey)
 
 
 def test_list_does_not_mind_a_step_that_a_run_removes_meanwhile(checkpoints, removed_while_read):

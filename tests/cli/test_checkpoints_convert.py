@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dtrain.cli.checkpoints.converting import parse_size
-from dtrain.cli.checkpoints.output import Bar, print_table
+from dtrain.cli.checkpoints_convert import parse_size
+from dtrain.cli.output import ByteProgressBar, print_table
 from dtrain.errors import ConfigError
 
 
@@ -119,17 +119,17 @@ class Terminal:
 
 def test_a_bar_is_drawn_on_a_terminal_once_it_takes_long():
     slow, quick = Terminal(), Terminal()
-    with Bar("comparing", 100, after_s=0, stream=slow) as bar:
+    with ByteProgressBar("comparing", 100, after_s=0, stream=slow) as bar:
         bar.advance(40)
         bar.advance(60)
-    with Bar("comparing", 100, after_s=1000, stream=quick) as bar:
+    with ByteProgressBar("comparing", 100, after_s=1000, stream=quick) as bar:
         bar.advance(100)
     assert "comparing" in slow.text
     assert quick.text == ""
 
 
 def test_a_bar_is_not_drawn_into_a_file(tmp_path):
-    with open(tmp_path / "log", "w") as log, Bar("comparing", 100, after_s=0, stream=log) as bar:
+    with open(tmp_path / "log", "w") as log, ByteProgressBar("comparing", 100, after_s=0, stream=log) as bar:
         bar.advance(100)
     assert (tmp_path / "log").read_text() == ""
 

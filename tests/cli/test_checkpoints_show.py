@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.filled import save_filled
 from checkpoint.states import plain_state, train
 from dtrain import storage
-from dtrain.checkpoint.convert.convert import convert_checkpoint
+from dtrain.checkpoint.conversion.convert import convert
 from dtrain.checkpoint.save import save_sharded
 
 
@@ -60,7 +60,7 @@ def test_show_json_has_every_part(checkpoints, two_ranks):
 
 def test_show_escapes_what_a_terminal_would_act_upon(checkpoints, root):
     save_file({"a\x1b[2J\nb [red]c": torch.ones(2)}, "x.safetensors")
-    convert_checkpoint("x.safetensors", "strange", to="dtrain")
+    convert("x.safetensors", "strange", to="dtrain")
     code, out, _ = checkpoints("show", "strange")
     assert code == 0
     assert r"params/a\x1b[2J\nb [red]c  F32" in out
@@ -133,7 +133,7 @@ def test_diff_names_what_one_lacks_and_what_has_another_form(checkpoints, root):
 
 
 def test_diff_compares_a_step_with_a_folder_of_others_by_weights(checkpoints, root):
-    convert_checkpoint("root", "hf", to="hf")
+    convert("root", "hf", to="hf")
     assert checkpoints("diff", "root", "hf") == (0, "equal: 5 tensors, 0 plain values\n", "")
     weights = load_file("hf/model.safetensors")
     save_file({**weights, "last.bias": weights["last.bias"] + 1}, "hf/model.safetensors")
@@ -170,7 +170,7 @@ def test_mistake_is_one_line(checkpoints, root, args, expected):
 @pytest.fixture
 def on_a_server(root):
     """The URL of the same root on a server (one in this process's memory)."""
-    there = storage.place("memory://cli/root")
+    there = storage.resolve_path("memory://cli/root")
     for folder in root.iterdir():
         storage.make_folders(there / folder.name)
         for path in folder.iterdir():

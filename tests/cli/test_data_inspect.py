@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dtrain import storage
-from dtrain.cli.data.showing import value_text
-from dtrain.data.stream.formats.write import write_shards
+from dtrain.cli.data_inspect import format_sample_value
+from dtrain.data.stream.write_shards import write_shards
 
 ROWS = [{"text": f"row {i}", "tokens": np.arange(12, dtype=np.uint16)} for i in range(20)]
 COLUMNS = {"text": "str", "tokens": "ndarray:uint16:12"}
@@ -76,7 +76,7 @@ def test_json_has_stable_fields(data, shards):
             "smallest",
             "largest",
             "bytes",
-            "raw_bytes",
+            "encode_raw",
             "compressions",
         ),
         *("digests", "without_digests", "columns", "files", "head", "problems"),
@@ -84,7 +84,7 @@ def test_json_has_stable_fields(data, shards):
     assert {"url": "shards", "path": str(shards), "indexed": True, "formats": ["mds"], "samples": 20}.items() <= found.items()
     assert (found["columns"], found["problems"], len(found["files"])) == (COLUMNS, None, found["shards"])
     first = found["files"][0]
-    assert list(first) == ["name", "format", "samples", "bytes", "raw_bytes", "compression", "digests"]
+    assert list(first) == ["name", "format", "samples", "bytes", "encode_raw", "compression", "digests"]
     assert (first["name"], first["compression"], first["digests"]) == ("shard.00000.mds.zstd", "zstd", ["sha1", "xxh64"])
     assert found["bytes"] == sum((shards / name).stat().st_size for name in names(shards))
 
@@ -167,11 +167,11 @@ def test_a_dataset_on_a_server_is_shown_and_verified(data):
     try:
         code, out, _ = data("inspect", root, "--head", "1", "--verify")
         assert (code, out.splitlines()[-1]) == (0, "ok: every digest compared, every sample decoded")
-        storage.remove_file(storage.place(root) / "shard.00001.mds")
+        storage.remove_file(storage.resolve_path(root) / "shard.00001.mds")
         code, out, _ = data("inspect", root, "--verify")
         assert (code, out.splitlines()[-2]) == (1, "shard.00001.mds: is missing; the index names it")
     finally:
-        storage.remove_folder(storage.place(root))
+        storage.remove_folder(storage.resolve_path(root))
 
 
 def test_nothing_is_changed(data, shards):
@@ -211,7 +211,7 @@ VALUES = {
 
 @pytest.mark.parametrize(("value", "expected"), VALUES.values(), ids=VALUES)
 def test_a_value_is_one_short_line(value, expected):
-    assert value_text(value) == expected
+    assert format_sample_value(value) == expected
 
 
 def test_a_standard_output_that_is_closed_is_no_error(data, shards, monkeypatch):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dtrain import storage
-from dtrain.cli.data.values import parse_columns, parse_size
-from dtrain.data.stream.dataset import ShardedDataset
+from dtrain.cli.data_options import parse_columns, parse_size
+from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.errors import ConfigError
 
 ROWS = [{"text": f"row {i} \u00e9", "label": i} for i in range(40)]
@@ -89,9 +89,9 @@ def test_documents_become_windows_of_tokens(data, here):
 
 
 def found_bytes(folder):
-    from dtrain.cli.checkpoints.output import size_text
+    from dtrain.cli.output import format_bytes
 
-    return size_text(sum(os.path.getsize(f"{folder}/{name}") for name in os.listdir(folder) if name != "index.json"))
+    return format_bytes(sum(os.path.getsize(f"{folder}/{name}") for name in os.listdir(folder) if name != "index.json"))
 
 
 def test_text_of_another_column_becomes_windows_in_any_format(data, here):
@@ -106,7 +106,7 @@ def test_json_says_what_was_written(data, here):
     (here / "a.txt").write_text("abcdef")
     done = json.loads(data("write", "rows.jsonl", "out", "--json")[1])
     assert {"path": str(here / "out"), "format": "mds", "samples": 40, "shards": 1}.items() <= done.items()
-    assert list(done) == ["path", "format", "samples", "shards", "bytes", "raw_bytes"]
+    assert list(done) == ["path", "format", "samples", "shards", "bytes", "encode_raw"]
     done = json.loads(data("write", "a.txt", "tokens", "--tokenizer", "bytes", "--concat", "4", "--json")[1])
     assert {"samples": 1, "documents": 1, "tokens": 6, "left_out": 2}.items() <= done.items()
 
@@ -118,7 +118,7 @@ def test_it_is_written_to_a_server_and_read_from_one(data, here):
         assert data("write", f"{storage_root}/source", f"{storage_root}/out", "--size-limit", "300")[0] == 0
         assert samples(f"{storage_root}/out", cache=str(here / "cache")) == ROWS
     finally:
-        storage.remove_folder(storage.place(storage_root))
+        storage.remove_folder(storage.resolve_path(storage_root))
 
 
 def test_a_folder_that_has_a_dataset_is_refused_and_stays_as_it_is(data, here):

@@ -9,11 +9,11 @@ import sys
 from dataclasses import replace
 
 import pytest
-
 from cli.test_findings import CUDA_TORCH, GPUS, SOUND, with_gpus, with_variables
+
+from dtrain.cli import env_facts
 from dtrain.cli.env import env as env_command
-from dtrain.cli.env import table
-from dtrain.cli.machine import facts
+from dtrain.cli.env import format_facts
 
 FAST_TORCH = """
 from types import SimpleNamespace
@@ -78,7 +78,7 @@ def test_text_is_one_fact_per_line_then_the_findings(env):
     ids=["sound", "warning", "error"],
 )
 def test_only_an_error_fails_the_command(monkeypatch, capsys, variables, code, last):
-    monkeypatch.setattr(facts, "collect", lambda: with_variables(**variables))
+    monkeypatch.setattr(env_facts, "collect_machine_facts", lambda: with_variables(**variables))
     assert env_command(as_json=False) == code
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
@@ -106,7 +106,7 @@ def test_the_command_itself_imports_no_torch(env):
 
 
 def test_table_of_a_machine_with_gpus():
-    lines = table(with_gpus(OMP_NUM_THREADS="4"))
+    lines = format_facts(with_gpus(OMP_NUM_THREADS="4"))
     assert "torch       2.13.0+cu128, for CUDA 12.8, /lib/torch; collectives: gloo, nccl 2.28.9; 8 threads" in lines
     assert "gpus        2, 2 usable by torch" in lines
     assert "            1: H200, 140.0 GiB, driver 580.1" in lines
@@ -131,7 +131,7 @@ def test_table_of_a_machine_with_limits():
         torch_problem="ImportError: gone",
         addresses={"box": ()},
     )
-    lines = table(limited)
+    lines = format_facts(limited)
     assert "torch       unknown: ImportError: gone" in lines
     assert "cores       8 usable of 16, control group allows 2.5" in lines
     assert "memory      64.0 GiB, 60.0 GiB available, control group allows 4.0 GiB" in lines
@@ -142,5 +142,5 @@ def test_table_of_a_machine_with_limits():
 
 
 def test_warnings_of_torch_are_told():
-    told = table(with_gpus(replace(CUDA_TORCH, warnings=("driver too old",))))
+    told = format_facts(with_gpus(replace(CUDA_TORCH, warnings=("driver too old",))))
     assert "            it warns: driver too old" in told

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain import wire
+from dtrain import launch_protocol
 from dtrain.cli.main import _invoke
 
 
 def test_what_was_written_down_is_shown(tmp_path, capsys):
-    path = wire.stacks_file(tmp_path, 0)
+    path = launch_protocol.stacks_file(tmp_path, 0)
     path.parent.mkdir()
     path.write_text('Thread 0x01 (most recent call first):\n  File "/home/me/loop.py", line 12 in train\n')
     assert _invoke(["hang", str(tmp_path)]) == 0

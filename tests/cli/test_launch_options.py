@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from dtrain.cli.main import run
-from dtrain.launch import front
-from dtrain.launch.plan import LaunchPlan, Layout
+from dtrain.launch import launcher
+from dtrain.launch.launch_plan import LaunchPlan, NodeLayout
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def launch(here, monkeypatch, capfd):
 
     def launch_with(*args: str) -> tuple[LaunchPlan | None, str, str]:
         plans: list[LaunchPlan] = []
-        monkeypatch.setattr(front, "launch", lambda plan: plans.append(plan) or 0)
+        monkeypatch.setattr(launcher, "launch_job", lambda plan: plans.append(plan) or 0)
         # A folder is taken until the launcher ends, and here all launchers are one process.
         monkeypatch.setattr("dtrain.cli.launch.claim_run_dir", lambda folder, node_rank: None)
         monkeypatch.setattr(sys, "argv", ["dtrain", "launch", *args])
@@ -60,7 +60,7 @@ def planned(launch, *args: str) -> LaunchPlan:
 def test_plain_command_line_is_a_plan_with_the_defaults(launch, here):
     plan = planned(launch, "-n", "2", "good.py", "--lr", "1")
     assert (plan.target.kind, plan.target.name, plan.target.args) == ("script", "good.py", ("--lr", "1"))
-    assert plan.layout == Layout.one_node(2)
+    assert plan.layout == NodeLayout.one_node(2)
     assert plan.run_dir.parent == here / "runs"
     expected = LaunchPlan(target=plan.target, layout=plan.layout, run_dir=plan.run_dir)
     assert plan == expected
@@ -108,7 +108,7 @@ def test_command_line_for_composers_launcher_is_taken_as_it_is(launch, here):
     given += " --run_directory r --stdout log-{rank} --stderr err-{local_rank} -v -m"
     plan, _, err = launch(*given.split(), "package.train", "--lr", "1")
     assert plan is not None
-    assert (plan.target.kind, plan.layout, plan.run_dir) == ("module", Layout.one_node(2), here / "r")
+    assert (plan.target.kind, plan.layout, plan.run_dir) == ("module", NodeLayout.one_node(2), here / "r")
     assert (plan.output.stdout, plan.output.stderr) == ("log-{rank}", "err-{local_rank}")
     assert all(line.startswith("dtrain: launch: ") for line in err.splitlines())
 

@@ -75,8 +75,8 @@ def test_a_loop_learns_on_two_ranks(loops, task):
     found = ended(printed[task])
     assert better(found.value, found.baseline), printed[task]
     steps, out = int(length.removesuffix("ba")), folder / "runs" / f"my_{task}"
-    assert [found.step for found in dt.list_checkpoints(out / "checkpoints")][-1] == steps
-    assert list(dt.read_jsonl(out / "metrics.jsonl")) == list(range(20, steps + 1, 20))
+    assert [found.step for found in dt.checkpoint.list_steps(out / "checkpoints")][-1] == steps
+    assert list(dt.loggers.read_jsonl(out / "metrics.jsonl")) == list(range(20, steps + 1, 20))
     assert (out / "attempts").is_dir()
     assert sorted(path.name for path in (out / "ledger").iterdir())[:2] == ["rank-00000.jsonl", "rank-00001.jsonl"]
     if task == "diffusion":

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from dtrain.cli.plan_values import parse_arguments, parse_memory
+from dtrain.cli.plan import parse_factory_arguments, parse_memory
 from dtrain.errors import ConfigError
 
 MODEL = """
 import torch
 from dtrain.planning.workload import Workload
-from dtrain.types import LossSum
+from dtrain.typing import LossSum
 
 def workload(*, width: int = 8, seq: int = 4):
     def loss(model, batch):
@@ -121,7 +121,7 @@ def test_memory_without_one_is_refused(text):
 
 
 def test_arguments_are_literals_or_words():
-    assert parse_arguments(["a=1", "b=0.5", "c=relu", "d=(1, 2)", "e=None", "f="]) == {
+    assert parse_factory_arguments(["a=1", "b=0.5", "c=relu", "d=(1, 2)", "e=None", "f="]) == {
         "a": 1,
         "b": 0.5,
         "c": "relu",

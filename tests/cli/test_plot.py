@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from dtrain.cli.text_plot import text_plot
+from dtrain.cli.plot import draw_text_plot
 
 LOOP = """
-from dtrain.schedules.basic import constant, linear
-from dtrain.schedules.hyper import measured_in
+from dtrain.schedules.curves import constant, linear
+from dtrain.schedules.hyperparameter import with_unit
 
 schedule = linear(1.0, 0.0, 10)
-by_tokens = measured_in("tok", linear(1.0, 0.0, 10**6))
+by_tokens = with_unit("tok", linear(1.0, 0.0, 10**6))
 
 def make():
     return {"lr": schedule, "decay": constant(0.1)}
@@ -182,11 +182,11 @@ def test_help_imports_neither_torch_nor_matplotlib():
 
 
 def test_a_flat_curve_is_one_line():
-    assert text_plot([0, 5], [0.25, 0.25], width=14, height=8) == "0.25 |********\n     +--------\n      0      5"
+    assert draw_text_plot([0, 5], [0.25, 0.25], width=14, height=8) == "0.25 |********\n     +--------\n      0      5"
 
 
 def test_the_highest_value_is_at_the_top_and_the_lowest_at_the_bottom():
-    lines = text_plot(list(range(8)), [2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0], width=13, height=5).splitlines()
+    lines = draw_text_plot(list(range(8)), [2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0], width=13, height=5).splitlines()
     assert lines[0] == "  2 |*"
     assert lines[2] == "  1 | *** ***"
     assert lines[4] == "  0 |    *"

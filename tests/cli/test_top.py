@@ -16,9 +16,9 @@ from fcntl import ioctl
 import pytest
 
 import runs_made
-from dtrain import runs
-from dtrain.cli.top import _follow, drawn, text
-from dtrain.report.reading.live import Live
+from dtrain import run_layout
+from dtrain.cli.top import _follow, render_screen, render_text
+from dtrain.report.reading.live import LiveRun
 from runs_made import KILLED_TWICE, Part, write_run
 
 END = runs_made.START + 58  # of the first hundred steps
@@ -57,50 +57,50 @@ def test_without_a_terminal_it_prints_once(top, tmp_path):
 
 def test_a_run_is_followed_as_it_grows(tmp_path):
     folder = tmp_path / "gpt"
-    live = Live(folder)
-    assert live.look(END).ranks == []
+    live = LiveRun(folder)
+    assert live.refresh(END).ranks == []
     write_run(folder, [Part(begin=0, end=100, reason=None)])
-    now = live.look(END + 5)
-    assert (now.attempt, now.step, [each.age_s for each in now.ranks], now.ended) == (1, 100, [5.0, 5.0], False)
+    now = live.refresh(END + 5)
+    assert (now.attempt, now.step, [each.age_s for each in now.ranks], now.has_ended) == (1, 100, [5.0, 5.0], False)
     assert (now.steps_per_s, now.metrics["lr"]) == (pytest.approx(100 / 58), 3e-4)
-    assert text("gpt", now, END + 5)[0] == "gpt  attempt 1  step 100  1 m 03 s  running"
-    assert text("gpt", live.look(END + 90), END + 90)[0].endswith("silent for 1 m 30 s")
+    assert render_text("gpt", now, END + 5)[0] == "gpt  attempt 1  step 100  1 m 03 s  running"
+    assert render_text("gpt", live.refresh(END + 90), END + 90)[0].endswith("silent for 1 m 30 s")
     line = {"kind": "close", "attempt": 1, "at": END + 6, "reason": "failed", "error": "boom"}
-    ledger = folder / runs.LEDGER
+    ledger = folder / run_layout.LEDGER
     half = json.dumps(line) + "\n"
-    with (ledger / runs.ledger_name(0)).open("a") as file:
+    with (ledger / run_layout.ledger_name(0)).open("a") as file:
         file.write(half[:20])
-    assert not live.look(END + 7).ended
-    with (ledger / runs.ledger_name(0)).open("a") as file:
+    assert not live.refresh(END + 7).has_ended
+    with (ledger / run_layout.ledger_name(0)).open("a") as file:
         file.write(half[20:])
-    runs_made.append(ledger / runs.ledger_name(1), [line | {"reason": "stopped"}])
-    now = live.look(END + 7)
-    assert now.ended
-    assert text("gpt", now, END + 7)[0].endswith("1 m 04 s  failed")
+    runs_made.append(ledger / run_layout.ledger_name(1), [line | {"reason": "stopped"}])
+    now = live.refresh(END + 7)
+    assert now.has_ended
+    assert render_text("gpt", now, END + 7)[0].endswith("1 m 04 s  failed")
     assert now.unreadable == 0
 
 
 def test_metrics_that_are_rotated_are_followed(tmp_path):
-    path = tmp_path / runs.METRICS
+    path = tmp_path / run_layout.METRICS
     runs_made.append(path, [{"step": 1, "loss": 1.0}])
-    live = Live(tmp_path)
-    assert live.look(END).metrics == {"loss": 1.0}
+    live = LiveRun(tmp_path)
+    assert live.refresh(END).metrics == {"loss": 1.0}
     path.rename(tmp_path / "metrics.jsonl.1")
     runs_made.append(path, [{"step": 2, "loss": "nan", "phase": "warmup", "time": 5}])
-    assert str(live.look(END).metrics) == "{'loss': nan}"
+    assert str(live.refresh(END).metrics) == "{'loss': nan}"
 
 
 def test_the_step_is_what_was_logged_in_this_attempt(tmp_path):
-    folder, live = tmp_path / "gpt", Live(tmp_path / "gpt")
+    folder, live = tmp_path / "gpt", LiveRun(tmp_path / "gpt")
     write_run(folder, [Part(begin=0, end=100, reason=None)])
     record = {"step": 130, "time": END + 10, "loss": 1.0}
-    runs_made.append(folder / runs.METRICS, [record])
-    assert live.look(END + 11).step == 130
+    runs_made.append(folder / run_layout.METRICS, [record])
+    assert live.refresh(END + 11).step == 130
     opened = {"kind": "open", "attempt": 2, "at": END + 20, "rank": 0, "host": "a", "pid": 1, "setup_s": 1.0, "step": 0}
-    runs_made.append(folder / runs.LEDGER / runs.ledger_name(0), [opened])
-    assert live.look(END + 21).step == 0
-    runs_made.append(folder / runs.METRICS, [record | {"step": 101, "time": END + 25}])
-    assert live.look(END + 26).step == 101
+    runs_made.append(folder / run_layout.LEDGER / run_layout.ledger_name(0), [opened])
+    assert live.refresh(END + 21).step == 0
+    runs_made.append(folder / run_layout.METRICS, [record | {"step": 101, "time": END + 25}])
+    assert live.refresh(END + 26).step == 101
 
 
 @pytest.mark.parametrize(("width", "height"), [(120, 40), (80, 24), (40, 12), (20, 8)])
@@ -108,9 +108,9 @@ def test_a_narrow_terminal_is_not_overrun(tmp_path, width, height):
     from rich.console import Console
 
     write_run(tmp_path / "gpt", [Part(begin=0, end=100, ranks=32)])
-    now = Live(tmp_path / "gpt").look(END)
+    now = LiveRun(tmp_path / "gpt").refresh(END)
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=False)
-    console.print(drawn("gpt", now, END, width, height))
+    console.print(render_screen("gpt", now, END, width, height))
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert lines[0].startswith("gpt  attempt 1"[: width - 1])
@@ -174,7 +174,7 @@ def test_ctrl_c_at_the_very_beginning_shows_the_cursor_again(tmp_path, monkeypat
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     with pytest.raises(KeyboardInterrupt):
-        _follow("gpt", Live(tmp_path / "gpt"), 0.1)
+        _follow("gpt", LiveRun(tmp_path / "gpt"), 0.1)
     assert sys.stdout.getvalue().endswith("\x1b[?25h")
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import dtrain as dt
-from dtrain.data.loading.build import build_loader
-from dtrain.data.stream.dataset import ShardedDataset
+from dtrain.data.build_loader import build_loader
 from dtrain.data.stream.formats import FORMATS
 from dtrain.data.stream.formats.compression import COMPRESSIONS
+from dtrain.data.stream.sharded_dataset import ShardedDataset
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "data.md").read_text()
@@ -58,13 +58,13 @@ def test_every_format_and_compression_is_in_the_table():
     files = rows(shards)[: len(FORMATS)]
     suffixes = {suffix for form in FORMATS.values() for suffix in form.suffixes}
     assert {suffix for row in files for suffix in re.findall(r"`(\.\w+)`", row[1])} == suffixes
-    assert {form.ranged for form in FORMATS.values()} == {row[3].startswith("yes") for row in files}
+    assert {form.supports_ranges for form in FORMATS.values()} == {row[3].startswith("yes") for row in files}
     assert set(re.findall(r"\w+", files[0][4].removeprefix("of files: "))) == set(COMPRESSIONS)
 
 
 def test_options_for_those_who_come_from_mosaicml_exist():
     options = set(inspect.signature(ShardedDataset).parameters) | set(inspect.signature(build_loader).parameters)
-    options |= set(inspect.signature(dt.BlockShuffle).parameters) | set(inspect.signature(dt.mix).parameters)
+    options |= set(inspect.signature(dt.data.BlockShuffle).parameters) | set(inspect.signature(dt.data.mix).parameters)
     ours = " ".join(row[1] for row in rows(section("From MosaicML's StreamingDataset")))
     assert set(re.findall(r"\b(\w+)=", ours)) <= options | {"allow_pickle"}
 

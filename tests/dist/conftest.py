@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from dtrain import wire
-from dtrain.launch.port import hold_port
+from dtrain import launch_protocol
 from dtrain.launch.processes import die_with_parent
+from dtrain.launch.spawn_function import reserve_port
 
 LONG_S = 90  # how long a busy test machine may take
 
@@ -30,7 +30,7 @@ class Forked:
 
     def run(self, body: Callable[[int], Any], world_size: int, *, results_of: Collection[int]) -> dict[int, Any]:
         """Start the ranks and wait for the results of some of them; the others may do as they like."""
-        with hold_port() as held:
+        with reserve_port() as held:
             for rank in range(world_size):
                 self._start(body, rank, world_size, held.getsockname()[1])
             return {rank: self.result(rank) for rank in results_of}
@@ -43,13 +43,13 @@ class Forked:
             try:
                 die_with_parent(parent)
                 faulthandler.dump_traceback_later(LONG_S - 5)  # where a rank is stuck that has not answered
-                for name in (wire.RUN_DIR, wire.AGENT_STORE):
+                for name in (launch_protocol.RUN_DIR, launch_protocol.AGENT_STORE):
                     os.environ.pop(name, None)
-                who = wire.rank_environment(
+                who = launch_protocol.rank_environment(
                     rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, node_rank=0, nodes=1,
                     addr="127.0.0.1", port=port,
                 )  # fmt: skip
-                os.environ.update({**who, wire.LOOPBACK: "1", wire.GLOO_INTERFACE: "lo"})
+                os.environ.update({**who, launch_protocol.LOOPBACK: "1", launch_protocol.GLOO_INTERFACE: "lo"})
                 try:
                     answer = body(rank)
                 except BaseException as error:  # noqa: BLE001 - whatever it is, the test looks at it
@@ -88,7 +88,7 @@ class Forked:
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forked]:
     """Forked ranks; a failed collective waits half a second for word from the others, which they inherit."""
-    monkeypatch.setattr("dtrain.dist.timeouts.GRACE_S", 0.5)
+    monkeypatch.setattr("dtrain.dist.timeout_report.GRACE_S", 0.5)
     ranks = Forked()
     yield ranks
     ranks.end()

@@ -1,17 +1,17 @@
 import pytest
 
 import dtrain.dist.collectives as collectives
-from dtrain.clock import Place
-from dtrain.dist.collectives import all_gather_json, all_gather_numbers, broadcast_json, gather_json, raise_together
-from dtrain.dist.control import agree_before_step
-from dtrain.dist.init import current
-from dtrain.dist.origin import Origin
+from dtrain.clock import EpochPosition
+from dtrain.dist.batch_info import BatchInfo
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers, broadcast_json, gather_json, raise_if_any_failed
+from dtrain.dist.init import get_dist_info
+from dtrain.dist.step_sync import sync_before_forward
 from dtrain.errors import ConfigError, PeerError, StepError
 from dtrain.testing import count_host_syncs
 
 
 def gather() -> list:
-    rank = current().rank
+    rank = get_dist_info().rank
     return [
         all_gather_json({"rank": rank, "pad": "é" * rank * 100}),
         all_gather_numbers([rank, 0.5]),
@@ -33,7 +33,7 @@ def test_one_process_needs_no_groups():
     assert all_gather_numbers([1.5]) == [[1.5]]
     assert broadcast_json("x") == "x"
     assert gather_json({"a": 1}) == [{"a": 1}]
-    raise_together(None, where="test")
+    raise_if_any_failed(None, caller="test")
 
 
 def test_what_is_not_plain_is_refused():
@@ -45,7 +45,7 @@ def test_what_is_not_plain_is_refused():
 
 def gather_bad_data_on_rank_1() -> str:
     try:
-        all_gather_json(object() if current().rank == 1 else 1)
+        all_gather_json(object() if get_dist_info().rank == 1 else 1)
     except (ConfigError, PeerError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -58,7 +58,7 @@ def test_what_is_not_plain_on_one_rank_raises_on_all(ranks):
 
 
 def gather_on_rank_1() -> list | None:
-    rank = current().rank
+    rank = get_dist_info().rank
     return gather_json({"rank": rank, "pad": "é" * rank * 100}, dst=1)
 
 
@@ -75,14 +75,14 @@ FROM_RANK_1 = {
 
 
 def too_large_on_rank_1(name: str) -> list:
-    collectives.MAX_BYTES, before = 1000, collectives.MAX_BYTES
+    collectives.MAX_JSON_BYTES, before = 1000, collectives.MAX_JSON_BYTES
     try:
-        FROM_RANK_1[name]("x" * 1000 if current().rank == 1 else 1)
+        FROM_RANK_1[name]("x" * 1000 if get_dist_info().rank == 1 else 1)
         text = "no error"
     except (ConfigError, PeerError) as error:
         text = f"{type(error).__name__}: {error}"
     finally:
-        collectives.MAX_BYTES = before
+        collectives.MAX_JSON_BYTES = before
     return [text, all_gather_numbers([1.0]) == [[1.0]] * 3]  # the group is still in step
 
 
@@ -107,7 +107,7 @@ def test_a_rank_that_is_not_there_is_refused(call, message):
 
 def records_of_two_lengths() -> list:
     """Buffers are reused: what was returned must not change, and records of other lengths not mix."""
-    rank = current().rank
+    rank = get_dist_info().rank
     first, other = all_gather_numbers([rank, 1.0]), all_gather_numbers([float("inf")] * 3)
     second = all_gather_numbers([rank, True])
     third = all_gather_numbers([rank, 7.0], group="background")
@@ -130,9 +130,9 @@ def test_a_vote_reads_no_tensor(ranks):
 
 
 def fail_on_rank_1() -> str:
-    error = ValueError("disk\nfull") if current().rank == 1 else None
+    error = ValueError("disk\nfull") if get_dist_info().rank == 1 else None
     try:
-        raise_together(error, where="save")
+        raise_if_any_failed(error, caller="save")
     except (ValueError, PeerError) as caught:
         return f"{type(caught).__name__}: {caught}"
     return "no error"
@@ -144,10 +144,13 @@ def test_a_failure_of_one_rank_is_raised_on_all(ranks):
 
 
 def agree(samples_by_rank: list) -> list:
-    tally = agree_before_step(
-        samples=samples_by_rank[current().rank], tokens=7, microbatches=samples_by_rank[current().rank] // 2, weightless=False
+    tally = sync_before_forward(
+        samples=samples_by_rank[get_dist_info().rank],
+        tokens=7,
+        microbatches=samples_by_rank[get_dist_info().rank] // 2,
+        zero_weight_seen=False,
     )
-    return [tally.samples, tally.tokens, tally.microbatches, tally.place]
+    return [tally.samples, tally.tokens, tally.microbatches, tally.position]
 
 
 def test_the_step_record_sums_counts_and_takes_the_most_microbatches(ranks):
@@ -155,10 +158,14 @@ def test_the_step_record_sums_counts_and_takes_the_most_microbatches(ranks):
 
 
 def agree_error(samples: int, weightless_rank: int, epoch_rank: int) -> str:
-    rank = current().rank
-    origin = Origin(loader=0, begin=Place(0, 3), end=Place(1, 0) if rank == epoch_rank else Place(0, 4))
+    rank = get_dist_info().rank
+    origin = BatchInfo(
+        loader=0, begin=EpochPosition(0, 3), end=EpochPosition(1, 0) if rank == epoch_rank else EpochPosition(0, 4)
+    )
     try:
-        agree_before_step(samples=samples, tokens=0, microbatches=1, weightless=rank == weightless_rank, origin=origin)
+        sync_before_forward(
+            samples=samples, tokens=0, microbatches=1, zero_weight_seen=rank == weightless_rank, batch_info=origin
+        )
     except StepError as error:
         return str(error)
     return "no error"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dtrain.dist.differentiable import all_gather_with_grad
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 
 FLOAT64_REORDERING = 1e-12  # relative: sums over ranks are taken in another order than in one process
@@ -27,7 +27,7 @@ def inputs(n: int) -> tuple[Tensor, Tensor]:
 
 def gradient(counts: list[int]) -> list:
     """This rank's share of the gradient of the weights, and the gradient of its own rows."""
-    rank, (x, weights) = current().rank, inputs(sum(counts))
+    rank, (x, weights) = get_dist_info().rank, inputs(sum(counts))
     start = sum(counts[:rank])
     weights.requires_grad_()
     rows = (x[start : start + counts[rank]] @ weights).requires_grad_()
@@ -59,7 +59,7 @@ def test_the_gradient_is_that_of_one_process(ranks, counts):
 
 
 def gather(counts: list[int], shape: list[int]) -> list:
-    rank = current().rank
+    rank = get_dist_info().rank
     return all_gather_with_grad(torch.full((counts[rank], *shape), float(rank))).tolist()
 
 
@@ -91,7 +91,7 @@ def test_what_has_no_rows_is_refused(x, message):
 
 
 def gather_unequal(case: str) -> str:
-    rank = current().rank
+    rank = get_dist_info().rank
     x = torch.ones(2, 3, requires_grad=True)
     if rank == 1:
         x = {
@@ -147,7 +147,7 @@ def test_a_dtensor_is_refused(ranks):
 
 
 def gather_without_grad() -> list:
-    x = torch.ones(1, requires_grad=current().rank == 0)
+    x = torch.ones(1, requires_grad=get_dist_info().rank == 0)
     with torch.no_grad():
         y = all_gather_with_grad(x)
     return [y.requires_grad, y.tolist()]

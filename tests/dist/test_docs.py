@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import dtrain as dt
-from dtrain.dist.timeouts import describe
+from dtrain.dist.timeout_report import format_missing_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
 
@@ -17,9 +17,13 @@ def test_the_example_runs():
 
 
 def test_the_lines_it_shows_are_those_that_are_raised():
-    slow = describe("save", world_size=8, timeout_s=600, marks={rank: 600.0 for rank in range(8) if rank != 3}, notes={})
+    slow = format_missing_ranks(
+        "save", world_size=8, timeout_s=600, waits_s={rank: 600.0 for rank in range(8) if rank != 3}, notes={}
+    )
     note = {1: "ValueError: disk full"}
-    gone = describe("save", world_size=8, timeout_s=600, marks={rank: 0.2 for rank in range(8) if rank != 1}, notes=note)
+    gone = format_missing_ranks(
+        "save", world_size=8, timeout_s=600, waits_s={rank: 0.2 for rank in range(8) if rank != 1}, notes=note
+    )
     assert f"```text\n{slow}\n{gone}\n```" in PAGE
 
 

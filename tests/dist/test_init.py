@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from dtrain.dist import init, rendezvous
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
-from dtrain.dist.init import DistInfo, current, init_dist
-from dtrain.dist.mesh import _fill, build_mesh
-from dtrain.dist.place import choose_device
+from dtrain.dist.env import select_device
+from dtrain.dist.init import DistInfo, get_dist_info, init_dist
+from dtrain.dist.mesh import _fill_degrees, build_mesh
 from dtrain.dist.reduce import reduce_sum
 from dtrain.errors import ConfigError, DistError
 
@@ -34,9 +34,9 @@ def test_one_process_needs_no_environment(alone):
     with init_dist() as info:
         assert (info.rank, info.world_size, info.local_rank, info.device.type) == (0, 1, 0, "cpu")
         assert dist.is_initialized()
-        assert current() is info
+        assert get_dist_info() is info
     assert not dist.is_initialized()
-    assert current().control is None
+    assert get_dist_info().control is None
 
 
 def test_init_again_returns_the_open_one_which_the_first_closes(alone):
@@ -151,8 +151,8 @@ def test_asking_for_gpus_that_are_not_there_is_refused(alone, monkeypatch):
 def test_more_ranks_than_gpus_run_on_the_cpu_with_one_notice(alone, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.warns(UserWarning, match="2 ranks but 1 GPUs on this node: running on the CPU"):
-        assert choose_device(None, {"local_rank": 0, "local_world_size": 2}).type == "cpu"
-    assert choose_device(None, {"local_rank": 1, "local_world_size": 2}).type == "cpu"  # without a second notice
+        assert select_device(None, {"local_rank": 0, "local_world_size": 2}).type == "cpu"
+    assert select_device(None, {"local_rank": 1, "local_world_size": 2}).type == "cpu"  # without a second notice
 
 
 def run_script(body: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -168,7 +168,7 @@ def error_of_init(rank: int, world_size: int, port: int, **environment: str) -> 
         import dtrain as dt
         try:
             dt.init_dist(init_timeout_s=2)
-        except dt.DistError as error:
+        except dt.errors.DistError as error:
             print(error)
     """
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -375,12 +375,12 @@ def test_two_processes_of_one_rank_are_refused(forked):
 
 @pytest.mark.parametrize(("number", "text"), [(signal.SIGSTOP, "stopped answering"), (signal.SIGKILL, "has ended")])
 def test_a_rank_0_that_serves_the_store_and_goes_is_named(forked, monkeypatch, number, text):
-    monkeypatch.setattr(rendezvous, "_MARGIN_S", 0.5)
-    monkeypatch.setattr(rendezvous, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(rendezvous, "_STORE_MARGIN_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_TORCH_RETRY_S", 0.0)
 
     def body(rank: int) -> str:
         if rank == 0:
-            connect = rendezvous.connect
+            connect = rendezvous.connect_store
             monkeypatch.setattr(
                 init,
                 "connect",
@@ -394,12 +394,12 @@ def test_a_rank_0_that_serves_the_store_and_goes_is_named(forked, monkeypatch, n
 
 
 def test_a_stopped_rank_0_does_not_hold_up_those_that_connect(forked, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_MARGIN_S", 0.5)
-    monkeypatch.setattr(rendezvous, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(rendezvous, "_STORE_MARGIN_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_TORCH_RETRY_S", 0.0)
 
     def body(rank: int) -> str:
         if rank == 0:
-            connect = rendezvous.connect
+            connect = rendezvous.connect_store
             monkeypatch.setattr(
                 init, "connect", lambda *args, **options: [connect(*args, **options), os.kill(os.getpid(), signal.SIGSTOP)]
             )
@@ -440,8 +440,8 @@ def test_groups_of_a_mesh_give_up_when_the_others_do(forked):
 
 
 def test_mesh_degrees_are_filled():
-    assert _fill({"dp_replicate": 2, "dp_shard": -1}, 8) == {"dp_replicate": 2, "dp_shard": 4}
-    assert _fill({"dp_replicate": 2, "dp_shard": 4}, 8) == {"dp_replicate": 2, "dp_shard": 4}
+    assert _fill_degrees({"dp_replicate": 2, "dp_shard": -1}, 8) == {"dp_replicate": 2, "dp_shard": 4}
+    assert _fill_degrees({"dp_replicate": 2, "dp_shard": 4}, 8) == {"dp_replicate": 2, "dp_shard": 4}
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_mesh_degrees_are_filled():
 )
 def test_mesh_degrees_that_cannot_be_right_are_refused(degrees, message):
     with pytest.raises(ConfigError, match=message):
-        _fill({"dp_replicate": degrees[0], "dp_shard": degrees[1]}, 8)
+        _fill_degrees({"dp_replicate": degrees[0], "dp_shard": degrees[1]}, 8)
 
 
 def test_mesh_before_init_is_refused():
@@ -464,12 +464,12 @@ def test_mesh_before_init_is_refused():
 
 
 def ranks_of_mesh(degrees: dict) -> list:
-    from dtrain.dist.mesh import data_rank, data_shape, degree, tensor_rank
+    from dtrain.dist.mesh import axis_size, data_rank, data_shape, tp_rank
 
     mesh = build_mesh(**degrees)
     axes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-    assert (degree(mesh, "tp"), degree(mesh, "cp")) == (axes.get("tp", 1), axes.get("cp", 1))
-    return [list(data_rank(mesh)), tensor_rank(mesh), axes, list(data_shape(mesh)), build_mesh(**degrees) is mesh]
+    assert (axis_size(mesh, "tp"), axis_size(mesh, "cp")) == (axes.get("tp", 1), axes.get("cp", 1))
+    return [list(data_rank(mesh)), tp_rank(mesh), axes, list(data_shape(mesh)), build_mesh(**degrees) is mesh]
 
 
 AXES = {"dp_replicate": 1, "dp_shard": 2}
@@ -496,6 +496,6 @@ def test_degrees_that_do_not_multiply_to_the_ranks_name_those_given():
     with pytest.raises(
         ConfigError, match=r"needs dp_replicate \* dp_shard \* tp = world_size, got dp_replicate=1 .*set one to"
     ):
-        _fill({"dp_replicate": 1, "dp_shard": 3, "tp": 2}, 8)
+        _fill_degrees({"dp_replicate": 1, "dp_shard": 3, "tp": 2}, 8)
     with pytest.raises(ConfigError, match=r"world_size=6 is not a multiple of 4 \(dp_replicate=1 \* dp_shard=-1 \* tp=4\)"):
-        _fill({"dp_replicate": 1, "dp_shard": -1, "tp": 4}, 6)
+        _fill_degrees({"dp_replicate": 1, "dp_shard": -1, "tp": 4}, 6)

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.ragged import all_gather_by_rank, all_gather_ragged, gather_ragged
 from dtrain.errors import ConfigError, PeerError
@@ -23,8 +23,8 @@ def table(count: int) -> dict[str, Tensor]:
 
 
 def share(counts: list[int]) -> slice:
-    start = sum(counts[: current().rank])
-    return slice(start, start + counts[current().rank])
+    start = sum(counts[: get_dist_info().rank])
+    return slice(start, start + counts[get_dist_info().rank])
 
 
 def gathered(counts: list[int]) -> bool:
@@ -47,7 +47,7 @@ def test_rows_come_in_the_order_of_ranks_in_every_dtype(ranks, counts):
 
 def by_index(world_size: int, kind: str) -> list[float]:
     """Each rank has every so many-th row, as a loader may deal them; the last rank knows nothing of what the others have."""
-    rank = current().rank
+    rank = get_dist_info().rank
     indices = torch.arange(rank, 10, world_size - 1) if rank < world_size - 1 else None
     values = None if indices is None else indices.double() * 2
     order = None if indices is None else indices.to(getattr(torch, kind))
@@ -61,7 +61,7 @@ def test_rows_are_sorted_by_the_order_given(ranks, world_size, kind):
 
 
 def structures() -> list:
-    rank = current().rank
+    rank = get_dist_info().rank
     mine = torch.full((rank, 2), float(rank))
     nested = {"a": [mine, (mine.long(),)], "td": TensorDict({"x": mine, "deep": {"y": mine[:, 0]}}, batch_size=[rank])}
     found = all_gather_ragged(nested)
@@ -81,7 +81,7 @@ def test_structures_are_kept(ranks):
 
 def columns_of_tables() -> list:
     """Rows that do not lie one after the other in memory, one of them alone."""
-    rank = current().rank
+    rank = get_dist_info().rank
     table = torch.arange(24.0).view(2, 3, 4)
     return all_gather_ragged({"x": table.permute(2, 0, 1)[rank : rank + 1], "y": table[0, :, 0][:1]})["x"].tolist()
 
@@ -92,7 +92,7 @@ def test_rows_may_lie_anywhere_in_memory(ranks):
 
 
 def to_one(dst: int) -> list[int] | None:
-    rank = current().rank
+    rank = get_dist_info().rank
     found = gather_ragged(torch.full((rank + 1,), rank), dst=dst, order=torch.full((rank + 1,), -rank))
     return None if found is None else found.tolist()
 
@@ -103,7 +103,7 @@ def test_gather_gives_all_to_one_rank(ranks, dst):
 
 
 def apart(counts: list[int]) -> list[list[int]]:
-    rank = current().rank
+    rank = get_dist_info().rank
     mine = torch.full((counts[rank],), rank) if counts[rank] else None
     return [each.tolist() for each in all_gather_by_rank(mine)]
 
@@ -117,7 +117,7 @@ def test_rows_can_be_had_by_rank(ranks, counts, expected):
 
 def with_model_axes(tp: int) -> list[int]:
     mesh = build_mesh(tp=tp)
-    rank = current().rank
+    rank = get_dist_info().rank
     return all_gather_ragged(torch.tensor([rank // tp] * (1 + rank // tp)), mesh=mesh).tolist()
 
 
@@ -135,7 +135,7 @@ def test_one_process_needs_no_groups():
 
 
 def complaint(case: str) -> str:
-    rank, x = current().rank, torch.ones(2, 3)
+    rank, x = get_dist_info().rank, torch.ones(2, 3)
     odd = {
         "dtype": x.double(),
         "shape": torch.ones(2, 4),

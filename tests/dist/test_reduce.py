@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.reduce import reduce_max, reduce_mean, reduce_sum
 from dtrain.errors import ConfigError
 
 
 def tensors() -> list:
-    rank = current().rank
+    rank = get_dist_info().rank
     x = torch.tensor([[1.0 + rank, -rank], [0.5, 2.0 * rank]])
     results = [reduce(x).tolist() for reduce in (reduce_sum, reduce_mean, reduce_max)]
     strided = torch.arange(6).reshape(2, 3).t() * (rank + 1)  # not contiguous, integers
@@ -33,7 +33,7 @@ def test_tensors_are_reduced_element_by_element_and_not_changed(ranks):
 
 
 def numbers() -> list:
-    rank = current().rank
+    rank = get_dist_info().rank
     return [reduce_sum(rank + 1), reduce_mean(rank + 1), reduce_max(-rank), reduce_sum(2.0**51 if rank else 1)]
 
 
@@ -42,7 +42,7 @@ def test_numbers_are_reduced_as_float64(ranks):
 
 
 def for_rank_1() -> list:
-    x = torch.full((2,), current().rank + 1.0)
+    x = torch.full((2,), get_dist_info().rank + 1.0)
     found = [reduce(x, dst=1) for reduce in (reduce_sum, reduce_mean, reduce_max)]
     return [None if y is None else y.tolist() for y in found] + [reduce_mean(3.0, dst=1), x.tolist()]
 
@@ -55,7 +55,7 @@ def test_only_the_rank_that_asks_gets_the_result(ranks):
 
 
 def largest_with_nan() -> list:
-    rank = current().rank
+    rank = get_dist_info().rank
     x = torch.tensor([math.nan if rank == 1 else 1.0, -math.inf, math.inf if rank == 1 else 0.0])
     return [str(reduce_max(x).tolist()), str(reduce_max(math.nan if rank == 1 else 0.0))]
 

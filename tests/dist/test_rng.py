@@ -4,16 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.dist.rng import (
-    KeptRandomness,
-    derive_seed,
-    drawing_from,
-    draws_digest,
-    generator,
-    rng_state,
-    seed_all,
-    set_rng_state,
-)
+from dtrain.dist.rng import RNGSnapshot, derive_seed, fork_rng, generator, hash_rng_state, rng_state, seed_all, set_rng_state
 
 
 def draws() -> list[float]:
@@ -56,14 +47,14 @@ def test_seed_all_gives_each_library_its_own_stream():
 def test_draws_digest_differs_where_the_next_numbers_do():
     device = torch.device("cpu")
     seed_all(3)
-    first = draws_digest(device)
+    first = hash_rng_state(device)
     assert 0 <= first < 2**52
     random.random()
-    assert draws_digest(device) == first, "not torch's"
+    assert hash_rng_state(device) == first, "not torch's"
     torch.rand(1)
-    assert draws_digest(device) != first
+    assert hash_rng_state(device) != first
     seed_all(3)
-    assert draws_digest(device) == first
+    assert hash_rng_state(device) == first
 
 
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
@@ -71,16 +62,16 @@ def test_draws_digest_differs_where_the_next_numbers_do():
 def test_kept_randomness_goes_back_whatever_was_drawn_before_and_since(before, inside):
     """NumPy keeps the second of a pair of normal numbers apart, where a look at its words does not see it."""
     seed_all(5)
-    KeptRandomness()
+    RNGSnapshot()
     for _ in range(before):
         np.random.randn()
-    KeptRandomness()
+    RNGSnapshot()
     np.random.randn(inside)
-    kept = KeptRandomness()
+    kept = RNGSnapshot()
     first = draws()
-    kept.put_back()
+    kept.restore()
     assert draws() == first
-    kept.put_back()
+    kept.restore()
     assert draws() == first
 
 
@@ -93,9 +84,9 @@ def test_a_block_that_draws_from_a_seed_leaves_the_generators_as_they_were(befor
     begin()
     plain = draws() + draws()
     begin()
-    with drawing_from(7):
+    with fork_rng(7):
         first = draws()
     found = draws()
-    with drawing_from(7):
+    with fork_rng(7):
         assert draws() == first
     assert found + draws() == plain

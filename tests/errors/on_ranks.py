@@ -36,7 +36,7 @@ def everything(folder: str) -> dict[str, Any]:
             "losses": losses(folder),
             "orders": orders(),
             "hang": hang(),
-            "objects": raised(lambda: dt.all_gather_json({"warmup": lambda t: t})),
+            "objects": raised(lambda: dt.dist.all_gather_json({"warmup": lambda t: t})),
             "batches": batches(),
         }
 
@@ -71,7 +71,7 @@ def memory() -> dict[str, Any]:
             step = dt.compose_step(LOSS, [dt.auto_microbatch()])
             state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
             state, _ = step(state, torch.ones(ROWS, 64))
-        return state.slices["auto_microbatch"]["size"]
+        return state.transform_states["auto_microbatch"]["size"]
 
     return {"by_hand": raised(by_hand), "found": here(enough), "here": raised(lambda: here(enough * 3 // 5))}
 
@@ -104,9 +104,9 @@ def losses(folder: str) -> dict[str, Any]:
     mean = dt.reduce_metrics(metrics)["loss"]
     with open(f"{folder}/by-hand.log", "a") as out:
         out.write(f"{mine}\n")
-    log = dt.jsonl(Path(folder) / "here.jsonl")
+    log = dt.loggers.jsonl(Path(folder) / "here.jsonl")
     log(state.step, {"loss": mean})
-    dt.close_sink(log)
+    dt.loggers.close(log)
     return {"mine": mine, "mean": mean, "weight": len(batch)}
 
 
@@ -144,7 +144,7 @@ def batches() -> dict[str, int]:
     eight = torch.arange(8.0)
     theirs = len(next(iter(DataLoader(eight, batch_size=4, sampler=DistributedSampler(eight)))))
     ours = len(next(iter(dt.build_loader(eight, mesh=dt.build_mesh(), global_batch_size=4, seed=0).until("1ep"))))
-    return {"by_hand": int(dt.reduce_sum(theirs)), "here": int(dt.reduce_sum(ours))}
+    return {"by_hand": int(dt.dist.reduce_sum(theirs)), "here": int(dt.dist.reduce_sum(ours))}
 
 
 def unequal(rank: int) -> str:

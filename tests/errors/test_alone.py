@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dtrain as dt
-from dtrain.testing import fault
+from dtrain.testing import inject_fault
 from errors.said import check, raised, told
 
 LOSS = dt.mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
@@ -162,7 +162,7 @@ def test_without_a_fused_kernel_the_numbers_are_the_same() -> None:
     model, x = nn.Sequential(RMS(8)), torch.rand(4, 8)
     before = model(x)
     with pytest.warns(UserWarning, match="fused_layer_norm") as caught:
-        model = dt.fused_layer_norm(model)
+        model = dt.surgery.fused_layer_norm(model)
     torch.testing.assert_close(model(x), before)
     check("A fused kernel that is missing", by_hand=(raised(apex),), here=(told(caught[0].message),))
 
@@ -190,9 +190,9 @@ def test_checkpoints_are_as_large_as_what_is_asked_for(tmp_path: Path) -> None:
     state, _ = step(state, torch.ones(2, 128))
     by_hand = written_over(tmp_path / "by-hand.pt", state.model)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with fault("raise", at="write_data", error=full):
+    with inject_fault("raise", at="write_data", error=full):
         ours = raised(lambda: dt.save_sharded(tmp_path / "whole", state))
-    assert dt.list_checkpoints(tmp_path / "whole") == []
+    assert dt.checkpoint.list_steps(tmp_path / "whole") == []
     dt.save_sharded(tmp_path / "whole", state)
     dt.save_sharded(tmp_path / "weights", state, only=("model",))
     dt.save_sharded(tmp_path / "half", state, only=("model",), cast=torch.bfloat16)
@@ -228,12 +228,12 @@ def test_a_corrupt_sample_is_named_or_left_out() -> None:
             state, _ = step(state, batch)
         return state
 
-    loader = dt.build_loader(Pictures(), global_batch_size=4, seed=0, workers=1)
+    loader = dt.build_loader(Pictures(), global_batch_size=4, seed=0, num_workers=1)
     ours = raised(lambda: train(loader, state))
     step, state = begun()
-    loader = dt.build_loader(Pictures(), global_batch_size=4, seed=0, workers=1, on_error="skip")
+    loader = dt.build_loader(Pictures(), global_batch_size=4, seed=0, num_workers=1, on_error="skip")
     assert train(loader, state).clock.samples == 15
-    assert [index for index, _ in loader.unreadable.samples] == [9]
+    assert [index for index, _ in loader.skipped.samples] == [9]
     check("A corrupt sample", by_hand=(theirs,), here=(ours,))
 
 
@@ -267,7 +267,7 @@ def ours_extended(folder: Path, schedule_of: int | None = None) -> list[float]:
     """The same here, with the schedule as long as the run, or as given."""
     rates = []
     for total in (4, 8):
-        step, state = begun(dt.scale_lr(dt.linear(1.0, 0.0, schedule_of or total)))
+        step, state = begun(dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, schedule_of or total)))
         loader = dt.build_loader(torch.ones(4, 1), global_batch_size=1, seed=0)
         state = dt.load_sharded(folder, state, extra={"loader": loader}, missing_ok=True).state
         for batch in loader.until(f"{total}ba"):

@@ -68,7 +68,7 @@ def test_the_loss_that_is_logged_is_that_of_all_ranks(found: Found) -> None:
 def test_a_sink_writes_once(found: Found, folder: Path) -> None:
     assert len((folder / "by-hand.log").read_text().splitlines()) == 2
     assert len((folder / "here.jsonl").read_text().splitlines()) == 1
-    assert dt.read_jsonl(folder / "here.jsonl")[1]["loss"] == found[0]["losses"]["mean"]
+    assert dt.loggers.read_jsonl(folder / "here.jsonl")[1]["loss"] == found[0]["losses"]["mean"]
     check("The same metric from every rank")
 
 
@@ -120,9 +120,9 @@ def test_objects_that_cannot_be_pickled_are_named(found: Found, tmp_path: Path) 
     state = dt.compose_step(LOSS).init(model, torch.optim.SGD(model.parameters()))
     extra = {"schedule": {"warmup": Remote().decode}}
     ours = raised(lambda: dt.save_sharded(tmp_path / "ckpt", state, extra=extra))
-    assert dt.list_checkpoints(tmp_path / "ckpt") == []
-    loader = dt.build_loader(Remote(), global_batch_size=4, seed=0, workers=1, start_method="spawn")
+    assert dt.checkpoint.list_steps(tmp_path / "ckpt") == []
+    loader = dt.build_loader(Remote(), global_batch_size=4, seed=0, num_workers=1, start_method="spawn")
     sent = raised(lambda: list(loader.until("1ep")))
-    forked = dt.build_loader(Remote(), global_batch_size=4, seed=0, workers=1, start_method="fork")
+    forked = dt.build_loader(Remote(), global_batch_size=4, seed=0, num_workers=1, start_method="fork")
     assert sum(len(batch) for batch in forked.until("1ep")) == 8
     check("Objects that cannot be pickled", by_hand=(saved, loaded), here=(ours, sent, found[0]["objects"]))

@@ -158,7 +158,7 @@ def test_a_weight_of_the_encoder_that_is_not_stored_is_an_error(folder):
     del tensors["bert.encoder.layer.1.output.dense.weight"]
     save_file(tensors, folder / "model.safetensors")
     model, config, _ = built(folder)
-    with pytest.raises(dt.CheckpointMismatchError, match=r"bert\.encoder\.layer\.1\.output\.dense\.weight"):
+    with pytest.raises(dt.errors.CheckpointMismatchError, match=r"bert\.encoder\.layer\.1\.output\.dense\.weight"):
         load_into_(model, folder, config)
 
 

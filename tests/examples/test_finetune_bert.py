@@ -74,9 +74,9 @@ def load_and_compare(folder: str, strategy: str) -> list:
     done = dt.load_weights_(model, folder)
     reference = kind.from_pretrained(folder).eval()
     expected = reference.state_dict()
-    with dt.unsharded(model):
+    with dt.memory.unshard_params(model):
         unequal = [name for name, param in model.named_parameters() if not torch.equal(param, expected[name])]
-    with dt.evaluating(model):
+    with dt.eval_mode(model):
         logits = model(**inputs()).logits
     with torch.no_grad():
         difference = float((logits - reference(**inputs()).logits).abs().max())
@@ -98,7 +98,7 @@ def load_encoder(folder: str) -> list:
     rename = lambda name: None if name.startswith("cls.") else name  # noqa: E731
     done = dt.load_weights_(model, folder, rename=rename, missing=["classifier.*", "bert.pooler.**"])
     expected = BertForMaskedLM.from_pretrained(folder).state_dict()
-    with dt.unsharded(model):
+    with dt.memory.unshard_params(model):
         found = dict(model.named_parameters())
         unequal = [name for name in done.loaded if not torch.equal(found[name], expected[name])]
     return [len(done.loaded), unequal, sorted(done.kept), sorted(done.left_out)]
@@ -114,7 +114,7 @@ def test_the_encoder_is_taken_from_a_model_with_another_head(folders, ranks):
 
 def initial_weights(strategy: str) -> dict[str, list]:
     model = sharded_bert(strategy)
-    with dt.unsharded(model):
+    with dt.memory.unshard_params(model):
         found = {name: [float(p.std(correction=0)), float(p.mean()), float(p.sum())] for name, p in model.named_parameters()}
         ids = model.bert.embeddings.position_ids.tolist()
     return {"parameters": found, "position_ids": ids}
@@ -161,7 +161,7 @@ def run_here(folder: Path, *options: str) -> str:
 
 
 def logged(out: Path, name: str) -> dict[int, float]:
-    return {step: record[name] for step, record in dt.read_jsonl(out / "metrics.jsonl").items() if name in record}
+    return {step: record[name] for step, record in dt.loggers.read_jsonl(out / "metrics.jsonl").items() if name in record}
 
 
 def steps_of(out: Path) -> list[str]:
@@ -177,10 +177,10 @@ def run_twice(folder: str) -> dict[str, bool]:
         printed = run_here(Path(folder), *how)
         seen.append((printed, last_tensors(out), logged(out, "loss"), logged(out, "eval/loss")))
         kept = steps_of(out)
-        if len(dt.all_gather_json(kept)) and dist.get_rank() == 0:
+        if len(dt.dist.all_gather_json(kept)) and dist.get_rank() == 0:
             shutil.rmtree(out / "checkpoints" / kept[-1])
             (out / "metrics.jsonl").unlink()
-        dt.all_gather_json("removed")
+        dt.dist.all_gather_json("removed")
     (first, shards, loss, judged), (second, shards_again, loss_again, judged_again) = seen
     return {
         "prints the same": first == second,

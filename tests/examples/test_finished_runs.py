@@ -31,7 +31,7 @@ QUICK = ("train_custom.py", "blank")
 @pytest.fixture
 def steps():
     """The numbers of the steps that are trained while the test runs."""
-    with mock.patch("dtrain.spans.stepped") as stepped:
+    with mock.patch("dtrain.spans.record_step") as stepped:
         yield lambda: [call.args[0] for call in stepped.call_args_list]
 
 

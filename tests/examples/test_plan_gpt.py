@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import dtrain as dt
-from dtrain.planning.target import loaded_workload
+from dtrain.planning.workload import load_workload
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plan_gpt.py"
 
 
 def test_gpt_is_planned_by_its_name():
     sizes = {"layers": 2, "heads": 2, "dim": 32, "seq": 16, "vocab": 64}
-    with loaded_workload(f"{EXAMPLE}:workload", sizes) as workload:
-        plan = dt.estimate_memory(workload, world_size=512, microbatch_size=4)
+    with load_workload(f"{EXAMPLE}:workload", sizes) as workload:
+        plan = dt.planning.estimate_memory(workload, world_size=512, microbatch_size=4)
     assert plan.parameter_count == 2 * 64 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32
-    assert plan.peak_in == "backward"
+    assert plan.peak_phase == "backward"
     assert {each.op for each in plan.traffic} == {"all_gather", "reduce_scatter", "all_reduce"}

@@ -27,7 +27,7 @@ def corpus() -> Corpus:
 
 def lengths_of(out: Path) -> dict[int, float]:
     """By step, how many tokens of a block were trained on."""
-    return {step: numbers["length"] for step, numbers in dt.read_jsonl(out / "metrics.jsonl").items()}
+    return {step: numbers["length"] for step, numbers in dt.loggers.read_jsonl(out / "metrics.jsonl").items()}
 
 
 # ---- the text ----------------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def test_masks_are_drawn_anew_in_each_epoch_and_the_same_after_a_resume(corpus):
         loader = dt.build_loader(
             packed(corpus.held_out, SEQ), global_batch_size=64, seed=0, shuffle=False, transform=Masking(corpus)
         )
-        return [torch.cat([batch["labels"] for batch in loader.one_pass()]) for _ in range(2)], loader
+        return [torch.cat([batch["labels"] for batch in loader.one_epoch()]) for _ in range(2)], loader
 
     (first, _), loader = passes()
     (again, _), _ = passes()
@@ -106,7 +106,7 @@ def test_each_edit_is_everywhere_in_the_model_unless_it_is_off(without):
 
 def test_the_edits_may_come_in_any_order():
     made = set()
-    for order in itertools.permutations([dt.alibi, dt.gated_linear_units, dt.low_precision_layer_norm]):
+    for order in itertools.permutations([dt.surgery.alibi, dt.surgery.gated_linear_units, dt.surgery.low_precision_layer_norm]):
         model = build_bert(100, set())
         for edit in order:
             model = edit(model)

@@ -21,12 +21,12 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from dtrain.checkpoint.find import latest_checkpoint, list_checkpoints
+from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
 from dtrain.cli.main import app
-from dtrain.data.stream.formats.write import write_shards
-from dtrain.observe.sinks import read_jsonl
-from dtrain.report.reading.run import read_run
-from dtrain.storage.stores.connect import disconnect
+from dtrain.data.stream.write_shards import write_shards
+from dtrain.loggers.records import read_jsonl
+from dtrain.report.reading.read_report import read_run
+from dtrain.storage.stores.connections import disconnect
 from example_runs import ended, here, last_tensors, launched
 from places import servers
 from text import read_text, train_and_held_out
@@ -137,7 +137,7 @@ def straight(tmp_path_factory) -> Path:
     text = run(command(*launch(2), out=cwd / "out"), cwd)
     assert "held-out loss" in ended(text).what  # its value says nothing after steps that are all warm-up: see the next test
     assert "[rank 1]" not in text
-    assert [found.step for found in list_checkpoints(cwd / "out" / "checkpoints")] == [MIDDLE, 2 * MIDDLE, STEPS]
+    assert [found.step for found in list_steps(cwd / "out" / "checkpoints")] == [MIDDLE, 2 * MIDDLE, STEPS]
     return cwd / "out"
 
 

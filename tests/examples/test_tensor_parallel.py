@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.observe.sinks import read_jsonl
+from dtrain.loggers.records import read_jsonl
 from example_runs import ended, here, launched
 
 TEXT = str(Path(sysconfig.get_path("stdlib")) / "asyncio" / "*.py")

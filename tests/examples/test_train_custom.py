@@ -13,7 +13,7 @@ SCRIPT = "train_custom.py"
 def test_it_learns_on_two_ranks_and_its_last_step_is_saved(tmp_path):
     found = ended(launched(SCRIPT, "--until", "150ba", out=tmp_path / "out"))
     assert found.value < 0.8 * found.baseline
-    assert [each.step for each in dt.list_checkpoints(tmp_path / "out")] == [135, 150]
+    assert [each.step for each in dt.checkpoint.list_steps(tmp_path / "out")] == [135, 150]
 
 
 def test_it_is_the_same_each_time_and_goes_on_bit_for_bit(tmp_path):

@@ -64,7 +64,7 @@ def test_it_takes_a_folder_of_coloured_pictures(tmp_path):
     from PIL import Image
     from sklearn.datasets import load_sample_images
 
-    for name, image in zip(("temple", "flower"), load_sample_images().images, strict=True):
+    for name, image in zip(("temple", "flower"), load_sample_images().files, strict=True):
         for index in range(9):
             folder = tmp_path / "pictures" / ("train" if index % 3 else "val") / name
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def test_noise_and_time_belong_to_the_sample():
             return noised(sample, generator, nobody=10, forget=forget)
 
         loader = dt.build_loader(data, global_batch_size=64, seed=seed, shuffle=False, transform=transform)
-        return next(iter(loader.one_pass()))
+        return next(iter(loader.one_epoch()))
 
     batch = seen(0.0)
     kept, added = rotation(batch["time"])

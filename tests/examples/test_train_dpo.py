@@ -113,9 +113,9 @@ def test_a_short_run_learns_what_is_preferred(tmp_path):
     found = ended(printed)
     assert found.what.endswith("held-out preference accuracy")
     assert found.value > max(found.baseline + 0.2, 0.6), printed
-    moved = dt.read_jsonl(tmp_path / "run" / "policy.jsonl")
+    moved = dt.loggers.read_jsonl(tmp_path / "run" / "policy.jsonl")
     assert moved[20]["loss"] < math.log(2) / 2, "log 2 is where nothing has moved"
-    assert [each.step for each in dt.list_checkpoints(tmp_path / "run" / "reference")] == [30]
+    assert [each.step for each in dt.checkpoint.list_steps(tmp_path / "run" / "reference")] == [30]
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_a_whole_run_writes_docstrings_and_one_in_parts_ends_with_the_same_numbe
         shutil.rmtree(tmp_path / "parts" / part / left)
     again = launched("train_dpo.py", out=tmp_path / "parts")
     assert again.splitlines()[-4:] == printed.splitlines()[-4:]
-    records = [dt.read_jsonl(tmp_path / run / "policy.jsonl") for run in ("whole", "parts")]
+    records = [dt.loggers.read_jsonl(tmp_path / run / "policy.jsonl") for run in ("whole", "parts")]
     for record in records:
         for numbers in record.values():
             numbers.pop("time")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pairs
-from dtrain.observe.sinks import read_jsonl
+from dtrain.loggers.records import read_jsonl
 from example_runs import Ending, ended, launched
 
 

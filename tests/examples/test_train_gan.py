@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.observe.sinks import read_jsonl
+from dtrain.loggers.records import read_jsonl
 from example_runs import Ending, ended, here, launched
 
 

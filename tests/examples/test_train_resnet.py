@@ -37,7 +37,7 @@ def pictures(root: Path) -> Path:
     from PIL import Image
     from sklearn.datasets import load_sample_images
 
-    for name, image in zip(("temple", "flower"), load_sample_images().images, strict=True):
+    for name, image in zip(("temple", "flower"), load_sample_images().files, strict=True):
         for index in range(9):
             folder = root / ("train" if index % 3 else "val") / name
             folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def test_a_few_steps_of_resnet50_on_a_folder(tmp_path):
     options = ["--arch", "resnet50", "--strategy", "replicate", "--data", str(folder), "--size", "32", "--batch", "4"]
     printed = here(SCRIPT, *options, "--until", "3ba", out=tmp_path / "out")
     assert 0.0 <= ended(printed).value <= 1.0
-    assert [path.step for path in dt.list_checkpoints(tmp_path / "out" / "checkpoints")] == [2, 3]
+    assert [path.step for path in dt.checkpoint.list_steps(tmp_path / "out" / "checkpoints")] == [2, 3]
 
 
 @pytest.mark.parametrize(("arch", "params"), [("resnet50", 25_557_032), ("resnet18", 11_689_512)])

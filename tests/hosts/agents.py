@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from dtrain.launch.launch_plan import NodeRendezvous
 from dtrain.launch.nodes.agent import Agent, start_agent
-from dtrain.launch.nodes.meeting import Meeting
 from dtrain.launch.nodes.messages import Message
-from dtrain.launch.port import hold_port
+from dtrain.launch.spawn_function import reserve_port
 
 LONG_S = 90  # no promise: how long a busy test machine may take
 
@@ -36,7 +36,7 @@ class Nodes:
 
     def start(self, node_rank: int, nodes: int | None = 2, *, nproc: int = 1, **settings: object) -> Node:
         given = {"addr": "127.0.0.1", "port": self.port, "timeout_s": LONG_S, "run_name": "run" if node_rank == 0 else ""}
-        meeting = Meeting(node_rank=node_rank, nodes=nodes, nproc=nproc, **{**given, **settings})
+        meeting = NodeRendezvous(node_rank=node_rank, nodes=nodes, nproc=nproc, **{**given, **settings})
         self.started.append(Node(agent=start_agent(meeting)))
         return self.started[-1]
 
@@ -48,7 +48,7 @@ class Nodes:
             self.read(0.05)
 
     def read(self, wait_s: float) -> None:
-        open_ = {node.agent.fileno(): node for node in self.started if node.agent.fileno() != -1 and not node.agent.gone}
+        open_ = {node.agent.fileno(): node for node in self.started if node.agent.fileno() != -1 and not node.agent.has_exited}
         with selectors.DefaultSelector() as selector:  # descriptors may have any number in a process that runs all tests
             for fd in open_:
                 selector.register(fd, selectors.EVENT_READ)
@@ -82,7 +82,7 @@ def _reap(pid: int) -> None:
 
 @contextlib.contextmanager
 def several() -> Iterator[Nodes]:
-    with hold_port() as held:
+    with reserve_port() as held:
         nodes = Nodes(port=held.getsockname()[1])
         try:
             yield nodes

@@ -5,15 +5,15 @@ import os
 import select
 import sys
 
+from dtrain.launch.launch_plan import NodeRendezvous
 from dtrain.launch.nodes.agent import start_agent
-from dtrain.launch.nodes.meeting import Meeting
 from dtrain.launch.nodes.messages import decode, encode
 
 
 def main() -> None:
-    agent = start_agent(Meeting(**json.loads(sys.argv[1])))
+    agent = start_agent(NodeRendezvous(**json.loads(sys.argv[1])))
     while True:
-        ready = select.select([0] if agent.gone else [0, agent.fileno()], [], [])[0]
+        ready = select.select([0] if agent.has_exited else [0, agent.fileno()], [], [])[0]
         if 0 not in ready:
             for message in agent.read():
                 os.write(1, encode(message))

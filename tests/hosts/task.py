@@ -7,31 +7,31 @@ from dataclasses import replace
 
 from dtrain.errors import ConfigError
 from dtrain.launch.nodes.agent import start_agent
-from dtrain.launch.nodes.messages import Ended, Joined, Over, Refused
-from dtrain.launch.schedulers import scheduled
-from dtrain.launch.topology import Asked, infer
+from dtrain.launch.nodes.messages import JobFinished, JoinAccepted, JoinRefused, RanksExited
+from dtrain.launch.schedulers import read_scheduler
+from dtrain.launch.topology import LaunchArgs, infer_topology
 
 
 def main() -> int:
     try:
-        meeting = infer(Asked(nproc=2), scheduled(os.environ), gpus=1).meeting
+        meeting = infer_topology(LaunchArgs(nproc=2), read_scheduler(os.environ), gpus=1).rendezvous
     except ConfigError as error:
         sys.exit(str(error))
     if meeting is None:
         print("one node")
         return 0
     agent = start_agent(replace(meeting, run_name="run of node 0" if meeting.node_rank == 0 else ""))
-    while not agent.gone:
+    while not agent.has_exited:
         select.select([agent], [], [])
         for message in agent.read():
-            if isinstance(message, Joined):
+            if isinstance(message, JoinAccepted):
                 print(message.layout.ranks, message.layout.world_size, message.run_name)
-                agent.send(Ended(codes=dict.fromkeys(message.layout.ranks, 0)))
-            elif isinstance(message, Over | Refused):
+                agent.send(RanksExited(exit_codes=dict.fromkeys(message.layout.ranks, 0)))
+            elif isinstance(message, JobFinished | JoinRefused):
                 print(message)
                 agent.close()
                 os.waitpid(agent.pid, 0)
-                return 0 if isinstance(message, Over) else 1
+                return 0 if isinstance(message, JobFinished) else 1
     return 1
 
 

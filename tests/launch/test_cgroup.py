@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain.cli.machine import hardware
-from dtrain.launch import cgroup
+from dtrain.cli import machine
+from dtrain.launch import host_resources
 
 
 def write(root, files):
@@ -69,14 +69,14 @@ CGROUPS = {
 @pytest.mark.parametrize(("files", "cores", "memory"), CGROUPS.values(), ids=CGROUPS)
 def test_limits_of_the_control_group(tmp_path, files, cores, memory):
     root = write(tmp_path, files)
-    assert (cgroup.core_quota(root), cgroup.memory_limit(root)) == (cores, memory)
+    assert (host_resources.core_quota(root), host_resources.memory_limit(root)) == (cores, memory)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("1024\n", 1024), (f"{2**50}\n", None)])
 def test_memory_limit_counts_when_it_is_below_the_memory(tmp_path, limit, expected):
     files = {"proc/meminfo": "MemTotal: 2048 kB\nMemAvailable: 1024 kB\n", "proc/self/cgroup": "0::/\n"}
-    found = hardware.memory(write(tmp_path, files | {"sys/fs/cgroup/memory.max": limit}))
-    assert found == hardware.Memory(total_bytes=2048 * 1024, available_bytes=1024 * 1024, limit_bytes=expected)
+    found = machine.read_memory(write(tmp_path, files | {"sys/fs/cgroup/memory.max": limit}))
+    assert found == machine.HostMemory(total_bytes=2048 * 1024, available_bytes=1024 * 1024, limit_bytes=expected)
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_memory_limit_counts_when_it_is_below_the_memory(tmp_path, limit, expect
     ids=["none", "version 2", "version 1", "an old kernel"],
 )
 def test_kills_for_want_of_memory_are_counted(tmp_path, files, expected):
-    assert cgroup.oom_kills(write(tmp_path, files)) == expected
+    assert host_resources.count_oom_kills(write(tmp_path, files)) == expected

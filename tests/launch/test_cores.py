@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from dtrain.launch import cores
-from dtrain.launch.cores import Core
+from dtrain.launch import host_resources
+from dtrain.launch.host_resources import Core
 
 
 def machine(nodes=1, cores=4, threads=1):
@@ -66,7 +66,7 @@ def alone(*numbers):
     ],
 )
 def test_ranks_get_neighbouring_cores(usable, nproc, expected):
-    assert cores.share_cores(usable, nproc) == expected
+    assert host_resources.assign_cores(usable, nproc) == expected
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -75,7 +75,7 @@ def test_ranks_share_neither_nodes_nor_physical_cores_without_need(nodes, thread
     usable = machine(nodes=nodes, cores=6, threads=threads)
     of = {core.number: core for core in usable}
     for nproc in range(1, len(usable) + 1):
-        shares = cores.share_cores(usable, nproc)
+        shares = host_resources.assign_cores(usable, nproc)
         assert len(shares) == nproc
         assert sorted(number for share in shares for number in share) == sorted(of)
         if nproc >= nodes:
@@ -93,7 +93,7 @@ def test_place_of_a_core_is_as_the_kernel_tells(tmp_path, monkeypatch):
         (tmp_path / f"cpu{number}" / "topology").mkdir(parents=True)
         (tmp_path / f"cpu{number}" / "topology" / "thread_siblings_list").write_text(siblings + "\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    found = cores.usable_cores(cpus=tmp_path, nodes=tmp_path)
+    found = host_resources.usable_cores(cpus=tmp_path, nodes=tmp_path)
     assert [(core.node, core.physical, core.number) for core in found] == [
         *((0, 0, 0), (0, 0, 4), (0, 1, 1), (0, 1, 5), (0, 7, 7)),  # nothing is told of the last one
         *((1, 2, 2), (1, 2, 3), (1, 6, 6)),
@@ -101,17 +101,17 @@ def test_place_of_a_core_is_as_the_kernel_tells(tmp_path, monkeypatch):
 
 
 def test_quota_of_the_control_group_counts(monkeypatch):
-    monkeypatch.setattr(cores, "core_quota", lambda: 0.5)
-    assert cores.core_count() == 0.5
-    monkeypatch.setattr(cores, "core_quota", lambda: None)
-    assert cores.core_count() == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(host_resources, "core_quota", lambda: 0.5)
+    assert host_resources.core_count() == 0.5
+    monkeypatch.setattr(host_resources, "core_quota", lambda: None)
+    assert host_resources.core_count() == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize("preload", [["--preload", "json"], ["--no-preload"]], ids=["preloaded", "plain"])
 def test_bound_ranks_run_on_their_share(run, preload):
     result = run("import os; print(sorted(os.sched_getaffinity(0)))", options=["--bind", *preload])
     assert result.code == 0, result.err
-    shares = cores.share_cores(cores.usable_cores(), 2)
+    shares = host_resources.assign_cores(host_resources.usable_cores(), 2)
     assert sorted(result.out.splitlines()) == [f"[rank {rank}] {sorted(share)}" for rank, share in enumerate(shares)]
 
 

@@ -72,7 +72,7 @@ LOOP = """
             step = dt.compose_step(loss_fn)
             state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.01), seed=1)
             state = dt.load_sharded(folder / "ckpt", state, extra={"loader": loader}, missing_ok=True).state
-            log = dt.jsonl(folder / "metrics.jsonl")
+            log = dt.loggers.jsonl(folder / "metrics.jsonl")
             torch.distributed.barrier()  # all ranks have a state now, which can be saved
             phase("compile")
             time.sleep(0.3 * slow)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain.launch.restarts import Restarts
+from dtrain.launch.worker_group import RestartPolicy
 
 
 def delays(restarts, failures):
@@ -22,20 +22,20 @@ def delays(restarts, failures):
     ("most", "expected"), [(0, []), (1, [0.0]), (4, [0.0, 1.0, 2.0, 4.0]), (9, [0, 1, 2, 4, 8, 16, 32, 60, 60])]
 )
 def test_wait_doubles_and_starts_end(most, expected):
-    assert delays(Restarts(most=most), 20) == expected
+    assert delays(RestartPolicy(max_fruitless=most), 20) == expected
 
 
 def test_new_checkpoint_starts_the_count_again():
-    tired = Restarts(most=2).begun().begun()
+    tired = RestartPolicy(max_fruitless=2).after_restart().after_restart()
     assert tired.delay_s is None
-    fresh = tired.saw_commit(10)
-    assert (fresh.delay_s, fresh.done) == (0.0, 2)
+    fresh = tired.after_commit(10)
+    assert (fresh.delay_s, fresh.total) == (0.0, 2)
 
 
 @pytest.mark.parametrize("step", [10, 9])
 def test_step_that_was_saved_before_is_no_progress(step):
-    again = Restarts(most=2).saw_commit(10).begun().begun()
-    assert again.saw_commit(step).delay_s is None
+    again = RestartPolicy(max_fruitless=2).after_commit(10).after_restart().after_restart()
+    assert again.after_commit(step).delay_s is None
 
 
 FAILS_TWICE = """

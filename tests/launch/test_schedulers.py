@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain.launch.schedulers import expand, scheduled
+from dtrain.launch.schedulers import expand_hostlist, read_scheduler
 
 STEP = {
     "SLURM_JOB_ID": "41",
@@ -44,23 +44,23 @@ PLAIN = {"NODE_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT":
     ],
 )
 def test_node_lists_are_expanded_as_slurm_writes_them(nodes, names):
-    assert list(expand(nodes)) == names
+    assert list(expand_hostlist(nodes)) == names
 
 
 def test_a_node_list_cannot_take_all_memory():
-    assert len(list(expand("n[0-999999999]"))) == 65_536
+    assert len(list(expand_hostlist("n[0-999999999]"))) == 65_536
 
 
 def test_a_step_of_slurms_says_everything():
-    found = scheduled(STEP)
+    found = read_scheduler(STEP)
     assert found is not None
     assert (found.name, found.node_rank, found.nodes, found.master_addr) == ("Slurm", 1, 2, "n1")
     assert (found.fallback_addr, found.hosts, found.refusal) == ("10.0.0.1", ("n1", "n2"), "")
 
 
 def test_all_tasks_of_a_step_agree_on_port_and_token_and_another_step_has_its_own():
-    first, second = scheduled({**STEP, "SLURM_NODEID": "0", "SLURM_PROCID": "0"}), scheduled(STEP)
-    other = scheduled({**STEP, "SLURM_STEP_ID": "1"})
+    first, second = read_scheduler({**STEP, "SLURM_NODEID": "0", "SLURM_PROCID": "0"}), read_scheduler(STEP)
+    other = read_scheduler({**STEP, "SLURM_STEP_ID": "1"})
     assert first is not None
     assert second is not None
     assert other is not None
@@ -72,40 +72,40 @@ def test_all_tasks_of_a_step_agree_on_port_and_token_and_another_step_has_its_ow
 
 
 def test_what_the_user_exports_goes_before_what_slurm_implies():
-    found = scheduled({**STEP, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "7000"})
+    found = read_scheduler({**STEP, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "7000"})
     assert found is not None
     assert (found.master_addr, found.master_port) == ("10.1.1.1", 7000)
 
 
 def test_a_batch_script_outside_of_a_step_is_no_scheduler():
-    assert scheduled({name: value for name, value in STEP.items() if "STEP" not in name}) is None
+    assert read_scheduler({name: value for name, value in STEP.items() if "STEP" not in name}) is None
 
 
 def test_a_task_per_rank_is_refused_with_the_option_that_starts_one_per_node():
-    found = scheduled({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "n1"})
+    found = read_scheduler({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "n1"})
     assert found is not None
     assert "8 tasks on 1 node" in found.refusal
     assert "--ntasks-per-node=1" in found.refusal
 
 
 def test_openmpi_with_one_process_per_node_says_everything():
-    found = scheduled({**STEP, **MPI})
+    found = read_scheduler({**STEP, **MPI})
     assert found is not None
     assert (found.name, found.node_rank, found.nodes, found.master_addr, found.refusal) == ("OpenMPI", 1, 2, "a", "")
     assert found.master_port is not None
 
 
 def test_openmpi_with_a_process_per_rank_is_refused():
-    found = scheduled({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    found = read_scheduler({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
     assert found is not None
     assert "--map-by ppr:1:node" in found.refusal
 
 
 def test_an_indexed_job_of_kubernetes_says_the_node_but_not_of_how_many():
-    found = scheduled({"JOB_COMPLETION_INDEX": "3", "HOSTNAME": "train-3", "MASTER_ADDR": "train-0.train"})
+    found = read_scheduler({"JOB_COMPLETION_INDEX": "3", "HOSTNAME": "train-3", "MASTER_ADDR": "train-0.train"})
     assert found is not None
     assert (found.name, found.node_rank, found.nodes, found.master_addr) == ("Kubernetes", 3, None, "train-0.train")
-    other = scheduled({"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "train-0", "MASTER_ADDR": "train-0.train"})
+    other = read_scheduler({"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "train-0", "MASTER_ADDR": "train-0.train"})
     assert other is not None
     assert (found.token, found.master_port) == (other.token, other.master_port)
     assert found.token
@@ -113,17 +113,17 @@ def test_an_indexed_job_of_kubernetes_says_the_node_but_not_of_how_many():
 
 def test_kubeflow_says_everything():
     pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "29400"}
-    found = scheduled({**pet, "JOB_COMPLETION_INDEX": "1"})
+    found = read_scheduler({**pet, "JOB_COMPLETION_INDEX": "1"})
     assert found is not None
     assert (found.node_rank, found.nodes, found.master_addr, found.master_port) == (1, 2, "a", 29400)
 
 
 def test_plain_variables_count_only_all_together():
-    found = scheduled(PLAIN)
+    found = read_scheduler(PLAIN)
     assert found is not None
     assert (found.node_rank, found.world_size, found.nodes) == (1, 4, None)
     for name in PLAIN:
-        assert scheduled({key: value for key, value in PLAIN.items() if key != name}) is None
+        assert read_scheduler({key: value for key, value in PLAIN.items() if key != name}) is None
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_plain_variables_count_only_all_together():
     ids=["ranks here", "nodes differ", "base rank", "no GPUs here", "ranks here alone", "some"],
 )
 def test_variables_that_composer_reads_say_which_ranks_are_here(env, place):
-    found = scheduled(env)
+    found = read_scheduler(env)
     assert found is not None
     assert (found.node_rank, found.base_rank, found.nproc, found.world_size, found.nodes) == place
     assert set(found.variables) <= {name for name, value in env.items() if value}
@@ -177,4 +177,4 @@ def test_variables_that_composer_reads_say_which_ranks_are_here(env, place):
     ],
 )
 def test_variables_of_an_outer_rank_or_without_sense_are_no_scheduler(left_over):
-    assert scheduled(left_over) is None
+    assert read_scheduler(left_over) is None

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.launch.schedulers import Scheduled
-from dtrain.launch.topology import Asked, infer
+from dtrain.launch.schedulers import SchedulerInfo
+from dtrain.launch.topology import LaunchArgs, infer_topology
 
 HERE = {"master_addr": "a", "master_port": 29400}
-SLURM = Scheduled(
+SLURM = SchedulerInfo(
     name="Slurm", node_rank=1, nodes=2, master_addr="n1", master_port=12345, token="slurm 4.0", hosts=("n1", "n2")
 )
-INDEXED = Scheduled(name="Kubernetes", node_rank=1, master_addr="a", master_port=23456, token="kubernetes j")
-ARRAY = Scheduled(name="Kubernetes", node_rank=1)
-PLAIN = Scheduled(
+INDEXED = SchedulerInfo(name="Kubernetes", node_rank=1, master_addr="a", master_port=23456, token="kubernetes j")
+ARRAY = SchedulerInfo(name="Kubernetes", node_rank=1)
+PLAIN = SchedulerInfo(
     name="the environment",
     node_rank=1,
     world_size=8,
@@ -24,11 +24,13 @@ PLAIN = Scheduled(
     master_port=29400,
     variables=("LOCAL_WORLD_SIZE", "NODE_RANK", "B", "C"),
 )
-RANKS_HERE = Scheduled(name="the environment", nodes=1, nproc=2)
-PER_RANK = Scheduled(name="Slurm", node_rank=0, nodes=1, refusal="srun started 8 tasks on 1 node; start one launcher per node")
+RANKS_HERE = SchedulerInfo(name="the environment", nodes=1, nproc=2)
+PER_RANK = SchedulerInfo(
+    name="Slurm", node_rank=0, nodes=1, refusal="srun started 8 tasks on 1 node; start one launcher per node"
+)
 
 
-def _with(scheduled: Scheduled, **changes: object) -> Scheduled:
+def _with(scheduled: SchedulerInfo, **changes: object) -> SchedulerInfo:
     return replace(scheduled, **changes)
 
 
@@ -50,8 +52,8 @@ def _with(scheduled: Scheduled, **changes: object) -> Scheduled:
 )
 def test_one_node_is_what_is_meant_by(asked, scheduler, nproc):
     scheduler = scheduler if scheduler is not PLAIN else _with(PLAIN, node_rank=0)
-    found = infer(Asked(**asked), scheduler, gpus=3)
-    assert found.meeting is None
+    found = infer_topology(LaunchArgs(**asked), scheduler, gpus=3)
+    assert found.rendezvous is None
     assert found.layout is not None
     assert (found.layout.nproc, found.layout.world_size, found.layout.nodes) == (nproc, nproc, 1)
     assert found.notices == ()
@@ -103,15 +105,15 @@ def test_one_node_is_what_is_meant_by(asked, scheduler, nproc):
     ],
 )
 def test_several_nodes_meet_with_what_is_known(asked, scheduler, place):
-    meeting = infer(Asked(**asked), scheduler, gpus=1).meeting
+    meeting = infer_topology(LaunchArgs(**asked), scheduler, gpus=1).rendezvous
     assert meeting is not None
     known = (meeting.node_rank, meeting.nodes, meeting.nproc, meeting.base_rank, meeting.world_size, meeting.addr, meeting.port)
     assert known == place
 
 
 def test_the_scheduler_names_the_run_and_the_hosts_unless_the_command_line_does():
-    plain = infer(Asked(nproc=1), SLURM, gpus=1).meeting
-    named = infer(Asked(nproc=1, rdzv_id="mine"), SLURM, gpus=1).meeting
+    plain = infer_topology(LaunchArgs(nproc=1), SLURM, gpus=1).rendezvous
+    named = infer_topology(LaunchArgs(nproc=1, rdzv_id="mine"), SLURM, gpus=1).rendezvous
     assert plain is not None
     assert named is not None
     assert (plain.token, plain.hosts) == ("slurm 4.0", ("n1", "n2"))
@@ -128,27 +130,27 @@ def test_the_scheduler_names_the_run_and_the_hosts_unless_the_command_line_does(
     ids=["two nodes meant", "address", "port"],
 )
 def test_one_node_says_what_it_leaves_out(asked, notice):
-    found = infer(Asked(**asked), None, gpus=1)
+    found = infer_topology(LaunchArgs(**asked), None, gpus=1)
     assert found.layout is not None
     assert [notice in line for line in found.notices] == [True]
 
 
 def test_variables_that_make_several_nodes_are_named():
-    (notice,) = infer(Asked(nproc=4), PLAIN, gpus=1).notices
+    (notice,) = infer_topology(LaunchArgs(nproc=4), PLAIN, gpus=1).notices
     assert notice == "launch: node 1 of several, as NODE_RANK, B and C say"
 
 
 @pytest.mark.parametrize("scheduler", [RANKS_HERE, _with(PLAIN, nproc=2)], ids=["alone", "with a place"])
 def test_number_of_ranks_of_a_variable_is_said_and_the_command_line_goes_before_it(scheduler):
-    assert "launch: -n 2, as LOCAL_WORLD_SIZE says" in infer(Asked(), scheduler, gpus=3).notices
-    other = infer(Asked(nproc=4), scheduler, gpus=3)
+    assert "launch: -n 2, as LOCAL_WORLD_SIZE says" in infer_topology(LaunchArgs(), scheduler, gpus=3).notices
+    other = infer_topology(LaunchArgs(nproc=4), scheduler, gpus=3)
     assert other.nproc == 4
     assert not any("LOCAL_WORLD_SIZE" in notice for notice in other.notices)
 
 
 def test_number_of_ranks_of_a_variable_must_be_possible():
     with pytest.raises(ConfigError, match="-n must be from 1 to 256, got 1000"):
-        infer(Asked(), _with(RANKS_HERE, nproc=1000), gpus=3)
+        infer_topology(LaunchArgs(), _with(RANKS_HERE, nproc=1000), gpus=3)
 
 
 @pytest.mark.parametrize(
@@ -200,12 +202,12 @@ def test_number_of_ranks_of_a_variable_must_be_possible():
 )
 def test_a_command_line_that_contradicts_itself_is_refused_with_what_to_change(asked, scheduler, line):
     with pytest.raises(ConfigError, match=line) as refusal:
-        infer(Asked(**asked), scheduler, gpus=1)
+        infer_topology(LaunchArgs(**asked), scheduler, gpus=1)
     assert "\n" not in str(refusal.value)
     assert str(refusal.value).startswith("launch: ")
 
 
 def test_a_changing_number_of_nodes_is_elastic():
-    elastic = infer(Asked(nproc=2, nnodes="1:4", rdzv_endpoint="a:29400", rdzv_id="x"), None, gpus=1).elastic
+    elastic = infer_topology(LaunchArgs(nproc=2, nnodes="1:4", rdzv_endpoint="a:29400", rdzv_id="x"), None, gpus=1).elastic
     assert elastic is not None
     assert (elastic.min_nodes, elastic.max_nodes, elastic.nproc, elastic.endpoint, elastic.run_id) == (1, 4, 2, "a:29400", "x")

@@ -15,7 +15,7 @@ def test_inside_a_budget_it_names_the_largest_storages(tmp_path):
     with memory_budget(1000, stack_depth=1):
         kept = [torch.zeros(3), torch.zeros(2, 5), torch.zeros(4)]
         torch.zeros(30)
-        written = write_snapshot(tmp_path / "rank{rank}.json", largest=2)
+        written = write_snapshot(tmp_path / "rank{rank}.json", max_storages=2)
     found = json.loads((tmp_path / "rank0.json").read_text())
     assert written == str((tmp_path / "rank0.json").resolve())
     assert (found["rank"], found["live"], found["peak"], found["capacity"]) == (0, 68, 188, 1000)

@@ -130,7 +130,7 @@ def resumed(kind: type, root: str, peak: float, new: float) -> tuple[float, dict
     """A run that was saved with one peak and is loaded into an optimizer made with another."""
     for lr in (peak, new):
         model = nn.Linear(2, 1, bias=False).double()
-        step = dt.compose_step(LOSS, [dt.scale_lr(dt.linear(1.0, 0.0, 4))])
+        step = dt.compose_step(LOSS, [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 4))])
         state = step.init(model, kind(model.parameters(), lr=lr, weight_decay=0.1))
         if lr == new:
             state = dt.load_sharded(root, state).state

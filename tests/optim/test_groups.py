@@ -8,8 +8,8 @@ from transformers import BertConfig, BertForMaskedLM
 
 import dtrain as dt
 from dtrain.errors import ConfigError
-from dtrain.names import clean_parameters
-from dtrain.optim.groups import Group, param_groups
+from dtrain.fqn import parameters_by_fqn
+from dtrain.optim.groups import ParamGroup, param_groups
 
 
 class Tied(nn.Module):
@@ -27,9 +27,9 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def members(model: nn.Module, *rules: Group, **options) -> dict[str, list[str]]:
+def members(model: nn.Module, *rules: ParamGroup, **options) -> dict[str, list[str]]:
     """The names in each group."""
-    names = {id(param): name for name, param in clean_parameters(model)[0].items()}
+    names = {id(param): name for name, param in parameters_by_fqn(model)[0].items()}
     return {group["name"]: [names[id(p)] for p in group["params"]] for group in param_groups(model, *rules, **options)}
 
 
@@ -46,7 +46,7 @@ def test_every_trainable_parameter_of_a_transformer_is_in_one_group():
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = BertForMaskedLM(BertConfig(vocab_size=20, max_position_embeddings=8, **sizes))
     found = members(model)
-    assert sorted(found["all"] + found["all.no_decay"]) == sorted(clean_parameters(model)[0])
+    assert sorted(found["all"] + found["all.no_decay"]) == sorted(parameters_by_fqn(model)[0])
     assert all(name.endswith(".weight") and "LayerNorm" not in name and "embeddings" not in name for name in found["all"])
     assert len(found["all"]) == 7  # query, key, value, two of the feed-forward part, two dense ones
 
@@ -58,9 +58,11 @@ def test_what_does_not_decay_may_be_said(no_decay):
 
 
 def test_rules_have_options_and_a_decay_of_their_own_is_for_all_of_them():
-    head = Group("head", "head.**", {"lr": 0.5, "weight_decay": 0.7})
+    head = ParamGroup("head", "head.**", {"lr": 0.5, "weight_decay": 0.7})
     model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
-    found = [{k: v for k, v in g.items() if k != "params"} for g in param_groups(model, head, Group("rest"), weight_decay=0.1)]
+    found = [
+        {k: v for k, v in g.items() if k != "params"} for g in param_groups(model, head, ParamGroup("rest"), weight_decay=0.1)
+    ]
     assert found == [
         {"name": "head", "lr": 0.5, "weight_decay": 0.7},
         {"name": "rest", "weight_decay": 0.1},
@@ -69,20 +71,23 @@ def test_rules_have_options_and_a_decay_of_their_own_is_for_all_of_them():
 
 
 def test_a_tied_parameter_fits_under_any_name_and_is_there_once():
-    assert members(Tied(), Group("tied", "head.*"), Group("rest"))["tied.no_decay"] == ["embed.weight"]
+    assert members(Tied(), ParamGroup("tied", "head.*"), ParamGroup("rest"))["tied.no_decay"] == ["embed.weight"]
 
 
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
         (
-            [Group("a", "body.*"), Group("b", ["**.*", "scale"])],
+            [ParamGroup("a", "body.*"), ParamGroup("b", ["**.*", "scale"])],
             "a and b both take body.weight, body.bias; each",
         ),
-        ([Group("a", "body.*")], r"no rule takes scale, embed.weight, norm.weight, norm.bias; add .*: Group\('rest'\)"),
-        ([Group("a", "frozen.*"), Group("rest")], "the rule 'a' fits none of 6 trainable parameters .first: 'scale'."),
-        ([Group("a", "body.*"), Group("a")], "two rules are called 'a'; give each a name of its own"),
-        ([Group("a"), Group("b")], "'a' and 'b' both take what no other takes; give one of them a where"),
+        ([ParamGroup("a", "body.*")], r"no rule takes scale, embed.weight, norm.weight, norm.bias; add .*: Group\('rest'\)"),
+        (
+            [ParamGroup("a", "frozen.*"), ParamGroup("rest")],
+            "the rule 'a' fits none of 6 trainable parameters .first: 'scale'.",
+        ),
+        ([ParamGroup("a", "body.*"), ParamGroup("a")], "two rules are called 'a'; give each a name of its own"),
+        ([ParamGroup("a"), ParamGroup("b")], "'a' and 'b' both take what no other takes; give one of them a where"),
         ([{"params": "body.*"}], "rules are of the class Group, got .*; as in Group"),
     ],
     ids=["overlap", "leftover", "nothing", "one name", "two rests", "no rule"],
@@ -95,10 +100,10 @@ def test_rules_that_cannot_be_right_are_refused(rules, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Group(""), "Group: needs a name, got ''; as in Group"),
-        (lambda: Group("a", 3), "Group: where is a pattern of names, several, or a function .*, got 3"),
-        (lambda: Group("a", [3]), "Group: patterns of names are text, got 3"),
-        (lambda: Group("a", None, {"params": []}), "Group: 'a': options are the optimizer's, got 'params'; leave it out"),
+        (lambda: ParamGroup(""), "Group: needs a name, got ''; as in Group"),
+        (lambda: ParamGroup("a", 3), "Group: where is a pattern of names, several, or a function .*, got 3"),
+        (lambda: ParamGroup("a", [3]), "Group: patterns of names are text, got 3"),
+        (lambda: ParamGroup("a", None, {"params": []}), "Group: 'a': options are the optimizer's, got 'params'; leave it out"),
         (lambda: param_groups(Tied(), weight_decay=-1.0), "param_groups: needs a finite weight_decay >= 0, got -1.0"),
         (lambda: param_groups(Tied().parameters()), "param_groups: needs a model .an nn.Module., got generator"),
         (lambda: param_groups(Tied().requires_grad_(False)), "param_groups: the model has no trainable parameters"),
@@ -112,14 +117,14 @@ def test_arguments_that_cannot_be_right_are_refused(make, message):
 def test_names_are_clean_whatever_wraps_the_model():
     model = Tied()
     model.body = checkpoint_wrapper(model.body)
-    assert members(model, Group("body", "body.*"), Group("rest"))["body"] == ["body.weight"]
+    assert members(model, ParamGroup("body", "body.*"), ParamGroup("rest"))["body"] == ["body.weight"]
 
 
 def sharded(leave_out: list[str]) -> list:
     """Names in groups before and after, and a step of the fused optimizer with them."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     before = members(model)
-    model = dt.shard_model(model, dt.build_mesh(), blocks=(nn.Linear,), leave_out=leave_out)
+    model = dt.shard_model(model, dt.build_mesh(), blocks=(nn.Linear,), ignored_params=leave_out)
     loss = dt.mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
     step = dt.compose_step(loss, [])
     step(step.init(model, torch.optim.AdamW(param_groups(model), fused=True)), torch.ones(2, 4))

@@ -7,8 +7,8 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.errors import ConfigError
+from dtrain.optim.groups import muon_groups
 from dtrain.optim.muon import Muon, orthogonalize
-from dtrain.optim.muon_groups import muon_groups
 from dtrain.testing import count_collectives
 
 # float64; five steps of the iteration magnify the rounding of small singular values by 500 and more
@@ -122,7 +122,7 @@ def deep(strategy: str | None, **options) -> list[float]:
         mesh = dt.build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else dt.build_mesh()
         model = dt.shard_model(model, mesh, strategy=strategy, blocks="layers.*")
     optimizer = Muon(muon_groups(model, head="head.bias", lr=0.05, adamw_lr=0.02, ns_dtype="param", **options))
-    step = dt.compose_step(LOSS, [dt.scale_lr({"matrices": dt.linear(1.0, 0.0, 6)})])
+    step = dt.compose_step(LOSS, [dt.transforms.scale_lr({"matrices": dt.schedules.linear(1.0, 0.0, 6)})])
     state = step.init(model, optimizer)
     share = len(IDS) // world
     rank = dist.get_rank() if strategy is not None else 0
@@ -170,7 +170,7 @@ def two_axes() -> float:
 
     mesh = dt.build_mesh(dp_shard=2, tp=2)
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    cut = dt.shard_model(build(), mesh, blocks=(nn.Linear,), plan=plan)
+    cut = dt.shard_model(build(), mesh, blocks=(nn.Linear,), tp_plan=plan)
     known = build()
     loss = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -18,7 +18,7 @@ def logged_loss_by_hand(loss):
 
 
 def logged_loss_here(loss):
-    return dt.reduce_mean(loss).item()
+    return dt.dist.reduce_mean(loss).item()
 
 
 def squares(model, part):
@@ -43,7 +43,7 @@ def accuracy_by_hand(correct):
 
 
 def accuracy_here(correct):
-    metrics = {"accuracy": dt.Metric(correct.sum().float(), torch.tensor(float(len(correct))))}  # a sum and its weight
+    metrics = {"accuracy": dt.typing.Metric(correct.sum().float(), torch.tensor(float(len(correct))))}  # a sum and its weight
     return dt.reduce_metrics(metrics)["accuracy"]
 
 
@@ -98,7 +98,7 @@ def clipped_by_hand(model, optimizer, batch):
 
 def clipped_here(model, optimizer, batch):
     loss_fn = dt.mean_loss(squares, weight=lambda part: len(part["x"]))
-    step = dt.compose_step(loss_fn, [dt.loss_scale(), dt.clip_by_norm(1.0)])
+    step = dt.compose_step(loss_fn, [dt.transforms.loss_scale(), dt.transforms.clip_by_norm(1.0)])
     step(step.init(model, optimizer), batch)
 
 
@@ -110,9 +110,9 @@ def on_rank_0_by_hand(loss, gradient):
 
 
 def on_rank_0_here(loss, gradient, log):
-    mean = dt.reduce_mean(loss)  # a collective: every rank
+    mean = dt.dist.reduce_mean(loss)  # a collective: every rank
     log(1, {"loss": mean.item()})  # a sink writes on rank 0
-    return dt.reduce_sum(gradient).item()
+    return dt.dist.reduce_sum(gradient).item()
 
 
 def saved_by_hand(model, writer, path, train):
@@ -140,7 +140,7 @@ def mean_of_losses_here(state, step, batches):
     total = {}
     for batch in batches:
         state, metrics = step(state, batch)
-        total = dt.add_metrics(total, metrics) if total else metrics  # sums and weights, on the device
+        total = dt.monitors.add_metrics(total, metrics) if total else metrics  # sums and weights, on the device
     return dt.reduce_metrics(total)["loss"]
 
 
@@ -161,7 +161,7 @@ def samples_of_a_step_by_hand(dataset):
 
 def samples_of_a_step_here(dataset, mesh):
     loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=4, seed=0)
-    return dt.reduce_sum(len(next(iter(loader.until("1ep")))))
+    return dt.dist.reduce_sum(len(next(iter(loader.until("1ep")))))
 
 
 def resumed_by_hand(dataset, saved):
@@ -184,4 +184,4 @@ def contrast_by_hand(x):
 
 
 def contrast_here(x):
-    return (x @ dt.all_gather_with_grad(x).T).sum()
+    return (x @ dt.dist.all_gather_with_grad(x).T).sum()

@@ -12,8 +12,8 @@ RUN_BY = {
 """Pages whose code another test runs, which also compares what comes out."""
 
 SHOWN_BY = {
-    "model = dt.convert_to_fp8(": "tests/shard/test_fp8.py",
-    "print(dt.explain_hang())": "tests/launch/hang/test_asking.py",
+    "model = dt.surgery.convert_to_fp8(": "tests/shard/test_fp8.py",
+    "print(dt.profiling.explain_hang())": "tests/launch/hang/test_asking.py",
 }
 """First lines of blocks that need what a page's process has not, and the tests that do the same with it."""
 
@@ -53,11 +53,11 @@ with torch.device("meta"):
     model = Bert()
 """,
     ),
-    "docs/data.md": ('dt.write_shards([{"x": k} for k in range(600)], "shards/train", format="mds")',),
+    "docs/data.md": ('dt.data.write_shards([{"x": k} for k in range(600)], "shards/train", format="mds")',),
     "docs/hangs.md": ("prompts = ['a', 'b']",),
     "docs/local_training.md": ("from stand_ins import documents; dataset = documents(640)",),
-    "docs/memory.md": ("schedule = dt.constant(1.0); count_tokens = lambda batch: batch['labels'].numel()",),
-    "docs/microbatch.md": ("lr = dt.constant(1.0)",),
+    "docs/memory.md": ("schedule = dt.schedules.constant(1.0); count_tokens = lambda batch: batch['labels'].numel()",),
+    "docs/microbatch.md": ("lr = dt.schedules.constant(1.0)",),
     "docs/optimizers.md": (
         """
 real = made = noises = torch.ones(2, 2)
@@ -72,7 +72,7 @@ import torch.nn.functional as F
 
 documents = [torch.arange(1500 + 10 * k) % 16 for k in range(8)]
 lengths = [len(each) for each in documents]
-batch = dt.PackedTokens(documents, seq=64, lengths=lengths)[0]
+batch = dt.data.PackedTokens(documents, seq=64, lengths=lengths)[0]
 batch = {name: value[None] for name, value in batch.items()}
 q = k = v = torch.zeros(1, 2, 64, 8)
 varlen_attn = lambda q, k, v, *bounds: None  # torch has it for GPUs only

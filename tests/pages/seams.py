@@ -88,12 +88,25 @@ def calls(transforms: Sequence[dt.Transform], *, microbatch_size: int | None = N
 
 
 PICTURES: dict[str, Callable[[], Call]] = {
-    "seams": lambda: calls([dt.scale_lr(dt.cosine(1.0, 0.1, 100)), dt.clip_by_norm(1.0), dt.ema(0.999), dt.auto_microbatch()]),
-    "seams_all": lambda: calls(
-        [dt.sam(0.05), dt.autocast("bf16"), dt.clip_by_norm(1.0), dt.loss_scale(initial=8.0)], microbatch_size=4
+    "seams": lambda: calls(
+        [
+            dt.transforms.scale_lr(dt.schedules.cosine(1.0, 0.1, 100)),
+            dt.transforms.clip_by_norm(1.0),
+            dt.transforms.ema(0.999),
+            dt.auto_microbatch(),
+        ]
     ),
-    "seams_skip_outside": lambda: calls([dt.nonfinite("skip"), dt.ema(0.999)], broken=True),
-    "seams_skip_inside": lambda: calls([dt.ema(0.999), dt.nonfinite("skip")], broken=True),
+    "seams_all": lambda: calls(
+        [
+            dt.transforms.sam(0.05),
+            dt.transforms.autocast("bf16"),
+            dt.transforms.clip_by_norm(1.0),
+            dt.transforms.loss_scale(initial=8.0),
+        ],
+        microbatch_size=4,
+    ),
+    "seams_skip_outside": lambda: calls([dt.transforms.nonfinite("skip"), dt.transforms.ema(0.999)], broken=True),
+    "seams_skip_inside": lambda: calls([dt.transforms.ema(0.999), dt.transforms.nonfinite("skip")], broken=True),
 }
 
 # The drawing.

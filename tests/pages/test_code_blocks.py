@@ -32,11 +32,11 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     environment = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    deterministic, tf32 = torch.are_deterministic_algorithms_enabled(), dt.use_tf32()
-    dt.use_tf32(tf32)
+    deterministic, tf32 = torch.are_deterministic_algorithms_enabled(), dt.dist.use_tf32()
+    dt.dist.use_tf32(tf32)
     with torch.random.fork_rng():
         yield
-    dt.use_tf32(tf32)
+    dt.dist.use_tf32(tf32)
     torch.use_deterministic_algorithms(deterministic)
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -70,7 +70,7 @@ def run(path: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("page", HERE, ids=called)
-@pytest.mark.usefixtures("as_before")
+@pytest.mark.usefixtures("from_unit_range")
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     if called(page) in RANKS:
         ranks(RANKS[called(page)]).run(run, str(page), str(tmp_path))

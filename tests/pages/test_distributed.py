@@ -22,7 +22,7 @@ def sent() -> dict[str, list[str]]:
         mesh = dt.build_mesh()
         model = dt.shard_model(GPT({"vocab": VOCAB}), mesh, strategy=strategy, blocks=(Block,))
         loader = dt.build_loader(documents(48), mesh=mesh, global_batch_size=16, seed=0)
-        step = dt.compose_step(loss_fn, [dt.clip_by_norm(1.0)], grad=partial(dt.microbatch_step, microbatch_size=4))
+        step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0)], grad=partial(dt.microbatch_step, microbatch_size=4))
         state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         for batch in loader.until("1ep"):
             with count_collectives() as seen:

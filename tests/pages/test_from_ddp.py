@@ -51,10 +51,10 @@ def reductions(rank: int) -> dict[str, list[float]]:
     """What the functions about numbers that ranks bring together give."""
     found: dict[str, list[float]] = {}
     if rank == 1:
-        dt.all_gather_json(None)  # rank 1 is late: it comes when rank 0 has read its own
+        dt.dist.all_gather_json(None)  # rank 1 is late: it comes when rank 0 has read its own
     by_hand = shown_code.logged_loss_by_hand(torch.tensor(float(1 + 2 * rank)))
     if rank == 0:
-        dt.all_gather_json(None)
+        dt.dist.all_gather_json(None)
     dist.barrier()
     found["logged_loss"] = [by_hand, shown_code.logged_loss_here(torch.tensor(float(1 + 2 * rank)))]
 
@@ -64,7 +64,7 @@ def reductions(rank: int) -> dict[str, list[float]]:
     slipped = shown_code.on_rank_0_by_hand(torch.tensor([5.0]), torch.tensor([10.0 * (rank + 1)]))
     if rank == 1:
         dist.all_reduce(torch.zeros(1))  # what rank 0 waits for
-    log = dt.in_memory()
+    log = dt.loggers.in_memory()
     right = shown_code.on_rank_0_here(torch.tensor([5.0]), torch.tensor([10.0 * (rank + 1)]), log)
     found["on_rank_0"] = [slipped, right]
 

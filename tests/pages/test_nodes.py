@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dtrain.launch.schedulers import scheduled
-from dtrain.launch.topology import Asked, infer
+from dtrain.launch.schedulers import read_scheduler
+from dtrain.launch.topology import LaunchArgs, infer_topology
 from pages.fences import DOCS, ROOT, fences
 
 PAGE = DOCS / "nodes.md"
@@ -42,7 +42,7 @@ def test_pods_of_the_manifest_are_the_nodes_of_one_job(manifest):
     seen = []
     for index in range(nodes):
         env = {**given, "JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"{job['metadata']['name']}-{index}"}
-        meeting = infer(Asked(nproc=nproc, nnodes=str(nodes)), scheduled(env), gpus=8).meeting
+        meeting = infer_topology(LaunchArgs(nproc=nproc, nnodes=str(nodes)), read_scheduler(env), gpus=8).rendezvous
         assert meeting is not None, "it would train alone"
         assert (meeting.node_rank, meeting.nodes, meeting.nproc) == (index, nodes, nproc)
         seen.append((meeting.addr, meeting.port, meeting.token))

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import dtrain as dt
-from dtrain.planning.target import loaded_workload
+from dtrain.planning.workload import load_workload
 from pages.fences import DOCS, ROOT, Fence, commands, fences
 
 PAGE = DOCS / "planning.md"
@@ -36,16 +36,16 @@ def shown(block: Fence) -> list[str]:
 def planned(layers: int) -> dict[str, float]:
     """What is shown in detail, for a model of fewer layers: sizes, counts and peaks by their line and column."""
     sizes = {"layers": layers, "heads": 40, "dim": 5120, "seq": 4096}
-    with loaded_workload(str(ROOT / "examples" / "plan_gpt.py:workload"), sizes) as workload:
-        plan = dt.estimate_memory(
+    with load_workload(str(ROOT / "examples" / "plan_gpt.py:workload"), sizes) as workload:
+        plan = dt.planning.estimate_memory(
             workload, world_size=512, dp_replicate=64, strategy="hybrid_shard", checkpoint="nothing",
             precision=dt.Precision.preset("DEFAULT", "bf16"),
         )  # fmt: skip
-    found = {f"most {part}": getattr(plan.most, part) / GIB for part in ("parameters", "gradients", "optimizer")}
+    found = {f"most {part}": getattr(plan.max_by_part, part) / GIB for part in ("parameters", "gradients", "optimizer")}
     found["update"] = plan.peaks["update"] / GIB
     for each in plan.traffic:
         name = f"{each.op} of {each.ranks}"
-        found |= {f"{name}, count": each.count, f"{name}, bytes": each.bytes / GIB, f"{name}, sent": each.sent / GIB}
+        found |= {f"{name}, count": each.count, f"{name}, bytes": each.bytes / GIB, f"{name}, sent": each.bytes_sent / GIB}
     return found
 
 

@@ -49,7 +49,7 @@ def run(lines: list[str], folder: Path) -> str:
 
 def saved(folder: Path) -> dict[int, int]:
     """The number of ranks that saved each step."""
-    return {found.step: found.world_size for found in dt.list_checkpoints(folder / "run" / "checkpoints")}
+    return {found.step: found.world_size for found in dt.checkpoint.list_steps(folder / "run" / "checkpoints")}
 
 
 def run_one(command: str, folder: Path) -> str:
@@ -112,7 +112,7 @@ def test_the_page_does_what_it_shows(folder, monkeypatch):
         assert has_in_order(printed, shown), f"{lines}\nthe page shows\n{shown}\nprinted was\n{printed}"
     *_, killed, last = saved(folder).items()
     assert (killed[1], last) == (2, (killed[0] + 50, 3))
-    assert list(dt.read_jsonl(folder / "run" / "metrics.jsonl")) == list(range(50, last[0] + 1, 50))
+    assert list(dt.loggers.read_jsonl(folder / "run" / "metrics.jsonl")) == list(range(50, last[0] + 1, 50))
     assert endings[1].value < endings[0].value < endings[0].baseline - 0.3
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.data.stream.formats import FORMATS, Shard, ShardEntry, ShardFile
-from dtrain.data.stream.formats.compression import decompressed
-from dtrain.data.stream.formats.hashes import digests_of
-from dtrain.data.stream.formats.index import read_index
+from dtrain.data.stream.formats.compression import decompress
+from dtrain.data.stream.shard_index import compute_digests, read_index
 
 
 class Held:
@@ -51,10 +50,10 @@ def shards_of(folder: Path, **options: Any) -> Iterator[Shard]:
     for entry in read_index((folder / "index.json").read_bytes()):
         stored = raw = (folder / entry.file.name).read_bytes()
         if entry.file.compression:
-            raw = b"".join(decompressed(entry.file.compression, [stored], limit=entry.file.raw_size))
+            raw = b"".join(decompress(entry.file.compression, [stored], limit=entry.file.raw_size))
         assert (len(stored), len(raw)) == (entry.file.size, entry.file.raw_size)
-        assert digests_of(stored, entry.file.digests) == entry.file.digests
-        assert digests_of(raw, entry.file.raw_digests) == entry.file.raw_digests
+        assert compute_digests(stored, entry.file.digests) == entry.file.digests
+        assert compute_digests(raw, entry.file.raw_digests) == entry.file.raw_digests
         yield FORMATS[entry.format].open(Held(raw), entry, options)
 
 

@@ -3,8 +3,8 @@
 import threading
 from pathlib import Path
 
-from dtrain.data.stream.formats.write import write_shards
-from dtrain.storage import SharedFile
+from dtrain.data.stream.write_shards import write_shards
+from dtrain.storage import LockableFile
 
 
 def samples(count, size=100):
@@ -33,7 +33,7 @@ class Watch:
     def _watch(self):
         while not self._end.wait(0.001):
             if (self.folder / ".lock").exists():
-                with SharedFile(self.folder / ".lock", "lock") as lock:
+                with LockableFile(self.folder / ".lock", "lock") as lock:
                     lock.lock(wait=True)
                     found = [entry.stat() for entry in self.folder.iterdir()]
                     self.most = max(self.most, sum(about.st_size for about in found))

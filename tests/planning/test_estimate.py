@@ -28,19 +28,19 @@ def of(estimate, op: str) -> tuple[int, int]:
 @pytest.mark.parametrize("world", [1, 3, 4096])
 def test_shards_are_those_of_the_fullest_rank(world):
     plan = estimate_memory(linears(), world_size=world)
-    assert plan.most.parameters == SIZE * UNITS * (WIDTH + 1) * math.ceil(WIDTH / world)
-    assert plan.most.optimizer >= 2 * plan.most.parameters
+    assert plan.max_by_part.parameters == SIZE * UNITS * (WIDTH + 1) * math.ceil(WIDTH / world)
+    assert plan.max_by_part.optimizer >= 2 * plan.max_by_part.parameters
     assert plan.parameter_count == PARAMS
-    assert plan.at_peak.total == plan.peak == max(plan.peaks.values()) == plan.peaks[plan.peak_in]
+    assert plan.at_peak.total == plan.peak == max(plan.peaks.values()) == plan.peaks[plan.peak_phase]
 
 
 def test_replicas_hold_everything_and_reduce_once():
     plan = estimate_memory(linears(), world_size=8, strategy="replicate", microbatches=3)
-    assert plan.most.parameters == PARAMS * SIZE
-    assert plan.most.gradients == PARAMS * SIZE
+    assert plan.max_by_part.parameters == PARAMS * SIZE
+    assert plan.max_by_part.gradients == PARAMS * SIZE
     assert of(plan, "all_gather") == (0, 0)
     assert of(plan, "all_reduce") == (UNITS, PARAMS * SIZE)
-    assert plan.sent == round(2 * PARAMS * SIZE * 7 / 8)
+    assert plan.bytes_sent == round(2 * PARAMS * SIZE * 7 / 8)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 64])
@@ -62,33 +62,35 @@ def test_low_precision_halves_what_is_gathered():
     full, low = (estimate_memory(linears(), world_size=4, precision=p) for p in (None, Precision.preset("DEFAULT", "bf16")))
     assert of(low, "all_gather")[1] * 2 == of(full, "all_gather")[1]
     assert of(low, "reduce_scatter") == of(full, "reduce_scatter")  # summed in float32
-    assert low.most.parameters == full.most.parameters
+    assert low.max_by_part.parameters == full.max_by_part.parameters
 
 
 def test_checkpointing_takes_activations():
     deep = linears(model=lambda: nn.Sequential(*(Linears() for _ in range(3))), blocks=(Linears,))
     kept, again = (estimate_memory(deep, world_size=4, microbatch_size=512, checkpoint=c) for c in (None, "nothing"))
-    assert again.most.activations < 0.7 * kept.most.activations
+    assert again.max_by_part.activations < 0.7 * kept.max_by_part.activations
 
 
 def test_transforms_are_counted():
-    plain, averaged = (estimate_memory(linears(transforms=t), world_size=4) for t in ([], [dt.ema(0.9)]))
-    assert plain.most.transforms == 0
-    assert averaged.most.transforms == averaged.most.parameters
+    plain, averaged = (estimate_memory(linears(transforms=t), world_size=4) for t in ([], [dt.transforms.ema(0.9)]))
+    assert plain.max_by_part.transforms == 0
+    assert averaged.max_by_part.transforms == averaged.max_by_part.parameters
 
 
 def test_a_run_after_an_estimate_computes_with_real_numbers(monkeypatch):
-    monkeypatch.setattr("dtrain.types._ONES", {})  # no step has run in this process
-    estimate_memory(linears(transforms=[dt.clip_by_norm(1.0)]), world_size=4)
+    monkeypatch.setattr("dtrain.typing._UNIT_WEIGHTS", {})  # no step has run in this process
+    estimate_memory(linears(transforms=[dt.transforms.clip_by_norm(1.0)]), world_size=4)
     model = nn.Linear(2, 1)
-    step = dt.compose_step(lambda net, x: dt.LossSum(total=net(x).sum(), weight=float(len(x))), [dt.clip_by_norm(1.0)])
+    step = dt.compose_step(
+        lambda net, x: dt.LossSum(total=net(x).sum(), weight=float(len(x))), [dt.transforms.clip_by_norm(1.0)]
+    )
     _, metrics = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(2, 2))
     assert {name: float(metric.weight) for name, metric in metrics.items()} == {"loss": 2.0, "grad_norm": 1.0}
 
 
 def test_optimizer_works_on_all_parameters_at_once_on_cuda_alone():
     cuda, cpu = (estimate_memory(linears(), world_size=1, device=device) for device in ("cuda", "cpu"))
-    assert cuda.most.optimizer > cpu.most.optimizer
+    assert cuda.max_by_part.optimizer > cpu.max_by_part.optimizer
 
 
 class Noisy(nn.Module):
@@ -118,7 +120,7 @@ def test_kernels_of_cuda_keep_less(kind, least):
 
 def test_model_that_no_machine_could_hold_is_planned():
     giant = linears(model=lambda: nn.Linear(2**20, 2**20, bias=False), batch=lambda n: torch.zeros(n, 2**20), blocks=())
-    assert estimate_memory(giant, world_size=4096).most.parameters == 2**40 * SIZE // 4096
+    assert estimate_memory(giant, world_size=4096).max_by_part.parameters == 2**40 * SIZE // 4096
 
 
 def test_given_model_is_neither_copied_nor_changed():

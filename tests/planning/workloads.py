@@ -9,22 +9,22 @@ from torch import Tensor, nn
 
 import dtrain as dt
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import to_local
 from dtrain.planning.workload import Workload
+from dtrain.shard.activation_checkpoint import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.materialize import materialize
-from dtrain.shard.memory import checkpoint_activations
 from dtrain.shard.precision import Precision
 from dtrain.step.compose import compose_step
-from dtrain.step.microbatch import microbatch_step
-from dtrain.tensors import local
-from dtrain.testing.budget import UNLIMITED, memory_budget
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.testing.memory_budgets import UNLIMITED, memory_budget
 from gpt import GPT, Block, GPTConfig
 
 SEQ = 32
 CLASSES = 10
 
 
-def tokens_loss(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def tokens_loss(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
@@ -56,7 +56,7 @@ class ConvBlock(nn.Module):
         return self.drop(F.gelu(self.norm(self.conv(x))))
 
 
-def images_loss(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def images_loss(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     total = F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
     return dt.LossSum(total=total, weight=len(batch["y"]))
 
@@ -85,7 +85,7 @@ class Tied(nn.Module):
         return self.head(self.frozen(x) * self.scale)
 
 
-def masked_loss(model: nn.Module, batch: dt.Batch) -> dt.LossSum:
+def masked_loss(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     logits, labels = model(batch["input_ids"]), batch["labels"]
     counted = labels != -100
     if counted.any().item():
@@ -129,7 +129,7 @@ WORKLOADS = {
         batch=tokens,
         blocks=(Block,),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
-        transforms=[dt.clip_by_norm(1.0), dt.ema(0.99)],
+        transforms=[dt.transforms.clip_by_norm(1.0), dt.transforms.ema(0.99)],
     ),
     "convs": Workload(
         model=Convs,
@@ -171,15 +171,15 @@ def measured(name: str, size: int, count: int, setting: dict) -> int:
         accumulate=setting.get("accumulate", "local"),
         precision=Precision.preset("DEFAULT", low) if low else None,
         blocks=workload.blocks,
-        **workload.shard,
+        **workload.shard_args,
     )
     model = materialize(model, seed=0)
     optimizer = workload.optimizer(model.parameters())
     step = compose_step(workload.loss_fn, workload.transforms, grad=partial(microbatch_step, microbatch_size=size))
     state = step.init(model, optimizer)
     state, _ = step(state, workload.batch(size * count))
-    held = tensors_of([list(model.parameters()), list(model.buffers()), optimizer.state, state.slices])
-    with memory_budget(UNLIMITED, held=map(local, held)) as budget:
+    held = tensors_of([list(model.parameters()), list(model.buffers()), optimizer.state, state.transform_states])
+    with memory_budget(UNLIMITED, existing=map(to_local, held)) as budget:
         peaks = []
         for _ in range(5):  # gloo's threads may drop what they have sent late, on a busy machine
             budget.reset()

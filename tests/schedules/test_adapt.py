@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.adapt import to_lambda_lr
-from dtrain.schedules.basic import constant, cosine, linear, with_warmup
-from dtrain.schedules.hyper import measured_in
+from dtrain.schedules.combine import to_lambda_lr
+from dtrain.schedules.curves import constant, cosine, linear, warmup
+from dtrain.schedules.hyperparameter import with_unit
 
 
 def optimizer_of(*rates):
@@ -21,7 +21,7 @@ def run(scheduler, optimizer, steps):
 
 
 def test_each_step_has_the_rate_of_the_step_about_to_run():
-    schedule, optimizer = with_warmup(cosine(1.0, 0.1, 30), 5), optimizer_of(0.5)
+    schedule, optimizer = warmup(cosine(1.0, 0.1, 30), 5), optimizer_of(0.5)
     assert run(to_lambda_lr(schedule, optimizer), optimizer, 40) == [[0.5 * schedule(t)] for t in range(40)]
 
 
@@ -31,7 +31,7 @@ def test_groups_keep_their_own_rates_and_may_have_their_own_schedules():
     assert found == [[1.0, 0.05], [0.75, 0.05], [0.5, 0.05], [0.25, 0.05]]
 
 
-@pytest.mark.parametrize("schedule", [linear(1.0, 0.0, 10), measured_in("ba", linear(1.0, 0.0, 10))], ids=["plain", "of steps"])
+@pytest.mark.parametrize("schedule", [linear(1.0, 0.0, 10), with_unit("ba", linear(1.0, 0.0, 10))], ids=["plain", "of steps"])
 def test_a_resumed_scheduler_goes_on(schedule):
     optimizer = optimizer_of(1.0)
     scheduler = to_lambda_lr(schedule, optimizer)
@@ -46,7 +46,7 @@ def test_a_resumed_scheduler_goes_on(schedule):
 
 def test_what_torch_cannot_count_is_refused():
     with pytest.raises(ConfigError, match=r"to_lambda_lr: torch's scheduler counts steps, got a schedule of tok; scale_lr"):
-        to_lambda_lr(measured_in("tok", constant(1.0)), optimizer_of(1.0))
+        to_lambda_lr(with_unit("tok", constant(1.0)), optimizer_of(1.0))
 
 
 def test_every_group_needs_a_schedule():

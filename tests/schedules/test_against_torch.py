@@ -6,11 +6,9 @@ from torch.optim import lr_scheduler as peers
 
 from dtrain.durations import RunLength
 from dtrain.schedules import composer
-from dtrain.schedules.basic import constant, cosine, linear, with_warmup
-from dtrain.schedules.combine import join
-from dtrain.schedules.cycles import cosine_restarts, one_cycle
-from dtrain.schedules.decays import exponential, polynomial
-from dtrain.schedules.stairs import multi_step, step_decay
+from dtrain.schedules.combine import sequential
+from dtrain.schedules.curves import constant, cosine, exponential, linear, multi_step, polynomial, step_decay, warmup
+from dtrain.schedules.phases import cosine_restarts, one_cycle
 
 RUN = RunLength(total="6ep", steps_per_epoch=10)
 
@@ -39,7 +37,7 @@ PEERS = {
     "LinearLR": (lambda o: peers.LinearLR(o, start_factor=1.0, end_factor=0.25, total_iters=50), linear(1.0, 0.25, 50), 80),
     "LinearLR, as a warm-up": (
         lambda o: peers.LinearLR(o, start_factor=0.1, total_iters=20),
-        with_warmup(constant(1.0), 20, start=0.1),
+        warmup(constant(1.0), 20, start=0.1),
         40,
     ),
     "CosineAnnealingLR": (lambda o: peers.CosineAnnealingLR(o, T_max=80, eta_min=0.1), cosine(1.0, 0.1, 80), 81),
@@ -93,7 +91,7 @@ def test_schedules_behind_each_other_are_those_of_torch():
         parts = [peers.LinearLR(o, 0.1, 1.0, 10), peers.ConstantLR(o, 1.0, 1), peers.ExponentialLR(o, 0.9)]
         return peers.SequentialLR(o, parts, milestones=[10, 30])
 
-    ours = join([linear(0.1, 1.0, 10), constant(1.0), exponential(1.0, 0.9)], [10, 30])
+    ours = sequential([linear(0.1, 1.0, 10), constant(1.0), exponential(1.0, 0.9)], [10, 30])
     assert [ours(t) for t in range(60)] == pytest.approx(rates(sequence, 60), rel=1e-11)
 
 

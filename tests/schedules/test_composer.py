@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.clock import Clock
-from dtrain.data.loading.build import build_loader
+from dtrain.data.build_loader import build_loader
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
 from dtrain.schedules import composer
-from dtrain.schedules.combine import stretch
-from dtrain.schedules.hyper import Measured, hyperparameter
+from dtrain.schedules.combine import time_scale
+from dtrain.schedules.hyperparameter import UnitSchedule, hyperparameter
 
 RUN = RunLength(total="10ep", steps_per_epoch=20, samples_per_step=8, tokens_per_step=512)
 
@@ -61,7 +61,7 @@ FORMULAS = {  # of t, warmup, low, high, power: what comes out and, once the war
 def test_the_ratio_of_composers_trainer():
     """Its arithmetic: lengths in ep and ba times the ratio, shares of the scaled run, the warm-up scaled or as it is."""
     ratio, scaled = 0.5, RunLength(total="5ep", steps_per_epoch=20)
-    with_it = stretch(composer.multi_step_with_warmup(RUN, "1ep", ["4ep", "0.8dur"]), ratio)
+    with_it = time_scale(composer.multi_step_with_warmup(RUN, "1ep", ["4ep", "0.8dur"]), ratio)
     kept = composer.multi_step_with_warmup(scaled, "1ep", ["2ep", "0.8dur"])
     cosine = composer.cosine_with_warmup(scaled, "1ep", "0.9dur", alpha_f=0.1)
     for t in range(100):
@@ -104,7 +104,7 @@ SAME = {
 @pytest.mark.parametrize(("t_max", "t_warmup"), SAME.values(), ids=SAME)
 def test_units_are_converted_to_steps_where_they_differ(t_max, t_warmup):
     schedule = composer.cosine_with_warmup(RUN, t_warmup, t_max, 0.1)
-    assert not isinstance(schedule, Measured)
+    assert not isinstance(schedule, UnitSchedule)
     assert [schedule(t) for t in range(220)] == [composer.cosine_with_warmup(RUN, 20, 200, 0.1)(t) for t in range(220)]
 
 
@@ -119,7 +119,7 @@ COUNTED = {
 def test_what_the_clock_counts_is_followed_where_all_lengths_agree(unit):
     run, t_warmup, t_max = COUNTED[unit]
     schedule = composer.linear_with_warmup(run, t_warmup, t_max=t_max)
-    assert isinstance(schedule, Measured)
+    assert isinstance(schedule, UnitSchedule)
     assert schedule.unit == unit
     whole = run.total.value
     field = {"tok": "tokens", "sp": "samples", "sec": "seconds"}[unit]

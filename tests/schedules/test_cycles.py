@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.cycles import cosine_restarts, one_cycle
+from dtrain.schedules.phases import cosine_restarts, one_cycle
 
 
 @given(period=st.integers(1, 50), multiplier=st.sampled_from([1, 1.5, 2, 3]), cycle=st.integers(0, 12))

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.decays import exponential, inverse_sqrt, polynomial
+from dtrain.schedules.curves import exponential, inverse_sqrt, polynomial
 
 
 def test_polynomial_of_power_one_is_a_straight_line():

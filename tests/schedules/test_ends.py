@@ -5,22 +5,22 @@ import pytest
 import dtrain as dt
 
 WITH_AN_END = {
-    "constant": dt.constant(0.5),
-    "linear": dt.linear(1.0, 0.25, 10),
-    "cosine": dt.cosine(1.0, 0.1, 10),
-    "polynomial": dt.polynomial(1.0, 0.0, 10, power=2),
-    "exponential": dt.exponential(1.0, 0.5, 10, end=0.25),
-    "step_decay": dt.step_decay(1.0, 0.5, 10, end=0.25),
-    "multi_step": dt.multi_step(1.0, 0.5, [10]),
-    "one_cycle": dt.one_cycle(0.1, 1.0, 0.01, 10),
-    "warmup_stable_decay": dt.warmup_stable_decay(1.0, warmup=5, decay_start=10, decay=10),
-    "with_warmup": dt.with_warmup(dt.cosine(1.0, 0.1, 10), 5),
+    "constant": dt.schedules.constant(0.5),
+    "linear": dt.schedules.linear(1.0, 0.25, 10),
+    "cosine": dt.schedules.cosine(1.0, 0.1, 10),
+    "polynomial": dt.schedules.polynomial(1.0, 0.0, 10, power=2),
+    "exponential": dt.schedules.exponential(1.0, 0.5, 10, end=0.25),
+    "step_decay": dt.schedules.step_decay(1.0, 0.5, 10, end=0.25),
+    "multi_step": dt.schedules.multi_step(1.0, 0.5, [10]),
+    "one_cycle": dt.schedules.one_cycle(0.1, 1.0, 0.01, 10),
+    "warmup_stable_decay": dt.schedules.warmup_stable_decay(1.0, warmup=5, decay_start=10, decay=10),
+    "warmup": dt.schedules.warmup(dt.schedules.cosine(1.0, 0.1, 10), 5),
 }
 WITHOUT = {
-    "exponential": dt.exponential(1.0, 0.5, 10),
-    "step_decay": dt.step_decay(1.0, 0.5, 10),
-    "inverse_sqrt": dt.inverse_sqrt(1.0, 10),
-    "cosine_restarts": dt.cosine_restarts(1.0, 0.0, 10),
+    "exponential": dt.schedules.exponential(1.0, 0.5, 10),
+    "step_decay": dt.schedules.step_decay(1.0, 0.5, 10),
+    "inverse_sqrt": dt.schedules.inverse_sqrt(1.0, 10),
+    "cosine_restarts": dt.schedules.cosine_restarts(1.0, 0.0, 10),
 }
 
 

@@ -15,23 +15,23 @@ def init(factors, lr=3e-4, rates=None):
         {"params": list(layer.parameters()), "name": name, "lr": rate}
         for layer, name, rate in zip(model, ("body", "head"), rates or (lr, lr), strict=True)
     ]
-    step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), [dt.scale_lr(factors)])
+    step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), [dt.transforms.scale_lr(factors)])
     return step.init(model, torch.optim.SGD(groups))
 
 
 @pytest.mark.parametrize(
     ("factors", "lr"),
     [
-        (dt.cosine(3e-4, 0.0, 1_000), 3e-4),
-        (dt.with_warmup(dt.cosine(3e-4, 3e-5, 10_000), 500), 3e-4),
-        (dt.inverse_sqrt(1e-3, 4_000), 1e-3),
-        (dt.measured_in("tok", dt.cosine(6e-4, 0.0, 10**9)), 6e-4),
+        (dt.schedules.cosine(3e-4, 0.0, 1_000), 3e-4),
+        (dt.schedules.warmup(dt.schedules.cosine(3e-4, 3e-5, 10_000), 500), 3e-4),
+        (dt.schedules.inverse_sqrt(1e-3, 4_000), 1e-3),
+        (dt.schedules.with_unit("tok", dt.schedules.cosine(6e-4, 0.0, 10**9)), 6e-4),
         (3e-4, 3e-4),
-        (dt.cosine(0.1, 0.0, 1_000), 0.1),
-        (dt.with_warmup(dt.cosine(0.1, 0.0, 1_000), 50), 0.1),
-        ({"head": dt.cosine(3e-4, 0.0, 1_000)}, 3e-4),
-        ({"head": dt.cosine(3e-4, 0.0, 1_000), "body": dt.cosine(3e-5, 0.0, 1_000)}, 3e-4),
-        ({"head": dt.constant(1.0), "body": dt.cosine(3e-4, 0.0, 1_000)}, 3e-4),
+        (dt.schedules.cosine(0.1, 0.0, 1_000), 0.1),
+        (dt.schedules.warmup(dt.schedules.cosine(0.1, 0.0, 1_000), 50), 0.1),
+        ({"head": dt.schedules.cosine(3e-4, 0.0, 1_000)}, 3e-4),
+        ({"head": dt.schedules.cosine(3e-4, 0.0, 1_000), "body": dt.schedules.cosine(3e-5, 0.0, 1_000)}, 3e-4),
+        ({"head": dt.schedules.constant(1.0), "body": dt.schedules.cosine(3e-4, 0.0, 1_000)}, 3e-4),
     ],
     ids=[
         "cosine",
@@ -54,16 +54,28 @@ def test_rates_are_noticed(factors, lr):
 @pytest.mark.parametrize(
     ("factors", "lr"),
     [
-        (dt.cosine(1.0, 0.0, 1_000), 3e-4),
-        (dt.with_warmup(dt.cosine(1.0, 0.0, 1_000_000), 100_000), 3e-4),
-        (dt.linear(0.0, 1.0, 10**6), 3e-4),
-        (dt.exponential(1e-4, 10.0, 100, end=1.0), 3e-4),
-        (dt.warmup_stable_decay(1.0, warmup=10_000), 3e-4),
-        (dt.scale(dt.cosine(1.0, 0.0, 1_000), 0.1), 3e-4),
-        (dt.cosine(3e-4, 0.0, 1_000), 1.0),
+        (dt.schedules.cosine(1.0, 0.0, 1_000), 3e-4),
+        (dt.schedules.warmup(dt.schedules.cosine(1.0, 0.0, 1_000_000), 100_000), 3e-4),
+        (dt.schedules.linear(0.0, 1.0, 10**6), 3e-4),
+        (dt.schedules.exponential(1e-4, 10.0, 100, end=1.0), 3e-4),
+        (dt.schedules.warmup_stable_decay(1.0, warmup=10_000), 3e-4),
+        (dt.schedules.multiply(dt.schedules.cosine(1.0, 0.0, 1_000), 0.1), 3e-4),
+        (dt.schedules.cosine(3e-4, 0.0, 1_000), 1.0),
         ({"body": 0.65**24, "head": 1.0}, 3e-4),
-        ({"body": dt.scale(dt.cosine(1.0, 0.0, 1_000), 0.65**24), "head": dt.cosine(1.0, 0.0, 1_000)}, 3e-4),
-        ({"body": dt.scale(dt.cosine(1.0, 0.0, 1_000), 0.1), "head": dt.cosine(1.0, 0.0, 1_000)}, 0.1),
+        (
+            {
+                "body": dt.schedules.multiply(dt.schedules.cosine(1.0, 0.0, 1_000), 0.65**24),
+                "head": dt.schedules.cosine(1.0, 0.0, 1_000),
+            },
+            3e-4,
+        ),
+        (
+            {
+                "body": dt.schedules.multiply(dt.schedules.cosine(1.0, 0.0, 1_000), 0.1),
+                "head": dt.schedules.cosine(1.0, 0.0, 1_000),
+            },
+            0.1,
+        ),
         ({"body": 0.0}, 3e-4),
         ({"body": 0.001}, 3e-4),
         (lambda step: [1.0, 0.5, 0.25][step], 3e-4),
@@ -93,4 +105,4 @@ def test_factors_are_left_alone(factors, lr):
 def test_a_scheduler_of_torch_is_told_too():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3e-4)
     with pytest.warns(UserWarning, match="to_lambda_lr: the factors come to 0.0003 at most, .* the run trains at 9e-08"):
-        dt.to_lambda_lr(dt.cosine(3e-4, 0.0, 100), optimizer)
+        dt.schedules.to_lambda_lr(dt.schedules.cosine(3e-4, 0.0, 100), optimizer)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.stable import warmup_stable_decay
+from dtrain.schedules.phases import warmup_stable_decay
 
 SHAPES = ["linear", "cosine", "1-sqrt", "exponential"]
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.stairs import multi_step, step_decay
+from dtrain.schedules.curves import multi_step, step_decay
 
 
 def test_step_decay_changes_at_the_first_step_of_a_period():

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import to_local
 from dtrain.losses import mean_loss
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.whole import full_params
+from dtrain.shard.unshard import full_params
 from dtrain.state import TrainState
 from dtrain.step.compose import Step, compose_step
-from dtrain.step.microbatch import microbatch_step
-from dtrain.tensors import local
+from dtrain.step.microbatch_step import microbatch_step
 from dtrain.transform import Transform
 
 RAGGED = {2: (3, 5), 4: (3, 1, 2, 2)}  # samples of each rank
@@ -71,7 +71,7 @@ def begin(
     transforms: Sequence[Transform], strategy: str, kind: tuple[str, float, float] = SGD, tp: int = 1, **options: Any
 ) -> tuple[Step, TrainState]:
     """A run on all ranks, in two copies with ``hybrid_shard``, in one for each rank with ``replicate``."""
-    world = current().world_size
+    world = get_dist_info().world_size
     mesh = build_mesh(dp_replicate=2 if strategy == "hybrid_shard" and world > 1 else 1, tp=tp)
     strategy = "full_shard" if world == 1 and strategy == "hybrid_shard" else strategy
     model = shard_model(net(), mesh, strategy=strategy, blocks=(nn.Linear,), **options)
@@ -81,7 +81,7 @@ def begin(
 
 def train(step: Step, state: TrainState, until: int, sizes: Sequence[int] = ()) -> TrainState:
     """The state at step ``until``; each rank with its share of every batch."""
-    info = current()
+    info = get_dist_info()
     sizes = sizes or RAGGED.get(info.world_size, (8,))
     while state.step < until:
         state, _ = step(state, part(state.step, sizes, info.rank, info.rank + 1))
@@ -103,7 +103,7 @@ def bits(state: TrainState) -> dict[str, Any]:
     """All that may differ between copies, as this rank holds it."""
     names = {id(param): name for name, param in state.params.items()}
     optimizer = {names[id(param)]: content for param, content in state.optimizer.state.items()}
-    return {"step": state.step, "all": _plain([dict(state.params), optimizer, dict(state.slices)])}
+    return {"step": state.step, "all": _plain([dict(state.params), optimizer, dict(state.transform_states)])}
 
 
 def _plain(tree: Any) -> Any:
@@ -111,7 +111,7 @@ def _plain(tree: Any) -> Any:
         return {key: _plain(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return [_plain(value) for value in tree]
-    return local(tree).detach().tolist() if isinstance(tree, torch.Tensor) else tree
+    return to_local(tree).detach().tolist() if isinstance(tree, torch.Tensor) else tree
 
 
 def simulated(

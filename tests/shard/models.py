@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.tensors import gathered
-from dtrain.types import LossSum
+from dtrain.dtensor import full_tensor
+from dtrain.typing import LossSum
 
 SAMPLES, DIM = 8, 6
 WEIGHTS = [1.0, 0.0, 2.0, 0.5, 0.0, 3.0, 1.0, 0.25]
@@ -259,6 +259,8 @@ def reference(name: str, weights: list[float]) -> dict[str, Tensor | None]:
 def difference(name: str, params: Mapping[str, Tensor]) -> float:
     """Norm of the gradient's error over norm of the gradient, over all parameters that have one here and in the reference."""
     expected = reference(name, WEIGHTS)
-    pairs = [(gathered(p.grad), expected[key]) for key, p in params.items() if p.grad is not None and expected[key] is not None]
+    pairs = [
+        (full_tensor(p.grad), expected[key]) for key, p in params.items() if p.grad is not None and expected[key] is not None
+    ]
     error = torch.cat([(a - b).flatten() for a, b in pairs]).norm()
     return (error / torch.cat([b.flatten() for _, b in pairs]).norm()).item()

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
+from dtrain.dtensor import full_tensor
 from dtrain.losses import token_cross_entropy
-from dtrain.tensors import gathered
-from dtrain.types import LossSum
+from dtrain.typing import LossSum
 from gpt import GPT, GPTConfig
 
 SAMPLES, SEQ, VOCAB = 5, 8, 12
@@ -95,11 +95,11 @@ def difference(params: dict, expected: dict) -> float:
     """Norm of the gradient's error over norm of the gradient; infinite when a parameter lacks a gradient on one side."""
     if any((p.grad is None) != (expected[name] is None) for name, p in params.items()):
         return float("inf")
-    pairs = [(gathered(p.grad), expected[name]) for name, p in params.items() if p.grad is not None]
+    pairs = [(full_tensor(p.grad), expected[name]) for name, p in params.items() if p.grad is not None]
     error = torch.cat([(a - b).flatten() for a, b in pairs]).norm()
     return (error / torch.cat([b.flatten() for _, b in pairs]).norm()).item()
 
 
 def degrees(strategy: str, tp: int) -> dict[str, int]:
-    world = current().world_size
+    world = get_dist_info().world_size
     return {"dp_replicate": min(2, world // tp) if strategy == "hybrid_shard" else 1, "tp": tp}

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
 from dtrain.shard.fsdp import shard_model
-from dtrain.state import new_state
-from dtrain.step.microbatch import microbatch_step
+from dtrain.state import init_state
+from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing import count_collectives
-from dtrain.types import LossSum
+from dtrain.typing import LossSum
 
 
 class Odd(nn.Module):
@@ -45,8 +45,8 @@ def values(net: nn.Module) -> dict[str, list]:
 
 def trained(buffers: str, samples: list, size: int) -> dict[str, list]:
     net = shard_model(Odd(), build_mesh(), buffers=buffers)
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    batch = {"x": data(current().rank)[: samples[current().rank]]}
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    batch = {"x": data(get_dist_info().rank)[: samples[get_dist_info().rank]]}
     microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=size)
     return values(net)
 
@@ -93,10 +93,10 @@ def test_microbatches_that_do_not_count_leave_no_mark(ranks, samples):
 
 def traffic(model: str) -> list:
     net = shard_model(Odd() if model == "odd" else nn.Linear(3, 3), build_mesh())
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with count_collectives() as seen:
         microbatch_step(state, {"x": data(0)}, loss_fn=loss_fn)
-    return [[r.op, r.bytes] for r in seen.where(op="broadcast")]
+    return [[r.op, r.bytes] for r in seen.select(op="broadcast")]
 
 
 def test_only_modules_whose_buffers_changed_are_sent_in_one_piece(ranks):
@@ -114,14 +114,14 @@ class Sometimes(nn.Module):
         self.register_buffer("count", torch.zeros(1))
 
     def forward(self, x):
-        if current().rank == 1:
+        if get_dist_info().rank == 1:
             self.count += 1
         return self.linear(x)
 
 
 def changed_on_one_rank() -> list:
     net = shard_model(Sometimes(), build_mesh(), buffers="mean")
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
     microbatch_step(state, {"x": data(0)}, loss_fn=loss_fn)
     return net.count.tolist()
 
@@ -140,13 +140,13 @@ class Twice(nn.Module):
 
     def forward(self, x):
         for _ in range(2):
-            self.seen = self.seen + (current().rank + 1)
+            self.seen = self.seen + (get_dist_info().rank + 1)
         return self.linear(x)
 
 
 def replaced_twice() -> list:
     net = shard_model(Twice(), build_mesh())
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
     found = []
     for _ in range(3):
         microbatch_step(state, {"x": data(0)}, loss_fn=loss_fn)
@@ -173,9 +173,9 @@ class Table(nn.Module):
 def constant_beside_a_filler() -> bool:
     net = shard_model(Table(), build_mesh(), buffers="mean")
     before = net.table.clone()
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with count_collectives() as seen:
-        microbatch_step(state, {"x": data(0)[: 4 if current().rank < 2 else 0]}, loss_fn=loss_fn, microbatch_size=2)
+        microbatch_step(state, {"x": data(0)[: 4 if get_dist_info().rank < 2 else 0]}, loss_fn=loss_fn, microbatch_size=2)
     return torch.equal(net.table, before) and all(record.bytes < before.nbytes for record in seen.records)
 
 
@@ -202,6 +202,6 @@ def test_sync_batch_norm_trains_on_a_gpu(ranks):
 
     with init_dist(device="cuda"):
         net = shard_model(nn.SyncBatchNorm.convert_sync_batchnorm(Odd()).cuda(), build_mesh())
-        state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
         microbatch_step(state, {"x": data(0)}, loss_fn=loss_fn)
         assert int(net.norm.num_batches_tracked) == 1

@@ -6,17 +6,17 @@ import shutil
 
 import pytest
 import torch
+from shard.test_memory import Noisy, Quiet, made, same
 from torch import Tensor, nn
 
 from dtrain.dist.init import DistInfo
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
 from dtrain.shard import compile as home
+from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations
 from dtrain.shard.compile import compile_blocks
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.memory import checkpoint_activations, offload_activations
 from shard import test_memory as memory
-from shard.test_memory import Noisy, Quiet, made, same
 
 pytestmark = [
     # dynamo looks at .grad of whatever a frame is given, and means to hide what torch then says of it
@@ -175,7 +175,7 @@ def test_compiled_code_is_kept_in_the_run_folder(monkeypatch, tmp_path, own, exp
 
 def test_without_a_run_folder_the_environment_is_left_alone(monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    home._keep_in_run_folder()
+    home._set_cache_dir()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 

@@ -9,18 +9,18 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from dtrain.batch import batch_spec
-from dtrain.data.loading.build import build_loader
-from dtrain.dist.init import current
+from dtrain.data.build_loader import build_loader
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.losses import token_cross_entropy
-from dtrain.observe.metrics import reduce_metrics
-from dtrain.shard.context_parallel import context_parallel, cut_sequences
+from dtrain.monitors.reduce_metrics import reduce_metrics
+from dtrain.shard.context_parallel import context_parallel, shard_sequences
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
-from dtrain.step.microbatch import microbatch_step
-from dtrain.tensors import gathered
-from dtrain.types import LossSum
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.typing import LossSum
 from shard.parallel import SAMPLES, SEQ, VOCAB, batch
 
 SPEC = batch_spec({"inputs": "batch seq", "targets": "batch seq"})
@@ -59,19 +59,19 @@ class Samples:
 def stepped(degrees: dict, strategy: str, global_batch_size: int) -> list:
     mesh = build_mesh(**degrees)
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    net = shard_model(make(), mesh, strategy=strategy, plan={"out": head} if "tp" in degrees else None)
-    cut = cut_sequences(mesh, dims={"inputs": 1, "targets": 1}, buffers={"pos*": 0})
+    net = shard_model(make(), mesh, strategy=strategy, tp_plan={"out": head} if "tp" in degrees else None)
+    cut = shard_sequences(mesh, batch_seq_dims={"inputs": 1, "targets": 1}, buffer_seq_dims={"pos*": 0})
     # A batch larger than the data, and ranks of which some have no sample.
     loader = build_loader(Samples(), mesh=mesh, global_batch_size=global_batch_size, seed=0, shuffle=False, batch_spec=SPEC)
     grad = partial(microbatch_step, microbatch_size=1, batch_spec=SPEC)
     step = compose_step(loss_fn, [cut], grad=grad)
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=1.0))
-    before = {name: gathered(p.detach()).clone() for name, p in state.params.items()}
+    before = {name: full_tensor(p.detach()).clone() for name, p in state.params.items()}
     for given in loader.until("1ba"):
         kept = {key: value.clone() for key, value in given.items()}
         state, metrics = step(state, given)
         untouched = all(torch.equal(kept[key], given[key]) for key in kept)
-    moved = {name: before[name] - gathered(p.detach()) for name, p in state.params.items()}
+    moved = {name: before[name] - full_tensor(p.detach()) for name, p in state.params.items()}
     whole = torch.equal(net.positions, make().positions)
     numbers = [state.clock.samples, state.clock.tokens, reduce_metrics(metrics)["loss"]]
     return [difference(moved, global_batch_size), whole and untouched, numbers]
@@ -115,17 +115,17 @@ def refused(case: str) -> str:
     dims, buffers = {"inputs": 1}, {}
     try:
         if case == "cpu":
-            context_parallel(mesh, batch=dims)
+            context_parallel(mesh, batch_seq_dims=dims)
         if case == "no axis":
-            cut_sequences(build_mesh(), dims=dims)
+            shard_sequences(build_mesh(), batch_seq_dims=dims)
         if case == "nothing":
-            cut_sequences(mesh, dims={})
+            shard_sequences(mesh, batch_seq_dims={})
         if case == "key":
             dims = {"tokens": 1}
         if case == "buffer":
             buffers = {"rope": 0}
         net = shard_model(make(), mesh)
-        step = compose_step(loss_fn, [cut_sequences(mesh, dims=dims, buffers=buffers)])
+        step = compose_step(loss_fn, [shard_sequences(mesh, batch_seq_dims=dims, buffer_seq_dims=buffers)])
         given = batch()
         if case == "length":
             given = {key: value[:, :6] for key, value in given.items()}
@@ -134,7 +134,7 @@ def refused(case: str) -> str:
         step(step.init(net, torch.optim.SGD(net.parameters(), lr=1.0)), given)
     except ConfigError as error:
         return str(error)
-    return f"taken on rank {current().rank}"
+    return f"taken on rank {get_dist_info().rank}"
 
 
 REFUSED = [

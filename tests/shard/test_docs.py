@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import dtrain as dt
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from gpt import GPT, Block, GPTConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
@@ -17,7 +17,7 @@ def plan_of_the_page() -> list:
     names = {"dt": dt, "torch": torch, "GPT": GPT, "Block": Block, "config": GPTConfig(n_layer=1, n_head=2, dim=8, max_seq=4)}
     exec(compile(BLOCKS[0], str(PAGE), "exec"), names)  # the page's own text
     shown = dt.describe(names["model"])
-    return [shown.splitlines()[0], "cut on dim 0 over dp_all=2, cut on dim 0 over tp=2" in shown, current().rank]
+    return [shown.splitlines()[0], "cut on dim 0 over dp_all=2, cut on dim 0 over tp=2" in shown, get_dist_info().rank]
 
 
 def test_the_plan_of_the_page_cuts_the_model_of_the_examples(ranks):

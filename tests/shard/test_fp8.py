@@ -13,12 +13,12 @@ from torch import nn
 
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
-from dtrain.shard.fp8 import convert_to_fp8
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.materialize import materialize
-from dtrain.state import new_state
-from dtrain.step.microbatch import microbatch_step
-from dtrain.types import LossSum
+from dtrain.shard.precision import convert_to_fp8
+from dtrain.state import init_state
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.typing import LossSum
 
 DIM = 32
 
@@ -59,7 +59,7 @@ def trained(emulated: bool) -> dict[str, Any]:
     names = converted_names(net)
     net = shard_model(net, build_mesh(), blocks="blocks.*")
     net = materialize(net, seed=0)
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
     x = torch.randn(16, DIM, generator=torch.Generator().manual_seed(0))
     microbatch_step(state, x, loss_fn=loss, microbatch_size=16)
     grads = {name: p.grad.full_tensor().flatten().tolist() for name, p in state.params.items()}
@@ -141,5 +141,5 @@ def test_a_sharded_model_is_refused(ranks):
 
 
 def test_torchao_is_not_imported_before_it_is_used():
-    code = "import sys, dtrain.shard.fp8; print([name for name in sys.modules if name.startswith('torchao')])"
+    code = "import sys, dtrain.shard.precision; print([name for name in sys.modules if name.startswith('torchao')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90).stdout == "[]\n"

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import to_local
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.fsdp2 import units_of
+from dtrain.shard.fsdp2_private import units_of
 from dtrain.shard.precision import Precision
-from dtrain.shard.whole import evaluating
-from dtrain.state import spec_of
-from dtrain.tensors import local
+from dtrain.shard.unshard import eval_mode
+from dtrain.state import get_spec
 
 
 class Block(nn.Module):
@@ -33,13 +33,13 @@ def full(tensor) -> torch.Tensor:
 
 
 def layout(strategy: str) -> dict:
-    torch.manual_seed(current().rank)  # replicas that start different
+    torch.manual_seed(get_dist_info().rank)  # replicas that start different
     sharded = shard_model(model(), build_mesh(), strategy=strategy, blocks=(Block,))
-    spec = spec_of(sharded)
+    spec = get_spec(sharded)
     return {
         "units": [type(unit).__name__ for unit in units_of(sharded)],
         "names": [name for name, _ in sharded.named_parameters()],
-        "local": local(next(sharded.parameters())).numel(),
+        "local": to_local(next(sharded.parameters())).numel(),
         "sum": [full(p).double().sum().item() for p in sharded.parameters()],
         "spec": [spec.strategy, spec.data_rank, spec.data_ranks],
     }
@@ -61,7 +61,7 @@ def test_layout(ranks, strategy, rows):
 
 def buffers_after_sharding() -> list:
     net = model()
-    net[1].norm.running_mean.fill_(float(current().rank) + 5)
+    net[1].norm.running_mean.fill_(float(get_dist_info().rank) + 5)
     return shard_model(net, build_mesh())[1].norm.running_mean.tolist()
 
 
@@ -72,7 +72,7 @@ def test_buffers_start_equal(ranks):
 def without_sync() -> list:
     """Each rank's own weights stay, in its shard."""
     net = nn.Linear(2, 2)
-    nn.init.constant_(net.weight, float(current().rank))
+    nn.init.constant_(net.weight, float(get_dist_info().rank))
     return full(shard_model(net, build_mesh(), sync=False).weight).tolist()
 
 
@@ -82,7 +82,7 @@ def test_without_sync_every_rank_keeps_what_it_has(ranks):
 
 def odd_buffers() -> list:
     """Buffers of unusual layout and dtype, after sharding."""
-    rank = current().rank
+    rank = get_dist_info().rank
     net = nn.Linear(2, 2)
     net.register_buffer("strided", torch.arange(8.0)[::2] + rank)
     net.register_buffer("turned", torch.arange(6.0).reshape(2, 3).T + rank)
@@ -99,7 +99,7 @@ def test_buffers_of_any_layout_and_dtype_are_those_of_rank_0(ranks):
 
 
 def refused(case: str) -> str:
-    net, mesh, rank = model(), build_mesh(), current().rank
+    net, mesh, rank = model(), build_mesh(), get_dist_info().rank
     options: dict = {
         "strategy": {"strategy": "zero3"},
         "accumulate": {"accumulate": "never"},
@@ -273,7 +273,7 @@ def test_precision_refuses_an_unknown_dtype():
 def evaluate_then_look() -> list:
     net = shard_model(model(), build_mesh(), blocks=(Block,))
     net[1].eval()
-    with evaluating(net):
+    with eval_mode(net):
         inside = [module.training for module in net.modules()]
         net(torch.ones(2, 5))
     return [any(inside), net.training, net[1].training, all(hasattr(p, "full_tensor") for p in net.parameters())]

@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import to_local
 from dtrain.errors import ConfigError
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.reduction import reduction_of
-from dtrain.shard.whole import evaluating, unsharded
-from dtrain.state import TrainState, new_state
+from dtrain.shard.grad_sync import grad_sync_of
+from dtrain.shard.unshard import eval_mode, unshard_params
+from dtrain.state import TrainState, init_state
 from dtrain.step.evaluate import evaluate
-from dtrain.step.microbatch import microbatch_step
+from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients, optimizer_step, tick
-from dtrain.tensors import local
 from shard.models import CASES, SAMPLES, WEIGHTS, Block, batch, difference, make, squared
 
 NAME = "called twice"
@@ -28,11 +28,11 @@ def sharded(strategy: str, **options) -> nn.Module:
 
 
 def state_of(net: nn.Module) -> TrainState:
-    return new_state(net, torch.optim.SGD(net.parameters(), lr=LR))
+    return init_state(net, torch.optim.SGD(net.parameters(), lr=LR))
 
 
 def share() -> dict:
-    rank, world = current().rank, current().world_size
+    rank, world = get_dist_info().rank, get_dist_info().world_size
     return {key: value[rank * SAMPLES // world : (rank + 1) * SAMPLES // world] for key, value in batch(NAME, WEIGHTS).items()}
 
 
@@ -63,7 +63,7 @@ def with_a_look_in_between(strategy: str, grad: bool, by_hand: bool) -> list[flo
         if by_hand:
             state.optimizer.step()
             state = tick(state)
-            with evaluating(state.model):
+            with eval_mode(state.model):
                 out = state.model(whole["x"])
         else:
             state, _ = optimizer_step(state, {})
@@ -87,7 +87,7 @@ def changed_by_hand(strategy: str) -> float:
     with torch.no_grad():
         state.model(batch(NAME, WEIGHTS)["x"])
         for param, plain in zip(state.params.values(), reference.parameters(), strict=True):
-            local(param).mul_(0.5)
+            to_local(param).mul_(0.5)
             plain.mul_(0.5)
     step(state)
     loss = squared(reference, batch(NAME, WEIGHTS))
@@ -108,7 +108,7 @@ def begun_after_a_forward(strategy: str, before_optimizer: bool) -> str:
         net(batch(NAME, WEIGHTS)["x"])
     optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=LR)
     try:
-        new_state(net, optimizer)
+        init_state(net, optimizer)
     except ConfigError as error:
         return str(error)
     return "no error"
@@ -125,8 +125,8 @@ def test_a_state_of_gathered_copies_is_refused(ranks, strategy, before_optimizer
 def one_rank_alone(strategy: str) -> float:
     """Rank 0 runs a block alone, whose record would make its next backward gather what the other ranks do not."""
     state = state_of(sharded(strategy, blocks=(Block, nn.Linear)))
-    with unsharded(state.model):
-        if current().rank == 0:
+    with unshard_params(state.model):
+        if get_dist_info().rank == 0:
             state.model(batch(NAME, WEIGHTS)["x"])
             state.model.head(batch(NAME, WEIGHTS)["x"])
             state.model.blocks[0](batch(NAME, WEIGHTS)["x"])
@@ -142,11 +142,11 @@ def test_what_one_rank_ran_alone_leaves_no_trace_in_the_next_step(ranks, strateg
 def inside_each_other() -> list[bool]:
     net = sharded("full_shard")
     x = batch(NAME, WEIGHTS)["x"]
-    with unsharded(net):
-        with unsharded(net):
+    with unshard_params(net):
+        with unshard_params(net):
             pass
         evaluate(net, [batch(NAME, WEIGHTS)], squared)
-        if current().rank == 0:
+        if get_dist_info().rank == 0:
             net(x)
         whole = not any(hasattr(p, "full_tensor") for p in net.parameters())
     return [whole, all(hasattr(p, "full_tensor") for p in net.parameters())]
@@ -160,7 +160,7 @@ def backward_by_hand() -> int:
     net = sharded("full_shard")
     for _ in range(5):
         net(batch(NAME, WEIGHTS)["x"]).sum().backward()
-    return len(reduction_of(net).order)
+    return len(grad_sync_of(net).reduction_order)
 
 
 def test_a_loop_without_steps_leaves_no_growing_record(ranks):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.fsdp2 import param_groups
-from dtrain.state import new_state
-from dtrain.step.microbatch import microbatch_step
+from dtrain.shard.fsdp2_private import fsdp_param_groups
+from dtrain.state import init_state
+from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import optimizer_step
 from shard.models import CASES, SAMPLES, WEIGHTS, batch, difference, make, reference
 
@@ -17,12 +17,12 @@ STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
 
 
 def mesh_for(strategy: str):
-    world = current().world_size
+    world = get_dist_info().world_size
     return build_mesh(dp_replicate=world // 2 if world > 2 else world) if strategy == "hybrid_shard" else build_mesh()
 
 
 def share(whole: dict) -> dict:
-    rank, world = current().rank, current().world_size
+    rank, world = get_dist_info().rank, get_dist_info().world_size
     return {key: value[rank * SAMPLES // world : (rank + 1) * SAMPLES // world] for key, value in whole.items()}
 
 
@@ -33,12 +33,12 @@ def compare(name: str, strategies: list) -> dict[str, list]:
     for strategy in strategies:
         for accumulate in ("local", "sharded"):
             net = shard_model(make(name), mesh_for(strategy), strategy=strategy, accumulate=accumulate, **CASES[name].options)
-            state = new_state(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+            state = init_state(net, torch.optim.AdamW(net.parameters(), lr=0.1))
             for size in (2, None):  # the second time with what the first one left in FSDP2
                 state, _ = microbatch_step(state, share(batch(name, WEIGHTS)), loss_fn=CASES[name].loss, microbatch_size=size)
             odd = [key for key, p in state.params.items() if (p.grad is None) != (expected[key] is None)]
             names_fit = sorted(state.params) == sorted(expected)
-            found[f"{strategy} {accumulate}"] = [len(param_groups(net)), difference(name, state.params), odd, names_fit]
+            found[f"{strategy} {accumulate}"] = [len(fsdp_param_groups(net)), difference(name, state.params), odd, names_fit]
             optimizer_step(state, {})
     return found
 

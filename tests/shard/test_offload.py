@@ -6,68 +6,70 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.algorithms.gradients.clip import clip_by_norm
-from dtrain.algorithms.weights.ema import ema
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import to_local
 from dtrain.errors import ConfigError, StepError
+from dtrain.shard.activation_checkpoint import offload_activations
+from dtrain.shard.activation_offload import ActivationOffloader
 from dtrain.shard.describe import describe
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.fsdp2 import param_groups
+from dtrain.shard.fsdp2_private import fsdp_param_groups
 from dtrain.shard.materialize import materialize
-from dtrain.shard.memory import offload_activations
-from dtrain.shard.offload import Shelf
-from dtrain.shard.whole import full_params
-from dtrain.state import spec_of
+from dtrain.shard.unshard import full_params
+from dtrain.state import get_spec
 from dtrain.step.compose import compose_step
 from dtrain.step.evaluate import evaluate
-from dtrain.tensors import local
+from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
+from dtrain.transforms.weights.ema import ema
 from shard import models
 
 X = torch.randn(4, 8)
 
 
-def taken(shelf: Shelf, module: nn.Module, run) -> tuple[list[bool], Tensor]:
+def taken(shelf: ActivationOffloader, module: nn.Module, run) -> tuple[list[bool], Tensor]:
     """Whether each tensor that ``run`` saved was taken, in order; and its result."""
     found: list[bool] = []
-    put = shelf._put
+    put = shelf._pack
 
     def watched(tensor, stays):
         box = put(tensor, stays)
         found.append(box is not tensor)
         return box
 
-    shelf._put = watched  # type: ignore[method-assign]
-    with shelf.taking(module):
+    shelf._pack = watched  # type: ignore[method-assign]
+    with shelf.offload_saved_tensors(module):
         out = run()
     return found, out
 
 
 def test_parameters_their_views_and_small_tensors_stay():
     layer = nn.Linear(8, 8)
-    shelf = Shelf(min_bytes=X.nbytes, copies_on_cpu=True)
+    shelf = ActivationOffloader(min_bytes=X.nbytes, copies_on_cpu=True)
     found, out = taken(shelf, layer, lambda: layer(X.clone().requires_grad_()))
     assert sorted(found) == [False, True], "the weight's view, and the input"
-    found, out = taken(Shelf(min_bytes=X.nbytes + 1, copies_on_cpu=True), layer, lambda: layer(X.clone().requires_grad_()))
+    found, out = taken(
+        ActivationOffloader(min_bytes=X.nbytes + 1, copies_on_cpu=True), layer, lambda: layer(X.clone().requires_grad_())
+    )
     assert found == [False, False]
     assert out.requires_grad
 
 
 def test_on_the_cpu_nothing_moves():
     layer = nn.Linear(8, 8)
-    found, _ = taken(Shelf(min_bytes=0), layer, lambda: layer(X.clone().requires_grad_()))
+    found, _ = taken(ActivationOffloader(min_bytes=0), layer, lambda: layer(X.clone().requires_grad_()))
     assert found == [False, False]
 
 
 def test_a_tensor_that_several_operators_save_leaves_once():
-    shelf = Shelf(min_bytes=0, copies_on_cpu=True)
+    shelf = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     x = X.clone().requires_grad_()
-    with shelf.taking(nn.Identity()):
+    with shelf.offload_saved_tensors(nn.Identity()):
         h = x * 2
         out = h.sin() + h.cos() + h.exp().sum()
-    boxes = list(shelf._lanes[torch.device("cpu")]._known.values())
+    boxes = list(shelf._streams[torch.device("cpu")]._offloaded.values())
     assert len([ref for ref in boxes if ref() is not None]) == 2, "the input of sin and cos, and the output of exp"
     out.sum().backward()
     torch.testing.assert_close(x.grad, 2 * ((2 * X).cos() - (2 * X).sin() + 32 * (2 * X).exp()))
@@ -79,25 +81,25 @@ def test_a_tensor_that_several_operators_save_leaves_once():
     ids=["turned", "with gaps", "expanded", "of another dtype"],
 )
 def test_a_tensor_comes_back_as_it_was(make):
-    shelf = Shelf(min_bytes=0, copies_on_cpu=True)
+    shelf = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     tensor = make(X)
-    box = shelf._put(tensor, set())
-    back = box if isinstance(box, Tensor) else box.take()
+    box = shelf._pack(tensor, set())
+    back = box if isinstance(box, Tensor) else box.fetch()
     assert torch.equal(back, tensor)
     assert back.dtype == tensor.dtype
 
 
 def test_what_was_put_before_is_fetched_ahead():
-    shelf = Shelf(min_bytes=0, copies_on_cpu=True)
-    boxes = [shelf._put(torch.full((4,), float(at)), set()) for at in range(6)]
-    boxes[5].take()
-    assert [box._back is not None for box in boxes] == [False, False, False, True, True, False]
-    assert [box.take()[0].item() for box in reversed(boxes)] == [5, 4, 3, 2, 1, 0]
+    shelf = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
+    boxes = [shelf._pack(torch.full((4,), float(at)), set()) for at in range(6)]
+    boxes[5].fetch()
+    assert [box._fetched is not None for box in boxes] == [False, False, False, True, True, False]
+    assert [box.fetch()[0].item() for box in reversed(boxes)] == [5, 4, 3, 2, 1, 0]
 
 
 def test_a_tensor_that_is_changed_after_it_was_saved_is_an_error_as_without():
-    shelf = Shelf(min_bytes=0, copies_on_cpu=True)
-    with shelf.taking(nn.Identity()):
+    shelf = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
+    with shelf.offload_saved_tensors(nn.Identity()):
         h = X.clone().requires_grad_() * 2
         out = h.sin().sum()
         h.add_(1.0)
@@ -106,14 +108,14 @@ def test_a_tensor_that_is_changed_after_it_was_saved_is_an_error_as_without():
 
 
 def test_few_originals_are_held_and_none_when_the_graph_is_dropped():
-    shelf = Shelf(min_bytes=0, copies_on_cpu=True)
-    boxes = [shelf._put(torch.full((4,), float(at)), set()) for at in range(50)]
-    assert [at for at, box in enumerate(boxes) if box.leaving] == [46, 47, 48, 49]
-    lane = shelf._lanes[torch.device("cpu")]
+    shelf = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
+    boxes = [shelf._pack(torch.full((4,), float(at)), set()) for at in range(50)]
+    assert [at for at, box in enumerate(boxes) if box.is_in_flight] == [46, 47, 48, 49]
+    lane = shelf._streams[torch.device("cpu")]
     del boxes
     gc.collect()
-    assert [ref for ref in lane._leaving if ref() is not None] == []
-    assert len(lane._known) <= 32
+    assert [ref for ref in lane._in_flight if ref() is not None] == []
+    assert len(lane._offloaded) <= 32
 
 
 def test_offloading_is_without_effect_on_the_cpu():
@@ -139,17 +141,17 @@ def trained(name: str, strategy: str, offload: str | None, meta: bool) -> list[T
     net = materialize(net, seed=0) if meta else net
     step = compose_step(models.CASES[name].loss, [clip_by_norm(0.5), ema(0.9)])
     state = step.init(net, torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False))
-    share = models.SAMPLES // current().world_size
-    mine = slice(current().rank * share, (current().rank + 1) * share)
+    share = models.SAMPLES // get_dist_info().world_size
+    mine = slice(get_dist_info().rank * share, (get_dist_info().rank + 1) * share)
     batch = {key: value[mine] for key, value in models.batch(name, models.WEIGHTS).items()}
     for _ in range(3):
         state, _ = step(state, batch)
     loss = evaluate(net, [batch], models.CASES[name].loss)["loss"].total
-    assert state.device == current().device
-    assert all(group.offload_policy.__class__.__name__.startswith("CPU") is bool(offload) for group in param_groups(net))
-    assert spec_of(net).computes_on == (current().device if offload else None)
-    assert all(local(p).device.type == "cpu" for p in net.parameters())
-    averages = [value for _, value in full_params(state.slices["ema"]["params"])]
+    assert state.device == get_dist_info().device
+    assert all(group.offload_policy.__class__.__name__.startswith("CPU") is bool(offload) for group in fsdp_param_groups(net))
+    assert get_spec(net).compute_device == (get_dist_info().device if offload else None)
+    assert all(to_local(p).device.type == "cpu" for p in net.parameters())
+    averages = [value for _, value in full_params(state.transform_states["ema"]["params"])]
     return [*(value.clone() for _, value in full_params(state)), *averages, loss]
 
 
@@ -176,15 +178,15 @@ def moved_through_a_checkpoint(folder: str, there: str | None, here: str | None)
         step = compose_step(models.CASES["left out"].loss, [ema(0.9)])
         made[key] = step.init(net, torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False))
         if key == "saved":
-            share = models.SAMPLES // current().world_size
-            mine = slice(current().rank * share, (current().rank + 1) * share)
+            share = models.SAMPLES // get_dist_info().world_size
+            mine = slice(get_dist_info().rank * share, (get_dist_info().rank + 1) * share)
             made[key], _ = step(made[key], {k: v[mine] for k, v in models.batch("left out", models.WEIGHTS).items()})
             save_sharded(folder, made[key])
     loaded = load_sharded(folder, made["loaded"]).state
     assert loaded.step == 1
     pairs = zip(full_params(made["saved"]), full_params(loaded), strict=True)
     moments = [state["exp_avg"] for state in loaded.optimizer.state.values()]
-    return all(torch.equal(a, b) for (_, a), (_, b) in pairs) and all(local(m).device.type == "cpu" for m in moments)
+    return all(torch.equal(a, b) for (_, a), (_, b) in pairs) and all(to_local(m).device.type == "cpu" for m in moments)
 
 
 @pytest.mark.parametrize(("there", "here"), [("params", None), (None, "params"), ("params", "params")])

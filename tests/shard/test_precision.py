@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.materialize import materialize
 from dtrain.shard.precision import Precision
-from dtrain.state import TrainState, new_state
-from dtrain.step.cached import cached_microbatch_step
-from dtrain.step.in_backward import step_in_backward
-from dtrain.step.microbatch import microbatch_step
-from dtrain.tensors import gathered
+from dtrain.state import TrainState, init_state
+from dtrain.step.grad_cache import grad_cache_step
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.step.optimizer_in_backward import optimizer_in_backward
 from dtrain.testing import count_collectives
-from dtrain.types import LossSum
+from dtrain.typing import LossSum
 
 STRATEGIES = ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -61,7 +61,7 @@ def loss(net: nn.Module, batch: torch.Tensor) -> LossSum:
 
 
 def state_of(net: nn.Module) -> TrainState:
-    return new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def short(dtype: torch.dtype) -> str:
@@ -77,7 +77,7 @@ def seen_dtypes(strategy: str, precision: Precision, accumulate: str) -> dict[st
     state = state_of(net)
     with count_collectives() as traffic:
         state, _ = microbatch_step(state, torch.ones(4, DIM), loss_fn=loss, microbatch_size=2)
-    sums = traffic.where(op="reduce_scatter") + [r for r in traffic.where(op="all_reduce") if r.dtype != "float64"]
+    sums = traffic.select(op="reduce_scatter") + [r for r in traffic.select(op="all_reduce") if r.dtype != "float64"]
     assert sums
     return {
         **seen,
@@ -226,15 +226,15 @@ def ones_of(net: nn.Module, x: torch.Tensor) -> LossSum:
 
 def mean_of_ones(net: nn.Module, how: str) -> list[float]:
     """The mean of as many gradients of 1 as there are microbatches on all ranks, as the step or the update has it."""
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=1.0))
-    before = {name: gathered(param.detach()).float().clone() for name, param in state.params.items()}
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    before = {name: full_tensor(param.detach()).float().clone() for name, param in state.params.items()}
     batch = torch.ones(MICROBATCHES, 1)
     if how == "in backward":
-        step_in_backward(ones_of, weight_fn=len, microbatch_size=1)(state, batch)
-        return [(before[name] - gathered(param.detach()).float()).mean().item() for name, param in state.params.items()]
-    step = cached_microbatch_step if how == "cached" else microbatch_step
+        optimizer_in_backward(ones_of, weight_fn=len, microbatch_size=1)(state, batch)
+        return [(before[name] - full_tensor(param.detach()).float()).mean().item() for name, param in state.params.items()]
+    step = grad_cache_step if how == "cached" else microbatch_step
     step(state, batch, loss_fn=ones_of, microbatch_size=1)
-    return [gathered(param.grad).float().mean().item() for param in state.params.values()]
+    return [full_tensor(param.grad).float().mean().item() for param in state.params.values()]
 
 
 def means(strategies: list[str], named: list[str], hows: list[str]) -> dict[str, list[float]]:
@@ -252,7 +252,7 @@ def means(strategies: list[str], named: list[str], hows: list[str]) -> dict[str,
                         blocks=("cut",),
                         precision=precision,
                         accumulate=accumulate,
-                        leave_out="whole.weight",
+                        ignored_params="whole.weight",
                     )
                     found[f"{strategy}, {name}, {accumulate}, {how}"] = mean_of_ones(net, how)
     return found
@@ -294,7 +294,7 @@ def summed_over_ranks(reduce: str | None) -> float:
         nn.Sequential(nn.Linear(1, 4, bias=False)), build_mesh(), precision=Precision(param="bf16", reduce=reduce)
     )
     state = state_of(net)
-    batch = torch.tensor([[256.0 if current().rank == 0 else 1.0]])
+    batch = torch.tensor([[256.0 if get_dist_info().rank == 0 else 1.0]])
     microbatch_step(state, batch, loss_fn=lambda net, x: LossSum(total=net(x).float().sum(), weight=0.5))
     return state.params["0.weight"].grad.full_tensor()[0].item()
 

@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.algorithms.gradients.clip import clip_by_norm
-from dtrain.algorithms.rates.scale_lr import scale_lr
-from dtrain.algorithms.weights.ema import ema
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.schedules.basic import linear
+from dtrain.dtensor import global_norm
+from dtrain.schedules.curves import linear
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.whole import full_params
+from dtrain.shard.unshard import full_params
 from dtrain.step.compose import compose_step
 from dtrain.step.optimizer import clip_grad_norm_
-from dtrain.tensors import global_norm
+from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
+from dtrain.transforms.hyperparameters.scale_lr import scale_lr
+from dtrain.transforms.weights.ema import ema
 from shard.models import CASES, SAMPLES, WEIGHTS, batch, make
 
 STEPS, CLIP = 4, 0.5
@@ -51,7 +51,7 @@ def by_hand(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]
 
 def trained(name: str, strategy: str) -> list[float]:
     """The largest differences of parameters and of averages."""
-    rank, world = current().rank, current().world_size
+    rank, world = get_dist_info().rank, get_dist_info().world_size
     mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
     net = shard_model(make(name), mesh, strategy=strategy, **CASES[name].options)
     transforms = [scale_lr(linear(1.0, 0.0, STEPS)), clip_by_norm(CLIP), ema(0.9)]
@@ -63,7 +63,9 @@ def trained(name: str, strategy: str) -> list[float]:
     params, averages = by_hand(name)
     return [
         max((tensor - params[key]).abs().max().item() for key, tensor in full_params(state)),
-        max((tensor - averages[key]).abs().max().item() for key, tensor in full_params(state.slices["ema"]["params"])),
+        max(
+            (tensor - averages[key]).abs().max().item() for key, tensor in full_params(state.transform_states["ema"]["params"])
+        ),
     ]
 
 

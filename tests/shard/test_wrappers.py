@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from dtrain.names import unwrapped
+from dtrain.fqn import unwrap_module
+from dtrain.shard.buffers import buffer_sync_of
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.reduction import reduction_of
-from dtrain.shard.replicas import buffers_of
-from dtrain.state import new_state, spec_of
-from dtrain.step.microbatch import microbatch_step
+from dtrain.shard.grad_sync import grad_sync_of
+from dtrain.state import get_spec, init_state
+from dtrain.step.microbatch_step import microbatch_step
 from shard.models import WEIGHTS, Block, Stack, batch, difference, make, squared
 from shard.test_models import mesh_for, share
 
@@ -49,11 +49,11 @@ WRAPPED = {  # before shard_model, and after it
 def trained(kind: str, strategy: str) -> list:
     before, after = WRAPPED[kind]
     net = after(shard_model(before(make(NAME)), mesh_for(strategy), strategy=strategy, blocks=(Block,)))
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for size in (2, None):
         microbatch_step(state, share(batch(NAME, WEIGHTS)), loss_fn=squared, microbatch_size=size)
-    steered = reduction_of(net) is not reduction_of(nn.Identity()) and buffers_of(net) is not buffers_of(nn.Identity())
-    return [difference(NAME, state.params), spec_of(net).strategy == strategy == state.spec.strategy, steered]
+    steered = grad_sync_of(net) is not grad_sync_of(nn.Identity()) and buffer_sync_of(net) is not buffer_sync_of(nn.Identity())
+    return [difference(NAME, state.params), get_spec(net).strategy == strategy == state.spec.strategy, steered]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "replicate"])
@@ -66,5 +66,5 @@ def test_a_wrapped_model_trains_as_the_plain_one(ranks, kind, strategy):
 
 def test_unwrapped_looks_through_every_wrapper_around_the_whole():
     net = Block()
-    assert unwrapped(net) is net
-    assert unwrapped(checkpoint_wrapper(compiled(net))) is net
+    assert unwrap_module(net) is net
+    assert unwrap_module(checkpoint_wrapper(compiled(net))) is net

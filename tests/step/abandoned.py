@@ -8,17 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import seed_all
+from dtrain.dtensor import to_local
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState
-from dtrain.step.auto import auto_microbatch
+from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import Step, compose_step
-from dtrain.step.microbatch import microbatch_step
-from dtrain.tensors import local
-from dtrain.testing.faults import fault
-from dtrain.types import LossSum
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.testing.fault_injection import inject_fault
+from dtrain.typing import LossSum
 
 SAMPLES, WIDTH = 8, 6
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
@@ -70,15 +70,15 @@ def start(strategy: str, *transforms, size: int | None = None) -> tuple[Step, Tr
     net = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 2))
     if strategy != "none":
         mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
-        net = shard_model(net, mesh, strategy=strategy, blocks=(Block,), leave_out=("3.bias",))
+        net = shard_model(net, mesh, strategy=strategy, blocks=(Block,), ignored_params=("3.bias",))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     step = compose_step(loss_fn, transforms, grad=partial(microbatch_step, microbatch_size=size))
-    seed_all(3, current().rank)
+    seed_all(3, get_dist_info().rank)
     return step, step.init(net, optimizer)
 
 
 def batches(steps: int) -> list[dict]:
-    generator = torch.Generator().manual_seed(11 + current().rank)
+    generator = torch.Generator().manual_seed(11 + get_dist_info().rank)
     return [
         {"x": torch.randn(SAMPLES, WIDTH, generator=generator), "y": torch.randn(SAMPLES, 2, generator=generator)}
         for _ in range(steps)
@@ -89,22 +89,22 @@ def fingerprint(state: TrainState) -> list:
     """Every bit that a step may change, as plain data: parameters, buffers, optimizer state, random generators."""
     tensors = [*state.params.values(), *state.model.buffers()]
     tensors += [value for held in state.optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
-    bits = [local(tensor).detach().contiguous().reshape(-1).view(torch.uint8).tolist() for tensor in tensors]
+    bits = [to_local(tensor).detach().contiguous().reshape(-1).view(torch.uint8).tolist() for tensor in tensors]
     return [bits, torch.get_rng_state().tolist(), [param.grad is None for param in state.params.values()]]
 
 
 def compare(strategy: str, at: str, call: int, rank: int, when: int) -> dict:
     """Run with one fault in step ``when``, then again with the sizes that the first run ended up with."""
-    auto = auto_microbatch(initial=4, minimum=2, divisor=2, grow=None)
+    auto = auto_microbatch(initial=4, minimum=2, divisor=2, grow_interval=None)
     step, state = start(strategy, auto)
     updates, sizes = [], []
     state.optimizer.register_step_post_hook(lambda *_: updates.append(1))
     at = f"{__name__}.{at}" if at in globals() else at
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
     for index, batch in enumerate(batches(3)):
-        with fault("raise", at=at, call=call, rank=rank, error=error) if index == when else nullcontext():
+        with inject_fault("raise", at=at, call=call, rank=rank, error=error) if index == when else nullcontext():
             state, _ = step(state, batch)
-        sizes.append(state.slices["auto_microbatch"]["size"])
+        sizes.append(state.transform_states["auto_microbatch"]["size"])
     found = fingerprint(state)
     by_hand = {size: start(strategy, size=size)[0] for size in set(sizes)}
     _, state = start(strategy)

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import torch._dynamo  # optimizers and FSDP2 load it: once here, not once in every rank
 import torch.distributed.fsdp  # noqa: F401
 
-from dtrain import wire
-from dtrain.launch.port import hold_port
+from dtrain import launch_protocol
 from dtrain.launch.processes import die_with_parent
+from dtrain.launch.spawn_function import reserve_port
 
 LONG_S = 90  # how long a busy test machine may take
 
@@ -32,7 +32,7 @@ def endings(
     """
     pids = []
     try:
-        with hold_port() as held:
+        with reserve_port() as held:
             pids += [_start(body, rank, world_size, held.getsockname()[1], folder, env) for rank in range(world_size)]
             if meanwhile is not None:
                 meanwhile(pids)
@@ -58,12 +58,12 @@ def _start(body: Body, rank: int, world_size: int, port: int, folder: Path, env:
     pid = os.fork()
     if pid == 0:
         _be_rank(body, rank, folder, parent, {
-            **wire.rank_environment(
+            **launch_protocol.rank_environment(
                 rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, node_rank=0, nodes=1,
                 addr="127.0.0.1", port=port,
             ),
-            wire.LOOPBACK: "1",
-            wire.GLOO_INTERFACE: "lo",
+            launch_protocol.LOOPBACK: "1",
+            launch_protocol.GLOO_INTERFACE: "lo",
             **env,
         })  # fmt: skip
     return pid
@@ -73,7 +73,7 @@ def _be_rank(body: Body, rank: int, folder: Path, parent: int, env: dict[str, st
     code = 1
     try:
         die_with_parent(parent)
-        os.environ.pop(wire.AGENT_STORE, None)
+        os.environ.pop(launch_protocol.AGENT_STORE, None)
         os.environ.update(env)
         said = body(rank)
         if said is not None:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dtrain.losses import token_cross_entropy
-from dtrain.types import LossSum
+from dtrain.typing import LossSum
 
 SAMPLES, SEQ, VOCAB = 11, 6, 13
 

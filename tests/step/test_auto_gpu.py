@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.errors import DoesNotFitError
-from dtrain.step.auto import auto_microbatch
+from dtrain.errors import OutOfMemoryError
+from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import compose_step
-from dtrain.step.microbatch import microbatch_step
-from dtrain.step.sizing import find_microbatch_size
-from dtrain.types import LossSum
+from dtrain.step.find_microbatch_size import find_microbatch_size
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.typing import LossSum
 
 SAMPLES, WIDTH = 4096, 4096
 
@@ -32,14 +32,14 @@ def test_the_size_found_is_near_the_largest_that_works_by_hand():
     batch = torch.randn(SAMPLES, 256, WIDTH, pin_memory=True)  # stays on the host: microbatches are moved
     state = compose_step(loss_fn).init(net, torch.optim.SGD(net.parameters(), lr=1e-3))
     report = find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0)
-    assert report.size < report.largest
-    low, high = report.size, report.largest
+    assert report.size < report.largest_batch
+    low, high = report.size, report.largest_batch
     while low < high:
         middle = (low + high + 1) // 2
         try:
             find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0, minimum=middle, divisor=10**6)
             low = middle
-        except DoesNotFitError:
+        except OutOfMemoryError:
             high = middle - 1
     assert report.size >= 0.9 * low
 
@@ -54,7 +54,7 @@ def test_a_step_that_ran_out_of_gpu_memory_is_as_if_begun_with_the_size_found():
         state = step.init(net, torch.optim.SGD(net.parameters(), lr=1e-6, momentum=0.9))
         batch = torch.randn(SAMPLES, 256, WIDTH, generator=torch.Generator().manual_seed(1))
         state, _ = step(state, batch)
-        found = state.slices.get("auto_microbatch", {}).get("size", 0)
+        found = state.transform_states.get("auto_microbatch", {}).get("size", 0)
         return [param.detach().clone() for param in state.params.values()], found
 
     tried, size = run(auto_microbatch(initial=SAMPLES))

@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.errors import ConfigError, DoesNotFitError, PeerError
+from dtrain.dtensor import to_local
+from dtrain.errors import ConfigError, OutOfMemoryError, PeerError
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState
-from dtrain.step.auto import auto_microbatch
-from dtrain.step.auto_eval import auto_batch_eval
+from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import Step, compose_step
-from dtrain.step.microbatch import microbatch_step
-from dtrain.step.sizing import find_microbatch_size
-from dtrain.tensors import local
-from dtrain.testing.budget import memory_budget
-from dtrain.testing.faults import fault
-from dtrain.types import LossSum
+from dtrain.step.evaluate import auto_batch_eval
+from dtrain.step.find_microbatch_size import find_microbatch_size
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.testing.fault_injection import inject_fault
+from dtrain.testing.memory_budgets import memory_budget
+from dtrain.typing import LossSum
 from step.abandoned import batches, fingerprint
 from step.abandoned import start as start_small
 
@@ -48,13 +48,13 @@ def start(*transforms, loss=loss_fn, grad=microbatch_step) -> tuple[Step, TrainS
 
 
 def size_of(state: TrainState) -> int | str:
-    content = state.slices["auto_microbatch"]
+    content = state.transform_states["auto_microbatch"]
     return "whole" if content["whole"] else content["size"]
 
 
 def promised() -> int | str:
     step, state = start(auto_microbatch(), grad=partial(microbatch_step, weight_fn=len))
-    with memory_budget(200_000, held=state.params.values()):
+    with memory_budget(200_000, existing=state.params.values()):
         state, _ = step(state, torch.randn(512, WIDTH))
     return size_of(state)
 
@@ -67,12 +67,12 @@ def test_a_rehearsal_of_some_microbatches_keeps_no_promise_of_weight(ranks):
 
 def blamed() -> str:
     def loss(net: nn.Module, batch: torch.Tensor) -> LossSum:
-        if len(batch) == 4 - 2 * current().rank:
-            raise torch.OutOfMemoryError(f"rank {current().rank} refused {len(batch)}")
+        if len(batch) == 4 - 2 * get_dist_info().rank:
+            raise torch.OutOfMemoryError(f"rank {get_dist_info().rank} refused {len(batch)}")
         return loss_fn(net, batch)
 
     step, state = start(auto_microbatch(initial=4, minimum=2), loss=loss)
-    with pytest.raises(DoesNotFitError) as error:
+    with pytest.raises(OutOfMemoryError) as error:
         step(state, torch.randn(8, WIDTH))
     return str(error.value)
 
@@ -90,7 +90,7 @@ def given_back() -> list:
     step, state = start(auto_microbatch(initial=4), loss=broken)
     with pytest.raises((ValueError, PeerError)):
         step(state, torch.randn(8, WIDTH))
-    held = len(state.shared.kept["auto_microbatch"].ballast)
+    held = len(state.run_context.transform_cache["auto_microbatch"].reserved)
     step = compose_step(loss_fn, [auto_microbatch(initial=4)])
     state, _ = step(state, torch.randn(8, WIDTH))
     return [held, size_of(state)]
@@ -102,9 +102,9 @@ def test_a_first_step_that_raises_holds_nothing_and_begins_again(ranks):
 
 def told_differently() -> int | str:
     step, state = start(auto_microbatch())
-    place = "cpu, 2 ranks, full_shard, local" if current().rank == 0 else "elsewhere"
-    state = state.with_slice("auto_microbatch", {"size": 3, "whole": 0, "found_on": place})
-    with memory_budget(200_000, held=state.params.values()):
+    place = "cpu, 2 ranks, full_shard, local" if get_dist_info().rank == 0 else "elsewhere"
+    state = state.with_transform_state("auto_microbatch", {"size": 3, "whole": 0, "found_on": place})
+    with memory_budget(200_000, existing=state.params.values()):
         state, _ = step(state, torch.randn(64, WIDTH))
     return size_of(state)
 
@@ -115,11 +115,13 @@ def test_ranks_that_know_of_different_places_search_together(ranks):
 
 
 def loaded_between() -> list:
-    step, state = start(auto_microbatch(initial=4, grow=None))
+    step, state = start(auto_microbatch(initial=4, grow_interval=None))
     batch, sizes = torch.randn(8, WIDTH), []
     state, _ = step(state, batch)
     for content in ({"size": 2, "whole": 0, "found_on": "elsewhere"}, {"size": 2, "whole": 0}):
-        state = state.with_slice("auto_microbatch", {"found_on": state.slices["auto_microbatch"]["found_on"], **content})
+        state = state.with_transform_state(
+            "auto_microbatch", {"found_on": state.transform_states["auto_microbatch"]["found_on"], **content}
+        )
         state, _ = step(state, batch)
         sizes.append(size_of(state))
     return sizes
@@ -134,16 +136,16 @@ def collective_of_its_own() -> list:
 
     def loss(net: nn.Module, batch: torch.Tensor) -> LossSum:
         out = net(batch)
-        others = [torch.empty_like(out) for _ in range(current().world_size)]
+        others = [torch.empty_like(out) for _ in range(get_dist_info().world_size)]
         dist.all_gather(others, out.detach())
         return LossSum(total=(out - sum(other.mean() for other in others)).square().sum(), weight=len(batch))
 
-    step, state = start(auto_microbatch(initial=4, grow=None), loss=loss)
+    step, state = start(auto_microbatch(initial=4, grow_interval=None), loss=loss)
     for samples in (8, 8, 8):
         state, _ = step(state, torch.randn(samples, WIDTH))
-    with fault("raise", at="forward", call=2, rank=1, error=OUT_OF_MEMORY):
+    with inject_fault("raise", at="forward", call=2, rank=1, error=OUT_OF_MEMORY):
         state, _ = step(state, torch.randn(3, WIDTH))
-    return [state.step, size_of(state), len(state.shared.kept["auto_microbatch"].trials.traces)]
+    return [state.step, size_of(state), len(state.run_context.transform_cache["auto_microbatch"].prober.traces)]
 
 
 def test_a_loss_with_collectives_of_uneven_sizes_has_no_trace(ranks):
@@ -159,9 +161,9 @@ def with_a_critic(at: str, call: int) -> dict:
         def loss(net: nn.Module, batch: torch.Tensor) -> LossSum:
             return LossSum(total=critic(net(batch)).square().sum(), weight=len(batch))
 
-        auto = [auto_microbatch(initial=4, minimum=2, divisor=2, grow=None)] if failing else []
+        auto = [auto_microbatch(initial=4, minimum=2, divisor=2, grow_interval=None)] if failing else []
         state = compose_step(loss, auto).init(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-        generator, found = torch.Generator().manual_seed(current().rank), []
+        generator, found = torch.Generator().manual_seed(get_dist_info().rank), []
         for index in range(4):
             batch = torch.randn(8, WIDTH, generator=generator)
             if not failing:
@@ -171,10 +173,10 @@ def with_a_critic(at: str, call: int) -> dict:
             if index < 3:
                 state, _ = step(state, batch)
             else:
-                with fault("raise", at=at, call=call, rank=1, error=OUT_OF_MEMORY):
+                with inject_fault("raise", at=at, call=call, rank=1, error=OUT_OF_MEMORY):
                     state, _ = step(state, batch)
             found.append(size_of(state))
-        return found, [local(param).detach().flatten().tolist() for param in state.params.values()]
+        return found, [to_local(param).detach().flatten().tolist() for param in state.params.values()]
 
     sizes, params = run([], True)
     return {"sizes": sizes, "equal": run(sizes, False)[1] == params}
@@ -187,14 +189,14 @@ def test_another_model_in_the_loss_is_reset_too(ranks, at, call):
 
 
 def searched_alone() -> list:
-    step, state = start(auto_microbatch(grow=None, headroom=0.0))
+    step, state = start(auto_microbatch(grow_interval=None, headroom=0.0))
     batch = torch.randn(512, WIDTH)
-    with memory_budget(200_000, held=state.params.values()) as held:
+    with memory_budget(200_000, existing=state.params.values()) as held:
         report = find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0)
         state, _ = step(state, batch)
         size = size_of(state)
         held.limit = held.live + 100
-        with pytest.raises(DoesNotFitError) as error:
+        with pytest.raises(OutOfMemoryError) as error:
             find_microbatch_size(state, batch, loss_fn=loss_fn)
     return [report.size, size, str(error.value)[:30]]
 
@@ -209,7 +211,7 @@ def test_the_search_alone_counts_what_the_optimizer_will_take(ranks):
 
 def uncountable() -> str:
     _, state = start()
-    batch = {"ids": "none"} if current().rank == 1 else torch.randn(8, WIDTH)
+    batch = {"ids": "none"} if get_dist_info().rank == 1 else torch.randn(8, WIDTH)
     with pytest.raises((ConfigError, PeerError)) as error:
         auto_batch_eval(lambda net, part: net(part))(state.model, batch)
     return f"{type(error.value).__name__}: {error.value}"
@@ -225,7 +227,7 @@ def in_eights() -> list:
     step, state = start(auto_microbatch(divisor=8, headroom=0.0))
     sizes: list[int] = []
     state.model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
-    with memory_budget(80_000, held=state.params.values()):
+    with memory_budget(80_000, existing=state.params.values()):
         state, _ = step(state, torch.randn(64, WIDTH))
     return [size_of(state), sorted({size % 8 for size in sizes})]
 
@@ -243,14 +245,14 @@ def test_an_initial_size_that_the_divisor_does_not_divide_is_refused():
 
 def no_memory_for_copies() -> list:
     """Memory runs out on rank 1 where the buffers are copied, before the step has begun."""
-    step, state = start_small("full_shard", auto_microbatch(initial=4, minimum=2, divisor=2, grow=None))
+    step, state = start_small("full_shard", auto_microbatch(initial=4, minimum=2, divisor=2, grow_interval=None))
     first, second, third = batches(3)
     state, _ = step(state, first)
     before = fingerprint(state)
-    with fault("raise", at="dtrain.shard.replicas.KeptBuffers._mark", rank=1, error=OUT_OF_MEMORY):
+    with inject_fault("raise", at="dtrain.shard.buffers.BufferSnapshot._record_versions", rank=1, error=OUT_OF_MEMORY):
         state, _ = step(state, second)
     state, _ = step(state, third)
-    return [state.slices["auto_microbatch"]["size"], state.step, fingerprint(state) != before]
+    return [state.transform_states["auto_microbatch"]["size"], state.step, fingerprint(state) != before]
 
 
 def test_memory_that_runs_out_before_the_first_forward_is_agreed_on_too(ranks):

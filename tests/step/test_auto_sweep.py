@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import to_local
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState
-from dtrain.step.auto import auto_microbatch
+from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import compose_step
-from dtrain.step.microbatch import microbatch_step
-from dtrain.tensors import local
-from dtrain.testing.budget import memory_budget
-from dtrain.testing.faults import fault
-from dtrain.types import LossSum
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.testing.fault_injection import inject_fault
+from dtrain.testing.memory_budgets import memory_budget
+from dtrain.typing import LossSum
 
 SAMPLES = 12
 SIZES = range(1, SAMPLES + 1)
@@ -81,7 +81,7 @@ def start(architecture: str, strategy: str) -> TrainState:
 
 
 def bits(state: TrainState) -> list[Tensor]:
-    return [local(param).detach().clone() for param in state.params.values()]
+    return [to_local(param).detach().clone() for param in state.params.values()]
 
 
 class Pair:
@@ -90,26 +90,26 @@ class Pair:
     def __init__(self, architecture: str, strategy: str, size: int) -> None:
         self.size = size
         self.auto = compose_step(
-            loss_fn, [auto_microbatch(initial=size, minimum=size // 2, divisor=max(1, size // 2), grow=None)]
+            loss_fn, [auto_microbatch(initial=size, minimum=size // 2, divisor=max(1, size // 2), grow_interval=None)]
         )
         begun = start(architecture, strategy)
         self.state = self.auto.init(begun.model, begun.optimizer)
         self.other = start(architecture, strategy)
         self.by_hand = {size: compose_step(loss_fn, grad=partial(microbatch_step, microbatch_size=size)) for size in SIZES}
-        self.generator = torch.Generator().manual_seed(current().rank)
+        self.generator = torch.Generator().manual_seed(get_dist_info().rank)
 
     def step(self, *, at: str = "", call: int = 0, rank: int = 0, checked: bool = False) -> int:
         """One step of both, in the first run with a fault; the size that it found. 0: the parameters differ."""
         batch = torch.randn(SAMPLES, 6, generator=self.generator)
         self.begin_large()
         if checked:
-            self.state.shared.kept["auto_microbatch"].trials.traces.forget()
+            self.state.run_context.transform_cache["auto_microbatch"].prober.traces.forget()
         if at:
-            with fault("raise", at=at, call=call, rank=rank, error=OUT_OF_MEMORY):
+            with inject_fault("raise", at=at, call=call, rank=rank, error=OUT_OF_MEMORY):
                 self.state, _ = self.auto(self.state, batch)
         else:
             self.state, _ = self.auto(self.state, batch)
-        size = self.state.slices["auto_microbatch"]["size"]
+        size = self.state.transform_states["auto_microbatch"]["size"]
         self.other, _ = self.by_hand[size](self.other, batch)
         same = all(torch.equal(mine, theirs) for mine, theirs in zip(bits(self.state), bits(self.other), strict=True))
         return size if same else 0
@@ -117,13 +117,15 @@ class Pair:
     def begin_large(self) -> None:
         """Let the next step begin with the size that the last one may have had to leave."""
         if self.state.step:
-            found_on = self.state.slices["auto_microbatch"]["found_on"]
-            self.state = self.state.with_slice("auto_microbatch", {"size": self.size, "whole": 0, "found_on": found_on})
+            found_on = self.state.transform_states["auto_microbatch"]["found_on"]
+            self.state = self.state.with_transform_state(
+                "auto_microbatch", {"size": self.size, "whole": 0, "found_on": found_on}
+            )
 
     def calls(self, at: str) -> int:
         """How often a step comes by ``at``."""
         self.begin_large()
-        with fault("delay", at=at, call=None, seconds=0) as point:
+        with inject_fault("delay", at=at, call=None, seconds=0) as point:
             self.state, _ = self.auto(self.state, torch.zeros(SAMPLES, 6))
         self.other, _ = self.by_hand[self.size](self.other, torch.zeros(SAMPLES, 6))
         return point.calls
@@ -145,7 +147,7 @@ def sweep(architecture: str, strategy: str, size: int, every: int) -> dict:
                 if (call + cases) % every:
                     continue
                 cases += 1
-                rank = (call + checked) % current().world_size
+                rank = (call + checked) % get_dist_info().world_size
                 found = pair.step(at=at, call=call, rank=rank, checked=checked)
                 if not 0 < found < size:
                     wrong.append(f"{at} {call} of {total}, rank {rank}, {checked=}: {found}")
@@ -190,14 +192,14 @@ def on_a_budget(extra: int, call: int) -> list:
     model = shard_model(model, build_mesh(), blocks=(Unit,))
     step = compose_step(loss_fn, [auto_microbatch()])
     state, sizes = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01)), []
-    with memory_budget(10**9, held=list(state.params.values())) as budget:
+    with memory_budget(10**9, existing=list(state.params.values())) as budget:
         budget.limit = budget.live + extra
         for _ in range(3):
             state, _ = step(state, torch.randn(16, 64, 64))
-            sizes.append(state.slices["auto_microbatch"]["size"])
-        with fault("raise", at="forward", rank=1, call=call, error=OUT_OF_MEMORY):
+            sizes.append(state.transform_states["auto_microbatch"]["size"])
+        with inject_fault("raise", at="forward", rank=1, call=call, error=OUT_OF_MEMORY):
             state, _ = step(state, torch.randn(16, 64, 64))
-        sizes.append(state.slices["auto_microbatch"]["size"])
+        sizes.append(state.transform_states["auto_microbatch"]["size"])
     return [state.step, len(set(sizes[:3])), 0 < sizes[3] < sizes[0] < 16]
 
 

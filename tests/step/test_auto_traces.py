@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import StepError
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState
-from dtrain.step.attempt import Attempt
-from dtrain.step.auto import auto_microbatch
+from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import Step, compose_step
-from dtrain.step.microbatch import microbatch_step
-from dtrain.testing.collectives import count_collectives
-from dtrain.testing.faults import fault
-from dtrain.types import LossSum
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.step.oom_guard import StepGuard
+from dtrain.testing.collective_counter import count_collectives
+from dtrain.testing.fault_injection import inject_fault
+from dtrain.typing import LossSum
 from step.test_auto_sweep import OUT_OF_MEMORY, Unit, bits, loss_fn
 
 CAP_S = 120.0  # a rank that waits for another one would wait for many minutes
@@ -49,16 +49,16 @@ def start(*transforms, loss=loss_fn) -> tuple[Step, TrainState]:
 
 
 def auto():
-    return auto_microbatch(initial=4, minimum=1, grow=None)
+    return auto_microbatch(initial=4, minimum=1, grow_interval=None)
 
 
 def batches(steps: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(current().rank)
+    generator = torch.Generator().manual_seed(get_dist_info().rank)
     return [torch.randn(12, 6, generator=generator) for _ in range(steps)]
 
 
 def traces_of(state: TrainState):
-    return state.shared.kept["auto_microbatch"].trials.traces
+    return state.run_context.transform_cache["auto_microbatch"].prober.traces
 
 
 def by_hand(orders: list[list[int]]) -> list[Tensor]:
@@ -83,7 +83,7 @@ def reordered_on_one_rank(checked: bool) -> list:
     before = bits(state)
     if checked:
         traces_of(state).forget()
-    if current().rank == 1:
+    if get_dist_info().rank == 1:
         state.model.order = [1, 0, 2]
     with pytest.raises(StepError) as error:
         step(state, third)
@@ -142,9 +142,9 @@ def another_number(change: int) -> list:
     first, second, third = batches(3)
     for batch in (first, second):
         state, _ = step(state, batch)
-    agreed, here = Attempt.microbatches, current().rank
+    agreed, here = StepGuard.limit_microbatches, get_dist_info().rank
     with (
-        patch.object(Attempt, "microbatches", lambda attempt, wanted: agreed(attempt, wanted) + change * here),
+        patch.object(StepGuard, "limit_microbatches", lambda attempt, wanted: agreed(attempt, wanted) + change * here),
         pytest.raises(StepError) as error,
     ):
         step(state, third)
@@ -162,7 +162,7 @@ def forgetful() -> list:
     step, state = start(auto())
     exchanged = []
     for index, batch in enumerate(batches(4)):
-        if index == 2 and current().rank == 1:
+        if index == 2 and get_dist_info().rank == 1:
             traces_of(state).forget()
         with count_collectives() as seen:
             state, _ = step(state, batch)
@@ -187,10 +187,10 @@ def refuses_zeros() -> list:
     first, second, third = batches(3)
     for batch in (first, second):
         state, _ = step(state, batch)
-    with fault("raise", at="forward", call=1, rank=1, error=OUT_OF_MEMORY):
+    with inject_fault("raise", at="forward", call=1, rank=1, error=OUT_OF_MEMORY):
         state, _ = step(state, third)
-    size = state.slices["auto_microbatch"]["size"]
-    with fault("raise", at="forward", call=1, rank=1, error=KeyError("of rank 1")), pytest.raises(Exception) as error:  # noqa: PT011
+    size = state.transform_states["auto_microbatch"]["size"]
+    with inject_fault("raise", at="forward", call=1, rank=1, error=KeyError("of rank 1")), pytest.raises(Exception) as error:  # noqa: PT011
         step(state, first)
     return [0 < size < 4, type(error.value).__name__]
 
@@ -213,9 +213,9 @@ def catches_everything(at: str, steps: int) -> list:
     step, state = start(auto(), loss=loss)
     for batch in batches(steps):
         state, _ = step(state, batch)
-    with fault("raise", at=at, call=2, rank=1, error=OUT_OF_MEMORY):
+    with inject_fault("raise", at=at, call=2, rank=1, error=OUT_OF_MEMORY):
         state, _ = step(state, batches(1)[0])
-    return [0 < state.slices["auto_microbatch"]["size"] < 4, state.step]
+    return [0 < state.transform_states["auto_microbatch"]["size"] < 4, state.step]
 
 
 @pytest.mark.parametrize(("at", "steps"), [("forward", 0), ("gather", 0), ("gather", 2)])

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StaleStateError
-from dtrain.step import microbatch
+from dtrain.step import microbatch_step
 from dtrain.transform import Transform
 
 
@@ -82,7 +82,7 @@ def test_an_update_that_is_skipped_changes_nothing_but_the_clock():
 
 
 def test_composed_equals_by_hand_bit_for_bit():
-    step = dt.compose_step(LOSS, [dt.clip_by_norm(0.5)], grad=partial(dt.microbatch_step, microbatch_size=2))
+    step = dt.compose_step(LOSS, [dt.transforms.clip_by_norm(0.5)], grad=partial(dt.microbatch_step, microbatch_size=2))
     composed = begin(step)
     by_hand = begin(dt.compose_step(LOSS))
     for _ in range(3):
@@ -131,15 +131,15 @@ def test_a_transform_draws_the_same_whatever_is_listed_beside_it():
 
     alone = drawn_by_b([])
     assert len(set(alone)) == 2
-    assert drawn_by_b([dt.clip_by_norm(1.0), Transform(name="a", loss=draws_much)]) == alone
+    assert drawn_by_b([dt.transforms.clip_by_norm(1.0), Transform(name="a", loss=draws_much)]) == alone
 
 
 def drawn_on_each_rank() -> float:
-    from dtrain.transform import context_for
+    from dtrain.transform import make_step_context
 
     model = dt.shard_model(net(), dt.build_mesh())
     state = dt.compose_step(LOSS).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return torch.rand((), generator=context_for(state, "mixup").generator).item()
+    return torch.rand((), generator=make_step_context(state, "mixup").generator).item()
 
 
 def test_each_data_parallel_rank_has_its_own_generator(ranks):
@@ -163,7 +163,7 @@ def failing(name: str, where: str, *, after: bool) -> Transform:
 
 @pytest.mark.parametrize(("where", "after"), [("grad", True), ("grad", False), ("update", False), ("update", True)])
 def test_a_step_that_raises_leaves_no_gradient_behind(where, after):
-    step = dt.compose_step(LOSS, [dt.clip_by_norm(0.1), failing("broken", where, after=after)])
+    step = dt.compose_step(LOSS, [dt.transforms.clip_by_norm(0.1), failing("broken", where, after=after)])
     state = begin(step)
     with pytest.raises(KeyError, match=where):
         step(state, BATCH)
@@ -184,10 +184,16 @@ def test_a_spent_state_is_refused_without_touching_the_gradient_of_the_newest_on
     ("given", "message"),
     [
         ((None,), r"loss_fn must be a function \(model, batch\) -> LossSum, got None; as in compose_step\(loss_fn, \["),
-        (([dt.ema(0.9)],), r"loss_fn must be a function .*, got \[Transform\(name='ema'"),
-        ((LOSS, dt.ema(0.9)), r"transforms is a list, got the Transform 'ema'; as in compose_step\(loss_fn, \[dt\.ema"),
+        (([dt.transforms.ema(0.9)],), r"loss_fn must be a function .*, got \[Transform\(name='ema'"),
+        (
+            (LOSS, dt.transforms.ema(0.9)),
+            r"transforms is a list, got the Transform 'ema'; as in compose_step\(loss_fn, \[dt\.ema",
+        ),
         ((LOSS, None), "transforms is a list, got None"),
-        ((LOSS, [dt.ema]), r"got the function ema, not what it makes; call it: compose_step\(loss_fn, \[dt\.ema\(\.\.\.\)\]\)"),
+        (
+            (LOSS, [dt.transforms.ema]),
+            r"got the function ema, not what it makes; call it: compose_step\(loss_fn, \[dt\.ema\(\.\.\.\)\]\)",
+        ),
         ((LOSS, [0.9]), r"needs a Transform, got 0\.9; as in compose_step\(loss_fn, \[dt\.ema\(0\.999\)\]\)"),
         ((LOSS, [Transform]), "needs a Transform, got <class"),
     ],
@@ -206,7 +212,7 @@ def test_a_half_that_is_no_function_is_refused(part):
 
 def test_names_must_differ():
     with pytest.raises(ConfigError, match=r"transform names must differ .* got 'ema' twice"):
-        dt.compose_step(LOSS, [dt.ema(0.9), dt.ema(0.99)])
+        dt.compose_step(LOSS, [dt.transforms.ema(0.9), dt.transforms.ema(0.99)])
 
 
 def test_a_name_must_be_fit_for_a_key():
@@ -217,7 +223,7 @@ def test_a_name_must_be_fit_for_a_key():
 def test_a_state_of_another_step_is_refused():
     state = begin(dt.compose_step(LOSS))
     with pytest.raises(ConfigError, match=r"the state has no slice for \['ema'\]"):
-        dt.compose_step(LOSS, [dt.ema(0.9)])(state, BATCH)
+        dt.compose_step(LOSS, [dt.transforms.ema(0.9)])(state, BATCH)
 
 
 def test_init_refuses_an_optimizer_of_other_parameters():
@@ -240,7 +246,7 @@ def test_init_refuses_a_model_without_parameters():
 
 
 def test_a_state_prints_short_and_a_step_its_transforms():
-    step = dt.compose_step(LOSS, [dt.ema(0.9)])
+    step = dt.compose_step(LOSS, [dt.transforms.ema(0.9)])
     assert repr(step) == "Step(ema)"
     assert repr(begin(step)) == "TrainState(step=0, params=2, strategy='none', optimizer=SGD, slices=['ema'], seed=0)"
 
@@ -272,19 +278,19 @@ def crossed_by_the_wall_clock() -> list[list[bool]]:
         return lambda state, metrics: seen.append(state.step) or inner(state, metrics)
 
     acting = dt.Transform(name="acting", update=act)
-    step = dt.compose_step(LOSS, [dt.every("3sec", acting)])
+    step = dt.compose_step(LOSS, [dt.transforms.every("3sec", acting)])
     torch.manual_seed(0)
     model = dt.shard_model(nn.Linear(3, 2), dt.build_mesh(), strategy="replicate")
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    real = microbatch.time
-    microbatch.time = Hurried(current().rank)
+    real = microbatch_step.time
+    microbatch_step.time = Hurried(get_dist_info().rank)
     found = []
     try:
         for _ in range(8):
             state, _ = step(state, BATCH)
             found.append([state.crossed("3sec"), state.crossed("1h"), state.reached("5sec")])
     finally:
-        microbatch.time = real
+        microbatch_step.time = real
     return [*found, seen]
 
 
@@ -304,7 +310,7 @@ def test_what_only_observes_keeps_nothing_and_may_come_and_go_between_starts(tmp
         step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len), transforms)
         return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    looks = Transform(name="looks", init=lambda state: {"kept": 1}, update=lambda inner: inner, observes=True)
+    looks = Transform(name="looks", init=lambda state: {"kept": 1}, update=lambda inner: inner, read_only=True)
     step, state = build([looks])
     state, _ = step(state, torch.ones(2, 3))
     assert state.slices == {}
@@ -315,5 +321,5 @@ def test_what_only_observes_keeps_nothing_and_may_come_and_go_between_starts(tmp
     resumed, _ = plain(resumed, torch.ones(2, 3))
     dt.save_sharded(tmp_path / "without", resumed)
     assert dt.load_sharded(tmp_path / "without", build([looks])[1]).state.step == 2
-    with pytest.raises(dt.CheckpointMismatchError, match="a transform"):
+    with pytest.raises(dt.errors.CheckpointMismatchError, match="a transform"):
         dt.load_sharded(tmp_path / "without", build([Transform(name="looks", update=lambda inner: inner)])[1])

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 import dtrain as dt
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import NonFiniteError
-from dtrain.host_scalar import HostScalar
-from dtrain.step.finite import LossWatch
+from dtrain.run_context import AsyncScalar
+from dtrain.step.finite import NonfiniteLossCounter
 from dtrain.testing import count_host_syncs
 
 LOSS = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
@@ -47,7 +47,7 @@ def test_the_step_after_ten_losses_that_are_not_finite_raises(bad):
     assert said == (
         "step: the loss was infinite or NaN in 10 steps in a row, from step 3 on; parameters that were updated by them are "
         "spoiled, so load a checkpoint of step 2 or before, then lower the learning rate, clip, or look at the batches; "
-        "dt.nonfinite leaves such updates out, and changes how many stop the run"
+        "dt.transforms.nonfinite leaves such updates out, and changes how many stop the run"
     )
 
 
@@ -80,11 +80,11 @@ def test_a_gradient_that_was_nan_shows_in_the_losses_after_it():
 
 
 def test_a_step_that_applies_in_backward_stops_as_well():
-    assert stopped_at(*begin(make=dt.step_in_backward, weight_fn=len), [FINE] + [NAN] * 20)[0] == 11
+    assert stopped_at(*begin(make=dt.optimizer_in_backward, weight_fn=len), [FINE] + [NAN] * 20)[0] == 11
 
 
 def test_nine_in_a_row_are_not_too_many_when_a_finite_loss_follows():
-    step, state = begin(dt.nonfinite("allow"), dt.Transform(name="keep", update=lambda inner: lambda s, m: (s, m)))
+    step, state = begin(dt.transforms.nonfinite("allow"), dt.Transform(name="keep", update=lambda inner: lambda s, m: (s, m)))
     run(step, state, ([NAN] * 9 + [FINE]) * 4)
 
 
@@ -97,14 +97,14 @@ def test_a_step_that_computes_two_gradients_counts_once():
 
 
 def test_allow_changes_the_number_or_stops_the_check():
-    assert stopped_at(*begin(dt.nonfinite("allow", in_a_row=3)), [NAN] * 20)[0] == 3
-    assert stopped_at(*begin(dt.nonfinite("allow", in_a_row=None)), [NAN] * 40)[0] == -1
+    assert stopped_at(*begin(dt.transforms.nonfinite("allow", in_a_row=3)), [NAN] * 20)[0] == 3
+    assert stopped_at(*begin(dt.transforms.nonfinite("allow", in_a_row=None)), [NAN] * 40)[0] == -1
 
 
 def test_skip_stops_as_well_unless_it_is_told_not_to():
-    at, said = stopped_at(*begin(dt.nonfinite("skip")), [FINE] + [NAN] * 20)
+    at, said = stopped_at(*begin(dt.transforms.nonfinite("skip")), [FINE] + [NAN] * 20)
     assert (at, said[:72]) == (10, "nonfinite: step 10: a gradient is not finite, 10 steps in a row (on this")
-    assert stopped_at(*begin(dt.nonfinite("skip", in_a_row=None)), [NAN] * 40)[0] == -1
+    assert stopped_at(*begin(dt.transforms.nonfinite("skip", in_a_row=None)), [NAN] * 40)[0] == -1
 
 
 def test_a_skipping_update_stops_as_well_by_gradients_alone():
@@ -128,13 +128,13 @@ def test_a_skipping_update_stops_as_well_by_gradients_alone():
 
 def test_a_scale_that_is_being_found_is_no_failure():
     """Gradients overflow for thirty steps, and the losses are finite."""
-    step, state = begin(dt.loss_scale(2.0**120))
+    step, state = begin(dt.transforms.loss_scale(2.0**120))
     state = run(step, state, [1e18] * 30)
-    assert state.slices["loss_scale"]["scale"] < 2.0**100
+    assert state.transform_states["loss_scale"]["scale"] < 2.0**100
 
 
 def test_a_loss_that_no_scale_mends_is():
-    assert stopped_at(*begin(dt.loss_scale()), [NAN] * 20)[0] == 10
+    assert stopped_at(*begin(dt.transforms.loss_scale()), [NAN] * 20)[0] == 10
 
 
 def trained(*transforms: dt.Transform) -> list[Tensor]:
@@ -144,7 +144,7 @@ def trained(*transforms: dt.Transform) -> list[Tensor]:
 
 
 def test_a_finite_run_has_the_same_numbers_and_no_wait():
-    for watched, free in zip(trained(), trained(dt.nonfinite("allow", in_a_row=None)), strict=True):
+    for watched, free in zip(trained(), trained(dt.transforms.nonfinite("allow", in_a_row=None)), strict=True):
         assert torch.equal(watched, free)
     step, state = begin()
     state = run(step, state, [FINE])
@@ -162,27 +162,27 @@ def test_a_loaded_run_begins_to_count_anew(tmp_path):
     run(step, state, [NAN] * 8)
 
 
-class Late(HostScalar):
+class Late(AsyncScalar):
     """A scalar that arrives when it has been asked for several times, as on a GPU that is behind."""
 
     __slots__ = ("asked",)
 
-    def post(self, value: Tensor) -> None:
+    def copy_from(self, value: Tensor) -> None:
         self.asked = 0
         super().post(value)
 
-    def peek(self) -> float | None:
+    def try_read(self) -> float | None:
         self.asked += 1
         return super().peek() if self.asked > 3 else None
 
 
 def test_a_device_that_is_behind_loses_no_count():
-    watch = LossWatch(limit=10)
+    watch = NonfiniteLossCounter(limit=10)
     watch._host = [Late(torch.device("cpu"))]
     found = []
     for step in range(30):
-        found.append(watch.first_of_too_many())
-        watch.note(step, torch.tensor(NAN if step >= 5 else 1.0, dtype=torch.float64))
+        found.append(watch.first_failed_step())
+        watch.record(step, torch.tensor(NAN if step >= 5 else 1.0, dtype=torch.float64))
     first = next(step for step in found if step is not None)
     assert first == 5
     assert found.index(first) <= 5 + 10 + 2 * 4
@@ -191,7 +191,7 @@ def test_a_device_that_is_behind_loses_no_count():
 def on_ranks() -> list:
     """One rank's loss is NaN, and no update is made, so the other rank's losses stay finite."""
     step, state = begin(dt.Transform(name="keep", update=lambda inner: lambda s, m: (s, m)))
-    values = [FINE] * 2 + [NAN if current().rank == 1 else FINE] * 20
+    values = [FINE] * 2 + [NAN if get_dist_info().rank == 1 else FINE] * 20
     return list(stopped_at(step, state, values))
 
 

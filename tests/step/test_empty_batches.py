@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dtrain as dt
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 
 LINE = "step: no rank has a sample in this batch; skip the step where a batch may be empty on all ranks, or end the loop there"
 
@@ -18,7 +18,7 @@ def loss_fn(model, batch):
 GRADS = {
     "whole": dt.microbatch_step,
     "microbatch": partial(dt.microbatch_step, microbatch_size=2),
-    "cached": partial(dt.cached_microbatch_step, microbatch_size=2),
+    "cached": partial(dt.grad_cache_step, microbatch_size=2),
     "auto": dt.microbatch_step,
 }
 
@@ -35,16 +35,16 @@ def stepped(kind: str, sizes: list):
     net = torch.nn.Linear(3, 2)
     torch.nn.init.constant_(net.weight, 0.5)
     torch.nn.init.zeros_(net.bias)
-    model = dt.shard_model(net, dt.build_mesh()) if current().world_size > 1 else net
+    model = dt.shard_model(net, dt.build_mesh()) if get_dist_info().world_size > 1 else net
     step = dt.compose_step(loss_fn, [dt.auto_microbatch()] if kind == "auto" else [], grad=GRADS[kind])
-    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), equal_batches=True)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), allow_equal_batches=True)
 
     def run(size):
         nonlocal state
         state, metrics = step(state, {"x": torch.ones(size, 3), "name": ["a"] * size})
         return round(dt.reduce_metrics(metrics)["loss"], 6)
 
-    first = said(run, sizes[current().rank])
+    first = said(run, sizes[get_dist_info().rank])
     return [first, said(run, 4), state.clock.samples]
 
 
@@ -67,7 +67,7 @@ def evaluated(sizes: list, size: int | None):
     model = torch.nn.Linear(3, 2)
     torch.nn.init.constant_(model.weight, 0.5)
     torch.nn.init.zeros_(model.bias)
-    batches = [{"x": torch.ones(sizes[current().rank], 3)}]
+    batches = [{"x": torch.ones(sizes[get_dist_info().rank], 3)}]
 
     def run():
         return round(dt.reduce_metrics(dt.evaluate(model, batches, loss_fn, microbatch_size=size))["loss"], 6)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.batch import origins_of
-from dtrain.clock import Place
+from dtrain.batch import get_batch_infos
+from dtrain.clock import EpochPosition
 
 LOSS = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
 
@@ -130,7 +130,9 @@ def test_zipped_loaders_need_a_name():
     step, state = begin()
     for _, _, batch in pairs():
         state, _ = step(state, batch)
-    with pytest.raises(dt.ConfigError, match=r"1ep is counted in epochs, .*tensors of 2 loaders.*step.init\(.*loader=loader"):
+    with pytest.raises(
+        dt.errors.ConfigError, match=r"1ep is counted in epochs, .*tensors of 2 loaders.*step.init\(.*loader=loader"
+    ):
         state.crossed("1ep")
     for at, epochs in ((0, 1), (1, 2)):
         state = None
@@ -148,7 +150,7 @@ def test_batches_of_two_loaders_in_turns_need_a_name():
         state, _ = step(state, theirs)
         last = step(state, mine)[0]
         break
-    with pytest.raises(dt.ConfigError, match="batches of several loaders came in turns"):
+    with pytest.raises(dt.errors.ConfigError, match="batches of several loaders came in turns"):
         last.crossed("1ep")
 
 
@@ -167,7 +169,7 @@ def test_a_second_stage_with_a_loader_of_its_own_goes_on_counting():
         lambda state: state.reached("2ep"),
         lambda state: state.clock.count("ep"),
         lambda state: state.crossed("0.5dur"),
-        lambda state: dt.early_stop("loss", patience="1ep")(state, {"loss": 1.0}),
+        lambda state: dt.monitors.early_stop("loss", patience="1ep")(state, {"loss": 1.0}),
     ],
     ids=["crossed", "reached", "count", "dur", "early_stop"],
 )
@@ -176,7 +178,7 @@ def test_a_loop_without_a_loader_has_no_epochs(use):
     for batch in torch.utils.data.DataLoader(rows(), batch_size=2):
         state, _ = step(state, batch)
     with pytest.raises(
-        dt.ConfigError, match=r"counted in epochs, and this loop has none: .*dt.build_loader.*or count in steps"
+        dt.errors.ConfigError, match=r"counted in epochs, and this loop has none: .*dt.build_loader.*or count in steps"
     ):
         use(state)
     assert state.crossed("10ba")
@@ -185,14 +187,14 @@ def test_a_loop_without_a_loader_has_no_epochs(use):
 @pytest.mark.parametrize(
     "transform",
     [
-        lambda: dt.freeze("0.**", start="1ep"),
-        lambda: dt.swa(start="1ep", interval="1ep", end="3ep"),
-        lambda: dt.every("1ep", dt.clip_by_norm(1.0)),
-        lambda: dt.between("1ep", "2ep", dt.clip_by_norm(1.0)),
-        lambda: dt.scale_lr(dt.measured_in("ep", lambda epoch: 1.0 / (1 + epoch))),
-        lambda: dt.ema(0.9, interval="1ep"),
+        lambda: dt.transforms.freeze("0.**", start="1ep"),
+        lambda: dt.transforms.swa(start="1ep", interval="1ep", end="3ep"),
+        lambda: dt.transforms.every("1ep", dt.transforms.clip_by_norm(1.0)),
+        lambda: dt.transforms.between("1ep", "2ep", dt.transforms.clip_by_norm(1.0)),
+        lambda: dt.transforms.scale_lr(dt.schedules.with_unit("ep", lambda epoch: 1.0 / (1 + epoch))),
+        lambda: dt.transforms.ema(0.9, interval="1ep"),
     ],
-    ids=["freeze", "swa", "every", "between", "measured_in", "ema"],
+    ids=["freeze", "swa", "every", "between", "with_unit", "ema"],
 )
 def test_what_is_keyed_to_epochs_raises_without_a_loader(transform):
     step, state = begin(transform(), frozen_part=True)
@@ -201,14 +203,16 @@ def test_what_is_keyed_to_epochs_raises_without_a_loader(transform):
     def two_steps():
         step(step(state, batch)[0], batch)
 
-    with pytest.raises(dt.ConfigError, match="counted in epochs, and this loop has none"):
+    with pytest.raises(dt.errors.ConfigError, match="counted in epochs, and this loop has none"):
         two_steps()
 
 
 @pytest.mark.parametrize("loop", STEPS)
 def test_a_part_is_frozen_when_its_epoch_begins(loop):
     source = loader()
-    step, state = begin(dt.freeze("0.**", start="1ep"), frozen_part=True, **({"loader": source} if loop == "slices" else {}))
+    step, state = begin(
+        dt.transforms.freeze("0.**", start="1ep"), frozen_part=True, **({"loader": source} if loop == "slices" else {})
+    )
     moved = []
     for batches in LOOPS[loop](source, "2ep"):
         for batch in batches:
@@ -222,7 +226,7 @@ def test_a_part_is_frozen_when_its_epoch_begins(loop):
 def test_a_schedule_of_epochs_follows_the_loader(loop):
     source = loader()
     step, state = begin(
-        dt.scale_lr(dt.measured_in("ep", lambda epoch: 1.0 - 0.1 * min(epoch, 5))),
+        dt.transforms.scale_lr(dt.schedules.with_unit("ep", lambda epoch: 1.0 - 0.1 * min(epoch, 5))),
         lr=1e-4,
         **({"loader": source} if loop == "slices" else {}),
     )
@@ -235,7 +239,7 @@ def test_a_schedule_of_epochs_follows_the_loader(loop):
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_an_average_takes_one_sample_an_epoch(loop):
-    state, _ = run_of(loop, loader(), dt.swa(start="1ep", interval="1ep", end="3ep"))
+    state, _ = run_of(loop, loader(), dt.transforms.swa(start="1ep", interval="1ep", end="3ep"))
     assert state.slices["swa"]["averaged"] == 3
 
 
@@ -250,7 +254,7 @@ def test_every_epoch_acts_in_the_first_step_of_each(loop):
 
         return noted
 
-    run_of(loop, loader(), dt.every("1ep", dt.Transform(name="noted", update=update)))
+    run_of(loop, loader(), dt.transforms.every("1ep", dt.Transform(name="noted", update=update)))
     assert acted == {"one": [0, 10, 20], "four": [0, 40, 80], "slices": [0, 20, 40], "third": [0, 3, 6]}[loop]
 
 
@@ -277,10 +281,10 @@ def test_a_run_resumed_in_the_middle_counts_as_one_that_was_not(loop, stop_at, t
         return state, found
 
     source = loader()
-    step, state = begin(dt.swa(start="1ep", interval="1ep", end="4ep"), **options(source))
+    step, state = begin(dt.transforms.swa(start="1ep", interval="1ep", end="4ep"), **options(source))
     whole, crossed = go(state, step, source, "3ep")
     source = loader()
-    step, state = begin(dt.swa(start="1ep", interval="1ep", end="4ep"), **options(source))
+    step, state = begin(dt.transforms.swa(start="1ep", interval="1ep", end="4ep"), **options(source))
     state = dt.load_sharded(tmp_path, state, extra={"loader": source}).state
     saved = source.position.batches
     if loop == "third":  # its loop counts from where it begins
@@ -314,13 +318,13 @@ def test_a_loop_by_hand_counts_alike():
 
 def test_the_place_survives_other_containers_and_our_own_copies():
     batch = next(loader().until("1ep"))
-    (origin,) = origins_of(batch)
-    assert origins_of({"again": [batch["x"]]}) == [origin]
-    assert origins_of((batch, 3)) == [origin]
-    assert [origins_of(part) for part in dt.split_batch(batch, 1)] == [[origin]] * 2
-    assert [origins_of(moved) for moved in dt.prefetch_to_device([batch], "meta")] == [[origin]]
-    assert origins_of(copy.deepcopy(dict(batch))) == [origin]
-    assert origins_of({"x": batch["x"][:1]}) == []
+    (origin,) = get_batch_infos(batch)
+    assert get_batch_infos({"again": [batch["x"]]}) == [origin]
+    assert get_batch_infos((batch, 3)) == [origin]
+    assert [get_batch_infos(part) for part in dt.split_batch(batch, 1)] == [[origin]] * 2
+    assert [get_batch_infos(moved) for moved in dt.prefetch_to_device([batch], "meta")] == [[origin]]
+    assert get_batch_infos(copy.deepcopy(dict(batch))) == [origin]
+    assert get_batch_infos({"x": batch["x"][:1]}) == []
 
 
 def test_a_batch_that_is_saved_needs_no_dtrain_to_load():
@@ -331,12 +335,14 @@ def test_a_batch_that_is_saved_needs_no_dtrain_to_load():
 
 
 def test_a_batch_made_new_in_the_step_keeps_its_place():
-    state, _ = run_of("one", loader(), dt.on_batch(lambda batch, generator: {"x": batch["x"] + 0.0}, name="new"))
+    state, _ = run_of("one", loader(), dt.transforms.on_batch(lambda batch, generator: {"x": batch["x"] + 0.0}, name="new"))
     assert state.clock.epoch == 3
 
 
 def test_another_librarys_loader_is_refused_at_init():
-    with pytest.raises(dt.ConfigError, match=r"init: loader must be one that dt.build_loader made, got <torch.utils.data"):
+    with pytest.raises(
+        dt.errors.ConfigError, match=r"init: loader must be one that dt.build_loader made, got <torch.utils.data"
+    ):
         begin(loader=torch.utils.data.DataLoader(rows()))
 
 
@@ -352,4 +358,4 @@ def test_a_batch_size_schedule_counts_its_batches():
 
 
 def test_places_compare_as_pairs():
-    assert Place(1, 0) == (1, 0)
+    assert EpochPosition(1, 0) == (1, 0)

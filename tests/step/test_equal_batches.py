@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import dtrain as dt
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 
 SAMPLES = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 
@@ -28,7 +28,7 @@ def warned(batches, *transforms, loss_fn=loss_fn, mesh=None, **options) -> list[
 
 
 def fed(kind: str) -> list[str]:
-    rank = current().rank
+    rank = get_dist_info().rank
     plain = list(DataLoader(TensorDataset(SAMPLES), batch_size=8, shuffle=False))
     if kind == "plain loader":
         return warned([batch for (batch,) in plain])
@@ -50,7 +50,9 @@ def fed(kind: str) -> list[str]:
     if kind == "a rank without samples":
         return warned([SAMPLES[: 8 * (rank == 0)]] * 4)
     if kind == "two equal batches with two gradients each":
-        return warned([SAMPLES[:8], SAMPLES[8:16], *(SAMPLES[i + rank : i + rank + 8] for i in range(4))], dt.sam(0.05))
+        return warned(
+            [SAMPLES[:8], SAMPLES[8:16], *(SAMPLES[i + rank : i + rank + 8] for i in range(4))], dt.transforms.sam(0.05)
+        )
     if kind == "equal first batch with a search":
         batches = [SAMPLES[:8], *(SAMPLES[i + rank : i + rank + 8] for i in range(4))]
         with dt.testing.memory_budget(2**20):
@@ -87,15 +89,15 @@ def test_other_batches_are_not_taken_for_equal_ones(ranks):
 
 def hashed(kind: str) -> int:
     """How many batches are looked at."""
-    from dtrain.step import equal_batches
+    from dtrain.step import sanity_checks
 
     looked = []
-    original = equal_batches.content_hash
-    equal_batches.content_hash = lambda batch: looked.append(1) or original(batch)
+    original = sanity_checks.hash_batch
+    sanity_checks.hash_batch = lambda batch: looked.append(1) or original(batch)
     try:
         fed(kind)
     finally:
-        equal_batches.content_hash = original
+        sanity_checks.hash_batch = original
     return len(looked)
 
 
@@ -108,9 +110,9 @@ def test_only_the_first_batches_are_looked_at(ranks):
 
 
 def test_one_process_compares_nothing(monkeypatch):
-    from dtrain.step import equal_batches
+    from dtrain.step import sanity_checks
 
-    monkeypatch.setattr(equal_batches, "content_hash", lambda batch: 1 / 0)
+    monkeypatch.setattr(sanity_checks, "hash_batch", lambda batch: 1 / 0)
     step = dt.compose_step(loss_fn)
     model = torch.nn.Linear(4, 2)
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))

@@ -4,20 +4,20 @@ from tensordict import TensorDict
 from torch import nn
 
 from dtrain.batch import batch_spec
-from dtrain.data.loading.build import build_loader
-from dtrain.dist.init import current
+from dtrain.data.build_loader import build_loader
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.ragged import all_gather_ragged
 from dtrain.errors import ConfigError, StepError
 from dtrain.losses import mean_loss
-from dtrain.observe.metrics import reduce_metrics
+from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.whole import evaluating
-from dtrain.state import new_state
+from dtrain.shard.unshard import eval_mode
+from dtrain.state import init_state
 from dtrain.step.evaluate import evaluate
-from dtrain.step.microbatch import microbatch_step
+from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import optimizer_step
-from dtrain.types import LossSum
+from dtrain.typing import LossSum
 
 DATA = torch.arange(26.0, dtype=torch.float64).reshape(13, 2)
 LOSS = mean_loss(lambda model, x: model(x).mean(), weight=len)
@@ -35,7 +35,7 @@ def expected() -> float:
 def with_loader(global_batch_size: int, tail: str) -> float:
     mesh = build_mesh()
     net = shard_model(model(), mesh, blocks=(nn.Linear,))
-    loader = build_loader(DATA, mesh=mesh, global_batch_size=global_batch_size, seed=0, collate=torch.stack, tail=tail)
+    loader = build_loader(DATA, mesh=mesh, global_batch_size=global_batch_size, seed=0, collate=torch.stack, last_batch=tail)
     first = reduce_metrics(evaluate(net, loader, LOSS))["loss"]
     assert reduce_metrics(evaluate(net, loader, LOSS))["loss"] == first, "one pass leaves the position"
     assert loader.position.batches == 0
@@ -54,9 +54,9 @@ def predictions(global_batch_size: int, tail: str) -> list[float]:
     mesh = build_mesh()
     net = shard_model(model(), mesh, blocks=(nn.Linear,))
     samples = [{"index": index, "x": x} for index, x in enumerate(DATA)]
-    loader = build_loader(samples, mesh=mesh, global_batch_size=global_batch_size, seed=0, tail=tail)
-    with evaluating(net):
-        found = [(batch["index"], net(batch["x"]).squeeze(1)) for batch in loader.one_pass()]
+    loader = build_loader(samples, mesh=mesh, global_batch_size=global_batch_size, seed=0, last_batch=tail)
+    with eval_mode(net):
+        found = [(batch["index"], net(batch["x"]).squeeze(1)) for batch in loader.one_epoch()]
     indices, values = (torch.cat(parts) for parts in zip(*found, strict=True))
     return all_gather_ragged(values, order=indices, mesh=mesh).tolist()
 
@@ -71,7 +71,7 @@ def test_predictions_come_together_in_the_order_of_the_dataset(ranks, world_size
 
 def with_ragged_batches() -> float:
     net = shard_model(model(), build_mesh())
-    mine = [DATA[:9].split(2), DATA[9:].split(4), [DATA[:0]]][current().rank]
+    mine = [DATA[:9].split(2), DATA[9:].split(4), [DATA[:0]]][get_dist_info().rank]
     return reduce_metrics(evaluate(net, mine, LOSS))["loss"]
 
 
@@ -83,7 +83,7 @@ def refused_on_one_rank(case: str) -> str:
     net = shard_model(model(), build_mesh())
     bad = {"nothing": [], "uncountable": ["text"], "broken": broken()}[case]
     try:
-        evaluate(net, [DATA[:2]] if current().rank == 0 else bad, LOSS)
+        evaluate(net, [DATA[:2]] if get_dist_info().rank == 0 else bad, LOSS)
     except (ConfigError, StepError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -120,7 +120,7 @@ def on_tensordicts(global_batch_size: int) -> list[float]:
     samples = TensorDict({"x": DATA}, batch_size=[13])
     loader = build_loader(samples, mesh=mesh, global_batch_size=global_batch_size, seed=0, collate=torch.stack)
     loss = mean_loss(lambda model, batch: model(batch["x"]).mean(), weight=len)
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.0))
     total = 0
     for batch in loader.until("1ep"):
         state, metrics = optimizer_step(*microbatch_step(state, batch, loss_fn=loss, microbatch_size=2))

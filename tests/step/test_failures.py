@@ -5,15 +5,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import full_tensor, to_local
 from dtrain.losses import token_cross_entropy
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
-from dtrain.state import TrainState, new_state
-from dtrain.step.microbatch import microbatch_step
-from dtrain.tensors import gathered, local
-from dtrain.types import LossSum
+from dtrain.state import TrainState, init_state
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.typing import LossSum
 
 VOCAB, SEQ, SAMPLES = 13, 6, 8
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
@@ -24,12 +24,12 @@ def sharded(strategy: str, **options) -> TrainState:
     net = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, VOCAB)).double()
     mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
     whole = () if options.get("precision") else ("3.bias",)  # left out is left uncast
-    net = shard_model(net, mesh, strategy=strategy, blocks=(nn.Linear,), leave_out=whole, **options)
-    return new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    net = shard_model(net, mesh, strategy=strategy, blocks=(nn.Linear,), ignored_params=whole, **options)
+    return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def batch() -> dict:
-    generator = torch.Generator().manual_seed(current().rank)
+    generator = torch.Generator().manual_seed(get_dist_info().rank)
     inputs, targets = torch.randint(VOCAB, (2, SAMPLES // 2, SEQ), generator=generator)
     return {"inputs": inputs, "targets": targets}
 
@@ -108,7 +108,7 @@ def after_failures(strategy: str, accumulate: str, wider: bool, by_hand: bool) -
 
         def gradient_now() -> list[torch.Tensor]:
             microbatch_step(state, batch(), loss_fn=loss_fn, microbatch_size=1)
-            return [local(p.grad).clone() for p in state.params.values()]
+            return [to_local(p.grad).clone() for p in state.params.values()]
 
         before = gradient_now()
         for where in ("loss", "forward", "backward", "inner backward"):
@@ -166,7 +166,7 @@ def plain_gradients_survive() -> list:
     with pytest.raises(MemoryError):
         microbatch_step(state, batch(), loss_fn=broken("backward", 1))
     microbatch_step(state, batch(), loss_fn=loss_fn)
-    return [gathered(p.grad).sum().item() for p in state.params.values()]
+    return [full_tensor(p.grad).sum().item() for p in state.params.values()]
 
 
 def test_ranks_agree_after_a_failure(ranks):

@@ -98,7 +98,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "list of optimizers": (
         initialised(same, lambda model: [sgd(part) for part in model]),
         "init: optimizer must be one torch.optim.Optimizer, got a list of 2; give the parameters as groups of one optimizer "
-        "(dt.param_groups), or make a state for each with partial=True",
+        "(dt.optim.param_groups), or make a state for each with partial=True",
     ),
     "class of an optimizer": (
         initialised(same, lambda model: torch.optim.AdamW),
@@ -111,7 +111,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "scheduler for an optimizer": (
         initialised(same, lambda model: torch.optim.lr_scheduler.ConstantLR(sgd(model))),
         "init: optimizer must be a torch.optim.Optimizer, got the scheduler ConstantLR; give its optimizer, and the schedule "
-        "to the step: dt.compose_step(loss_fn, [dt.scale_lr(...)])",
+        "to the step: dt.compose_step(loss_fn, [dt.transforms.scale_lr(...)])",
     ),
     "class of a model": (
         initialised(lambda model: nn.Linear, sgd),
@@ -215,7 +215,7 @@ def test_a_tied_parameter_is_held_under_any_of_its_names():
 
 def test_what_a_transform_freezes_later_is_trained_before():
     model = net()
-    step = dt.compose_step(LOSS, [dt.freeze("body.**", start=1)])
+    step = dt.compose_step(LOSS, [dt.transforms.freeze("body.**", start=1)])
     with pytest.raises(ConfigError, match="these would never train: body"):
         step.init(model, sgd(model.head))
     assert step.init(model, sgd(model)).step == 0
@@ -224,8 +224,8 @@ def test_what_a_transform_freezes_later_is_trained_before():
 def test_groups_by_rule_hold_everything():
     model = net()
     for optimizer in (
-        torch.optim.AdamW(dt.param_groups(model)),
-        dt.Muon(dt.muon_groups(model, head="head.**")),
+        torch.optim.AdamW(dt.optim.param_groups(model)),
+        dt.optim.Muon(dt.optim.muon_groups(model, head="head.**")),
     ):
         assert STEP.init(model, optimizer).step == 0
 
@@ -237,7 +237,7 @@ def test_an_optimizer_of_a_part_that_says_so_trains_the_part():
     state, _ = STEP(state, BATCH)
     moved = [name for name, param in state.params.items() if not torch.equal(param, before[name])]
     assert moved == ["head.weight", "head.bias"]
-    early = dt.step_in_backward(LOSS, weight_fn=lambda batch: len(batch["x"]))
+    early = dt.optimizer_in_backward(LOSS, weight_fn=lambda batch: len(batch["x"]))
     state, _ = early(early.init(model, sgd(model.body), partial=True), BATCH)
     assert torch.equal(model.head.weight, state.params["head.weight"])
     assert not torch.equal(model.body.weight, before["body.weight"])

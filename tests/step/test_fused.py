@@ -12,14 +12,14 @@ from torch import nn
 
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import is_dtensor, to_local
 from dtrain.errors import ConfigError
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.whole import full_params
-from dtrain.state import TrainState, new_state
+from dtrain.shard.unshard import full_params
+from dtrain.state import TrainState, init_state
 from dtrain.step.compose import compose_step
-from dtrain.tensors import is_distributed, local
 from shard.models import CASES, SAMPLES, WEIGHTS, batch, make
 
 NAME = "left out"  # cut parameters and whole ones, and a scalar
@@ -33,8 +33,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 def optimizer_for(net: nn.Module, kind: str, *, fused: bool) -> torch.optim.Optimizer:
     """Cut parameters and those that are whole are in groups of their own: a fused call takes no mix."""
-    cut = [p for p in net.parameters() if is_distributed(p)]
-    whole = [p for p in net.parameters() if not is_distributed(p)]
+    cut = [p for p in net.parameters() if is_dtensor(p)]
+    whole = [p for p in net.parameters() if not is_dtensor(p)]
     return OPTIMIZERS[kind]([{"params": params} for params in (cut, whole) if params], fused=fused)
 
 
@@ -58,7 +58,7 @@ def begun(strategy: str, kind: str, *, fused: bool) -> tuple[Callable[..., objec
 
 
 def stepped(step: Callable[..., object], state: TrainState, times: int) -> TrainState:
-    rank, world = current().rank, current().world_size
+    rank, world = get_dist_info().rank, get_dist_info().world_size
     mine = slice(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
     for _ in range(times):
         state, _ = step(state, {key: value[mine] for key, value in batch(NAME, WEIGHTS).items()})
@@ -80,7 +80,7 @@ def trained(strategy: str, folder: str) -> dict[str, list]:
         state = stepped(step, state, 1)
         step, restored = begun(strategy, kind, fused=True)
         restored = stepped(step, load_sharded(root / "fused", restored).state, 1)
-        same = all(torch.equal(local(p), local(restored.params[name])) for name, p in state.params.items())
+        same = all(torch.equal(to_local(p), to_local(restored.params[name])) for name, p in state.params.items())
         step, plain = begun(strategy, kind, fused=False)
         save_sharded(root / "plain", stepped(step, plain, STEPS - 1))
         step, taken_over = begun(strategy, kind, fused=True)
@@ -112,7 +112,7 @@ def test_fused_and_foreach_forms_that_torch_lacks_are_refused_at_init(ranks):
 
 def refused() -> list[str]:
     net = shard_model(make(NAME), build_mesh(), **CASES[NAME].options)
-    cut = [p for p in net.parameters() if is_distributed(p)]
+    cut = [p for p in net.parameters() if is_dtensor(p)]
     found = []
     for optimizer in (
         torch.optim.SGD(cut, fused=True),
@@ -121,7 +121,7 @@ def refused() -> list[str]:
         torch.optim.SGD(net.parameters(), foreach=True),
     ):
         try:
-            new_state(net, optimizer, partial=True)
+            init_state(net, optimizer, partial=True)
         except ConfigError as error:
             found.append(str(error))
     for param in cut:

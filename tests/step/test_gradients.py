@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import full_tensor
 from dtrain.shard.fsdp import shard_model
-from dtrain.state import TrainState, new_state
-from dtrain.step.microbatch import microbatch_step
-from dtrain.tensors import gathered
-from dtrain.types import LossSum
+from dtrain.state import TrainState, init_state
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.typing import LossSum
 from step.ragged import VOCAB, loss_fn, ragged_batch
 
 # Norm of the difference over norm of the gradient, over all parameters; rounding gives about 1e-15 and 1e-7.
@@ -55,22 +55,22 @@ def reference(dtype: str) -> torch.Tensor:
 
 
 def state_of(net: nn.Module) -> TrainState:
-    return new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def sharded(strategy: str, accumulate: str, dtype: str) -> TrainState:
-    world = current().world_size
+    world = get_dist_info().world_size
     mesh = build_mesh(dp_replicate=2 if world == 4 else world) if strategy == "hybrid_shard" else build_mesh()
     return state_of(shard_model(model(dtype), mesh, strategy=strategy, accumulate=accumulate, blocks=(nn.Linear,)))
 
 
 def difference(state: TrainState, counts: list, size: int | None, loss=loss_fn, **options) -> float:
     """The error of the gradient when rank r holds ``counts[r]`` of the samples."""
-    rank = current().rank
+    rank = get_dist_info().rank
     first = sum(counts[:rank])
     batch = {key: value[first : first + counts[rank]] for key, value in ragged_batch().items()}
     microbatch_step(state, batch, loss_fn=loss, microbatch_size=size, **options)
-    found = torch.cat([gathered(p.grad).flatten() for p in state.params.values()])
+    found = torch.cat([full_tensor(p.grad).flatten() for p in state.params.values()])
     expected = reference(str(found.dtype).removeprefix("torch."))
     return ((found - expected).norm() / expected.norm()).item()
 

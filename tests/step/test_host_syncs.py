@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.algorithms.gradients.clip import clip_by_norm
-from dtrain.algorithms.rates.scale_lr import scale_lr
-from dtrain.algorithms.weights.ema import ema
 from dtrain.dist.mesh import build_mesh
 from dtrain.losses import token_cross_entropy
-from dtrain.observe.metrics import reduce_metrics
-from dtrain.schedules.basic import linear
+from dtrain.monitors.reduce_metrics import reduce_metrics
+from dtrain.schedules.curves import linear
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
-from dtrain.step.microbatch import microbatch_step
+from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing import count_host_syncs
-from dtrain.types import LossSum
+from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
+from dtrain.transforms.hyperparameters.scale_lr import scale_lr
+from dtrain.transforms.weights.ema import ema
+from dtrain.typing import LossSum
 
 VOCAB = 11
 
@@ -61,7 +61,7 @@ def in_a_step(sharded: bool) -> list[str]:
         return microbatch_step(state, batch, microbatch_size=2, weight_fn=weight_fn, **options)
 
     step = compose_step(loss_fn, [scale_lr(linear(1.0, 0.1, 10)), clip_by_norm(1.0), ema(0.9)], grad=grad)
-    state = step.init(net, optimizer, equal_batches=True)
+    state = step.init(net, optimizer, allow_equal_batches=True)
     state, _ = step(state, batch())  # the optimizer makes its state
     with count_host_syncs() as seen:
         state, metrics = step(state, batch())

@@ -10,16 +10,16 @@ from torch import nn
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.fsdp import shard_model
-from dtrain.state import TrainState, new_state
+from dtrain.state import TrainState, init_state
 from dtrain.step.evaluate import evaluate
-from dtrain.step.microbatch import microbatch_step
-from dtrain.types import LossSum
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.typing import LossSum
 
 X = torch.ones(4, 3)
 
 
 def state_of(net: nn.Module) -> TrainState:
-    return new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def loss_of(**options: Any) -> Callable[[nn.Module, torch.Tensor], Any]:

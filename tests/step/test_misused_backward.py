@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.shard.fsdp import shard_model
-from dtrain.state import new_state
-from dtrain.step.cached import cached_microbatch_step
-from dtrain.step.microbatch import microbatch_step
-from dtrain.tensors import gathered
-from dtrain.types import LossSum
+from dtrain.state import init_state
+from dtrain.step.grad_cache import grad_cache_step
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.typing import LossSum
 
 BATCH = torch.arange(16.0, dtype=torch.float64).reshape(4, 4) / 10
 STRATEGIES = ("full_shard", "shard_grad_op", "replicate")
@@ -55,9 +55,9 @@ def adversarial(net, x):
 
 
 def gradient(net, loss_fn, size) -> torch.Tensor:
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
     microbatch_step(state, BATCH, loss_fn=loss_fn, microbatch_size=size)
-    return torch.cat([gathered(param.grad).flatten() for param in state.params.values()])
+    return torch.cat([full_tensor(param.grad).flatten() for param in state.params.values()])
 
 
 def by_hand(loss_fn) -> torch.Tensor:
@@ -110,9 +110,9 @@ def test_a_backward_in_the_loss_of_a_plain_model_is_one_line(loss_fn, size):
 @pytest.mark.parametrize("size", [None, 1])
 def test_a_backward_in_a_loss_that_is_not_cut_is_one_line(size):
     net = make()
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match=r"cached_microbatch_step: the loss function has called backward\(\). The step calls"):
-        cached_microbatch_step(state, BATCH, loss_fn=with_backward, microbatch_size=size)
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"grad_cache_step: the loss function has called backward\(\). The step calls"):
+        grad_cache_step(state, BATCH, loss_fn=with_backward, microbatch_size=size)
 
 
 def test_a_plain_model_may_be_differentiated_twice():

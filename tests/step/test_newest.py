@@ -15,9 +15,8 @@ from torch import nn
 import dtrain as dt
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.state import TrainState
-from dtrain.step.interrupt import HeldInterrupt
-from dtrain.step.optimizer import tick
-from dtrain.testing.lookup import wrapped
+from dtrain.step.optimizer import DelayedInterrupt, tick
+from dtrain.testing.fault_injection import patch_calls
 from interrupts import interrupted_at
 
 BATCH = torch.arange(12.0).reshape(4, 3)
@@ -40,8 +39,8 @@ def by_hand(state: TrainState) -> TrainState:
     return dt.optimizer_step(state, metrics)[0]
 
 
-EARLY = dt.step_in_backward(LOSS, [dt.ema(0.5)], weight_fn=len)
-COMPOSED = dt.compose_step(LOSS, [dt.ema(0.5), dt.clip_by_norm(1.0)])
+EARLY = dt.optimizer_in_backward(LOSS, [dt.transforms.ema(0.5)], weight_fn=len)
+COMPOSED = dt.compose_step(LOSS, [dt.transforms.ema(0.5), dt.transforms.clip_by_norm(1.0)])
 WAYS: dict[str, tuple[dt.Step, Callable[[TrainState], TrainState]]] = {
     "composed": (COMPOSED, lambda state: COMPOSED(state, BATCH)[0]),
     "in backward": (EARLY, lambda state: EARLY(state, BATCH)[0]),
@@ -52,7 +51,7 @@ WAYS: dict[str, tuple[dt.Step, Callable[[TrainState], TrainState]]] = {
 def fingerprint(state: TrainState) -> list[object]:
     """Everything that a step changes."""
     moments = [value for each in state.optimizer.state.values() for value in each.values()]
-    slices = [value for each in state.slices.values() for value in torch.utils._pytree.tree_leaves(each)]
+    slices = [value for each in state.transform_states.values() for value in torch.utils._pytree.tree_leaves(each)]
     return [state.step, *(repr(torch.as_tensor(value).tolist()) for value in (*state.params.values(), *moments, *slices))]
 
 
@@ -76,14 +75,14 @@ def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_the_one_af
         found = fingerprint(newest)
         assert found in (before, after), f"line {line}"
         seen.add(newest.step)
-        newest.check_fresh("test")
+        newest._check_not_stale("test")
         line += stride
     assert seen == {1, 2}
 
 
 def test_the_state_of_a_function_is_there_in_the_except_block():
     model = made()
-    step = dt.compose_step(LOSS, [dt.ema(0.5)])
+    step = dt.compose_step(LOSS, [dt.transforms.ema(0.5)])
 
     def train() -> None:
         state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -102,29 +101,29 @@ def test_the_state_of_a_function_is_there_in_the_except_block():
 
 
 def test_it_is_the_state_that_a_load_made(tmp_path):
-    step, state = begun(dt.ema(0.5))
+    step, state = begun(dt.transforms.ema(0.5))
     state, _ = step(state, BATCH)
     dt.save_sharded(tmp_path, state)
-    step, state = begun(dt.ema(0.5))
+    step, state = begun(dt.transforms.ema(0.5))
     dt.load_sharded(tmp_path, state)
     assert TrainState.newest(state.model).step == 1
     step(TrainState.newest(state.model), BATCH)
 
 
 def test_an_interrupt_in_a_load_leaves_no_state_that_is_half_loaded(tmp_path):
-    step, state = begun(dt.ema(0.5))
+    step, state = begun(dt.transforms.ema(0.5))
     state, _ = step(state, BATCH)
     dt.save_sharded(tmp_path, state)
     saved = state.params
-    step, state = begun(dt.ema(0.5))
-    interrupt = wrapped("dtrain.checkpoint.load.clear_optimizer_", before=lambda: signal.raise_signal(signal.SIGINT))
+    step, state = begun(dt.transforms.ema(0.5))
+    interrupt = patch_calls("dtrain.checkpoint.load.clear_optimizer_", before=lambda: signal.raise_signal(signal.SIGINT))
     with interrupt, pytest.raises(KeyboardInterrupt) as error:
         dt.load_sharded(tmp_path, state)
     assert all(torch.equal(param, saved[name]) for name, param in state.params.items())
     assert "was interrupted" in error.value.__notes__[0]
     with pytest.raises(StaleStateError, match=r"TrainState.newest: .* build the state anew and load the last checkpoint"):
         TrainState.newest(state.model)
-    step, state = begun(dt.ema(0.5))
+    step, state = begun(dt.transforms.ema(0.5))
     assert dt.load_sharded(tmp_path, state).state.step == 1
 
 
@@ -132,10 +131,10 @@ def test_a_dropped_run_is_freed_at_once_and_the_model_keeps_nothing_of_it():
     gc.collect()
     gc.disable()
     try:
-        step, state = begun(dt.ema(0.5))
+        step, state = begun(dt.transforms.ema(0.5))
         state, _ = step(state, BATCH)
         model = state.model
-        gone = [weakref.ref(thing) for thing in (state.optimizer, state.slices["ema"]["params"]["weight"])]
+        gone = [weakref.ref(thing) for thing in (state.optimizer, state.transform_states["ema"]["params"]["weight"])]
         del state
         assert [ref() for ref in gone] == [None, None]
         with pytest.raises(ConfigError, match="no state of this model is alive; call it in the `except` block"):
@@ -218,7 +217,7 @@ def test_a_second_interrupt_is_not_held():
     passed = []
 
     def pressed_twice() -> None:
-        with HeldInterrupt() as held:
+        with DelayedInterrupt() as held:
             held.begin()
             for press in range(2):
                 signal.raise_signal(signal.SIGINT)
@@ -234,7 +233,7 @@ def test_a_handler_of_the_users_own_is_left_alone_and_threads_are():
     seen = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:
-        with HeldInterrupt() as held:
+        with DelayedInterrupt() as held:
             held.begin()
             signal.raise_signal(signal.SIGINT)
             assert seen == [signal.SIGINT]

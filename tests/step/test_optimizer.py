@@ -2,19 +2,19 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import full_tensor, to_local
 from dtrain.errors import ConfigError, StaleStateError, StepError
 from dtrain.shard.fsdp import shard_model
-from dtrain.state import new_state
+from dtrain.state import init_state
 from dtrain.step.optimizer import apply_gradients, clip_grad_norm_, optimizer_step, set_lr_, tick
-from dtrain.tensors import gathered, local
 
 
 def state_with_gradient():
     torch.manual_seed(0)
     net = nn.Linear(3, 2)
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.5))
     net(torch.ones(1, 3)).sum().backward()
     return state
 
@@ -48,19 +48,19 @@ WITHOUT_CLOSURE = [
 def test_every_optimizer_of_torchs_but_lbfgs_makes_a_step(kind):
     net = nn.Embedding(4, 2, sparse=kind is torch.optim.SparseAdam)
     before = net.weight.detach().clone()
-    state = new_state(net, kind(net.parameters(), lr=0.1))
+    state = init_state(net, kind(net.parameters(), lr=0.1))
     net(torch.tensor([0, 1])).square().sum().backward()
     after, _ = apply_gradients(state, {})
-    assert not gathered(after.params["weight"]).equal(before)
+    assert not full_tensor(after.params["weight"]).equal(before)
 
 
 def test_an_optimizer_whose_step_needs_a_closure_is_refused_and_the_state_is_as_before():
     net = nn.Linear(3, 2)
-    state = new_state(net, torch.optim.LBFGS(net.parameters()))
+    state = init_state(net, torch.optim.LBFGS(net.parameters()))
     net(torch.ones(1, 3)).sum().backward()
     with pytest.raises(ConfigError, match=r"apply_gradients: the optimizer must step without a closure, got LBFGS\. "):
         apply_gradients(state, {})
-    state.check_fresh("test")
+    state._check_not_stale("test")
     assert net.weight.grad is not None
 
 
@@ -92,7 +92,7 @@ def clipped_norm(strategy: str) -> list[float]:
     net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double()
     net = shard_model(net, build_mesh(), strategy=strategy)
     net(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.5))
     before = clip_grad_norm_(state.params, 1.0)
     return [before.item(), clip_grad_norm_(state.params, 100.0).item()]
 
@@ -124,7 +124,7 @@ def test_nonfinite_gradients_raise_and_are_dropped(value):
     with pytest.raises(StepError, match=r"step 0: a gradient is not finite \(on this rank: bias\); lower the learning rate"):
         apply_gradients(state, {}, nonfinite="raise")
     assert all(p.grad is None for p in state.params.values())
-    state.check_fresh("here")
+    state._check_not_stale("here")
 
 
 def test_nonfinite_gradients_skip_the_update_and_say_so():
@@ -160,16 +160,16 @@ def one_rank_is_nan(how: str) -> list:
     """Rank 1 alone has a shard with NaN."""
     torch.manual_seed(0)
     net = shard_model(nn.Linear(4, 4), build_mesh())
-    state = new_state(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.5))
     net(torch.ones(1, 4)).sum().backward()
-    if current().rank == 1:
-        local(state.params["weight"].grad)[0, 0] = float("nan")
-    before = gathered(state.params["weight"].detach()).clone()
+    if get_dist_info().rank == 1:
+        to_local(state.params["weight"].grad)[0, 0] = float("nan")
+    before = full_tensor(state.params["weight"].detach()).clone()
     try:
         state, metrics = apply_gradients(state, {}, nonfinite=how)
     except StepError as error:
         return [str(error).split(" (on")[0]]
-    return [float(metrics["skipped"].total), torch.equal(before, gathered(state.params["weight"].detach()))]
+    return [float(metrics["skipped"].total), torch.equal(before, full_tensor(state.params["weight"].detach()))]
 
 
 def test_one_rank_with_a_nonfinite_gradient_decides_for_all(ranks):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 
 LOSS = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
 EVERY = 3  # so many batches have one that is cut
@@ -34,11 +34,11 @@ def run_where_one_rank_cuts(folder: str) -> list:
     source, (step, state) = loader(mesh), begun(mesh)
     told = []
     for number, batch in enumerate(source.until("2ep")):
-        state, _ = step(state, cut(batch) if is_cut(number) and current().rank == 1 else batch)
+        state, _ = step(state, cut(batch) if is_cut(number) and get_dist_info().rank == 1 else batch)
         dt.save_sharded(folder, state, extra={"loader": source})
         try:
             told.append(state.crossed("1ep"))
-        except dt.ConfigError as error:
+        except dt.errors.ConfigError as error:
             told.append("new tensors" in str(error))
     return [state.step, state.clock.samples, told, source.state_dict()["batches"]]
 
@@ -58,7 +58,7 @@ def named_where_one_rank_cuts() -> list:
     step, state = begun(mesh, loader=source)
     crossed = 0
     for number, batch in enumerate(source.until("2ep")):
-        state, _ = step(state, cut(batch) if is_cut(number) and current().rank == 1 else batch)
+        state, _ = step(state, cut(batch) if is_cut(number) and get_dist_info().rank == 1 else batch)
         crossed += state.crossed("1ep")
     return [crossed, state.clock.epoch]
 
@@ -76,12 +76,12 @@ def apart(count: int) -> str:
         def __iter__(self):
             return iter(own)
 
-    source = dt.build_loader(Stream(), mesh=mesh, global_batch_size=4, seed=0, shuffle=False, already_split=True)
+    source = dt.build_loader(Stream(), mesh=mesh, global_batch_size=4, seed=0, shuffle=False, pre_sharded=True)
     step, state = begun(mesh)
     try:
         for batch in source.until("1ep"):
-            state, _ = step(state, cut(batch) if current().rank == 1 else batch)
-    except dt.StepError as error:
+            state, _ = step(state, cut(batch) if get_dist_info().rank == 1 else batch)
+    except dt.errors.StepError as error:
         return str(error)
     return "no error"
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.errors import ConfigError
-from dtrain.shard.whole import full_params
+from dtrain.shard.unshard import full_params
 
 OURS = vars(torch.optim).values()
 ALL = {each.__name__: each for each in OURS if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)}
@@ -47,7 +47,7 @@ def errors(strategy: str) -> dict[str, float]:
     found = {}
     for name in TRAIN:
         model, step = sharded(strategy), dt.compose_step(squared)
-        state = step.init(model, ALL[name](model.parameters(), lr=0.01), equal_batches=True)
+        state = step.init(model, ALL[name](model.parameters(), lr=0.01), allow_equal_batches=True)
         for batch in BATCHES:
             state, _ = step(state, batch)
         whole = [param for _, param in full_params(state)]

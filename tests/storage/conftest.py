@@ -8,7 +8,7 @@ import fsspec.config
 import pytest
 
 from dtrain.storage import remote
-from dtrain.storage.stores.connect import disconnect
+from dtrain.storage.stores.connections import disconnect
 from places import servers
 
 
@@ -42,7 +42,7 @@ def reach(_started: Callable[[str], servers.Server], monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(fsspec.config.conf, name, server.options)
         if server.home is not None:
             monkeypatch.setenv("HOME", str(server.home))
-        monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, first_s=0.001))
+        monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, initial_delay_s=0.001))
         return server
 
     return ready

@@ -8,7 +8,7 @@ import pytest
 from dtrain import storage
 from dtrain.errors import ConfigError
 from dtrain.storage import remote
-from dtrain.storage.stores.connect import disconnect
+from dtrain.storage.stores.connections import disconnect
 from places.proxy import Fault
 from places.servers import needs, proxied
 from places.web import web
@@ -19,8 +19,8 @@ CONTENT = os.urandom(300_000)
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     needs("aiohttp", "fsspec")
-    monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, first_s=0.001))
-    monkeypatch.setattr(remote, "_PIECE_BYTES", 100_000)
+    monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, initial_delay_s=0.001))
+    monkeypatch.setattr(remote, "_READ_REQUEST_BYTES", 100_000)
     yield
     disconnect()
 
@@ -41,7 +41,7 @@ def served(folder):
 
 
 def test_a_file_is_read_by_ranges(served):
-    path = storage.place(f"{served.url}/data set/a b.bin")
+    path = storage.resolve_path(f"{served.url}/data set/a b.bin")
     with storage.FileReader(path) as file:
         assert (file.size, file.ranges) == (len(CONTENT), True)
         out = bytearray(1000)
@@ -52,21 +52,21 @@ def test_a_file_is_read_by_ranges(served):
 
 
 def test_an_empty_file_is_read(served):
-    assert storage.read_file(storage.place(f"{served.url}/data set/empty.bin"), limit=9) == b""
+    assert storage.read_file(storage.resolve_path(f"{served.url}/data set/empty.bin"), limit=9) == b""
 
 
 def test_a_quoted_url_is_the_same_file(served):
-    assert storage.file_size(storage.place(f"{served.url}/data%20set/a%20b.bin")) == len(CONTENT)
+    assert storage.file_size(storage.resolve_path(f"{served.url}/data%20set/a%20b.bin")) == len(CONTENT)
 
 
 def test_a_folder_is_listed(served):
-    path = storage.place(f"{served.url}/data set")
+    path = storage.resolve_path(f"{served.url}/data set")
     assert storage.list_names(path) == ["a b.bin", "empty.bin"]
     assert list(storage.walk_files(path)) == [("a b.bin", len(CONTENT)), ("empty.bin", 0)]
 
 
 def test_what_is_not_there_is_said(served):
-    path = storage.place(f"{served.url}/nothing")
+    path = storage.resolve_path(f"{served.url}/nothing")
     assert storage.file_size(path) is None
     with pytest.raises(FileNotFoundError):
         storage.read_file(path, limit=9)
@@ -77,12 +77,12 @@ def test_what_is_not_there_is_said(served):
 @pytest.mark.parametrize("kind", [503, "unsent", "reset", "truncated"])
 def test_a_fault_that_passes_is_not_noticed(kind, served):
     with served.doing(Fault(kind=kind, matches=lambda r: r.headers.get("Range", "").endswith("-199999"), times=2, after=1000)):
-        assert storage.read_file(storage.place(f"{served.url}/data set/a b.bin"), limit=2**30) == CONTENT
+        assert storage.read_file(storage.resolve_path(f"{served.url}/data set/a b.bin"), limit=2**30) == CONTENT
 
 
 def test_a_server_without_ranges_gives_whole_files_only(folder):
     with web(folder, ranges=False) as port:
-        path = storage.place(f"http://127.0.0.1:{port}/data set/a b.bin")
+        path = storage.resolve_path(f"http://127.0.0.1:{port}/data set/a b.bin")
         assert storage.read_file(path, limit=2**30) == CONTENT
         with storage.FileReader(path) as file:
             assert not file.ranges
@@ -92,7 +92,7 @@ def test_a_server_without_ranges_gives_whole_files_only(folder):
 
 def test_a_server_that_lists_nothing_is_said(folder):
     with web(folder, listing=False) as port, pytest.raises(OSError, match="Forbidden"):
-        storage.list_names(storage.place(f"http://127.0.0.1:{port}/data set"))
+        storage.list_names(storage.resolve_path(f"http://127.0.0.1:{port}/data set"))
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_a_server_that_lists_nothing_is_said(folder):
 )
 def test_nothing_is_written(write, served):
     with pytest.raises(ConfigError, match=r"^http://.*/new: http:// and https:// are for reading; write to a folder"):
-        write(storage.place(f"{served.url}/new"), b"x")
+        write(storage.resolve_path(f"{served.url}/new"), b"x")
 
 
 @pytest.mark.parametrize("url", ["http://me:secret@host/x", "https://host/x?key=secret"])
 def test_secrets_in_a_url_are_refused(url):
     with pytest.raises(ConfigError, match=r"://host/x: takes neither a user nor a query") as caught:
-        storage.place(url)
+        storage.resolve_path(url)
     assert "secret" not in str(caught.value)
 
 
@@ -116,4 +116,4 @@ def test_secrets_in_a_url_are_refused(url):
 def test_a_missing_library_is_named_with_its_extra(protocol, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf'^{protocol}:// needs the package aiohttp: pip install "dtrain\[http\]"$'):
-        storage.place(f"{protocol}://host/x")
+        storage.resolve_path(f"{protocol}://host/x")

@@ -27,8 +27,8 @@ def root(request, reach, monkeypatch):
     """An empty folder on a server that takes small parts."""
     for store in (base.ObjectStore, sftp.SftpStore):
         monkeypatch.setattr(store, "part_bytes", 2**18)
-    monkeypatch.setattr(remote, "_PIECE_BYTES", 100_000)
-    folder = storage.place(reach(request.param).root())
+    monkeypatch.setattr(remote, "_READ_REQUEST_BYTES", 100_000)
+    folder = storage.resolve_path(reach(request.param).root())
     storage.make_folders(folder)
     return folder
 
@@ -186,7 +186,7 @@ def test_removing_takes_the_first_name_first(root, monkeypatch):
 
 def test_a_copy_costs_no_upload_where_the_server_makes_it(root, monkeypatch):
     storage.write_parts(root / "data", SIZES, part_of, threads=2)
-    if storage.renames(root):
+    if storage.supports_rename(root):
         with pytest.raises(OSError, match="no links and no copies"):
             storage.link_file(root / "data", root / "copy")
         return
@@ -198,7 +198,7 @@ def test_a_copy_costs_no_upload_where_the_server_makes_it(root, monkeypatch):
 
 
 def test_folders_are_real_where_they_are_renamed(root):
-    if not storage.renames(root):
+    if not storage.supports_rename(root):
         storage.make_folder(root / "folder")
         assert not storage.exists(root / "folder"), "of an object store: until there is something in it"
         return
@@ -225,6 +225,6 @@ def test_strange_names_are_names(root):
 def test_parts_of_an_upload_are_as_large_as_the_server_wants():
     assert s3.S3Store.part_bytes >= 5 * 2**20, "the least that S3 takes"
     sizes = [16 * 2**20, 2**20, 2**20, 8 * 2**20, 3]
-    assert remote._groups(sizes, 8 * 2**20) == [range(1), range(1, 4), range(4, 5)]
-    assert remote._groups([], 8) == []
-    assert remote._groups([0, 0], 8) == [range(2)]
+    assert remote._group_parts(sizes, 8 * 2**20) == [range(1), range(1, 4), range(4, 5)]
+    assert remote._group_parts([], 8) == []
+    assert remote._group_parts([0, 0], 8) == [range(2)]

@@ -11,7 +11,7 @@ from dtrain import storage
 from dtrain.errors import ConfigError
 from dtrain.storage import remote
 from dtrain.storage.stores import base, s3, sftp
-from dtrain.storage.stores.connect import disconnect
+from dtrain.storage.stores.connections import disconnect
 from places.proxy import Fault
 
 HTTP = ["s3", "az", "gs"]
@@ -66,7 +66,7 @@ def small(monkeypatch):
     """Parts and pieces that are small enough to be many."""
     for store in (base.ObjectStore, sftp.SftpStore):
         monkeypatch.setattr(store, "part_bytes", 2**18)
-    monkeypatch.setattr(remote, "_PIECE_BYTES", 100_000)
+    monkeypatch.setattr(remote, "_READ_REQUEST_BYTES", 100_000)
 
 
 def fault_of(place, what, kind, *, times=None):
@@ -82,7 +82,7 @@ def fault_of(place, what, kind, *, times=None):
 @pytest.mark.parametrize(("place", "what", "kind"), CASES, ids=["-".join(case) for case in CASES])
 def test_a_fault_that_passes_is_not_noticed(place, what, kind, reach, small):
     server = reach(place)
-    root = storage.place(server.root())
+    root = storage.resolve_path(server.root())
     folder = root / "folder"
     doing = server.proxy.doing(fault_of(place, what, kind))
     if what == "create":
@@ -108,8 +108,8 @@ def test_a_fault_that_passes_is_not_noticed(place, what, kind, reach, small):
 @pytest.mark.parametrize("place", HTTP)
 def test_a_server_that_stays_busy_is_given_up_after_a_bounded_number_of_tries(place, reach, monkeypatch):
     server = reach(place)
-    monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, tries=4))
-    root = storage.place(server.root())
+    monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, max_attempts=4))
+    root = storage.resolve_path(server.root())
     before = len(server.proxy.requests)
     with (
         server.proxy.doing(fault_of(place, "create", "503", times=99)),
@@ -127,7 +127,7 @@ def test_what_is_forbidden_or_missing_is_asked_for_once(place, status, raised, r
     if (place, status) == ("gs", 403):
         raised = OSError  # gcsfs keeps the status to itself
     server = reach(place)
-    root = storage.place(server.root())
+    root = storage.resolve_path(server.root())
     before = len(server.proxy.requests)
     with server.proxy.doing(fault_of(place, "create", str(status), times=99)), pytest.raises(raised, match=f"{root}/file'$"):
         storage.create_file(root / "file", b"x")
@@ -137,7 +137,7 @@ def test_what_is_forbidden_or_missing_is_asked_for_once(place, status, raised, r
 @pytest.mark.parametrize("place", HTTP)
 def test_after_a_lost_answer_the_file_of_another_is_not_taken_for_ours(place, reach, monkeypatch):
     server = reach(place)
-    root = storage.place(server.root())
+    root = storage.resolve_path(server.root())
     pauses = []
 
     def rival(pause):
@@ -155,8 +155,8 @@ def test_after_a_lost_answer_the_file_of_another_is_not_taken_for_ours(place, re
 @pytest.mark.parametrize("place", HTTP)
 def test_an_upload_that_fails_for_good_leaves_nothing(place, reach, small, monkeypatch):
     server = reach(place)
-    monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, tries=2))
-    folder = storage.place(server.root()) / "folder"
+    monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, max_attempts=2))
+    folder = storage.resolve_path(server.root()) / "folder"
     storage.create_file(folder / "file", b"x")
     with server.proxy.doing(fault_of(place, "finish", "503", times=99)), pytest.raises(OSError, match="tried 2 times"):
         storage.write_parts(folder / "data", SIZES, part_of, threads=2)
@@ -171,7 +171,7 @@ CUTS = [(way, random.Random(f"{way}{draw}").randrange(1, 12_000)) for way in ("c
 def test_a_connection_of_sftp_that_breaks_is_not_noticed(way, after, reach, small):
     server = reach("sftp")
     assert server.sshd is not None
-    root = storage.place(server.root())
+    root = storage.resolve_path(server.root())
     storage.make_folders(root)
     cuts = server.sshd.cuts
     setattr(server.sshd, way, after)
@@ -193,7 +193,7 @@ def test_a_connection_of_sftp_that_breaks_is_not_noticed(way, after, reach, smal
 def test_a_connection_of_sftp_that_breaks_between_read_requests_is_made_anew(reach, small, monkeypatch):
     server = reach("sftp")
     paramiko = pytest.importorskip("paramiko")
-    root = storage.place(server.root())
+    root = storage.resolve_path(server.root())
     storage.make_folders(root)
     storage.write_parts(root / "data", SIZES, part_of, threads=1)
     send, asked = paramiko.SFTPClient._send_packet, []
@@ -215,7 +215,7 @@ def test_a_connection_of_sftp_that_breaks_between_read_requests_is_made_anew(rea
 def test_an_sftp_server_that_falls_silent_is_waited_for_once_in_each_try(kind, reach, small, monkeypatch):
     server = reach("sftp")
     paramiko = pytest.importorskip("paramiko")
-    root = storage.place(server.root())
+    root = storage.resolve_path(server.root())
     storage.make_folders(root)
     storage.write_parts(root / "data", SIZES, part_of, threads=1)
     monkeypatch.setattr(sftp, "_TIMEOUT_S", 0.5)
@@ -238,7 +238,9 @@ def test_an_sftp_server_that_falls_silent_is_waited_for_once_in_each_try(kind, r
             raise
 
     monkeypatch.setattr(paramiko.SFTPClient, "_send_packet", send_to_a_server_that_falls_silent)
-    monkeypatch.setitem(paramiko.Transport._channel_handler_table, paramiko.common.MSG_CHANNEL_DATA, drop_what_it_says)
+    monkeypatch.setitem(
+        paramiko.Transport._channel_handler_table, paramiko.common_environment.MSG_CHANNEL_DATA, drop_what_it_says
+    )
     monkeypatch.setattr(paramiko.Channel, "recv", count_timeouts)
     storage.create_file(root / "file", CONTENT[:5000])
     assert storage.read_file(root / "data", limit=2**30) == CONTENT
@@ -248,7 +250,7 @@ def test_an_sftp_server_that_falls_silent_is_waited_for_once_in_each_try(kind, r
 
 def test_an_sftp_server_that_nobody_knows_is_refused(reach, monkeypatch, tmp_path):
     server = reach("sftp")
-    remote_root = storage.place(server.root())
+    remote_root = storage.resolve_path(server.root())
     disconnect()
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(PermissionError, match=r"its host key \(ssh-ed25519\) is not in .*known_hosts; compare it") as caught:
@@ -260,7 +262,7 @@ def test_a_server_that_says_nothing_is_not_waited_for_for_ever(reach, monkeypatc
     server = reach("s3")
     disconnect()
     monkeypatch.setitem(s3.OPTIONS["config_kwargs"], "read_timeout", 0.5)
-    root = storage.place(server.root())
+    root = storage.resolve_path(server.root())
     before = len(server.proxy.requests)
     with server.proxy.doing(Fault(kind="slow", matches=WHICH["s3", "create"], after=3)):
         storage.create_file(root / "file", b"x")
@@ -275,5 +277,5 @@ def test_a_place_without_credentials_is_refused_in_one_line(reach, monkeypatch):
     for name in [name for name in os.environ if name.startswith("AZURE_")]:
         monkeypatch.delenv(name)
     with pytest.raises(ConfigError, match=r"^az://: .*credentials.*; options come from the environment and fsspec") as caught:
-        storage.exists(storage.place("az://bucket/x"))
+        storage.exists(storage.resolve_path("az://bucket/x"))
     assert "\n" not in str(caught.value)

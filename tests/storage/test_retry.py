@@ -6,7 +6,7 @@ import http.client
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.storage.retry import Retry, TruncatedError, is_passing, status_of
+from dtrain.storage.retry import RetryPolicy, TruncatedError, http_status, is_transient
 
 
 def failing(*errors):
@@ -24,7 +24,7 @@ def failing(*errors):
 
 def retry(draw=1.0, **options):
     slept = []
-    return Retry(sleep=slept.append, draw=lambda: draw, **options), slept
+    return RetryPolicy(sleep=slept.append, jitter=lambda: draw, **options), slept
 
 
 class Answered(Exception):
@@ -45,7 +45,7 @@ def test_pauses_grow_and_are_drawn(draw, expected):
 
 def test_a_pause_has_a_longest():
     trying, _ = retry(tries=20, first_s=1, longest_s=3)
-    assert max(trying.pauses()) == 3
+    assert max(trying.delays()) == 3
 
 
 def test_tries_are_bounded_and_the_error_says_how_many_and_for_what():
@@ -116,22 +116,22 @@ def test_an_interrupt_is_not_tried_again():
 def test_the_status_is_found_in_a_cause():
     outer = OSError(errno.EBUSY, "slow down")
     outer.__cause__ = Answered(503)
-    assert status_of(outer) == 503
-    assert is_passing(outer)
-    assert status_of(OSError("nothing said")) is None
+    assert http_status(outer) == 503
+    assert is_transient(outer)
+    assert http_status(OSError("nothing said")) is None
 
 
 def test_errors_of_the_libraries_are_known():
     exceptions = pytest.importorskip("botocore.exceptions")
     answer = {"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}
-    assert is_passing(exceptions.ClientError(answer, "PutObject"))
-    assert is_passing(exceptions.EndpointConnectionError(endpoint_url="x"))
-    assert not is_passing(exceptions.NoCredentialsError())
+    assert is_transient(exceptions.ClientError(answer, "PutObject"))
+    assert is_transient(exceptions.EndpointConnectionError(endpoint_url="x"))
+    assert not is_transient(exceptions.NoCredentialsError())
     aiohttp = pytest.importorskip("aiohttp")
-    assert is_passing(aiohttp.ClientPayloadError("short"))
+    assert is_transient(aiohttp.ClientPayloadError("short"))
     azure = pytest.importorskip("azure.core.exceptions")
-    assert is_passing(azure.ServiceRequestError("no connection"))
-    assert not is_passing(azure.ResourceNotFoundError("none"))
+    assert is_transient(azure.ServiceRequestError("no connection"))
+    assert not is_transient(azure.ResourceNotFoundError("none"))
 
 
 def test_our_own_errors_come_through_as_they_are():

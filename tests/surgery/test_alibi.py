@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.alibi import NoPositions, alibi
-from dtrain.surgery.attention_bias import alibi_bias, alibi_slopes, with_alibi
+from dtrain.surgery.attention.alibi import ZeroPositionEmbedding, alibi
+from dtrain.surgery.attention.attention_bias import add_alibi_bias, alibi_bias, alibi_slopes
 
 LEAST = torch.finfo(torch.float32).min
 
@@ -50,13 +50,13 @@ def test_biases_in_low_precision_are_computed_before_they_are_rounded():
 )
 def test_masks_of_any_kind_get_the_bias(mask, causal, expected):
     bias = -torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
-    found = with_alibi(None if mask is None else mask[None, None], bias, causal=causal)
+    found = add_alibi_bias(None if mask is None else mask[None, None], bias, causal=causal)
     assert found[0, 0].tolist() == expected
 
 
 def test_half_precision_masks_stay_finite():
     mask = torch.full((1, 1, 1, 2000), torch.finfo(torch.float16).min, dtype=torch.float16)
-    assert with_alibi(mask, alibi_bias(8, 1, 2000, dtype=torch.float16), causal=False).isfinite().all()
+    assert add_alibi_bias(mask, alibi_bias(8, 1, 2000, dtype=torch.float16), causal=False).isfinite().all()
 
 
 class Attention(nn.Module):
@@ -88,7 +88,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_a_model_of_ones_own_attends_with_biases(is_causal):
     model = alibi(Model(is_causal), attentions={Attention: "heads"}, positions="places")
-    assert isinstance(model.places, NoPositions)
+    assert isinstance(model.places, ZeroPositionEmbedding)
     x = torch.randn(2, 9, 8)
     scores = alibi_bias(2, 9) + (torch.full((9, 9), -1e30).triu(1) if is_causal else 0)
     torch.testing.assert_close(model.attention(x), Attention.forward(model.attention, x, scores.unsqueeze(0)))
@@ -128,12 +128,12 @@ def test_layers_of_one_class_stay_of_one_class():
             "alibi: positions='position' fits no module of this Model",
         ),
         (
-            lambda: with_alibi(torch.ones(2, 2), alibi_bias(1, 2), causal=False),
+            lambda: add_alibi_bias(torch.ones(2, 2), alibi_bias(1, 2), causal=False),
             r"takes masks of bools or floats \[batch, heads, length, keys\], got torch.float32 \[2, 2\]; use sdpa or eager",
         ),
-        (lambda: with_alibi("full", alibi_bias(1, 2), causal=False), "takes masks of .*, got str"),
+        (lambda: add_alibi_bias("full", alibi_bias(1, 2), causal=False), "takes masks of .*, got str"),
         (
-            lambda: with_alibi(torch.ones(1, 1, 2, 3), alibi_bias(1, 2), causal=False),
+            lambda: add_alibi_bias(torch.ones(1, 1, 2, 3), alibi_bias(1, 2), causal=False),
             "a mask for 3 keys, but there are 2; caches of a fixed size are not known",
         ),
         (
@@ -148,7 +148,7 @@ def test_what_cannot_be_right_is_refused(run, message):
 
 
 def test_without_transformers_attention_must_be_named(monkeypatch):
-    monkeypatch.setattr("dtrain.surgery.alibi.known_class", lambda module, name: None)
+    monkeypatch.setattr("dtrain.surgery.attention.alibi.find_imported_class", lambda module, name: None)
     with pytest.raises(ConfigError, match="alibi: no attention that is known: transformers' BERT and GPT-2 are not in this"):
         alibi(Model())
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.surgery.alibi import alibi
-from dtrain.surgery.alibi_multihead import AlibiMultiheadAttention
-from dtrain.surgery.attention_bias import alibi_bias
+from dtrain.surgery.attention.alibi import AlibiMultiheadAttention, alibi
+from dtrain.surgery.attention.attention_bias import alibi_bias
 
 MINE = {nn.MultiheadAttention: "num_heads"}
 LENGTH = 5

@@ -6,7 +6,7 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.errors import ConfigError
-from dtrain.surgery.channels_last import channels_last
+from dtrain.surgery.layers.channels_last import channels_last
 
 LAST = torch.channels_last
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from dtrain.errors import ConfigError
 from dtrain.shard.materialize import materialize
-from dtrain.surgery.factorize import factorize, factorize_matrix
-from dtrain.surgery.sizes import size_of
+from dtrain.surgery.layers.factorize import factorize, factorize_matrix
+from dtrain.surgery.replace import resolve_size
 
 
 def test_the_error_is_that_of_the_singular_values_left_out():
@@ -143,7 +143,7 @@ def test_a_model_that_is_none_is_refused():
 
 @pytest.mark.parametrize(("value", "of", "size"), [(64, 8, 64), (0.25, 8, 2), (0.25, 7, 1), (0.01, 7, 1)])
 def test_sizes_are_numbers_or_fractions(value, of, size):
-    assert size_of(value, of) == size
+    assert resolve_size(value, of) == size
 
 
 def test_a_second_time_factors_stay_and_the_limits_are_named():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.gated_linear_units import GatedLinearUnit, gated_linear_units
+from dtrain.surgery.layers.gated_linear_units import GatedLinearUnit, gated_linear_units
 
 
 class MLP(nn.Module):
@@ -87,6 +87,6 @@ def test_what_cannot_be_right_is_refused_and_changes_nothing(options, message):
 
 
 def test_without_transformers_networks_must_be_named(monkeypatch):
-    monkeypatch.setattr("dtrain.surgery.gated_linear_units.known_class", lambda module, name: None)
+    monkeypatch.setattr("dtrain.surgery.layers.gated_linear_units.find_imported_class", lambda module, name: None)
     with pytest.raises(ConfigError, match="no network to gate: transformers' BERT is not in this process"):
         gated_linear_units(MLP())

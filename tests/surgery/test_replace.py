@@ -162,7 +162,7 @@ def compiled():
 
 
 def checkpointed():
-    return dt.checkpoint_activations(nn.Sequential(nn.ReLU()), blocks=nn.ReLU)
+    return dt.memory.checkpoint_activations(nn.Sequential(nn.ReLU()), blocks=nn.ReLU)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_nothing_to_replace_is_no_error_when_allowed():
 def refused() -> str:
     model = dt.shard_model(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), dt.build_mesh())
     with pytest.raises(ConfigError) as error:
-        replace_modules(model, GELU, where="here")
+        replace_modules(model, GELU, caller="here")
     return str(error.value)
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
-from dtrain.surgery.stochastic_depth import drop_rates, drop_samples, is_dropped, stochastic_depth
+from dtrain.surgery.dropout.stochastic_depth import drop_rates, drop_samples, is_dropped, stochastic_depth
 from dtrain.testing import count_host_syncs
 
 
@@ -158,7 +158,7 @@ def test_further_arguments_reach_the_block():
 
 def test_computing_again_makes_the_same_choices():
     plain = trained(net())
-    again = trained(dt.checkpoint_activations(net(), blocks=(Block,)))
+    again = trained(dt.memory.checkpoint_activations(net(), blocks=(Block,)))
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
@@ -206,7 +206,7 @@ def ragged(samples: int, buffers: str, blocks: str) -> list:
     loss = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
     step = dt.compose_step(loss, [], grad=partial(dt.microbatch_step, microbatch_size=2))
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    mine = samples if current().rank == 0 else 2
+    mine = samples if get_dist_info().rank == 0 else 2
     for at in range(4):
         state, _ = step(state, {"x": batch(at, mine)})
     counts = [int(model[at].forwards) for at in (1, 2, 3)]
@@ -245,7 +245,7 @@ def on_its_share(size: int) -> list:
     step = dt.compose_step(loss, [], grad=partial(dt.microbatch_step, microbatch_size=size))
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
     for at in range(4):
-        state, _ = step(state, {"x": batch(at, 8).chunk(current().world_size)[current().rank]})
+        state, _ = step(state, {"x": batch(at, 8).chunk(get_dist_info().world_size)[get_dist_info().rank]})
     return [tensor.flatten().tolist() for _, tensor in dt.full_params(state)]
 
 

@@ -15,13 +15,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import dtrain as dt
+from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
-from dtrain.surgery.alibi import alibi
-from dtrain.surgery.fused_norm import fused_layer_norm
-from dtrain.surgery.gated_linear_units import gated_linear_units
-from dtrain.surgery.gyro_dropout import GyroDropout, gyro_dropout
-from dtrain.surgery.low_precision_norm import LowPrecisionLayerNorm, low_precision_layer_norm
-from dtrain.tensors import gathered
+from dtrain.surgery.attention.alibi import alibi
+from dtrain.surgery.dropout.gyro_dropout import GyroDropout, gyro_dropout
+from dtrain.surgery.layers.gated_linear_units import gated_linear_units
+from dtrain.surgery.normalization.fused_norm import fused_layer_norm
+from dtrain.surgery.normalization.low_precision_norm import LowPrecisionLayerNorm, low_precision_layer_norm
 
 SLOPES = torch.tensor([2.0**-4, 2.0**-8]).view(2, 1, 1)  # of two heads
 LENGTH = 12
@@ -229,7 +229,7 @@ def trained(name, root, resumed):
         state, _ = step(state, {"input_ids": ids(20, 4)[rank * 4 // world : (rank + 1) * 4 // world] + state.step % 2 - 2})
         if state.step == 2 and not resumed:
             dt.save_sharded(root, state)
-    return [value for param in state.params.values() for value in gathered(param.detach()).flatten().tolist()]
+    return [value for param in state.params.values() for value in full_tensor(param.detach()).flatten().tolist()]
 
 
 @pytest.mark.slow  # each rank imports transformers; the battery has the quick cases, on models of its own

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.testing.faults import POINTS
+from dtrain.testing.fault_injection import FAULT_POINTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.S)
@@ -45,4 +45,4 @@ def test_every_test_on_the_page_passes(report):
 def test_the_table_of_points_is_that_of_the_code():
     table = PAGE.split("| `at=` | the point |")[1].split("\n\n")[0]
     named = [name for row in re.findall(r"^\| (.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)]
-    assert sorted(named) == sorted([*POINTS, "optimizer"])
+    assert sorted(named) == sorted([*FAULT_POINTS, "optimizer"])

@@ -38,9 +38,9 @@ ONES = torch.ones(3)
 def test_what_waits_is_counted_once_and_named(what, call):
     with count_host_syncs() as seen:
         call()
-    assert [found.what for found in seen.calls] == [what]
+    assert [found.kind for found in seen.calls] == [what]
     assert seen.count == 1
-    file, _, place = seen.calls[0].where.partition(":")
+    file, _, place = seen.calls[0].location.partition(":")
     assert file == __file__
     assert place.endswith("in <lambda>")
 
@@ -59,14 +59,14 @@ def test_a_copy_from_a_device_is_counted_once_when_it_blocks(copy, what):
     far = torch.empty(3, device="meta")  # the device that every machine has: nothing comes back, but the copy is asked for
     with pytest.raises(NotImplementedError), count_host_syncs() as seen:
         copy(far)
-    assert [found.what for found in seen.calls] == what
+    assert [found.kind for found in seen.calls] == what
 
 
 def sync_inside_a_dtensor() -> list[str]:
     net = shard_model(nn.Linear(4, 4), build_mesh())
     with count_host_syncs() as seen:
         float(net.weight.detach().sum())
-    return [found.what for found in seen.calls]
+    return [found.kind for found in seen.calls]
 
 
 def test_a_read_that_a_dtensor_makes_for_itself_is_counted(ranks):
@@ -81,7 +81,7 @@ def test_writing_a_tensor_through_a_mask_is_counted_and_filling_with_a_number_is
         assert seen.calls == []
         x[mask] = torch.ones(2)
         torch.index_put(x, (mask,), torch.ones(2))
-    assert [found.what for found in seen.calls] == ["index_put", "index_put"]
+    assert [found.kind for found in seen.calls] == ["index_put", "index_put"]
 
 
 def test_what_does_not_wait_is_not_counted():
@@ -104,7 +104,7 @@ def optimizer_syncs(**options: bool) -> list[str]:
     optimizer.step()
     with count_host_syncs() as seen:
         optimizer.step()
-    return [found.what for found in seen.calls]
+    return [found.kind for found in seen.calls]
 
 
 def test_foreach_adamw_reads_its_step_counts_and_fused_reads_nothing():
@@ -127,7 +127,7 @@ def test_reads_in_backward_and_in_hooks_are_counted():
     x.register_hook(lambda grad: grad.cpu())
     with count_host_syncs() as seen:
         ReadsInBackward.apply(x).sum().backward()
-    assert [found.what for found in seen.calls] == ["item", "tolist", "cpu"]
+    assert [found.kind for found in seen.calls] == ["item", "tolist", "cpu"]
 
 
 def test_a_thread_of_the_users_own_is_not_counted():

@@ -15,30 +15,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.dist.collectives import all_gather_json, raise_together
-from dtrain.dist.init import current
+from dtrain.dist.collectives import all_gather_json, raise_if_any_failed
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, DistError, RankError
-from dtrain.testing import Ranks, fault, processes, run_ranks
+from dtrain.testing import Ranks, inject_fault, ranks, run_ranks
 
 
 def describe(greeting: str) -> dict:
-    return {"rank": current().rank, "world": dist.get_world_size(), "said": greeting, "pid": os.getpid()}
+    return {"rank": get_dist_info().rank, "world": dist.get_world_size(), "said": greeting, "pid": os.getpid()}
 
 
 def raise_on_rank_1() -> None:
-    if current().rank == 1:
+    if get_dist_info().rank == 1:
         raise ValueError("rank one is unhappy")
     dist.barrier()
 
 
 def die_on_rank_1() -> None:
-    if current().rank == 1:
+    if get_dist_info().rank == 1:
         os._exit(7)
     dist.barrier()
 
 
 def sleep_on_rank_1() -> None:
-    if current().rank == 1:
+    if get_dist_info().rank == 1:
         time.sleep(600)
 
 
@@ -145,7 +145,7 @@ def raise_after_closing() -> None:
     """The culprit takes its connections away, and its exception leaves the function later."""
     group = dist.new_group()
     dist.barrier(group=group)
-    if current().rank == 1:
+    if get_dist_info().rank == 1:
         try:
             raise ValueError("rank one is unhappy")
         finally:
@@ -156,12 +156,12 @@ def raise_after_closing() -> None:
 
 
 def raise_together_on_rank_1() -> None:
-    raise_together(ValueError("rank one is unhappy") if current().rank == 1 else None, where="here")
+    raise_if_any_failed(ValueError("rank one is unhappy") if get_dist_info().rank == 1 else None, caller="here")
 
 
 def miss_rank_1() -> None:
     """What a collective of dtrain raises about a rank that does not come, before that rank says why."""
-    if current().rank == 0:
+    if get_dist_info().rank == 0:
         raise DistError("rank 1 did not come")
     time.sleep(0.5)
     raise ValueError("rank one is unhappy")
@@ -169,7 +169,7 @@ def miss_rank_1() -> None:
 
 def lose_a_peer_while_waiting() -> None:
     """The error leaves no collective of torch's, but a wait in this file."""
-    if current().rank == 1:
+    if get_dist_info().rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier(async_op=True).wait()
 
@@ -197,7 +197,7 @@ class SlowToSay(Exception):
 
 def raise_in_turn(file: str) -> None:
     """Rank 1 raises; while its report is being written, rank 0 raises."""
-    if current().rank == 1:
+    if get_dist_info().rank == 1:
         raise SlowToSay(file)
     while not os.path.exists(file):
         time.sleep(0.01)
@@ -213,13 +213,13 @@ def test_the_earlier_of_two_errors_is_reported_although_its_report_comes_later(t
 
 
 def give_up_on_rank_1() -> None:
-    if current().rank == 0:
+    if get_dist_info().rank == 0:
         dist.monitored_barrier(timeout=datetime.timedelta(seconds=0.5))
     time.sleep(600)
 
 
 def test_a_rank_that_gave_up_on_another_is_reported_with_what_the_other_does(monkeypatch):
-    monkeypatch.setattr("dtrain.testing.ranks.CULPRIT_S", 0.1)
+    monkeypatch.setattr("dtrain.testing.ranks.ROOT_CAUSE_WAIT_S", 0.1)
     message = r"(?s)rank 0 of 2 raised\n.*monitored_?[bB]arrier.*ranks \[1\] had not finished:\nrank 1:\n.*in give_up_on_rank_1"
     with pytest.raises(RankError, match=message):
         run_ranks(give_up_on_rank_1, 2)
@@ -227,7 +227,7 @@ def test_a_rank_that_gave_up_on_another_is_reported_with_what_the_other_does(mon
 
 def raise_at_once(rank: int, folder: str) -> None:
     Path(folder, str(os.getpid())).touch()
-    if current().rank == rank:
+    if get_dist_info().rank == rank:
         while len(os.listdir(folder)) < 2:
             time.sleep(0.01)
         raise ValueError("at once")
@@ -247,7 +247,7 @@ def test_the_others_are_ended_at_once_when_a_rank_raises(tmp_path, rank):
 
 def stop_rank_1(folder: str) -> None:
     Path(folder, str(os.getpid())).touch()
-    with fault("stop", at="dtrain.dist.collectives.current", rank=1):
+    with inject_fault("stop", at="dtrain.dist.collectives.current", rank=1):
         all_gather_json("hello")
 
 
@@ -266,7 +266,7 @@ def busy(folder: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     Path(folder, f"{os.getpid()}-{os.getppid()}").touch()
-    if current().rank == 1:
+    if get_dist_info().rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         pass
@@ -323,12 +323,12 @@ def test_ranks_that_nobody_closed_let_the_interpreter_exit(tmp_path):
 
 
 def test_a_rank_that_dies_or_lingers_at_the_start_is_named(monkeypatch):
-    environment = processes._environment
+    environment = ranks._rank_environment
     monkeypatch.setattr(
-        processes, "_environment", lambda rank, *rest: {**environment(rank, *rest), **({"RANK": "two"} if rank == 1 else {})}
+        ranks, "_rank_environment", lambda rank, *rest: {**environment(rank, *rest), **({"RANK": "two"} if rank == 1 else {})}
     )
     with pytest.raises(RankError, match="run_ranks: rank 1 of 2 died with exit code 1 before it was ready"):
         run_ranks(describe, 2, "a")
-    monkeypatch.setattr(processes, "START_S", 0.0)
+    monkeypatch.setattr(ranks, "START_TIMEOUT_S", 0.0)
     with pytest.raises(RankError, match=r"run_ranks: ranks \[0, 1\] of 2 did not start within 0 s"):
         run_ranks(describe, 2, "a")

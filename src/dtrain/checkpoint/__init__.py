@@ -1,1 +1,27 @@
-"""Checkpoints: one folder per step, written and verified by all ranks, loadable at any world size."""
+"""List, verify, prune and convert checkpoints that ``dt.save_sharded`` wrote.
+
+    for info in dt.checkpoint.list_steps("runs/gpt/ckpt"):
+        print(info.step, dt.checkpoint.verify(info.path))
+    dt.checkpoint.prune("runs/gpt/ckpt", keep_last=3)
+    dt.checkpoint.convert("runs/gpt/ckpt", "model.safetensors")
+
+A checkpoint is committed by one rename, every read is checked against a digest, and no file is a pickle.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtrain.lazy_imports import attach
+
+if TYPE_CHECKING:
+    from dtrain.checkpoint.checkpoint_info import CheckpointInfo as CheckpointInfo
+    from dtrain.checkpoint.checkpoint_info import list_steps as list_steps
+    from dtrain.checkpoint.conversion.convert import ConvertResult as ConvertResult
+    from dtrain.checkpoint.conversion.convert import convert as convert
+    from dtrain.checkpoint.load import LoadResult as LoadResult
+    from dtrain.checkpoint.load_weights import LoadWeightsResult as LoadWeightsResult
+    from dtrain.checkpoint.reader import verify as verify
+    from dtrain.checkpoint.retention import prune as prune
+    from dtrain.checkpoint.run_save import SaveResult as SaveResult
+    from dtrain.checkpoint.state_dict import Stateful as Stateful
+
+__getattr__, __dir__ = attach(__name__, __file__)

@@ -24,9 +24,9 @@ from typing import Any, Literal
 
 import torch
 
-from dtrain.checkpoint import closed
+from dtrain.checkpoint import strict_json
 from dtrain.dist.mesh import MODEL_AXES
-from dtrain.errors import CheckpointError, DamagedCheckpointError
+from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 FORMAT, VERSION = "dtrain-checkpoint", 1
 MANIFEST = "manifest.json"
@@ -36,7 +36,7 @@ DIGEST = "xxh3-128"
 can write into the folder can write a digest as well, whichever it is. JSON files, which are small, are digested by sha256."""
 CHUNK_BYTES = 4 * 2**20
 
-Only = Literal["model", "trainable"]
+SaveScope = Literal["model", "trainable"]
 STATE_SECTIONS = ("params", "buffers", "optimizer", "slices", "clock", "seed")
 _SECTIONS_OF: dict[tuple[str, ...], tuple[str, ...]] = {
     (): STATE_SECTIONS,
@@ -73,8 +73,8 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
-_STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
-_LEFTOVER = re.compile(r"step-[0-9]{8,18}\.(?:tmp|old)-[0-9a-f]{8}-[0-9a-f]{8}")
+_STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
+_STAGING_NAME = re.compile(r"step-[0-9]{8,18}\.(?:tmp|old)-[0-9a-f]{8}-[0-9a-f]{8}")
 
 
 def step_name(step: int) -> str:
@@ -84,18 +84,18 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """The step whose folder this is, or None for any other name."""
-    match = _STEP.fullmatch(name)
+    match = _STEP_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
-def side_name(step: int, purpose: str, run_id: str, random: str) -> str:
+def staging_name(step: int, purpose: str, run_id: str, random: str) -> str:
     """The folder of a step while it is written (``tmp``) or removed (``old``)."""
     return f"{step_name(step)}.{purpose}-{run_id[:8]}-{random}"
 
 
-def is_leftover(name: str) -> bool:
+def is_staging_name(name: str) -> bool:
     """Whether the folder is a side folder."""
-    return _LEFTOVER.fullmatch(name) is not None
+    return _STAGING_NAME.fullmatch(name) is not None
 
 
 def data_name(rank: int, *, frozen: bool = False) -> str:
@@ -132,7 +132,7 @@ class RankFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class MeshLayout:
     """The mesh that a checkpoint was written on; None and () without one."""
 
     strategy: str
@@ -140,7 +140,7 @@ class Layout:
     shape: tuple[int, ...]
 
     @property
-    def copies(self) -> int:
+    def ranks_per_batch(self) -> int:
         """How many ranks worked on one batch together."""
         return prod(size for axis, size in zip(self.axes, self.shape, strict=False) if axis in MODEL_AXES)
 
@@ -165,7 +165,7 @@ class Manifest:
     step: int
     parent_step: int | None
     serial: int
-    layout: Layout
+    layout: MeshLayout
     only: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
     ranks: tuple[RankFiles, ...]
@@ -181,7 +181,7 @@ class Manifest:
         return sum(self.sizes.values())
 
     @property
-    def holds(self) -> tuple[str, ...]:
+    def sections(self) -> tuple[str, ...]:
         """The sections of a state that are stored."""
         return sections_of(self.only)
 
@@ -196,42 +196,46 @@ _LAYOUT_FIELDS = ("strategy", "axes", "shape")
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of ``manifest.json``: readable JSON whose last field digests the canonical JSON of all before it."""
-    return _signed({"format": FORMAT, "version": VERSION, **asdict(manifest)})
+    return _sign({"format": FORMAT, "version": VERSION, **asdict(manifest)})
 
 
-def _signed(body: dict[str, Any]) -> bytes:
-    return json.dumps({**body, "sha256": hashlib.sha256(closed.canonical(body)).hexdigest()}, indent=1).encode() + b"\n"
+def _sign(body: dict[str, Any]) -> bytes:
+    return (
+        json.dumps({**body, "sha256": hashlib.sha256(strict_json.canonical_json(body)).hexdigest()}, indent=1).encode() + b"\n"
+    )
 
 
 def parse_manifest(data: bytes) -> Manifest:
     """The manifest that these bytes are.
 
     Raises:
-        DamagedCheckpointError: not exactly what ``encode_manifest`` writes.
+        CorruptCheckpointError: not exactly what ``encode_manifest`` writes.
         CheckpointError: sound, but of another format version.
     """
-    body = closed.parse(data, MANIFEST)
+    body = strict_json.parse_json(data, MANIFEST)
     if type(body) is not dict or type(body.get("sha256")) is not str:
-        raise DamagedCheckpointError(f"{MANIFEST}: not an object with a sha256")
+        raise CorruptCheckpointError(f"{MANIFEST}: not an object with a sha256")
     digest = body.pop("sha256")
-    if hashlib.sha256(closed.canonical(body)).hexdigest() != digest:
-        raise DamagedCheckpointError(f"{MANIFEST}: its sha256 does not match its content")
+    if hashlib.sha256(strict_json.canonical_json(body)).hexdigest() != digest:
+        raise CorruptCheckpointError(f"{MANIFEST}: its sha256 does not match its content")
     check_format(body, MANIFEST, FORMAT)
-    if _signed(body) != data:
-        raise DamagedCheckpointError(f"{MANIFEST}: the text was altered (the values were not)")
-    raw = closed.record(body, MANIFEST, _MANIFEST_FIELDS)
-    ranks = closed.items(raw["ranks"], f"{MANIFEST}: ranks", rank_files)
+    if _sign(body) != data:
+        raise CorruptCheckpointError(f"{MANIFEST}: the text was altered (the values were not)")
+    raw = strict_json.read_object(body, MANIFEST, _MANIFEST_FIELDS)
+    ranks = strict_json.read_list(raw["ranks"], f"{MANIFEST}: ranks", parse_rank_files)
     for rank, files in enumerate(ranks):
         names, known = [file.name for file in files.data], [data_name(rank), data_name(rank, frozen=True)]
         if files.index != index_name(rank) or not names or names != known[: len(names)]:
-            raise DamagedCheckpointError(f"{MANIFEST}: ranks[{rank}]: foreign file names {closed.kind([files.index, *names])}")
+            raise CorruptCheckpointError(
+                f"{MANIFEST}: ranks[{rank}]: foreign file names {strict_json.describe_value([files.index, *names])}"
+            )
     if not ranks:
-        raise DamagedCheckpointError(f"{MANIFEST}: ranks: needs at least one")
+        raise CorruptCheckpointError(f"{MANIFEST}: ranks: needs at least one")
     return Manifest(
-        run_id=closed.text(raw["run_id"], f"{MANIFEST}: run_id", RUN_ID),
-        step=closed.whole(raw["step"], f"{MANIFEST}: step"),
-        parent_step=closed.optional(raw["parent_step"], f"{MANIFEST}: parent_step", closed.whole),
-        serial=closed.whole(raw["serial"], f"{MANIFEST}: serial"),
+        run_id=strict_json.read_str(raw["run_id"], f"{MANIFEST}: run_id", RUN_ID),
+        step=strict_json.read_int(raw["step"], f"{MANIFEST}: step"),
+        parent_step=strict_json.read_optional(raw["parent_step"], f"{MANIFEST}: parent_step", strict_json.read_int),
+        serial=strict_json.read_int(raw["serial"], f"{MANIFEST}: serial"),
         layout=_parse_layout(raw["layout"], f"{MANIFEST}: layout"),
         only=_parse_only(raw["only"]),
         states=_parse_states(raw["states"]),
@@ -240,55 +244,61 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def _parse_only(value: Any) -> tuple[str, ...]:
-    only = closed.items(value, f"{MANIFEST}: only", closed.text)
+    only = strict_json.read_list(value, f"{MANIFEST}: only", strict_json.read_str)
     if only not in _SECTIONS_OF:
-        raise DamagedCheckpointError(f"{MANIFEST}: only: unknown value {closed.kind(value)}")
+        raise CorruptCheckpointError(f"{MANIFEST}: only: unknown value {strict_json.describe_value(value)}")
     return only
 
 
 def _parse_states(value: Any) -> tuple[str, ...]:
-    names = closed.items(value, f"{MANIFEST}: states", closed.text)
+    names = strict_json.read_list(value, f"{MANIFEST}: states", strict_json.read_str)
     if len(set(names)) != len(names) or "" in names:
-        raise DamagedCheckpointError(f"{MANIFEST}: states: a name is given twice, or empty: {closed.kind(value)}")
+        raise CorruptCheckpointError(
+            f"{MANIFEST}: states: a name is given twice, or empty: {strict_json.describe_value(value)}"
+        )
     return names
 
 
 def check_format(body: Any, where: str, name: str) -> None:
     """Refuse what is not a file of the format ``name``, or of another version of it."""
     if type(body) is not dict or body.get("format") != name:
-        raise DamagedCheckpointError(f"{where}: not a file of format {name!r}")
+        raise CorruptCheckpointError(f"{where}: not a file of format {name!r}")
     if type(body.get("version")) is not int:
-        raise DamagedCheckpointError(f"{where}: version: needs a whole number, got {closed.kind(body.get('version'))}")
+        raise CorruptCheckpointError(
+            f"{where}: version: needs a whole number, got {strict_json.describe_value(body.get('version'))}"
+        )
     if body["version"] != VERSION:
         raise CheckpointError(
             f"{where}: has format version {body['version']}, this dtrain reads version {VERSION}; use the dtrain that wrote it"
         )
 
 
-def rank_files(value: Any, where: str = "rank files") -> RankFiles:
+def parse_rank_files(value: Any, where: str = "rank files") -> RankFiles:
     """The files of a rank from their JSON form.
 
     Raises:
-        DamagedCheckpointError: not of that form.
+        CorruptCheckpointError: not of that form.
     """
-    raw = closed.record(value, where, _RANK_FIELDS)
+    raw = strict_json.read_object(value, where, _RANK_FIELDS)
     return RankFiles(
-        index=closed.text(raw["index"], f"{where}: index"),
-        index_bytes=closed.whole(raw["index_bytes"], f"{where}: index_bytes"),
-        index_sha256=closed.text(raw["index_sha256"], f"{where}: index_sha256", closed.SHA256),
-        data=closed.items(raw["data"], f"{where}: data", _data_file),
+        index=strict_json.read_str(raw["index"], f"{where}: index"),
+        index_bytes=strict_json.read_int(raw["index_bytes"], f"{where}: index_bytes"),
+        index_sha256=strict_json.read_str(raw["index_sha256"], f"{where}: index_sha256", strict_json.SHA256),
+        data=strict_json.read_list(raw["data"], f"{where}: data", _parse_data_file),
     )
 
 
-def _data_file(value: Any, where: str) -> DataFile:
-    raw = closed.record(value, where, _FILE_FIELDS)
-    return DataFile(name=closed.text(raw["name"], f"{where}: name"), bytes=closed.whole(raw["bytes"], f"{where}: bytes"))
+def _parse_data_file(value: Any, where: str) -> DataFile:
+    raw = strict_json.read_object(value, where, _FILE_FIELDS)
+    return DataFile(
+        name=strict_json.read_str(raw["name"], f"{where}: name"), bytes=strict_json.read_int(raw["bytes"], f"{where}: bytes")
+    )
 
 
-def _parse_layout(value: Any, where: str) -> Layout:
-    raw = closed.record(value, where, _LAYOUT_FIELDS)
-    return Layout(
-        strategy=closed.text(raw["strategy"], f"{where}: strategy"),
-        axes=closed.items(raw["axes"], f"{where}: axes", closed.text),
-        shape=closed.wholes(raw["shape"], f"{where}: shape"),
+def _parse_layout(value: Any, where: str) -> MeshLayout:
+    raw = strict_json.read_object(value, where, _LAYOUT_FIELDS)
+    return MeshLayout(
+        strategy=strict_json.read_str(raw["strategy"], f"{where}: strategy"),
+        axes=strict_json.read_list(raw["axes"], f"{where}: axes", strict_json.read_str),
+        shape=strict_json.read_ints(raw["shape"], f"{where}: shape"),
     )

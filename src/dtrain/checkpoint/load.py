@@ -18,35 +18,33 @@ import torch
 from torch import Tensor
 
 from dtrain import spans, storage
-from dtrain.checkpoint import background, layout
-from dtrain.checkpoint.agree import Agreed, decided_by_rank_0
-from dtrain.checkpoint.contents import identity, stateful
-from dtrain.checkpoint.fill import copy_into_
-from dtrain.checkpoint.find import passed_over
-from dtrain.checkpoint.garbage import no_collection
-from dtrain.checkpoint.ignored import RNG, read_ignored
+from dtrain.checkpoint import layout, save_thread
+from dtrain.checkpoint.checkpoint_info import skipped_steps
+from dtrain.checkpoint.load_plan import RNG, LoadOptions, LoadPlan, parse_ignore
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
-from dtrain.checkpoint.reading import Found, prefix_of, read_checkpoint
-from dtrain.checkpoint.retention import check_free
-from dtrain.checkpoint.targets import Asked, Fit
-from dtrain.checkpoint.tree import completed, merged
-from dtrain.checkpoint.verify import choose, sound_steps_before
+from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint, key_prefix, read_checkpoint
+from dtrain.checkpoint.read_tensors import copy_into_
+from dtrain.checkpoint.reader import choose_step, iter_sound_steps_before
+from dtrain.checkpoint.retention import check_free_space
+from dtrain.checkpoint.state_dict import content_key, gc_paused, stateful_extra
+from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped
 from dtrain.dist.collectives import all_gather_json
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
+from dtrain.dist.rank_errors import RaiseOnAllRanks, broadcast_decision
 from dtrain.dist.rng import rng_state, seed_all, set_rng_state
-from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, DamagedCheckpointError
-from dtrain.shard.whole import reshard
-from dtrain.state import TrainState, torn_by_errors
-from dtrain.storage import Place
-from dtrain.tensors import local
+from dtrain.dtensor import to_local
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
+from dtrain.shard.unshard import reshard
+from dtrain.state import TrainState, mark_interrupted_write
+from dtrain.storage import AnyPath
 
-OnDamaged = Literal["raise", "previous"]
+OnCorrupt = Literal["raise", "previous"]
 OneOrSeveral = TypeVar("OneOrSeveral", TrainState, Mapping[str, TrainState])
 _WHERE = "load_sharded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Restored(Generic[OneOrSeveral]):
+class LoadResult(Generic[OneOrSeveral]):
     """What ``load_sharded`` found.
 
     Args:
@@ -62,13 +60,13 @@ class Restored(Generic[OneOrSeveral]):
     state: OneOrSeveral
     extra: Mapping[str, Any]
     step: int | None
-    path: Place | None
+    path: AnyPath | None
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
 
 
 def load_sharded(
-    path: Place | str,
+    path: AnyPath | str,
     state: OneOrSeveral,
     *,
     extra: Mapping[str, Any] | None = None,
@@ -77,14 +75,14 @@ def load_sharded(
     ignore: Sequence[str] = (),
     cast: bool = False,
     missing_ok: bool = False,
-    on_damaged: OnDamaged = "raise",
-) -> Restored[OneOrSeveral]:
+    on_corrupt: OnCorrupt = "raise",
+) -> LoadResult[OneOrSeveral]:
     """Put a checkpoint into ``state``, whatever world size, mesh and placements it was saved with.
 
     Args:
         path: the root given to ``save_sharded``, a folder or a URL, of which the step committed last is taken; or the folder
             of one step.
-        state: from ``Step.init`` or ``new_state``, with model, optimizer and transforms as in the run that was saved; or
+        state: from ``Step.init`` or ``init_state``, with model, optimizer and transforms as in the run that was saved; or
             several by name, as they were saved.
         extra: by name, objects whose ``load_state_dict`` is called, or default values of plain data. The names must be those
             that the checkpoint holds, except for those that ``ignore`` lists. Tensors come back on the CPU.
@@ -99,7 +97,7 @@ def load_sharded(
             ``"states/<name>"``, ``"optimizer"``, ``"rng"``. Each must fit something here or in the checkpoint.
         cast: whether floating-point tensors may be stored in another dtype than they have here; the optimizer's follow theirs.
         missing_ok: whether a root without any checkpoint is fine; the state then comes back as it is.
-        on_damaged: what to do when the step fails verification: ``"raise"``, or take the newest older sound one
+        on_corrupt: what to do when the step fails verification: ``"raise"``, or take the newest older sound one
             (``"previous"``), with a warning.
 
     Returns:
@@ -120,60 +118,60 @@ def load_sharded(
 
     Raises:
         CheckpointError: nothing to load, or it cannot be read.
-        DamagedCheckpointError: a committed step fails verification; names the file, and the newest older sound step.
+        CorruptCheckpointError: a committed step fails verification; names the file, and the newest older sound step.
         CheckpointMismatchError: sound, but it does not fit this state; the first ten differences.
         ConfigError: an option that cannot be right, or copies of the model that train apart (``local_sgd``).
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
     given = dict(extra or {})
-    with Agreed(_WHERE):
-        _check({"": state} if isinstance(state, TrainState) else state, given, only, on_damaged)
-        asked = Asked(
-            model_only=only is not None, strict=strict, ignored=read_ignored(ignore, where=f"{_WHERE}: ignore"), cast=cast
+    with RaiseOnAllRanks(_WHERE):
+        _check_arguments({"": state} if isinstance(state, TrainState) else state, given, only, on_corrupt)
+        asked = LoadOptions(
+            model_only=only is not None, strict=strict, ignore=parse_ignore(ignore, where=f"{_WHERE}: ignore"), cast=cast
         )
     with spans.span("load"):
-        background.make_room(1)
-        root = storage.place(path)
+        save_thread.wait_for_slot(1)
+        root = storage.resolve_path(path)
         folder = _agree_on_folder(root)
         if folder is None:
             if not missing_ok:
                 raise CheckpointError(f"{_WHERE}: there is no checkpoint in {path}; pass missing_ok=True to start without one")
-            _say(f"there is no checkpoint in {root}, beginning anew")
-            _warn_if_full(root, _least_bytes(state))
-            plain_values = {name: value for name, value in given.items() if name not in stateful(given)}
-            return Restored(state=state, extra=plain_values, step=None, path=None)
-        with no_collection():
-            restored = _load(folder, root, state, given, asked, on_damaged)
+            _log(f"there is no checkpoint in {root}, beginning anew")
+            _warn_if_low_space(root, _min_save_bytes(state))
+            plain_values = {name: value for name, value in given.items() if name not in stateful_extra(given)}
+            return LoadResult(state=state, extra=plain_values, step=None, path=None)
+        with gc_paused():
+            restored = _read_and_apply(folder, root, state, given, asked, on_corrupt)
     if not asked.model_only:
         loaded: Any = restored.state
         clock = (loaded if isinstance(loaded, TrainState) else next(iter(loaded.values()))).clock
-        spans.placed(clock.step, samples=clock.samples, tokens=clock.tokens)
-        spans.event("resumed", step=restored.step, path=str(restored.path))
+        spans.set_position(clock.step, samples=clock.samples, tokens=clock.tokens)
+        spans.record_event("resumed", step=restored.step, path=str(restored.path))
     return restored
 
 
-def _load(
-    folder: Place, root: Place, state: OneOrSeveral, extra: Mapping[str, Any], asked: Asked, on_damaged: OnDamaged
-) -> Restored[OneOrSeveral]:
+def _read_and_apply(
+    folder: AnyPath, root: AnyPath, state: OneOrSeveral, extra: Mapping[str, Any], asked: LoadOptions, on_damaged: OnCorrupt
+) -> LoadResult[OneOrSeveral]:
     """Read, agree, and take over."""
     states = {"": state} if isinstance(state, TrainState) else dict(state)
-    found: Found = _read_together(folder, root, states, extra, asked, on_damaged)
+    found: LoadedCheckpoint = _read_on_all_ranks(folder, root, states, extra, asked, on_damaged)
     if folder != root and not asked.model_only:
-        _warn_if_full(root, found.opened.manifest.bytes)
+        _warn_if_low_space(root, found.reader.manifest.bytes)
     _load_extra(found, extra)
-    restored: Any = _take_over(found, states, asked)
-    return Restored(
+    restored: Any = _apply(found, states, asked)
+    return LoadResult(
         state=restored[""] if isinstance(state, TrainState) else restored,
-        extra={name: found.extra.get(name, value) for name, value in extra.items() if name not in stateful(extra)},
-        step=found.opened.manifest.step,
-        path=found.opened.folder,
-        missing=tuple(_labelled(found, "missing")),
-        unexpected=(*_labelled(found, "unexpected"), *found.left),
+        extra={name: found.extra.get(name, value) for name, value in extra.items() if name not in stateful_extra(extra)},
+        step=found.reader.manifest.step,
+        path=found.reader.folder,
+        missing=tuple(_qualified_names(found, "missing")),
+        unexpected=(*_qualified_names(found, "unexpected"), *found.skipped_states),
     )
 
 
-def _check(states: Any, extra: Mapping[str, Any], only: Any, on_damaged: str) -> None:
+def _check_arguments(states: Any, extra: Mapping[str, Any], only: Any, on_damaged: str) -> None:
     """Refuse what cannot be right; nothing was looked at yet."""
     kinds = list(states.items()) if isinstance(states, Mapping) else [("", states)]
     strange = [thing for name, thing in kinds if type(name) is not str or not isinstance(thing, TrainState)]
@@ -191,54 +189,59 @@ def _check(states: Any, extra: Mapping[str, Any], only: Any, on_damaged: str) ->
         raise ConfigError(f"{_WHERE}: only=('model',) takes no extra, got {sorted(extra)}; leave out one of the two")
 
 
-def _labelled(found: Found, what: Literal["missing", "unexpected"]) -> Iterator[str]:
-    for name, fitted in found.fits.items():
+def _qualified_names(found: LoadedCheckpoint, what: Literal["missing", "unexpected"]) -> Iterator[str]:
+    for name, fitted in found.plans.items():
         yield from (f"{name}/{left}" if name else left for left in getattr(fitted, what))
 
 
-def _least_bytes(state: TrainState | Mapping[str, TrainState]) -> int:
+def _min_save_bytes(state: TrainState | Mapping[str, TrainState]) -> int:
     """What a save of the state takes at the least: the parameters of all ranks."""
     states = [state] if isinstance(state, TrainState) else state.values()
     return sum(param.numel() * param.itemsize for one in states for param in one.params.values())
 
 
-def _warn_if_full(root: Place, needed_bytes: int) -> None:
+def _warn_if_low_space(root: AnyPath, needed_bytes: int) -> None:
     """Say at the start of a run what its first save would find out hours later. Rank 0 only."""
-    if current().rank == 0:
+    if get_dist_info().rank == 0:
         try:
-            check_free(root, needed_bytes, where=_WHERE)
+            check_free_space(root, needed_bytes, where=_WHERE)
         except (OSError, CheckpointError) as error:
             warnings.warn(f"the next save will fail: {error}", stacklevel=3)
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     """One line for people, from rank 0."""
-    if current().rank == 0:
+    if get_dist_info().rank == 0:
         print(f"dtrain: {_WHERE}: {line}", file=sys.stderr, flush=True)
 
 
-def _agree_on_folder(root: Place) -> Place | None:
+def _agree_on_folder(root: AnyPath) -> AnyPath | None:
     """Rank 0's choice, on every rank."""
-    chosen = decided_by_rank_0(_WHERE, lambda: _text(choose(root, _WHERE)))
-    return storage.place(cast(str, chosen)) if chosen is not None else None
+    chosen = broadcast_decision(_WHERE, lambda: _str_or_none(choose_step(root, _WHERE)))
+    return storage.resolve_path(cast(str, chosen)) if chosen is not None else None
 
 
-def _text(path: Place | None) -> str | None:
+def _str_or_none(path: AnyPath | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _read_together(
-    folder: Place, root: Place, states: Mapping[str, TrainState], extra: Mapping[str, Any], asked: Asked, on_damaged: OnDamaged
-) -> Found:
+def _read_on_all_ranks(
+    folder: AnyPath,
+    root: AnyPath,
+    states: Mapping[str, TrainState],
+    extra: Mapping[str, Any],
+    asked: LoadOptions,
+    on_damaged: OnCorrupt,
+) -> LoadedCheckpoint:
     """What all ranks have read and agree on, of older and older steps if damaged ones may be passed over."""
     refused: dict[str, str] = {}
     while True:
         found, damage, seen = None, None, ""
-        with Agreed(_WHERE):
+        with RaiseOnAllRanks(_WHERE):
             try:
                 found = read_checkpoint(folder, states, extra, asked)
-                seen = hashlib.sha256(layout.encode_manifest(found.opened.manifest)).hexdigest()
-            except DamagedCheckpointError as error:
+                seen = hashlib.sha256(layout.encode_manifest(found.reader.manifest)).hexdigest()
+            except CorruptCheckpointError as error:
                 damage = str(error)
             except CheckpointMismatchError:  # names the folder itself
                 raise
@@ -247,19 +250,19 @@ def _read_together(
         reports = cast(list[list[Any]], all_gather_json([damage, seen, asked.summary(extra)]))
         bad = next((f"rank {rank}: {report}" for rank, (report, _, _) in enumerate(reports) if report is not None), None)
         if bad is None:
-            _check_asked_alike([summary for _, _, summary in reports])
+            _check_options_equal([summary for _, _, summary in reports])
             if any(report[1] != seen for report in reports):
                 raise CheckpointError(f"{_WHERE}: ranks see different files in {folder}; all nodes must share its file system")
             assert found is not None, "no damage was reported, so all was read"
             if folder != root:
-                _say_which(root, folder, refused)
+                _log_choice(root, folder, refused)
             return found
         del found  # its memory, before the next one is read
         refused[folder.name] = f"damaged: {bad}"
-        folder = _previous(folder, bad, on_damaged)
+        folder = _previous_sound_step(folder, bad, on_damaged)
 
 
-def _check_asked_alike(summaries: Sequence[str]) -> None:
+def _check_options_equal(summaries: Sequence[str]) -> None:
     """Refuse a load of which ranks ask for different parts: they would go on from different states."""
     for rank, summary in enumerate(summaries):
         if summary != summaries[0]:
@@ -269,40 +272,40 @@ def _check_asked_alike(summaries: Sequence[str]) -> None:
             )
 
 
-def _say_which(root: Place, folder: Place, refused: Mapping[str, str]) -> None:
+def _log_choice(root: AnyPath, folder: AnyPath, refused: Mapping[str, str]) -> None:
     """Which step was taken, and why newer ones were not."""
-    if current().rank != 0:
+    if get_dist_info().rank != 0:
         return
     try:
-        others = {**passed_over(root, folder), **refused}
+        others = {**skipped_steps(root, folder), **refused}
     except (OSError, CheckpointError):  # another process may change the root meanwhile: no reason to fail on this rank alone
         others = dict(refused)
     why = "; ".join(f"passed over {name} ({reason})" for name, reason in sorted(others.items()))
-    _say(f"taking {folder}{f'; {why}' if why else ''}")
+    _log(f"taking {folder}{f'; {why}' if why else ''}")
 
 
-def _previous(folder: Place, reason: str, on_damaged: OnDamaged) -> Place:
+def _previous_sound_step(folder: AnyPath, reason: str, on_damaged: OnCorrupt) -> AnyPath:
     """The step to try instead of a damaged one, found by rank 0; or the error that offers it."""
-    older = (candidate.path for candidate in sound_steps_before(folder))
-    shared = cast(str | None, decided_by_rank_0(_WHERE, lambda: _text(next(older, None))))
+    older = (candidate.path for candidate in iter_sound_steps_before(folder))
+    shared = cast(str | None, broadcast_decision(_WHERE, lambda: _str_or_none(next(older, None))))
     if shared is None:
-        raise DamagedCheckpointError(f"{_WHERE}: {folder} is damaged: {reason}; there is no older sound step beside it")
+        raise CorruptCheckpointError(f"{_WHERE}: {folder} is damaged: {reason}; there is no older sound step beside it")
     if on_damaged == "raise":
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{_WHERE}: {folder} is damaged: {reason}; the newest older sound step is {shared}: load that folder, or pass "
             "on_damaged='previous'"
         )
-    if current().rank == 0:
+    if get_dist_info().rank == 0:
         warnings.warn(f"{_WHERE}: {folder} is damaged: {reason}; taking {shared} instead", stacklevel=4)
-    return storage.place(shared)
+    return storage.resolve_path(shared)
 
 
-def _load_extra(found: Found, given: Mapping[str, Any]) -> None:
+def _load_extra(found: LoadedCheckpoint, given: Mapping[str, Any]) -> None:
     """Give the objects of ``extra`` their states. They may draw random numbers before they refuse."""
     random = rng_state()
     try:
-        with Agreed(f"{_WHERE}: extra"):
-            for name, thing in stateful(given).items():
+        with RaiseOnAllRanks(f"{_WHERE}: extra"):
+            for name, thing in stateful_extra(given).items():
                 if name in found.extra:
                     thing.load_state_dict(found.extra[name])
     except Exception:
@@ -310,60 +313,62 @@ def _load_extra(found: Found, given: Mapping[str, Any]) -> None:
         raise
 
 
-def _take_over(found: Found, states: Mapping[str, TrainState], asked: Asked) -> dict[str, TrainState]:
+def _apply(found: LoadedCheckpoint, states: Mapping[str, TrainState], asked: LoadOptions) -> dict[str, TrainState]:
     """Put what was read into the states. From the beginning the given ones are spent: an error leaves tensors of two steps."""
     fresh = {}
     advice = "; parameters may be half loaded: build the state anew and load again"
-    with Agreed(_WHERE, advice=advice), torch.no_grad():
+    with RaiseOnAllRanks(_WHERE, advice=advice), torch.no_grad():
         for name, state in states.items():
-            fitted = found.fits[name]
-            landed = {key: found.landed[prefix_of(name) + key] for key in fitted.regions}
-            with torn_by_errors(state, _WHERE):
-                fresh[name] = _with_weights(state, fitted, landed) if asked.model_only else _resumed(state, fitted, landed)
+            fitted = found.plans[name]
+            landed = {key: found.tensors[key_prefix(name) + key] for key in fitted.regions}
+            with mark_interrupted_write(state, _WHERE):
+                fresh[name] = _start_from_weights(state, fitted, landed) if asked.model_only else _resume(state, fitted, landed)
     if asked.model_only:
         return fresh
-    manifest, folder = found.opened.manifest, found.opened.folder
+    manifest, folder = found.reader.manifest, found.reader.folder
     for state in states.values():
-        shared = state.shared
+        shared = state.run_context
         shared.run_id = manifest.run_id
-        shared.committed.clear()  # what this process committed belongs to the lineage that it leaves
-        shared.committed[str(folder.parent)] = {manifest.step: identity(fresh, (), None)}
+        shared.committed_steps.clear()  # what this process committed belongs to the lineage that it leaves
+        shared.committed_steps[str(folder.parent)] = {manifest.step: content_key(fresh, (), None)}
         shared.resumed_from = str(folder)
     if found.rng is not None:
         set_rng_state(found.rng)
-    elif not asked.ignored.part(RNG):
+    elif not asked.ignore.part(RNG):
         first = fresh.get(manifest.states[0] if manifest.states else "", next(iter(fresh.values())))
-        seed_all(first.seed, "resume", manifest.step, current().rank // first.spec.copies)
+        seed_all(first.seed, "resume", manifest.step, get_dist_info().rank // first.spec.ranks_per_batch)
     return fresh
 
 
-def _with_weights(state: TrainState, fitted: Fit, landed: Mapping[str, Tensor]) -> TrainState:
+def _start_from_weights(state: TrainState, fitted: LoadPlan, landed: Mapping[str, Tensor]) -> TrainState:
     """The state with other weights, at the beginning of a run of its own."""
-    fresh = state.successor()
-    _copy(state, fitted, landed)
-    make = state.shared.make_slices
-    return fresh if make is None else fresh.but(slices=make(fresh))
+    fresh = state._next()
+    _copy_tensors(state, fitted, landed)
+    make = state.run_context.init_transform_states
+    return fresh if make is None else fresh._replace(transform_states=make(fresh))
 
 
-def _resumed(state: TrainState, fitted: Fit, landed: Mapping[str, Tensor]) -> TrainState:
+def _resume(state: TrainState, fitted: LoadPlan, landed: Mapping[str, Tensor]) -> TrainState:
     """The state as it was saved."""
     clock = None if fitted.clock is None else replace(fitted.clock, run=state.clock.run)  # how long it is to be is new
-    fresh = state.successor(clock=clock, seed=fitted.seed)
-    _copy(state, fitted, landed)
+    fresh = state._next(clock=clock, seed=fitted.seed)
+    _copy_tensors(state, fitted, landed)
     if fitted.optimizer is not None:
-        clear_optimizer_(state, fitted.left)  # frees its memory before more is made on the device
-        made = {key: make(landed[key]) for key, make in fitted.make.items()}
-        set_optimizer_(fresh, completed(fitted.optimizer, lambda key, ref: made[key]))
-    slices = completed(merged(fitted.slices, state.slices, fitted.left), lambda key, ref: fitted.into[key])
-    fresh = fresh.but(slices=slices)
-    make_slices = state.shared.make_slices
-    new = [name for name in state.slices if name not in (fitted.slices or {})]
+        clear_optimizer_(state, fitted.skipped)  # frees its memory before more is made on the device
+        made = {key: make(landed[key]) for key, make in fitted.builders.items()}
+        set_optimizer_(fresh, fill_tensors(fitted.optimizer, lambda key, ref: made[key]))
+    slices = fill_tensors(
+        keep_skipped(fitted.slices, state.transform_states, fitted.skipped), lambda key, ref: fitted.targets[key]
+    )
+    fresh = fresh._replace(transform_states=slices)
+    make_slices = state.run_context.init_transform_states
+    new = [name for name in state.transform_states if name not in (fitted.slices or {})]
     if not new or make_slices is None:
         return fresh
     begun = make_slices(fresh)  # an average that is new in this run would be one of parameters that are gone
-    return fresh.but(slices={**slices, **{name: begun[name] for name in new}})
+    return fresh._replace(transform_states={**slices, **{name: begun[name] for name in new}})
 
 
-def _copy(state: TrainState, fitted: Fit, landed: Mapping[str, Tensor]) -> None:
+def _copy_tensors(state: TrainState, fitted: LoadPlan, landed: Mapping[str, Tensor]) -> None:
     reshard(state.model)  # a gathered copy of parameters would hide what is loaded into the shards
-    copy_into_({key: local(tensor) for key, tensor in fitted.into.items()}, landed)
+    copy_into_({key: to_local(tensor) for key, tensor in fitted.targets.items()}, landed)

@@ -26,58 +26,58 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dtrain import storage
-from dtrain.checkpoint import holder as holders
-from dtrain.checkpoint.holder import Holder
+from dtrain.checkpoint import lock_owner as holders
+from dtrain.checkpoint.lock_owner import LockOwner
 from dtrain.errors import CheckpointError, ConfigError
-from dtrain.storage import Place
+from dtrain.storage import AnyPath
 
-LOCK = "run.lock"
-HEARTBEAT = "dtrain-heartbeat"  # the name of the thread
-_LEFT = re.compile(r"run\.lock\.([0-9a-f]{16}|[0-9a-f]{8}\.tmp)")  # claims, and what a killed replacement leaves
+LOCK_FILE = "run.lock"
+HEARTBEAT_THREAD = "dtrain-heartbeat"  # the name of the thread
+_STALE_CLAIM = re.compile(r"run\.lock\.([0-9a-f]{16}|[0-9a-f]{8}\.tmp)")  # claims, and what a killed replacement leaves
 _POLL_S = 0.2
-_AT_EXIT_S = 10.0  # for servers to let go of locks; then others have to see that the process has gone
+_EXIT_TIMEOUT_S = 10.0  # for servers to let go of locks; then others have to see that the process has gone
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _HeldLock:
     """A lock file of this process; ``handles`` are the ``Lock`` objects on it."""
 
-    root: Place
-    me: Holder
+    root: AnyPath
+    owner: LockOwner
     handles: int = 0
     protected: set[int] = field(default_factory=set)
-    lost: str | None = None
+    lost_to: str | None = None
     released: bool = False
 
     @property
-    def path(self) -> Place:
-        return self.root / LOCK
+    def path(self) -> AnyPath:
+        return self.root / LOCK_FILE
 
 
 @dataclass(slots=True, eq=False)
-class _Process:
-    """What this process holds, by root. ``guard`` is reentrant: the garbage collector may release a lock anywhere.
+class _LockRegistry:
+    """What this process holds, by root. ``lock`` is reentrant: the garbage collector may release a lock anywhere.
 
-    ``dropped`` has holds on servers that the garbage collector released, and None to wake the thread that renews and drops.
+    ``to_release`` has holds on servers that the garbage collector released, and None to wake the thread that renews and drops.
     """
 
     pid: int = field(default_factory=os.getpid)
-    held: dict[str, _Held] = field(default_factory=dict)
-    guard: threading.RLock = field(default_factory=threading.RLock)
-    taking: threading.Lock = field(default_factory=threading.Lock)
-    dropped: queue.SimpleQueue[_Held | None] = field(default_factory=queue.SimpleQueue)
+    locks: dict[str, _HeldLock] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    acquisition_lock: threading.Lock = field(default_factory=threading.Lock)
+    to_release: queue.SimpleQueue[_HeldLock | None] = field(default_factory=queue.SimpleQueue)
     stop: threading.Event | None = None  # of the thread that renews; None while there is none
 
 
-_PROCESS = _Process()
+_REGISTRY = _LockRegistry()
 
 
-def _process() -> _Process:
+def _registry() -> _LockRegistry:
     """The record of this process. A fork begins with an empty one: it holds nothing, and its locks may be in any state."""
-    global _PROCESS
-    if _PROCESS.pid != os.getpid():
-        _PROCESS = _Process()
-    return _PROCESS
+    global _REGISTRY
+    if _REGISTRY.pid != os.getpid():
+        _REGISTRY = _LockRegistry()
+    return _REGISTRY
 
 
 class Lock:
@@ -88,22 +88,22 @@ class Lock:
 
     __slots__ = ("__weakref__", "_finish", "_held", "_of")
 
-    def __init__(self, of: _Process, held: _Held) -> None:
+    def __init__(self, of: _LockRegistry, held: _HeldLock) -> None:
         self._of, self._held = of, held
         held.handles += 1
-        self._finish = weakref.finalize(self, _let_go, of, held)
+        self._finish = weakref.finalize(self, _release_from_gc, of, held)
         self._finish.atexit = isinstance(held.root, Path)
 
     def __repr__(self) -> str:
         return f"Lock({str(self._held.path)!r})"
 
     @property
-    def root(self) -> Place:
+    def root(self) -> AnyPath:
         """What is held."""
         return self._held.root
 
     def protect(self, steps: Collection[int]) -> None:
-        """Keep these steps of the root from ``prune_checkpoints`` in this process. Mutates: this hold's record."""
+        """Keep these steps of the root from ``prune`` in this process. Mutates: this hold's record."""
         self._held.protected.update(steps)
 
     def check(self) -> None:
@@ -115,22 +115,22 @@ class Lock:
         """
         if self._of.pid != os.getpid():
             raise CheckpointError(f"{self.root}: is held by the process that this one is a fork of; save from that one")
-        with self._of.guard:
+        with self._of.lock:
             if not self._finish.alive:
                 raise CheckpointError(f"{self.root}: the lock was released; take it again before saving")
-            if not _look(self._held) and self._held.lost is None:
-                _create(self._held.path, self._held.me)
-                _look(self._held)  # somebody else may have been faster
-            if self._held.lost is not None:
+            if not _still_ours(self._held) and self._held.lost_to is None:
+                _create(self._held.path, self._held.owner)
+                _still_ours(self._held)  # somebody else may have been faster
+            if self._held.lost_to is not None:
                 raise CheckpointError(
-                    f"{self.root}: another process has taken the lock of this run ({self._held.lost}): this one was silent for "
+                    f"{self.root}: another process has taken the lock of this run ({self._held.lost_to}): this one was silent for "
                     "so long that it was taken for dead; end one of the two, then load the latest step"
                 )
 
     def release(self) -> None:
         """Give up this hold. A second call does nothing. Mutates: the lock file goes with the last hold."""
         if self._finish.detach() is not None:
-            _drop(self._of, self._held)
+            _release(self._of, self._held)
 
     def __enter__(self) -> Lock:
         return self
@@ -139,7 +139,7 @@ class Lock:
         self.release()
 
 
-def hold(root: Place, run_id: str, *, protected: Collection[int] = ()) -> Lock:
+def lock_root(root: AnyPath, run_id: str, *, protected: Collection[int] = ()) -> Lock:
     """Hold ``root`` for a run of this process, or raise because another live process does.
 
     Args:
@@ -159,89 +159,89 @@ def hold(root: Place, run_id: str, *, protected: Collection[int] = ()) -> Lock:
         CheckpointError: a live process holds the root.
         OSError: a file operation failed.
     """
-    process = _process()
-    with process.taking:  # so that two threads of this process do not take each other for strangers
-        made = _one_more(process, root)
+    process = _registry()
+    with process.acquisition_lock:  # so that two threads of this process do not take each other for strangers
+        made = _share_held_lock(process, root)
         if made is None:
             storage.make_folders(root)
-            held = _Held(root=root, me=_take(root / LOCK, holders.this_process(run_id, now=time.time())))
-            with process.guard:
-                process.held[str(root)] = held
+            held = _HeldLock(root=root, owner=_acquire_file(root / LOCK_FILE, holders.current_owner(run_id, now=time.time())))
+            with process.lock:
+                process.locks[str(root)] = held
                 made = Lock(process, held)
-                _start(process)
-            _sweep(held)
+                _start_heartbeat(process)
+            _remove_stale_claims(held)
     made.protect(protected)
     return made
 
 
-def _one_more(process: _Process, root: Place) -> Lock | None:
+def _share_held_lock(process: _LockRegistry, root: AnyPath) -> Lock | None:
     """A hold on what this process holds already, None when it holds nothing, or holds it no longer."""
-    with process.guard:
-        held = process.held.get(str(root))
-        return Lock(process, held) if held is not None and held.lost is None else None
+    with process.lock:
+        held = process.locks.get(str(root))
+        return Lock(process, held) if held is not None and held.lost_to is None else None
 
 
-def held_here(root: Place) -> bool:
+def is_held_here(root: AnyPath) -> bool:
     """Whether this process holds the root."""
-    return str(root) in _process().held
+    return str(root) in _registry().locks
 
 
-def protected_here(root: Place) -> frozenset[int]:
+def protected_steps(root: AnyPath) -> frozenset[int]:
     """The steps of the root that its holds in this process need."""
-    held = _process().held.get(str(root))
+    held = _registry().locks.get(str(root))
     return frozenset() if held is None else frozenset(held.protected)
 
 
-def _take(path: Place, me: Holder) -> Holder:
+def _acquire_file(path: AnyPath, me: LockOwner) -> LockOwner:
     """Make ``path`` a file that names this process, as soon as no live one is named there."""
     watched, since = b"", time.monotonic()
     while True:
         now = time.time()
-        me = replace(me, since=now, beat=now)
+        me = replace(me, acquired_at=now, heartbeat_at=now)
         if _create(path, me):
             return me
         found = _read(path)
         if found is None:
             continue  # released between the two
-        holder = holders.parse(found)
+        holder = holders.parse_owner(found)
         if found != watched:
-            before = holders.parse(watched)
+            before = holders.parse_owner(watched)
             if holder is not None and before is not None and holder.token == before.token:
-                raise _in_use(path, holder)  # it has renewed its heartbeat
+                raise _in_use_error(path, holder)  # it has renewed its heartbeat
             watched, since = found, time.monotonic()
-        verdict = holders.judge(holder, me, now=now, unchanged_s=time.monotonic() - since)
-        if holder is not None and holders.same_process(holder, me):
+        verdict = holders.owner_status(holder, me, now=now, unchanged_s=time.monotonic() - since)
+        if holder is not None and holders.is_same_process(holder, me):
             verdict = "dead"  # this process holds nothing here: its last attempt failed half way
         if verdict == "live":
             assert holder is not None, "what names nobody is not alive"
-            raise _in_use(path, holder)
-        if verdict == "dead" and _supersede(path, found, me):
+            raise _in_use_error(path, holder)
+        if verdict == "dead" and _take_over(path, found, me):
             return me
         time.sleep(_POLL_S)
 
 
-def _supersede(path: Place, found: bytes, me: Holder) -> bool:
+def _take_over(path: AnyPath, found: bytes, me: LockOwner) -> bool:
     """Put ``me`` in the place of a dead holder, if what was judged is still there. The claim on it is a lock like any other."""
-    dead = holders.parse(found)
+    dead = holders.parse_owner(found)
     token = hashlib.sha256(found).hexdigest()[:16] if dead is None else dead.token
-    claim = path.with_name(f"{LOCK}.{token}")
-    claimed = _take(claim, replace(me, token=holders.new_token()))
+    claim = path.with_name(f"{LOCK_FILE}.{token}")
+    claimed = _acquire_file(claim, replace(me, token=holders.new_token()))
     try:
         if _read(path) != found:
             return False  # another one was faster, or the holder lives after all
         storage.replace_file(path, me.encode())
         return True
     finally:
-        _remove_if_of(claim, claimed)
+        _remove_if_owned_by(claim, claimed)
 
 
-def _in_use(path: Place, holder: Holder) -> CheckpointError:
+def _in_use_error(path: AnyPath, holder: LockOwner) -> CheckpointError:
     return CheckpointError(
         f"{path.parent}: is in use by another live job ({holder.describe()}); save into another root, or end that job first"
     )
 
 
-def _create(path: Place, me: Holder) -> bool:
+def _create(path: AnyPath, me: LockOwner) -> bool:
     """Create the file; False when there is one."""
     data = me.encode()
     try:
@@ -258,7 +258,7 @@ def _create(path: Place, me: Holder) -> bool:
     return True
 
 
-def _read(path: Place) -> bytes | None:
+def _read(path: AnyPath) -> bytes | None:
     """The content of a lock file, None when there is none, nothing when it cannot be one."""
     try:
         size = storage.file_size(path)
@@ -271,104 +271,104 @@ def _read(path: Place) -> bytes | None:
         raise
 
 
-def _look(held: _Held) -> bool:
+def _still_ours(held: _HeldLock) -> bool:
     """Whether the file is there and ours; the lock is lost if it is another's, or we may have missed one. Mutates: ``held``."""
     found = _read(held.path)
     if found is None:
         # Removed by hand, unless we were silent for so long that somebody may have come and gone.
-        if time.time() - held.me.beat >= holders.DEAD_AFTER_S:
-            held.lost = "one that has ended since"
+        if time.time() - held.owner.heartbeat_at >= holders.DEAD_AFTER_S:
+            held.lost_to = "one that has ended since"
         return False
-    holder = holders.parse(found)
-    if holder is not None and holder.token == held.me.token:
-        return held.lost is None
-    held.lost = "one that cannot be read" if holder is None else holder.describe()
+    holder = holders.parse_owner(found)
+    if holder is not None and holder.token == held.owner.token:
+        return held.lost_to is None
+    held.lost_to = "one that cannot be read" if holder is None else holder.describe()
     return False
 
 
-def _remove_if_of(path: Place, me: Holder) -> None:
+def _remove_if_owned_by(path: AnyPath, me: LockOwner) -> None:
     """Remove a lock file if it is ours. Failing to leaves one whose holder is dead, or will be."""
     with suppress(OSError, ConfigError):
-        found = holders.parse(_read(path) or b"")
+        found = holders.parse_owner(_read(path) or b"")
         if found is not None and found.token == me.token:
             storage.remove_file(path)
 
 
-def _sweep(held: _Held) -> None:
+def _remove_stale_claims(held: _HeldLock) -> None:
     """Remove what was left by those that died while taking over or renewing. No claim on a lock that is gone can succeed."""
     with suppress(OSError):
         for name in storage.list_names(held.root):
-            if _LEFT.fullmatch(name) and name != f"{LOCK}.{held.me.token}":
+            if _STALE_CLAIM.fullmatch(name) and name != f"{LOCK_FILE}.{held.owner.token}":
                 with suppress(OSError):
                     storage.remove_file(held.root / name)
 
 
-def _let_go(process: _Process, held: _Held) -> None:
+def _release_from_gc(process: _LockRegistry, held: _HeldLock) -> None:
     """The end of one hold by the garbage collector, whatever this thread is in the middle of.
 
     That may be a request to the very server, whose answer no other request can wait for; so another thread does it there.
     """
     if isinstance(held.root, Path):
-        _drop(process, held)
+        _release(process, held)
     elif process.pid == os.getpid():
-        process.dropped.put(held)
+        process.to_release.put(held)
 
 
-def _let_go_at_exit() -> None:
+def _release_at_exit() -> None:
     """Holds on servers end with the interpreter, too, if the server answers soon; it may be what the process has ended of."""
-    process, deadline = _process(), time.monotonic() + _AT_EXIT_S
-    for held in [held for held in process.held.values() if not isinstance(held.root, Path)]:
+    process, deadline = _registry(), time.monotonic() + _EXIT_TIMEOUT_S
+    for held in [held for held in process.locks.values() if not isinstance(held.root, Path)]:
         held.handles = 1
-        process.dropped.put(held)
-        while str(held.root) in process.held and time.monotonic() < deadline:
+        process.to_release.put(held)
+        while str(held.root) in process.locks and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
-def _drop(process: _Process, held: _Held) -> None:
+def _release(process: _LockRegistry, held: _HeldLock) -> None:
     """The end of one hold, in whatever thread."""
     if process.pid != os.getpid():
         return  # a fork of the holder ends
-    with process.guard:
+    with process.lock:
         held.handles -= 1
         if held.handles > 0:
             return
         held.released = True
-        _remove_if_of(held.path, held.me)
-        if process.held.get(str(held.root)) is held:
-            del process.held[str(held.root)]
-        if not process.held and process.stop is not None:
+        _remove_if_owned_by(held.path, held.owner)
+        if process.locks.get(str(held.root)) is held:
+            del process.locks[str(held.root)]
+        if not process.locks and process.stop is not None:
             process.stop.set()
             process.stop = None
-            process.dropped.put(None)
+            process.to_release.put(None)
 
 
-def _start(process: _Process) -> None:
+def _start_heartbeat(process: _LockRegistry) -> None:
     """Have a thread renew what is held, if none does."""
     if process.stop is None:
-        atexit.unregister(_let_go_at_exit)
-        atexit.register(_let_go_at_exit)
+        atexit.unregister(_release_at_exit)
+        atexit.register(_release_at_exit)
         process.stop = threading.Event()
-        threading.Thread(target=_beat, args=(process, process.stop), name=HEARTBEAT, daemon=True).start()
+        threading.Thread(target=_heartbeat_loop, args=(process, process.stop), name=HEARTBEAT_THREAD, daemon=True).start()
 
 
-def _beat(process: _Process, stop: threading.Event) -> None:
+def _heartbeat_loop(process: _LockRegistry, stop: threading.Event) -> None:
     while not stop.is_set():
         try:
-            dropped = process.dropped.get(timeout=holders.BEAT_S)
+            dropped = process.to_release.get(timeout=holders.HEARTBEAT_INTERVAL_S)
         except queue.Empty:
-            for held in list(process.held.values()):
-                _renew(process, held)
+            for held in list(process.locks.values()):
+                _renew_heartbeat(process, held)
         else:
             if dropped is not None:
-                _drop(process, dropped)
+                _release(process, dropped)
 
 
-def _renew(process: _Process, held: _Held) -> None:
+def _renew_heartbeat(process: _LockRegistry, held: _HeldLock) -> None:
     """One heartbeat. Failing is no reason to end: the disk may be full for a while."""
-    with process.guard, suppress(OSError, ConfigError):  # the latter of a server that needs other credentials by now
-        if not held.released and _look(held):
-            me = holders.renewed(held.me, now=time.time())
+    with process.lock, suppress(OSError, ConfigError):  # the latter of a server that needs other credentials by now
+        if not held.released and _still_ours(held):
+            me = holders.with_heartbeat(held.owner, now=time.time())
             storage.replace_file(held.path, me.encode())
-            held.me = me
+            held.owner = me
             if held.released:  # by the garbage collector, just now, in this thread
-                _remove_if_of(held.path, me)
+                _remove_if_owned_by(held.path, me)

@@ -14,14 +14,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from dtrain import storage
-from dtrain.checkpoint import background, layout
-from dtrain.checkpoint.find import Committed, has_manifest, read_manifest, survey
-from dtrain.checkpoint.lock import Lock, hold, protected_here
-from dtrain.checkpoint.verify import verify_deeply
-from dtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from dtrain.storage import Place
+from dtrain.checkpoint import layout, save_thread
+from dtrain.checkpoint.checkpoint_info import CheckpointInfo, has_manifest, read_manifest, scan_root
+from dtrain.checkpoint.lock import Lock, lock_root, protected_steps
+from dtrain.checkpoint.reader import verify_step
+from dtrain.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from dtrain.storage import AnyPath
 
-_PRUNE = "prune_checkpoints"
+_WHERE = "prune"
 
 
 def plan_retention(
@@ -29,7 +29,7 @@ def plan_retention(
     keep_last: int | None,
     *,
     keep_every: int | None = None,
-    pinned: Collection[int] = (),
+    keep_steps: Collection[int] = (),
     protected: Collection[int] = (),
 ) -> list[int]:
     """The steps to remove so that the last ``keep_last`` remain, and all others that there is a reason to keep.
@@ -38,7 +38,7 @@ def plan_retention(
         steps: the committed steps, in the order in which they were committed.
         keep_last: how many of the last ones stay, at least 1; None keeps all.
         keep_every: steps that are multiples of it stay.
-        pinned: steps that the user wants to keep.
+        keep_steps: steps that the user wants to keep.
         protected: steps that are needed.
 
     >>> plan_retention([100, 200, 250, 300, 400], 1, keep_every=200, protected={100})
@@ -50,23 +50,23 @@ def plan_retention(
     for name, value, none in (("keep_last", keep_last, "keep all"), ("keep_every", keep_every, "keep none for its number")):
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} must be a whole number of at least 1, or None to {none}, got {value!r}")
-    strange = [step for step in pinned if type(step) is not int]
+    strange = [step for step in keep_steps if type(step) is not int]
     if strange:
         raise ConfigError(f"pinned must be steps, which are whole numbers, got {strange[0]!r}")
     if keep_last is None:
         return []
-    kept = {*pinned, *protected}
+    kept = {*keep_steps, *protected}
     return [step for step in steps[:-keep_last] if step not in kept and (keep_every is None or step % keep_every != 0)]
 
 
-def prune_checkpoints(
+def prune(
     root: Path | str,
     *,
     keep_last: int | None,
     keep_every: int | None = None,
-    pinned: Collection[int] = (),
+    keep_steps: Collection[int] = (),
     dry_run: bool = False,
-) -> list[Committed]:
+) -> list[CheckpointInfo]:
     """Remove steps of a root where no job is running, and what killed saves left there.
 
     The last step that can be relied on is never removed: what is kept is read and verified from the newest on, and where none
@@ -76,7 +76,7 @@ def prune_checkpoints(
         root: a folder of steps.
         keep_last: how many of the last steps of each run stay; None removes only what killed saves left.
         keep_every: steps that are multiples of it stay.
-        pinned: these steps stay.
+        keep_steps: these steps stay.
         dry_run: remove nothing.
 
     Returns:
@@ -89,44 +89,46 @@ def prune_checkpoints(
         CheckpointError: a live job uses the root (give ``keep_last`` to its saves instead), it cannot be read or written, or
             it is the folder of a step.
     """
-    plan_retention([], keep_last, keep_every=keep_every, pinned=pinned)
-    folder = storage.place(root)
+    plan_retention([], keep_last, keep_every=keep_every, keep_steps=keep_steps)
+    folder = storage.resolve_path(root)
     try:
         if has_manifest(folder):
-            raise CheckpointError(f"{_PRUNE}: {folder} is one step; give the folder that it lies in")
+            raise CheckpointError(f"{_WHERE}: {folder} is one step; give the folder that it lies in")
         if dry_run or not storage.exists(folder):
-            return _superfluous(folder, keep_last, keep_every, pinned)
-        background.make_room(1)  # a side folder may be that of a save under way in this process
-        with _alone(folder):
-            remove_leftovers(folder, where=_PRUNE)
-            removed = _superfluous(folder, keep_last, keep_every, pinned)
+            return _steps_to_remove(folder, keep_last, keep_every, keep_steps)
+        save_thread.wait_for_slot(1)  # a side folder may be that of a save under way in this process
+        with _lock_for_pruning(folder):
+            remove_leftovers(folder, where=_WHERE)
+            removed = _steps_to_remove(folder, keep_last, keep_every, keep_steps)
             for step in removed:
-                discard(step.path, step.step, step.run_id)
+                remove_step(step.path, step.step, step.run_id)
         return removed
     except OSError as error:
-        raise CheckpointError(f"{_PRUNE}: {error}") from error
+        raise CheckpointError(f"{_WHERE}: {error}") from error
 
 
-def _alone(root: Place) -> Lock:
+def _lock_for_pruning(root: AnyPath) -> Lock:
     try:
-        return hold(root, _PRUNE)
+        return lock_root(root, _WHERE)
     except CheckpointError as error:
-        raise CheckpointError(f"{_PRUNE}: {error}; a job that runs removes its own steps with keep_last") from None
+        raise CheckpointError(f"{_WHERE}: {error}; a job that runs removes its own steps with keep_last") from None
 
 
-def _superfluous(root: Place, keep_last: int | None, keep_every: int | None, pinned: Collection[int]) -> list[Committed]:
+def _steps_to_remove(
+    root: AnyPath, keep_last: int | None, keep_every: int | None, pinned: Collection[int]
+) -> list[CheckpointInfo]:
     """The steps to remove, run by run, in the order of their commits."""
-    committed, _ = survey(root)
-    needed = protected_here(root)
+    committed, _ = scan_root(root)
+    needed = protected_steps(root)
     found = []
     for run_id in dict.fromkeys(step.run_id for step in committed):
         run = [step for step in committed if step.run_id == run_id]
-        going = plan_retention([c.step for c in run], keep_last, keep_every=keep_every, pinned=pinned, protected=needed)
-        found += _without_the_last_sound(run, set(going)) if going else []
+        going = plan_retention([c.step for c in run], keep_last, keep_every=keep_every, keep_steps=pinned, protected=needed)
+        found += _keep_newest_sound(run, set(going)) if going else []
     return sorted(found, key=committed.index)
 
 
-def _without_the_last_sound(run: Sequence[Committed], going: set[int]) -> list[Committed]:
+def _keep_newest_sound(run: Sequence[CheckpointInfo], going: set[int]) -> list[CheckpointInfo]:
     """The steps of a run that may go: not the newest sound one, unless a sound one stays."""
     kept = [step for step in run if step.step not in going]
     leaving = [step for step in run if step.step in going]
@@ -134,27 +136,27 @@ def _without_the_last_sound(run: Sequence[Committed], going: set[int]) -> list[C
         return leaving
     last = next((step for step in reversed(leaving) if _is_sound(step)), None)
     if last is None:
-        warnings.warn(f"{_PRUNE}: no step of run {run[0].run_id} passes verification, so none is removed", stacklevel=4)
+        warnings.warn(f"{_WHERE}: no step of run {run[0].run_id} passes verification, so none is removed", stacklevel=4)
         return []
-    warnings.warn(f"{_PRUNE}: {last.path} is kept: no step that was to stay passes verification", stacklevel=4)
+    warnings.warn(f"{_WHERE}: {last.path} is kept: no step that was to stay passes verification", stacklevel=4)
     return [step for step in leaving if step is not last]
 
 
-def _is_sound(step: Committed) -> bool:
+def _is_sound(step: CheckpointInfo) -> bool:
     try:
-        verify_deeply(step.path)
-    except (DamagedCheckpointError, OSError):
+        verify_step(step.path)
+    except (CorruptCheckpointError, OSError):
         return False
     return True
 
 
-def retain(
-    root: Place,
+def apply_retention(
+    root: AnyPath,
     run_id: str,
     *,
     keep_last: int | None,
     keep_every: int | None = None,
-    pinned: Collection[int] = (),
+    keep_steps: Collection[int] = (),
     protected: Collection[int] = (),
 ) -> list[int]:
     """Remove what a commit of this process has made superfluous: older steps of the run, and what its killed saves left.
@@ -164,7 +166,7 @@ def retain(
         run_id: of the run; steps of others are left alone.
         keep_last: as for ``plan_retention``.
         keep_every: likewise.
-        pinned: likewise.
+        keep_steps: likewise.
         protected: the step just committed, and the one that this process resumed from.
 
     Returns:
@@ -179,8 +181,10 @@ def retain(
     remove_leftovers(root)
     if keep_last is None:
         return []
-    run = [step for step in survey(root)[0] if step.run_id == run_id]
-    going = plan_retention([step.step for step in run], keep_last, keep_every=keep_every, pinned=pinned, protected=protected)
+    run = [step for step in scan_root(root)[0] if step.run_id == run_id]
+    going = plan_retention(
+        [step.step for step in run], keep_last, keep_every=keep_every, keep_steps=keep_steps, protected=protected
+    )
     if not going:
         return []
     # Its bytes were digested on their way out and synced. Reading them again would double the cost of a save; this does not.
@@ -191,11 +195,11 @@ def retain(
         raise CheckpointError(f"{run[-1].path / missing[0]}: is not as it was written")
     for step in run:
         if step.step in going:
-            discard(step.path, step.step, run_id)
+            remove_step(step.path, step.step, run_id)
     return going
 
 
-def remove_leftovers(root: Place, *, where: str = "save_sharded") -> None:
+def remove_leftovers(root: AnyPath, *, where: str = "save_sharded") -> None:
     """Remove what killed saves and removals left, of any run: of the live jobs only the one that holds the lock writes here.
 
     Failing to is no reason not to save: it is a warning.
@@ -210,26 +214,26 @@ def remove_leftovers(root: Place, *, where: str = "save_sharded") -> None:
                 warnings.warn(f"{where}: could not remove {root / name}: {error}", stacklevel=3)
 
 
-def _is_leftover(root: Place, name: str) -> bool:
-    if layout.is_leftover(name):
+def _is_leftover(root: AnyPath, name: str) -> bool:
+    if layout.is_staging_name(name):
         return True
     # Where nothing is renamed, saves write under the step's name.
-    return layout.step_of(name) is not None and not storage.renames(root) and not has_manifest(root / name)
+    return layout.step_of(name) is not None and not storage.supports_rename(root) and not has_manifest(root / name)
 
 
-def discard(folder: Place, step: int, run_id: str) -> None:
+def remove_step(folder: AnyPath, step: int, run_id: str) -> None:
     """Remove a step for good. What an interrupted removal leaves is litter of the run, which its next save removes.
 
     Nothing is synced: what a power failure brings back is the whole step, or a part of it, which is refused.
     """
-    if storage.renames(folder):
-        aside = folder.with_name(layout.side_name(step, "old", run_id, secrets.token_hex(4)))
+    if storage.supports_rename(folder):
+        aside = folder.with_name(layout.staging_name(step, "old", run_id, secrets.token_hex(4)))
         storage.rename(folder, aside)
         folder = aside
     storage.remove_folder(folder, first=layout.MANIFEST)
 
 
-def check_free(root: Place, needed_bytes: int, *, where: str = "save_sharded") -> None:
+def check_free_space(root: AnyPath, needed_bytes: int, *, where: str = "save_sharded") -> None:
     """Raise if so many bytes do not fit where ``root`` is, or will be. Where that is not known they do.
 
     Raises:
@@ -239,12 +243,12 @@ def check_free(root: Place, needed_bytes: int, *, where: str = "save_sharded") -
     free = storage.free_bytes(root)
     if free is not None and free < needed_bytes:
         raise CheckpointError(
-            f"{where}: {root} has {_size(free)} free, this save needs {_size(needed_bytes)}; free space, or keep fewer steps "
+            f"{where}: {root} has {_format_bytes(free)} free, this save needs {_format_bytes(needed_bytes)}; free space, or keep fewer steps "
             "(keep_last)"
         )
 
 
-def _size(size: float) -> str:
+def _format_bytes(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"

@@ -18,28 +18,33 @@ from typing import Any, Literal, cast
 import torch
 
 from dtrain import spans, storage
-from dtrain.checkpoint import background, layout, plain
-from dtrain.checkpoint.agree import Agreed
-from dtrain.checkpoint.background import Task
-from dtrain.checkpoint.contents import States, check_equal, collect, fingerprints, identity
-from dtrain.checkpoint.data_file import Image, image_in_place
-from dtrain.checkpoint.garbage import no_collection
-from dtrain.checkpoint.job import Save, SavedStep, carry_out
-from dtrain.checkpoint.layout import Layout, Only
+from dtrain.checkpoint import layout, save_thread, tree_json
+from dtrain.checkpoint.data_file import SerializedFile, serialize_in_place
+from dtrain.checkpoint.layout import MeshLayout, SaveScope
 from dtrain.checkpoint.retention import plan_retention
-from dtrain.checkpoint.share import Share, share_of
-from dtrain.checkpoint.staging import Buffer, Staging
-from dtrain.dist import stopping
+from dtrain.checkpoint.run_save import SaveRequest, SaveResult, run_save
+from dtrain.checkpoint.save_thread import SaveTask, StagingBuffer, StagingPool
+from dtrain.checkpoint.state_dict import (
+    States,
+    check_equal_on_all_ranks,
+    collect_contents,
+    content_hashes,
+    content_key,
+    gc_paused,
+)
+from dtrain.checkpoint.write_plan import RankWritePlan, plan_rank_write
+from dtrain.dist import preemption
 from dtrain.dist.collectives import all_gather_json
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
+from dtrain.dist.rank_errors import RaiseOnAllRanks
 from dtrain.errors import ConfigError, PeerError
 from dtrain.state import TrainState
-from dtrain.storage import Place
+from dtrain.storage import AnyPath
 
 _WHERE = "save_sharded"
-_IN_FLIGHT = 2  # saves under way at a time: each holds a copy of the rank's shards
-_STAGING = Staging()
-Mode = Literal["sync", "async"]
+_MAX_IN_FLIGHT = 2  # saves under way at a time: each holds a copy of the rank's shards
+_STAGING = StagingPool()
+SaveMode = Literal["sync", "async"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +57,18 @@ class SaveHandle:
     """
 
     step: int
-    path: Place
-    _task: Task[SavedStep] = field(repr=False)
-    _copied: Sequence[torch.cuda.Event] = field(default=(), repr=False)
+    path: AnyPath
+    _task: SaveTask[SaveResult] = field(repr=False)
+    _copy_events: Sequence[torch.cuda.Event] = field(default=(), repr=False)
 
     @property
     def done(self) -> bool:
         """Whether it has ended on this rank, well or not."""
         return self._task.future.done()
 
-    def staged(self) -> None:
+    def wait_staged(self) -> None:
         """Return when the state has been copied. Where it lies on the CPU, it was when ``save_sharded`` returned."""
-        for event in self._copied:
+        for event in self._copy_events:
             event.synchronize()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -75,7 +80,7 @@ class SaveHandle:
         """
         self._task.result(timeout_s)
 
-    def result(self, timeout_s: float | None = None) -> SavedStep:
+    def result(self, timeout_s: float | None = None) -> SaveResult:
         """The committed step; waits for it, and raises as ``wait`` does."""
         return self._task.result(timeout_s)
 
@@ -85,13 +90,13 @@ def save_sharded(
     state: TrainState | Mapping[str, TrainState],
     *,
     extra: Mapping[str, Any] | None = None,
-    mode: Mode = "sync",
-    only: Sequence[Only] | None = None,
+    mode: SaveMode = "sync",
+    only: Sequence[SaveScope] | None = None,
     cast: torch.dtype | None = None,
     incremental: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
-    pinned: Collection[int] = (),
+    keep_steps: Collection[int] = (),
 ) -> SaveHandle:
     """Save ``state`` as one step under ``root``.
 
@@ -114,7 +119,7 @@ def save_sharded(
         keep_last: after the commit, remove all but this many of the run's last steps. The step that this process resumed
             from stays as well. None keeps all.
         keep_every: steps that are multiples of it are kept as well.
-        pinned: these steps, too.
+        keep_steps: these steps, too.
 
     Returns:
         A handle: its ``result()`` says what was written. A step that this process has committed or loaded already is not
@@ -140,65 +145,65 @@ def save_sharded(
     save = None
     begun = time.monotonic()
     with spans.span("save"):
-        with Agreed(_WHERE), no_collection(), torch.no_grad():  # a shard is had faster where no gradient could flow
-            where, states = storage.place(root), _states(state)
-            _check(states, mode, only, extra, cast)
-            plan_retention([], keep_last, keep_every=keep_every, pinned=pinned)
+        with RaiseOnAllRanks(_WHERE), gc_paused(), torch.no_grad():  # a shard is had faster where no gradient could flow
+            where, states = storage.resolve_path(root), _as_states(state)
+            _check_arguments(states, mode, only, extra, cast)
+            plan_retention([], keep_last, keep_every=keep_every, keep_steps=keep_steps)
             first = next(iter(states.values()))
-            contents = collect(states, extra or {}, only=tuple(only or ()), cast=cast)
+            contents = collect_contents(states, extra or {}, only=tuple(only or ()), cast=cast)
             if not only:
-                _note_extra(states, extra or {})
-            share = share_of(contents, current().rank, current().world_size, frozen_apart=incremental)
-            parts = fingerprints(contents)
+                _record_saved_extra(states, extra or {})
+            share = plan_rank_write(contents, get_dist_info().rank, get_dist_info().world_size, separate_frozen=incremental)
+            parts = content_hashes(contents)
         needed = share.data_bytes if not incremental else next(iter(share.files.values())).size  # the other may be a link
         total_bytes = _agree_on_contents(parts, needed)
-        background.make_room(_IN_FLIGHT)
-        with Agreed(_WHERE), no_collection(), torch.no_grad():  # a shard is had faster where no gradient could flow
-            images, buffers, copied = _images(share, mode)
-            save = Save(
+        save_thread.wait_for_slot(_MAX_IN_FLIGHT)
+        with RaiseOnAllRanks(_WHERE), gc_paused(), torch.no_grad():  # a shard is had faster where no gradient could flow
+            images, buffers, copied = _serialize_files(share, mode)
+            save = SaveRequest(
                 where=_WHERE,
                 root=where,
-                run=[s.shared for s in states.values()],
+                run=[s.run_context for s in states.values()],
                 step=first.step,
-                layout=_layout(first),
+                layout=_mesh_layout(first),
                 only=tuple(only or ()),
-                names=tuple(name for name in states if name),
-                share=replace(share, tensors={}),  # the images have what they need; the rest may be freed
-                images=images,
+                state_names=tuple(name for name in states if name),
+                write_plan=replace(share, tensors={}),  # the images have what they need; the rest may be freed
+                files=images,
                 total_bytes=total_bytes,
-                holds=identity(states, tuple(only or ()), cast),
-                info=current(),
-                copied=copied,
-                release=partial(_give_back, buffers),
+                content_key=content_key(states, tuple(only or ()), cast),
+                info=get_dist_info(),
+                copy_events=copied,
+                release_buffers=partial(_release_buffers, buffers),
                 # In the middle of a step the ranks have agreed already, but the state is that before the step.
-                since_agreed=stopping.agreed() and first.tally is None,
+                after_stop_agreed=preemption.is_agreed() and first.step_counts is None,
                 incremental=incremental,
                 keep_last=keep_last,
                 keep_every=keep_every,
-                pinned=tuple(pinned),
-                begun=begun,
+                keep_steps=tuple(keep_steps),
+                started_at=begun,
             )
         assert save is not None, "Agreed raises"
-        task = background.submit(f"the save of step {first.step}", partial(carry_out, save))
-        handle = SaveHandle(step=first.step, path=where / layout.step_name(first.step), _task=task, _copied=copied)
+        task = save_thread.submit(f"the save of step {first.step}", partial(run_save, save))
+        handle = SaveHandle(step=first.step, path=where / layout.step_name(first.step), _task=task, _copy_events=copied)
         if mode == "sync":
             _wait(task)
-    spans.event("save", step=first.step, held_s=time.monotonic() - begun)
+    spans.record_event("save", step=first.step, held_s=time.monotonic() - begun)
     return handle
 
 
-def _wait(task: Task[SavedStep]) -> None:
+def _wait(task: SaveTask[SaveResult]) -> None:
     """Wait for a synchronous save, which writes the state's own memory: after an interrupt it must not go on."""
     try:
         task.result()
     except BaseException:
-        task.given_up = True
-        background.wait(task)
-        task.seen = True
+        task.cancelled = True
+        save_thread.wait(task)
+        task.failure_reported = True
         raise
 
 
-def _states(given: TrainState | Mapping[str, TrainState]) -> dict[str, TrainState]:
+def _as_states(given: TrainState | Mapping[str, TrainState]) -> dict[str, TrainState]:
     """The states by name; a single one has the empty name.
 
     Raises:
@@ -209,20 +214,20 @@ def _states(given: TrainState | Mapping[str, TrainState]) -> dict[str, TrainStat
     if not isinstance(given, Mapping) or not given:
         raise ConfigError(f"{_WHERE}: needs a TrainState, or some of them by name, got {given!r}"[:300])
     for name, state in given.items():
-        if type(name) is not str or name in ("", plain.TAG):
-            raise ConfigError(f"{_WHERE}: states have names (text, not empty, not {plain.TAG!r}), got {name!r}")
+        if type(name) is not str or name in ("", tree_json.TAG):
+            raise ConfigError(f"{_WHERE}: states have names (text, not empty, not {tree_json.TAG!r}), got {name!r}")
         if not isinstance(state, TrainState):
             raise ConfigError(f"{_WHERE}: {name}: needs a TrainState, got {type(state).__name__}")
     return dict(given)
 
 
-def _check(
+def _check_arguments(
     states: States, mode: str, only: Sequence[str] | None, extra: Mapping[str, Any] | None, cast: torch.dtype | None
 ) -> None:
     for state in states.values():
-        state.check_fresh(_WHERE)
-        state.check_together(_WHERE)
-    if len({state.shared.run_id for state in states.values()}) > 1:
+        state._check_not_stale(_WHERE)
+        state._check_replicas_joined(_WHERE)
+    if len({state.run_context.run_id for state in states.values()}) > 1:
         raise ConfigError(f"{_WHERE}: the states {list(states)} belong to different runs; load them from one checkpoint")
     if mode not in ("sync", "async"):
         raise ConfigError(f"{_WHERE}: mode must be 'sync' or 'async', got {mode!r}")
@@ -239,28 +244,30 @@ def _agree_on_contents(mine: Mapping[str, str], nbytes: int) -> int:
 
     Collective: one exchange of JSON on the control group.
     """
-    facts: Any = {"parts": mine, "bytes": nbytes, "failed": background.unseen_failure()}
-    everyone = cast(list[dict[str, Any]], all_gather_json(facts, where=_WHERE))
+    facts: Any = {"parts": mine, "bytes": nbytes, "failed": save_thread.has_unreported_failure()}
+    everyone = cast(list[dict[str, Any]], all_gather_json(facts, caller=_WHERE))
     failed = [rank for rank, facts in enumerate(everyone) if facts["failed"]]
-    if failed and not stopping.agreed():  # then this save comes first; the failure is raised where the block is left
-        background.drain()  # a save that fails does so on every rank, though not at the same time
+    if failed and not preemption.is_agreed():  # then this save comes first; the failure is raised where the block is left
+        save_thread.wait_all()  # a save that fails does so on every rank, though not at the same time
         raise PeerError(f"{_WHERE}: an earlier save failed on rank {failed[0]}; nothing of it was published, save again")
-    check_equal([facts["parts"] for facts in everyone])
+    check_equal_on_all_ranks([facts["parts"] for facts in everyone])
     return sum(facts["bytes"] for facts in everyone)
 
 
-def _note_extra(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:
+def _record_saved_extra(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:
     """Remember the objects whose state this save took, for what must not change any more in this step (``early_stop``)."""
     for state in states.values():
-        state.shared.saved_extra = {id(thing): state.step for thing in extra.values()}
+        state.run_context.extra_saved_steps = {id(thing): state.step for thing in extra.values()}
 
 
-def _images(share: Share, mode: Mode) -> tuple[dict[str, Image], list[Buffer], list[torch.cuda.Event]]:
+def _serialize_files(
+    share: RankWritePlan, mode: SaveMode
+) -> tuple[dict[str, SerializedFile], list[StagingBuffer], list[torch.cuda.Event]]:
     """The content of this rank's files: a copy of the tensors where training goes on, or where they are not on the CPU."""
     cuda = any(tensor.is_cuda for tensor in share.tensors.values())
     if mode == "sync" and not cuda:
-        return {name: image_in_place(placed, share.tensors) for name, placed in share.files.items()}, [], []
-    buffers = [_STAGING.take(placed.size, pinned=cuda) for placed in share.files.values()]
+        return {name: serialize_in_place(placed, share.tensors) for name, placed in share.files.items()}, [], []
+    buffers = [_STAGING.acquire(placed.size, pinned=cuda) for placed in share.files.values()]
     pairs = zip(buffers, share.files.items(), strict=True)
     images = {name: buffer.fill(placed, share.tensors) for buffer, (name, placed) in pairs}
     copied = []
@@ -271,13 +278,13 @@ def _images(share: Share, mode: Mode) -> tuple[dict[str, Image], list[Buffer], l
     return images, buffers, copied
 
 
-def _give_back(buffers: Sequence[Buffer]) -> None:
+def _release_buffers(buffers: Sequence[StagingBuffer]) -> None:
     for buffer in buffers:
-        _STAGING.give(buffer)
+        _STAGING.release(buffer)
 
 
-def _layout(state: TrainState) -> Layout:
+def _mesh_layout(state: TrainState) -> MeshLayout:
     mesh = state.spec.mesh
     if mesh is None:
-        return Layout(strategy=state.spec.strategy, axes=(), shape=())
-    return Layout(strategy=state.spec.strategy, axes=tuple(mesh.mesh_dim_names or ()), shape=tuple(mesh.shape))
+        return MeshLayout(strategy=state.spec.strategy, axes=(), shape=())
+    return MeshLayout(strategy=state.spec.strategy, axes=tuple(mesh.mesh_dim_names or ()), shape=tuple(mesh.shape))

@@ -1,1 +1,1 @@
-"""The ``dtrain`` command. Starting it imports no torch; a sub-command that reads checkpoints does so when it runs."""
+"""The ``dtrain`` command: one module per command group. Imports no torch at startup."""

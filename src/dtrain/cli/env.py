@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from dtrain.cli.machine.facts import Facts
+    from dtrain.cli.env_facts import MachineFacts
 
-_BROKEN = 1
+_ERROR_EXIT_CODE = 1
 
 
 def env(
@@ -25,27 +25,27 @@ def env(
     import json
     from dataclasses import asdict
 
-    from dtrain.cli.findings import findings
-    from dtrain.cli.machine.facts import collect
+    from dtrain.cli.env_checks import check_machine
+    from dtrain.cli.env_facts import collect_machine_facts
 
-    facts = collect()
-    found = findings(facts)
+    facts = collect_machine_facts()
+    found = check_machine(facts)
     if as_json:
         typer.echo(json.dumps({**asdict(facts), "findings": [asdict(finding) for finding in found]}, indent=1))
     else:
-        lines = [*table(facts), "", *(map(str, found) if found else ["nothing is misconfigured"])]
+        lines = [*format_facts(facts), "", *(map(str, found) if found else ["nothing is misconfigured"])]
         typer.echo("\n".join(lines))
-    return _BROKEN if any(finding.level == "error" for finding in found) else 0
+    return _ERROR_EXIT_CODE if any(finding.level == "error" for finding in found) else 0
 
 
-def table(facts: Facts) -> list[str]:
+def format_facts(facts: MachineFacts) -> list[str]:
     """The facts as lines: a name, and what is known under it."""
-    rows = [*_software(facts), *_hardware(facts), *_network(facts), *_environment(facts)]
+    rows = [*_software_rows(facts), *_hardware_rows(facts), *_network_rows(facts), *_environment_rows(facts)]
     width = max(len(name) for name, _ in rows)
     return [f"{name:{width}}  {text}".rstrip() for name, text in rows]
 
 
-def _software(facts: Facts) -> list[tuple[str, str]]:
+def _software_rows(facts: MachineFacts) -> list[tuple[str, str]]:
     torch = facts.torch
     versions = [f"{package.name} {package.version or 'not installed'}" for package in facts.packages]
     rows = [
@@ -61,7 +61,7 @@ def _software(facts: Facts) -> list[tuple[str, str]]:
     return [*rows, ("torch", text), *(("", f"it warns: {warning}") for warning in torch.warnings)]
 
 
-def _hardware(facts: Facts) -> list[tuple[str, str]]:
+def _hardware_rows(facts: MachineFacts) -> list[tuple[str, str]]:
     hardware, gpus = facts.hardware, facts.hardware.gpus
     cores, memory, (soft, hard) = hardware.cores, hardware.memory, hardware.open_files
     rows = [
@@ -72,19 +72,19 @@ def _hardware(facts: Facts) -> list[tuple[str, str]]:
         ),
         (
             "memory",
-            f"{_gib(memory.total_bytes)}, {_gib(memory.available_bytes)} available"
-            + (f", control group allows {_gib(memory.limit_bytes)}" if memory.limit_bytes else ""),
+            f"{_format_gib(memory.total_bytes)}, {_format_gib(memory.available_bytes)} available"
+            + (f", control group allows {_format_gib(memory.limit_bytes)}" if memory.limit_bytes else ""),
         ),
-        ("/dev/shm", "not there" if hardware.shm_bytes is None else _gib(hardware.shm_bytes)),
+        ("/dev/shm", "not there" if hardware.shm_bytes is None else _format_gib(hardware.shm_bytes)),
         ("open files", f"at most {soft or 'any number'}, can be raised to {hard or 'any number'}"),
     ]
-    listed = [f"{gpu.name}, {_gib(gpu.memory_bytes)}, driver {gpu.driver}" for gpu in gpus.listed]
+    listed = [f"{gpu.name}, {_format_gib(gpu.memory_bytes)}, driver {gpu.driver}" for gpu in gpus.listed]
     usable = f"{len(facts.torch.devices) if facts.torch else 0} usable by torch"
     rows.append(("gpus", f"{gpus.count}, {usable}" if gpus.count else "none"))
     return [*rows, *(("", f"{number}: {text}") for number, text in enumerate(listed))]
 
 
-def _network(facts: Facts) -> list[tuple[str, str]]:
+def _network_rows(facts: MachineFacts) -> list[tuple[str, str]]:
     rows = [("host", f"{name}: {', '.join(found) or 'does not resolve'}") for name, found in facts.addresses.items()]
     for link in facts.interfaces:
         marks = [*(["loopback"] if link.loopback else []), *([] if link.up else ["down"])]
@@ -92,10 +92,10 @@ def _network(facts: Facts) -> list[tuple[str, str]]:
     return rows
 
 
-def _environment(facts: Facts) -> list[tuple[str, str]]:
+def _environment_rows(facts: MachineFacts) -> list[tuple[str, str]]:
     rows = [("variable", f"{name}={value}") for name, value in facts.variables.items()]
     return [*rows, *(("variable", f"{name} is set (value not shown)") for name in facts.named_variables)]
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"

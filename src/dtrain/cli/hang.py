@@ -19,7 +19,7 @@ def hang(
 
     Exit codes: 0 shown; 1 the launcher does not answer; 2 nothing is known there.
     """
-    from dtrain.launch.hang.asking import explain_hang
+    from dtrain.launch.hang.query import explain_hang
 
     try:
         typer.echo(explain_hang(run_dir))

@@ -1,8 +1,11 @@
-"""``dtrain launch``: from the command line to a plan, and from the plan to an exit code."""
+"""``dtrain launch``: from the command line to a plan, and from the plan to an exit code.
+
+Options of torchrun: those that work here under torchrun's spelling, and advice for the others."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -11,30 +14,149 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.cli import launch_options as given
-from dtrain.cli.torchrun import Rendezvous, parse_ranks, place_nodes
-from dtrain.cli.values import parse_duration, parse_host, parse_modules, parse_restarts, parse_stop_signal, parse_whole
+from dtrain.cli.launch_options import (
+    list_ranks,
+    parse_duration,
+    parse_host,
+    parse_int,
+    parse_log_ranks,
+    parse_modules,
+    parse_restarts,
+    parse_stop_signal,
+)
 from dtrain.errors import ConfigError
-from dtrain.launch.elastic.request import elastic_plan
-from dtrain.launch.limits import allow_open_files
-from dtrain.launch.nodes.facts import collect_facts
-from dtrain.launch.nodes.meeting import Meeting
-from dtrain.launch.output.lines import harmless
-from dtrain.launch.output.outlet import Outlet
-from dtrain.launch.output.shown import list_ranks, parse_log_ranks
-from dtrain.launch.output.templates import check_output
-from dtrain.launch.plan import Kind, LaunchPlan, Layout, OutputPlan, Target, count_gpus, parse_nproc, parse_seconds
-from dtrain.launch.record import write_record
-from dtrain.launch.rundir import claim_run_dir, create_run_dir, default_run_dir
-from dtrain.launch.schedulers import scheduled
-from dtrain.launch.target import check_command, check_module, check_script
-from dtrain.launch.topology import Asked, Topology, infer
-from dtrain.wire import THREADS
+from dtrain.launch.elastic.agent_request import make_elastic_plan
+from dtrain.launch.entrypoint import check_command, check_module, check_script
+from dtrain.launch.host_resources import raise_open_file_limit
+from dtrain.launch.launch_dir import claim_run_dir, create_run_dir, default_run_dir, write_launch_record
+from dtrain.launch.launch_plan import (
+    MAX_RANKS,
+    LaunchPlan,
+    NodeLayout,
+    NodeRendezvous,
+    OutputPlan,
+    Target,
+    TargetKind,
+    count_gpus,
+    parse_nproc,
+    parse_seconds,
+)
+from dtrain.launch.nodes.compatibility import collect_node_facts
+from dtrain.launch.output.log_files import check_output_plan
+from dtrain.launch.output.non_blocking_writer import NonBlockingWriter
+from dtrain.launch.output.terminal_lines import escape_controls
+from dtrain.launch.schedulers import read_scheduler
+from dtrain.launch.topology import LaunchArgs, Topology, infer_topology
+from dtrain.launch_protocol import OMP_THREADS
 
-_LEFT_OUT = "leave it out to have it inferred"
+TORCHRUN_ADVICE = {
+    "--log-dir": "say --run-dir FOLDER, which keeps logs and failure records",
+    "--redirects": "leave it out: the run folder keeps the output of every rank",
+    "-r": "leave it out: the run folder keeps the output of every rank",
+    "--tee": "leave it out, and say --log-ranks all to see every rank here",
+    "-t": "leave it out, and say --log-ranks all to see every rank here",
+    "--local-ranks-filter": "say --log-ranks RANKS, counted over all nodes",
+    "--duplicate-stdout-filters": "leave it out: the run folder keeps the output of every rank",
+    "--duplicate-stderr-filters": "leave it out: the run folder keeps the output of every rank",
+    "--logs-specs": "say --stdout FILE and --stderr FILE",
+    "--rdzv-conf": "say --join-timeout SECONDS",
+    "--monitor-interval": "leave it out: the end of a rank is noticed at once",
+    "--start-method": "leave it out: ranks are forks, or interpreters of their own with --no-preload",
+    "--role": "leave it out: all ranks have one role",
+    "--run-path": "leave it out: the script runs as with `python`",
+    "--local-addr": "leave it out, and say --master-addr, by which the address of this node is found",
+    "--numa-binding": "say --bind",
+    "--signals-to-handle": "leave it out, and see --stop-signal",
+    "--virtual-local-rank": "leave it out, and set CUDA_VISIBLE_DEVICES",
+    "--event-log-handler": "leave it out",
+}
+"""Advice for each option of torchrun that is none of ours."""
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
+_ENDPOINT = re.compile(r"(?P<host>.+?)(?::(?P<port>[0-9]{1,5}))?")
+_DEFAULT_PORT = "29400"  # torchrun's, where an endpoint has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joining:
+class RendezvousOptions:
+    """The options that say where nodes meet, as texts; None for those that were not given."""
+
+    nnodes: str | None
+    endpoint: str | None
+    master_addr: str | None
+    master_port: str | None
+
+
+def torchrun_advice(option: str) -> str | None:
+    """Return what to do about ``option``, if torchrun has it and ``dtrain launch`` does not."""
+    name = option if len(option) == 2 else option.replace("_", "-")
+    return f"{option} is torchrun's; {TORCHRUN_ADVICE[name]}" if name in TORCHRUN_ADVICE else None
+
+
+def resolve_nproc(text: str | None, *, gpus: int) -> str | None:
+    """Return the number of ranks as a text, where torchrun's ``auto``, ``gpu`` and ``cpu`` are numbers.
+
+    Args:
+        text: the value of ``-n``.
+        gpus: number of GPUs of this node, 0 if there is none.
+
+    Raises:
+        ConfigError: ``gpu`` on a node without.
+    """
+    word = (text or "").strip().lower()
+    if word == "auto":
+        return None
+    if word == "gpu":
+        if gpus == 0:
+            raise ConfigError("launch: -n gpu, but this node has no GPU; say a number, or cpu")
+        return str(gpus)
+    if word == "cpu":
+        return str(min(MAX_RANKS, os.cpu_count() or 1))
+    return text
+
+
+def resolve_rendezvous(options: RendezvousOptions, *, standalone: bool, backend: str | None) -> RendezvousOptions:
+    """Return ``options`` with what ``--standalone`` and ``--rdzv-backend`` say.
+
+    Raises:
+        ConfigError: ``standalone`` with several nodes, or a backend that is not there.
+    """
+    if standalone:
+        if options.nnodes not in (None, "", "1", "1:1"):
+            raise ConfigError(f"launch: --standalone is one node, not --nnodes {options.nnodes}; leave one of them out")
+        return RendezvousOptions(nnodes="1", endpoint=None, master_addr=None, master_port=None)
+    if backend not in (None, "", "c10d", "static"):
+        raise ConfigError(
+            f"launch: --rdzv-backend must be c10d or static, got {backend!r}; say --rdzv-endpoint or --master-addr instead"
+        )
+    if options.endpoint is None or (match := _ENDPOINT.fullmatch(options.endpoint)) is None:
+        return options
+    host, port = match["host"], match["port"]
+    if backend == "static":
+        return RendezvousOptions(
+            nnodes=options.nnodes,
+            endpoint=None,
+            master_addr=options.master_addr or host,
+            master_port=options.master_port or port or _DEFAULT_PORT,
+        )
+    one = options.nnodes in (None, "", "1") or (options.nnodes == "1:1" and backend == "c10d")
+    if one and host in _LOOPBACK:
+        return RendezvousOptions(nnodes="1", endpoint=None, master_addr=None, master_port=None)
+    if backend == "c10d" and port is None:
+        return RendezvousOptions(
+            nnodes=options.nnodes,
+            endpoint=f"{host}:{_DEFAULT_PORT}",
+            master_addr=options.master_addr,
+            master_port=options.master_port,
+        )
+    return options
+
+
+_OMIT_ADVICE = "leave it out to have it inferred"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOptions:
     """How this node joins the others."""
 
     timeout_s: float | None
@@ -83,41 +205,43 @@ def launch(
     Exit codes: 0 done; 2 bad usage, nothing was started; the failing rank's own code, or 128 + signal if it was killed;
     124 hang; 130 after Ctrl-C, 143 after SIGTERM; 75 when all ranks exited with 75 (preempted and saved: run it again).
     """
-    target = _target(script, args, module=module, command=command)
+    target = _make_target(script, args, module=module, command=command)
     grace_s = None if grace is None else parse_seconds("--grace", grace)
     hang_timeout_s = parse_duration("--hang-timeout", hang_timeout, usual=600)
     modules = parse_modules(preload, no_preload=no_preload)
     restarts = parse_restarts("--max-restarts", max_restarts)
     stop = parse_stop_signal("--stop-signal", stop_signal)
-    joining = Joining(timeout_s=parse_duration("--join-timeout", join_timeout, usual=300), paths=tuple(check_path or ()))
-    nodes = Rendezvous(nnodes=nnodes, endpoint=rdzv_endpoint, master_addr=master_addr, master_port=master_port)
-    nodes = place_nodes(nodes, standalone=standalone, backend=rdzv_backend)
-    ranks = parse_ranks(nproc, gpus=_gpus())
-    topology = _topology(
-        Asked(
+    joining = JoinOptions(timeout_s=parse_duration("--join-timeout", join_timeout, usual=300), paths=tuple(check_path or ()))
+    nodes = RendezvousOptions(nnodes=nnodes, endpoint=rdzv_endpoint, master_addr=master_addr, master_port=master_port)
+    nodes = resolve_rendezvous(nodes, standalone=standalone, backend=rdzv_backend)
+    ranks = resolve_nproc(nproc, gpus=_count_gpus())
+    topology = _infer_topology(
+        LaunchArgs(
             nproc=-1 if ranks is None else parse_nproc(ranks),
             nnodes=nodes.nnodes or "",
-            world_size=parse_whole("--world-size", world_size, advice=_LEFT_OUT),
-            base_rank=parse_whole("--base-rank", base_rank, advice=_LEFT_OUT),
-            node_rank=parse_whole("--node-rank", node_rank, advice="say 0 on the first node, 1 on the next, and so on"),
+            world_size=parse_int("--world-size", world_size, advice=_OMIT_ADVICE),
+            base_rank=parse_int("--base-rank", base_rank, advice=_OMIT_ADVICE),
+            node_rank=parse_int("--node-rank", node_rank, advice="say 0 on the first node, 1 on the next, and so on"),
             master_addr=parse_host("--master-addr", nodes.master_addr),
-            master_port=parse_whole("--master-port", nodes.master_port, advice="choose one that is free on node 0"),
+            master_port=parse_int("--master-port", nodes.master_port, advice="choose one that is free on node 0"),
             rdzv_endpoint=nodes.endpoint or "",
             rdzv_id=rdzv_id or "",
         )
     )
-    meeting = _meeting(topology, joining, target)
-    layout = _layout(topology, meeting)
+    meeting = _make_rendezvous(topology, joining, target)
+    layout = _expected_layout(topology, meeting)
     if meeting is not None and restarts:
         raise ConfigError("launch: --max-restarts is for one node, and for --nnodes MIN:MAX; leave it out")
-    output = _output(layout, shown=log_ranks, prefix=prefix, stdout=stdout, stderr=stderr, full_traceback=full_traceback)
-    allow_open_files(layout.nproc)
-    folder = _folder(run_dir, layout)  # last of the checks: a typing error leaves nothing behind
+    output = _make_output_plan(
+        layout, shown=log_ranks, prefix=prefix, stdout=stdout, stderr=stderr, full_traceback=full_traceback
+    )
+    raise_open_file_limit(layout.nproc)
+    folder = _prepare_run_dir(run_dir, layout)  # last of the checks: a typing error leaves nothing behind
     plan = LaunchPlan(
         target=target,
         layout=layout,
         run_dir=folder,
-        meeting=None if meeting is None else replace(meeting, run_name=folder.name),
+        rendezvous=None if meeting is None else replace(meeting, run_name=folder.name),
         grace_s=grace_s,
         preload=modules,
         max_restarts=restarts,
@@ -126,11 +250,13 @@ def launch(
         bind=bind,
         output=output,
     )
-    _say(*topology.notices, *([_describe(plan)] if verbose else []), *(_record(plan) if meeting is None else []))
-    return _run(plan, topology)
+    _print_notices(
+        *topology.notices, *([_describe_plan(plan)] if verbose else []), *(_write_record(plan) if meeting is None else [])
+    )
+    return _run_plan(plan, topology)
 
 
-def _folder(run_dir: str | None, layout: Layout) -> Path:
+def _prepare_run_dir(run_dir: str | None, layout: NodeLayout) -> Path:
     """The folder of this launch; on a later node it is not made before node 0 has named it, unless the user did."""
     now = datetime.now()
     if layout.node_rank > 0 and run_dir is None:
@@ -141,66 +267,66 @@ def _folder(run_dir: str | None, layout: Layout) -> Path:
     return folder
 
 
-def _run(plan: LaunchPlan, topology: Topology) -> int:
-    from dtrain.launch.front import launch as run_job  # not before it is needed: a refusal should come at once
+def _run_plan(plan: LaunchPlan, topology: Topology) -> int:
+    from dtrain.launch.launcher import launch_job as run_job  # not before it is needed: a refusal should come at once
 
     if topology.elastic is not None:
-        plan = elastic_plan(plan, topology.elastic, threads=os.environ.get(THREADS, ""))
+        plan = make_elastic_plan(plan, topology.elastic, threads=os.environ.get(OMP_THREADS, ""))
     return run_job(plan)
 
 
-def _topology(asked: Asked) -> Topology:
-    return infer(asked, scheduled(os.environ), gpus=max(1, _gpus()))
+def _infer_topology(asked: LaunchArgs) -> Topology:
+    return infer_topology(asked, read_scheduler(os.environ), gpus=max(1, _count_gpus()))
 
 
-def _gpus() -> int:
+def _count_gpus() -> int:
     return count_gpus(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _layout(topology: Topology, meeting: Meeting | None) -> Layout:
+def _expected_layout(topology: Topology, meeting: NodeRendezvous | None) -> NodeLayout:
     """The place of this node, as far as it is known before the nodes meet."""
     if topology.elastic is not None:
-        return Layout.one_node(topology.elastic.nproc)
+        return NodeLayout.one_node(topology.elastic.nproc)
     layout = topology.layout if meeting is None else meeting.expected_layout()
     assert layout is not None, "one node has a layout, several have a meeting"
     return layout
 
 
-def _meeting(topology: Topology, joining: Joining, target: Target) -> Meeting | None:
+def _make_rendezvous(topology: Topology, joining: JoinOptions, target: Target) -> NodeRendezvous | None:
     """What this node brings to the meeting of all nodes; None for one node."""
-    if topology.meeting is None:
+    if topology.rendezvous is None:
         for path in joining.paths:
             if not os.path.exists(path):
                 raise ConfigError(f"launch: --check-path {path!r} does not exist; check the path")
         return None
-    facts = collect_facts(target, joining.paths)
-    timeout_s = topology.meeting.timeout_s if joining.timeout_s is None else joining.timeout_s
-    return replace(topology.meeting, facts=facts, timeout_s=timeout_s)
+    facts = collect_node_facts(target, joining.paths)
+    timeout_s = topology.rendezvous.timeout_s if joining.timeout_s is None else joining.timeout_s
+    return replace(topology.rendezvous, facts=facts, timeout_s=timeout_s)
 
 
-def _target(script: str, args: list[str] | None, *, module: bool, command: bool) -> Target:
+def _make_target(script: str, args: list[str] | None, *, module: bool, command: bool) -> Target:
     """What to run, looked at without running it."""
     if module and command:
         raise ConfigError("launch: -m and -c exclude each other; -m runs a Python module, -c any program")
-    kind: Kind = "module" if module else "command" if command else "script"
+    kind: TargetKind = "module" if module else "command" if command else "script"
     {"module": check_module, "command": check_command, "script": check_script}[kind](script)
     return Target(kind=kind, name=script, args=tuple(args or ()))
 
 
-def _output(layout: Layout, *, shown: str | None, prefix: str | None, **given: Any) -> OutputPlan:
+def _make_output_plan(layout: NodeLayout, *, shown: str | None, prefix: str | None, **given: Any) -> OutputPlan:
     """Return where output goes, checked; ``given`` are fields of ``OutputPlan`` as they are."""
     ranks = None if shown is None else parse_log_ranks(shown, layout.world_size)
     plan = OutputPlan(shown=ranks, **given) if prefix is None else OutputPlan(shown=ranks, prefix=prefix, **given)
-    check_output(plan, layout)
+    check_output_plan(plan, layout)
     return plan
 
 
-def _record(plan: LaunchPlan) -> list[str]:
-    warning = write_record(plan, command=sys.argv, variables=os.environ, now=datetime.now().astimezone())
+def _write_record(plan: LaunchPlan) -> list[str]:
+    warning = write_launch_record(plan, command=sys.argv, variables=os.environ, now=datetime.now().astimezone())
     return [] if warning is None else [warning]
 
 
-def _describe(plan: LaunchPlan) -> str:
+def _describe_plan(plan: LaunchPlan) -> str:
     """The plan in one line."""
     target, layout = plan.target, plan.layout
     how = {"script": ["python"], "module": ["python", "-m"], "command": []}[target.kind]
@@ -215,9 +341,9 @@ def _describe(plan: LaunchPlan) -> str:
     return f"launch: {'; '.join(parts)}"
 
 
-def _say(*lines: str) -> None:
+def _print_notices(*lines: str) -> None:
     """Lines on standard error. One that cannot be written is no reason not to start."""
-    stderr = Outlet(2, "standard error")
+    stderr = NonBlockingWriter(2, "standard error")
     for line in lines:
-        stderr.put(harmless(f"dtrain: {line}".encode(errors="backslashreplace")) + b"\n")
+        stderr.write(escape_controls(f"dtrain: {line}".encode(errors="backslashreplace")) + b"\n")
     stderr.close()

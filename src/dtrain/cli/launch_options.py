@@ -2,18 +2,156 @@
 
 The underscore forms are those of Composer's launcher and of torchrun, so that a command line written for one of them runs
 unchanged. ``torchrun`` has the advice for those of torchrun's options that have no counterpart here.
-"""
+
+Values of options, read from text. Each says in one line what came and what to write instead. Pure.
+
+Which ranks the terminal shows: what ``--log-ranks`` says. Pure."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
 
 from dtrain import __version__
-from dtrain.cli.help import OTHER
-from dtrain.launch.plan import DEFAULT_GRACE_S, SAVING_GRACE_S
+from dtrain.cli.command_classes import OTHER_HEADING
+from dtrain.errors import ConfigError
+from dtrain.launch.launch_plan import DEFAULT_GRACE_S, SAVING_GRACE_S
+
+_MAX_RESTARTS = 1000
+_MAX_DURATION_S = 7 * 86_400
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def parse_int(option: str, text: str | None, *, advice: str) -> int:
+    """The whole number given to ``option``; -1 when none was.
+
+    Raises:
+        ConfigError: no whole number.
+    """
+    if text is None or not text.strip():
+        return -1
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()):
+        raise ConfigError(f"launch: {option} must be a whole number, got {text!r}; {advice}")
+    return int(text)
+
+
+def parse_restarts(option: str, text: str | None) -> int:
+    """How often to start the ranks again.
+
+    Raises:
+        ConfigError: no whole number, or out of range.
+    """
+    if text is None:
+        return 0
+    restarts = parse_int(option, text, advice="3 is usual")
+    if not 0 <= restarts <= _MAX_RESTARTS:
+        raise ConfigError(f"launch: {option} must be from 0 to {_MAX_RESTARTS}, got {text!r}; 3 is usual")
+    return restarts
+
+
+def parse_duration(option: str, text: str | None, *, usual: int) -> float | None:
+    """A number of seconds that is not 0; None when none was given.
+
+    Raises:
+        ConfigError: no number, or out of range.
+    """
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ConfigError(f"launch: {option} must be a number of seconds, got {text!r}; {usual} is usual") from None
+    if not 0 < seconds <= _MAX_DURATION_S:  # false for nan, too
+        what = f"launch: {option} must be more than 0 and at most {_MAX_DURATION_S} seconds, got {text!r}"
+        raise ConfigError(f"{what}; {usual} is usual")
+    return seconds
+
+
+def parse_host(option: str, text: str | None) -> str:
+    """A host's name or address; empty when none was given.
+
+    Raises:
+        ConfigError: with a port, a scheme, or white space.
+    """
+    host = (text or "").strip()
+    if re.search(r"[\s/]", host) or re.fullmatch(r"[^:]*:[^:]*", host):
+        raise ConfigError(f"launch: {option} must be a host, got {text!r}; name it as the nodes know it, and --master-port")
+    return host
+
+
+def parse_stop_signal(option: str, text: str | None) -> int | None:
+    """The number of a signal given by name, with or without SIG, or by number.
+
+    Raises:
+        ConfigError: no signal, or one that means something else to a process.
+    """
+    if text is None:
+        return None
+    name = text.strip().upper()
+    known = {str(int(number)): number for number in _STOP_SIGNALS} | {number.name: number for number in _STOP_SIGNALS}
+    number = known.get(name) or known.get(f"SIG{name}")
+    if number is None:
+        raise ConfigError(f"launch: {option} must be TERM, USR1 or USR2, got {text!r}; USR1 is usual")
+    return int(number)
+
+
+def parse_modules(text: str | None, *, no_preload: bool) -> tuple[str, ...] | None:
+    """The modules of ``--preload``; none at all with ``--no-preload``; None: to be found out.
+
+    Raises:
+        ConfigError: both are given, or something is no name of a module.
+    """
+    if text is None:
+        return () if no_preload else None
+    if no_preload:
+        raise ConfigError("launch: --preload and --no-preload exclude each other; leave one out")
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigError(f"launch: --preload takes names of modules, as in torch,numpy; got {name!r}")
+    return names
+
+
+_RANK_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+
+
+def parse_log_ranks(text: str, world_size: int) -> frozenset[int]:
+    """The global ranks named by ``0,8-15``, ``all`` or ``none``.
+
+    Raises:
+        ConfigError: something else, or a rank that the job does not have.
+    """
+    if text.strip() in ("all", "none"):
+        return frozenset(range(world_size) if text.strip() == "all" else ())
+    ranks: set[int] = set()
+    for part in text.split(","):
+        match = _RANK_RANGE.fullmatch(part.strip())
+        if match is None:
+            raise ConfigError(f"launch: --log-ranks must be ranks as in 0,8-15, or all, or none, got {text!r}; see {part!r}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ConfigError(f"launch: --log-ranks {text!r}: {part.strip()} goes backwards; write {last}-{first}")
+        if last >= world_size:
+            raise ConfigError(f"launch: --log-ranks {text!r}: there is no rank {last}; the ranks are 0 to {world_size - 1}")
+        ranks.update(range(first, last + 1))
+    return frozenset(ranks)
+
+
+def list_ranks(ranks: Iterable[int]) -> str:
+    """``0-3,8`` for 0, 1, 2, 3, 8; ``none`` for no rank: what ``parse_log_ranks`` reads."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
+
 
 RANKS = "Ranks"
 NODES = "Several nodes (start the same line once on each)"
@@ -30,7 +168,7 @@ srun --ntasks-per-node=1 dtrain launch -n 8 train.py    nodes and addresses from
 """
 
 
-def _scripts(incomplete: str) -> list[str]:
+def _complete_script(incomplete: str) -> list[str]:
     """For shell completion: Python files and folders that begin like this."""
     folder, begin = os.path.split(incomplete)
     try:
@@ -52,7 +190,10 @@ def _option(heading: str, *spellings: str, help: str, metavar: str | None = None
 
 
 Script = Annotated[
-    str, typer.Argument(metavar="SCRIPT", help="Python file; or a module with -m, a program with -c.", autocompletion=_scripts)
+    str,
+    typer.Argument(
+        metavar="SCRIPT", help="Python file; or a module with -m, a program with -c.", autocompletion=_complete_script
+    ),
 ]
 Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="ARGS", help="Passed to the script as they are.", show_default=False)
@@ -212,7 +353,7 @@ Version = Annotated[
     typer.Option(
         "--version",
         help="Print the version and exit.",
-        rich_help_panel=OTHER,
+        rich_help_panel=OTHER_HEADING,
         show_default=False,
         is_eager=True,  # before a missing script is complained about
         callback=_print_version,

@@ -10,11 +10,11 @@ import typer
 
 from dtrain import __version__
 from dtrain.cli.checkpoints import app as checkpoints
+from dtrain.cli.command_classes import GroupedCommand, PlainGroup
 from dtrain.cli.data import app as data
 from dtrain.cli.env import env
 from dtrain.cli.hang import hang
-from dtrain.cli.help import GroupedCommand, PlainGroup
-from dtrain.cli.launch import launch
+from dtrain.cli.launch import launch, torchrun_advice
 from dtrain.cli.launch_options import EXAMPLES
 from dtrain.cli.new import EXAMPLES as NEW_EXAMPLES
 from dtrain.cli.new import new
@@ -25,13 +25,12 @@ from dtrain.cli.report import EXAMPLES as REPORT_EXAMPLES
 from dtrain.cli.report import report
 from dtrain.cli.top import EXAMPLES as TOP_EXAMPLES
 from dtrain.cli.top import top
-from dtrain.cli.torchrun import advice_for
 from dtrain.errors import ConfigError, DtrainError
-from dtrain.launch.output.outlet import occupy_standard_streams
+from dtrain.launch.output.non_blocking_writer import occupy_standard_streams
 
-_FAILED = 1
-_USAGE = 2
-_INTERRUPTED = 130
+_FAILED_EXIT_CODE = 1
+_USAGE_EXIT_CODE = 2
+_INTERRUPTED_EXIT_CODE = 130
 _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 # The base class of the parser's errors is click's or typer's own, depending on typer's release: not importable by one name.
@@ -77,10 +76,10 @@ def main(
 def run() -> NoReturn:
     """Run the command line of this process and exit with its code. A usage error is one line on stderr, and code 2."""
     occupy_standard_streams()
-    sys.exit(_written(_invoke(sys.argv[1:])))
+    sys.exit(_flush_stdout(_invoke(sys.argv[1:])))
 
 
-def _written(code: int) -> int:
+def _flush_stdout(code: int) -> int:
     """The exit code, once all output has gone where it should, or cannot go there.
 
     Mutates: standard output when it is full: Python would try again at its end, and exit with a code of its own.
@@ -91,7 +90,7 @@ def _written(code: int) -> int:
         sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # whoever read it has seen enough
-            code = code or _complain(str(error), _FAILED)
+            code = code or _print_error(str(error), _FAILED_EXIT_CODE)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
@@ -104,15 +103,15 @@ def _invoke(args: list[str]) -> int:
             return _show_completion(args[1])
         return int(typer.main.get_command(app).main(args=args, prog_name="dtrain", standalone_mode=False))
     except ConfigError as error:
-        return _complain(str(error), _USAGE)
+        return _print_error(str(error), _USAGE_EXIT_CODE)
     except DtrainError as error:
-        return _complain(str(error), _FAILED)
+        return _print_error(str(error), _FAILED_EXIT_CODE)
     except OSError as error:  # of the machine, not of the code: an output that is full, a path that is too long
-        return _complain(str(error), _FAILED)
+        return _print_error(str(error), _FAILED_EXIT_CODE)
     except _UsageError as error:
-        return _complain(_usage(error, args), _USAGE)
+        return _print_error(_usage_message(error, args), _USAGE_EXIT_CODE)
     except (typer.Abort, KeyboardInterrupt):
-        return _INTERRUPTED
+        return _INTERRUPTED_EXIT_CODE
 
 
 def _show_completion(shell: str) -> int:
@@ -124,20 +123,20 @@ def _show_completion(shell: str) -> int:
     return 0
 
 
-def _usage(error: Exception, args: list[str]) -> str:
+def _usage_message(error: Exception, args: list[str]) -> str:
     """One line out of the parser's exception: which command, what came, where to look."""
     context: typer.Context | None = getattr(error, "ctx", None)
     # The parser gives no context with an option that lacks its value, or has one that it does not take.
-    command = _named(args) if context is None else context.command_path
+    command = _command_path(args) if context is None else context.command_path
     what: str = getattr(error, "format_message", error.__str__)()
     where = "".join(f"{word}: " for word in command.split()[1:])
     option = getattr(error, "option_name", None)  # of one that there is not
-    if command == "dtrain launch" and option is not None and (advice := advice_for(option)) is not None:
+    if command == "dtrain launch" and option is not None and (advice := torchrun_advice(option)) is not None:
         return f"{where}{advice}"
     return f"{where}{what[:1].lower()}{what[1:].rstrip('.')}; see `{command} --help`"
 
 
-def _named(args: list[str]) -> str:
+def _command_path(args: list[str]) -> str:
     """The command that an argument list names, as far as its first words name one."""
     command, words = typer.main.get_command(app), ["dtrain"]
     for word in args:
@@ -147,7 +146,7 @@ def _named(args: list[str]) -> str:
     return " ".join(words)
 
 
-def _complain(message: str, code: int) -> int:
+def _print_error(message: str, code: int) -> int:
     line = " ".join(message.split())
     print(f"dtrain: {line}", file=sys.stderr)
     return code

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from dtrain.errors import ConfigError, printable
-from dtrain.extras import install_command
+from dtrain.errors import ConfigError, escape_unprintable
+from dtrain.optional_dependencies import install_command
 
 EXAMPLES = """
 dtrain new loop.py                  your model, your data and your loss go in
@@ -30,12 +30,12 @@ TASKS = {
 }
 """Each has a file in ``templates``: a loop named ``loop.py``, which runs as it stands."""
 
-_NAME = re.compile(r"[\w-]+\.py", re.ASCII)  # it stands in the loop's own text
-_IMPORTED = {"dtrain", "numpy", "tensordict", "torch", "transformers", "tokenizers"}
-_NEEDS = {"finetune": [("transformers", "hf")]}  # modules, and the extras that bring them
+_LOOP_NAME = re.compile(r"[\w-]+\.py", re.ASCII)  # it stands in the loop's own text
+_RESERVED_NAMES = {"dtrain", "numpy", "tensordict", "torch", "transformers", "tokenizers"}
+_REQUIRED_EXTRAS = {"finetune": [("transformers", "hf")]}  # modules, and the extras that bring them
 
 
-def _tasks(incomplete: str) -> list[str]:
+def _complete_task(incomplete: str) -> list[str]:
     """For shell completion."""
     return [task for task in TASKS if task.startswith(incomplete)]
 
@@ -44,7 +44,7 @@ def new(
     path: Annotated[str, typer.Argument(metavar="LOOP", help="The file to write, as in loop.py.", show_default=False)],
     task: Annotated[
         str,
-        typer.Option("--task", metavar="TASK", help=f"What it trains: {', '.join(TASKS)}.", autocompletion=_tasks),
+        typer.Option("--task", metavar="TASK", help=f"What it trains: {', '.join(TASKS)}.", autocompletion=_complete_task),
     ] = "blank",
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> int:
@@ -57,7 +57,7 @@ def new(
     """
     if task not in TASKS:
         raise ConfigError(f"new: --task must be one of {', '.join(TASKS)}, got {task!r}; blank is a loop without a subject")
-    place = _place(path)
+    place = _check_path(path)
     template = files("dtrain.cli").joinpath("templates", f"{task}.py.txt").read_text(encoding="utf-8")
     try:
         with place.open("w" if force else "x", encoding="utf-8") as file:
@@ -66,22 +66,22 @@ def new(
         raise ConfigError(f"new: {path!r} is there already; give another name, or --force to write over it") from None
     except OSError as error:
         raise OSError(f"new: {path!r} cannot be written: {error.strerror}; give another place") from error
-    typer.echo(f"{printable(path)}: {TASKS[task]}")
-    for module, extra in _NEEDS.get(task, ()):
+    typer.echo(f"{escape_unprintable(path)}: {TASKS[task]}")
+    for module, extra in _REQUIRED_EXTRAS.get(task, ()):
         if find_spec(module) is None:
             typer.echo(f"first:  {install_command(extra)}  ({module} is not installed here)")
     typer.echo(f"run it: dtrain launch -n 2 --run-dir runs/{place.stem} {shlex.quote(path)}")
     return 0
 
 
-def _place(path: str) -> Path:
+def _check_path(path: str) -> Path:
     """Where the loop goes, if a loop can be there."""
     place = Path(path)
-    if not _NAME.fullmatch(place.name):
+    if not _LOOP_NAME.fullmatch(place.name):
         raise ConfigError(
             f"new: LOOP must be a name of letters, digits, - and _ that ends with .py, got {path!r}; as in loop.py"
         )
-    if place.stem in _IMPORTED or place.stem in sys.stdlib_module_names:
+    if place.stem in _RESERVED_NAMES or place.stem in sys.stdlib_module_names:
         raise ConfigError(
             f"new: a loop in {path!r} would be imported in place of the module {place.stem!r}; give another name, as in loop.py"
         )

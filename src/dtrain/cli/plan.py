@@ -1,27 +1,219 @@
-"""``dtrain plan``: what a run would hold and send on each rank, found out on a machine that has none of them."""
+"""``dtrain plan``: what a run would hold and send on each rank, found out on a machine that has none of them.
+
+Values of the options of ``dtrain plan``, read from text. Each says in one line what came and what to write instead.
+
+What ``dtrain plan`` prints: a line for each strategy, or one in detail; and the same as plain data."""
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain.cli.checkpoints.output import print_json
-from dtrain.cli.plan_output import facts, headline, print_comparison, print_detail
-from dtrain.cli.plan_values import (
-    CHECKPOINTS,
-    PRECISIONS,
-    check_name,
-    parse_arguments,
-    parse_count,
-    parse_memory,
-    parse_precision,
-    parse_share,
-)
-from dtrain.errors import printable
+from dtrain.cli.output import format_bytes, print_json, print_table
+from dtrain.errors import ConfigError, escape_unprintable
 
 if TYPE_CHECKING:
-    from dtrain.planning.search import Compared
+    from dtrain.planning.estimate import LargestMicrobatch, MemoryEstimate, StrategyEstimate
+    from dtrain.shard.precision import Precision
+
+
+PRECISIONS = ("fp32", "bf16", "fp16", "pure-bf16", "pure-fp16")
+CHECKPOINTS = ("none", "nothing", "matmuls")
+
+_UNITS = {"B": 1, **{f"{letter}iB": 2 ** (10 * (at + 1)) for at, letter in enumerate("KMGT")}}
+_UNITS |= {f"{letter}B": 10 ** (3 * (at + 1)) for at, letter in enumerate("KMGT")}
+
+
+def parse_memory(option: str, text: str) -> int:
+    """The bytes that a text such as ``80GiB`` says.
+
+    Raises:
+        ConfigError: no number with a unit, or nothing.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if size < 1:
+        meant = next((unit for unit in _UNITS if match and match[2].lower() == unit.lower()), None)
+        advice = f"did you mean {match[1]}{meant}?" if match and meant and float(match[1]) else "80GiB and 80GB are sizes"
+        raise ConfigError(f"plan: {option} must be a size above 0 with its unit, got {text!r}; {advice}")
+    return size
+
+
+def parse_count(option: str, text: str) -> int:
+    """A whole number from 1 on.
+
+    Raises:
+        ConfigError: another text.
+    """
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) < 1:
+        raise ConfigError(f"plan: {option} must be a whole number of at least 1, got {text!r}; 8 is one")
+    return int(text)
+
+
+def parse_fraction(option: str, text: str) -> float:
+    """A number from 0 to below 1.
+
+    Raises:
+        ConfigError: another text.
+    """
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise ConfigError(f"plan: {option} must be a share from 0 to below 1, got {text!r}; 0.05 is usual")
+    return share
+
+
+def check_choice(option: str, name: str, known: Sequence[str]) -> None:
+    """Return when ``name`` is one of those that are known.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if name not in known:
+        raise ConfigError(f"plan: {option} must be one of {', '.join(known)}, got {name!r}; choose one of them")
+
+
+def parse_factory_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """The arguments of a factory, from texts such as ``layers=48``; what is no Python literal is taken as a word.
+
+    Raises:
+        ConfigError: a text without a name, or a name that is given twice.
+    """
+    found = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"plan: --arg must be name=value, got {pair!r}; as in --arg layers=48")
+        if name in found:
+            raise ConfigError(f"plan: the argument {name!r} is given twice; leave one out")
+        try:
+            found[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            found[name] = text  # a word
+    return found
+
+
+def parse_precision(name: str) -> Precision | None:
+    """The precision of a name in ``PRECISIONS``. Imports torch."""
+    from dtrain.shard.precision import Precision
+
+    preset, _, low = f"DEFAULT-{name}".replace("DEFAULT-pure", "PURE").partition("-")
+    return None if name == "fp32" else Precision.preset(preset, low)  # type: ignore[arg-type]
+
+
+_MEMORY_PARTS = ("parameters", "gradients", "optimizer", "transforms", "gathered", "communication", "activations")
+
+
+def headline(target: str, row: StrategyEstimate, precision: str) -> str:
+    """What was planned, in one line."""
+    estimate = row.estimate
+    setting, largest = estimate.config, row.largest
+    mesh = f"dp_replicate {setting.dp_replicate} x dp_shard {setting.world_size // setting.dp_replicate}"
+    ranks = f"{setting.world_size} rank{'s' * (setting.world_size != 1)} ({mesh})"
+    sizes = f"microbatches of {estimate.microbatch_size}, {estimate.microbatches} to a step"
+    room = f", {format_bytes(largest.memory)} each" if largest else ""
+    return f"{target}: {_format_count(estimate.parameter_count)} parameters on {ranks}{room}, {precision}, {sizes}"
+
+
+def _format_count(number: int) -> str:
+    for size, letter in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
+        if number >= size:
+            return f"{number / size:.4g}{letter}"
+    return str(number)
+
+
+def print_comparison(rows: Sequence[StrategyEstimate]) -> None:
+    """A line for each strategy. The columns of bytes are those at the peak, and add up to it."""
+    fits = ["fits"] if rows[0].largest else []
+    head = ["strategy", "checkpoint", *fits, "peak", "in", *_MEMORY_PARTS, "sent per step"]
+    lines = []
+    for row in rows:
+        estimate = row.estimate
+        largest = [] if row.largest is None else [_format_largest(row.largest)]
+        parts = [_format_size(getattr(estimate.at_peak, part)) for part in _MEMORY_PARTS]
+        kept = estimate.config.checkpoint or "-"
+        name = estimate.config.strategy
+        lines.append(
+            [name, kept, *largest, _format_size(estimate.peak), estimate.peak_phase, *parts, _format_size(estimate.bytes_sent)]
+        )
+    empty = {at for at, part in enumerate(head) if part in ("transforms",) and all(line[at] == "-" for line in lines)}
+    shown = [[cell for at, cell in enumerate(line) if at not in empty] for line in (head, *lines)]
+    left = {"strategy", "checkpoint", "in"}
+    print_table(shown[0], shown[1:], right=[at for at, name in enumerate(shown[0]) if name not in left])
+    if fits:
+        typer.echo("\nfits: the largest microbatch; the other columns are for the one that was asked for")
+
+
+def print_detail(row: StrategyEstimate) -> None:
+    """What one rank holds and sends."""
+    estimate, largest = row.estimate, row.largest
+    lines = [
+        [part, _format_size(getattr(estimate.at_peak, part)), _format_size(getattr(estimate.max_by_part, part))]
+        for part in _MEMORY_PARTS
+    ]
+    print_table(("part", "at the peak", "at most"), [*lines, ["together", _format_size(estimate.peak), ""]], right=(1, 2))
+    phases = ", ".join(f"{phase} {_format_size(peak)}" for phase, peak in estimate.peaks.items())
+    typer.echo(f"\nThe peak is in {estimate.peak_phase}: {phases}.\n")
+    traffic = [[t.op, str(t.ranks), str(t.count), _format_size(t.bytes), _format_size(t.bytes_sent)] for t in estimate.traffic]
+    if traffic:
+        print_table(("collective", "ranks", "per step", "bytes", "sent by a rank"), traffic, right=(1, 2, 3, 4))
+    else:
+        typer.echo("Nothing is sent.")
+    if largest:
+        typer.echo(f"\n{_describe_largest(largest)}")
+
+
+def _format_largest(largest: LargestMicrobatch) -> str:
+    return str(largest.microbatch_size) if largest.microbatch_size else "no"
+
+
+def _describe_largest(largest: LargestMicrobatch) -> str:
+    peak, memory = format_bytes(largest.estimate.peak), format_bytes(largest.memory)
+    if not largest.microbatch_size:
+        return f"Not one sample fits: it takes {peak} of {memory}."
+    return f"The largest microbatch is {largest.microbatch_size}: it takes {peak} of {memory}."
+
+
+def _format_size(size: int) -> str:
+    return format_bytes(size) if size else "-"
+
+
+def plan_facts(row: StrategyEstimate) -> dict[str, Any]:
+    """A plan as plain data; sizes in bytes."""
+    largest = None
+    if row.largest is not None:
+        largest = {
+            "microbatch_size": row.largest.microbatch_size,
+            "peak": row.largest.estimate.peak,
+            "tries": row.largest.sizes_tried,
+        }
+    return {**_estimate_facts(row.estimate), "largest": largest}
+
+
+def _estimate_facts(estimate: MemoryEstimate) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    setting = asdict(estimate.config)
+    return {
+        **setting,
+        "microbatch_size": estimate.microbatch_size,
+        "microbatches": estimate.microbatches,
+        "parameters": estimate.parameter_count,
+        "peak": estimate.peak,
+        "peak_in": estimate.peak_phase,
+        "peaks": dict(estimate.peaks),
+        "at_peak": asdict(estimate.at_peak),
+        "most": asdict(estimate.max_by_part),
+        "traffic": [{**asdict(each), "sent": each.bytes_sent} for each in estimate.traffic],
+        "sent": estimate.bytes_sent,
+    }
+
 
 EXAMPLES = """
 dtrain plan model.py:workload --world 512 --memory 80GiB          compare strategies
@@ -29,8 +221,8 @@ dtrain plan model.py:workload --world 512 --strategy full_shard   what one rank 
 dtrain plan package.model:workload --world 64 --replicate 8 --precision bf16 --arg layers=48
 """
 
-_FITS_NOWHERE = 1
-_LAYOUT, _SIZES, _ASKED = "How it is laid out", "Sizes", "What is asked"
+_NOTHING_FITS_EXIT_CODE = 1
+_LAYOUT_HEADING, _SIZES_HEADING, _QUERY_HEADING = "How it is laid out", "Sizes", "What is asked"
 
 
 def _option(heading: str, *spellings: str, help: str, metavar: str) -> Any:
@@ -40,41 +232,55 @@ def _option(heading: str, *spellings: str, help: str, metavar: str) -> Any:
 def plan(
     target: Annotated[
         str,
-        typer.Argument(metavar="TARGET", help="file.py:factory or module:factory, which returns a dt.Workload."),
+        typer.Argument(metavar="TARGET", help="file.py:factory or module:factory, which returns a dt.planning.Workload."),
     ],
-    world: Annotated[str, _option(_LAYOUT, "--world", metavar="N", help="Ranks, from 1 to 4096.")],
+    world: Annotated[str, _option(_LAYOUT_HEADING, "--world", metavar="N", help="Ranks, from 1 to 4096.")],
     replicate: Annotated[
-        str, _option(_LAYOUT, "--replicate", metavar="N", help="dp_replicate of the mesh, for hybrid_shard; default 1.")
+        str, _option(_LAYOUT_HEADING, "--replicate", metavar="N", help="dp_replicate of the mesh, for hybrid_shard; default 1.")
     ] = "1",
     strategy: Annotated[
-        str | None, _option(_LAYOUT, "--strategy", metavar="NAME", help="One strategy in detail, instead of a comparison.")
+        str | None,
+        _option(_LAYOUT_HEADING, "--strategy", metavar="NAME", help="One strategy in detail, instead of a comparison."),
     ] = None,
     precision: Annotated[
-        str, _option(_LAYOUT, "--precision", metavar="NAME", help=f"{', '.join(PRECISIONS)}; default fp32.")
+        str, _option(_LAYOUT_HEADING, "--precision", metavar="NAME", help=f"{', '.join(PRECISIONS)}; default fp32.")
     ] = "fp32",
     checkpoint: Annotated[
         str | None,
-        _option(_LAYOUT, "--checkpoint", metavar="KEEP", help="What checkpointed blocks keep: nothing, matmuls; none: do not."),
+        _option(
+            _LAYOUT_HEADING,
+            "--checkpoint",
+            metavar="KEEP",
+            help="What checkpointed blocks keep: nothing, matmuls; none: do not.",
+        ),
     ] = None,
     accumulate: Annotated[
-        str, _option(_LAYOUT, "--accumulate", metavar="HOW", help="Gradients between microbatches: local (default), sharded.")
+        str,
+        _option(
+            _LAYOUT_HEADING, "--accumulate", metavar="HOW", help="Gradients between microbatches: local (default), sharded."
+        ),
     ] = "local",
-    device: Annotated[str, _option(_LAYOUT, "--device", metavar="TYPE", help="cuda (default) or cpu.")] = "cuda",
+    device: Annotated[str, _option(_LAYOUT_HEADING, "--device", metavar="TYPE", help="cuda (default) or cpu.")] = "cuda",
     microbatch: Annotated[
-        str, _option(_SIZES, "--microbatch", metavar="N", help="Samples per forward of a rank; default 1.")
+        str, _option(_SIZES_HEADING, "--microbatch", metavar="N", help="Samples per forward of a rank; default 1.")
     ] = "1",
     microbatches: Annotated[
-        str, _option(_SIZES, "--microbatches", metavar="N", help="How many of them make a step; default 1.")
+        str, _option(_SIZES_HEADING, "--microbatches", metavar="N", help="How many of them make a step; default 1.")
     ] = "1",
-    seq: Annotated[str | None, _option(_SIZES, "--seq", metavar="N", help="The same as --arg seq=N.")] = None,
+    seq: Annotated[str | None, _option(_SIZES_HEADING, "--seq", metavar="N", help="The same as --arg seq=N.")] = None,
     arg: Annotated[
-        list[str] | None, _option(_SIZES, "--arg", metavar="NAME=VALUE", help="An argument of the factory; may be repeated.")
+        list[str] | None,
+        _option(_SIZES_HEADING, "--arg", metavar="NAME=VALUE", help="An argument of the factory; may be repeated."),
     ] = None,
     memory: Annotated[
-        str | None, _option(_ASKED, "--memory", metavar="SIZE", help="Of one device, as in 80GiB: the largest microbatch.")
+        str | None,
+        _option(_QUERY_HEADING, "--memory", metavar="SIZE", help="Of one device, as in 80GiB: the largest microbatch."),
     ] = None,
     headroom: Annotated[
-        str, _option(_ASKED, "--headroom", metavar="SHARE", help="Of the memory, for what a plan does not count; default 0.05.")
+        str,
+        _option(
+            _QUERY_HEADING, "--headroom", metavar="SHARE", help="Of the memory, for what a plan does not count; default 0.05."
+        ),
     ] = "0.05",
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as one JSON object.")] = False,
 ) -> int:
@@ -86,8 +292,8 @@ def plan(
     Exit codes: 0 shown; 1 with --memory: no sample fits, or a step of the workload failed; 2 bad usage.
     """
     room = None if memory is None else parse_memory("--memory", memory)
-    check_name("--precision", precision, PRECISIONS)
-    check_name("--checkpoint", checkpoint or "none", CHECKPOINTS)
+    check_choice("--precision", precision, PRECISIONS)
+    check_choice("--checkpoint", checkpoint or "none", CHECKPOINTS)
     asked: dict[str, Any] = {
         "memory": room,
         "world_size": parse_count("--world", world),
@@ -96,37 +302,39 @@ def plan(
         "device": device,
         "microbatch_size": parse_count("--microbatch", microbatch),
         "microbatches": parse_count("--microbatches", microbatches),
-        "headroom": parse_share("--headroom", headroom),
+        "headroom": parse_fraction("--headroom", headroom),
     }
-    arguments = parse_arguments([*(arg or ()), *([] if seq is None else [f"seq={seq}"])])
-    rows = _plans(target, arguments, strategy, checkpoint, precision, asked)
+    arguments = parse_factory_arguments([*(arg or ()), *([] if seq is None else [f"seq={seq}"])])
+    rows = _run_plans(target, arguments, strategy, checkpoint, precision, asked)
     if as_json:
-        print_json({"target": target, "memory": room, "headroom": asked["headroom"], "plans": [facts(row) for row in rows]})
-        return _code(rows)
-    typer.echo(f"{printable(headline(target, rows[0], precision))}\n")
+        print_json(
+            {"target": target, "memory": room, "headroom": asked["headroom"], "plans": [plan_facts(row) for row in rows]}
+        )
+        return _exit_code(rows)
+    typer.echo(f"{escape_unprintable(headline(target, rows[0], precision))}\n")
     if strategy is None:
         print_comparison(rows)
     else:
         print_detail(rows[0])
-    return _code(rows)
+    return _exit_code(rows)
 
 
-def _plans(
+def _run_plans(
     target: str, arguments: dict[str, Any], strategy: str | None, checkpoint: str | None, precision: str, asked: dict[str, Any]
-) -> list[Compared]:
-    from dtrain.planning.search import compare_strategies, plan_one
-    from dtrain.planning.target import loaded_workload
+) -> list[StrategyEstimate]:
+    from dtrain.planning.estimate import compare_strategies, estimate_strategy
+    from dtrain.planning.workload import load_workload
 
     asked["precision"] = parse_precision(precision)
     kept: Any = None if checkpoint in (None, "none") else checkpoint
-    with loaded_workload(target, arguments) as workload:
+    with load_workload(target, arguments) as workload:
         if strategy is not None:
-            return [plan_one(workload, strategy=strategy, checkpoint=kept, **asked)]
+            return [estimate_strategy(workload, strategy=strategy, checkpoint=kept, **asked)]
         if checkpoint is not None:
             asked["checkpoints"] = (kept,)
         return compare_strategies(workload, **asked)
 
 
-def _code(rows: list[Compared]) -> int:
+def _exit_code(rows: list[StrategyEstimate]) -> int:
     """1 where no layout has room for one sample."""
-    return _FITS_NOWHERE if all(row.largest is not None and not row.largest.microbatch_size for row in rows) else 0
+    return _NOTHING_FITS_EXIT_CODE if all(row.largest is not None and not row.largest.microbatch_size for row in rows) else 0

@@ -1,22 +1,72 @@
-"""``dtrain plot``: pictures of what a run will use, without running it."""
+"""``dtrain plot``: pictures of what a run will use, without running it.
+
+A curve drawn with characters that every terminal has."""
 
 from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain.cli.help import GroupedCommand
-from dtrain.cli.text_plot import text_plot
-from dtrain.errors import ConfigError, StepError, printable
+from dtrain.cli.command_classes import GroupedCommand
+from dtrain.errors import ConfigError, StepError, escape_unprintable
 
 if TYPE_CHECKING:
-    from dtrain.planning.loaded import Loaded
-    from dtrain.types import Schedule
+    from dtrain.planning.import_target import ImportedTarget
+    from dtrain.typing import Schedule
+
+
+_TICKS = 4
+_MIN_COLUMNS = 8
+
+
+def draw_text_plot(times: Sequence[float], values: Sequence[float], *, width: int, height: int) -> str:
+    """``values`` over ``times`` as lines of text, without a line end.
+
+    >>> print(draw_text_plot([0, 1, 2, 3], [0.0, 1.0, 2.0, 3.0], width=11, height=4))
+    3 |      **
+    2 |    **
+    1 |  **
+    0 |**
+      +--------
+       0      3
+
+    Args:
+        times: increasing, at least one.
+        values: one for each time; of more than there are columns some are drawn, the first and the last among them.
+        width: columns of a whole line; at least 8 are kept for the curve.
+        height: lines of the curve, at least 2.
+    """
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    labels = {line: f"{high - span * line / (height - 1):.4g}" for line in range(height) if _has_label(line, height)}
+    if high == low:
+        labels = {0: f"{high:.4g}"}
+    margin = max(len(label) for label in labels.values())
+    columns = max(width - margin - 2, _MIN_COLUMNS)
+    rows = [[" "] * columns for _ in range(height)]
+    for column in range(columns):
+        value = values[_column_index(column, columns, len(values))]
+        rows[round((high - value) / span * (height - 1))][column] = "*"
+    drawn = [f"{labels.get(line, ''):>{margin}} |{''.join(row)}".rstrip() for line, row in enumerate(rows)]
+    if high == low:
+        drawn = drawn[:1]
+    first, last = f"{times[0]:g}", f"{times[-1]:.15g}"
+    return "\n".join([*drawn, f"{'':>{margin}} +{'-' * columns}", f"{'':>{margin}}  {first}{last:>{columns - len(first)}}"])
+
+
+def _column_index(column: int, columns: int, count: int) -> int:
+    """Which of ``count`` values a column shows: few are as wide as each other, of many the first and the last are shown."""
+    return column * count // columns if count <= columns else column * (count - 1) // (columns - 1)
+
+
+def _has_label(line: int, height: int) -> bool:
+    return line == height - 1 or line % max(height // _TICKS, 1) == 0
+
 
 EXAMPLES = """
 dtrain plot schedule train.py:schedule --steps 10_000                  a sketch in the terminal
@@ -24,8 +74,8 @@ dtrain plot schedule train.py:schedule --steps 10_000 --output lr.png  a picture
 dtrain plot schedule package.recipe:make_schedules --steps 1e6
 """
 
-_WHERE = "plot schedule"
-_EXAMPLE = "as in train.py:schedule or package.recipe:schedule"
+_COMMAND = "plot schedule"
+_TARGET_EXAMPLE = "as in train.py:schedule or package.recipe:schedule"
 _WIDEST, _HEIGHT = 80, 16
 
 app = typer.Typer()
@@ -61,50 +111,52 @@ def schedule(
 
     Exit codes: 0 drawn; 1 the schedule failed; 2 bad usage.
     """
-    length = _whole(steps)
-    picture = None if output is None else _picture(output)
+    length = _parse_steps(steps)
+    picture = None if output is None else _parse_output(output)
     # Inside: these import torch.
-    from dtrain.planning.loaded import loaded, told
-    from dtrain.schedules.plot import axis_of, plot_schedule, times_of, values_at
+    from dtrain.planning.import_target import import_target, summarize_user_errors
+    from dtrain.schedules.plotting import axis_label, evaluate_at, plot, sample_times
 
-    with loaded(_WHERE, target, "schedule", _EXAMPLE) as found:
-        schedules = _schedules(found)
-        with told(f"{_WHERE}: {target!r} failed", StepError):
-            times = times_of(length, _WIDEST)
-            drawn = {name: values_at(f"{_WHERE}: {name!r}", each, times) for name, each in schedules.items()}
+    with import_target(_COMMAND, target, "schedule", _TARGET_EXAMPLE) as found:
+        schedules = _find_schedules(found)
+        with summarize_user_errors(f"{_COMMAND}: {target!r} failed", StepError):
+            times = sample_times(length, _WIDEST)
+            drawn = {name: evaluate_at(f"{_COMMAND}: {name!r}", each, times) for name, each in schedules.items()}
             if picture is not None:
-                plot_schedule(schedules, length).savefig(picture)
+                plot(schedules, length).savefig(picture)
                 return 0
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     for name, values in drawn.items():
-        typer.echo(f"{printable(name)}, {axis_of(_WHERE, schedules[name])} 0 to {length - 1}:")
-        typer.echo(text_plot(times, values, width=width, height=_HEIGHT))
+        typer.echo(f"{escape_unprintable(name)}, {axis_label(_COMMAND, schedules[name])} 0 to {length - 1}:")
+        typer.echo(draw_text_plot(times, values, width=width, height=_HEIGHT))
     return 0
 
 
-def _schedules(found: Loaded) -> dict[str, Schedule]:
+def _find_schedules(found: ImportedTarget) -> dict[str, Schedule]:
     """What the target names: a schedule, schedules by name, or a function without arguments that returns either."""
-    from dtrain.planning.loaded import told
+    from dtrain.planning.import_target import summarize_user_errors
 
     value = found.value
     if not hasattr(found.module, found.name):
-        raise ConfigError(f"{_WHERE}: {found.name!r} is not there in {found.place!r}; its functions are {found.functions()}")
-    if callable(value) and not _takes(value, 0) and _takes(value):
-        with told(f"{_WHERE}: {found.name!r} in {found.place!r} failed", ConfigError):
+        raise ConfigError(
+            f"{_COMMAND}: {found.name!r} is not there in {found.source!r}; its functions are {found.function_names()}"
+        )
+    if callable(value) and not _accepts(value, 0) and _accepts(value):
+        with summarize_user_errors(f"{_COMMAND}: {found.name!r} in {found.source!r} failed", ConfigError):
             value = value()
     schedules = {str(name): each for name, each in value.items()} if isinstance(value, Mapping) else {found.name: value}
     if not schedules:
-        raise ConfigError(f"{_WHERE}: {found.name!r} in {found.place!r} has no schedules in it; as in {{'lr': schedule}}")
+        raise ConfigError(f"{_COMMAND}: {found.name!r} in {found.source!r} has no schedules in it; as in {{'lr': schedule}}")
     for name, each in schedules.items():
-        if not (callable(each) and _takes(each, 0)):
+        if not (callable(each) and _accepts(each, 0)):
             raise ConfigError(
-                f"{_WHERE}: {name!r} in {found.place!r} is no schedule, got {type(each).__name__}; a schedule is a function of "
-                f"a number, and the functions there are {found.functions()}"
+                f"{_COMMAND}: {name!r} in {found.source!r} is no schedule, got {type(each).__name__}; a schedule is a function of "
+                f"a number, and the functions there are {found.function_names()}"
             )
     return schedules
 
 
-def _takes(function: Any, *arguments: float) -> bool:
+def _accepts(function: Any, *arguments: float) -> bool:
     """Whether it can be called with these."""
     try:
         inspect.signature(function).bind(*arguments)
@@ -113,22 +165,22 @@ def _takes(function: Any, *arguments: float) -> bool:
     return True
 
 
-def _whole(text: str) -> int:
+def _parse_steps(text: str) -> int:
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not (number.is_integer() and 1 <= number < 1e15):
-        raise ConfigError(f"{_WHERE}: --steps must be a whole number of at least 1, got {text!r}; 1000 is one")
+        raise ConfigError(f"{_COMMAND}: --steps must be a whole number of at least 1, got {text!r}; 1000 is one")
     return int(number)
 
 
-def _picture(text: str) -> Path:
+def _parse_output(text: str) -> Path:
     path = Path(text)
     if path.suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"{_WHERE}: --output must be a file that ends with .png, .pdf or .svg, got {text!r}; as in lr.png")
+        raise ConfigError(f"{_COMMAND}: --output must be a file that ends with .png, .pdf or .svg, got {text!r}; as in lr.png")
     if not path.parent.is_dir():
         raise ConfigError(
-            f"{_WHERE}: --output is in a folder that is not there, got {text!r}; make the folder, or choose another"
+            f"{_COMMAND}: --output is in a folder that is not there, got {text!r}; make the folder, or choose another"
         )
     return path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dtrain import __version__
-from dtrain.errors import ConfigError, printable
+from dtrain.errors import ConfigError, escape_unprintable
 
 if TYPE_CHECKING:
     from dtrain.report.model import Report
@@ -22,7 +22,7 @@ dtrain report runs/gpt --json | jq .runs[0].goodput
 dtrain report runs/gpt --png pictures
 """
 
-_NOTHING = 1
+_NOTHING_EXIT_CODE = 1
 
 
 def report(
@@ -54,8 +54,8 @@ def report(
 
     Exit codes: 0 written; 1 nothing in the folder could be read, or a file could not be written; 2 bad usage, or no run there.
     """
-    from dtrain.report.reading.run import read_report
-    from dtrain.report.summary import summary
+    from dtrain.report.reading.read_report import read_report
+    from dtrain.report.summary import summarize
 
     found = read_report(runs, version=__version__)
     page = output
@@ -63,32 +63,32 @@ def report(
         page = str(Path(runs[0] if len(runs) == 1 else ".") / "report.html")
     written = []
     if page is not None:
-        written.append(_write(page, _page(found)))
+        written.append(_write_page(page, _render_page(found)))
     if png is not None:
-        written.append(_pictures(found, png))
+        written.append(_write_pictures(found, png))
     if as_json:
-        typer.echo(_json(found))
+        typer.echo(_render_json(found))
     else:
-        for line in [] if quiet else summary(found):
-            typer.echo(printable(line))
+        for line in [] if quiet else summarize(found):
+            typer.echo(escape_unprintable(line))
         for path in written:
-            typer.echo(printable(path))
-    return 0 if any(run.attempts or run.series or run.about for run in found.runs) else _NOTHING
+            typer.echo(escape_unprintable(path))
+    return 0 if any(run.attempts or run.series or run.about for run in found.runs) else _NOTHING_EXIT_CODE
 
 
-def _page(found: Report) -> str:
-    from dtrain.report.page.html import render
+def _render_page(found: Report) -> str:
+    from dtrain.report.page.html import render_page
 
-    return render(found)
+    return render_page(found)
 
 
-def _json(found: Report) -> str:
+def _render_json(found: Report) -> str:
     from dtrain.report.model import to_json
 
     return json.dumps(to_json(found), indent=1, allow_nan=False)
 
 
-def _pictures(found: Report, folder: str) -> str:
+def _write_pictures(found: Report, folder: str) -> str:
     from dtrain.report.png import write_pngs
 
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def _pictures(found: Report, folder: str) -> str:
     return folder
 
 
-def _write(path: str, text: str) -> str:
+def _write_page(path: str, text: str) -> str:
     """Write a file as a whole, or leave what was there: a browser may have it open, and a disk may be full."""
     place = Path(path)
     if not place.parent.is_dir() or place.is_dir():

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain.cli.checkpoints.output import size_text
-from dtrain.errors import ConfigError, printable
-from dtrain.report.words import count, duration
+from dtrain.cli.output import format_bytes
+from dtrain.errors import ConfigError, escape_unprintable
+from dtrain.report.format import format_count, format_duration
 
 if TYPE_CHECKING:
-    from dtrain.report.reading.live import Live, Now, RankNow
+    from dtrain.report.reading.live import LiveRun, RankSnapshot, RunSnapshot
 
 EXAMPLES = """
 dtrain top runs/gpt
@@ -24,9 +24,9 @@ dtrain top runs/gpt --once      what it is doing now, as plain text
 
 _LEAST_S, _MOST_S = 0.1, 3600.0
 _EVENTS, _METRICS, _RANKS = 6, 4, 64
-_OLD_S = 60.0  # a line comes every ten seconds
-_NARROW = 64  # columns; below it the table has only what does not fit elsewhere
-_OWN = ("kind", "attempt", "at", "name")
+_STALE_S = 60.0  # a line comes every ten seconds
+_NARROW_COLUMNS = 64  # columns; below it the table has only what does not fit elsewhere
+_RESERVED_KEYS = ("kind", "attempt", "at", "name")
 
 
 def top(
@@ -45,21 +45,21 @@ def top(
 
     Exit codes: 0 the run has ended, or was shown once; 2 bad usage; 130 left with Ctrl-C.
     """
-    from dtrain.report.reading.live import Live
+    from dtrain.report.reading.live import LiveRun
 
-    seconds, folder = _seconds(every), Path(run)
+    seconds, folder = _parse_interval(every), Path(run)
     if folder.is_file():
         raise ConfigError(f"top: {run!r} is a file; give the folder of a run")
-    live = Live(folder)
+    live = LiveRun(folder)
     if once or sys.stdout is None or not sys.stdout.isatty():
         now = time.time()
-        for line in text(run, live.look(now), now):
+        for line in render_text(run, live.refresh(now), now):
             typer.echo(line)
         return 0
     return _follow(run, live, seconds)
 
 
-def _seconds(given: str) -> float:
+def _parse_interval(given: str) -> float:
     try:
         seconds = float(given)
     except ValueError:
@@ -69,25 +69,25 @@ def _seconds(given: str) -> float:
     return seconds
 
 
-def _follow(run: str, live: Live, every_s: float) -> int:
+def _follow(run: str, live: LiveRun, every_s: float) -> int:
     from rich.console import Console
     from rich.live import Live as Screen
 
     console = Console(file=sys.stdout)
-    now = live.look(at := time.time())
+    now = live.refresh(at := time.time())
     try:
         # Not the alternate screen: what was shown last stays in the terminal.
-        with Screen(drawn(run, now, at, console.width, console.height), console=console, auto_refresh=False) as screen:
-            while not now.ended:
+        with Screen(render_screen(run, now, at, console.width, console.height), console=console, auto_refresh=False) as screen:
+            while not now.has_ended:
                 time.sleep(every_s)
-                now = live.look(at := time.time())
-                screen.update(drawn(run, now, at, console.width, console.height), refresh=True)
+                now = live.refresh(at := time.time())
+                screen.update(render_screen(run, now, at, console.width, console.height), refresh=True)
     finally:
         console.show_cursor(True)  # also after Ctrl-C while rich was still beginning, which it does not undo then
     return 0
 
 
-def drawn(run: str, now: Now, at: float, width: int, height: int) -> Any:
+def render_screen(run: str, now: RunSnapshot, at: float, width: int, height: int) -> Any:
     """The screen, as rich draws it: at most as wide and as high as the terminal."""
     from rich.console import Group
     from rich.table import Table
@@ -95,30 +95,30 @@ def drawn(run: str, now: Now, at: float, width: int, height: int) -> Any:
 
     head = [Text(line, style="bold" if not number else "", no_wrap=True, overflow="ellipsis")
             for number, line in enumerate(head_lines(run, now, width))]  # fmt: skip
-    names, rows = rank_rows(now, narrow=width < _NARROW)
+    names, rows = rank_rows(now, narrow=width < _NARROW_COLUMNS)
     events = event_lines(now, at)
     room = max(1, height - len(head) - len(events) - 4)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in names:
         table.add_column(name, justify="left" if name in ("host", "state") else "right", no_wrap=True, overflow="ellipsis")
     for row, rank in zip(rows[:room], now.ranks, strict=False):
-        table.add_row(*map(Text, row), style=_style(rank))
+        table.add_row(*map(Text, row), style=_rank_style(rank))
     parts: list[Any] = [*head]
     if rows:
         parts += [Text(), table]
     if len(rows) > room:
-        parts.append(Text(f"and {count(len(rows) - room, 'more rank')}", style="dim"))
+        parts.append(Text(f"and {format_count(len(rows) - room, 'more rank')}", style="dim"))
     parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in events]
     return Group(*parts)
 
 
-def _style(rank: RankNow) -> str:
+def _rank_style(rank: RankSnapshot) -> str:
     if rank.closed:
         return "red" if rank.closed == "failed" else "dim"
-    return "yellow" if rank.age_s > _OLD_S else ""
+    return "yellow" if rank.age_s > _STALE_S else ""
 
 
-def text(run: str, now: Now, at: float) -> list[str]:
+def render_text(run: str, now: RunSnapshot, at: float) -> list[str]:
     """The same as plain lines, with all there is."""
     names, rows = rank_rows(now, narrow=False)
     lines = head_lines(run, now, 10_000)
@@ -128,43 +128,43 @@ def text(run: str, now: Now, at: float) -> list[str]:
     return lines + event_lines(now, at)
 
 
-def head_lines(run: str, now: Now, width: int) -> list[str]:
+def head_lines(run: str, now: RunSnapshot, width: int) -> list[str]:
     """What the whole run does, in lines that are not wider than asked for where they can be broken."""
-    name = printable(Path(run).resolve().name or run)
+    name = escape_unprintable(Path(run).resolve().name or run)
     if not now.attempt and not now.metrics:
-        return [f"nothing is there yet: waiting for {printable(run)}"]
+        return [f"nothing is there yet: waiting for {escape_unprintable(run)}"]
     if not now.attempt:
         first = f"{name}  step {now.step:,}  (no ledger)"
     else:
-        state = _state(now)
-        first = f"{name}  attempt {now.attempt}  step {now.step:,}  {duration(now.seconds)}  {state}"
-    facts = [f"{printable(name)} {now.metrics[name]:.4g}" for name in _shown(now.metrics)]
+        state = _run_state(now)
+        first = f"{name}  attempt {now.attempt}  step {now.step:,}  {format_duration(now.seconds)}  {state}"
+    facts = [f"{escape_unprintable(name)} {now.metrics[name]:.4g}" for name in _select_metrics(now.metrics)]
     speeds = (("steps/s", now.steps_per_s), ("samples/s", now.samples_per_s), ("tok/s", now.tokens_per_s))
-    facts += [f"{_big(value)} {unit}" for unit, value in speeds if value is not None]
+    facts += [f"{_format_rate(value)} {unit}" for unit, value in speeds if value is not None]
     if now.goodput is not None:
         facts.append(f"goodput {now.goodput:.1%}")
     if now.unreadable:
-        facts.append(f"{count(now.unreadable, 'line')} unreadable")
-    return [first, *_filled(facts, width)]
+        facts.append(f"{format_count(now.unreadable, 'line')} unreadable")
+    return [first, *_wrap_facts(facts, width)]
 
 
-def _state(now: Now) -> str:
+def _run_state(now: RunSnapshot) -> str:
     reasons = {each.closed for each in now.ranks}
     if "failed" in reasons:
         return "failed"
     if None not in reasons and reasons:
         return "stopped" if "stopped" in reasons else "done"
     quiet = min((each.age_s for each in now.ranks), default=0.0)
-    return f"silent for {duration(quiet)}" if quiet > _OLD_S else "running"
+    return f"silent for {format_duration(quiet)}" if quiet > _STALE_S else "running"
 
 
-def _shown(metrics: dict[str, float]) -> list[str]:
+def _select_metrics(metrics: dict[str, float]) -> list[str]:
     """Loss and learning rate first, then what has a short name: groups of per-layer numbers have long ones."""
     rated = sorted(metrics, key=lambda name: (name != "loss", name != "lr", "loss" not in name, "/" in name, name))
     return [name for name in rated if len(name) <= 40][:_METRICS]
 
 
-def _filled(facts: list[str], width: int) -> list[str]:
+def _wrap_facts(facts: list[str], width: int) -> list[str]:
     lines: list[str] = []
     for fact in facts:
         if lines and len(lines[-1]) + len(fact) + 2 <= width:
@@ -174,39 +174,39 @@ def _filled(facts: list[str], width: int) -> list[str]:
     return lines
 
 
-def rank_rows(now: Now, *, narrow: bool) -> tuple[list[str], list[list[str]]]:
+def rank_rows(now: RunSnapshot, *, narrow: bool) -> tuple[list[str], list[list[str]]]:
     """The heads of a table, and a row for each rank."""
     names = ["rank", "step", "age", "compute", "data", "stall"]
     names += [] if narrow else ["save", "RSS", "host", "state"]
     rows = []
     for each in now.ranks[:_RANKS] if narrow else now.ranks:
         shares = [f"{each.shares[cause]:.0%}" if cause in each.shares else "-" for cause in ("compute", "data", "stall")]
-        row = [str(each.rank), f"{each.step:,}", duration(each.age_s), *shares]
+        row = [str(each.rank), f"{each.step:,}", format_duration(each.age_s), *shares]
         if not narrow:
             saving = f"{each.shares['checkpoint']:.0%}" if "checkpoint" in each.shares else "-"
-            row += [saving, "-" if each.rss_bytes is None else size_text(each.rss_bytes)]
-            row += [printable(each.host)[:30], printable(each.closed or "running")]
+            row += [saving, "-" if each.rss_bytes is None else format_bytes(each.rss_bytes)]
+            row += [escape_unprintable(each.host)[:30], escape_unprintable(each.closed or "running")]
         rows.append(row)
     return names, rows
 
 
-def event_lines(now: Now, at: float) -> list[str]:
+def event_lines(now: RunSnapshot, at: float) -> list[str]:
     """What happened last, newest last."""
     lines = []
     for when, rank, event in now.events[-_EVENTS:]:
-        fields = " ".join(f"{key}={_value(value)}" for key, value in event.items() if key not in _OWN)
+        fields = " ".join(f"{key}={_format_value(value)}" for key, value in event.items() if key not in _RESERVED_KEYS)
         clock = datetime.fromtimestamp(when).strftime("%H:%M:%S" if at - when < 86400 else "%Y-%m-%d %H:%M:%S")
-        lines.append(printable(f"{clock}  rank {rank}  {event['name']}  {fields}".rstrip())[:300])
+        lines.append(escape_unprintable(f"{clock}  rank {rank}  {event['name']}  {fields}".rstrip())[:300])
     return ["", *lines] if lines else []
 
 
-def _value(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)[:80]
 
 
-def _big(value: float) -> str:
+def _format_rate(value: float) -> str:
     for unit in ("", "k", "M", "G"):
         if abs(value) < 1000:
             return f"{value:.3g}{unit}"

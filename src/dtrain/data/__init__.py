@@ -1,1 +1,40 @@
-"""Data whose position is a value: it resumes exactly, on any number of ranks."""
+"""Datasets, sample orders, mixtures, sequence packing and sharded streaming, all resumable on any number of ranks.
+
+    dataset = dt.data.ShardedDataset("s3://bucket/c4", cache="/tmp/cache")
+    loader = dt.build_loader(dataset, mesh, batch_size=256, seed=1)
+    for batch in loader:
+        ...
+
+The position of a loader is part of the checkpoint. Global batch ``k`` has the same samples on every number of ranks.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtrain.lazy_imports import attach
+
+if TYPE_CHECKING:
+    from dtrain.data.dataset import MapDataset as MapDataset
+    from dtrain.data.dataset import memory_map as memory_map
+    from dtrain.data.fetcher import collate as collate
+    from dtrain.data.packing.document_attention import DocumentBounds as DocumentBounds
+    from dtrain.data.packing.document_attention import document_bounds as document_bounds
+    from dtrain.data.packing.document_attention import document_mask as document_mask
+    from dtrain.data.packing.packed_tokens import PackedTokens as PackedTokens
+    from dtrain.data.packing.token_stream import TokenStream as TokenStream
+    from dtrain.data.packing.token_stream import pack_tokens as pack_tokens
+    from dtrain.data.position import SkippedSamples as SkippedSamples
+    from dtrain.data.sample_transform import SampleTransform as SampleTransform
+    from dtrain.data.sample_transform import seed_per_sample as seed_per_sample
+    from dtrain.data.sampling.block_shuffle import BlockShuffle as BlockShuffle
+    from dtrain.data.sampling.block_shuffle import ShuffleQuality as ShuffleQuality
+    from dtrain.data.sampling.block_shuffle import shard_order as shard_order
+    from dtrain.data.sampling.block_shuffle import shuffle_quality as shuffle_quality
+    from dtrain.data.sampling.mixture import Mixture as Mixture
+    from dtrain.data.sampling.mixture import mix as mix
+    from dtrain.data.sampling.sample_order import ElasticSampler as ElasticSampler
+    from dtrain.data.sampling.sample_order import SampleOrder as SampleOrder
+    from dtrain.data.stream.sharded_dataset import ShardedDataset as ShardedDataset
+    from dtrain.data.stream.write_shards import WriteShardsResult as WriteShardsResult
+    from dtrain.data.stream.write_shards import write_shards as write_shards
+
+__getattr__, __dir__ = attach(__name__, __file__)

@@ -1,15 +1,21 @@
-"""What the loader asks of a dataset, and what it can find out about one."""
+"""What the loader asks of a dataset, and what it can find out about one.
+
+``memory_map``: a TensorDict on disk that all ranks of a node read through one page cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 
+from dtrain import storage
+from dtrain.dist.collectives import local_rank_zero_first
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
-from dtrain.types import Plain, is_tensordict
+from dtrain.typing import Plain, is_tensordict
 
 
 class MapDataset(Protocol):
@@ -31,7 +37,7 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def rows_of(dataset: Any) -> Any:
+def as_row_dataset(dataset: Any) -> Any:
     """A dict of tensors as a dataset of rows (a ``TensorDict``); any other dataset as it is.
 
     Raises:
@@ -53,7 +59,7 @@ def rows_of(dataset: Any) -> Any:
     return TensorDict(dict(dataset), batch_size=[len(next(iter(dataset.values())))])
 
 
-def fingerprint_of(dataset: Any) -> dict[str, Plain]:
+def fingerprint_dataset(dataset: Any) -> dict[str, Plain]:
     """Names, sizes and counts of ``dataset``: its own ``fingerprint()``, or what can be seen of a well-known kind."""
     if hasattr(dataset, "fingerprint"):
         return cast("dict[str, Plain]", dataset.fingerprint())
@@ -68,17 +74,51 @@ def fingerprint_of(dataset: Any) -> dict[str, Plain]:
     return seen
 
 
-def digest_of(fingerprint: Mapping[str, Plain]) -> int:
+def hash_fingerprint(fingerprint: Mapping[str, Plain]) -> int:
     """A number for a fingerprint, below 2**52: equal where the fingerprints are."""
-    return derive_seed(_text(dict(fingerprint))) % 2**52
+    return derive_seed(_canonical_text(dict(fingerprint))) % 2**52
 
 
-def _text(value: Plain) -> str:
+def _canonical_text(value: Plain) -> str:
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key!r}:{_text(value[key])}" for key in sorted(value)) + "}"
-    return "[" + ",".join(map(_text, value)) + "]" if isinstance(value, list) else repr(value)
+        return "{" + ",".join(f"{key!r}:{_canonical_text(value[key])}" for key in sorted(value)) + "}"
+    return "[" + ",".join(map(_canonical_text, value)) + "]" if isinstance(value, list) else repr(value)
 
 
 def is_hugging_face(dataset: Any) -> bool:
     """Whether ``dataset`` is a ``Dataset`` of Hugging Face's ``datasets``, without importing that."""
     return type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "with_format")
+
+
+def memory_map(path: str | Path, make: Callable[[], Any]) -> Any:
+    """The ``TensorDict`` in ``path``, memory-mapped; made and written there first, once per node, if there is none.
+
+    Tensors then take memory once per node and not once per rank and loader worker, and starting costs no reading.
+
+    Args:
+        path: of tensordict's own format; on a disk of the node.
+        make: ``() -> TensorDict`` with a batch size ``[n]``; runs on local rank 0 only, and only if there is no folder.
+
+    Collective: one exchange of JSON; all ranks must call it.
+
+    Raises:
+        ConfigError: ``make`` gives no TensorDict, or one without a first axis; on local rank 0, the others raise a PeerError.
+    """
+    from tensordict import TensorDict, TensorDictBase  # takes a second or two to import
+
+    where = storage.real_path(path)
+    with local_rank_zero_first("memory_map") as first:
+        if first and not storage.exists(where):
+            made = make()
+            if not isinstance(made, TensorDictBase) or not made.batch_dims:
+                raise ConfigError(f"memory_map: make must give a TensorDict with a batch size, got {type(made).__name__}")
+            # Renamed when it is whole: a folder that is there can be read.
+            part = where.with_name(f"{where.name}.tmp-{secrets.token_hex(4)}")
+            storage.make_folders(part.parent)
+            try:
+                cast("Any", made).memmap(part)
+                storage.rename(part, where)
+            finally:
+                if storage.exists(part):
+                    storage.remove_folder(part)
+        return TensorDict.load_memmap(where)

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtrain.dist.init import DistInfo, current, open_meshes
+from dtrain.dist.init import DistInfo, get_dist_info, mesh_cache
 from dtrain.errors import ConfigError, DistError
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -21,20 +21,20 @@ MODEL_AXES = ("cp", "tp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class Replicas:
+class ReplicaInfo:
     """Copies of a model that train apart for a while, as one of its ranks sees them.
 
     Args:
-        place: of the copy that this rank belongs to.
+        index: of the copy that this rank belongs to.
         count: how many copies there are.
-        between: the ranks that hold the same part of each copy.
-        within: the ranks of this copy, by axis of the mesh; axes of one rank are left out.
+        across_group: the ranks that hold the same part of each copy.
+        within_groups: the ranks of this copy, by axis of the mesh; axes of one rank are left out.
     """
 
-    place: int
+    index: int
     count: int
-    between: dist.ProcessGroup
-    within: tuple[dist.ProcessGroup, ...] = ()
+    across_group: dist.ProcessGroup
+    within_groups: tuple[dist.ProcessGroup, ...] = ()
 
 
 def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1) -> DeviceMesh:
@@ -58,32 +58,34 @@ def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: in
     if not dist.is_initialized():
         raise DistError("build_mesh: there are no process groups yet; call dt.init_dist() first (one process works too)")
     asked = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-    degrees = _fill({name: value for name, value in asked.items() if name in DATA_AXES or value != 1}, current().world_size)
-    return mesh_of({name: value for name, value in degrees.items() if name in DATA_AXES or value != 1})
+    degrees = _fill_degrees(
+        {name: value for name, value in asked.items() if name in DATA_AXES or value != 1}, get_dist_info().world_size
+    )
+    return get_mesh({name: value for name, value in degrees.items() if name in DATA_AXES or value != 1})
 
 
-def mesh_of(degrees: Mapping[str, int]) -> DeviceMesh:
+def get_mesh(degrees: Mapping[str, int]) -> DeviceMesh:
     """The mesh of all ranks with these axes, outermost first: the same one for the same degrees, until the groups are closed.
 
     Each is made once: a group costs threads, sockets and a meeting of its ranks.
 
     Collective: makes process groups the first time, so every rank must call it with the same degrees.
     """
-    info, meshes, key = current(), open_meshes(), tuple(degrees.items())
+    info, meshes, key = get_dist_info(), mesh_cache(), tuple(degrees.items())
     if key not in meshes:
         meshes[key] = init_device_mesh(info.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-        _keep_time_out(meshes[key], info)
+        _set_group_timeouts(meshes[key], info)
     return meshes[key]
 
 
-def _keep_time_out(mesh: DeviceMesh, info: DistInfo) -> None:
+def _set_group_timeouts(mesh: DeviceMesh, info: DistInfo) -> None:
     """Have the groups of ``mesh`` give up when the others do: torch gives each of them 30 minutes, whatever the default's."""
     for group in mesh.get_all_groups():
         if group is not dist.group.WORLD:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=info.timeout_s), group)
 
 
-def _fill(degrees: dict[str, int], world_size: int) -> dict[str, int]:
+def _fill_degrees(degrees: dict[str, int], world_size: int) -> dict[str, int]:
     """``degrees`` with the one that is -1 filled in, a pure function."""
     shown = " * ".join(f"{name}={value}" for name, value in degrees.items())
     free = [name for name, value in degrees.items() if value == -1]
@@ -101,7 +103,7 @@ def _fill(degrees: dict[str, int], world_size: int) -> dict[str, int]:
     return degrees
 
 
-def degree(mesh: DeviceMesh, axis: str) -> int:
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
     """The number of ranks along ``axis``, 1 for a mesh without it."""
     names = mesh.mesh_dim_names or ()
     return mesh.size(names.index(axis)) if axis in names else 1
@@ -117,7 +119,7 @@ def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
     """This rank's place among those that see different data, and how many such places there are.
 
     Ranks that differ only along ``cp`` and ``tp`` have the same place: they work on one batch together. What must be alike on
-    all of them is seeded by it: ``dt.seed_all(seed, dt.data_rank(mesh)[0])`` before a model with dropout.
+    all of them is seeded by it: ``dt.seed_all(seed, dt.dist.data_rank(mesh)[0])`` before a model with dropout.
     """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -129,6 +131,6 @@ def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
     return index, count
 
 
-def tensor_rank(mesh: DeviceMesh) -> int:
+def tp_rank(mesh: DeviceMesh) -> int:
     """This rank's place along ``tp``, 0 for a mesh without it."""
-    return mesh.get_local_rank("tp") if degree(mesh, "tp") > 1 else 0
+    return mesh.get_local_rank("tp") if axis_size(mesh, "tp") > 1 else 0

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain import spans
-from dtrain.dist.collectives import all_gather_json, checked_rank, gather_single
-from dtrain.dist.init import DistInfo, current
+from dtrain.dist.collectives import all_gather_json, all_gather_single, check_rank
+from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.dist.mesh import MODEL_AXES, data_rank
-from dtrain.dist.timeouts import naming_missing
+from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, PeerError
-from dtrain.types import Plain, is_tensordict
+from dtrain.typing import Plain, is_tensordict
 
 Rows: TypeAlias = Any
 """A tensor ``[n, ...]``; or mappings with text as keys, lists, tuples and TensorDicts of such, all with the same ``n``."""
@@ -33,7 +33,7 @@ def all_gather_ragged(rows: Rows | None, *, order: Tensor | None = None, mesh: D
 
     So predictions of an evaluation come together, whatever share of the samples each rank had::
 
-        scores = dt.all_gather_ragged(torch.cat(scores), order=torch.cat(indices), mesh=mesh)  # [len(dataset), ...]
+        scores = dt.dist.all_gather_ragged(torch.cat(scores), order=torch.cat(indices), mesh=mesh)  # [len(dataset), ...]
 
     Args:
         rows: this rank's: a tensor ``[n, ...]``, or mappings, lists, tuples or TensorDicts of such with the same ``n``, all on
@@ -55,7 +55,7 @@ def all_gather_ragged(rows: Rows | None, *, order: Tensor | None = None, mesh: D
         ConfigError: tensors that do not fit the above, or that differ between ranks; no rank has any.
         PeerError: on another rank they do not.
     """
-    return _joined(_gathered("all_gather_ragged", rows, order, mesh, dst=None), "all_gather_ragged")
+    return _concatenate(_gather_rows("all_gather_ragged", rows, order, mesh, dst=None), "all_gather_ragged")
 
 
 def gather_ragged(
@@ -69,9 +69,9 @@ def gather_ragged(
         ConfigError: as there; or there is no rank ``dst``.
         PeerError: as there.
     """
-    checked_rank("gather_ragged", "dst", dst)
-    found = _gathered("gather_ragged", rows, order, mesh, dst=dst)
-    return None if found.blocks is None else _joined(found, "gather_ragged")
+    check_rank("gather_ragged", "dst", dst)
+    found = _gather_rows("gather_ragged", rows, order, mesh, dst=dst)
+    return None if found.blocks is None else _concatenate(found, "gather_ragged")
 
 
 def all_gather_by_rank(rows: Rows | None, *, mesh: DeviceMesh | None = None) -> list[Rows]:
@@ -82,8 +82,8 @@ def all_gather_by_rank(rows: Rows | None, *, mesh: DeviceMesh | None = None) -> 
 
     Collective: that of ``all_gather_ragged``, whose arguments and errors it has.
     """
-    found = _gathered("all_gather_by_rank", rows, None, mesh, dst=None)
-    return [_arranged(found.tree, block) for block in found.blocks or ()]
+    found = _gather_rows("all_gather_by_rank", rows, None, mesh, dst=None)
+    return [_unpack_rows(found.tree, block) for block in found.blocks or ()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,47 +99,49 @@ class _Column:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Gathered:
+class _GatheredRows:
     """The bytes of every rank that counts, by place, and what they are; None on a rank that gets none."""
 
     tree: Any
     blocks: list[Tensor] | None
 
 
-def _gathered(where: str, rows: Rows | None, order: Tensor | None, mesh: DeviceMesh | None, *, dst: int | None) -> _Gathered:
-    info = current()
+def _gather_rows(
+    caller: str, rows: Rows | None, order: Tensor | None, mesh: DeviceMesh | None, *, dst: int | None
+) -> _GatheredRows:
+    info = get_dist_info()
     leaves: list[Tensor] = []
     try:
-        report, problem = _report(rows, order, mesh, info, leaves), None
+        report, problem = _make_report(rows, order, mesh, info, leaves), None
     except ConfigError as error:
-        report, problem = {}, ConfigError(f"{where}: {error}")
-    reports = cast("list[Any]", all_gather_json({**report, "problem": str(problem or "")}, where=where))
+        report, problem = {}, ConfigError(f"{caller}: {error}")
+    reports = cast("list[Any]", all_gather_json({**report, "problem": str(problem or "")}, caller=caller))
     if problem is not None:
         raise problem
-    tree, device = _agreed(where, reports)
+    tree, device = _check_same_structure(caller, reports)
     if tree is None:
-        return _Gathered(tree=None, blocks=[])
+        return _GatheredRows(tree=None, blocks=[])
     counts = [report["n"] if report["place"] is not None else 0 for report in reports]
-    sent = _packed(leaves, _columns(tree), torch.device("cpu") if device == "cpu" else info.device)
-    blocks = _exchanged(where, sent[: counts[info.rank]], counts, info, dst)
+    sent = _pack_rows(leaves, _columns(tree), torch.device("cpu") if device == "cpu" else info.device)
+    blocks = _exchange_bytes(caller, sent[: counts[info.rank]], counts, info, dst)
     if blocks is None:
-        return _Gathered(tree=tree, blocks=None)
+        return _GatheredRows(tree=tree, blocks=None)
     ranks = sorted((report["place"], rank) for rank, report in enumerate(reports) if report["place"] is not None)
-    return _Gathered(tree=tree, blocks=[blocks[rank] for _, rank in ranks])
+    return _GatheredRows(tree=tree, blocks=[blocks[rank] for _, rank in ranks])
 
 
-def _joined(found: _Gathered, where: str) -> Rows:
+def _concatenate(found: _GatheredRows, caller: str) -> Rows:
     """All rows, sorted by their order where they have one."""
     if not found.blocks:
-        raise ConfigError(f"{where}: no rank has any rows; it must be given a tensor on one of them at least")
-    return _arranged(found.tree, torch.cat(found.blocks))
+        raise ConfigError(f"{caller}: no rank has any rows; it must be given a tensor on one of them at least")
+    return _unpack_rows(found.tree, torch.cat(found.blocks))
 
 
-def _agreed(where: str, reports: list[Any]) -> tuple[Any, str]:
+def _check_same_structure(caller: str, reports: list[Any]) -> tuple[Any, str]:
     """What every rank that has rows says of them, and on which kind of device they are; None if none has."""
     for rank, report in enumerate(reports):
         if report["problem"]:
-            raise PeerError(f"{where}: rank {rank} failed: {report['problem']}")
+            raise PeerError(f"{caller}: rank {rank} failed: {report['problem']}")
     known = [(rank, report) for rank, report in enumerate(reports) if report["tree"] is not None]
     if not known:
         return None, "cpu"
@@ -148,13 +150,13 @@ def _agreed(where: str, reports: list[Any]) -> tuple[Any, str]:
         for what in ("tree", "device"):
             if report[what] != shape[what]:
                 raise ConfigError(
-                    f"{where}: ranks differ in what they have: rank {first} {shape[what]}, rank {rank} {report[what]}; give "
+                    f"{caller}: ranks differ in what they have: rank {first} {shape[what]}, rank {rank} {report[what]}; give "
                     "tensors of one structure, dtype and shape after the first axis"
                 )
     return shape["tree"], shape["device"]
 
 
-def _exchanged(where: str, sent: Tensor, counts: list[int], info: DistInfo, dst: int | None) -> list[Tensor] | None:
+def _exchange_bytes(caller: str, sent: Tensor, counts: list[int], info: DistInfo, dst: int | None) -> list[Tensor] | None:
     """The bytes of every rank; None on a rank that gets none."""
     if info.world_size == 1:
         return [sent]
@@ -165,15 +167,15 @@ def _exchanged(where: str, sent: Tensor, counts: list[int], info: DistInfo, dst:
     wanted = dst is None or dst == info.rank
     received = padded.new_empty(len(counts) if wanted else 0, *padded.shape)
     if padded.numel():
-        with spans.outermost("collective"), naming_missing(where, group=name):
+        with spans.outermost_span("collective"), report_missing_ranks(caller, group=name):
             if dst is None:
-                gather_single(received.view(-1), padded.view(-1), group=group)
+                all_gather_single(received.view(-1), padded.view(-1), group=group)
             else:
                 dist.gather(padded, list(received.unbind()) if wanted else None, dst=dst, group=group)
     return [block[:count] for block, count in zip(received, counts, strict=True)] if wanted else None
 
 
-def _report(
+def _make_report(
     rows: Rows | None, order: Tensor | None, mesh: DeviceMesh | None, info: DistInfo, leaves: list[Tensor]
 ) -> dict[str, Plain]:
     """What the other ranks must know of this one's rows; the tensors are appended to ``leaves``."""
@@ -181,17 +183,17 @@ def _report(
         raise ConfigError(f"order must be [n] whole numbers, got {order.dtype} of shape {tuple(order.shape)}")
     both = {"rows": rows} if order is None else {"rows": rows, "order": order}
     return {
-        "tree": None if rows is None else _described(both, leaves),
-        "n": _height(leaves),
-        "device": _kind_of_device(leaves if order is None else leaves[1:], info),  # keys are sorted: the order is the first
-        "place": _place(mesh, info),
+        "tree": None if rows is None else _describe_structure(both, leaves),
+        "n": _row_count(leaves),
+        "device": _device_type(leaves if order is None else leaves[1:], info),  # keys are sorted: the order is the first
+        "place": _output_index(mesh, info),
     }
 
 
-def _described(rows: Rows, leaves: list[Tensor]) -> Plain:
+def _describe_structure(rows: Rows, leaves: list[Tensor]) -> Plain:
     """The structure of ``rows`` as plain data; its tensors are appended to ``leaves``."""
     if isinstance(rows, Tensor):
-        if hasattr(rows, "placements"):  # a DTensor, which only dtrain.tensors looks into
+        if hasattr(rows, "placements"):  # a DTensor, which only dtrain.dtensor looks into
             raise ConfigError("takes plain tensors, got a DTensor; pass this rank's own rows")
         if rows.dim() == 0 or rows.layout is not torch.strided:
             raise ConfigError(f"takes dense tensors with rows, got shape {tuple(rows.shape)}, {rows.layout}; stack them first")
@@ -202,9 +204,9 @@ def _described(rows: Rows, leaves: list[Tensor]) -> Plain:
         if odd := [key for key in keys if not isinstance(key, str)]:
             raise ConfigError(f"keys must be text, got {odd[0]!r}")
         kind = "tensordict" if is_tensordict(rows) else "mapping"
-        return {kind: {key: _described(rows[key], leaves) for key in sorted(keys)}}
+        return {kind: {key: _describe_structure(rows[key], leaves) for key in sorted(keys)}}
     if isinstance(rows, list | tuple):
-        return {type(rows).__name__ if type(rows) is list else "tuple": [_described(each, leaves) for each in rows]}
+        return {type(rows).__name__ if type(rows) is list else "tuple": [_describe_structure(each, leaves) for each in rows]}
     raise ConfigError(f"takes tensors, and mappings, lists, tuples and TensorDicts of them, got {type(rows).__name__}")
 
 
@@ -217,21 +219,21 @@ def _columns(tree: Any) -> list[_Column]:
     return [column for part in parts for column in _columns(part)]
 
 
-def _height(leaves: list[Tensor]) -> int:
+def _row_count(leaves: list[Tensor]) -> int:
     heights = {len(leaf) for leaf in leaves}
     if len(heights) > 1:
         raise ConfigError(f"all tensors must have the same number of rows, got shapes {[tuple(leaf.shape) for leaf in leaves]}")
     return heights.pop() if heights else 0
 
 
-def _kind_of_device(leaves: list[Tensor], info: DistInfo) -> str:
+def _device_type(leaves: list[Tensor], info: DistInfo) -> str:
     kinds = {leaf.device.type for leaf in leaves} or {"cpu"}
     if len(kinds) > 1 or not kinds <= {"cpu", info.device.type}:
         raise ConfigError(f"all tensors must be on the CPU or all on {info.device}, got {sorted(kinds)}; move them")
     return kinds.pop()
 
 
-def _place(mesh: DeviceMesh | None, info: DistInfo) -> int | None:
+def _output_index(mesh: DeviceMesh | None, info: DistInfo) -> int | None:
     """Where this rank's rows go among those of the others; None when they are those of a rank beside it."""
     if mesh is None:
         return info.rank
@@ -240,49 +242,50 @@ def _place(mesh: DeviceMesh | None, info: DistInfo) -> int | None:
     return None if beside else data_rank(mesh)[0]
 
 
-def _packed(leaves: list[Tensor], columns: list[_Column], device: torch.device) -> Tensor:
+def _pack_rows(leaves: list[Tensor], columns: list[_Column], device: torch.device) -> Tensor:
     """The bytes of all rows: ``[n, bytes of a row]`` uint8."""
     width = sum(column.width for column in columns)
     if not leaves:
         return torch.empty(0, width, dtype=torch.uint8, device=device)
     parts = [
-        _compact(leaf.to(device)).view(torch.uint8).view(len(leaf), column.width)
+        _flatten_copy(leaf.to(device)).view(torch.uint8).view(len(leaf), column.width)
         for leaf, column in zip(leaves, columns, strict=True)
     ]
     return torch.cat(parts, dim=1)
 
 
-def _arranged(tree: Any, rows: Tensor) -> Rows:
+def _unpack_rows(tree: Any, rows: Tensor) -> Rows:
     """The structure again, sorted by its order where it has one."""
     columns = _columns(tree)
     parts = rows.split([column.width for column in columns], dim=1)
     leaves = [
-        _compact(part).view(column.dtype).view(len(rows), *column.shape) for part, column in zip(parts, columns, strict=True)
+        _flatten_copy(part).view(column.dtype).view(len(rows), *column.shape)
+        for part, column in zip(parts, columns, strict=True)
     ]
-    found = _rebuilt(tree, iter(leaves), len(rows))
+    found = _rebuild_structure(tree, iter(leaves), len(rows))
     if "order" not in found:
         return found["rows"]
     places = found["order"].argsort(stable=True)
-    return _rebuilt(tree, iter([leaf[places] for leaf in leaves]), len(rows))["rows"]
+    return _rebuild_structure(tree, iter([leaf[places] for leaf in leaves]), len(rows))["rows"]
 
 
-def _compact(x: Tensor) -> Tensor:
+def _flatten_copy(x: Tensor) -> Tensor:
     """``x`` as one row that can be viewed in any dtype: a copy, as a slice may begin where a wider dtype cannot."""
     return x.clone(memory_format=torch.contiguous_format).view(-1)
 
 
-def _rebuilt(tree: Any, leaves: Any, n: int) -> Any:
+def _rebuild_structure(tree: Any, leaves: Any, n: int) -> Any:
     (kind, content), *_ = tree.items()
     if kind == "tensor":
         return next(leaves)
     if kind in ("mapping", "tensordict"):
-        parts = {key: _rebuilt(part, leaves, n) for key, part in content.items()}
-        return parts if kind == "mapping" else _tensordict(parts, n)
-    each = [_rebuilt(part, leaves, n) for part in content]
+        parts = {key: _rebuild_structure(part, leaves, n) for key, part in content.items()}
+        return parts if kind == "mapping" else _make_tensordict(parts, n)
+    each = [_rebuild_structure(part, leaves, n) for part in content]
     return each if kind == "list" else tuple(each)
 
 
-def _tensordict(parts: dict[str, Any], n: int) -> Any:
+def _make_tensordict(parts: dict[str, Any], n: int) -> Any:
     from tensordict import TensorDict
 
     return TensorDict(parts, batch_size=[n])

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain import pulse, spans
-from dtrain.dist.collectives import all_gather_numbers, checked_rank
-from dtrain.dist.timeouts import naming_missing
+from dtrain import heartbeats, spans
+from dtrain.dist.collectives import all_gather_numbers, check_rank
+from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ def reduce_sum(x: Tensor | float, dst: int | None = None) -> Tensor | float | No
     Raises:
         ConfigError: a DTensor, or one that is not dense; bool, complex, or no number; no rank ``dst``.
     """
-    return _reduce("reduce_sum", x, dst, numbers=sum, tensors=_summed)
+    return _reduce("reduce_sum", x, dst, numbers=sum, tensors=_sum_tensor)
 
 
 @overload
@@ -68,10 +68,10 @@ def reduce_mean(x: Tensor | float, dst: int | None = None) -> Tensor | float | N
     Raises:
         ConfigError: as ``reduce_sum``; and an integer tensor, whose mean has no dtype (convert it, as for ``torch.mean``).
     """
-    if isinstance(x, Tensor) and not (x.is_floating_point() or x.dtype in _REFUSED):
+    if isinstance(x, Tensor) and not (x.is_floating_point() or x.dtype in _UNSUPPORTED_DTYPES):
         raise ConfigError(f"reduce_mean: the mean of {x.dtype} has no dtype; convert it first, for example x.double()")
-    total = _reduce("reduce_mean", x, dst, numbers=sum, tensors=_summed)
-    world = checked_rank("reduce_mean", "dst", 0).world_size
+    total = _reduce("reduce_mean", x, dst, numbers=sum, tensors=_sum_tensor)
+    world = check_rank("reduce_mean", "dst", 0).world_size
     return total if total is None else total / world
 
 
@@ -89,34 +89,34 @@ def reduce_max(x: Tensor | float, dst: int | None = None) -> Tensor | float | No
     Collective: as ``reduce_sum``, but a floating tensor travels twice, the second time to say where it is NaN: backends differ
     in what they make of one.
     """
-    return _reduce("reduce_max", x, dst, numbers=_largest, tensors=_maximum)
+    return _reduce("reduce_max", x, dst, numbers=_max_number, tensors=_max_tensor)
 
 
-_REFUSED = {torch.bool, torch.complex32, torch.complex64, torch.complex128}
+_UNSUPPORTED_DTYPES = {torch.bool, torch.complex32, torch.complex64, torch.complex128}
 
 
 def _reduce(
-    where: str,
+    caller: str,
     x: Tensor | float,
     dst: int | None,
     *,
     numbers: Callable[[Iterable[float]], float],
     tensors: Callable[[Tensor, Callable[[Tensor, dist.ReduceOp.RedOpType], None]], Tensor],
 ) -> Tensor | float | None:
-    info = checked_rank(where, "dst", 0 if dst is None else dst)
+    info = check_rank(caller, "dst", 0 if dst is None else dst)
     wanted = dst is None or dst == info.rank
-    pulse.beat(where)
+    heartbeats.heartbeat(caller)
     if not isinstance(x, Tensor):
         if isinstance(x, bool) or not isinstance(x, int | float):
-            raise ConfigError(f"{where}: takes a tensor or a number, got {type(x).__name__}; bool and None are neither")
-        result = numbers(row[0] for row in all_gather_numbers([x], where=where))
+            raise ConfigError(f"{caller}: takes a tensor or a number, got {type(x).__name__}; bool and None are neither")
+        result = numbers(row[0] for row in all_gather_numbers([x], caller=caller))
         return result if wanted else None
-    _check_tensor(where, x)
+    _check_tensor(caller, x)
 
     def exchange(buffer: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         if info.world_size == 1 or buffer.numel() == 0:
             return
-        with spans.outermost("collective"), naming_missing(where):
+        with spans.outermost_span("collective"), report_missing_ranks(caller):
             if dst is None:
                 dist.all_reduce(buffer, op)
             else:
@@ -126,22 +126,22 @@ def _reduce(
     return reduced if wanted else None
 
 
-def _check_tensor(where: str, x: Tensor) -> None:
-    if hasattr(x, "placements"):  # a DTensor, which only dtrain.tensors looks into
-        raise ConfigError(f"{where}: takes a plain tensor, got a DTensor; pass x.full_tensor() or x.to_local()")
-    if x.dtype in _REFUSED:
-        raise ConfigError(f"{where}: takes floating or integer tensors, got {x.dtype}; convert it, for example x.int()")
+def _check_tensor(caller: str, x: Tensor) -> None:
+    if hasattr(x, "placements"):  # a DTensor, which only dtrain.dtensor looks into
+        raise ConfigError(f"{caller}: takes a plain tensor, got a DTensor; pass x.full_tensor() or x.to_local()")
+    if x.dtype in _UNSUPPORTED_DTYPES:
+        raise ConfigError(f"{caller}: takes floating or integer tensors, got {x.dtype}; convert it, for example x.int()")
     if x.layout is not torch.strided:
-        raise ConfigError(f"{where}: takes dense tensors, got {x.layout}; pass x.to_dense()")
+        raise ConfigError(f"{caller}: takes dense tensors, got {x.layout}; pass x.to_dense()")
 
 
-def _summed(x: Tensor, exchange: Callable[[Tensor, dist.ReduceOp.RedOpType], None]) -> Tensor:
+def _sum_tensor(x: Tensor, exchange: Callable[[Tensor, dist.ReduceOp.RedOpType], None]) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     exchange(total, dist.ReduceOp.SUM)
     return total
 
 
-def _maximum(x: Tensor, exchange: Callable[[Tensor, dist.ReduceOp.RedOpType], None]) -> Tensor:
+def _max_tensor(x: Tensor, exchange: Callable[[Tensor, dist.ReduceOp.RedOpType], None]) -> Tensor:
     if not x.is_floating_point():
         largest = x.clone(memory_format=torch.contiguous_format)
         exchange(largest, dist.ReduceOp.MAX)
@@ -152,6 +152,6 @@ def _maximum(x: Tensor, exchange: Callable[[Tensor, dist.ReduceOp.RedOpType], No
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def _largest(numbers: Iterable[float]) -> float:
+def _max_number(numbers: Iterable[float]) -> float:
     values = list(numbers)
     return math.nan if any(math.isnan(value) for value in values) else max(values)

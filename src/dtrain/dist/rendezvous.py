@@ -11,29 +11,29 @@ from functools import partial
 
 import torch.distributed as dist
 
-from dtrain.dist.timeouts import bounded, own_connection
+from dtrain.dist.timeout_report import call_with_timeout, clone_store
 from dtrain.errors import ConfigError, DistError
 
 _OPEN, _FAILED, _OVER = b"open", b"failed", b"over"
-_TOO_SHORT = 0.1  # of the time that was given, for another try
-_MARGIN_S = 5.0  # a store call that takes so much longer than its own time-out has lost its server
-_PAUSE_S = 5.0  # torch connects once more when its time is over, after a pause of its own: up to 2.4 s were seen
+_MIN_RETRY_FRACTION = 0.1  # of the time that was given, for another try
+_STORE_MARGIN_S = 5.0  # a store call that takes so much longer than its own time-out has lost its server
+_TORCH_RETRY_S = 5.0  # torch connects once more when its time is over, after a pause of its own: up to 2.4 s were seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """Where the store is. ``serves``: this process serves it; ``loopback``: it may listen on loopback only; ``launcher``: no
+class StoreAddress:
+    """Where the store is. ``is_server``: this process serves it; ``loopback_only``: it may listen on loopback only; ``served_by_launcher``: no
     rank serves it, but a process of the launcher's."""
 
     host: str
     port: int
-    serves: bool
-    loopback: bool
-    launcher: bool = False
+    is_server: bool
+    loopback_only: bool
+    served_by_launcher: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class RendezvousConfig:
     """One opening of the groups: who meets, where, and within which time. Frozen and comparable: equal ones share a store.
 
     ``address`` is that of the store, a torch rendezvous address (``"file:///path"``), or None in a world of one.
@@ -41,51 +41,55 @@ class Meeting:
 
     rank: int
     world_size: int
-    address: Address | str | None
+    address: StoreAddress | str | None
 
     @property
-    def server(self) -> str:
+    def server_name(self) -> str:
         """Who serves the store."""
-        return "the launcher" if isinstance(self.address, Address) and self.address.launcher else "rank 0"
+        return "the launcher" if isinstance(self.address, StoreAddress) and self.address.served_by_launcher else "rank 0"
 
 
-def connect(meeting: Meeting, *, within_s: float) -> dist.Store:
-    """The store of ``meeting``, served from here when that is this rank's part.
+def connect_store(rendezvous: RendezvousConfig, *, timeout_s: float) -> dist.Store:
+    """The store of ``rendezvous``, served from here when that is this rank's part.
 
     Raises:
         DistError: rank 0 could not be reached, or does not answer; on rank 0, it cannot listen there.
     """
-    limit, address, server = timedelta(seconds=within_s), meeting.address, meeting.server
+    limit, address, server = timedelta(seconds=timeout_s), rendezvous.address, rendezvous.server_name
     if address is None:
         return dist.HashStore()
     shown = address if isinstance(address, str) else f"{address.host}:{address.port}"
-    silent = f"init_dist: {server} at {shown} does not answer rank {meeting.rank} within {within_s:g} s; is it stopped?"
+    silent = f"init_dist: {server} at {shown} does not answer rank {rendezvous.rank} within {timeout_s:g} s; is it stopped?"
     try:
-        return bounded(lambda: _store(address, meeting, limit), within_s=within_s + _PAUSE_S + _MARGIN_S, otherwise=silent)
+        return call_with_timeout(
+            lambda: _open_store(address, rendezvous, limit),
+            timeout_s=timeout_s + _TORCH_RETRY_S + _STORE_MARGIN_S,
+            message=silent,
+        )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
-        if isinstance(address, Address) and address.serves:  # so it is about listening there
+        if isinstance(address, StoreAddress) and address.is_server:  # so it is about listening there
             raise DistError(
-                f"init_dist: rank {meeting.rank} cannot open the meeting place at {shown} ({reason}); give all ranks another "
+                f"init_dist: rank {rendezvous.rank} cannot open the meeting place at {shown} ({reason}); give all ranks another "
                 "MASTER_PORT, or start them with dtrain launch, which finds a free one"
             ) from None
         raise DistError(
-            f"init_dist: rank {meeting.rank} could not reach {server} at {shown} within {within_s:g} s ({reason}); "
+            f"init_dist: rank {rendezvous.rank} could not reach {server} at {shown} within {timeout_s:g} s ({reason}); "
             f"is {server} running, and is the port reachable from here?"
         ) from None
 
 
-def _store(address: Address | str, meeting: Meeting, limit: timedelta) -> dist.Store:
+def _open_store(address: StoreAddress | str, rendezvous: RendezvousConfig, limit: timedelta) -> dist.Store:
     if isinstance(address, str):
-        store: dist.Store = next(iter(dist.rendezvous(address, meeting.rank, meeting.world_size, timeout=limit)))[0]
+        store: dist.Store = next(iter(dist.rendezvous(address, rendezvous.rank, rendezvous.world_size, timeout=limit)))[0]
         return store
-    listener = _loopback_listener(address) if address.serves and address.loopback else None
+    listener = _listen_on_loopback(address) if address.is_server and address.loopback_only else None
     return dist.TCPStore(
-        address.host, address.port, None, address.serves, limit, wait_for_workers=False, master_listen_fd=listener
+        address.host, address.port, None, address.is_server, limit, wait_for_workers=False, master_listen_fd=listener
     )
 
 
-def _loopback_listener(address: Address) -> int:
+def _listen_on_loopback(address: StoreAddress) -> int:
     """A listening socket on loopback only: torch's own store would listen on every interface, without authentication."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the launcher holds the port with an idle socket
@@ -94,7 +98,9 @@ def _loopback_listener(address: Address) -> int:
     return listener.detach()
 
 
-def meet(store: dist.Store, meeting: Meeting, *, prefix: str, within_s: float) -> tuple[dist.Store, str]:
+def join_rendezvous(
+    store: dist.Store, rendezvous: RendezvousConfig, *, prefix: str, timeout_s: float
+) -> tuple[dist.Store, str]:
     """Wait until every rank is here; the part of the store that belongs to this opening alone, and the prefix of its keys.
 
     A try ends with one verdict for all, written once: *open* by the rank that comes last, *failed* by the first one that is
@@ -103,22 +109,24 @@ def meet(store: dist.Store, meeting: Meeting, *, prefix: str, within_s: float) -
 
     Args:
         store: from ``connect``.
-        meeting: who meets.
+        rendezvous: who meets.
         prefix: of the keys of all tries, the same on all ranks.
-        within_s: how long to wait, in seconds.
+        timeout_s: how long to wait, in seconds.
 
     Raises:
         ConfigError: two processes say that they are this rank.
         DistError: ranks that did not arrive in time, by number; or the rank that serves the store was stopped or has ended.
     """
     begun = time.monotonic()
-    lost = f"init_dist: {meeting.server}, which serves the store of {meeting.world_size} ranks,"
+    lost = f"init_dist: {rendezvous.server_name}, which serves the store of {rendezvous.world_size} ranks,"
     for attempt in itertools.count():
         room = f"{prefix}/{attempt}"
-        left_s = max(0.001, begun + within_s - time.monotonic())
-        trial = partial(_try_to_meet, dist.PrefixStore(room, store), meeting, left_s=left_s, within_s=within_s)
+        left_s = max(0.001, begun + timeout_s - time.monotonic())
+        trial = partial(_try_rendezvous, dist.PrefixStore(room, store), rendezvous, left_s=left_s, timeout_s=timeout_s)
         try:
-            verdict = bounded(trial, within_s=left_s + _MARGIN_S, otherwise=f"{lost} stopped answering; look at its output")
+            verdict = call_with_timeout(
+                trial, timeout_s=left_s + _STORE_MARGIN_S, message=f"{lost} stopped answering; look at its output"
+            )
         except dist.DistError:
             raise DistError(f"{lost} has ended; look at its output") from None
         except KeyboardInterrupt:
@@ -129,37 +137,39 @@ def meet(store: dist.Store, meeting: Meeting, *, prefix: str, within_s: float) -
     raise AssertionError("the count of attempts has no end")
 
 
-def _try_to_meet(room: dist.Store, meeting: Meeting, *, left_s: float, within_s: float) -> bytes:
+def _try_rendezvous(store: dist.Store, rendezvous: RendezvousConfig, *, left_s: float, timeout_s: float) -> bytes:
     """The verdict of one try."""
-    rank, world = meeting.rank, meeting.world_size
-    if room.check(["verdict"]):
+    rank, world = rendezvous.rank, rendezvous.world_size
+    if store.check(["verdict"]):
         return _OVER
-    if room.add(f"here/{rank}", 1) > 1:
+    if store.add(f"here/{rank}", 1) > 1:
         raise ConfigError(f"init_dist: two processes say that they are rank {rank} of {world}; give each a RANK of its own")
-    if room.add("arrived", 1) == world:
-        room.compare_set("verdict", "", _OPEN.decode())
+    if store.add("arrived", 1) == world:
+        store.compare_set("verdict", "", _OPEN.decode())
     begun, tired = time.monotonic(), False
     try:
-        room.wait(["verdict"], timedelta(seconds=left_s))
+        store.wait(["verdict"], timedelta(seconds=left_s))
     except dist.DistStoreError:
-        tired = room.compare_set("verdict", "", _FAILED.decode()) == _FAILED
-    verdict = bytes(room.get("verdict"))
+        tired = store.compare_set("verdict", "", _FAILED.decode()) == _FAILED
+    verdict = bytes(store.get("verdict"))
     left_s -= time.monotonic() - begun
     # Ranks that were started together tire together: the second one to do so has no time for another try.
-    if verdict == _FAILED and (tired or left_s < _TOO_SHORT * within_s):
-        missing = [peer for peer in range(world) if not room.check([f"here/{peer}"])]
+    if verdict == _FAILED and (tired or left_s < _MIN_RETRY_FRACTION * timeout_s):
+        missing = [peer for peer in range(world) if not store.check([f"here/{peer}"])]
         raise DistError(
-            f"init_dist: {len(missing)} of {world} ranks did not arrive within {within_s:g} s: "
+            f"init_dist: {len(missing)} of {world} ranks did not arrive within {timeout_s:g} s: "
             f"missing {missing}; look at their output, or raise init_timeout_s"
         )
     return verdict
 
 
-def _withdraw(store: dist.Store, room: str) -> None:
+def _withdraw(store: dist.Store, prefix: str) -> None:
     """Let a try fail that this rank leaves: its thread would go on to stand for a rank that is not there."""
 
     def withdraw() -> None:
         # The thread holds its connection while it waits.
-        dist.PrefixStore(room, own_connection(store)).compare_set("verdict", "", _FAILED.decode())
+        dist.PrefixStore(prefix, clone_store(store)).compare_set("verdict", "", _FAILED.decode())
 
-    bounded(withdraw, within_s=_MARGIN_S, otherwise="init_dist: interrupted, and rank 0 does not answer; is it stopped?")
+    call_with_timeout(
+        withdraw, timeout_s=_STORE_MARGIN_S, message="init_dist: interrupted, and rank 0 does not answer; is it stopped?"
+    )

@@ -83,7 +83,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def draws_digest(device: torch.device) -> int:
+def hash_rng_state(device: torch.device) -> int:
     """A number that differs where torch's next random numbers on the CPU or on ``device`` do; below 2**52.
 
     Host sync: none; a device's generator keeps its state on the host.
@@ -111,17 +111,17 @@ def seed_all(*parts: int | str) -> None:
     torch.manual_seed(derive_seed("torch", *parts))
 
 
-class KeptRandomness:
+class RNGSnapshot:
     """The global generators of Python, NumPy, torch and every CUDA device as they were, to go back to."""
 
     __slots__ = ("_cuda", "_numpy", "_python", "_torch")
 
     def __init__(self) -> None:
-        self._python, self._numpy, self._torch = random.getstate(), _numpy_state(), torch.get_rng_state()
+        self._python, self._numpy, self._torch = random.getstate(), _read_numpy_state(), torch.get_rng_state()
         generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
         self._cuda = [(generator, generator.get_state()) for generator in generators]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Mutates: those generators."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -134,17 +134,17 @@ _MT19937_BYTES = 624 * 4 + 4  # the words of its state, and the position in them
 
 
 @dataclass(slots=True)
-class _LastNumpy:
+class _NumpyStateCache:
     """The state that was read last, and the memory of the generator at that time."""
 
     raw: bytes = b""
     state: Any = None
 
 
-_LAST_NUMPY = _LastNumpy()
+_NUMPY_CACHE = _NumpyStateCache()
 
 
-def _numpy_state() -> Any:
+def _read_numpy_state() -> Any:
     """NumPy's state: the one read last if nothing was drawn since. Reading it takes longer than all else in this module.
 
     The generator keeps the second of a pair of normal numbers outside of that memory, so a state that has one is read anew.
@@ -153,22 +153,22 @@ def _numpy_state() -> Any:
     if not isinstance(generator, np.random.MT19937):
         return np.random.get_state(legacy=False)
     raw = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    if raw != _LAST_NUMPY.raw or _LAST_NUMPY.state["has_gauss"]:
-        _LAST_NUMPY.raw, _LAST_NUMPY.state = raw, np.random.get_state(legacy=False)
-    return _LAST_NUMPY.state
+    if raw != _NUMPY_CACHE.raw or _NUMPY_CACHE.state["has_gauss"]:
+        _NUMPY_CACHE.raw, _NUMPY_CACHE.state = raw, np.random.get_state(legacy=False)
+    return _NUMPY_CACHE.state
 
 
-def drawing_from(seed: int) -> AbstractContextManager[None]:
+def fork_rng(seed: int) -> AbstractContextManager[None]:
     """A block in which Python, NumPy and torch draw on the CPU from streams that begin at ``seed``; then they go on as before.
 
     About 25 microseconds, as long as NumPy is not used outside of such blocks.
 
     Mutates: the global generators of Python, NumPy and torch (CPU), for the time of the block.
     """
-    return _Apart(seed)
+    return _ForkedRNG(seed)
 
 
-class _Apart:
+class _ForkedRNG:
     """A class, since it is entered once per batch: a generator would take as long again as two of the three states."""
 
     __slots__ = ("_numpy", "_python", "_seed", "_torch")
@@ -177,12 +177,12 @@ class _Apart:
         self._seed = seed
 
     def __enter__(self) -> None:
-        self._python, self._numpy, self._torch = random.getstate(), _numpy_state(), torch.default_generator.get_state()
+        self._python, self._numpy, self._torch = random.getstate(), _read_numpy_state(), torch.default_generator.get_state()
         reseed(self._seed)
 
     def __exit__(self, *failure: object) -> None:
         random.setstate(self._python)
-        _put_numpy_back(self._numpy)
+        _restore_numpy_state(self._numpy)
         torch.default_generator.set_state(self._torch)
 
 
@@ -198,10 +198,10 @@ def reseed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def _put_numpy_back(state: Any) -> None:
+def _restore_numpy_state(state: Any) -> None:
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(generator, np.random.MT19937) or state is not _LAST_NUMPY.state or state["has_gauss"]:
+    if not isinstance(generator, np.random.MT19937) or state is not _NUMPY_CACHE.state or state["has_gauss"]:
         np.random.set_state(state)
         return
     np.random.seed(0)  # forgets the second of a pair of normal numbers, which is not in that memory
-    ctypes.memmove(generator.ctypes.state_address, _LAST_NUMPY.raw, _MT19937_BYTES)
+    ctypes.memmove(generator.ctypes.state_address, _NUMPY_CACHE.raw, _MT19937_BYTES)

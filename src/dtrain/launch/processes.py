@@ -21,7 +21,7 @@ from types import FrameType
 _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_KILL_AGAIN_S = 0.02  # a process may fork while it is being killed: its child is found in the next round
+_KILL_RETRY_S = 0.02  # a process may fork while it is being killed: its child is found in the next round
 
 
 @cache
@@ -52,7 +52,7 @@ def die_with_parent(parent: int) -> None:
             os._exit(128 + signal.SIGKILL)
 
 
-def forget_signals(*, ignore: Collection[int] = (), block: Collection[int] = ()) -> None:
+def reset_signal_handlers(*, ignore: Collection[int] = (), block: Collection[int] = ()) -> None:
     """Take on Python's default handling of every signal in a fresh fork, whatever the parent had.
 
     Args:
@@ -69,7 +69,7 @@ def forget_signals(*, ignore: Collection[int] = (), block: Collection[int] = ())
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
+def delay_interrupts() -> Iterator[None]:
     """Have a Ctrl-C wait until the end of the block: between a process's start and the note of it, it would leave it behind.
 
     Nothing outside the main thread, which alone is interrupted, and where Ctrl-C does not raise.
@@ -90,7 +90,7 @@ def interrupts_held() -> Iterator[None]:
             handler(signal.SIGINT, came[-1])
 
 
-def reap() -> tuple[list[tuple[int, int]], bool]:
+def reap_children() -> tuple[list[tuple[int, int]], bool]:
     """Collect every child that has ended, without waiting.
 
     Returns:
@@ -107,14 +107,14 @@ def reap() -> tuple[list[tuple[int, int]], bool]:
         ended.append((pid, os.waitstatus_to_exitcode(status)))
 
 
-def show_as(command: Sequence[str], *, name: str | None = None) -> None:
-    """Let ``ps`` and ``pkill -f`` find this process by ``command``, and what looks at names alone by ``name``. Linux only.
+def set_process_title(command: Sequence[str], *, comm: str | None = None) -> None:
+    """Let ``ps`` and ``pkill -f`` find this process by ``command``, and what looks at names alone by ``comm``. Linux only.
 
     The kernel shows the memory that the arguments were in when the program began: nothing happens where they were shorter.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
-        if name is not None:
-            Path("/proc/self/comm").write_bytes(os.fsencode(name))
+        if comm is not None:
+            Path("/proc/self/comm").write_bytes(os.fsencode(comm))
         stat = Path("/proc/self/stat").read_bytes()
         begin, end = (int(word) for word in stat[stat.rindex(b")") + 2 :].split()[45:47])
         text = b"\0".join(os.fsencode(part) for part in command) + b"\0"
@@ -122,10 +122,10 @@ def show_as(command: Sequence[str], *, name: str | None = None) -> None:
             ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
 
-def descendants(*, spare_sessions: Collection[int] = ()) -> list[int]:
+def descendants(*, exclude_sessions: Collection[int] = ()) -> list[int]:
     """The pids of all processes below this one, children before grandchildren; empty outside Linux.
 
-    Children in ``spare_sessions`` are left out, with all below them.
+    Children in ``exclude_sessions`` are left out, with all below them.
     """
     if not _LINUX:
         return []
@@ -134,7 +134,7 @@ def descendants(*, spare_sessions: Collection[int] = ()) -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdecimal() and (place := _parent_and_session(name)) is not None:
             children.setdefault(place[0], []).append(int(name))
-            if place[1] in spare_sessions:
+            if place[1] in exclude_sessions:
                 spared.add(int(name))
     found = [pid for pid in children.get(os.getpid(), ()) if pid not in spared]
     for pid in found:  # grows while it is walked
@@ -142,7 +142,7 @@ def descendants(*, spare_sessions: Collection[int] = ()) -> list[int]:
     return found
 
 
-def sessions_here() -> frozenset[int]:
+def list_sessions() -> frozenset[int]:
     """The sessions of this process and of all below it.
 
     A process can begin a session but not join one: what is started later and begins its own is in none of these, with
@@ -165,33 +165,33 @@ def _parent_and_session(pid: str) -> tuple[int, int] | None:
     return int(parent), int(session)
 
 
-def send(pid: int, number: int) -> None:
+def send_signal(pid: int, number: int) -> None:
     """Signal one process; one that is gone, or that became another user's, is left alone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
-def send_all(number: int, leaders: Iterable[int], *, spare: Collection[int] = ()) -> None:
-    """Signal everything below this process but ``spare``; outside Linux the process groups of ``leaders`` stand in for it."""
+def signal_descendants(number: int, leaders: Iterable[int], *, exclude: Collection[int] = ()) -> None:
+    """Signal everything below this process but ``exclude``; outside Linux the process groups of ``leaders`` stand in for it."""
     for pid in descendants():
-        if pid not in spare:
-            send(pid, number)
+        if pid not in exclude:
+            send_signal(pid, number)
     if not _LINUX:
         for pid in leaders:
-            send(-pid, number)
+            send_signal(-pid, number)
 
 
-def end_descendants(*, within_s: float, spare_sessions: Collection[int] = ()) -> list[int]:
-    """Kill everything below this process and wait for it; returns the pids of what did not die ``within_s`` seconds.
+def kill_descendants(*, timeout_s: float, exclude_sessions: Collection[int] = ()) -> list[int]:
+    """Kill everything below this process and wait for it; returns the pids of what did not die ``timeout_s`` seconds.
 
-    Children in ``spare_sessions`` are left alone, with all below them, and not waited for.
+    Children in ``exclude_sessions`` are left alone, with all below them, and not waited for.
     """
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + timeout_s
     while True:
-        _, any_left = reap()
-        left = descendants(spare_sessions=spare_sessions) if any_left else []
+        _, any_left = reap_children()
+        left = descendants(exclude_sessions=exclude_sessions) if any_left else []
         if not left or time.monotonic() > deadline:
             return left
         for pid in left:
-            send(pid, signal.SIGKILL)
-        time.sleep(_KILL_AGAIN_S)
+            send_signal(pid, signal.SIGKILL)
+        time.sleep(_KILL_RETRY_S)

@@ -11,16 +11,16 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dtrain import wire
+from dtrain import launch_protocol
 
-_PORTS = range(12_000, 28_000)  # below the range from which systems take ports for outgoing connections
+_PORT_RANGE = range(12_000, 28_000)  # below the range from which systems take ports for outgoing connections
 _MAX_HOSTS = 65_536  # what a node list may expand to
-_PLAIN = "the environment"
+_PLAIN_NAME = "the environment"
 _NODE_RANK, _BASE_RANK, _PET_NODE_RANK, _PET_NODES = "NODE_RANK", "BASE_RANK", "PET_NODE_RANK", "PET_NNODES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduled:
+class SchedulerInfo:
     """What a scheduler says. None and "" where it does not.
 
     ``refusal`` is why this cannot be used, as the end of a sentence: it matters only when the command line relies on it.
@@ -41,49 +41,49 @@ class Scheduled:
     variables: tuple[str, ...] = ()  # that say so, where they may be left over from something else
 
 
-def scheduled(env: Mapping[str, str]) -> Scheduled | None:
+def read_scheduler(env: Mapping[str, str]) -> SchedulerInfo | None:
     """What the scheduler says in ``env``; None without one, or below a rank of another launch, of which it speaks."""
-    if wire.RUN_ID in env:
+    if launch_protocol.RUN_ID in env:
         return None
     found = (read(env) for read in _READERS)
     return next((answer for answer in found if answer is not None), None)
 
 
-def _openmpi(env: Mapping[str, str]) -> Scheduled | None:
+def _read_openmpi(env: Mapping[str, str]) -> SchedulerInfo | None:
     """``mpirun``, one process per node. Its ``..._NODE_RANK`` counts processes of a node, and is no node's rank."""
-    rank, size = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
+    rank, size = _read_number(env, "OMPI_COMM_WORLD_RANK"), _read_number(env, "OMPI_COMM_WORLD_SIZE")
     if rank is None or size is None:
         return None
-    on_node = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    on_node = _read_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
     several = on_node is not None and on_node > 1
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
-    return Scheduled(
+    return SchedulerInfo(
         name="OpenMPI",
         node_rank=rank,
         nodes=size,
-        master_addr=env.get(wire.MASTER_ADDR, ""),
-        master_port=_given_port(env) or (_port(f"openmpi {job}") if job else None),
+        master_addr=env.get(launch_protocol.MASTER_ADDR, ""),
+        master_port=_read_master_port(env) or (_derive_port(f"openmpi {job}") if job else None),
         token=job and f"openmpi {job}",
         refusal=f"mpirun started {on_node} launchers on this node; start one, with --map-by ppr:1:node" if several else "",
     )
 
 
-def _slurm(env: Mapping[str, str]) -> Scheduled | None:
+def _read_slurm(env: Mapping[str, str]) -> SchedulerInfo | None:
     """A step of Slurm's (``srun``). A batch script has most of these variables too, but runs on one node: it has no step."""
-    listed, rank = env.get("SLURM_STEP_NODELIST"), _number(env, "SLURM_NODEID")
+    listed, rank = env.get("SLURM_STEP_NODELIST"), _read_number(env, "SLURM_NODEID")
     if not listed or rank is None:
         return None
-    hosts = tuple(expand(listed))
-    nodes = _number(env, "SLURM_STEP_NUM_NODES") or _number(env, "SLURM_NNODES") or len(hosts)
-    tasks = _number(env, "SLURM_STEP_NUM_TASKS") or _number(env, "SLURM_NTASKS") or nodes
+    hosts = tuple(expand_hostlist(listed))
+    nodes = _read_number(env, "SLURM_STEP_NUM_NODES") or _read_number(env, "SLURM_NNODES") or len(hosts)
+    tasks = _read_number(env, "SLURM_STEP_NUM_TASKS") or _read_number(env, "SLURM_NTASKS") or nodes
     job = f"slurm {env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
-    return Scheduled(
+    return SchedulerInfo(
         name="Slurm",
         node_rank=rank,
         nodes=nodes,
-        master_addr=env.get(wire.MASTER_ADDR, "") or (hosts[0] if hosts else ""),
+        master_addr=env.get(launch_protocol.MASTER_ADDR, "") or (hosts[0] if hosts else ""),
         fallback_addr=env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
-        master_port=_given_port(env) or _port(job),
+        master_port=_read_master_port(env) or _derive_port(job),
         token=job,
         hosts=hosts if len(hosts) == nodes else (),
         refusal=f"srun started {tasks} tasks on {nodes} node{'s' * (nodes > 1)}; start one launcher per node, "
@@ -93,75 +93,79 @@ def _slurm(env: Mapping[str, str]) -> Scheduled | None:
     )
 
 
-def _kubernetes(env: Mapping[str, str]) -> Scheduled | None:
+def _read_kubernetes(env: Mapping[str, str]) -> SchedulerInfo | None:
     """An Indexed Job, or Kubeflow's trainer. The first names neither the number of nodes nor an address: the job's author does.
 
     Without an address it is an array of independent jobs, which is the other use of Indexed Jobs.
     """
-    kubeflow, index = _number(env, _PET_NODE_RANK), _number(env, "JOB_COMPLETION_INDEX")
+    kubeflow, index = _read_number(env, _PET_NODE_RANK), _read_number(env, "JOB_COMPLETION_INDEX")
     rank = index if kubeflow is None else kubeflow
     if rank is None:
         return None
     host = env.get("HOSTNAME", "")
     job = host.removesuffix(f"-{rank}") if host.endswith(f"-{rank}") else ""
-    return Scheduled(
+    return SchedulerInfo(
         name="Kubernetes",
         node_rank=rank,
-        nodes=_number(env, _PET_NODES),
-        master_addr=env.get("PET_MASTER_ADDR", "") or env.get(wire.MASTER_ADDR, ""),
-        master_port=_number(env, "PET_MASTER_PORT") or _given_port(env) or (_port(f"kubernetes {job}") if job else None),
+        nodes=_read_number(env, _PET_NODES),
+        master_addr=env.get("PET_MASTER_ADDR", "") or env.get(launch_protocol.MASTER_ADDR, ""),
+        master_port=_read_number(env, "PET_MASTER_PORT")
+        or _read_master_port(env)
+        or (_derive_port(f"kubernetes {job}") if job else None),
         token=job and f"kubernetes {job}",
     )
 
 
-def _plain(env: Mapping[str, str]) -> Scheduled | None:
+def _read_plain_variables(env: Mapping[str, str]) -> SchedulerInfo | None:
     """The variables by which other launchers are told. Together with one that only a rank has, they are left over from it.
 
     Several nodes take all of them: a place, the number of ranks, address and port. The ranks of this node may be said alone.
     """
-    if env.keys() & {wire.RANK, wire.LOCAL_RANK}:
+    if env.keys() & {launch_protocol.RANK, launch_protocol.LOCAL_RANK}:
         return None
-    node_rank, base_rank, world_size = (_number(env, name) for name in (_NODE_RANK, _BASE_RANK, wire.WORLD_SIZE))
-    nproc = _number(env, wire.LOCAL_WORLD_SIZE) or None  # 0 where they are the GPUs of a node that has none
-    here = (wire.LOCAL_WORLD_SIZE,) if nproc else ()
-    addr, port = env.get(wire.MASTER_ADDR, ""), _given_port(env)
+    node_rank, base_rank, world_size = (
+        _read_number(env, name) for name in (_NODE_RANK, _BASE_RANK, launch_protocol.WORLD_SIZE)
+    )
+    nproc = _read_number(env, launch_protocol.LOCAL_WORLD_SIZE) or None  # 0 where they are the GPUs of a node that has none
+    here = (launch_protocol.LOCAL_WORLD_SIZE,) if nproc else ()
+    addr, port = env.get(launch_protocol.MASTER_ADDR, ""), _read_master_port(env)
     if (node_rank is None and base_rank is None) or not world_size or not addr or port is None:
-        return Scheduled(name=_PLAIN, nodes=1, nproc=nproc, variables=here) if nproc else None
+        return SchedulerInfo(name=_PLAIN_NAME, nodes=1, nproc=nproc, variables=here) if nproc else None
     place = (name for name, value in ((_NODE_RANK, node_rank), (_BASE_RANK, base_rank)) if value is not None)
-    return Scheduled(
-        name=_PLAIN,
+    return SchedulerInfo(
+        name=_PLAIN_NAME,
         node_rank=node_rank,
         base_rank=base_rank,
         nproc=nproc,
         world_size=world_size,
         master_addr=addr,
         master_port=port,
-        variables=(*here, *place, wire.WORLD_SIZE, wire.MASTER_ADDR, wire.MASTER_PORT),
+        variables=(*here, *place, launch_protocol.WORLD_SIZE, launch_protocol.MASTER_ADDR, launch_protocol.MASTER_PORT),
     )
 
 
-_READERS: tuple[Callable[[Mapping[str, str]], Scheduled | None], ...] = (
-    _openmpi,  # first: mpirun may itself have been started by Slurm
-    _slurm,
-    _kubernetes,
-    _plain,
+_READERS: tuple[Callable[[Mapping[str, str]], SchedulerInfo | None], ...] = (
+    _read_openmpi,  # first: mpirun may itself have been started by Slurm
+    _read_slurm,
+    _read_kubernetes,
+    _read_plain_variables,
 )
 
 
-def expand(nodes: str) -> Iterator[str]:
+def expand_hostlist(nodes: str) -> Iterator[str]:
     """The names in a node list of Slurm's.
 
     >>> list(expand("n[1-3,07],m5"))
     ['n1', 'n2', 'n3', 'n07', 'm5']
     """
-    found = (name for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes) for name in _expand_entry(entry.strip()))
+    found = (name for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes) for name in _expand_hostlist_entry(entry.strip()))
     for count, name in enumerate(found):
         if count == _MAX_HOSTS:
             return
         yield name
 
 
-def _expand_entry(entry: str) -> Iterator[str]:
+def _expand_hostlist_entry(entry: str) -> Iterator[str]:
     before, bracket, rest = entry.partition("[")
     if not bracket:
         yield entry
@@ -174,20 +178,20 @@ def _expand_entry(entry: str) -> Iterator[str]:
         else:
             numbers = iter((first,))
         for number in numbers:
-            for tail in _expand_entry(after):
+            for tail in _expand_hostlist_entry(after):
                 yield f"{before}{number}{tail}"
 
 
-def _port(job: str) -> int:
+def _derive_port(job: str) -> int:
     """A port for ``job``: the same on every node, and for two jobs on one machine most likely not the same."""
-    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
+    return _PORT_RANGE[zlib.crc32(job.encode()) % len(_PORT_RANGE)]
 
 
-def _given_port(env: Mapping[str, str]) -> int | None:
-    return _number(env, wire.MASTER_PORT)
+def _read_master_port(env: Mapping[str, str]) -> int | None:
+    return _read_number(env, launch_protocol.MASTER_PORT)
 
 
-def _number(env: Mapping[str, str], name: str) -> int | None:
+def _read_number(env: Mapping[str, str], name: str) -> int | None:
     """A whole number that is not negative; None for what is missing, or is none: then another source has to say it."""
     text = env.get(name, "").strip()
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None

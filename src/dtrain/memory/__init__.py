@@ -1,1 +1,26 @@
-"""How much memory this process's tensors take: a gauge to read it by, and the errors that say that there is no more."""
+"""Activation checkpointing and offload, the search for a microbatch size, and memory measurements.
+
+model, spec = dt.shard_model(model, mesh)
+dt.memory.checkpoint_activations(model, blocks=Block)
+result = dt.memory.find_microbatch_size(step, state, batch)
+print(result.microbatch_size)
+"""
+
+from typing import TYPE_CHECKING
+
+from dtrain.lazy_imports import attach
+
+if TYPE_CHECKING:
+    from dtrain.memory.device_memory import MemoryStats as MemoryStats
+    from dtrain.memory.live_tensors import LiveStorage as LiveStorage
+    from dtrain.memory.oom import is_out_of_memory as is_out_of_memory
+    from dtrain.memory.snapshot import write_snapshot as write_snapshot
+    from dtrain.shard.activation_checkpoint import checkpoint_activations as checkpoint_activations
+    from dtrain.shard.activation_checkpoint import offload_activations as offload_activations
+    from dtrain.shard.unshard import unshard_params as unshard_params
+    from dtrain.step.find_microbatch_size import MicrobatchSearchResult as MicrobatchSearchResult
+    from dtrain.step.find_microbatch_size import find_microbatch_size as find_microbatch_size
+    from dtrain.step.microbatch_search import ProbeResult as ProbeResult
+    from dtrain.step.microbatch_search import RankMemory as RankMemory
+
+__getattr__, __dir__ = attach(__name__, __file__)

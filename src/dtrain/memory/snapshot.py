@@ -10,22 +10,22 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from dtrain import storage
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
-from dtrain.memory.gauge import gauge_for
-from dtrain.memory.live import LiveStorage
+from dtrain.memory.device_memory import get_device_memory
+from dtrain.memory.live_tensors import LiveStorage
 
 __all__ = ["snapshot_suffix", "write_snapshot"]
 
 
 @runtime_checkable
-class _NamesStorages(Protocol):
+class _ListsStorages(Protocol):
     """A gauge that knows the storages behind its numbers, as a test's budget does."""
 
     def storages(self) -> list[LiveStorage]: ...
 
 
-def write_snapshot(path: storage.Place | str, *, largest: int = 1000) -> str:
+def write_snapshot(path: storage.AnyPath | str, *, max_storages: int = 1000) -> str:
     """Write what holds the memory of this rank's device to a file, and return its path.
 
     On CUDA it is torch's own snapshot (a pickle), which https://docs.pytorch.org/memory_viz shows: all segments and blocks,
@@ -35,20 +35,22 @@ def write_snapshot(path: storage.Place | str, *, largest: int = 1000) -> str:
 
     Args:
         path: of the file, replaced if it is there; ``{rank}`` in it stands for this rank. Ranks need paths of their own.
-        largest: how many storages JSON has.
+        max_storages: how many storages JSON has.
 
     Raises:
         ConfigError: nothing is known of the memory here: a CPU without a budget.
     """
-    info = current()
-    gauge = gauge_for(info.device)
+    info = get_dist_info()
+    gauge = get_device_memory(info.device)
     named = str(path).replace("{rank}", str(info.rank))
-    target = storage.place(Path(named) if isinstance(path, Path) else named)
-    if isinstance(gauge, _NamesStorages):
+    target = storage.resolve_path(Path(named) if isinstance(path, Path) else named)
+    if isinstance(gauge, _ListsStorages):
         reading = gauge.read()
         numbers = {"live": reading.live, "peak": reading.peak, "capacity": reading.capacity}
         rows = [asdict(held) for held in gauge.storages()]
-        text = json.dumps({"rank": info.rank, **numbers, "storages": rows[:largest], "left_out": len(rows[largest:])}, indent=1)
+        text = json.dumps(
+            {"rank": info.rank, **numbers, "storages": rows[:max_storages], "left_out": len(rows[max_storages:])}, indent=1
+        )
         storage.replace_file(target, text.encode())
     elif info.device.type == "cuda":
         torch.cuda.memory._dump_snapshot(str(target))  # writes to local folders only
@@ -61,7 +63,7 @@ def write_snapshot(path: storage.Place | str, *, largest: int = 1000) -> str:
 
 def snapshot_suffix() -> str | None:
     """What the name of a snapshot of this rank's device ends in, ``.json`` or ``.pickle``; None where there can be none."""
-    info = current()
-    if isinstance(gauge_for(info.device), _NamesStorages):
+    info = get_dist_info()
+    if isinstance(get_device_memory(info.device), _ListsStorages):
         return ".json"
     return ".pickle" if info.device.type == "cuda" else None

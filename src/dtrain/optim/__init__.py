@@ -1,1 +1,22 @@
-"""Optimizers and parameter groups."""
+"""Optimizers and parameter groups that torch does not have.
+
+    groups = dt.optim.param_groups(model, [dt.optim.ParamGroup("no_decay", "*.bias", weight_decay=0.0)])
+    optimizer = dt.optim.DecoupledAdamW(groups, lr=3e-4, weight_decay=1e-5)
+
+All optimizers work on sharded parameters (FSDP2, tensor parallel) and with ``dt.save_sharded``.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtrain.lazy_imports import attach
+
+if TYPE_CHECKING:
+    from dtrain.optim.decoupled import DecoupledAdamW as DecoupledAdamW
+    from dtrain.optim.decoupled import DecoupledSGDW as DecoupledSGDW
+    from dtrain.optim.groups import ParamGroup as ParamGroup
+    from dtrain.optim.groups import muon_groups as muon_groups
+    from dtrain.optim.groups import param_groups as param_groups
+    from dtrain.optim.muon import Muon as Muon
+    from dtrain.optim.muon import orthogonalize as orthogonalize
+
+__getattr__, __dir__ = attach(__name__, __file__)

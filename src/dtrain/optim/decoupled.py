@@ -8,14 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.optim.forms import alike, bare, evaluated, fusable, has_form, set_peak_, trained
-from dtrain.tensors import mul_
+from dtrain.dtensor import mul_
+from dtrain.optim.foreach import (
+    can_fuse,
+    evaluate_closure,
+    on_same_mesh,
+    record_peak_lr_,
+    sets_implementation,
+    trainable_in_group,
+    unwrap_step,
+)
 
 
-class _Decoupled:
+class _DecoupledDecay:
     """Before an optimizer of torch among the bases of a class: its decay is relative to the rate that a group was made with."""
 
-    _bare_step: Callable[[Any], Any]
+    _unwrapped_step: Callable[[Any], Any]
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
 
@@ -26,27 +34,27 @@ class _Decoupled:
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Decay, then torch's update, of every parameter with a gradient. Mutates: parameters, state."""
-        loss = None if closure is None else evaluated(closure)
+        loss = None if closure is None else evaluate_closure(closure)
         groups = self.param_groups
         decays = [group["weight_decay"] for group in groups]
         before = torch.is_grad_enabled()
         try:
             torch.set_grad_enabled(self.defaults["differentiable"])
             for group in groups:
-                self._decay_(group)
-            type(self)._bare_step(self)
+                self._apply_decay_(group)
+            type(self)._unwrapped_step(self)
             return loss
         finally:
             torch.set_grad_enabled(before)
             for group, decay in zip(groups, decays, strict=False):
                 group["weight_decay"] = decay
 
-    def _decay_(self, group: dict[str, Any]) -> None:
+    def _apply_decay_(self, group: dict[str, Any]) -> None:
         """Mutates: the group's decay, which is put back after the update, as torch's own is to see it; or its parameters."""
         raise NotImplementedError
 
 
-class DecoupledAdamW(_Decoupled, torch.optim.AdamW):  # type: ignore[misc]
+class DecoupledAdamW(_DecoupledDecay, torch.optim.AdamW):  # type: ignore[misc]
     """AdamW whose ``weight_decay`` is the share of a parameter that a step at the peak rate takes away, whatever that rate is.
 
     ``torch.optim.AdamW`` takes away ``lr * weight_decay``, so that another rate is another decay. Here the two are tuned apart:
@@ -56,7 +64,7 @@ class DecoupledAdamW(_Decoupled, torch.optim.AdamW):  # type: ignore[misc]
         ``m = beta1 * m + (1 - beta1) * grad``, ``v = beta2 * v + (1 - beta2) * grad**2``,
         ``param -= lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)``
 
-    ``initial_lr`` of a group is the rate it was made with, the peak. ``dt.scale_lr`` changes ``lr`` for the time of the update,
+    ``initial_lr`` of a group is the rate it was made with, the peak. ``dt.transforms.scale_lr`` changes ``lr`` for the time of the update,
     so between steps the two are equal. Both are in a checkpoint, and what was saved wins over what a resumed run was built
     with, as for every option. ``dt.set_lr_`` after that changes ``lr`` alone: the peak that the run began with still wins, and
     half the rate is half the decay. To begin a new peak with the old decay, set both: ``group.update(lr=new, initial_lr=new)``.
@@ -93,7 +101,7 @@ class DecoupledAdamW(_Decoupled, torch.optim.AdamW):  # type: ignore[misc]
         5.25
     """
 
-    _bare_step = staticmethod(bare(torch.optim.AdamW.step))
+    _unwrapped_step = staticmethod(unwrap_step(torch.optim.AdamW.step))
 
     def __init__(
         self,
@@ -109,15 +117,15 @@ class DecoupledAdamW(_Decoupled, torch.optim.AdamW):  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        set_peak_(param_group, "DecoupledAdamW")
-        if not has_form(param_group) and fusable(trained(param_group)):
+        record_peak_lr_(param_group, "DecoupledAdamW")
+        if not sets_implementation(param_group) and can_fuse(trainable_in_group(param_group)):
             param_group["fused"] = True
 
-    def _decay_(self, group: dict[str, Any]) -> None:
+    def _apply_decay_(self, group: dict[str, Any]) -> None:
         group["weight_decay"] /= group["initial_lr"]  # torch multiplies it by lr: so the decay costs no pass of its own
 
 
-class DecoupledSGDW(_Decoupled, torch.optim.SGD):  # type: ignore[misc]
+class DecoupledSGDW(_DecoupledDecay, torch.optim.SGD):  # type: ignore[misc]
     """SGD whose ``weight_decay`` is the share of a parameter that a step at the peak rate takes away, beside the momentum.
 
     ``torch.optim.SGD`` adds the decay to the gradient, and so to the momentum, and multiplies it by the rate.
@@ -155,7 +163,7 @@ class DecoupledSGDW(_Decoupled, torch.optim.SGD):  # type: ignore[misc]
         5.5
     """
 
-    _bare_step = staticmethod(bare(torch.optim.SGD.step))
+    _unwrapped_step = staticmethod(unwrap_step(torch.optim.SGD.step))
 
     def __init__(
         self,
@@ -171,12 +179,12 @@ class DecoupledSGDW(_Decoupled, torch.optim.SGD):  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        set_peak_(param_group, "DecoupledSGDW")
-        if not has_form(param_group) and alike(trained(param_group)):
+        record_peak_lr_(param_group, "DecoupledSGDW")
+        if not sets_implementation(param_group) and on_same_mesh(trainable_in_group(param_group)):
             param_group["foreach"] = True
 
     @torch.no_grad()
-    def _decay_(self, group: dict[str, Any]) -> None:
+    def _apply_decay_(self, group: dict[str, Any]) -> None:
         decay, group["weight_decay"] = group["lr"] / group["initial_lr"] * group["weight_decay"], 0.0
         params: list[Tensor] = [param for param in group["params"] if param.grad is not None]
         if decay:

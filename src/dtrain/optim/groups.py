@@ -1,4 +1,6 @@
-"""Parameter groups by name: which parameters share options, each in exactly one group, and which of them do not decay."""
+"""Parameter groups by name: which parameters share options, each in exactly one group, and which of them do not decay.
+
+Which parameters of a model are hidden matrices, for Muon, and which are left to AdamW."""
 
 from __future__ import annotations
 
@@ -8,16 +10,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dtrain.combinators import Where
+from dtrain.combinators import ParamFilter
+from dtrain.dtensor import tensor_mesh
 from dtrain.errors import ConfigError
-from dtrain.names import clean_modules, clean_parameters, matcher
-from dtrain.tensors import mesh_of
+from dtrain.fqn import compile_patterns, modules_by_fqn, parameters_by_fqn
 
-_WHERE = "param_groups"
+_CALLER = "param_groups"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParamGroup:
     """A rule of ``param_groups``: these parameters, with these options.
 
     Formula: ``{name: p for name, p in model.named_parameters() if where fits name}``, each with ``options``
@@ -40,21 +42,21 @@ class Group:
     """
 
     name: str
-    where: Where | None = None
+    where: ParamFilter | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"Group: needs a name, got {self.name!r}; as in Group('head', 'head.**')")
         if self.where is not None:
-            fits(self.where, {}, "Group")
+            compile_where(self.where, {}, "Group")
         taken = {"params", "name"} & set(self.options)
         if taken:
             raise ConfigError(f"Group: {self.name!r}: options are the optimizer's, got {sorted(taken)[0]!r}; leave it out")
 
 
 def param_groups(
-    model: nn.Module, *rules: Group, weight_decay: float = 0.01, no_decay: Where | None = None
+    model: nn.Module, *rules: ParamGroup, weight_decay: float = 0.01, no_decay: ParamFilter | None = None
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: every trainable parameter in exactly one, each group with a ``name``.
 
@@ -97,11 +99,11 @@ def param_groups(
         [('first.no_decay', 1, 0.5), ('rest', 1, None), ('rest.no_decay', 3, None)]
     """
     if not isinstance(weight_decay, int | float) or not 0.0 <= weight_decay < float("inf"):
-        raise ConfigError(f"{_WHERE}: needs a finite weight_decay >= 0, got {weight_decay!r}")
-    params, names = trainable(model)
-    spared = _spared(model, params, names) if no_decay is None else fits(no_decay, names, _WHERE)
+        raise ConfigError(f"{_CALLER}: needs a finite weight_decay >= 0, got {weight_decay!r}")
+    params, names = named_trainable_params(model)
+    spared = _default_no_decay(model, params, names) if no_decay is None else compile_where(no_decay, names, _CALLER)
     groups = []
-    for rule, mine in assigned(rules or (Group("all"),), params, names):
+    for rule, mine in assign_to_rules(rules or (ParamGroup("all"),), params, names):
         own = "weight_decay" in rule.options
         parts = {rule.name: mine} if own else {
             rule.name: {n: p for n, p in mine.items() if not spared(n, p)},
@@ -109,22 +111,24 @@ def param_groups(
         }  # fmt: skip
         for name, part in parts.items():
             decay = 0.0 if name != rule.name else weight_decay
-            groups += [{"name": n, "params": p, "weight_decay": decay, **rule.options} for n, p in _by_kind(name, part)]
+            groups += [{"name": n, "params": p, "weight_decay": decay, **rule.options} for n, p in _split_by_mesh(name, part)]
     return groups
 
 
-def trainable(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+def named_trainable_params(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
     """Parameters that get gradients, by clean name, and all the names that each of them has.
 
     Raises:
         ConfigError: no model, or none of its parameters does.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{_WHERE}: needs a model (an nn.Module), got {type(model).__name__}")
-    params, aliases = clean_parameters(model)
+        raise ConfigError(f"{_CALLER}: needs a model (an nn.Module), got {type(model).__name__}")
+    params, aliases = parameters_by_fqn(model)
     params = {name: param for name, param in params.items() if param.requires_grad}
     if not params:
-        raise ConfigError(f"{_WHERE}: the model has no trainable parameters; requires_grad is False for all, or there are none")
+        raise ConfigError(
+            f"{_CALLER}: the model has no trainable parameters; requires_grad is False for all, or there are none"
+        )
     names = {name: [name] for name in params}
     for alias, first in aliases.items():
         if first in names:
@@ -132,69 +136,71 @@ def trainable(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[str]]
     return params, names
 
 
-def assigned(
-    rules: Sequence[Group], params: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]
-) -> list[tuple[Group, dict[str, Tensor]]]:
+def assign_to_rules(
+    rules: Sequence[ParamGroup], params: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]
+) -> list[tuple[ParamGroup, dict[str, Tensor]]]:
     """Each rule with what it takes.
 
     Raises:
         ConfigError: as ``param_groups`` says.
     """
-    strange = next((rule for rule in rules if not isinstance(rule, Group)), None)
+    strange = next((rule for rule in rules if not isinstance(rule, ParamGroup)), None)
     if strange is not None:
-        raise ConfigError(f"{_WHERE}: rules are of the class Group, got {strange!r}; as in Group('head', 'head.**')")
+        raise ConfigError(f"{_CALLER}: rules are of the class Group, got {strange!r}; as in Group('head', 'head.**')")
     called = [rule.name for rule in rules]
     twice = next((name for name in called if called.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"{_WHERE}: two rules are called {twice!r}; give each a name of its own")
+        raise ConfigError(f"{_CALLER}: two rules are called {twice!r}; give each a name of its own")
     rest = [rule.name for rule in rules if rule.where is None]
     if len(rest) > 1:
-        raise ConfigError(f"{_WHERE}: {rest[0]!r} and {rest[1]!r} both take what no other takes; give one of them a where")
-    found = {rule.name: _taken(rule, params, names) for rule in rules if rule.where is not None}
+        raise ConfigError(f"{_CALLER}: {rest[0]!r} and {rest[1]!r} both take what no other takes; give one of them a where")
+    found = {rule.name: _match_rule(rule, params, names) for rule in rules if rule.where is not None}
     takers = {name: [rule for rule, taken in found.items() if name in taken] for name in params}
     both = [name for name in params if len(takers[name]) > 1]
     if both:
-        raise ConfigError(f"{_WHERE}: {' and '.join(takers[both[0]])} both take {listed(both)}; each belongs in one rule")
+        raise ConfigError(
+            f"{_CALLER}: {' and '.join(takers[both[0]])} both take {format_names(both)}; each belongs in one rule"
+        )
     left = {name: param for name, param in params.items() if not takers[name]}
     if left and not rest:
-        raise ConfigError(f"{_WHERE}: no rule takes {listed(list(left))}; add one without where for them: Group('rest')")
+        raise ConfigError(f"{_CALLER}: no rule takes {format_names(list(left))}; add one without where for them: Group('rest')")
     return [(rule, found.get(rule.name, left)) for rule in rules]
 
 
-def _taken(rule: Group, params: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+def _match_rule(rule: ParamGroup, params: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
     assert rule.where is not None
-    chosen = fits(rule.where, names, _WHERE)
+    chosen = compile_where(rule.where, names, _CALLER)
     found = {name: param for name, param in params.items() if chosen(name, param)}
     if not found:
         raise ConfigError(
-            f"{_WHERE}: the rule {rule.name!r} fits none of {len(params)} trainable parameters (first: {next(iter(params))!r})"
+            f"{_CALLER}: the rule {rule.name!r} fits none of {len(params)} trainable parameters (first: {next(iter(params))!r})"
         )
     return found
 
 
-def fits(where: Where, names: Mapping[str, Sequence[str]], who: str) -> Callable[[str, Tensor], bool]:
+def compile_where(where: ParamFilter, names: Mapping[str, Sequence[str]], caller: str) -> Callable[[str, Tensor], bool]:
     """``where`` as a predicate; a pattern may fit any of a parameter's names."""
     if callable(where):
         return where
     if not isinstance(where, str | Sequence):
-        raise ConfigError(f"{who}: where is a pattern of names, several, or a function (name, param) -> bool, got {where!r}")
-    fit = matcher([where] if isinstance(where, str) else where, where=who)
+        raise ConfigError(f"{caller}: where is a pattern of names, several, or a function (name, param) -> bool, got {where!r}")
+    fit = compile_patterns([where] if isinstance(where, str) else where, caller=caller)
     return lambda name, param: any(fit(each) for each in names.get(name, [name]))
 
 
-def _spared(
+def _default_no_decay(
     model: nn.Module, params: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]
 ) -> Callable[[str, Tensor], bool]:
     """Which parameters do not decay unless something else is said."""
     found = {name for name, param in params.items() if param.ndim < 2}
-    found |= set(of_modules(model, lambda m: is_embedding(m) or _called(m, "Norm"), names))
+    found |= set(names_in_modules(model, lambda m: is_embedding(m) or _class_name_contains(m, "Norm"), names))
     return lambda name, param: name in found
 
 
-def of_modules(model: nn.Module, kind: Callable[[nn.Module], bool], names: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def names_in_modules(model: nn.Module, kind: Callable[[nn.Module], bool], names: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """First names of parameters that a module of a kind owns, under any of their names."""
     first = {each: name for name, several in names.items() for each in several}
-    for prefix, module in clean_modules(model, every_name=True):
+    for prefix, module in modules_by_fqn(model, include_duplicates=True):
         if kind(module):
             keys = (f"{prefix}.{key}" if prefix else key for key in module._parameters)
             yield from (first[key] for key in keys if key in first)
@@ -202,24 +208,95 @@ def of_modules(model: nn.Module, kind: Callable[[nn.Module], bool], names: Mappi
 
 def is_embedding(module: nn.Module) -> bool:
     """Whether a module looks rows up."""
-    return _called(module, "Embedding")
+    return _class_name_contains(module, "Embedding")
 
 
-def _called(module: nn.Module, word: str) -> bool:
+def _class_name_contains(module: nn.Module, word: str) -> bool:
     """Whether the class of ``module``, or one that it is made from, has ``word`` in its name."""
     return any(word in kind.__name__ for kind in type(module).__mro__)
 
 
-def _by_kind(name: str, part: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+def _split_by_mesh(name: str, part: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
     """The parameters of a group, split by the mesh that they lie on if there are several."""
     kinds: dict[Any, list[Tensor]] = {}
     for param in part.values():
-        kinds.setdefault(mesh_of(param), []).append(param)
+        kinds.setdefault(tensor_mesh(param), []).append(param)
     for mesh, params in kinds.items():
         where = "whole" if mesh is None else "over_" + "_".join(mesh.mesh_dim_names or [str(mesh.ndim)])
         yield (name if len(kinds) == 1 else f"{name}.{where}"), params
 
 
-def listed(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     """The first few names."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def muon_groups(
+    model: nn.Module,
+    *,
+    head: ParamFilter,
+    matrices: ParamFilter | None = None,
+    lr: float = 0.02,
+    adamw_lr: float = 3e-4,
+    weight_decay: float = 0.1,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Groups for ``Muon``: ``matrices`` with its own method, and the rest, ``adamw`` and ``adamw.no_decay``, with AdamW's.
+
+    Hidden matrices are the trainable parameters with two dims that belong neither to an embedding nor to the head. The head,
+    which makes the model's output, cannot be told from a hidden layer, so it has to be named; a head that is tied to an
+    embedding is one. Filters of convolutions, with more dims, are left to AdamW.
+
+    Formula: ``matrices = {p : p.ndim == 2} - embeddings - head``
+
+    Args:
+        model: plain or sharded; see ``param_groups``, which makes the groups.
+        head: a pattern of names, several, or a predicate ``(name, param) -> bool``: what makes the output, such as
+            ``"lm_head.*"``; ``()`` if there is none.
+        matrices: which parameters are hidden matrices, where those of the formula are not meant.
+        lr: of the matrices, the peak.
+        adamw_lr: of the rest.
+        weight_decay: of both, but for norms, biases and embeddings.
+        options: of ``Muon`` for the matrices.
+
+    Raises:
+        ConfigError: ``head`` fits nothing, ``matrices`` fits an embedding, the head, or what is no matrix; a model without
+        hidden matrices.
+
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", section on embeddings and heads.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Linear(2, 4), torch.nn.Linear(4, 5))
+        >>> [(g["name"], g["method"], [tuple(p.shape) for p in g["params"]]) for g in muon_groups(model, head="2.*")]
+        [('matrices', 'muon', [(4, 2)]), ('adamw', 'adamw', [(5, 4)]), ('adamw.no_decay', 'adamw', [(5, 2), (4,), (5,)])]
+    """
+    params, names = named_trainable_params(model)
+    is_head = compile_where(head, names, "muon_groups")
+    heads = {name for name, param in params.items() if is_head(name, param)}
+    if not heads and not (isinstance(head, (list, tuple)) and not head):
+        raise ConfigError(f"muon_groups: {head=} fits none of {len(params)} trainable parameters; pass () if there is none")
+    embeddings = set(names_in_modules(model, is_embedding, names))
+    barred = {name: _reason_not_hidden(param, name in heads, name in embeddings) for name, param in params.items()}
+    hidden = {name for name in params if barred[name] is None}
+    if matrices is not None:
+        chosen = compile_where(matrices, names, "muon_groups")
+        hidden = {name for name, param in params.items() if chosen(name, param)}
+        wrong = [name for name in hidden if barred[name] is not None]
+        if wrong:
+            raise ConfigError(
+                f"muon_groups: matrices fits {format_names(wrong)}, which {barred[wrong[0]]}; Muon is for hidden "
+                "matrices; leave it to AdamW"
+            )
+    if not hidden:
+        raise ConfigError("muon_groups: no trainable parameter is a hidden matrix; torch.optim.AdamW is enough")
+    own = {"method": "muon", "lr": lr, "weight_decay": weight_decay, **options}
+    muon = ParamGroup("matrices", lambda name, param: name in hidden, own)
+    rest = ParamGroup("adamw", None, {"method": "adamw", "lr": adamw_lr})
+    return param_groups(model, muon, *([rest] if len(hidden) < len(params) else []), weight_decay=weight_decay)
+
+
+def _reason_not_hidden(param: Tensor, head: bool, embedding: bool) -> str | None:
+    """Why a parameter is no hidden matrix."""
+    if param.ndim != 2:
+        return f"has {param.ndim} dims"
+    return "belongs to an embedding" if embedding else "belongs to the head" if head else None

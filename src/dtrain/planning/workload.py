@@ -1,20 +1,24 @@
-"""``Workload``: what is trained, as functions that build it, so that it can be planned where its devices are not."""
+"""``Workload``: what is trained, as functions that build it, so that it can be planned where its devices are not.
+
+``module:factory`` and ``file.py:factory``: a workload by its name."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dtrain.errors import ConfigError
-from dtrain.shard.units import Blocks
+from dtrain.errors import ConfigError, StepError
+from dtrain.planning.import_target import ImportedTarget, import_target, summarize_user_errors
+from dtrain.shard.wrapping import Blocks
 from dtrain.transform import Transform
-from dtrain.types import Batch, LossFn
+from dtrain.typing import Batch, LossFn
 
 
 def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -39,8 +43,8 @@ class Workload:
         blocks: as for ``shard_model``, and for activation checkpointing.
         optimizer: makes the optimizer, from parameters; ``torch.optim.AdamW`` by default.
         transforms: as for ``compose_step``, without ``auto_microbatch``.
-        shard: further arguments of ``shard_model`` (``leave_out``, ``methods``, ``buffers``).
-        step: further arguments of ``microbatch_step`` (``batch_spec``, ``weight_fn``).
+        shard_args: further arguments of ``shard_model`` (``leave_out``, ``methods``, ``buffers``).
+        step_args: further arguments of ``microbatch_step`` (``batch_spec``, ``weight_fn``).
 
     Raises:
         ConfigError: something else in place of a function, or ``auto_microbatch`` among the transforms.
@@ -52,8 +56,8 @@ class Workload:
     blocks: Blocks = ()
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _adamw
     transforms: Sequence[Transform] = ()
-    shard: Mapping[str, Any] = field(default_factory=dict)
-    step: Mapping[str, Any] = field(default_factory=dict)
+    shard_args: Mapping[str, Any] = field(default_factory=dict)
+    step_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, shape in (
@@ -68,23 +72,23 @@ class Workload:
             raise ConfigError("Workload: a plan tries sizes itself; leave auto_microbatch out of transforms")
 
 
-def on_meta(workload: Workload, building: AbstractContextManager[Any]) -> nn.Module:
+def build_on_meta(workload: Workload, context: AbstractContextManager[Any]) -> nn.Module:
     """The model with every parameter and buffer on the meta device; a given one is copied, without its weights.
 
     Args:
-        workload: a function in it is called inside ``building``.
-        building: a context in which tensors take no memory.
+        workload: a function in it is called inside ``context``.
+        context: a context in which tensors take no memory.
 
     Raises:
         ConfigError: the function returns something else, or the model cannot be copied.
     """
     given = isinstance(workload.model, nn.Module)
-    with building:
+    with context:
         model: object = workload.model if isinstance(workload.model, nn.Module) else workload.model()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"Workload: model must return a torch.nn.Module, got {type(model).__name__}")
     tensors = {id(t): t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())}
-    empty = {key: _without_storage(tensor) for key, tensor in tensors.items() if tensor is not None}
+    empty = {key: _to_meta(tensor) for key, tensor in tensors.items() if tensor is not None}
     if given:
         try:
             return copy.deepcopy(model, dict(empty))  # what the memo knows is taken from there
@@ -100,6 +104,53 @@ def on_meta(workload: Workload, building: AbstractContextManager[Any]) -> nn.Mod
     return model
 
 
-def _without_storage(tensor: Tensor) -> Tensor:
+def _to_meta(tensor: Tensor) -> Tensor:
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+_EXAMPLE = "as in model.py:workload or package.model:workload"
+
+
+@contextmanager
+def load_workload(target: str, arguments: Mapping[str, Any]) -> Iterator[Workload]:
+    """What the factory named ``target`` returns for ``arguments``; its imports work while the block runs.
+
+    Args:
+        target: ``module:factory``, found from the current folder on, or ``file.py:factory``. A ``Workload`` in place of a
+            factory is taken as it is.
+        arguments: for the factory, by name.
+
+    Mutates: ``sys.path``, for the time of the block; ``sys.modules``.
+
+    Raises:
+        ConfigError: no such module, file or factory; one that raises, does not take ``arguments``, or returns something else.
+        StepError: in the block, whatever the workload's own functions raise.
+    """
+    with import_target("plan", target, "factory", _EXAMPLE) as found:
+        workload = _call_factory(found, arguments)
+        with summarize_user_errors(f"plan: a step of {target!r} failed", StepError):
+            yield workload
+
+
+def _call_factory(found: ImportedTarget, arguments: Mapping[str, Any]) -> Workload:
+    factory, place, name = found.value, found.source, found.name
+    if isinstance(factory, Workload) and not arguments:
+        return factory
+    if not callable(factory):
+        what = "is no function" if hasattr(found.module, name) else "is not there"
+        raise ConfigError(f"plan: {name!r} {what} in {place!r}; its functions are {found.function_names()}")
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"plan: {name!r} in {place!r} cannot be called so: {error}; give its arguments by --arg name=value"
+        ) from None
+    with summarize_user_errors(f"plan: {name!r} in {place!r} failed", ConfigError):
+        workload = factory(**arguments)
+    if not isinstance(workload, Workload):
+        raise ConfigError(
+            f"plan: {name!r} in {place!r} must return a dt.planning.Workload, got {type(workload).__name__}; "
+            "as in dt.planning.Workload(model=..., loss_fn=..., batch=...)"
+        )
+    return workload

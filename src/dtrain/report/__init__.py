@@ -1,1 +1,1 @@
-"""What a run has left behind, read, and shown: ``dtrain report``. Imports no torch."""
+"""Read the folder of a run and report on it: goodput, metrics, traces, HTML page. Imports no torch."""

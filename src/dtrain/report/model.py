@@ -15,12 +15,12 @@ from typing import Any, Literal
 FORMAT = 1
 """Of what ``to_json`` returns; higher when a program that reads it would have to change."""
 
-How = Literal["done", "stopped", "failed", "killed", "running"]
+AttemptOutcome = Literal["done", "stopped", "failed", "killed", "running"]
 """How an attempt ended. ``killed``: it wrote no end, and has been silent for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class AttemptReport:
     """One start of the run.
 
     Args:
@@ -31,7 +31,7 @@ class Attempt:
         error: of a rank that failed, the first to do so: ``"rank 3: RuntimeError: ..."``, or None.
         first_step: steps that were done when it began.
         last_step: and when it ended.
-        resumed_from: where the checkpoint was that it continued, or None.
+        resumed_steps: where the checkpoint was that it continued, or None.
         world_size: ranks.
         hosts: names, sorted.
         setup_s: from the start of the processes until the run was opened; mean over ranks.
@@ -43,7 +43,7 @@ class Attempt:
     number: int
     at: float
     ended_at: float
-    how: How
+    how: AttemptOutcome
     error: str | None
     first_step: int
     last_step: int
@@ -57,7 +57,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankAttempt:
+class RankAttemptReport:
     """What one rank spent an attempt on.
 
     Args:
@@ -83,7 +83,7 @@ class SpanTotal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
+class TimeSlice:
     """What a piece of wall time went to.
 
     Args:
@@ -117,8 +117,8 @@ class RankReport:
     host: str
     by_cause: dict[str, float]
     by_span: dict[str, SpanTotal]
-    attempts: list[RankAttempt]
-    timeline: list[Slice]
+    attempts: list[RankAttemptReport]
+    timeline: list[TimeSlice]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class GoodputReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class NonFiniteMark:
     """A value that is no finite number: ``"nan"``, ``"inf"`` or ``"-inf"``; at most 200 are kept of a series."""
 
     step: int
@@ -156,7 +156,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class MetricSeries:
     """A metric over the steps that count: of a step that was done again, the last record.
 
     At most 1000 points, in order of steps; of more, the least and the greatest value of each stretch, so that no spike is lost.
@@ -181,7 +181,7 @@ class Series:
     values: list[float]
     tokens: list[float]
     times: list[float]
-    marks: list[Mark]
+    marks: list[NonFiniteMark]
     count: int
     bad: int
     last: float | None
@@ -193,7 +193,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class CheckpointReport:
     """A checkpoint.
 
     Args:
@@ -214,7 +214,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slow:
+class SlowRank:
     """A rank that others waited for, or may have.
 
     Args:
@@ -239,7 +239,7 @@ class Slow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
+class SpeedSample:
     """How fast it went in a piece of wall time, of all ranks together; None where nothing was counted.
 
     Args:
@@ -268,7 +268,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gauge:
+class GaugeSeries:
     """A gauge over time, such as ``rss_bytes``: the greatest value of all ranks, and which had it. Lists of one length, <= 400.
 
     ``by_rank``: the greatest value of each rank.
@@ -281,7 +281,7 @@ class Gauge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class RunEvent:
     """Something that happened. ``fields`` are plain data; ``step`` is None where the event has none."""
 
     at: float
@@ -293,7 +293,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class AttemptDifference:
     """A fact that changed between attempts: its name with dots (``"versions.torch"``), and its value by attempt."""
 
     name: str
@@ -330,20 +330,20 @@ class RunReport:
     folder: str
     started_at: float | None
     duration_s: float
-    attempts: list[Attempt]
+    attempts: list[AttemptReport]
     ranks: list[RankReport]
-    timeline: list[Slice]
+    timeline: list[TimeSlice]
     goodput: GoodputReport | None
-    series: dict[str, Series]
-    speed: list[Speed]
-    gauges: dict[str, Gauge]
-    checkpoints: list[Checkpoint]
+    series: dict[str, MetricSeries]
+    speed: list[SpeedSample]
+    gauges: dict[str, GaugeSeries]
+    checkpoints: list[CheckpointReport]
     checkpoint_count: int
-    slowest: list[Slow]
-    events: list[Event]
+    slowest: list[SlowRank]
+    events: list[RunEvent]
     event_counts: dict[str, int]
     about: dict[int, dict[str, Any]]
-    differences: list[Difference]
+    differences: list[AttemptDifference]
     missing: list[str]
 
 

@@ -7,23 +7,32 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.extras import missing
+from dtrain.optional_dependencies import missing_extra_error
 from dtrain.report.model import Report
-from dtrain.report.page.causes import CAUSES, known
-from dtrain.report.page.charts import AXES, BarChart, Chart, Line, LineChart, Rule, TimeChart
-from dtrain.report.page.draw import axis_of
-from dtrain.report.page.figures import all_charts
-from dtrain.report.page.parts import is_empty
-from dtrain.report.page.scales import Kind, tick_labels, ticks
+from dtrain.report.page.build_charts import all_charts
+from dtrain.report.page.charts import (
+    AXES,
+    CAUSE_STYLES,
+    BarChart,
+    Chart,
+    ChartLine,
+    LineChart,
+    MarkerLine,
+    TimeChart,
+    known_causes,
+)
+from dtrain.report.page.html_parts import is_empty
+from dtrain.report.page.scales import AxisKind, tick_labels, ticks
+from dtrain.report.page.svg import default_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6100", "#56b4e9", "#3d444d", "#6a51b5")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6100", "#56b4e9", "#3d444d", "#6a51b5")
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 3)), (0, (4, 4)), (0, (6, 2, 1, 2, 1, 2)), (0, (1, 4)))
 INK = "#16191d"
-_LOOKS = {cause.name: cause for cause in CAUSES}
+_STYLE_BY_CAUSE = {cause.name: cause for cause in CAUSE_STYLES}
 
 
 def write_pngs(report: Report, folder: str | Path) -> list[Path]:
@@ -40,7 +49,7 @@ def write_pngs(report: Report, folder: str | Path) -> list[Path]:
         ConfigError: matplotlib is not installed.
     """
     folder = Path(folder)
-    drawn = [(chart, _figure(chart)) for chart in all_charts(report) if not is_empty(chart)]
+    drawn = [(chart, _draw_chart(chart)) for chart in all_charts(report) if not is_empty(chart)]
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for chart, figure in drawn:
@@ -49,54 +58,54 @@ def write_pngs(report: Report, folder: str | Path) -> list[Path]:
     return paths
 
 
-def _figure(chart: Chart) -> Figure:
+def _draw_chart(chart: Chart) -> Figure:
     # Made without pyplot, which would keep it in a list of its own and may look for a display.
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        raise missing("report: pictures need the package matplotlib", "report") from None
+        raise missing_extra_error("report: pictures need the package matplotlib", "report") from None
     with rc_context({"hatch.linewidth": 0.6}):
         high = 4.0 if not isinstance(chart, BarChart) else 1.2 + 0.3 * len(chart.rows)
         figure = Figure(figsize=(8.0, high), layout="constrained")
         axes = figure.subplots()
         if isinstance(chart, LineChart):
-            _lines(axes, chart)
+            _draw_lines(axes, chart)
         elif isinstance(chart, TimeChart):
-            _columns(axes, chart)
+            _draw_time_columns(axes, chart)
         else:
-            _bars(axes, chart)
-    axes.set_title(_plain(chart.title), loc="left", color=INK, fontsize=12)
+            _draw_bars(axes, chart)
+    axes.set_title(_escape_dollars(chart.title), loc="left", color=INK, fontsize=12)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def _plain(text: str) -> str:
+def _escape_dollars(text: str) -> str:
     return text.replace("$", r"\$")  # which would begin a formula
 
 
-def _lines(axes: Axes, chart: LineChart) -> None:
-    axis = axis_of(chart)
+def _draw_lines(axes: Axes, chart: LineChart) -> None:
+    axis = default_axis(chart)
     for number, line in enumerate(chart.lines):
         finite = [value if math.isfinite(value) else math.nan for value in line.values]
-        colour = COLOURS[number % len(COLOURS)]
+        colour = COLORS[number % len(COLORS)]
         style = (
             {"linestyle": "", "marker": "o"} if chart.dots else {"linestyle": DASHES[number % len(DASHES)], "linewidth": 1.4}
         )
-        axes.plot(list(line.over[axis]), finite, color=colour, label=_plain(line.name), **style)
+        axes.plot(list(line.over[axis]), finite, color=colour, label=_escape_dollars(line.name), **style)
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0.0) if chart.zero and low > -high else low, high)
     for line in chart.lines:
-        _marks(axes, line, list(line.over[axis]))
-    _rules(axes, chart.rules, axis)
+        _draw_marks(axes, line, list(line.over[axis]))
+    _draw_markers(axes, chart.rules, axis)
     axes.set_xlabel(axis)
     axes.grid(visible=True, axis="y", alpha=0.3)
-    _labels(axes, chart.kind, AXES[axis])
+    _label_axes(axes, chart.kind, AXES[axis])
     if len(chart.lines) > 1:
         axes.legend(frameon=False, fontsize=8, loc="best")
 
 
-def _marks(axes: Axes, line: Line, places: list[float]) -> None:
+def _draw_marks(axes: Axes, line: ChartLine, places: list[float]) -> None:
     transform = axes.get_xaxis_transform()
     kinds = {
         "x": (0.02, math.isnan),
@@ -109,40 +118,40 @@ def _marks(axes: Axes, line: Line, places: list[float]) -> None:
             axes.plot(found, [height] * len(found), marker, color="#b3400a", transform=transform, clip_on=False)
 
 
-def _rules(axes: Axes, rules: Iterable[Rule], axis: str) -> None:
+def _draw_markers(axes: Axes, rules: Iterable[MarkerLine], axis: str) -> None:
     for rule in rules:
         for place, at in rule.at.items():
             if place == axis:
                 axes.axvline(at, color="#b3400a" if rule.bad else "#565f6b", linestyle="-" if rule.bad else "--", linewidth=1)
 
 
-def _columns(axes: Axes, chart: TimeChart) -> None:
-    names = [cause.name for cause in CAUSES if any(cause.name in known(column.causes) for column in chart.columns)]
+def _draw_time_columns(axes: Axes, chart: TimeChart) -> None:
+    names = [cause.name for cause in CAUSE_STYLES if any(cause.name in known_causes(column.causes) for column in chart.columns)]
     below = [0.0] * (len(chart.columns) + 1)
     starts, widths = [column.start for column in chart.columns], [column.end - column.start for column in chart.columns]
     for name in names:
-        shares = [min(known(column.causes).get(name, 0.0) / width, 1.0) if width > 0 else 0.0
+        shares = [min(known_causes(column.causes).get(name, 0.0) / width, 1.0) if width > 0 else 0.0
                   for column, width in zip(chart.columns, widths, strict=True)]  # fmt: skip
         top = [low + share for low, share in zip(below, [*shares, shares[-1]], strict=True)]
         edges = [*starts, starts[-1] + widths[-1]]
-        _fill([axes.fill_between(edges, below, top, step="post", label=_LOOKS[name].label)], name)
+        _fill_bars([axes.fill_between(edges, below, top, step="post", label=_STYLE_BY_CAUSE[name].label)], name)
         below = top
-    _rules(axes, chart.rules, "time")
+    _draw_markers(axes, chart.rules, "time")
     axes.set_ylim(0, 1)
     axes.set_xlim(starts[0], starts[-1] + widths[-1])
     axes.set_xlabel("time")
-    _labels(axes, "percent", "seconds")
+    _label_axes(axes, "percent", "seconds")
     axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
-def _bars(axes: Axes, chart: BarChart) -> None:
+def _draw_bars(axes: Axes, chart: BarChart) -> None:
     rows = list(range(len(chart.rows)))
     left = [0.0] * len(rows)
-    for name in [cause.name for cause in CAUSES if any(cause.name in known(seconds) for _, seconds in chart.rows)]:
-        spent = [known(seconds).get(name, 0.0) for _, seconds in chart.rows]
-        _fill(axes.barh(rows, spent, 0.75, left=left, label=_LOOKS[name].label), name)
+    for name in [cause.name for cause in CAUSE_STYLES if any(cause.name in known_causes(seconds) for _, seconds in chart.rows)]:
+        spent = [known_causes(seconds).get(name, 0.0) for _, seconds in chart.rows]
+        _fill_bars(axes.barh(rows, spent, 0.75, left=left, label=_STYLE_BY_CAUSE[name].label), name)
         left = [start + length for start, length in zip(left, spent, strict=True)]
-    axes.set_yticks(rows, [_plain(name) for name, _ in chart.rows])
+    axes.set_yticks(rows, [_escape_dollars(name) for name, _ in chart.rows])
     axes.invert_yaxis()
     low, high = axes.get_xlim()
     found = ticks(low, high, "seconds")
@@ -150,12 +159,14 @@ def _bars(axes: Axes, chart: BarChart) -> None:
     axes.figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=5, loc="outside lower center")
 
 
-def _fill(bars: Any, name: str) -> None:
+def _fill_bars(bars: Any, name: str) -> None:
     for bar in bars:
-        bar.set(facecolor=_LOOKS[name].light, hatch=_LOOKS[name].hatch or None, edgecolor="#00000059", linewidth=0)
+        bar.set(
+            facecolor=_STYLE_BY_CAUSE[name].light, hatch=_STYLE_BY_CAUSE[name].hatch or None, edgecolor="#00000059", linewidth=0
+        )
 
 
-def _labels(axes: Axes, up: Kind, across: Kind) -> None:
+def _label_axes(axes: Axes, up: AxisKind, across: AxisKind) -> None:
     for limits, kind, put in ((axes.get_ylim(), up, axes.set_yticks), (axes.get_xlim(), across, axes.set_xticks)):
         low, high = sorted(limits)
         found = [tick for tick in ticks(low, high, kind) if low <= tick <= high]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from dtrain.report.format import format_count, format_duration
 from dtrain.report.model import Report, RunReport
-from dtrain.report.words import count, duration
 
-_CAUSES, _SERIES, _NAME, _LINES = 6, 3, 40, 10
+_MAX_CAUSES, _MAX_METRICS, _MAX_NAME_LENGTH, _MAX_LINES = 6, 3, 40, 10
 
 
-def summary(report: Report) -> list[str]:
+def summarize(report: Report) -> list[str]:
     """What matters most, in at most ten lines: of one run in full, of several a line each."""
     if len(report.runs) == 1:
-        lines = _run(report.runs[0])
+        lines = _run_lines(report.runs[0])
     else:
-        shown = report.runs[: _LINES - 2]
-        lines = [f"{_short(run.name)}: {_state(run)}{_goodput(run, ', ')}{_loss(run)}" for run in shown]
+        shown = report.runs[: _MAX_LINES - 2]
+        lines = [f"{_shorten(run.name)}: {_run_state(run)}{_goodput_text(run, ', ')}{_loss_text(run)}" for run in shown]
         if len(shown) < len(report.runs):
-            lines.append(f"and {count(len(report.runs) - len(shown), 'more run')}")
+            lines.append(f"and {format_count(len(report.runs) - len(shown), 'more run')}")
     if report.problems:
         more = len(report.problems) - 1
         rest = f" (and {more} more, in the report)" if more else ""
@@ -24,58 +24,58 @@ def summary(report: Report) -> list[str]:
     return lines
 
 
-def _run(run: RunReport) -> list[str]:
-    lines = [f"{_short(run.name)}: {_state(run)}"]
+def _run_lines(run: RunReport) -> list[str]:
+    lines = [f"{_shorten(run.name)}: {_run_state(run)}"]
     found = run.goodput
     if found is not None:
         lines.append(
-            f"goodput: {found.share:.1%}, {duration(found.productive_s)} of {duration(found.total_s)} in steps that count"
+            f"goodput: {found.share:.1%}, {format_duration(found.productive_s)} of {format_duration(found.total_s)} in steps that count"
         )
-        most = sorted(((spent, cause) for cause, spent in found.by_cause.items()), reverse=True)[:_CAUSES]
+        most = sorted(((spent, cause) for cause, spent in found.by_cause.items()), reverse=True)[:_MAX_CAUSES]
         if found.total_s > 0:
             lines.append("time: " + ", ".join(f"{cause} {spent / found.total_s:.1%}" for spent, cause in most))
     if len(run.attempts) > 1 and found is not None:
         lost = sum(each.lost_steps for each in run.attempts)
         lines.append(
-            f"restarts: {len(run.attempts) - 1}; down {duration(found.down_s)}, set up again {duration(found.again_s)}, "
-            f"lost {count(lost, 'step')} and {duration(found.lost_s)}"
+            f"restarts: {len(run.attempts) - 1}; down {format_duration(found.down_s)}, set up again {format_duration(found.again_s)}, "
+            f"lost {format_count(lost, 'step')} and {format_duration(found.lost_s)}"
         )
     if errors := [f"attempt {each.number}, {each.error}" for each in run.attempts if each.error]:
         lines.append(f"failed: {errors[-1][:200]}")
     if run.checkpoint_count:
         held = [each.held_s for each in run.checkpoints if each.held_s is not None]
-        stall = f"; held training for {duration(sum(held))} in all, {duration(max(held))} at most" if held else ""
+        stall = f"; held training for {format_duration(sum(held))} in all, {format_duration(max(held))} at most" if held else ""
         lines.append(f"checkpoints: {run.checkpoint_count}{stall}")
     if run.slowest:
         lines.append(f"slow: {run.slowest[0].text[:200]}")
-    if text := _series(run):
+    if text := _last_metrics(run):
         lines.append(f"metrics: {text}")
     return lines
 
 
-def _state(run: RunReport) -> str:
+def _run_state(run: RunReport) -> str:
     if not run.attempts:
         last = max((series.last_step for series in run.series.values()), default=None)
         return "no ledger" if last is None else f"no ledger; step {last:,}"
     last_attempt = run.attempts[-1]
-    ranks = count(last_attempt.world_size, "rank")
-    return f"{last_attempt.how} at step {last_attempt.last_step:,}, after {duration(run.duration_s)} on {ranks}"
+    ranks = format_count(last_attempt.world_size, "rank")
+    return f"{last_attempt.how} at step {last_attempt.last_step:,}, after {format_duration(run.duration_s)} on {ranks}"
 
 
-def _goodput(run: RunReport, before: str) -> str:
+def _goodput_text(run: RunReport, before: str) -> str:
     return "" if run.goodput is None else f"{before}goodput {run.goodput.share:.1%}"
 
 
-def _loss(run: RunReport) -> str:
+def _loss_text(run: RunReport) -> str:
     last = run.series["loss"].last if "loss" in run.series else None
     return "" if last is None else f", loss {last:.4g}"
 
 
-def _series(run: RunReport) -> str:
-    names = sorted(run.series, key=lambda name: ("loss" not in name, "/" in name, name))[:_SERIES]
+def _last_metrics(run: RunReport) -> str:
+    names = sorted(run.series, key=lambda name: ("loss" not in name, "/" in name, name))[:_MAX_METRICS]
     values = [(name, run.series[name].last) for name in names]
-    return ", ".join(f"{_short(name)} {'not finite' if value is None else format(value, '.4g')}" for name, value in values)
+    return ", ".join(f"{_shorten(name)} {'not finite' if value is None else format(value, '.4g')}" for name, value in values)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= _NAME else name[: _NAME - 1] + "…"
+def _shorten(name: str) -> str:
+    return name if len(name) <= _MAX_NAME_LENGTH else name[: _MAX_NAME_LENGTH - 1] + "…"

@@ -1,1 +1,36 @@
-"""Schedules: pure functions of a number. A schedule is evaluated for the step that is about to run."""
+"""Schedules: pure functions from a step number to a value, for learning rates and any other hyperparameter.
+
+    lr = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.1, 10_000), 500)
+    step = dt.compose_step(loss_fn, [dt.transforms.scale_lr(lr)])
+    lr(0), lr(500), lr(10_000)
+
+``dt.schedules.composer`` has MosaicML Composer's schedulers with their names, arguments and defaults.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtrain.lazy_imports import attach
+
+if TYPE_CHECKING:
+    from dtrain.schedules import composer as composer
+    from dtrain.schedules.combine import clip as clip
+    from dtrain.schedules.combine import multiply as multiply
+    from dtrain.schedules.combine import sequential as sequential
+    from dtrain.schedules.combine import time_scale as time_scale
+    from dtrain.schedules.combine import to_lambda_lr as to_lambda_lr
+    from dtrain.schedules.curves import constant as constant
+    from dtrain.schedules.curves import cosine as cosine
+    from dtrain.schedules.curves import exponential as exponential
+    from dtrain.schedules.curves import inverse_sqrt as inverse_sqrt
+    from dtrain.schedules.curves import linear as linear
+    from dtrain.schedules.curves import multi_step as multi_step
+    from dtrain.schedules.curves import polynomial as polynomial
+    from dtrain.schedules.curves import step_decay as step_decay
+    from dtrain.schedules.curves import warmup as warmup
+    from dtrain.schedules.hyperparameter import with_unit as with_unit
+    from dtrain.schedules.phases import cosine_restarts as cosine_restarts
+    from dtrain.schedules.phases import one_cycle as one_cycle
+    from dtrain.schedules.phases import warmup_stable_decay as warmup_stable_decay
+    from dtrain.schedules.plotting import plot as plot
+
+__getattr__, __dir__ = attach(__name__, __file__)

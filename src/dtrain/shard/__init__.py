@@ -1,1 +1,1 @@
-"""How a model is laid out over ranks: sharding, precision, storage for models made on the meta device."""
+"""Shard a model with FSDP2 and tensor parallelism: wrapping, gradient synchronization, precision, buffers, compilation."""

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from dtrain import spans
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
-from dtrain.shard.memory import compile_inside, is_compiled
-from dtrain.shard.units import Blocks, picked_blocks
+from dtrain.shard.activation_checkpoint import compile_inner_forward, is_compiled
+from dtrain.shard.wrapping import Blocks, select_blocks
 
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_CACHE_DIR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compile_blocks(
@@ -55,43 +55,43 @@ def compile_blocks(
             ``mode`` or ``options``; a block that keeps some operators (``keep=``) and has buffers or offloads.
     """
     _check_budget(memory_budget, mode, options)
-    chosen = picked_blocks(model, blocks, where="compile_blocks")
+    chosen = select_blocks(model, blocks, caller="compile_blocks")
     if not chosen:
         raise ConfigError(f"compile_blocks: {blocks=} picks no module inside the model; e.g. blocks=(Block,)")
     if any(map(is_compiled, chosen)):
         raise ConfigError("compile_blocks: these blocks are compiled already; call it once")
-    _keep_in_run_folder()
+    _set_cache_dir()
     settings: dict[str, Any] = {
-        "backend": backend if memory_budget is None else _within(backend, memory_budget),
+        "backend": backend if memory_budget is None else _backend_with_budget(backend, memory_budget),
         "fullgraph": fullgraph,
         "dynamic": dynamic,
         "mode": mode,
         "options": dict(options) if options is not None else None,
     }
     for module in chosen:
-        if not compile_inside(module, settings):
+        if not compile_inner_forward(module, settings):
             module.compile(**settings)
-    watch_compiling()  # which is loaded by now
+    time_compilation()  # which is loaded by now
     return model
 
 
-def watch_compiling() -> None:
+def time_compilation() -> None:
     """Count the time that torch's compiler takes from now on, if it is loaded in this process; called again it does nothing.
 
     Mutates: the callbacks of the compiler. ``torch.compiler.reset()`` forgets them.
     """
     if "torch._dynamo" in sys.modules:
         handler = torch._dynamo.callback.callback_handler
-        if _compiling not in handler.start_callbacks:
-            handler.register_start_callback(_compiling)
-            handler.register_end_callback(_compiled)
+        if _begin_compile_span not in handler.start_callbacks:
+            handler.register_start_callback(_begin_compile_span)
+            handler.register_end_callback(_end_compile_span)
 
 
-def _compiling(_: object) -> None:
+def _begin_compile_span(_: object) -> None:
     spans.begin("compile")
 
 
-def _compiled(_: object) -> None:
+def _end_compile_span(_: object) -> None:
     spans.end("compile")  # which did not begin if another thread has compiled first
 
 
@@ -104,7 +104,7 @@ def _check_budget(budget: float | None, mode: str | None, options: Mapping[str, 
         raise ConfigError("compile_blocks: memory_budget does not go with mode or options; leave one of them out")
 
 
-def _within(backend: str | Callable[..., Any], budget: float) -> Callable[..., Any]:
+def _backend_with_budget(backend: str | Callable[..., Any], budget: float) -> Callable[..., Any]:
     """``backend`` with the compiler's budget set while it works: torch has it as a setting of the process only."""
     compiler: Any = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
 
@@ -115,7 +115,9 @@ def _within(backend: str | Callable[..., Any], budget: float) -> Callable[..., A
     return compiled
 
 
-def _keep_in_run_folder() -> None:
-    folder = current().run_dir
+def _set_cache_dir() -> None:
+    folder = get_dist_info().run_dir
     if folder is not None:
-        os.environ.setdefault(_CACHE, str(folder / "compiled"))  # torch reads it when it compiles; there is no other way
+        os.environ.setdefault(
+            _CACHE_DIR_VARIABLE, str(folder / "compiled")
+        )  # torch reads it when it compiles; there is no other way

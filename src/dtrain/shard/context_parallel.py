@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.batch import FailedBatch, to_device
-from dtrain.dist.mesh import degree
+from dtrain.dist.mesh import axis_size
 from dtrain.errors import ConfigError
-from dtrain.names import clean_buffers, matcher
+from dtrain.fqn import buffers_by_fqn, compile_patterns
 from dtrain.state import TrainState
 from dtrain.transform import GradFn, Transform
-from dtrain.types import Batch, Metrics
+from dtrain.typing import Batch, Metrics
 
 
-def context_parallel(mesh: DeviceMesh, *, batch: Mapping[str, int], buffers: Mapping[str, int] | None = None) -> Transform:
+def context_parallel(
+    mesh: DeviceMesh, *, batch_seq_dims: Mapping[str, int], buffer_seq_dims: Mapping[str, int] | None = None
+) -> Transform:
     """Cut each sequence over the ``cp`` axis of ``mesh`` while gradients are computed, for sequences that fit on no rank alone.
 
     ``scaled_dot_product_attention`` then exchanges keys and values around the axis, so that every position still sees the whole
@@ -29,9 +31,9 @@ def context_parallel(mesh: DeviceMesh, *, batch: Mapping[str, int], buffers: Map
 
     Args:
         mesh: the one that the model is sharded over, ``build_mesh(cp=...)``.
-        batch: the batch's tensors that have a sequence -> its dim, ``{"input_ids": 1, "labels": 1}``. Its length must be a
+        batch_seq_dims: the batch's tensors that have a sequence -> its dim, ``{"input_ids": 1, "labels": 1}``. Its length must be a
             multiple of ``2 * cp``. Labels must be shifted already.
-        buffers: the same of the model's buffers by name (patterns), such as rotary tables; they are whole again afterwards.
+        buffer_seq_dims: the same of the model's buffers by name (patterns), such as rotary tables; they are whole again afterwards.
 
     GPUs only: torch has no such attention for the CPU.
 
@@ -45,46 +47,52 @@ def context_parallel(mesh: DeviceMesh, *, batch: Mapping[str, int], buffers: Map
         raise ConfigError(
             "context_parallel: torch's ring attention runs on GPUs only, and this mesh is of CPU ranks; leave cp out"
         )
-    return cut_sequences(mesh, dims=batch, buffers=buffers)
+    return shard_sequences(mesh, batch_seq_dims=batch_seq_dims, buffer_seq_dims=buffer_seq_dims)
 
 
-def cut_sequences(mesh: DeviceMesh, *, dims: Mapping[str, int], buffers: Mapping[str, int] | None = None) -> Transform:
+def shard_sequences(
+    mesh: DeviceMesh, *, batch_seq_dims: Mapping[str, int], buffer_seq_dims: Mapping[str, int] | None = None
+) -> Transform:
     """``context_parallel`` on any device: on the CPU for models without attention, as in tests."""
-    ranks = degree(mesh, "cp")
+    ranks = axis_size(mesh, "cp")
     if ranks == 1:
         raise ConfigError(
             f"context_parallel: needs a mesh with a cp axis, got axes {list(mesh.mesh_dim_names or ())} of sizes "
             f"{list(mesh.shape)}; e.g. dt.build_mesh(cp=2)"
         )
-    if not dims:
+    if not batch_seq_dims:
         raise ConfigError("context_parallel: nothing to cut; name the batch's sequences, as in batch={'input_ids': 1}")
 
     def grad(inner: GradFn) -> GradFn:
         def cut(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
             if isinstance(batch, FailedBatch):
                 return inner(state, batch, microbatch_size=microbatch_size)
-            spare = state.spare
+            spare = state.padding_sample
             try:
-                whole = _copied(batch, dims, state.device, ranks)
-                filler = None if spare is None else _copied(spare, dims, state.device, ranks)
-                tables = _tables(state.model, buffers or {})
+                whole = _clone_batch(batch, batch_seq_dims, state.device, ranks)
+                filler = None if spare is None else _clone_batch(spare, batch_seq_dims, state.device, ranks)
+                tables = _match_buffers(state.model, buffer_seq_dims or {})
             except ConfigError as error:  # raised in the step, by all ranks
                 return inner(state, FailedBatch(error), microbatch_size=microbatch_size)
-            ours = [(each[key], dim) for each in (whole, filler) if each is not None for key, dim in dims.items()]
-            begun = state.begun
-            with _torchs(mesh["cp"], ours, tables):
-                state, metrics = inner(state.with_spare(filler), whole, microbatch_size=microbatch_size)
-            state = state.but(begun=begun)
-            if state.tally is None:
+            ours = [(each[key], dim) for each in (whole, filler) if each is not None for key, dim in batch_seq_dims.items()]
+            begun = state.step_batch
+            with _torch_context_parallel(mesh["cp"], ours, tables):
+                state, metrics = inner(state.with_padding_sample(filler), whole, microbatch_size=microbatch_size)
+            state = state._replace(step_batch=begun)
+            if state.step_counts is None:
                 return state, metrics
-            return state.but(tally=replace(state.tally, tokens=state.tally.tokens * ranks)), metrics  # each saw its part
+            return state._replace(
+                step_counts=replace(state.step_counts, tokens=state.step_counts.tokens * ranks)
+            ), metrics  # each saw its part
 
         return cut
 
     return Transform(name="context_parallel", grad=grad)
 
 
-def _torchs(axis: DeviceMesh, ours: list[tuple[Tensor, int]], tables: list[tuple[Tensor, int]]) -> AbstractContextManager[None]:
+def _torch_context_parallel(
+    axis: DeviceMesh, ours: list[tuple[Tensor, int]], tables: list[tuple[Tensor, int]]
+) -> AbstractContextManager[None]:
     """torch's context: it cuts all these tensors in place, and makes ``tables`` whole again."""
     from torch.distributed.tensor.experimental import context_parallel as torchs
 
@@ -93,7 +101,7 @@ def _torchs(axis: DeviceMesh, ours: list[tuple[Tensor, int]], tables: list[tuple
     return torchs(axis, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers={tensor for tensor, _ in ours})
 
 
-def _copied(given: Batch, dims: Mapping[str, int], device: torch.device, ranks: int) -> dict[str, Tensor]:
+def _clone_batch(given: Batch, dims: Mapping[str, int], device: torch.device, ranks: int) -> dict[str, Tensor]:
     """The batch on ``device``, with tensors of its own where they are to be cut."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"context_parallel: takes a batch with named tensors, got {type(given).__name__}")
@@ -111,11 +119,11 @@ def _copied(given: Batch, dims: Mapping[str, int], device: torch.device, ranks: 
     return moved
 
 
-def _tables(model: nn.Module, dims: Mapping[str, int]) -> list[tuple[Tensor, int]]:
+def _match_buffers(model: nn.Module, dims: Mapping[str, int]) -> list[tuple[Tensor, int]]:
     found = []
-    known = clean_buffers(model)
+    known = buffers_by_fqn(model)
     for pattern, dim in dims.items():
-        fits = matcher([pattern], where="context_parallel: buffers")
+        fits = compile_patterns([pattern], caller="context_parallel: buffers")
         matches = [(buffer, dim) for name, buffer in known.items() if fits(name)]
         if not matches:
             raise ConfigError(f"context_parallel: buffers names {pattern!r}, but the model has no such buffer")

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from dtrain.names import clean_modules, clean_parameters
-from dtrain.shard.fsdp2 import compute_dtypes, param_groups, sharded_params
-from dtrain.state import spec_of
-from dtrain.tensors import local, placement
+from dtrain.dtensor import describe_placement, to_local
+from dtrain.fqn import modules_by_fqn, parameters_by_fqn
+from dtrain.shard.fsdp2_private import compute_dtypes, fsdp_param_groups, sharded_params
+from dtrain.state import get_spec
 
 _HEAD = ("unit", "class", "tensors", "parameters", "bytes", "bytes here", "stored", "computed", "reduced", "placement")
 
@@ -29,14 +29,14 @@ def describe(model: nn.Module) -> str:
 
     Collective: none. Host sync: none.
     """
-    spec = spec_of(model)
+    spec = get_spec(model)
     rows = list(_unit_rows(model))
     cut = spec.mesh is not None
-    rest = [p for name, p in clean_parameters(model)[0].items() if not cut or name in spec.left_out]
+    rest = [p for name, p in parameters_by_fqn(model)[0].items() if not cut or name in spec.ignored_params]
     if rest:
         whole = ("left out", "") if cut else ("model", type(model).__name__)
         rows.append(_row(*whole, rest, computed=_dtypes(rest), reduced=_dtypes(rest) if cut else "-"))
-    params = [*(p for group in param_groups(model) for p in sharded_params(group)), *rest]
+    params = [*(p for group in fsdp_param_groups(model) for p in sharded_params(group)), *rest]
     buffers = list(model.buffers())
     if buffers:
         rows.append(_row("buffers", "", buffers, computed="", reduced=spec.buffers if cut else "-"))
@@ -47,13 +47,13 @@ def describe(model: nn.Module) -> str:
     else:
         shape = ", ".join(f"{name}={size}" for name, size in zip(spec.mesh.mesh_dim_names or (), spec.mesh.shape, strict=False))
         head = f"{spec.strategy} over {spec.data_ranks} ranks ({shape}), accumulate={spec.accumulate}, buffers={spec.buffers}"
-        head += ", offload=params" if spec.computes_on else ""
+        head += ", offload=params" if spec.compute_device else ""
     return "\n".join([head, *_table([_HEAD, *rows])])
 
 
 def _unit_rows(model: nn.Module) -> Iterable[tuple[str, ...]]:
-    modules = {id(module): (name or "model", type(module).__name__) for name, module in clean_modules(model)}
-    for group in param_groups(model):
+    modules = {id(module): (name or "model", type(module).__name__) for name, module in modules_by_fqn(model)}
+    for group in fsdp_param_groups(model):
         known = [modules.get(id(module), ("model", type(module).__name__)) for module in group.modules]
         compute, reduce = compute_dtypes(group)
         yield _row(
@@ -68,8 +68,8 @@ def _unit_rows(model: nn.Module) -> Iterable[tuple[str, ...]]:
 def _row(name: str, kind: str, tensors: Sequence[Tensor], *, computed: str, reduced: str) -> tuple[str, ...]:
     count = sum(tensor.numel() for tensor in tensors)
     everywhere = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    here = sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
-    places = ", ".join(dict.fromkeys(placement(tensor) for tensor in tensors))
+    here = sum(to_local(tensor).numel() * tensor.element_size() for tensor in tensors)
+    places = ", ".join(dict.fromkeys(describe_placement(tensor) for tensor in tensors))
     return (
         name,
         kind,

@@ -20,71 +20,73 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.dist.init import current
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
-from dtrain.names import clean_modules, clean_parameters, unwrapped
+from dtrain.fqn import modules_by_fqn, parameters_by_fqn, unwrap_module
 
-_NOTED = "_dtrain_meta_writes"  # the attribute of a model that shard_model leaves the counts in, since it replaces parameters
-_RESETS = ("reset_parameters", "_reset_parameters")  # torch's own attention and transformer have the second
-_OTHER_RESET = re.compile(r"reset_\w+_parameters")  # of peft: reset_lora_parameters, reset_adapter_parameters
-_LORA = "reset_lora_parameters"
-_LORA_DRAWN = (True, False, "gaussian")  # initial values of peft's LoRA that do not depend on the base weights
+_WRITE_COUNTS_ATTRIBUTE = (
+    "_dtrain_meta_writes"  # the attribute of a model that shard_model leaves the counts in, since it replaces parameters
+)
+_RESET_METHODS = ("reset_parameters", "_reset_parameters")  # torch's own attention and transformer have the second
+_LIBRARY_RESET = re.compile(r"reset_\w+_parameters")  # of peft: reset_lora_parameters, reset_adapter_parameters
+_LORA_RESET = "reset_lora_parameters"
+_RANDOM_LORA_KINDS = (True, False, "gaussian")  # initial values of peft's LoRA that do not depend on the base weights
 
 
-def note_writes(model: nn.Module) -> None:
+def record_write_counts(model: nn.Module) -> None:
     """Keep the number of writes into each meta parameter of ``model``. Mutates: one attribute of ``model``."""
-    unwrapped(model).__dict__[_NOTED] = _counted(model)
+    unwrap_module(model).__dict__[_WRITE_COUNTS_ATTRIBUTE] = _count_meta_writes(model)
 
 
-def noted_writes(model: nn.Module) -> dict[str, int]:
+def write_counts_of(model: nn.Module) -> dict[str, int]:
     """Return the number of writes into each meta parameter of ``model``, by clean name, as ``shard_model`` found it."""
-    found: dict[str, int] | None = unwrapped(model).__dict__.get(_NOTED)
-    return _counted(model) if found is None else found
+    found: dict[str, int] | None = unwrap_module(model).__dict__.get(_WRITE_COUNTS_ATTRIBUTE)
+    return _count_meta_writes(model) if found is None else found
 
 
-def _counted(model: nn.Module) -> dict[str, int]:
-    params, _ = clean_parameters(model)
+def _count_meta_writes(model: nn.Module) -> dict[str, int]:
+    params, _ = parameters_by_fqn(model)
     return {name: param._version for name, param in params.items() if param.is_meta and not param.is_inference()}
 
 
 @dataclass(slots=True, eq=False)
-class Repeated:
+class InitWriteCounts:
     """The writes into parameters that ``materialize`` has repeated.
 
     Args:
-        made: writes while the model was made, by the id of the parameter.
-        reset: writes by ``reset_parameters`` or ``__init__`` of the module that owns a parameter.
-        init: writes by the caller's ``init``.
+        at_construction: writes while the model was made, by the id of the parameter.
+        by_reset: writes by ``reset_parameters`` or ``__init__`` of the module that owns a parameter.
+        by_init: writes by the caller's ``by_init``.
         settled: parameters that an outer module's ``reset_parameters`` has written, or that were assigned anew.
     """
 
-    made: dict[int, int]
-    reset: dict[int, int] = field(default_factory=dict)
-    init: dict[int, int] = field(default_factory=dict)
+    at_construction: dict[int, int]
+    by_reset: dict[int, int] = field(default_factory=dict)
+    by_init: dict[int, int] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
 
-    def lacks(self, param: Tensor) -> bool:
+    def is_missing_writes(self, param: Tensor) -> bool:
         """Return True if ``param`` was written more often while the model was made than since."""
         key = id(param)
         if key in self.settled:
             return False
-        more, by_init = self.made.get(key, 0) - self.reset.get(key, 0), self.init.get(key, 0)
+        more, by_init = self.at_construction.get(key, 0) - self.by_reset.get(key, 0), self.by_init.get(key, 0)
         # An init that a part of the model and then the whole of it have applied has the last word all the same.
         return more > 0 and not (by_init and (more <= by_init or more % by_init == 0))
 
-    def surplus(self, param: Tensor) -> int:
+    def writes_per_init(self, param: Tensor) -> int:
         """Return how often ``param`` was written for each time that ``init`` has; 0 if ``init`` never has."""
         key = id(param)
-        by_init = 0 if key in self.settled else self.init.get(key, 0)
-        return (self.made.get(key, 0) - self.reset.get(key, 0)) // by_init if by_init else 0
+        by_init = 0 if key in self.settled else self.by_init.get(key, 0)
+        return (self.at_construction.get(key, 0) - self.by_reset.get(key, 0)) // by_init if by_init else 0
 
-    def only_init(self, param: Tensor) -> bool:
+    def may_be_overwritten(self, param: Tensor) -> bool:
         """Return True if ``init`` may have written over a value that came from elsewhere."""
         key = id(param)
-        return key not in self.settled and self.made.get(key, 0) > self.reset.get(key, 0)
+        return key not in self.settled and self.at_construction.get(key, 0) > self.by_reset.get(key, 0)
 
 
-def resets_of(module: nn.Module, model: nn.Module) -> list[Callable[[], None]]:
+def reset_functions(module: nn.Module, model: nn.Module) -> list[Callable[[], None]]:
     """Return the functions that give ``module`` and modules below it their initial values.
 
     Those of a LoRA layer of peft take the adapter's name and its kind of initial values, which ``model.peft_config`` has.
@@ -92,19 +94,19 @@ def resets_of(module: nn.Module, model: nn.Module) -> list[Callable[[], None]]:
     Raises:
         ConfigError: a kind of initial values that is computed from the base weights.
     """
-    plain = [reset for key in _RESETS if callable(reset := getattr(module, key, None))]
-    return [*plain, *_lora_resets(module, model)]
+    plain = [reset for key in _RESET_METHODS if callable(reset := getattr(module, key, None))]
+    return [*plain, *_lora_reset_functions(module, model)]
 
 
-def _lora_resets(module: nn.Module, model: nn.Module) -> Iterator[Callable[[], None]]:
-    reset, configs = getattr(module, _LORA, None), _peft_configs(model)
+def _lora_reset_functions(module: nn.Module, model: nn.Module) -> Iterator[Callable[[], None]]:
+    reset, configs = getattr(module, _LORA_RESET, None), _peft_configs(model)
     if reset is None or configs is None:
         return
     stores = [module._modules.get(key) for key in ("lora_A", "lora_embedding_A")]
     adapters = {name for store in stores if store is not None for name in (*store._modules, *store._parameters)}
     for adapter in sorted(adapters & set(configs)):
         kind = getattr(configs[adapter], "init_lora_weights", True)
-        if kind not in _LORA_DRAWN:
+        if kind not in _RANDOM_LORA_KINDS:
             raise ConfigError(
                 f"materialize: the adapter {adapter!r} has init_lora_weights={kind!r}, which is computed from base weights; "
                 "these have no values yet. Use True, False or 'gaussian', or load adapters from a checkpoint"
@@ -117,19 +119,19 @@ def _peft_configs(model: nn.Module) -> dict[str, Any] | None:
     return next((configs for configs in found if isinstance(configs, dict)), None)
 
 
-def check_repeated(model: nn.Module, repeated: Repeated) -> None:
+def check_write_counts(model: nn.Module, repeated: InitWriteCounts) -> None:
     """Refuse parameters whose initial values nobody has repeated.
 
     Raises:
         ConfigError: parameters that were written by another module, by name.
     """
-    params = {name: param for name, param in clean_parameters(model)[0].items() if id(param) in repeated.made}
-    around = _other_resets(model)
-    other = [name for name, param in params.items() if id(param) in around and repeated.only_init(param)]
-    lacking = [name for name, param in params.items() if repeated.lacks(param)]
+    params = {name: param for name, param in parameters_by_fqn(model)[0].items() if id(param) in repeated.at_construction}
+    around = _library_resets(model)
+    other = [name for name, param in params.items() if id(param) in around and repeated.may_be_overwritten(param)]
+    lacking = [name for name, param in params.items() if repeated.is_missing_writes(param)]
     found = list(dict.fromkeys([*other, *lacking]))
     if not found:
-        _warn_of_special(model, repeated)
+        _warn_of_overwritten_params(model, repeated)
         return
     by = f", probably by {around[id(params[other[0]])]}" if other else ""
     raise ConfigError(
@@ -139,22 +141,22 @@ def check_repeated(model: nn.Module, repeated: Repeated) -> None:
     )
 
 
-def _warn_of_special(model: nn.Module, repeated: Repeated) -> None:
+def _warn_of_overwritten_params(model: nn.Module, repeated: InitWriteCounts) -> None:
     """Warn of single parameters that were written after the initialiser of the whole model, which has the last word now.
 
     They are a minority. If a part of a model has applied the initialiser before the whole did, all parameters around were
     written as often.
     """
-    usual = [rate for param in model.parameters() if (rate := repeated.surplus(param))]
+    usual = [rate for param in model.parameters() if (rate := repeated.writes_per_init(param))]
     special: list[str] = []
     if not usual or max(usual) == (most := median_low(usual)):
         return
-    for name, around in clean_modules(model):
+    for name, around in modules_by_fqn(model):
         owned = [(f"{name}.{at}.{key}".lstrip("."), p) for at, m in around.named_children() for key, p in m._parameters.items()]
-        rates = [rate for param in around.parameters() if (rate := repeated.surplus(param))]
+        rates = [rate for param in around.parameters() if (rate := repeated.writes_per_init(param))]
         least = max(most, min(rates, default=0))
-        special += [full for full, param in owned if param is not None and repeated.surplus(param) > least]
-    if special and current().rank == 0:
+        special += [full for full, param in owned if param is not None and repeated.writes_per_init(param) > least]
+    if special and get_dist_info().rank == 0:
         warnings.warn(
             f"materialize: {', '.join(special[:10])} ({len(special)} tensors) were written again while the model was made, "
             "after the initialiser of the whole model, and init has now given them the values of any other layer. Let init "
@@ -163,7 +165,7 @@ def _warn_of_special(model: nn.Module, repeated: Repeated) -> None:
         )
 
 
-def written_below(
+def find_tensors_written_below(
     module: nn.Module, init: Callable[[nn.Module], None] | None, born_meta: Mapping[int, Sequence[str]]
 ) -> dict[int, list[str]]:
     """Return the tensors of modules below that ``init(module)`` writes: their keys, by the id of the module that owns them.
@@ -180,7 +182,7 @@ def written_below(
         return {}
     if not any(inner is not module and born_meta.get(id(inner)) for inner in module.modules()):
         return {}
-    with _twins(module, born_meta) as twins, torch.no_grad():
+    with _substitute_meta_tensors(module, born_meta) as twins, torch.no_grad():
         versions = [twin._version for _, _, twin in twins]
         init(module)
         found: dict[int, list[str]] = {}
@@ -192,7 +194,9 @@ def written_below(
 
 
 @contextmanager
-def _twins(module: nn.Module, born_meta: Mapping[int, Sequence[str]]) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
+def _substitute_meta_tensors(
+    module: nn.Module, born_meta: Mapping[int, Sequence[str]]
+) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
     """A context in which ``module`` and those below have stand-ins on meta for the tensors that were there."""
     before = [(inner, dict(inner._parameters), dict(inner._buffers)) for inner in module.modules()]
     twins: dict[int, nn.Parameter] = {}  # a tied tensor has one
@@ -220,7 +224,7 @@ def check_init_given(model: nn.Module) -> None:
     Raises:
         ConfigError: such a model.
     """
-    for name, module in clean_modules(model):
+    for name, module in modules_by_fqn(model):
         bases = [base for base in type(module).__mro__ if base.__name__ == "PreTrainedModel"]
         if any(base.__module__.startswith("transformers.") for base in bases) and any(p.is_meta for p in module.parameters()):
             raise ConfigError(
@@ -229,12 +233,12 @@ def check_init_given(model: nn.Module) -> None:
             )
 
 
-def _other_resets(model: nn.Module) -> dict[int, str]:
+def _library_resets(model: nn.Module) -> dict[int, str]:
     """Return the functions that reset parameters and take arguments of a library's own, by the parameters below."""
     return {
         id(param): f"{type(module).__name__}.{key}"
-        for _, module in clean_modules(model)
+        for _, module in modules_by_fqn(model)
         for key in dir(type(module))
-        if _OTHER_RESET.fullmatch(key)
+        if _LIBRARY_RESET.fullmatch(key)
         for param in module.parameters()
     }

@@ -1,24 +1,28 @@
-"""``Precision``: which dtype parameters, gradient reductions, buffers and outputs have while a sharded model computes."""
+"""``Precision``: which dtype parameters, gradient reductions, buffers and outputs have while a sharded model computes.
+
+``convert_to_fp8``: linear layers that multiply in 8-bit floating point, through torchao; before sharding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dtrain.errors import ConfigError
-from dtrain.names import buffer_slots, clean_modules
+from dtrain.fqn import buffer_slots, compile_patterns, modules_by_fqn
+from dtrain.optional_dependencies import missing_extra_error
+from dtrain.state import get_spec
 
 DType = Literal["fp32", "bf16", "fp16"]
 Preset = Literal["DEFAULT", "PURE", "FULL"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FIELDS = ("param", "reduce", "buffer", "output")
-_LOW = ("bf16", "fp16")
-_WITH_STATISTICS = (
+_LOW_PRECISION = ("bf16", "fp16")
+_NORMS_WITH_STATISTICS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
     nn.BatchNorm3d,
@@ -85,38 +89,38 @@ class Precision:
         """
         if not isinstance(name, str) or name not in _PRESETS:
             raise ConfigError(f"Precision.preset: name must be one of {', '.join(_PRESETS)}, got {name!r}")
-        if not isinstance(low, str) or low not in _LOW:
-            raise ConfigError(f"Precision.preset: low must be one of {', '.join(_LOW)}, got {low!r}")
+        if not isinstance(low, str) or low not in _LOW_PRECISION:
+            raise ConfigError(f"Precision.preset: low must be one of {', '.join(_LOW_PRECISION)}, got {low!r}")
         return replace(cls(), **{field: low if is_low else "fp32" for field, is_low in _PRESETS[name].items()})
 
     def policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
         """Return the policy of FSDP2 for a unit whose trainable parameters are ``stored`` in that dtype. It has no buffers."""
         param, output = (_DTYPES[v] if v else None for v in (self.param, self.output))
-        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=self._reduced(param or stored), output_dtype=output)
+        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=self._reduce_dtype(param or stored), output_dtype=output)
 
-    def as_stored(self, stored: torch.dtype) -> MixedPrecisionPolicy:
+    def stored_dtype_policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
         """Return the policy of a unit that computes with parameters as they are stored and inputs as they come."""
-        return MixedPrecisionPolicy(reduce_dtype=self._reduced(stored), cast_forward_inputs=False)
+        return MixedPrecisionPolicy(reduce_dtype=self._reduce_dtype(stored), cast_forward_inputs=False)
 
-    def _reduced(self, computed: torch.dtype) -> torch.dtype:
+    def _reduce_dtype(self, computed: torch.dtype) -> torch.dtype:
         # Said in any case: torch 2.15 takes the stored dtype for None, and older versions take the computed one.
-        return _DTYPES[self.reduce] if self.reduce else wide(computed)
+        return _DTYPES[self.reduce] if self.reduce else accumulation_dtype(computed)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which to add up many numbers of ``dtype``: float32 for bfloat16 and float16, else ``dtype``."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def keeps_dtype(module: nn.Module) -> bool:
     """Return True if ``module`` computes as it is stored, whatever the precision: it keeps running statistics of its own."""
-    return isinstance(module, _WITH_STATISTICS) and module.running_mean is not None
+    return isinstance(module, _NORMS_WITH_STATISTICS) and module.running_mean is not None
 
 
-def units_apart(model: nn.Module, precision: Precision | None) -> Iterator[nn.Module]:
+def separate_units(model: nn.Module, precision: Precision | None) -> Iterator[nn.Module]:
     """The modules that must be units of their own, since they compute in other dtypes than what is around them."""
     if precision is not None and precision.param is not None:
-        for name, module in clean_modules(model):
+        for name, module in modules_by_fqn(model):
             if name and keeps_dtype(module) and any(True for _ in module.parameters()):
                 yield module
 
@@ -130,3 +134,87 @@ def cast_buffers_(model: nn.Module, precision: Precision | None) -> None:
         buffer = module._buffers[key]
         if buffer is not None and buffer.is_floating_point() and not keeps_dtype(module):
             module._buffers[key] = buffer.to(dtype)
+
+
+Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+_MIN_FP8_CAPABILITY = (8, 9)  # the first GPUs with 8-bit floating-point products
+_FP8_SIZE_MULTIPLE = 16  # of both sizes of a layer, which those products need
+
+
+def convert_to_fp8(
+    model: nn.Module, *, recipe: Fp8Recipe = "tensorwise", skip: str | Sequence[str] = (), emulate: bool = False
+) -> nn.Module:
+    """Have the linear layers of ``model`` multiply in 8-bit floating point, forward and backward; return the model.
+
+    Parameters keep their names, dtypes and values, so sharding, optimizers and checkpoints are what they were: activations,
+    weights and gradients are scaled and rounded for each product, and summed in a wider dtype. It pays off for large layers
+    in blocks that are compiled, together with ``Precision(param="bf16")``.
+
+    Args:
+        model: a plain module, before ``shard_model``; on meta, too.
+        recipe: how values are scaled, as torchao names it: one scale per tensor is fastest, one per row more exact;
+            ``"rowwise_with_gw_hp"`` leaves the weights' gradient in the wider dtype.
+        skip: names of layers that stay as they are (``*`` for text without a dot), usually the head. Layers with a size that
+            16 does not divide, and subclasses of ``nn.Linear``, always do.
+        emulate: round to 8 bits, but multiply in the wider dtype: slow, for tests without such a GPU.
+
+    Needs the extra ``dtrain[fp8]``, and a GPU of compute capability 8.9 or higher.
+
+    Mutates: ``model``; linear layers are replaced, their Parameter objects stay.
+
+    Raises:
+        ConfigError: a model that is sharded already, an unknown recipe, a name that fits no linear layer, no layer to convert,
+            no such GPU, no torchao.
+
+    Source: Micikevicius et al. 2022, arXiv:2209.05433; torchao's ``torchao.float8``.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"convert_to_fp8: model must be a torch.nn.Module, got {type(model).__name__}")
+    if recipe not in get_args(Fp8Recipe):
+        raise ConfigError(f"convert_to_fp8: unknown {recipe=}; use one of {', '.join(get_args(Fp8Recipe))}")
+    if get_spec(model).mesh is not None:
+        raise ConfigError("convert_to_fp8: this model is sharded already; convert it before shard_model")
+    chosen = _select_linear_layers(model, [skip] if isinstance(skip, str) else list(skip))
+    if not emulate:
+        _check_fp8_device()
+    convert, config = _torchao_converter(recipe, emulate)
+    converted: nn.Module = convert(model, config=config, module_filter_fn=lambda module, name: id(module) in chosen)
+    return converted
+
+
+def _select_linear_layers(model: nn.Module, skip: Sequence[str]) -> set[int]:
+    """The layers to convert, by identity."""
+    linear = {name: module for name, module in modules_by_fqn(model) if type(module) is nn.Linear}
+    for pattern in skip:
+        if not any(map(compile_patterns([pattern], caller="convert_to_fp8: skip"), linear)):
+            raise ConfigError(f"convert_to_fp8: skip names {pattern!r}, but no linear layer has such a name")
+    skipped = compile_patterns(skip, caller="convert_to_fp8: skip")
+    fits = {
+        id(module)
+        for name, module in linear.items()
+        if not skipped(name) and module.in_features % _FP8_SIZE_MULTIPLE == 0 and module.out_features % _FP8_SIZE_MULTIPLE == 0
+    }
+    if not fits:
+        raise ConfigError(
+            f"convert_to_fp8: none of {len(linear)} linear layers can be converted; they need sizes that {_FP8_SIZE_MULTIPLE} divides"
+        )
+    return fits
+
+
+def _check_fp8_device() -> None:
+    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if found is None or found < _MIN_FP8_CAPABILITY:
+        what = "no CUDA device is here" if found is None else f"this one has {found[0]}.{found[1]}"
+        raise ConfigError(
+            f"convert_to_fp8: needs a GPU of compute capability {_MIN_FP8_CAPABILITY[0]}.{_MIN_FP8_CAPABILITY[1]} or higher, {what}; leave it "
+            "out, or pass emulate=True to try it slowly"
+        )
+
+
+def _torchao_converter(recipe: str, emulate: bool) -> tuple[Any, Any]:
+    """torchao's conversion and its configuration for ``recipe``. Imported here: it takes a second, and few have it."""
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise missing_extra_error(f"convert_to_fp8: needs torchao, which cannot be imported ({error})", "fp8") from error
+    return convert_to_float8_training, replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)

@@ -1,1 +1,1 @@
-"""One training step: gradients, their application, the composition of both, and evaluation."""
+"""Run a training step: microbatches, loss normalization, the optimizer, evaluation, automatic microbatching."""

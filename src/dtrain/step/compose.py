@@ -11,19 +11,18 @@ import torch
 from torch import nn
 
 from dtrain import spans
-from dtrain.dist.init import current
-from dtrain.dist.origin import HandsOut
+from dtrain.dist.batch_info import TrackedLoader
+from dtrain.dist.init import get_dist_info
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
-from dtrain.schedules.ahead import check_ahead
-from dtrain.shard.compile import watch_compiling
-from dtrain.state import TrainState, check_state, new_state
-from dtrain.step.interrupt import HeldInterrupt
-from dtrain.step.microbatch import microbatch_step
-from dtrain.step.optimizer import apply_gradients, tick
-from dtrain.step.place import begin_step
-from dtrain.transform import GradFn, GradStep, Transform, UpdateFn, check_transform, context_for
-from dtrain.types import Batch, LossFn, Metrics, Slice
+from dtrain.schedules.lookahead import check_over_run
+from dtrain.shard.compile import time_compilation
+from dtrain.state import TrainState, check_state, init_state
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.step.optimizer import DelayedInterrupt, apply_gradients, tick
+from dtrain.step.step_clock import begin_step
+from dtrain.transform import GradFn, GradStep, Transform, UpdateFn, check_transform, make_step_context
+from dtrain.typing import Batch, LossFn, Metrics, TransformState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -42,10 +41,10 @@ class Step:
         optimizer: torch.optim.Optimizer,
         *,
         seed: int = 0,
-        run: RunLength | None = None,
+        run_length: RunLength | None = None,
         partial: bool = False,
-        equal_batches: bool = False,
-        loader: HandsOut | None = None,
+        allow_equal_batches: bool = False,
+        loader: TrackedLoader | None = None,
     ) -> TrainState:
         """Make the state at step 0.
 
@@ -53,10 +52,10 @@ class Step:
             model: sharded and materialized; a plain module works in one process.
             optimizer: built from this model's parameters, after sharding.
             seed: start of the random streams of transforms.
-            run: length of the run, for intervals that are a share of it (``"0.1dur"``): ``loader.run_length("3ep")``.
+            run_length: length of the run, for intervals that are a share of it (``"0.1dur"``): ``loader.run_length("3ep")``.
             partial: if True, the optimizer may hold only some of the trainable parameters, because another state trains the
                 rest. Parameters that nobody trains are frozen with ``requires_grad_(False)`` instead.
-            equal_batches: if True, data-parallel ranks may train on equal batches; if False, a warning says that they do.
+            allow_equal_batches: if True, data-parallel ranks may train on equal batches; if False, a warning says that they do.
             loader: the loader whose epochs the clock counts. Batches of a loader know their place themselves; name the loader
                 if they cannot: a step on slices or copies of a batch (minibatches of a rollout), or on batches of two loaders.
                 The place is then that of the batch that the loader handed out last. It is in no checkpoint.
@@ -67,22 +66,22 @@ class Step:
         Raises:
             ConfigError: something else in place of the model or the optimizer; parameters on the meta device; an optimizer that
                 holds others than the model's, or not all that are trainable; a rank of a launcher without ``init_dist``. With
-                ``run``, a schedule of a transform whose value is not allowed in some step of the run; or a ``loader``
+                ``run_length``, a schedule of a transform whose value is not allowed in some step of the run; or a ``loader``
                 of another library.
 
-        Warns: UserWarning, on rank 0, without ``run``: a schedule whose value is not allowed once a run is long enough.
+        Warns: UserWarning, on rank 0, without ``run_length``: a schedule whose value is not allowed once a run is long enough.
         """
-        watch_compiling()
-        state = new_state(model, optimizer, seed=seed, run=run, partial=partial, loader=loader)
-        _check_schedules(self.transforms, run)
-        state.shared.make_slices = self._slices
-        if equal_batches:
-            state.shared.first_batches.steps_left = 0
-        return state.but(slices=self._slices(state))
+        time_compilation()
+        state = init_state(model, optimizer, seed=seed, run=run_length, partial=partial, loader=loader)
+        _check_schedules(self.transforms, run_length)
+        state.run_context.init_transform_states = self._init_transform_states
+        if allow_equal_batches:
+            state.run_context.equal_batch_check.steps_left = 0
+        return state._replace(transform_states=self._init_transform_states(state))
 
-    def _slices(self, state: TrainState) -> dict[str, Slice]:
+    def _init_transform_states(self, state: TrainState) -> dict[str, TransformState]:
         made = [(t, t.init(state)) for t in self.transforms]
-        return {t.name: content for t, content in made if not t.observes}
+        return {t.name: content for t, content in made if not t.read_only}
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step over ``batch``: gradients, update, and one tick of the clock. Spends ``state``.
@@ -101,10 +100,10 @@ class Step:
         return f"Step({', '.join(t.name for t in self.transforms)})"
 
 
-def _check_schedules(transforms: Sequence[Transform], run: RunLength | None) -> None:
+def _check_schedules(transforms: Sequence[Transform], run_length: RunLength | None) -> None:
     for hyper in (hyper for transform in transforms for hyper in transform.hyperparameters):
-        warning = check_ahead(hyper, run)
-        if warning is not None and current().rank == 0:
+        warning = check_over_run(hyper, run_length)
+        if warning is not None and get_dist_info().rank == 0:
             warnings.warn(warning, stacklevel=3)
 
 
@@ -128,39 +127,39 @@ def compose_step(
     Raises:
         ConfigError: something else in place of a function or a transform, or two transforms with one name.
     """
-    check_parts("compose_step", loss_fn, transforms, grad, update)
-    compute, apply = wrapped_grad(loss_fn, transforms, grad), wrapped_update(transforms, update)
+    check_step_parts("compose_step", loss_fn, transforms, grad, update)
+    compute, apply = wrap_grad(loss_fn, transforms, grad), wrap_update(transforms, update)
 
-    def halves(state: TrainState, batch: Batch, held: HeldInterrupt) -> tuple[TrainState, Metrics]:
+    def halves(state: TrainState, batch: Batch, held: DelayedInterrupt) -> tuple[TrainState, Metrics]:
         state, metrics = compute(state, batch)
         held.begin()
         return apply(state, metrics)
 
-    return step_of(transforms, halves)
+    return make_step(transforms, halves)
 
 
-class Halves(Protocol):
+class StepBody(Protocol):
     """Compute gradients and apply them."""
 
-    def __call__(self, state: TrainState, batch: Batch, held: HeldInterrupt) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Batch, held: DelayedInterrupt) -> tuple[TrainState, Metrics]:
         """Return the state before its tick, and call ``held.begin`` before parameters change."""
         ...
 
 
-def step_of(transforms: Sequence[Transform], halves: Halves) -> Step:
-    """``halves``, which compute gradients and apply them, as a ``Step``: with its checks, and one tick of the clock."""
-    names = [t.name for t in transforms if not t.observes]
+def make_step(transforms: Sequence[Transform], body: StepBody) -> Step:
+    """``body``, which compute gradients and apply them, as a ``Step``: with its checks, and one tick of the clock."""
+    names = [t.name for t in transforms if not t.read_only]
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         _check_call(state, batch)
-        state.check_fresh("step")
-        missing = [name for name in names if name not in state.slices]
+        state._check_not_stale("step")
+        missing = [name for name in names if name not in state.transform_states]
         if missing:
             raise ConfigError(f"step: the state has no slice for {missing}; make it with this step's own init")
-        with HeldInterrupt() as held:
+        with DelayedInterrupt() as held:
             spans.begin("step", 0)
             try:
-                state, metrics = halves(begin_step(state, batch), batch, held)
+                state, metrics = body(begin_step(state, batch), batch, held)
             finally:  # those of an update that was skipped, or that raised, go too
                 state.drop_gradients()
                 spans.end("step")
@@ -178,24 +177,24 @@ def _check_call(state: object, batch: object) -> None:
     check_state(state, "step", "state, metrics = step(state, batch)")
 
 
-def wrapped_grad(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:
+def wrap_grad(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:
     """``grad`` with its loss, in the transforms' wrappers of both; the first one listed is outermost."""
     for transform in reversed(transforms):
         grad = transform.grad_step(grad) if transform.grad_step else grad
-    compute = _with_loss(loss_fn, transforms, grad)
+    compute = _bind_loss(loss_fn, transforms, grad)
     for transform in reversed(transforms):
         compute = transform.grad(compute) if transform.grad else compute
     return compute
 
 
-def wrapped_update(transforms: Sequence[Transform], update: UpdateFn) -> UpdateFn:
+def wrap_update(transforms: Sequence[Transform], update: UpdateFn) -> UpdateFn:
     """``update`` in the transforms' wrappers; the first one listed is outermost."""
     for transform in reversed(transforms):
         update = transform.update(update) if transform.update else update
     return update
 
 
-def check_parts(where: str, loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep, update: UpdateFn) -> None:
+def check_step_parts(caller: str, loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep, update: UpdateFn) -> None:
     """Refuse what is no part of a step.
 
     Raises:
@@ -208,26 +207,26 @@ def check_parts(where: str, loss_fn: LossFn, transforms: Sequence[Transform], gr
     ):
         if not callable(function):
             raise ConfigError(
-                f"{where}: {name} must be a function {shape}, got {function!r}; as in {where}(loss_fn, [dt.ema(0.999)])"
+                f"{caller}: {name} must be a function {shape}, got {function!r}; as in {caller}(loss_fn, [dt.transforms.ema(0.999)])"
             )
     if isinstance(transforms, Transform) or not isinstance(transforms, Sequence):
         got = f"the Transform {transforms.name!r}" if isinstance(transforms, Transform) else repr(transforms)
-        raise ConfigError(f"{where}: transforms is a list, got {got}; as in {where}(loss_fn, [dt.ema(0.999)])")
+        raise ConfigError(f"{caller}: transforms is a list, got {got}; as in {caller}(loss_fn, [dt.transforms.ema(0.999)])")
     for transform in transforms:
-        check_transform(transform, where, f"{where}(loss_fn, [{{}}])")
+        check_transform(transform, caller, f"{caller}(loss_fn, [{{}}])")
     names = [t.name for t in transforms]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"{where}: transform names must differ (they key slices and checkpoints), got {twice[0]!r} twice")
+        raise ConfigError(f"{caller}: transform names must differ (they key slices and checkpoints), got {twice[0]!r} twice")
 
 
-def _with_loss(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:
+def _bind_loss(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:
     wrappers = [(t.name, t.loss) for t in reversed(transforms) if t.loss]
 
     def compute(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
         loss = loss_fn
         for name, wrap in wrappers:
-            loss = wrap(loss, context_for(state, name))
+            loss = wrap(loss, make_step_context(state, name))
         sized = {} if microbatch_size is None else {"microbatch_size": microbatch_size}
         return grad(state, batch, loss_fn=loss, **sized)
 

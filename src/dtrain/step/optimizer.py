@@ -1,22 +1,26 @@
-"""Applying gradients: clipping, the optimizer's step, the tick of the clock, the learning rate."""
+"""Applying gradients: clipping, the optimizer's step, the tick of the clock, the learning rate.
+
+Hold Ctrl-C back while an update runs, so that an interrupt finds the state before it or the state after it."""
 
 from __future__ import annotations
 
+import signal
+import threading
+from types import FrameType, TracebackType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dtrain import spans
-from dtrain.dist.origin import UNPLACED
+from dtrain.dist.batch_info import UNTRACKED_BATCHES
+from dtrain.dtensor import global_norm, scale_
 from dtrain.errors import ConfigError, NonFiniteError, StepError
-from dtrain.shard.reduction import reduction_of
-from dtrain.state import TrainState, check_state, torn_by_errors
-from dtrain.step.finite import all_finite, broken_here, loss_watch
-from dtrain.step.interrupt import HeldInterrupt
-from dtrain.step.place import next_clock
-from dtrain.tensors import global_norm, scale_
-from dtrain.types import Metrics, Params, as_metric
+from dtrain.shard.grad_sync import grad_sync_of
+from dtrain.state import TrainState, check_state, mark_interrupted_write
+from dtrain.step.finite import all_finite, nonfinite_loss_counter, nonfinite_param_names
+from dtrain.step.step_clock import next_clock
+from dtrain.typing import Metrics, Params, make_metric
 
 
 def clip_grad_norm_(params: Params, max_norm: float, *, eps: float = 1e-6) -> Tensor:
@@ -74,7 +78,7 @@ def apply_gradients(
     spans.begin("step", 0)  # a step written by hand is counted here and in ``microbatch_step``
     try:
         check_state(state, "apply_gradients", "state, metrics = dt.apply_gradients(state, metrics)")
-        state.check_fresh("apply_gradients")
+        state._check_not_stale("apply_gradients")
         grads = [param.grad for param in state.params.values() if param.grad is not None]
         if not grads:
             raise StepError("apply_gradients: no parameter has a gradient; call microbatch_step (or backward) before")
@@ -84,36 +88,36 @@ def apply_gradients(
             raise ConfigError(
                 "apply_gradients: the optimizer must step without a closure, got LBFGS. Use one that takes one gradient a step."
             )
-        broken = nonfinite != "allow" and not all_finite(grads, state.device, where="apply_gradients")
+        broken = nonfinite != "allow" and not all_finite(grads, state.device, caller="apply_gradients")
         if broken and nonfinite == "raise":
-            here = broken_here(state.params)
+            here = nonfinite_param_names(state.params)
             state.drop_gradients()
             raise NonFiniteError(
                 f"apply_gradients: step {state.step}: a gradient is not finite (on this rank: {here}); lower the learning "
                 "rate, clip, or pass nonfinite='skip'"
             )
         if nonfinite == "skip":
-            _count_skipped(state, broken=broken)
-        reduction_of(state.model).free()  # a look at the model since the gradient has left copies, which would be used again
-        with HeldInterrupt() as held:
+            _count_skipped_update(state, broken=broken)
+        grad_sync_of(state.model).reshard()  # a look at the model since the gradient has left copies, which would be used again
+        with DelayedInterrupt() as held:
             held.begin()
             if not broken:
-                with torn_by_errors(state, "the update"):
+                with mark_interrupted_write(state, "the update"):
                     state.optimizer.step()
             state.drop_gradients()
             if nonfinite == "skip":
-                metrics = {**metrics, "skipped": as_metric(float(broken), 1.0, state.device)}
-            return state.successor(), metrics
+                metrics = {**metrics, "skipped": make_metric(float(broken), 1.0, state.device)}
+            return state._next(), metrics
     finally:
         spans.end("step")
 
 
-def _count_skipped(state: TrainState, *, broken: bool) -> None:
-    watch = loss_watch(state)
-    watch.skipped = watch.skipped + 1 if broken else 0
-    if watch.limit is None or watch.skipped < watch.limit:
+def _count_skipped_update(state: TrainState, *, broken: bool) -> None:
+    watch = nonfinite_loss_counter(state)
+    watch.skipped_updates = watch.skipped_updates + 1 if broken else 0
+    if watch.limit is None or watch.skipped_updates < watch.limit:
         return
-    here, often = broken_here(state.params), watch.skipped
+    here, often = nonfinite_param_names(state.params), watch.skipped_updates
     watch.reset()
     state.drop_gradients()
     raise NonFiniteError(
@@ -128,14 +132,14 @@ def tick(state: TrainState) -> TrainState:
     Raises:
         StepError: no step is in progress: ``microbatch_step`` did not run on this state.
     """
-    state.check_fresh("tick")
+    state._check_not_stale("tick")
     clock = next_clock(state)
-    spans.stepped(clock.step, samples=clock.samples, tokens=clock.tokens)
-    agreements = () if state.begun is None else state.begun.agreements
+    spans.record_step(clock.step, samples=clock.samples, tokens=clock.tokens)
+    agreements = () if state.step_batch is None else state.step_batch.statuses
     for agreement in agreements:
         agreement.consumed = True
-    UNPLACED.steps += not agreements
-    return state.successor(clock=clock, tally=None, begun=None)
+    UNTRACKED_BATCHES.steps += not agreements
+    return state._next(clock=clock, step_counts=None, step_batch=None)
 
 
 def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
@@ -143,7 +147,7 @@ def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Met
 
     Mutates: parameters, optimizer state, ``.grad`` (set to None); spends ``state``.
     """
-    with HeldInterrupt() as held:
+    with DelayedInterrupt() as held:
         held.begin()
         state, metrics = apply_gradients(state, metrics)
         return tick(state), metrics
@@ -153,3 +157,37 @@ def set_lr_(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give every parameter group the absolute learning rate ``lr``. Mutates: ``optimizer.param_groups``."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+class DelayedInterrupt:
+    """A context that holds SIGINT back from ``begin`` on, and raises ``KeyboardInterrupt`` at its end if one came.
+
+    A second SIGINT interrupts at once. A handler of the user's own is left alone, and so are threads, which get no signals.
+    """
+
+    __slots__ = ("_begun", "_came")
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._came = False
+
+    def begin(self) -> None:
+        """Hold SIGINT back from now on. Mutates: this process's handler of SIGINT, until the end of the context."""
+        main = threading.get_ident() == threading.main_thread().ident
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._begun = True
+            signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._came:
+            signal.default_int_handler(number, frame)
+        self._came = True
+
+    def __enter__(self) -> DelayedInterrupt:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._begun:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._came and not isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt

@@ -1,5 +1,6 @@
 """The only package that touches files: create, write, sync, rename, list, remove, read a range. Here or on a server."""
 
+from dtrain.storage.file_lock import FolderEntry, LockableFile, make_private_folder, modified_ns, scan_folder
 from dtrain.storage.files import (
     FileReader,
     FileWriter,
@@ -16,27 +17,26 @@ from dtrain.storage.files import (
     remove_file,
     remove_folder,
     rename,
-    renames,
     replace_file,
+    supports_rename,
     sync_folder,
     walk_files,
     write_file,
     write_parts,
 )
 from dtrain.storage.local import Buffer, append_line, real_path
-from dtrain.storage.places import Place, RemotePath, place
-from dtrain.storage.progress import Progress
-from dtrain.storage.shared import FolderEntry, SharedFile, private_folder, scan_folder, written_ns
+from dtrain.storage.path import AnyPath, RemotePath, resolve_path
+from dtrain.storage.transfer_progress import TransferProgress
 
 __all__ = [
+    "AnyPath",
     "Buffer",
     "FileReader",
     "FileWriter",
     "FolderEntry",
-    "Place",
-    "Progress",
+    "LockableFile",
     "RemotePath",
-    "SharedFile",
+    "TransferProgress",
     "append_line",
     "create_file",
     "exists",
@@ -47,19 +47,19 @@ __all__ = [
     "list_names",
     "make_folder",
     "make_folders",
-    "place",
-    "private_folder",
+    "make_private_folder",
+    "modified_ns",
     "read_file",
     "real_path",
     "remove_file",
     "remove_folder",
     "rename",
-    "renames",
     "replace_file",
+    "resolve_path",
     "scan_folder",
+    "supports_rename",
     "sync_folder",
     "walk_files",
     "write_file",
     "write_parts",
-    "written_ns",
 ]

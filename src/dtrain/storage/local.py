@@ -16,17 +16,17 @@ from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
-from dtrain.storage.direct import DirectWriter
-from dtrain.storage.parts import for_each_part
+from dtrain.storage.o_direct import DirectWriter
+from dtrain.storage.parallel_parts import for_each_part
 
 Buffer = bytes | bytearray | memoryview
-_MOST_BUFFERS = 1024  # that the system takes in one call (IOV_MAX)
-_DIRECT_FROM = 16 * 2**20  # bytes of a file: what is smaller, the page cache takes as fast
-_APPENDED = os.O_RDWR | os.O_APPEND | os.O_CREAT
+_IOV_MAX = 1024  # that the system takes in one call (IOV_MAX)
+_DIRECT_MIN_BYTES = 16 * 2**20  # bytes of a file: what is smaller, the page cache takes as fast
+_APPEND_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _add_path_to_errors(path: Path) -> Iterator[None]:
     """Put the path into an ``OSError`` of a call that knew only a file descriptor."""
     try:
         yield
@@ -57,7 +57,7 @@ def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with _naming(path):
+        with _add_path_to_errors(path):
             os.fsync(handle)
     finally:
         os.close(handle)
@@ -116,7 +116,7 @@ def file_size(path: Path) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-class FileWriter:
+class LocalFileWriter:
     """A new file, written from its beginning to its end. A context manager; leaving it does not make the file durable.
 
     Raises:
@@ -133,7 +133,7 @@ class FileWriter:
     def write(self, data: Buffer) -> None:
         """Append all of ``data``; the system may take it in several calls."""
         rest = memoryview(data).cast("B")
-        with _naming(self._path):
+        with _add_path_to_errors(self._path):
             while rest:
                 taken = os.write(self._handle, rest)
                 self.written += taken
@@ -141,10 +141,10 @@ class FileWriter:
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""
-        with _naming(self._path):
+        with _add_path_to_errors(self._path):
             os.fsync(self._handle)
 
-    def __enter__(self) -> FileWriter:
+    def __enter__(self) -> LocalFileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -152,20 +152,20 @@ class FileWriter:
 
     def close(self) -> None:
         """Let go of the file."""
-        with _naming(self._path):
+        with _add_path_to_errors(self._path):
             os.close(self._handle)
 
     def write_at(self, begin: int, buffers: Sequence[Buffer]) -> None:
         """Put the buffers one after the other at byte ``begin``. Threads may call it for ranges that do not overlap."""
         rest = [view for data in buffers if len(view := memoryview(data).cast("B"))]
-        with _naming(self._path):
+        with _add_path_to_errors(self._path):
             while rest:
-                taken = os.pwritev(self._handle, rest[:_MOST_BUFFERS], begin)
+                taken = os.pwritev(self._handle, rest[:_IOV_MAX], begin)
                 begin += taken
-                rest = _without(rest, taken)
+                rest = _drop_bytes(rest, taken)
 
 
-def _without(buffers: list[memoryview], taken: int) -> list[memoryview]:
+def _drop_bytes(buffers: list[memoryview], taken: int) -> list[memoryview]:
     """What is left of the buffers when their first ``taken`` bytes are gone."""
     for index, view in enumerate(buffers):
         if taken < len(view):
@@ -180,7 +180,7 @@ def write_file(path: Path, data: Buffer) -> None:
     Raises:
         FileExistsError: the name is taken.
     """
-    with FileWriter(path) as file:
+    with LocalFileWriter(path) as file:
         file.write(data)
         file.sync()
 
@@ -226,7 +226,7 @@ def free_bytes(path: Path) -> int | None:
     return found.f_bavail * found.f_frsize
 
 
-class FileReader:
+class LocalFileReader:
     """A regular file, read by ranges. A context manager.
 
     Raises:
@@ -250,7 +250,7 @@ class FileReader:
         Mutates: ``out``.
         """
         done = 0
-        with _naming(self._path):
+        with _add_path_to_errors(self._path):
             while done < len(out):
                 got = os.preadv(self._handle, [out[done:]], begin + done)
                 if got == 0:
@@ -258,7 +258,7 @@ class FileReader:
                 done += got
         return done
 
-    def __enter__(self) -> FileReader:
+    def __enter__(self) -> LocalFileReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -276,15 +276,15 @@ def write_parts(path: Path, sizes: Sequence[int], part_of: Callable[[int], Seque
         OSError: the first one, when no thread writes any more. What is there of the file by then stays.
     """
     begins = list(accumulate(sizes, initial=0))
-    with FileWriter(path) as file, DirectWriter(path, os, wanted=begins[-1] >= _DIRECT_FROM) as direct:
+    with LocalFileWriter(path) as file, DirectWriter(path, os, enabled=begins[-1] >= _DIRECT_MIN_BYTES) as direct:
 
         def write(part: int) -> None:
             buffers = [memoryview(data).cast("B") for data in part_of(part)]
             assert sum(map(len, buffers)) == sizes[part], f"part {part} has another size than announced"
-            with _naming(path):
+            with _add_path_to_errors(path):
                 done = direct.write_at(begins[part], buffers)
             if done < sizes[part]:
-                file.write_at(begins[part] + done, _without(buffers, done))
+                file.write_at(begins[part] + done, _drop_bytes(buffers, done))
 
         for_each_part(len(sizes), write, threads=threads, name="dtrain-write")
         file.sync()
@@ -296,12 +296,12 @@ def append_line(path: Path, line: str) -> None:
     A writer that was killed may have left half a line: it is ended first, so that this one is whole.
     """
     try:
-        handle = os.open(path, _APPENDED, 0o644)
+        handle = os.open(path, _APPEND_FLAGS, 0o644)
     except FileNotFoundError:  # looked for only then: this is called where every microsecond counts
         make_folders(path.parent)
-        handle = os.open(path, _APPENDED, 0o644)
+        handle = os.open(path, _APPEND_FLAGS, 0o644)
     try:
-        with _naming(path):
+        with _add_path_to_errors(path):
             size = os.fstat(handle).st_size
             torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
             rest = memoryview(("\n" * torn + line + "\n").encode())

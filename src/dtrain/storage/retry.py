@@ -20,14 +20,14 @@ from dtrain.errors import DtrainError
 
 Result = TypeVar("Result")
 
-_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
-_FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
-_KINDS: tuple[tuple[type[OSError], int, int], ...] = (
+_RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+_PERMANENT_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
+_ERROR_CLASSES: tuple[tuple[type[OSError], int, int], ...] = (
     (FileNotFoundError, errno.ENOENT, 404),
     (FileExistsError, errno.EEXIST, 412),
     (PermissionError, errno.EACCES, 403),
 )
-_NETWORK = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EPIPE})
+_NETWORK_ERRNOS = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EPIPE})
 # Lost connections, time-outs and bodies cut short, as the libraries say it. Looked up by name: what is not imported has raised
 # nothing.
 _LIBRARY_ERRORS = {
@@ -56,19 +56,19 @@ class TruncatedError(ConnectionError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retry:
-    """How often, and after what pauses: the k-th is half of to all of ``first_s`` times 2**k, at most ``longest_s``."""
+class RetryPolicy:
+    """How often, and after what pauses: the k-th is half of to all of ``initial_delay_s`` times 2**k, at most ``max_delay_s``."""
 
-    tries: int = 7
-    first_s: float = 0.25
-    longest_s: float = 8.0
+    max_attempts: int = 7
+    initial_delay_s: float = 0.25
+    max_delay_s: float = 8.0
     sleep: Callable[[float], None] = time.sleep
-    draw: Callable[[], float] = field(default_factory=lambda: random.Random().random)
+    jitter: Callable[[], float] = field(default_factory=lambda: random.Random().random)
 
-    def pauses(self) -> Iterator[float]:
+    def delays(self) -> Iterator[float]:
         """Seconds before each try after the first."""
-        for turn in range(self.tries - 1):
-            yield min(self.longest_s, self.first_s * 2**turn) * (1 + self.draw()) / 2
+        for turn in range(self.max_attempts - 1):
+            yield min(self.max_delay_s, self.initial_delay_s * 2**turn) * (1 + self.jitter()) / 2
 
     def call(self, name: str, do: Callable[[], Result]) -> Result:
         """What ``do()`` returns, called again while what it raises may pass.
@@ -81,45 +81,47 @@ class Retry:
             OSError: the last error, whatever the library made of it.
             DtrainError: our own, as it is.
         """
-        for pause in self.pauses():
+        for pause in self.delays():
             try:
                 return do()
             except DtrainError:
                 raise
             except Exception as error:
-                if not is_passing(error):
-                    raise as_os_error(error, name) from error
+                if not is_transient(error):
+                    raise to_os_error(error, name) from error
             self.sleep(pause)
         try:
             return do()
         except DtrainError:
             raise
         except Exception as error:
-            tried = f" (tried {self.tries} times)" if is_passing(error) else ""
-            raise as_os_error(error, name, tried) from error
+            tried = f" (tried {self.max_attempts} times)" if is_transient(error) else ""
+            raise to_os_error(error, name, tried) from error
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether the same request may succeed a little later."""
-    if isinstance(error, _FINAL):
+    if isinstance(error, _PERMANENT_ERRORS):
         return False
-    if any(isinstance(error, kind) for kind in _known_errors()):  # before the status: aiohttp gives one to a body cut short
+    if any(
+        isinstance(error, kind) for kind in _loaded_library_errors()
+    ):  # before the status: aiohttp gives one to a body cut short
         return True
-    code = status_of(error)
+    code = http_status(error)
     if code is not None:
-        return code in _AGAIN
+        return code in _RETRY_STATUSES
     return isinstance(error, ConnectionError | TimeoutError | EOFError) or (
-        isinstance(error, OSError) and error.errno in _NETWORK
+        isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS
     )
 
 
-def _known_errors() -> Iterator[type]:
+def _loaded_library_errors() -> Iterator[type]:
     for module, names in _LIBRARY_ERRORS.items():
         if module in sys.modules:
             yield from (kind for name in names if isinstance(kind := getattr(sys.modules[module], name, None), type))
 
 
-def status_of(error: BaseException) -> int | None:
+def http_status(error: BaseException) -> int | None:
     """The HTTP status that an error of any of the libraries stands for; None when it stands for none."""
     seen: BaseException | None = error
     for _ in range(4):  # libraries wrap each other's errors, and keep them as the cause
@@ -138,12 +140,12 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def as_os_error(error: Exception, name: str, more: str = "") -> OSError:
+def to_os_error(error: Exception, name: str, more: str = "") -> OSError:
     """The error as an ``OSError`` of one line that carries the file's name; missing, taken and forbidden keep their classes."""
     said = (isinstance(error, OSError) and error.strerror) or str(error).strip() or type(error).__name__
     text = said.splitlines()[0].rstrip(".") + more
-    code = status_of(error)
-    for kind, number, status in _KINDS:
-        if isinstance(error, kind) or (code == status and not isinstance(error, _FINAL)):
+    code = http_status(error)
+    for kind, number, status in _ERROR_CLASSES:
+        if isinstance(error, kind) or (code == status and not isinstance(error, _PERMANENT_ERRORS)):
             return kind(number, text if kind is PermissionError else os.strerror(number), name)
     return OSError(error.errno if isinstance(error, OSError) and error.errno else errno.EIO, text, name)

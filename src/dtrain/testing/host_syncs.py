@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dtrain.dist import dispatch
-from dtrain.dist.dispatch import Watch
+from dtrain.dist.dispatch import OpObserver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +24,17 @@ class HostSync:
     """One place where the host waited for values of a tensor. Its fields are plain data.
 
     Args:
-        what: ``item`` (also ``float()``, ``int()``, ``bool()``, an ``if``, ``torch.equal``), ``tolist``, ``numpy``, ``cpu``,
+        kind: ``item`` (also ``float()``, ``int()``, ``bool()``, an ``if``, ``torch.equal``), ``tolist``, ``numpy``, ``cpu``,
             ``copy`` (any other blocking copy from a device), or the name of an operation that reads values to know a size.
-        where: the nearest caller outside torch, ``file:line in function``.
+        location: the nearest caller outside torch, ``file:line in function``.
     """
 
-    what: str
-    where: str
+    kind: str
+    location: str
 
 
 @dataclass(frozen=True, slots=True)
-class SeenHostSyncs:
+class HostSyncRecords:
     """What ``count_host_syncs`` has recorded so far, in order."""
 
     calls: list[HostSync] = field(default_factory=list)
@@ -46,7 +46,7 @@ class SeenHostSyncs:
 
 
 @contextmanager
-def count_host_syncs() -> Iterator[SeenHostSyncs]:
+def count_host_syncs() -> Iterator[HostSyncRecords]:
     """Record every call of this thread inside that makes the host wait for a device, or would on a GPU.
 
     These are reads of a value (``item``, ``float(t)``, an ``if`` on a tensor, also from torch's own code), ``tolist``,
@@ -66,31 +66,31 @@ def count_host_syncs() -> Iterator[SeenHostSyncs]:
         >>> seen.count, [call.what for call in seen.calls]
         (3, ['item', 'item', 'tolist'])
     """
-    seen = SeenHostSyncs()
-    recorder = _Recorder(seen.calls)
-    with _watched_methods(recorder), Watch(recorder.look):
+    seen = HostSyncRecords()
+    recorder = _SyncRecorder(seen.calls)
+    with _patch_tensor_methods(recorder), OpObserver(recorder.record_op):
         yield seen
 
 
-class _Recorder:
-    """Sees operations with ``look``; ``watch`` makes it see a method that is none."""
+class _SyncRecorder:
+    """Sees operations with ``record_op``; ``wrap_method`` makes it see a method that is none."""
 
     def __init__(self, calls: list[HostSync]) -> None:
         self._calls = calls
         self._thread = threading.get_ident()
         self._inside = False
 
-    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        what = _sync_of(func, args, kwargs)
+    def record_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        what = _classify_sync(func, args, kwargs)
         if what is not None and not self._inside:
-            self._calls.append(HostSync(what=what, where=_caller()))
+            self._calls.append(HostSync(kind=what, location=_caller_location()))
 
-    def watch(self, what: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_method(self, what: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._inside or threading.get_ident() != self._thread:
                 return method(*args, **kwargs)
-            self._calls.append(HostSync(what=what, where=_caller()))
+            self._calls.append(HostSync(kind=what, location=_caller_location()))
             self._inside = True  # the copy and the reads that the method is made of are not counted once more
             try:
                 return method(*args, **kwargs)
@@ -100,7 +100,7 @@ class _Recorder:
         return watched
 
 
-_METHODS = ("cpu", "numpy", "tolist")
+_READ_METHODS = ("cpu", "numpy", "tolist")
 _INDEX_WRITES = (
     torch.ops.aten.index_put_.default,
     torch.ops.aten.index_put.default,
@@ -109,22 +109,22 @@ _INDEX_WRITES = (
 
 
 @contextmanager
-def _watched_methods(recorder: _Recorder) -> Iterator[None]:
+def _patch_tensor_methods(recorder: _SyncRecorder) -> Iterator[None]:
     """Read a tensor's memory without an operation on a CPU: these are replaced on the class, and put back."""
-    own = {name: vars(Tensor)[name] for name in _METHODS if name in vars(Tensor)}
+    own = {name: vars(Tensor)[name] for name in _READ_METHODS if name in vars(Tensor)}
     try:
-        for name in _METHODS:
-            setattr(Tensor, name, recorder.watch(name, getattr(Tensor, name)))
+        for name in _READ_METHODS:
+            setattr(Tensor, name, recorder.wrap_method(name, getattr(Tensor, name)))
         yield
     finally:
-        for name in _METHODS:
+        for name in _READ_METHODS:
             if name in own:
                 setattr(Tensor, name, own[name])
             elif name in vars(Tensor):
                 delattr(Tensor, name)
 
 
-def _sync_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _classify_sync(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """What kind of wait ``func`` is, by torch's own tags where they say so."""
     if func is torch.ops.aten._to_copy.default:
         device = kwargs.get("device")
@@ -139,12 +139,12 @@ def _sync_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
         # The places are counted first, except where one number of the host's fills all of them.
         filled = args[2].numel() == 1 and args[2].device.type == "cpu"
         return "index_put" if _has_mask(args[1]) and not filled else None
-    if torch.Tag.dynamic_output_shape in func.tags and _depends_on_values(func, args, kwargs):
+    if torch.Tag.dynamic_output_shape in func.tags and _reads_values(func, args, kwargs):
         return str(func.name()).removeprefix("aten::").split(".")[0].strip("_2")  # "_unique2" is what "unique" calls
     return None
 
 
-def _depends_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _reads_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a tagged operation reads values in this call: an index by integers does not, a repeat of known size neither."""
     if func is torch.ops.aten.index.Tensor:
         return _has_mask(args[1])
@@ -155,7 +155,7 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
-def _caller() -> str:
+def _caller_location() -> str:
     """The innermost frame that is neither torch's nor this room's, or the innermost of all."""
     hidden = (*(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__)), dispatch.__file__)
     frame = first = sys._getframe(2)

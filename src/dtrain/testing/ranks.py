@@ -2,28 +2,39 @@
 
 ``run_ranks(fn, 2)`` starts two processes joined by gloo, calls ``fn`` on both, and returns both results. ``Ranks`` keeps
 the processes, so that a test session pays for them once.
-"""
+
+The processes behind ``Ranks``: started together, ended together, also when the caller is killed.
+
+They are forked from a server process that has imported torch and nothing else, so a start costs tenths of a second."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import wait
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dtrain import launch_protocol
 from dtrain.errors import ConfigError, RankError
-from dtrain.testing.processes import Pool
-from dtrain.types import Plain
+from dtrain.testing.rank_worker import STACK_SIGNAL, kill_orphaned_ranks, run_worker
+from dtrain.typing import Plain
 
 RankFn = Callable[..., Plain]
 """A module-level function; arguments and result are plain data."""
 
 SETTLE_S = 0.1  # for reports that are on their way when the first failure is read: the earliest one counts
-CULPRIT_S = 10.0  # for the rank that failed by itself, when the first to report is one that only lost its peer
+ROOT_CAUSE_WAIT_S = 10.0  # for the rank that failed by itself, when the first to report is one that only lost its peer
 
 
 def run_ranks(fn: RankFn, world_size: int, *args: Plain, timeout_s: float = 120.0) -> list[Any]:
@@ -77,7 +88,7 @@ class Ranks:
         if type(world_size) is not int or world_size < 1:
             raise ConfigError(f"Ranks: needs a whole number of at least one rank, got {world_size=}")
         self.world_size = world_size
-        self._pool: Pool | None = None
+        self._pool: RankProcesses | None = None
         self._end: weakref.finalize[..., Ranks] | None = None
 
     def __enter__(self) -> Ranks:
@@ -88,10 +99,10 @@ class Ranks:
 
     def run(self, fn: RankFn, *args: Plain, timeout_s: float = 120.0) -> list[Any]:
         """``fn(*args)`` on every rank; see ``run_ranks``."""
-        task = _encoded({**_address(fn), "args": args}, fn.__qualname__)
+        task = _encode_task({**_function_address(fn), "args": args}, fn.__qualname__)
         pool = self._open()
         try:
-            return _Run(pool, fn.__qualname__, timeout_s).results(task)
+            return _TaskRun(pool, fn.__qualname__, timeout_s).results(task)
         except BaseException:
             self.close(kill=True)
             raise
@@ -103,19 +114,19 @@ class Ranks:
             self._end.detach()
             pool.end(kill=kill)
 
-    def _open(self) -> Pool:
+    def _open(self) -> RankProcesses:
         if self._pool is None:
-            self._pool = Pool.start(self.world_size)
+            self._pool = RankProcesses.start(self.world_size)
             # Ranks that nobody closed would keep the interpreter from exiting.
             self._end = weakref.finalize(self, self._pool.end, kill=True)
         return self._pool
 
 
-_DIED, _RAISED, _BLAMES_A_PEER = range(3)
+_DIED, _RAISED, _PEER_LOST = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure:
+class _RankFailure:
     """A rank that raised or died.
 
     ``order`` sorts what happened to several: a death is nobody else's fault, an error out of a collective mostly is; then by
@@ -127,30 +138,30 @@ class _Failure:
     text: str
 
     @property
-    def own(self) -> bool:
-        return self.order[0] < _BLAMES_A_PEER
+    def is_root_cause(self) -> bool:
+        return self.order[0] < _PEER_LOST
 
 
-class _Run:
+class _TaskRun:
     """One function on all ranks of a pool: the results, or the failure that came first."""
 
-    def __init__(self, pool: Pool, name: str, timeout_s: float) -> None:
+    def __init__(self, pool: RankProcesses, name: str, timeout_s: float) -> None:
         self._pool, self._name, self._timeout_s = pool, name, timeout_s
         self._waiting = dict(enumerate(pool.pipes))
         self._results: dict[int, Any] = {}
-        self._failures: list[_Failure] = []
+        self._failures: list[_RankFailure] = []
 
     def results(self, task: bytes) -> list[Any]:
         for rank, pipe in enumerate(self._pool.pipes):
             try:
                 pipe.send_bytes(task)
             except BrokenPipeError:
-                raise RankError(f"{self._place(rank)} {self._pool.death(rank)}") from None
+                raise RankError(f"{self._describe_rank(rank)} {self._pool.describe_exit(rank)}") from None
         self._collect(time.monotonic() + self._timeout_s)
         if self._failures:
-            raise self._failed()
+            raise self._failure_error()
         if self._waiting:
-            raise self._late()
+            raise self._timeout_error()
         return [self._results[rank] for rank in range(len(self._results))]
 
     def _collect(self, deadline: float) -> None:
@@ -162,41 +173,41 @@ class _Run:
             for rank in [r for r, pipe in self._waiting.items() if pipe in ready]:
                 self._receive(rank)
             if self._failures:
-                settled = any(failure.own for failure in self._failures)
-                deadline = min(deadline, time.monotonic() + (SETTLE_S if settled else CULPRIT_S))
+                settled = any(failure.is_root_cause for failure in self._failures)
+                deadline = min(deadline, time.monotonic() + (SETTLE_S if settled else ROOT_CAUSE_WAIT_S))
 
     def _receive(self, rank: int) -> None:
         try:
             answer = json.loads(self._waiting.pop(rank).recv_bytes())
         except (EOFError, ConnectionResetError):
             order = (_DIED, time.monotonic())
-            self._failures.append(_Failure(rank=rank, order=order, text=self._pool.death(rank)))
+            self._failures.append(_RankFailure(rank=rank, order=order, text=self._pool.describe_exit(rank)))
             return
         if "error" in answer:
-            order = (_BLAMES_A_PEER if answer["blames_a_peer"] else _RAISED, answer["at"])
-            self._failures.append(_Failure(rank=rank, order=order, text=f"raised\n{answer['error']}"))
+            order = (_PEER_LOST if answer["blames_a_peer"] else _RAISED, answer["at"])
+            self._failures.append(_RankFailure(rank=rank, order=order, text=f"raised\n{answer['error']}"))
         else:
             self._results[rank] = answer["result"]
 
-    def _failed(self) -> RankError:
+    def _failure_error(self) -> RankError:
         first, *others = sorted(self._failures, key=lambda failure: failure.order)
-        lines = [f"{self._place(first.rank)} {first.text.rstrip()}"]
+        lines = [f"{self._describe_rank(first.rank)} {first.text.rstrip()}"]
         lines += [f"rank {other.rank} failed after it: {other.text.splitlines()[-1]}" for other in others]
-        if self._waiting and not first.own:
-            lines.append(f"ranks {sorted(self._waiting)} had not finished:\n{self._pool.states(self._waiting)}")
+        if self._waiting and not first.is_root_cause:
+            lines.append(f"ranks {sorted(self._waiting)} had not finished:\n{self._pool.describe_stacks(self._waiting)}")
         return RankError("\n".join(lines))
 
-    def _late(self) -> RankError:
+    def _timeout_error(self) -> RankError:
         ranks = f"ranks {sorted(self._waiting)} of {len(self._pool.pipes)}"
         return RankError(
-            f"run_ranks: {self._name}: {ranks} did not finish within {self._timeout_s:g} s\n{self._pool.states(self._waiting)}"
+            f"run_ranks: {self._name}: {ranks} did not finish within {self._timeout_s:g} s\n{self._pool.describe_stacks(self._waiting)}"
         )
 
-    def _place(self, rank: int) -> str:
+    def _describe_rank(self, rank: int) -> str:
         return f"run_ranks: {self._name}: rank {rank} of {len(self._pool.pipes)}"
 
 
-def _address(fn: RankFn) -> dict[str, str]:
+def _function_address(fn: RankFn) -> dict[str, str]:
     """Where the other processes find ``fn``."""
     code, name = getattr(fn, "__code__", None), getattr(fn, "__qualname__", repr(fn))
     if code is None or "<" in name:
@@ -204,8 +215,158 @@ def _address(fn: RankFn) -> dict[str, str]:
     return {"file": code.co_filename, "name": name}
 
 
-def _encoded(task: dict[str, Any], name: str) -> bytes:
+def _encode_task(task: dict[str, Any], name: str) -> bytes:
     try:
         return json.dumps(task).encode()
     except (TypeError, ValueError, RecursionError) as problem:
         raise ConfigError(f"run_ranks: {name}: arguments are plain data (numbers, text, lists, dicts): {problem}") from None
+
+
+START_TIMEOUT_S = 120.0
+STACK_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 30.0  # for the last collective and the closing of the groups
+
+
+@dataclass(slots=True, eq=False)
+class RankProcesses:
+    """Ranks with an open process group, a pipe to each, and the guard that outlives a killed caller to end them."""
+
+    stack_folder: tempfile.TemporaryDirectory[str]
+    processes: list[Any] = field(default_factory=list)
+    pipes: list[Connection[Any, Any]] = field(default_factory=list)
+    reaper: tuple[Any, Connection[Any, Any]] | None = None
+
+    @classmethod
+    def start(cls, world_size: int) -> RankProcesses:
+        """``world_size`` ranks that have met.
+
+        Raises:
+            RankError: one died, or did not come up in time; none is left then.
+        """
+        pool = cls(tempfile.TemporaryDirectory(prefix="dtrain-ranks-"))
+        try:
+            pool._start(world_size)
+        except BaseException:
+            pool.end(kill=True)
+            raise
+        return pool
+
+    def _start(self, world_size: int) -> None:
+        context = _forkserver_context()
+        with socket.socket() as held:
+            # Bound but not listening: nobody else gets the port, and rank 0 may still bind and listen on it.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+            for rank in range(world_size):
+                env = _rank_environment(rank, world_size, held.getsockname()[1])
+                process, pipe = _start_process(context, run_worker, env, str(self._stack_file(rank)))
+                self.processes.append(process)
+                self.pipes.append(pipe)
+            self.reaper = _start_process(
+                context, kill_orphaned_ranks, [process.pid for process in self.processes], self.stack_folder.name
+            )
+            self._await_ready()
+
+    def _await_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        waiting = dict(enumerate(self.pipes))
+        while waiting:
+            ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankError(
+                    f"run_ranks: ranks {sorted(waiting)} of {len(self.pipes)} did not start within {START_TIMEOUT_S:g} s"
+                )
+            for rank in [r for r, pipe in waiting.items() if pipe in ready]:
+                try:
+                    waiting.pop(rank).recv_bytes()
+                except EOFError:
+                    raise RankError(
+                        f"run_ranks: rank {rank} of {len(self.pipes)} {self.describe_exit(rank)} before it was ready; see its output"
+                    ) from None
+
+    def end(self, *, kill: bool = False) -> None:
+        """End the processes: politely (their groups are closed), or at once."""
+        for pipe in self.pipes:
+            pipe.close()
+        deadline = time.monotonic() + (0.0 if kill else END_TIMEOUT_S)
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self.processes:
+            process.kill()  # nothing to one that has ended; also ends one that is stopped
+            process.join()
+        if self.reaper is not None:
+            process, pipe = self.reaper
+            with suppress(BrokenPipeError):  # somebody has killed it too
+                pipe.send_bytes(b"done")
+            process.join()
+            pipe.close()
+        self.stack_folder.cleanup()
+
+    def describe_exit(self, rank: int) -> str:
+        """How a rank whose pipe has closed came to its end: ``"died with exit code 3"``."""
+        process = self.processes[rank]
+        process.join(10)
+        return f"died with exit code {process.exitcode}"
+
+    def describe_stacks(self, ranks: Collection[int]) -> str:
+        """What ranks are doing that give no answer: where each is in the code, or that a signal holds it."""
+        for rank in ranks:
+            with suppress(ProcessLookupError):  # it has just died
+                os.kill(self.processes[rank].pid, STACK_SIGNAL)
+        deadline = time.monotonic() + STACK_TIMEOUT_S
+        return "\n".join(f"rank {rank}:\n{self._describe_stack(rank, deadline)}" for rank in ranks)
+
+    def _describe_stack(self, rank: int, deadline: float) -> str:
+        if _is_stopped(self.processes[rank].pid):
+            return "(stopped by a signal: it runs no code)"
+        text = None
+        while time.monotonic() < deadline:
+            text, before = self._stack_file(rank).read_text(), text
+            if text and text == before:  # it is written line by line
+                return text.rstrip()
+            time.sleep(0.1)
+        return text or "(no stack)"
+
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self.stack_folder.name) / f"rank-{rank}.txt"
+
+
+def _start_process(context: Any, target: Any, *args: Any) -> tuple[Any, Connection[Any, Any]]:
+    """A process that runs ``target(pipe, *args)``, and our end of the pipe."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args), daemon=False)  # a rank may have children: loader workers
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _forkserver_context() -> Any:
+    """A context whose processes are forked from one clean process that has torch loaded and a single thread."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dtrain.testing.rank_worker", "torch.distributed.fsdp", "torch.testing"])
+    return context
+
+
+def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    place = launch_protocol.rank_environment(
+        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, node_rank=0, nodes=1,
+        addr="127.0.0.1", port=port,
+    )  # fmt: skip
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    # The fork server has the environment of its own start, which may be long ago.
+    return {
+        **os.environ,
+        **place,
+        launch_protocol.LOOPBACK: "1",
+        launch_protocol.GLOO_INTERFACE: loopback,
+        launch_protocol.OMP_THREADS: "1",
+    }
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the process is held by SIGSTOP or a debugger; False where the system does not say."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except OSError:
+        return False
+    return after_name.split()[0] in ("T", "t")

@@ -7,18 +7,18 @@ import math
 import torch
 
 from battery.row import Points, Row
-from dtrain.algorithms.batches.augmix import Mixture, augmix, augmix_batch
-from dtrain.algorithms.batches.colout import colout, colout_batch
-from dtrain.algorithms.batches.cutmix import cutmix, cutmix_batch
-from dtrain.algorithms.batches.cutout import cutout, cutout_batch
-from dtrain.algorithms.batches.label_smoothing import label_smoothing, smooth_labels
-from dtrain.algorithms.batches.mixup import mixup, mixup_batch
-from dtrain.algorithms.batches.progressive_resizing import growing, progressive_resizing, resize_batch
-from dtrain.algorithms.batches.rand_augment import rand_augment, rand_augment_batch
 from dtrain.clock import Clock
 from dtrain.combinators import every
 from dtrain.durations import Duration, RunLength
 from dtrain.losses import jensen_shannon, soft_cross_entropy
+from dtrain.transforms.batches.augmix import AugMixDraws, augmix, augmix_batch
+from dtrain.transforms.batches.colout import colout, colout_batch
+from dtrain.transforms.batches.cutmix import cutmix, cutmix_batch
+from dtrain.transforms.batches.cutout import cutout, cutout_batch
+from dtrain.transforms.batches.label_smoothing import label_smoothing, smooth_labels
+from dtrain.transforms.batches.mixup import mixup, mixup_batch
+from dtrain.transforms.batches.progressive_resizing import linear_growth, progressive_resizing, resize_batch
+from dtrain.transforms.batches.rand_augment import rand_augment, rand_augment_batch
 
 SWAP = torch.tensor([1, 0])
 
@@ -51,7 +51,7 @@ def _cutmix_points() -> Points:
 
 def _cutout_points() -> Points:
     clipped = cutout_batch(torch.ones(1, 3, 3), boxes=(-1, 1, 1, 9), fill=5.0)
-    inside = cutout_batch(torch.ones(3, 8, 10), length=0.25, place="inside", generator=torch.Generator().manual_seed(0))
+    inside = cutout_batch(torch.ones(3, 8, 10), length=0.25, placement="inside", generator=torch.Generator().manual_seed(0))
     return [
         (clipped[0], [[1.0, 5.0, 5.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
         (inside.sum(), 3 * (80 - 4)),  # a quarter of eight pixels is two
@@ -86,8 +86,8 @@ def _rand_augment_points() -> Points:
 
 def _augmix_points() -> Points:
     invert, same = [("solarize", 0.0)], [("solarize", 256.0)]
-    mixture = Mixture(chains=[[invert, same], [same, invert]], weights=[[0.25, 0.5], [0.75, 0.5]], kept=[0.5, 0.2])
-    made = augmix_batch(torch.full((2, 1, 1, 1), 0.2), mixture=mixture)
+    mixture = AugMixDraws(chains=[[invert, same], [same, invert]], weights=[[0.25, 0.5], [0.75, 0.5]], image_weights=[0.5, 0.2])
+    made = augmix_batch(torch.full((2, 1, 1, 1), 0.2), draws=mixture)
     sure = torch.tensor([[100.0, 0.0, 0.0]])
     return [
         (made[:, 0, 0, 0], [0.5 * 0.2 + 0.5 * (0.25 * 0.8 + 0.75 * 0.2), 0.2 * 0.2 + 0.8 * 0.5]),
@@ -96,7 +96,7 @@ def _augmix_points() -> Points:
 
 
 def _resizing_points() -> Points:
-    scale = growing(0.5, Duration.parse("0.5dur"), Duration.parse("0.8dur"))
+    scale = linear_growth(0.5, Duration.parse("0.5dur"), Duration.parse("0.8dur"))
     run = RunLength(total=20)
     return [
         ([scale(Clock(step=step, run=run)) for step in (0, 10, 13, 16, 19)], [0.5, 0.5, 0.75, 1.0, 1.0]),

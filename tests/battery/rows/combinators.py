@@ -23,7 +23,7 @@ def jitter(batch: dict[str, torch.Tensor], generator: torch.Generator) -> dict[s
 def halved_loss() -> dt.Transform:
     """At the loss seam: every second step counts half."""
 
-    def wrap(inner: Any, context: dt.StepContext) -> Any:
+    def wrap(inner: Any, context: dt.transforms.StepContext) -> Any:
         factor = 1.0 if context.state.step % 2 else 0.5
 
         def loss(model: Any, batch: Any) -> dt.LossSum:
@@ -56,7 +56,7 @@ def skipping() -> dt.Transform:
             seen = state.slices["skipping"]["seen"] + 1
             if seen % 3 != 2:
                 state, metrics = inner(state, metrics)
-            return state.with_slice("skipping", {"seen": seen}), metrics
+            return state.with_transform_state("skipping", {"seen": seen}), metrics
 
         return maybe
 
@@ -64,18 +64,19 @@ def skipping() -> dt.Transform:
 
 
 ROWS: dict[str, Row] = {
-    "every-loss_scale": Row(make=lambda: every(2, dt.loss_scale(interval=1)), syncs=1),
-    "every-auto_microbatch": Row(make=lambda: every(2, dt.auto_microbatch(initial=3, grow=2)), reruns=True, passes=3),
-    "every-ema": Row(make=lambda: every(2, dt.ema(0.9)), of=("every",)),
-    "every-epoch-clip": Row(make=lambda: every("1ep", dt.clip_by_norm(0.05))),
+    "every-loss_scale": Row(make=lambda: every(2, dt.transforms.loss_scale(interval=1)), syncs=1),
+    "every-auto_microbatch": Row(make=lambda: every(2, dt.auto_microbatch(initial=3, grow_interval=2)), reruns=True, passes=3),
+    "every-ema": Row(make=lambda: every(2, dt.transforms.ema(0.9)), of=("every",)),
+    "every-epoch-clip": Row(make=lambda: every("1ep", dt.transforms.clip_by_norm(0.05))),
     "every-halved_loss": Row(make=lambda: every(2, halved_loss())),
     "between-scale_lr": Row(
-        make=lambda: between(1, 5, dt.scale_lr(dt.with_warmup(dt.cosine(1.0, 0.1, 7), 2))), of=("between",)
+        make=lambda: between(1, 5, dt.transforms.scale_lr(dt.schedules.warmup(dt.schedules.cosine(1.0, 0.1, 7), 2))),
+        of=("between",),
     ),
-    "between-samples-ema": Row(make=lambda: between("7sp", "2ep", dt.ema(0.9))),
-    "masked-clip": Row(make=lambda: masked(dt.clip_by_norm(0.05), "first.*"), of=("masked",)),
-    "masked-ema": Row(make=lambda: masked(dt.ema(0.9), lambda name, param: param.ndim == 2)),
-    "masked-every-ema": Row(make=lambda: masked(every(2, dt.ema(0.9)), ["first.*", "last.bias"])),
+    "between-samples-ema": Row(make=lambda: between("7sp", "2ep", dt.transforms.ema(0.9))),
+    "masked-clip": Row(make=lambda: masked(dt.transforms.clip_by_norm(0.05), "first.*"), of=("masked",)),
+    "masked-ema": Row(make=lambda: masked(dt.transforms.ema(0.9), lambda name, param: param.ndim == 2)),
+    "masked-every-ema": Row(make=lambda: masked(every(2, dt.transforms.ema(0.9)), ["first.*", "last.bias"])),
     "on_batch": Row(make=lambda: on_batch(shrink, name="shrink"), of=("on_batch",)),
     "on_batch-random": Row(make=lambda: on_batch(jitter, name="jitter"), per_rank=True),
     "every-on_batch-random": Row(make=lambda: every(2, on_batch(jitter, name="jitter")), per_rank=True),

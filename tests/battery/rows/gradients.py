@@ -10,15 +10,15 @@ from torch import nn
 
 import dtrain as dt
 from battery.row import Points, Row
-from dtrain.algorithms.batches.selective_backprop import selective_backprop
-from dtrain.algorithms.gradients.adaptive_clip import adaptive_clip
-from dtrain.algorithms.gradients.by_value import clip_by_value
-from dtrain.algorithms.gradients.centralize import centralize_gradients
-from dtrain.algorithms.gradients.clip import clip_by_norm
-from dtrain.algorithms.gradients.noise_scale import noise_scale
-from dtrain.algorithms.gradients.nonfinite import nonfinite
-from dtrain.algorithms.gradients.sam import sam
 from dtrain.combinators import every, masked
+from dtrain.transforms.batches.selective_backprop import selective_backprop
+from dtrain.transforms.gradients.adaptive_clip import adaptive_clip
+from dtrain.transforms.gradients.centralize import centralize_gradients
+from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
+from dtrain.transforms.gradients.clip_by_value import clip_by_value
+from dtrain.transforms.gradients.noise_scale import noise_scale
+from dtrain.transforms.gradients.nonfinite import nonfinite
+from dtrain.transforms.gradients.sam import sam
 
 
 def line(transform: dt.Transform, samples: list[list[float]], start: list[float], steps: int = 1) -> tuple[torch.Tensor, Any]:
@@ -145,10 +145,10 @@ def errors(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 ROWS: dict[str, Row] = {
     "clip_by_norm": Row(make=lambda: clip_by_norm(0.05), of=("clip_by_norm",), points=clipped_by_norm),
-    "clip_by_norm-scheduled": Row(make=lambda: clip_by_norm(dt.linear(0.5, 0.05, 6))),
+    "clip_by_norm-scheduled": Row(make=lambda: clip_by_norm(dt.schedules.linear(0.5, 0.05, 6))),
     "clip_by_value": Row(make=lambda: clip_by_value(0.02), of=("clip_by_value",), points=clipped_by_value),
     "adaptive_clip": Row(make=lambda: adaptive_clip(0.01), of=("adaptive_clip",), points=clipped_adaptively),
-    "adaptive_clip-image": Row(make=lambda: adaptive_clip(dt.linear(0.1, 0.01, 6)), task="image"),
+    "adaptive_clip-image": Row(make=lambda: adaptive_clip(dt.schedules.linear(0.1, 0.01, 6)), task="image"),
     "centralize_gradients": Row(make=centralize_gradients, of=("centralize_gradients",), points=centralized),
     "centralize_gradients-image": Row(make=centralize_gradients, task="image"),
     "nonfinite": Row(make=lambda: spoiling(nonfinite(in_a_row=2), 1, 4), of=("nonfinite",), points=left_out, syncs=1),
@@ -156,7 +156,7 @@ ROWS: dict[str, Row] = {
         make=lambda: noise_scale(0.5, interval=2), of=("noise_scale",), points=scaled_noise, undoes=True, passes=2
     ),
     "sam": Row(make=lambda: sam(0.5), of=("sam",), points=sharpened, reruns=True, passes=2),
-    "sam-adaptive": Row(make=lambda: sam(dt.linear(0.5, 2.0, 6), adaptive=True), reruns=True, passes=2),
+    "sam-adaptive": Row(make=lambda: sam(dt.schedules.linear(0.5, 2.0, 6), adaptive=True), reruns=True, passes=2),
     "sam-interval": Row(make=lambda: sam(0.5, interval="2ba"), reruns=True, passes=2),
     "masked-sam": Row(make=lambda: masked(sam(0.5), "first.*"), reruns=True, passes=2),
     "selective_backprop": Row(
@@ -168,6 +168,9 @@ ROWS: dict[str, Row] = {
         passes=2,
     ),
     "every-selective_backprop": Row(
-        make=lambda: every(2, selective_backprop(errors, dt.linear(0.8, 0.3, 6))), per_rank=True, reruns=True, passes=2
+        make=lambda: every(2, selective_backprop(errors, dt.schedules.linear(0.8, 0.3, 6))),
+        per_rank=True,
+        reruns=True,
+        passes=2,
     ),
 }

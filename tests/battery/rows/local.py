@@ -6,8 +6,8 @@ import torch
 
 import dtrain as dt
 from battery.row import Points, Row
-from dtrain.algorithms.weights.diloco import diloco
-from dtrain.algorithms.weights.local_sgd import local_sgd
+from dtrain.transforms.weights.diloco import diloco
+from dtrain.transforms.weights.local_sgd import local_sgd
 
 
 def _along_a_line(transform: dt.Transform, steps: int) -> list[float]:
@@ -40,5 +40,5 @@ def _half_way() -> Points:
 ROWS: dict[str, Row] = {
     "local_sgd": Row(make=lambda: local_sgd(2), of=("local_sgd",), points=_one_copy),
     "diloco": Row(make=lambda: diloco(2), of=("diloco",), points=_outer_steps),
-    "diloco-scheduled": Row(make=lambda: diloco("1ep", lr=dt.linear(1.0, 0.5, 6), momentum=0.5), points=_half_way),
+    "diloco-scheduled": Row(make=lambda: diloco("1ep", lr=dt.schedules.linear(1.0, 0.5, 6), momentum=0.5), points=_half_way),
 }

@@ -11,11 +11,11 @@ from torch import nn
 import dtrain as dt
 from battery.row import Points, Row
 from battery.rows.gradients import line, value
-from dtrain.observe.inside.activations import activation_stats
-from dtrain.observe.inside.bits import bit_hashes
-from dtrain.observe.inside.desync import desync_guard
-from dtrain.observe.inside.loss import is_spike, watch_loss
-from dtrain.observe.inside.norms import norms
+from dtrain.monitors.activations import activation_stats
+from dtrain.monitors.desync import desync_guard
+from dtrain.monitors.loss_spikes import is_spike, watch_loss
+from dtrain.monitors.tensor_hash import hash_tensors
+from dtrain.monitors.tensor_norms import norms
 
 SAMPLE = [[3.0, 4.0]]  # the gradient of every step
 
@@ -75,7 +75,7 @@ def watched() -> Points:
 
 def hashed() -> Points:
     """Of one word it is the word times odd numbers: nothing of 0, linear in the word modulo 2**64."""
-    one, three, minus, nothing = bit_hashes(
+    one, three, minus, nothing = hash_tensors(
         [torch.tensor([number], dtype=torch.int32) for number in (1, 3, -1, 0)], torch.device("cpu")
     ).tolist()
     return [(nothing, 0), (one % 2, 1), (float((3 * one - three) % 2**64), 0.0), (float(one + minus), 0.0)]
@@ -90,7 +90,7 @@ ROWS: dict[str, Row] = {
     ),
     "norms-interval": Row(make=lambda: norms("3ba", by="group"), moves=8 * 4 * 8),
     "activation_stats": Row(
-        make=lambda: activation_stats("**", 1, stats=("mean", "std", "max", "zeros"), inputs=True),
+        make=lambda: activation_stats("**", 1, stats=("mean", "std", "max", "zeros"), include_inputs=True),
         of=("activation_stats",),
         points=activated,
         moves=8 * 6 * (2 * 3 + 2),

@@ -20,20 +20,22 @@ def _run(transform: dt.Transform, weight: float, given: list[float]) -> tuple[li
 
 def _rounded() -> Points:
     """bfloat16 has seven bits behind the point: 1 + 1/512 is 1 there, and 1 + 3/512 is 1 + 4/512."""
-    losses = [_run(dt.autocast("bf16"), 1.0 + part / 512, [1.0])[0][0]["loss"] for part in (1, 3)]
+    losses = [_run(dt.transforms.autocast("bf16"), 1.0 + part / 512, [1.0])[0][0]["loss"] for part in (1, 3)]
     return list(zip(losses, [1.0, 1.0078125], strict=True))
 
 
 def _scales() -> Points:
     """Twice as large after two updates, half as large after the third, which is infinite and left out."""
-    seen, weight = _run(dt.loss_scale(4.0, interval=2), 2.0, [1.0, 1.0, float("inf"), 1.0])
+    seen, weight = _run(dt.transforms.loss_scale(4.0, interval=2), 2.0, [1.0, 1.0, float("inf"), 1.0])
     scales = [metrics["loss_scale"] for metrics in seen]
     return [*zip(scales, [4.0, 4.0, 8.0, 4.0], strict=True), (seen[2]["skipped"], 1.0), (weight, 2.0 - 3 * 0.5)]
 
 
 ROWS: dict[str, Row] = {
-    "autocast": Row(make=lambda: dt.autocast("bf16"), of=("autocast",), points=_rounded),
-    "loss_scale": Row(make=lambda: dt.loss_scale(1000.1, growth=1.3, interval=2), of=("loss_scale",), points=_scales, syncs=1),
+    "autocast": Row(make=lambda: dt.transforms.autocast("bf16"), of=("autocast",), points=_rounded),
+    "loss_scale": Row(
+        make=lambda: dt.transforms.loss_scale(1000.1, growth=1.3, interval=2), of=("loss_scale",), points=_scales, syncs=1
+    ),
     "auto_microbatch": Row(make=lambda: dt.auto_microbatch(), of=("auto_microbatch",), undoes=True),
     "auto_microbatch-from-2": Row(make=lambda: dt.auto_microbatch(initial=2), undoes=True),
 }

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from battery.row import Points, Row
 from battery.rows.gradients import line
-from dtrain.observe.profiling.out_of_memory import snapshot_on_oom
-from dtrain.observe.profiling.phases import cyclic
-from dtrain.observe.profiling.profile import profiled
-from dtrain.report.trace.parsed import read_trace, trace_files
+from dtrain.profiling.driver import schedule
+from dtrain.profiling.oom_snapshot import snapshot_on_oom
+from dtrain.profiling.profiler import step_profiler
+from dtrain.report.trace.trace_file import find_traces, read_trace
 
 FOLDER = Path(tempfile.gettempdir()) / "dtrain-battery-traces"  # never made: no run gets as far
 
@@ -18,13 +18,13 @@ FOLDER = Path(tempfile.gettempdir()) / "dtrain-battery-traces"  # never made: no
 def recorded() -> Points:
     """Of five steps, the first is skipped, the second warms up, and the two after it are recorded."""
     with tempfile.TemporaryDirectory() as folder:
-        line(profiled(folder, schedule=cyclic(skip_first=1, warmup=1, active=2)), [[1.0]], [3.0], steps=5)
-        (file,) = trace_files(folder)
+        line(step_profiler(folder, schedule=schedule(skip_first=1, warmup=1, active=2)), [[1.0]], [3.0], steps=5)
+        (file,) = find_traces(folder)
         steps = [step.number for step in read_trace(file).steps]
     return [(float(steps[0]), 2.0), (float(steps[1]), 3.0), (float(len(steps)), 2.0)]
 
 
 ROWS: dict[str, Row] = {
-    "profiled": Row(make=lambda: profiled(FOLDER, schedule=cyclic(skip_first=10**6)), of=("profiled",), points=recorded),
+    "profiled": Row(make=lambda: step_profiler(FOLDER, schedule=schedule(skip_first=10**6)), of=("profiled",), points=recorded),
     "snapshot_on_oom": Row(make=lambda: snapshot_on_oom(FOLDER)),
 }

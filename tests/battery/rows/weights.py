@@ -9,11 +9,11 @@ import torch
 
 import dtrain as dt
 from battery.row import Points, Row
-from dtrain.algorithms.weights.ema import ema
-from dtrain.algorithms.weights.freeze import freeze, freeze_layers
-from dtrain.algorithms.weights.swa import swa
 from dtrain.combinators import every, masked
 from dtrain.step.compose import compose_step
+from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.weights.freeze import freeze, freeze_layers
+from dtrain.transforms.weights.swa import swa
 
 FALLING = dt.mean_loss(lambda model, x: model(x).sum() / len(x), weight=len)  # on ones, every gradient is 1
 
@@ -37,7 +37,7 @@ def last(transform: dt.Transform, steps: int) -> dt.TrainState:
 
 
 def average(state: dt.TrainState, name: str) -> float:
-    return state.slices[name]["params"]["0.weight"].item()
+    return state.transform_states[name]["params"]["0.weight"].item()
 
 
 def ema_points() -> Points:
@@ -49,7 +49,7 @@ def ema_points() -> Points:
 
 
 def swa_points() -> Points:
-    beside = last(swa(start=1, end=4, interval=2, swap_in=False), 6)
+    beside = last(swa(start=1, end=4, interval=2, load_average=False), 6)
     inside = last(swa(start=1, end=3, interval=1), 5)
     annealed = last(swa(start=2, end=9, interval=1, lr=0.1, anneal=4), 4)
     return [
@@ -75,12 +75,12 @@ def freeze_layers_points() -> Points:
 
 ROWS: dict[str, Row] = {
     "ema": Row(make=lambda: ema(0.9), of=("ema",), points=ema_points),
-    "ema-scheduled": Row(make=lambda: ema(dt.linear(0.5, 0.99, 6))),
+    "ema-scheduled": Row(make=lambda: ema(dt.schedules.linear(0.5, 0.99, 6))),
     "ema-half-life": Row(make=lambda: ema(half_life="4ba", start=2, interval="2ba")),
     "swa": Row(make=lambda: swa(start=2, end=5, interval=2, lr=0.02, anneal=2), of=("swa",), points=swa_points),
-    "swa-beside": Row(make=lambda: swa(start="1ep", end="2ep", swap_in=False, lr=0.02, strategy="cosine")),
+    "swa-beside": Row(make=lambda: swa(start="1ep", end="2ep", load_average=False, lr=0.02, strategy="cosine")),
     "masked-swa": Row(make=lambda: masked(swa(start=1, end=5, interval=1), "first.*")),
-    "every-swa": Row(make=lambda: every(2, swa(start=1, end=5, interval=1, swap_in=False, lr=0.02, anneal=3))),
+    "every-swa": Row(make=lambda: every(2, swa(start=1, end=5, interval=1, load_average=False, lr=0.02, anneal=3))),
     "freeze": Row(make=lambda: freeze(["*.bias", "first.weight"], start="1ep"), of=("freeze",), points=freeze_points),
     "freeze_layers": Row(make=lambda: freeze_layers(start=1, end=5), of=("freeze_layers",), points=freeze_layers_points),
     "every-freeze": Row(make=lambda: every(2, freeze("last.*"))),

@@ -176,13 +176,13 @@ def _not_refused(step: Path, blamed: str, kind: str) -> str:
     given = states_of(kind, 7)
     before = _digests(given)
     for what, look in {
-        "verify_checkpoint of the step": lambda: dt.verify_checkpoint(step),
+        "verify of the step": lambda: dt.checkpoint.verify(step),
         "load_sharded of the step": lambda: dt.load_sharded(step, given, extra=dict.fromkeys(EXTRA)),
         "load_sharded of the root": lambda: dt.load_sharded(step.parent, given, extra=dict.fromkeys(EXTRA)),
     }.items():
         try:
             look()
-        except dt.DamagedCheckpointError as error:
+        except dt.errors.CorruptCheckpointError as error:
             if blamed not in str(error):
                 return f"{what} blamed something else: {error}"
             if what.startswith("load") and older not in str(error):
@@ -195,7 +195,7 @@ def _not_refused(step: Path, blamed: str, kind: str) -> str:
         return "the state changed"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        taken = dt.load_sharded(step.parent, given, extra=dict.fromkeys(EXTRA), on_damaged="previous")
+        taken = dt.load_sharded(step.parent, given, extra=dict.fromkeys(EXTRA), on_corrupt="previous")
     return "" if taken.step == 1 else f"took step {taken.step} instead"
 
 

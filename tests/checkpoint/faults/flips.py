@@ -81,10 +81,10 @@ def _not_refused(step: Path, name: str, given: Any) -> str:
     """How a step with a flip in the file ``name`` was believed after all; empty when it was not."""
     import dtrain as dt
 
-    for what, look in (("verify_checkpoint", lambda: dt.verify_checkpoint(step)), ("load_sharded", lambda: _load(step, given))):
+    for what, look in (("verify", lambda: dt.checkpoint.verify(step)), ("load_sharded", lambda: _load(step, given))):
         try:
             look()
-        except dt.DamagedCheckpointError as error:
+        except dt.errors.CorruptCheckpointError as error:
             if name not in str(error):
                 return f"{what} named another file: {error}"
         else:
@@ -102,5 +102,5 @@ def _still_sound(step: Path, given: Any) -> None:
     """With every bit back in its place the step loads: what was refused was refused for its bit."""
     import dtrain as dt
 
-    dt.verify_checkpoint(step)
+    dt.checkpoint.verify(step)
     _load(step, given)

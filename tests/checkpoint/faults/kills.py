@@ -87,13 +87,16 @@ def fork_and_finish(run: Run) -> None:
 
 def launch(values: dict[str, Any], ranks: int) -> list[int]:
     """What the launcher's process does. Its own noise goes into a file beside the logs."""
-    from dtrain.dist import timeouts
-    from dtrain.launch import call
+    from dtrain.dist import timeout_report
+    from dtrain.launch import spawn_function
 
-    timeouts.GRACE_S, call._COLLECT_S = 0.3, 0.1  # how long the ranks that are left wait for word from a dead one
+    timeout_report.GRACE_S, spawn_function._FAILURE_COLLECT_S = (
+        0.3,
+        0.1,
+    )  # how long the ranks that are left wait for word from a dead one
     noise = os.open(Path(values["folder"]) / "stderr", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(noise, 2)
-    return call.spawn(train, values, nproc=ranks)
+    return spawn_function.spawn(train, values, nproc=ranks)
 
 
 @contextmanager
@@ -268,7 +271,7 @@ def _litter(run: Run, log: list[dict[str, Any]]) -> list[str]:
     """What killed saves left and no later one has removed.
 
     A start that was killed before its first commit was a run of its own, which nobody can go on with: what it was writing is
-    left to ``prune_checkpoints``. And a start that finds nothing more to do saves nothing.
+    left to ``prune``. And a start that finds nothing more to do saves nothing.
     """
     last = max(at for at, line in enumerate(log) if "attempt" in line)
     if not any("saving" in line for line in log[last:]):

@@ -70,7 +70,7 @@ def sign(step: Path, *, index: bytes | None = None, change: Callable[[dict[str, 
     rank["data"][0]["bytes"] = (step / "rank-00000.safetensors").stat().st_size
     if change is not None:
         change(body)
-    (step / "manifest.json").write_bytes(layout._signed(body))
+    (step / "manifest.json").write_bytes(layout._sign(body))
 
 
 def _index_of(step: Path) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _with_data(content: bytes) -> Attack:
     """A data file that is something else, of the length that it had, with digests that are right."""
 
     def attack(step: Path) -> None:
-        from dtrain.checkpoint.digest import digest_of
+        from dtrain.checkpoint.data_file import digest_of
 
         path = step / "rank-00000.safetensors"
         size = path.stat().st_size
@@ -470,10 +470,10 @@ def _look_at(step: Path, hook: Hook, *, weights: bool) -> tuple[set[str], list[s
         given = states_of(KIND, 7)
 
     readers: dict[str, Callable[[], object]] = {
-        "verify_checkpoint": lambda: dt.verify_checkpoint(step),
+        "verify": lambda: dt.checkpoint.verify(step),
         "load_sharded": lambda: load(step),
         "load_sharded of the root": lambda: load(step.parent),
-        "list_checkpoints": lambda: dt.list_checkpoints(step.parent),
+        "list_steps": lambda: dt.checkpoint.list_steps(step.parent),
     }
     if weights:
         readers = {"load_weights_": lambda: dt.load_weights_(given.model, step)}
@@ -486,9 +486,9 @@ def _look_at(step: Path, hook: Hook, *, weights: bool) -> tuple[set[str], list[s
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 read()
-            if name != "list_checkpoints":  # which leaves out what it does not believe
+            if name != "list_steps":  # which leaves out what it does not believe
                 believers.add(name)
-        except (dt.CheckpointError, dt.ConfigError):
+        except (dt.errors.CheckpointError, dt.errors.ConfigError):
             pass
         except BaseException as error:  # noqa: BLE001 - any other way to end is a finding
             problems.append(f"{name} raised {type(error).__name__}: {str(error)[:200]}")

@@ -23,12 +23,16 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from dtrain import wire
-from dtrain.launch.port import hold_port
-from dtrain.launch.processes import become_subreaper, descendants, die_with_parent, reap
+from dtrain import launch_protocol
+from dtrain.launch.processes import become_subreaper, descendants, die_with_parent, reap_children
+from dtrain.launch.spawn_function import reserve_port
 
 LONG_S = 90.0  # how long a busy test machine may take
-_PRELOAD = ["dtrain.testing.serve", "torch.distributed.fsdp", "torch.testing"]  # as dtrain.testing does: one server for both
+_PRELOAD = [
+    "dtrain.testing.rank_worker",
+    "torch.distributed.fsdp",
+    "torch.testing",
+]  # as dtrain.testing does: one server for both
 _USED_LATER = ("torch._dynamo", "torch.onnx", "torch._inductor.test_operators", "numpy.fft", "numpy.random")
 
 
@@ -180,7 +184,7 @@ def fork_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> Iterator[
     """Run ``fn(*args)`` on so many ranks, with no launcher that would end those that are left when one dies."""
     children: list[Child] = []
     try:
-        with hold_port() as held:
+        with reserve_port() as held:
             for rank in range(world_size):
                 children.append(fork(_as_rank, rank, world_size, held.getsockname()[1], fn, args))
             yield children
@@ -190,13 +194,13 @@ def fork_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> Iterator[
 
 
 def _as_rank(rank: int, world_size: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    for name in (wire.RUN_DIR, wire.AGENT_STORE):
+    for name in (launch_protocol.RUN_DIR, launch_protocol.AGENT_STORE):
         os.environ.pop(name, None)
-    who = wire.rank_environment(
+    who = launch_protocol.rank_environment(
         rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, node_rank=0, nodes=1,
         addr="127.0.0.1", port=port,
     )  # fmt: skip
-    os.environ.update({**who, wire.LOOPBACK: "1", wire.GLOO_INTERFACE: "lo"})
+    os.environ.update({**who, launch_protocol.LOOPBACK: "1", launch_protocol.GLOO_INTERFACE: "lo"})
     return fn(*args)
 
 
@@ -212,13 +216,13 @@ def apart(fn: Callable[..., Any], *args: Any, within_s: float = LONG_S) -> Any:
 def end_all(*, within_s: float = LONG_S) -> list[int]:
     """Wait until nothing that was forked here is alive, whoever forked it. Returns those that did not end, killed then."""
     deadline = time.monotonic() + within_s
-    while reap()[1]:
+    while reap_children()[1]:
         if time.monotonic() > deadline:
             late = descendants()
             for pid in late:
                 os.kill(pid, signal.SIGKILL)
             deadline = time.monotonic() + within_s
-            while reap()[1] and time.monotonic() < deadline:
+            while reap_children()[1] and time.monotonic() < deadline:
                 time.sleep(0.01)
             return late
         time.sleep(0.005)

@@ -57,7 +57,7 @@ SIMPLEST = EVERY_WAY[0]
 
 def _small_chunks(threads: int) -> None:
     """Small chunks, written by so many threads. Mutates: this process's dtrain."""
-    from dtrain.dist import timeouts
+    from dtrain.dist import timeout_report
     from dtrain.storage import local
 
     copies = [module for name, module in list(sys.modules.items()) if name.startswith("dtrain.") and _has_chunks(module)]
@@ -65,7 +65,7 @@ def _small_chunks(threads: int) -> None:
     for module in copies:
         module.CHUNK_BYTES = CHUNK  # type: ignore[attr-defined]
     local.for_each_part = _with_threads(local.for_each_part, threads)
-    timeouts.GRACE_S = 0.5
+    timeout_report.GRACE_S = 0.5
 
 
 def _with_threads(for_each_part: Callable[..., None], number: int) -> Callable[..., None]:
@@ -82,9 +82,9 @@ def _has_chunks(module: object) -> bool:
 def _joined(ranks: int) -> Any:
     """Who this is. Groups stay open: who has lost a peer cannot close them, and the process ends anyway."""
     import dtrain as dt
-    from dtrain.dist.init import current
+    from dtrain.dist.init import get_dist_info
 
-    return dt.init_dist(device="cpu") if ranks > 1 else current()
+    return dt.init_dist(device="cpu") if ranks > 1 else get_dist_info()
 
 
 def _begin(root: Path) -> Any:
@@ -118,7 +118,7 @@ def prepare(root: str) -> None:
             save_sharded(root, state).result()
             last, state = state, train(state, 1)
         if info.rank == 0:
-            leftover = Path(root) / f"step-00000009.tmp-{last.shared.run_id[:8]}-01234567"
+            leftover = Path(root) / f"step-00000009.tmp-{last.run_context.run_id[:8]}-01234567"
             leftover.mkdir()
             (leftover / "rank-00000.json").touch()
 
@@ -188,8 +188,8 @@ def _invalid(root: Path) -> str:
 
     try:
         for name in ("step-00000001", "step-00000002"):
-            dt.verify_checkpoint(root / name)
-    except dt.CheckpointError as error:
+            dt.checkpoint.verify(root / name)
+    except dt.errors.CheckpointError as error:
         return str(error)
     return ""
 
@@ -212,9 +212,9 @@ def _check(root: str) -> dict[str, Any]:
     from checkpoint.states import digest, plain_state, train
 
     try:
-        found = dt.list_checkpoints(root)
+        found = dt.checkpoint.list_steps(root)
         for each in found:
-            dt.verify_checkpoint(each.path)
+            dt.checkpoint.verify(each.path)
         restored = dt.load_sharded(root, plain_state())
         loaded = digest(restored.state, rng=False)
         dt.save_sharded(root, train(restored.state, 5)).result()

@@ -82,7 +82,7 @@ def _by_callable(command: str) -> dict[str, bytes]:
         "functools.partial": _Calls(functools.partial(os.system, command)),
         "map": _Calls(list, _Calls(map, os.system, [command])),
         "subprocess.Popen": _Calls(subprocess.Popen, ["sh", "-c", command]),
-        "subprocess.check_output": _Calls(subprocess.check_output, command),
+        "subprocess.check_output_plan": _Calls(subprocess.check_output, command),
         "os.popen": _Calls(os.popen, command),
         "os.execv": _Calls(os.execv, "/bin/sh", ["sh", "-c", command]),
         "pty.spawn": _Calls(pty.spawn, ["sh", "-c", command]),

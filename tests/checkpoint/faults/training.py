@@ -17,7 +17,7 @@ from torch import nn
 
 import dtrain as dt
 from checkpoint.states import digest
-from dtrain.checkpoint.find import Committed
+from dtrain.checkpoint.checkpoint_info import CheckpointInfo
 from dtrain.dist.rng import seed_all
 
 EVERY = 2
@@ -100,7 +100,7 @@ def _digest(run: Run, state: dt.TrainState) -> str:
     """Of all that training reads; the clock's seconds are those of the machine, and streams depend on the world size."""
     before = state.clock.before
     clock = replace(state.clock, seconds=0.0, before=None if before is None else replace(before, seconds=0.0))
-    return digest(state.but(clock=clock), rng=not run.elastic)
+    return digest(state._replace(clock=clock), rng=not run.elastic)
 
 
 def _mode(run: Run) -> dict[str, str]:
@@ -127,15 +127,15 @@ def begin(run: Run) -> tuple[Any, Any, Any]:
     data = [{"x": torch.tensor([i / 7, i % 3, 1.0], dtype=dtype), "id": i} for i in range(SAMPLES)]
     loader = dt.build_loader(data, mesh=mesh, global_batch_size=BATCH, seed=2)
     loss = dt.mean_loss(lambda m, b: (m(b["x"]) - b["x"][:, :1]).square().mean(), weight=lambda b: len(b["x"]))
-    step = dt.compose_step(loss, [dt.clip_by_norm(0.5), dt.ema(0.9)])
+    step = dt.compose_step(loss, [dt.transforms.clip_by_norm(0.5), dt.transforms.ema(0.9)])
     return step, step.init(net, torch.optim.AdamW(net.parameters(), lr=0.02), seed=3), loader
 
 
-def committed(run: Run) -> list[Committed]:
+def committed(run: Run) -> list[CheckpointInfo]:
     """The committed steps, each read to the last byte; a damaged one raises, as a warning or by itself."""
-    found = dt.list_checkpoints(run.root)
+    found = dt.checkpoint.list_steps(run.root)
     for each in found:
-        dt.verify_checkpoint(each.path)
+        dt.checkpoint.verify(each.path)
     return found
 
 
@@ -144,7 +144,7 @@ def look(values: dict[str, Any]) -> dict[str, Any]:
     run = Run(**values)
     try:
         found = committed(run)
-    except (dt.CheckpointError, UserWarning) as error:
+    except (dt.errors.CheckpointError, UserWarning) as error:
         return {"steps": [], "names": [], "run": "", "wrong": f"{type(error).__name__}: {error}"}
     return {
         "steps": [each.step for each in found],

@@ -91,11 +91,11 @@ def load(path: str, state: Any) -> Any:
     """What ``load_sharded`` returns. The sample's first steps have values beside the state, which are left."""
     import dtrain as dt
 
-    with suppress(dt.CheckpointMismatchError):
+    with suppress(dt.errors.CheckpointMismatchError):
         return dt.load_sharded(path, state)
     try:
         return dt.load_sharded(path, state, ignore=[f"extra/{name}" for name in EXTRA])
-    except dt.ConfigError:  # a newer step has come meanwhile, without these values
+    except dt.errors.ConfigError:  # a newer step has come meanwhile, without these values
         return dt.load_sharded(path, state)
 
 
@@ -144,9 +144,9 @@ def look(root: str) -> dict[str, Any]:
     from checkpoint.states import digest, plain_state
 
     try:
-        found = {each.step: each.path for each in dt.list_checkpoints(root)}
+        found = {each.step: each.path for each in dt.checkpoint.list_steps(root)}
         for path in found.values():
-            dt.verify_checkpoint(path)
+            dt.checkpoint.verify(path)
         states = {step: load(path, plain_state()).state for step, path in found.items()}
     except (dt.DtrainError, UserWarning) as error:
         return {"wrong": f"{type(error).__name__}: {error}"}
@@ -260,4 +260,4 @@ def _judge(before: list[Any], answers: Mapping[str, dict[str, Any]], after: dict
     return ("both saved, one after the other", "one was refused", "both were refused")[refused], problems
 
 
-_CLEAN = ("CheckpointError: ", "DamagedCheckpointError: ")
+_CLEAN = ("CheckpointError: ", "CorruptCheckpointError: ")

@@ -9,9 +9,9 @@ import fsspec.config
 import pytest
 
 from dtrain import storage
-from dtrain.data.stream.dataset import ShardedDataset
+from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.storage import remote
-from dtrain.storage.stores.connect import disconnect
+from dtrain.storage.stores.connections import disconnect
 from places import servers
 from places.proxy import Proxy
 from places.web import web
@@ -34,7 +34,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., ShardedDataset]]:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pauses between tries are short."""
-    monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, first_s=0.001))
+    monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, initial_delay_s=0.001))
     yield
     disconnect()
 
@@ -65,7 +65,7 @@ def on_s3(_s3: servers.Server, short: None, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(fsspec.config.conf, "s3", _s3.options)
 
     def send(folder):
-        root = storage.place(_s3.root())
+        root = storage.resolve_path(_s3.root())
         for name, _ in storage.walk_files(folder):
             storage.replace_file(root / name, (folder / name).read_bytes())
         assert _s3.proxy is not None

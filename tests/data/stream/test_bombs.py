@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dtrain.data.stream.formats.compression import compress
-from dtrain.data.stream.formats.mds_values import ENCODINGS
-from dtrain.data.stream.formats.write import write_shards
+from dtrain.data.stream.formats.mds_encodings import ENCODINGS
+from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import ConfigError, DataError
 
 MIB = 2**20
@@ -37,11 +37,11 @@ SUFFIXES = {"gz": "gz", "bz2": "bz2", "zstd": "zst", "br": "br", "snappy": "snap
 
 @pytest.mark.parametrize("name", SUFFIXES)
 def test_decompression_of_a_file_without_an_index_stops_at_the_bound(name, tmp_path, opened, monkeypatch):
-    from dtrain.data.stream.cache import Part
+    from dtrain.data.stream.shard_cache import PartialFile
 
     written = []
-    original = Part.write
-    monkeypatch.setattr(Part, "write", lambda part, data: written.append(len(data)) or original(part, data))
+    original = PartialFile.write
+    monkeypatch.setattr(PartialFile, "write", lambda part, data: written.append(len(data)) or original(part, data))
     folder = folder_with(tmp_path, f"a.txt.{SUFFIXES[name]}", zeros(name, 32 * MIB))
     with pytest.raises(DataError, match=r"more than 1048576 bytes come out; .*, or larger than max_shard_bytes$"):
         opened(folder, max_shard_bytes=MIB)
@@ -125,8 +125,8 @@ def test_a_value_that_grows_is_refused(encoding, tmp_path, opened):
 
 def test_an_image_is_judged_by_its_header():
     head = np.array([100_000, 100_000, 3], "<u4").tobytes() + b"RGB"
-    assert ENCODINGS["pil"].expands(memoryview(head)) == 4 * 10**10
-    assert ENCODINGS["list[png]"].expands(memoryview(bytes(4) + np.array([0], "<u4").tobytes())) == 0
+    assert ENCODINGS["pil"].decoded_bytes(memoryview(head)) == 4 * 10**10
+    assert ENCODINGS["list[png]"].decoded_bytes(memoryview(bytes(4) + np.array([0], "<u4").tobytes())) == 0
 
 
 @pytest.mark.parametrize("form", ["jsonl", "txt"])
@@ -137,7 +137,7 @@ def test_a_long_line_is_refused(form, tmp_path, opened):
 
 @pytest.mark.parametrize("blank", [b"\n", b" \n", b"\t \r\n"])
 def test_millions_of_blank_lines_are_not_looked_at_one_by_one(blank, tmp_path, opened, monkeypatch):
-    monkeypatch.setattr("dtrain.data.stream.formats.lines._is_blank", lambda *args: pytest.fail("looks at one line"))
+    monkeypatch.setattr("dtrain.data.stream.formats.json_lines._is_blank_line", lambda *args: pytest.fail("looks at one line"))
     folder = folder_with(tmp_path, "a.jsonl", b'{"a": 1}\n' + blank * (20 * MIB // len(blank)) + b'{"a": 2}')
     dataset = opened(folder)
     assert [dataset[0], dataset[1]] == [{"a": 1}, {"a": 2}]
@@ -145,7 +145,7 @@ def test_millions_of_blank_lines_are_not_looked_at_one_by_one(blank, tmp_path, o
 
 
 def test_too_many_lines_are_refused(tmp_path, opened, monkeypatch):
-    monkeypatch.setattr("dtrain.data.stream.formats.lines._MOST_LINES", 1000)
+    monkeypatch.setattr("dtrain.data.stream.formats.json_lines._MAX_LINES", 1000)
     with pytest.raises(DataError, match=r"a.txt: has more than 1000 lines; cut it into several files"):
         opened(folder_with(tmp_path, "a.txt", b"\n" * 1001))
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from dtrain.data.stream.download import StoppedError, download
-from dtrain.data.stream.formats.base import ShardFile
+from dtrain.data.stream.download import DownloadStoppedError, download
+from dtrain.data.stream.formats.shard_format import ShardFile
 from dtrain.errors import DataError
-from dtrain.testing import fault
+from dtrain.testing import inject_fault
 
 RAW = os.urandom(50_000)
 PACKED = gzip.compress(RAW)
@@ -51,7 +51,7 @@ def fetch(path, file, out, **options):
 
 @pytest.mark.parametrize("compressed", [False, True], ids=["raw", "gz"])
 def test_the_raw_bytes_come(compressed, tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.data.stream.download._PIECE_BYTES", 7000)
+    monkeypatch.setattr("dtrain.data.stream.download._CHUNK_BYTES", 7000)
     (tmp_path / "file").write_bytes(PACKED if compressed else RAW)
     out = Out()
     assert fetch(tmp_path / "file", file_of(compressed=compressed), out) == RAW
@@ -102,16 +102,16 @@ def test_a_missing_file_is_not_asked_for_again(tmp_path):
 def test_a_disk_that_fails_is_named(tmp_path):
     (tmp_path / "file").write_bytes(RAW)
     with (
-        fault("raise", at="dtrain.storage.local.os.preadv"),
+        inject_fault("raise", at="dtrain.storage.local.os.preadv"),
         pytest.raises(DataError, match=rf"^{tmp_path}/file: cannot be read: "),
     ):
         fetch(tmp_path / "file", file_of(), Out())
 
 
 def test_a_download_stops_between_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.data.stream.download._PIECE_BYTES", 7000)
+    monkeypatch.setattr("dtrain.data.stream.download._CHUNK_BYTES", 7000)
     (tmp_path / "file").write_bytes(RAW)
     out = Out()
-    with pytest.raises(StoppedError):
+    with pytest.raises(DownloadStoppedError):
         fetch(tmp_path / "file", file_of(), out, stopped=lambda: len(out.content) >= 14_000)
     assert len(out.content) == 14_000

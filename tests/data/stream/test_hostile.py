@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.data.stream.dataset import ShardedDataset
-from dtrain.data.stream.formats.write import write_shards
+from dtrain.data.stream.sharded_dataset import ShardedDataset
+from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import DataError, DtrainError, ShardError
 from mutations import mutate_bytes, mutate_json
 
@@ -25,7 +25,7 @@ KINDS = [(form, None) for form in SAMPLES] + [("mds", name) for name in ("gz", "
 def read_all(folder, cache, **options):
     """Open a dataset and read all of it. Errors are dtrain's, of one line that can be printed; returns the error."""
     try:
-        dataset = ShardedDataset(folder, cache=cache, read_ahead=0, **options)
+        dataset = ShardedDataset(folder, cache=cache, prefetch_shards=0, **options)
     except DtrainError as error:
         return checked(error)
     try:
@@ -125,14 +125,14 @@ def test_an_index_with_impossible_values_is_refused_in_one_line(change, message,
 
 
 def test_an_error_that_nobody_foresaw_is_a_shard_error(tmp_path, monkeypatch):
-    from dtrain.data.stream.formats.mds import Mds
+    from dtrain.data.stream.formats.mds import MdsFormat
 
     def stumble(self, source, entry, options, **bounds):
         raise KeyError("a\nb\ud800")
 
     folder = tmp_path / "data"
     write_shards(SAMPLES["mds"], str(folder), format="mds", size_limit=400)
-    monkeypatch.setattr(Mds, "open", stumble)
+    monkeypatch.setattr(MdsFormat, "open", stumble)
     error = read_all(folder, tmp_path / "cache")
     assert isinstance(error, ShardError)
     assert "is damaged, or no such file: KeyError: 'a" in str(error)

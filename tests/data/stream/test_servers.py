@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dtrain.data.stream.dataset import ShardedDataset
+from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.errors import ConfigError, DataError
 from places.proxy import Fault
 from places.shards import Watch, samples, written
@@ -146,7 +146,7 @@ def test_a_url_without_data_is_refused(name, served, data, opened):
 
 @pytest.mark.parametrize("format", ["parquet", pytest.param("jsonl", marks=pytest.mark.slow)])
 def test_a_folder_without_an_index_is_counted(format, served, tmp_path, opened):
-    from dtrain.data.stream.formats.write import write_shards
+    from dtrain.data.stream.write_shards import write_shards
 
     write_shards(({"text": f"line {index}"} for index in range(50)), str(tmp_path / "data"), format=format, size_limit=600)
     os.remove(tmp_path / "data/index.json")
@@ -221,7 +221,7 @@ def test_loader_workers_fork_while_shards_are_fetched(on_s3, data, opened):
 PROGRAM = """
 import itertools, json, sys
 import fsspec.config
-from dtrain.data.stream.dataset import ShardedDataset
+from dtrain.data.stream.sharded_dataset import ShardedDataset
 fsspec.config.conf["s3"] = json.loads(sys.argv[1])
 dataset = ShardedDataset(sys.argv[2], cache=sys.argv[3], cache_bytes=int(sys.argv[4]))
 print("started", flush=True)
@@ -257,14 +257,14 @@ def read_share(url, cache, options, limit, world):
     """A rank's part of an epoch in a shuffled order, sample by sample and by batches, with read-ahead."""
     import fsspec.config
 
-    from dtrain.dist.init import current
+    from dtrain.dist.init import get_dist_info
     from dtrain.storage import remote
-    from dtrain.storage.retry import Retry
-    from dtrain.storage.stores.connect import disconnect
+    from dtrain.storage.retry import RetryPolicy
+    from dtrain.storage.stores.connections import disconnect
 
-    fsspec.config.conf["s3"], remote.RETRY = options, Retry(first_s=0.01)
-    dataset = ShardedDataset(url, cache=cache, cache_bytes=limit, read_ahead=2)
-    mine = dataset.order(0, True).indices(0, 0, len(dataset))[current().rank :: world]
+    fsspec.config.conf["s3"], remote.RETRY = options, RetryPolicy(initial_delay_s=0.01)
+    dataset = ShardedDataset(url, cache=cache, cache_bytes=limit, prefetch_shards=2)
+    mine = dataset.order(0, True).indices(0, 0, len(dataset))[get_dist_info().rank :: world]
     found = []
     for batch in mine.split(16):
         dataset.prefetch(batch)

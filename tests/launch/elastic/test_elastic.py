@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.launch.elastic.request import ElasticRequest, elastic_command
-from dtrain.launch.plan import Target
-from dtrain.launch.topology import Elastic
+from dtrain.launch.elastic.agent_request import ElasticRequest, build_agent_command
+from dtrain.launch.launch_plan import Target
+from dtrain.launch.topology import ElasticConfig
 
 LONG_S = 90
 
@@ -33,7 +33,7 @@ class Nodes:
         (run_dir / "failures").mkdir(parents=True)
         script = self.folder / "script.py"
         script.write_text(textwrap.dedent(source))
-        elastic = Elastic(min_nodes=nodes[0], max_nodes=nodes[1], nproc=1, endpoint=self.endpoint, run_id="test")
+        elastic = ElasticConfig(min_nodes=nodes[0], max_nodes=nodes[1], nproc=1, endpoint=self.endpoint, run_id="test")
         request = ElasticRequest(
             elastic=elastic,
             target=Target(kind="script", name=str(script), args=("a b", "$HOME")),
@@ -44,7 +44,7 @@ class Nodes:
         )
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            elastic_command(request), stdout=pipe, stderr=pipe, text=True, cwd=self.folder, start_new_session=True
+            build_agent_command(request), stdout=pipe, stderr=pipe, text=True, cwd=self.folder, start_new_session=True
         )
         self.started.append(process)
         return process

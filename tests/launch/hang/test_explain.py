@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.launch.hang.collectives import parse_record
-from dtrain.launch.hang.explain import Evidence, explain
-from dtrain.launch.hang.watch import Seen
+from dtrain.launch.hang.explain import RankEvidence, explain_stall
+from dtrain.launch.hang.progress_timer import RankProgress
+from dtrain.launch.hang.rank_records import parse_rank_record
 
 REPORT = Path("/runs/1/hang/report.txt")
 
@@ -28,10 +28,10 @@ def record(
     return json.dumps({"rank": 0, "passed": passed, "doing": "step", "groups": groups if issued else []})
 
 
-def rank(number: int, written: str | None, *, line: int = 30, phase: str | None = "open", **more: object) -> Evidence:
-    seen = None if phase is None else Seen(phase=phase, at=1.0, passed=5, doing="step")  # type: ignore[arg-type]
-    told = {"record": parse_record(written) if written is not None else None, "stacks": stack(line)}
-    return Evidence(**{"rank": number, "seen": seen, "state": "S", **told, **more})  # type: ignore[arg-type]
+def rank(number: int, written: str | None, *, line: int = 30, phase: str | None = "open", **more: object) -> RankEvidence:
+    seen = None if phase is None else RankProgress(phase=phase, at=1.0, passed=5, doing="step")  # type: ignore[arg-type]
+    told = {"record": parse_rank_record(written) if written is not None else None, "stacks": stack(line)}
+    return RankEvidence(**{"rank": number, "seen": seen, "state": "S", **told, **more})  # type: ignore[arg-type]
 
 
 WAITS = record((56, "barrier", False), (57, "all_gather", True))
@@ -45,7 +45,7 @@ AT_END = record((56, "barrier", False), (57, "barrier", True))
 ELSEWHERE = record((3, "all_reduce", True), group="training", ranks=(0, 1))
 
 
-def all_but(odd: Evidence, written: str = WAITS) -> list[Evidence]:
+def all_but(odd: RankEvidence, written: str = WAITS) -> list[RankEvidence]:
     return [odd, *(rank(number, written) for number in range(4) if number != odd.rank)]
 
 
@@ -193,7 +193,7 @@ def all_but(odd: Evidence, written: str = WAITS) -> list[Evidence]:
     ],
 )  # fmt: skip
 def test_explanation_names_the_rank_that_stopped(evidence, says, lines):
-    first, *rest = explain(evidence, world_size=4, timeout_s=30.0, report=REPORT)
+    first, *rest = explain_stall(evidence, world_size=4, timeout_s=30.0, report=REPORT)
     assert first == f"dtrain: launch: hang: {says}; see {REPORT}"
     assert [line for line in lines if f"  {line}" not in rest] == [], rest
 
@@ -228,7 +228,7 @@ def test_explanation_is_at_most_twelve_lines_and_names_at_most_eight_ranks(group
         )
         for number in everyone
     ]
-    lines = explain(evidence, world_size=64, timeout_s=None if by_hand else 30.0, report=REPORT)
+    lines = explain_stall(evidence, world_size=64, timeout_s=None if by_hand else 30.0, report=REPORT)
     assert 2 <= len(lines) <= 12
     assert all(line.startswith("  ") for line in lines[1:])
     assert all(len(line) < 400 for line in lines)
@@ -243,7 +243,7 @@ def test_explanation_is_at_most_twelve_lines_and_names_at_most_eight_ranks(group
 
 def test_place_of_ranks_that_lack_a_collective_is_left_out_where_they_differ():
     evidence = [rank(0, WAITS), rank(1, BEHIND, line=12), rank(2, BEHIND, line=13), rank(3, WAITS)]
-    lines = explain(evidence, world_size=4, timeout_s=30.0, report=REPORT)
+    lines = explain_stall(evidence, world_size=4, timeout_s=30.0, report=REPORT)
     assert "  ranks 1, 2 have not entered all_gather #57 of group control, where ranks 0, 3 wait" in lines
     assert lines[1:3] == [f"  rank {number}: /home/me/loop.py:{11 + number} in train (step, point of progress 9)"
                           for number in (1, 2)]  # fmt: skip
@@ -261,20 +261,20 @@ def test_place_of_ranks_that_lack_a_collective_is_left_out_where_they_differ():
 )
 def test_explanation_by_hand_says_since_when_nothing_was_heard(quiet, says):
     evidence = [rank(number, BEHIND if number == 1 else WAITS, quiet_s=quiet[number]) for number in range(4)]
-    (first, *_) = explain(evidence, world_size=4, timeout_s=None, report=REPORT)
+    (first, *_) = explain_stall(evidence, world_size=4, timeout_s=None, report=REPORT)
     assert first.startswith(f"dtrain: launch: asked: {says}"), first
 
 
 def test_explanation_by_hand_does_not_doubt_the_network():
-    lines = explain([rank(number, WAITS) for number in range(4)], world_size=4, timeout_s=None, report=REPORT)
+    lines = explain_stall([rank(number, WAITS) for number in range(4)], world_size=4, timeout_s=None, report=REPORT)
     assert "  ranks 0, 1, 2, 3 wait in all_gather #57 of group control, and all its ranks have come" in lines
 
 
 def test_explanation_shows_no_control_characters():
     odd = rank(0, None, stacks=stack(3).replace("loop.py", "lo\x1b[2Jop.py"))
-    assert "\x1b" not in "".join(explain([odd], world_size=1, timeout_s=30.0, report=REPORT))
+    assert "\x1b" not in "".join(explain_stall([odd], world_size=1, timeout_s=30.0, report=REPORT))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"groups": [{}], "passed": 1, "doing": ""}', '{"groups": 3}'])
 def test_damaged_record_is_none(text):
-    assert parse_record(text) is None
+    assert parse_rank_record(text) is None

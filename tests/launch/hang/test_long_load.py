@@ -24,7 +24,7 @@ SCRIPT = """
 
         os.preadv = slow
 
-    def new_state():
+    def init_state():
         pulse.beat("build")
         model = torch.nn.Module()
         model.weight = torch.nn.Parameter(torch.zeros(chunks, 1024, 1024))  # of 4 MiB each
@@ -32,8 +32,8 @@ SCRIPT = """
         return step.init(model, torch.optim.SGD(model.parameters()))
 
     with dt.init_dist(device="cpu") as info:
-        dt.save_sharded("ckpt", new_state())
-        state = new_state()
+        dt.save_sharded("ckpt", init_state())
+        state = init_state()
         pulse.beat("built")
         begun = time.monotonic()
         slow_down()
@@ -42,7 +42,7 @@ SCRIPT = """
         elif kind == "load_weights_":
             dt.load_weights_(state.model, "ckpt")
         elif info.rank == 0:  # as of older steps, when the newest one is damaged
-            dt.verify_checkpoint("ckpt")
+            dt.checkpoint.verify("ckpt")
         all_gather_numbers([0.0])
         print("took", time.monotonic() - begun)
 """

@@ -11,8 +11,17 @@ import time
 
 import pytest
 
-from dtrain.launch.nodes.messages import End, Ended, Failed, Joined, Notice, Over, Refused, decode
-from dtrain.launch.plan import Layout
+from dtrain.launch.launch_plan import NodeLayout
+from dtrain.launch.nodes.messages import (
+    JobFinished,
+    JoinAccepted,
+    JoinRefused,
+    NodeFailed,
+    Notice,
+    RanksExited,
+    RanksFailed,
+    decode,
+)
 from hosts.agents import LONG_S
 
 
@@ -44,55 +53,55 @@ def everything(sock: socket.socket) -> bytes:
 
 def joined(nodes, count, **settings):
     started = [nodes.start(rank, count, **settings) for rank in range(count)]
-    nodes.wait_for(Joined, *started)
+    nodes.wait_for(JoinAccepted, *started)
     return started
 
 
 def test_nodes_learn_their_place_and_how_all_ranks_ended(nodes):
     first = nodes.start(0, 3, nproc=2, store_port=4321, run_name="2026-01-01")
     second, third = nodes.start(1, 3, nproc=1), nodes.start(2, 3, nproc=3)
-    places = nodes.wait_for(Joined, first, second, third)
+    places = nodes.wait_for(JoinAccepted, first, second, third)
     shared = {"world_size": 6, "nodes": 3, "master_addr": "127.0.0.1"}
     assert [place.layout for place in places] == [
-        Layout(nproc=2, base_rank=0, node_rank=0, **shared),
-        Layout(nproc=1, base_rank=2, node_rank=1, **shared),
-        Layout(nproc=3, base_rank=3, node_rank=2, **shared),
+        NodeLayout(nproc=2, base_rank=0, node_rank=0, **shared),
+        NodeLayout(nproc=1, base_rank=2, node_rank=1, **shared),
+        NodeLayout(nproc=3, base_rank=3, node_rank=2, **shared),
     ]
     assert {(place.store_port, place.run_name, place.interface) for place in places} == {(4321, "2026-01-01", "lo")}
-    first.agent.send(Ended(codes={0: 0, 1: 75}))
-    third.agent.send(Ended(codes={3: 0, 4: 0, 5: 0}))
+    first.agent.send(RanksExited(exit_codes={0: 0, 1: 75}))
+    third.agent.send(RanksExited(exit_codes={3: 0, 4: 0, 5: 0}))
     nodes.read(0.2)
-    assert not first.only(Over)
-    second.agent.send(Ended(codes={2: 0}))
-    over = nodes.wait_for(Over, first, second, third)
-    assert [dict(message.codes) for message in over] == [{0: 0, 1: 75, 2: 0, 3: 0, 4: 0, 5: 0}] * 3
-    assert not first.only(End)
+    assert not first.only(JobFinished)
+    second.agent.send(RanksExited(exit_codes={2: 0}))
+    over = nodes.wait_for(JobFinished, first, second, third)
+    assert [dict(message.exit_codes) for message in over] == [{0: 0, 1: 75, 2: 0, 3: 0, 4: 0, 5: 0}] * 3
+    assert not first.only(NodeFailed)
 
 
 def test_the_number_of_ranks_tells_when_all_are_there_when_nodes_differ(nodes):
     first = nodes.start(0, None, nproc=3, world_size=4, base_rank=0)
     second = nodes.start(1, None, nproc=1, world_size=4, base_rank=3)
-    assert [place.layout.ranks for place in nodes.wait_for(Joined, first, second)] == [range(3), range(3, 4)]
+    assert [place.layout.ranks for place in nodes.wait_for(JoinAccepted, first, second)] == [range(3), range(3, 4)]
 
 
 def test_a_late_first_node_is_waited_for(nodes):
     second = nodes.start(1)
     nodes.read(0.5)
     assert not second.said
-    nodes.wait_for(Joined, nodes.start(0), second)
+    nodes.wait_for(JoinAccepted, nodes.start(0), second)
 
 
 def test_a_node_that_left_before_the_start_may_come_again(nodes):
     first, second = nodes.start(0, 3), nodes.start(1, 3)
     nodes.read(0.3)
     os.kill(second.agent.pid, signal.SIGKILL)
-    nodes.wait_for(Refused, second)
-    assert len(nodes.wait_for(Joined, first, nodes.start(1, 3), nodes.start(2, 3))) == 3
+    nodes.wait_for(JoinRefused, second)
+    assert len(nodes.wait_for(JoinAccepted, first, nodes.start(1, 3), nodes.start(2, 3))) == 3
 
 
 def test_who_is_missing_is_named_when_the_time_is_over(nodes):
     here = [nodes.start(rank, 4, timeout_s=1.5, hosts=("a", "b", "c", "d")) for rank in (0, 1, 3)]
-    lines = {refusal.line for refusal in nodes.wait_for(Refused, *here)}
+    lines = {refusal.line for refusal in nodes.wait_for(JoinRefused, *here)}
     assert len(lines) == 1
     line = lines.pop()
     assert line.startswith("launch: 3 of 4 nodes joined in 2 s; missing: node 2 (c); ")
@@ -107,7 +116,7 @@ def test_who_is_missing_is_named_when_the_time_is_over(nodes):
 
 
 def test_missing_ranks_are_counted_when_the_number_of_nodes_is_not_known(nodes):
-    (refusal,) = nodes.wait_for(Refused, nodes.start(0, None, nproc=3, world_size=8, base_rank=0, timeout_s=0.5))
+    (refusal,) = nodes.wait_for(JoinRefused, nodes.start(0, None, nproc=3, world_size=8, base_rank=0, timeout_s=0.5))
     assert "3 of 8 ranks joined in 0 s, with node 0" in refusal.line
 
 
@@ -117,7 +126,7 @@ def test_missing_ranks_are_counted_when_the_number_of_nodes_is_not_known(nodes):
     ids=["nobody", "no name"],
 )
 def test_a_first_node_that_cannot_be_reached_is_named_with_address_and_variables(nodes, addr, last):
-    (refusal,) = nodes.wait_for(Refused, nodes.start(1, timeout_s=0.5, addr=addr))
+    (refusal,) = nodes.wait_for(JoinRefused, nodes.start(1, timeout_s=0.5, addr=addr))
     assert refusal.line.startswith("launch: node 1 (")
     for word in (f"{addr}:{nodes.port}", last, "--master-addr", "--master-port", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         assert word in refusal.line
@@ -126,49 +135,49 @@ def test_a_first_node_that_cannot_be_reached_is_named_with_address_and_variables
 def test_a_name_that_does_not_resolve_is_replaced_by_what_the_scheduler_knows(nodes):
     settings = {"addr": "no-such-host.invalid", "fallback_addr": "127.0.0.1"}
     first, second = nodes.start(0, **settings), nodes.start(1, **settings)
-    places = nodes.wait_for(Joined, first, second)
+    places = nodes.wait_for(JoinAccepted, first, second)
     assert [place.layout.master_addr for place in places] == ["127.0.0.1", "127.0.0.1"]
 
 
 def test_a_stranger_is_turned_away_by_name_on_both_sides_and_the_job_goes_on(nodes):
     first = nodes.start(0, token="mine")
     stranger = nodes.start(1, token="theirs")
-    (refusal,) = nodes.wait_for(Refused, stranger)
+    (refusal,) = nodes.wait_for(JoinRefused, stranger)
     (notice,) = nodes.wait_for(Notice, first)
     who = f"node 1 ({socket.gethostname()}), pid {os.getpid()} belongs to another job"
     assert who in refusal.line
     assert "run tokens differ" in refusal.line
     assert who in notice.line
     assert "theirs" not in refusal.line
-    nodes.wait_for(Joined, first, nodes.start(1, token="mine"))
-    nodes.wait_for(Refused, nodes.start(1, token="theirs"))
-    assert not first.only(End)
+    nodes.wait_for(JoinAccepted, first, nodes.start(1, token="mine"))
+    nodes.wait_for(JoinRefused, nodes.start(1, token="theirs"))
+    assert not first.only(NodeFailed)
 
 
 def test_a_second_node_of_one_rank_is_refused_and_named_to_who_waits_in_vain(nodes):
     first, second = nodes.start(0, 3, timeout_s=2), nodes.start(1, 3)
     nodes.read(0.5)
     twin = nodes.start(1, 3)
-    (refusal,) = nodes.wait_for(Refused, twin)
+    (refusal,) = nodes.wait_for(JoinRefused, twin)
     assert "give each node its own --node-rank" in refusal.line
-    (refusal, _) = nodes.wait_for(Refused, first, second)
+    (refusal, _) = nodes.wait_for(JoinRefused, first, second)
     assert "missing: node 2; " in refusal.line
     assert "turned away: node 1" in refusal.line
 
 
 def test_two_first_nodes_at_one_endpoint_name_each_other(nodes):
     first, second = joined(nodes, 2, token="mine")
-    (refusal,) = nodes.wait_for(Refused, nodes.start(0, token="theirs"))
+    (refusal,) = nodes.wait_for(JoinRefused, nodes.start(0, token="theirs"))
     assert f"cannot listen at 127.0.0.1:{nodes.port}: address already in use by another launch: node 0" in refusal.line
     assert "run tokens differ" in refusal.line
     assert "another --master-port" in refusal.line
-    assert not second.only(End)
-    assert not first.only(End)
+    assert not second.only(NodeFailed)
+    assert not first.only(NodeFailed)
 
 
 def test_a_port_taken_by_something_else_is_refused(nodes):
     with socket.create_server(("127.0.0.1", nodes.port)):
-        (refusal,) = nodes.wait_for(Refused, nodes.start(0))
+        (refusal,) = nodes.wait_for(JoinRefused, nodes.start(0))
     assert f"node 0 cannot listen at 127.0.0.1:{nodes.port}: address already in use; choose another" in refusal.line
 
 
@@ -176,7 +185,7 @@ def test_an_address_of_another_machine_is_listened_for_on_all_interfaces(nodes):
     (notice,) = nodes.wait_for(Notice, nodes.start(0, addr="192.0.2.77"))
     assert "192.0.2.77" in notice.line
     assert "listens on all interfaces" in notice.line
-    nodes.wait_for(Joined, nodes.started[0], nodes.start(1))
+    nodes.wait_for(JoinAccepted, nodes.started[0], nodes.start(1))
 
 
 @pytest.mark.parametrize(
@@ -196,40 +205,40 @@ def test_an_address_of_another_machine_is_listened_for_on_all_interfaces(nodes):
 )
 def test_nodes_that_do_not_fit_together_are_told_why_on_all_of_them(nodes, settings, line):
     started = [nodes.start(rank, **{"nodes": 2, **setting}) for rank, setting in enumerate(settings)]
-    refusals = nodes.wait_for(Refused, *started)
+    refusals = nodes.wait_for(JoinRefused, *started)
     assert len({refusal.line for refusal in refusals}) == 1
     with pytest.raises(AssertionError, match=line):
         raise AssertionError(refusals[0].line)
-    assert not any(node.only(Joined) for node in started)
+    assert not any(node.only(JoinAccepted) for node in started)
 
 
 def test_the_odd_node_out_is_named_among_many(nodes):
     started = [nodes.start(rank, 4, facts={"script": "x" if rank == 2 else "y"}) for rank in range(4)]
-    assert "differ in script: node 2" in nodes.wait_for(Refused, *started)[0].line
-    assert "the other 3 have y" in started[0].only(Refused)[0].line
+    assert "differ in script: node 2" in nodes.wait_for(JoinRefused, *started)[0].line
+    assert "the other 3 have y" in started[0].only(JoinRefused)[0].line
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_the_first_failure_ends_the_other_nodes_by_name(nodes, failing):
     started = joined(nodes, 3)
-    started[failing].agent.send(Failed(rank=failing, code=3, line=f"rank {failing} failed with exit code 3"))
+    started[failing].agent.send(RanksFailed(rank=failing, code=3, line=f"rank {failing} failed with exit code 3"))
     others = [node for rank, node in enumerate(started) if rank != failing]
     host = socket.gethostname()
     line = f"node {failing} ({host}): rank {failing} failed with exit code 3"
-    assert nodes.wait_for(End, *others) == [End(line=line, code=3, node_rank=failing)] * 2
-    others[0].agent.send(Failed(rank=9, code=1, line="a consequence"))
+    assert nodes.wait_for(NodeFailed, *others) == [NodeFailed(line=line, code=3, node_rank=failing)] * 2
+    others[0].agent.send(RanksFailed(rank=9, code=1, line="a consequence"))
     for rank, node in enumerate(started):
-        node.agent.send(Ended(codes={rank: 3}))
-    nodes.wait_for(Over, *started)
-    assert [len(node.only(End)) for node in started] == [0 if rank == failing else 1 for rank in range(3)]
+        node.agent.send(RanksExited(exit_codes={rank: 3}))
+    nodes.wait_for(JobFinished, *started)
+    assert [len(node.only(NodeFailed)) for node in started] == [0 if rank == failing else 1 for rank in range(3)]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_last_words_of_a_supervisor_that_leaves_at_once_arrive(nodes, failing):
     started = joined(nodes, 2)
-    started[failing].agent.send(Failed(rank=failing, code=143, line="terminated"))
+    started[failing].agent.send(RanksFailed(rank=failing, code=143, line="terminated"))
     started[failing].agent.close()
-    (end,) = nodes.wait_for(End, started[1 - failing])
+    (end,) = nodes.wait_for(NodeFailed, started[1 - failing])
     assert (end.code, end.line.endswith(": terminated")) == (143, True)
 
 
@@ -237,7 +246,7 @@ def test_last_words_of_a_supervisor_that_leaves_at_once_arrive(nodes, failing):
 def test_a_node_that_is_killed_ends_the_others_by_name(nodes, killed):
     started = joined(nodes, 3)
     os.kill(started[killed].agent.pid, signal.SIGKILL)
-    ends = nodes.wait_for(End, *started)
+    ends = nodes.wait_for(NodeFailed, *started)
     host = socket.gethostname()
     assert {end.node_rank for end in ends} == {killed}
     assert {end.line.startswith(f"node {killed} ({host}) is lost: ") for rank, end in enumerate(ends) if rank != killed} == {
@@ -248,14 +257,14 @@ def test_a_node_that_is_killed_ends_the_others_by_name(nodes, killed):
 
 def test_a_node_that_has_ended_may_leave_before_the_others(nodes):
     started = joined(nodes, 2)
-    started[1].agent.send(Ended(codes={1: 0}))
+    started[1].agent.send(RanksExited(exit_codes={1: 0}))
     nodes.read(0.2)
     started[1].agent.close()
     nodes.read(0.3)
-    started[0].agent.send(Ended(codes={0: 0}))
-    (over,) = nodes.wait_for(Over, started[0])
-    assert dict(over.codes) == {0: 0, 1: 0}
-    assert not started[0].only(End)
+    started[0].agent.send(RanksExited(exit_codes={0: 0}))
+    (over,) = nodes.wait_for(JobFinished, started[0])
+    assert dict(over.exit_codes) == {0: 0, 1: 0}
+    assert not started[0].only(NodeFailed)
 
 
 @pytest.mark.slow
@@ -265,9 +274,9 @@ def test_a_silent_node_is_lost_in_seconds_and_one_that_only_stood_still_is_not(n
     time.sleep(2.5)
     os.kill(started[2].agent.pid, signal.SIGCONT)
     nodes.read(1)
-    assert not any(node.only(End) for node in started)
+    assert not any(node.only(NodeFailed) for node in started)
     os.kill(started[1].agent.pid, signal.SIGSTOP)
-    ends = nodes.wait_for(End, started[0], started[2])
+    ends = nodes.wait_for(NodeFailed, started[0], started[2])
     assert {end.line for end in ends} == {f"node 1 ({socket.gethostname()}) was silent for 4 s"}
 
 
@@ -293,12 +302,12 @@ def test_garbage_is_dropped_and_the_job_begins_and_goes_on(nodes, data):
     if data:
         assert b"Joined" not in everything(before)
     second = nodes.start(1)
-    nodes.wait_for(Joined, first, second)
+    nodes.wait_for(JoinAccepted, first, second)
     after = shout(nodes.port, data)
     if data:
         everything(after)
     nodes.read(0.2)
-    assert not first.only(End)
+    assert not first.only(NodeFailed)
     before.close()
     after.close()
 
@@ -306,11 +315,11 @@ def test_garbage_is_dropped_and_the_job_begins_and_goes_on(nodes, data):
 def test_many_idle_strangers_do_not_keep_a_node_out(nodes):
     first = nodes.start(0)
     idle = [shout(nodes.port, b"") for _ in range(200)]
-    nodes.wait_for(Joined, first, nodes.start(1))
+    nodes.wait_for(JoinAccepted, first, nodes.start(1))
     for sock in idle:
         sock.close()
     nodes.read(0.2)
-    assert not first.only(End)
+    assert not first.only(NodeFailed)
 
 
 HELLO = {"node_rank": 1, "nodes": 2, "nproc": 1, "base_rank": None, "world_size": None, "token": "", "host": "b"}
@@ -327,7 +336,7 @@ def test_what_a_stranger_calls_itself_cannot_drive_the_terminal(nodes):
     (notice,) = nodes.wait_for(Notice, first)
     assert "\\x1b[2Jb" in notice.line
     assert "\x1b" not in notice.line
-    assert isinstance(decode(answer.splitlines()[0]), Refused)
+    assert isinstance(decode(answer.splitlines()[0]), JoinRefused)
 
 
 @pytest.mark.parametrize(
@@ -348,15 +357,15 @@ def test_what_a_stranger_calls_itself_cannot_drive_the_terminal(nodes):
 def test_a_hello_that_cannot_be_is_refused_and_the_job_begins(nodes, changed):
     first = nodes.start(0)
     answer = everything(shout(nodes.port, foreign_hello(**{"token": hashlib.sha256().hexdigest(), **changed})))
-    assert isinstance(decode(answer.splitlines()[0]), Refused)
-    nodes.wait_for(Joined, first, nodes.start(1))
+    assert isinstance(decode(answer.splitlines()[0]), JoinRefused)
+    nodes.wait_for(JoinAccepted, first, nodes.start(1))
 
 
 def test_strangers_that_keep_coming_do_not_flood_the_terminal(nodes):
     first = nodes.start(0, token="mine")
     for pid in range(50):
         everything(shout(nodes.port, foreign_hello(pid=pid)))
-    nodes.wait_for(Joined, first, nodes.start(1, token="mine"))
+    nodes.wait_for(JoinAccepted, first, nodes.start(1, token="mine"))
     assert 1 <= len(first.only(Notice)) <= 20
 
 
@@ -395,5 +404,5 @@ def test_an_agent_keeps_nothing_of_its_supervisor_open(nodes):
     os.close(read)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         os.kill(node.agent.pid, number)
-    nodes.wait_for(Joined, node, nodes.start(1))
-    assert not node.only(End)
+    nodes.wait_for(JoinAccepted, node, nodes.start(1))
+    assert not node.only(NodeFailed)

@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dtrain.launch.nodes.messages import End, Ended, Failed, Joined, Message, Notice, Over, Refused, decode, encode
+from dtrain.launch.nodes.messages import (
+    JobFinished,
+    JoinAccepted,
+    JoinRefused,
+    Message,
+    NodeFailed,
+    Notice,
+    RanksExited,
+    RanksFailed,
+    decode,
+    encode,
+)
 from hosts import speaker
 from hosts.agents import LONG_S
 from hosts.network import ADDRS, ADDRS6, Network, network
@@ -87,22 +98,22 @@ def hosts(built: Network) -> Iterator[Hosts]:
 def start_all(hosts: Network, **settings: object) -> list[Host]:
     nodes = [hosts.start(rank, rank, 3, **settings) for rank in range(3)]
     for node in nodes:
-        node.wait_for(Joined)
+        node.wait_for(JoinAccepted)
     return nodes
 
 
 @pytest.mark.parametrize("addr", [ADDRS[0], ADDRS6[0]], ids=["ipv4", "ipv6"])
 def test_three_hosts_meet_fail_and_end_together(hosts, addr):
     nodes = start_all(hosts, addr=addr)
-    places = [node.wait_for(Joined) for node in nodes]
+    places = [node.wait_for(JoinAccepted) for node in nodes]
     assert [(place.layout.base_rank, place.layout.world_size) for place in places] == [(0, 6), (2, 6), (4, 6)]
     assert {(place.layout.master_addr, place.interface) for place in places} == {(addr, "eth0")}
-    nodes[1].send(Failed(rank=3, code=3, line="rank 3 failed with exit code 3"))
-    end = End(line="node 1 (host1): rank 3 failed with exit code 3", code=3, node_rank=1)
-    assert [nodes[0].wait_for(End), nodes[2].wait_for(End)] == [end, end]
+    nodes[1].send(RanksFailed(rank=3, code=3, line="rank 3 failed with exit code 3"))
+    end = NodeFailed(line="node 1 (host1): rank 3 failed with exit code 3", code=3, node_rank=1)
+    assert [nodes[0].wait_for(NodeFailed), nodes[2].wait_for(NodeFailed)] == [end, end]
     for rank, node in enumerate(nodes):
-        node.send(Ended(codes={2 * rank: 3, 2 * rank + 1: 143}))
-    assert {len(node.wait_for(Over).codes) for node in nodes} == {6}
+        node.send(RanksExited(exit_codes={2 * rank: 3, 2 * rank + 1: 143}))
+    assert {len(node.wait_for(JobFinished).exit_codes) for node in nodes} == {6}
 
 
 def test_the_hub_listens_on_the_master_address_alone(hosts):
@@ -117,8 +128,8 @@ def test_the_hub_listens_on_the_master_address_alone(hosts):
 def test_a_cut_cable_ends_both_sides_of_it(hosts):
     nodes = start_all(hosts, silence_s=4)
     hosts.network.plug(2, "down")
-    assert [node.wait_for(End).line for node in nodes[:2]] == ["node 2 (host2) was silent for 4 s"] * 2
-    assert nodes[2].wait_for(End).line == "node 0 (host0) was silent for 4 s"
+    assert [node.wait_for(NodeFailed).line for node in nodes[:2]] == ["node 2 (host2) was silent for 4 s"] * 2
+    assert nodes[2].wait_for(NodeFailed).line == "node 0 (host0) was silent for 4 s"
 
 
 def test_a_host_whose_network_comes_up_late_still_joins(hosts):
@@ -127,30 +138,30 @@ def test_a_host_whose_network_comes_up_late_still_joins(hosts):
     time.sleep(1)
     assert nodes[2].process.poll() is None
     hosts.network.plug(2, "up")
-    assert {node.wait_for(Joined).layout.nodes for node in nodes} == {3}
+    assert {node.wait_for(JoinAccepted).layout.nodes for node in nodes} == {3}
 
 
 def test_the_time_out_names_the_missing_and_the_way_to_them(hosts):
     hosts.network.plug(2, "down")
     nodes = [hosts.start(rank, rank, 3, timeout_s=2, hosts=["a", "b", "c"]) for rank in range(3)]
     here = f"launch: 2 of 3 nodes joined in 2 s; missing: node 2 (c); node 0 waited at {ADDRS[0]}:{PORT} (interface eth0)"
-    assert all(node.wait_for(Refused).line.startswith(here) for node in nodes[:2])
-    there = nodes[2].wait_for(Refused).line
+    assert all(node.wait_for(JoinRefused).line.startswith(here) for node in nodes[:2])
+    there = nodes[2].wait_for(JoinRefused).line
     assert there.startswith(f"launch: node 2 (host2) did not reach node 0 at {ADDRS[0]}:{PORT} in 2 s, last: ")
     assert "by interface eth0" in there
 
 
 def test_a_wrong_number_of_nodes_is_named_by_host(hosts):
     nodes = [hosts.start(0, 0, 3), hosts.start(1, 1, 2)]
-    assert {"--nnodes 2, node 0 (host0) for 3" in node.wait_for(Refused).line for node in nodes} == {True}
+    assert {"--nnodes 2, node 0 (host0) for 3" in node.wait_for(JoinRefused).line for node in nodes} == {True}
 
 
 def test_two_jobs_at_one_endpoint_do_not_mix(hosts):
     first = hosts.start(0, 0, 2, token="one", run_name="first")
     stranger = hosts.start(1, 1, 2, token="two")
-    refused = stranger.wait_for(Refused).line
+    refused = stranger.wait_for(JoinRefused).line
     assert "node 1 (host1), pid " in refused
     assert f"belongs to another job than the one at {ADDRS[0]}:{PORT} (host0, pid " in refused
     assert "node 1 (host1)" in first.wait_for(Notice).line
     second = hosts.start(2, 1, 2, token="one")
-    assert {node.wait_for(Joined).layout.world_size for node in (first, second)} == {4}
+    assert {node.wait_for(JoinAccepted).layout.world_size for node in (first, second)} == {4}

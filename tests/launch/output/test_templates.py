@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from dtrain.cli.launch_options import list_ranks, parse_log_ranks
 from dtrain.errors import ConfigError
-from dtrain.launch.output.shown import list_ranks, parse_log_ranks
-from dtrain.launch.output.templates import check_output, fill, log_files
-from dtrain.launch.plan import Layout, OutputPlan
+from dtrain.launch.launch_plan import NodeLayout, OutputPlan
+from dtrain.launch.output.log_files import check_output_plan, fill_template, log_paths
 
-SECOND_NODE = Layout(nproc=2, world_size=6, base_rank=4, node_rank=2, nodes=3)
+SECOND_NODE = NodeLayout(nproc=2, world_size=6, base_rank=4, node_rank=2, nodes=3)
 
 FILLED = {
     "rank": ("r{rank}", "r5"),
@@ -26,7 +26,7 @@ FILLED = {
 
 @pytest.mark.parametrize(("template", "expected"), FILLED.values(), ids=FILLED)
 def test_template_is_filled_with_what_is_known_of_the_rank(template, expected):
-    assert fill("--stdout", template, SECOND_NODE, 5) == expected
+    assert fill_template("--stdout", template, SECOND_NODE, 5) == expected
 
 
 REFUSED = {
@@ -50,18 +50,18 @@ REFUSED = {
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
 def test_template_that_cannot_be_filled_is_refused(given, message):
     with pytest.raises(ConfigError, match=rf"^launch: {message}"):
-        check_output(OutputPlan(**given), SECOND_NODE)
+        check_output_plan(OutputPlan(**given), SECOND_NODE)
 
 
 def test_files_are_below_the_folder_of_the_launch_unless_their_name_is_absolute():
     run_dir = Path("/runs/a")
-    assert log_files(OutputPlan(), SECOND_NODE, run_dir, 5) == (
+    assert log_paths(OutputPlan(), SECOND_NODE, run_dir, 5) == (
         run_dir / "logs/rank-00005.stdout",
         run_dir / "logs/rank-00005.stderr",
     )
     plan = OutputPlan(stdout="out-{local_rank}.txt", stderr="/tmp/{rank}.err")
-    check_output(plan, SECOND_NODE)
-    assert log_files(plan, SECOND_NODE, run_dir, 5) == (run_dir / "out-1.txt", Path("/tmp/5.err"))
+    check_output_plan(plan, SECOND_NODE)
+    assert log_paths(plan, SECOND_NODE, run_dir, 5) == (run_dir / "out-1.txt", Path("/tmp/5.err"))
 
 
 RANKS = {

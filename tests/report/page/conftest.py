@@ -17,14 +17,14 @@ START = 1_760_000_000.0
 
 def series(
     values: Sequence[float], *, step_s: float = 0.5, marks: Sequence[tuple[int, str]] = (), every: int = 1
-) -> model.Series:
+) -> model.MetricSeries:
     steps = [(number + 1) * every for number in range(len(values))]
-    return model.Series(
+    return model.MetricSeries(
         steps=steps,
         values=list(values),
         tokens=[step * 262144.0 for step in steps],
         times=[step * step_s for step in steps],
-        marks=[model.Mark(step=step, what=what, tokens=step * 262144.0, at=step * step_s) for step, what in marks],
+        marks=[model.NonFiniteMark(step=step, what=what, tokens=step * 262144.0, at=step * step_s) for step, what in marks],
         count=len(values) + len(marks),
         bad=len(marks),
         last=values[-1],
@@ -36,7 +36,7 @@ def series(
     )
 
 
-def slices(edges: Sequence[float], attempts: int) -> list[model.Slice]:
+def slices(edges: Sequence[float], attempts: int) -> list[model.TimeSlice]:
     found = []
     for number, (start, end) in enumerate(itertools.pairwise(edges)):
         length, share = end - start, random.Random(number).random()
@@ -48,7 +48,7 @@ def slices(edges: Sequence[float], attempts: int) -> list[model.Slice]:
         if number == 0:
             shares = {"setup": 0.7, "compile": 0.3}
         found.append(
-            model.Slice(
+            model.TimeSlice(
                 at=start,
                 seconds=length,
                 attempt=1 + number * attempts // len(edges),
@@ -64,7 +64,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
     count = steps // every
     loss = [8 / math.sqrt(1 + number * every / 50) + 1.5 + 0.2 * noise.random() + 0.2 * seed for number in range(count)]
     attempts = [
-        model.Attempt(
+        model.AttemptReport(
             number=1,
             at=0.0,
             ended_at=178.0,
@@ -80,7 +80,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             lost_s=20.0,
             down_s=0.0,
         ),
-        model.Attempt(
+        model.AttemptReport(
             number=2,
             at=215.0,
             ended_at=430.0,
@@ -96,7 +96,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             lost_s=10.0,
             down_s=37.0,
         ),
-        model.Attempt(
+        model.AttemptReport(
             number=3,
             at=450.0,
             ended_at=length,
@@ -166,7 +166,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             "speed/tokens_per_s": series([520_000 + 9000 * noise.random() for _ in range(count)], every=every),
         },
         speed=[
-            model.Speed(
+            model.SpeedSample(
                 at=cut,
                 seconds=length / 120,
                 attempt=1,
@@ -181,7 +181,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             for number, cut in enumerate(cuts[:-1])
         ],
         gauges={
-            "rss_bytes": model.Gauge(
+            "rss_bytes": model.GaugeSeries(
                 times=cuts,
                 values=[2.1e9 + 3e6 * number for number in range(121)],
                 ranks=[3] * 121,
@@ -189,7 +189,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             )
         },
         checkpoints=[
-            model.Checkpoint(
+            model.CheckpointReport(
                 step=step,
                 attempt=1,
                 at=step * 0.55,
@@ -201,7 +201,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
         ],
         checkpoint_count=10,
         slowest=[
-            model.Slow(
+            model.SlowRank(
                 rank=3,
                 host="node-0",
                 stall_s=0.6,
@@ -213,9 +213,9 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             )
         ],
         events=[
-            model.Event(at=8.0, name="save", attempt=1, rank=0, step=100, fields={"held_s": 0.41}),
-            model.Event(at=215.0, name="resumed", attempt=2, rank=0, step=300, fields={"path": "checkpoints/step-00000300"}),
-            model.Event(at=430.0, name="out_of_memory", attempt=2, rank=3, step=720, fields={"size": 64}),
+            model.RunEvent(at=8.0, name="save", attempt=1, rank=0, step=100, fields={"held_s": 0.41}),
+            model.RunEvent(at=215.0, name="resumed", attempt=2, rank=0, step=300, fields={"path": "checkpoints/step-00000300"}),
+            model.RunEvent(at=430.0, name="out_of_memory", attempt=2, rank=3, step=720, fields={"size": 64}),
         ],
         event_counts={"save": 10, "resumed": 2, "out_of_memory": 1},
         about={
@@ -231,7 +231,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             }
             for number in (1, 2, 3)
         },
-        differences=[model.Difference(name="settings.lr", values={1: 3e-4, 2: 3e-4, 3: 2e-4})],
+        differences=[model.AttemptDifference(name="settings.lr", values={1: 3e-4, 2: 3e-4, 3: 2e-4})],
         missing=[],
     )
 

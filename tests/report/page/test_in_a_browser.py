@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 import browser as browsers
-from dtrain.report.page import figures, scales
-from dtrain.report.page.html import render
+from dtrain.report.page import build_charts, scales
+from dtrain.report.page.html import render_page
 
 pytestmark = pytest.mark.skipif(browsers.PROGRAM is None, reason="needs the program chromium")
 
@@ -33,7 +33,7 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(made, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(render(made.report(made.run(points=200))), encoding="utf-8")
+    path.write_text(render_page(made.report(made.run(points=200))), encoding="utf-8")
     return path
 
 
@@ -44,7 +44,7 @@ def shown(browser, page):
 
 
 def test_every_chart_is_drawn_without_an_error_or_a_request(shown, made):
-    keys = [f"chart-{chart.key}" for chart in figures.all_charts(made.report(made.run(points=200)))]
+    keys = [f"chart-{chart.key}" for chart in build_charts.all_charts(made.report(made.run(points=200)))]
     boxes = shown.ask(SIZES)
     assert list(boxes) == keys
     assert min(boxes.values()) > 1
@@ -144,14 +144,14 @@ def test_axes_of_the_script_are_those_of_the_page(shown):
     values = [0, 1, 3.14159, 12_345, 123_456, 1.5e9, -7.25, 0.00012, 0.41, 2.5e16, 59.96, 61, 3599.9, 7500, 86_399, 200_000]
     for kind in ("number", "seconds", "bytes", "percent"):
         there = shown.ask(f"{json.dumps(values)}.map(number => value(number, '{kind}'))")
-        assert there == [scales.value(number, kind) for number in values]
+        assert there == [scales.format_value(number, kind) for number in values]
 
 
 def test_bad_texts_run_nothing(browser, made, tmp_path):
     attack = """</script><script>window.hit = 1</script><img src=x onerror="window.hit = 1">"""
     run = replace(made.run(attack, points=20), series={attack: made.series([1.0, 2.0], marks=[(1, "inf")])})
     path = tmp_path / "report.html"
-    path.write_text(render(made.report(run, made.bare("bare"), title=attack, problems=[attack])), encoding="utf-8")
+    path.write_text(render_page(made.report(run, made.bare("bare"), title=attack, problems=[attack])), encoding="utf-8")
     browser.open(path)
     assert browser.ask("window.hit") is None
     assert browser.ask("document.title") == attack

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from dtrain.report.page.scales import duration, log_ticks, tick_labels, ticks, value
+from dtrain.report.page.scales import format_axis_duration, format_value, log_ticks, tick_labels, ticks
 
 AXES = {
     "a share": (0, 1, "number", "0 0.2 0.4 0.6 0.8 1"),
@@ -51,7 +51,7 @@ DURATIONS = {0: "0", 1e-5: "10µs", 0.0123: "12.3ms", 0.9999: "1s", 1.5: "1.5s",
 
 @pytest.mark.parametrize(("seconds", "text"), DURATIONS.items())
 def test_a_duration_has_two_units(seconds, text):
-    assert duration(seconds).replace("\u202f", "").replace(" ", "") == text
+    assert format_axis_duration(seconds).replace("\u202f", "").replace(" ", "") == text
 
 
 VALUES = {
@@ -70,4 +70,4 @@ VALUES = {
 
 @pytest.mark.parametrize(("number", "kind", "text"), VALUES.values(), ids=VALUES.keys())
 def test_a_value_has_four_digits_and_its_unit(number, kind, text):
-    assert value(number, kind) == text
+    assert format_value(number, kind) == text

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from dtrain.errors import ConfigError, DataError
+from dtrain.report.trace.analysis import MemorySample, memory_timeline, peak_and_median
 from dtrain.report.trace.merge import merge_traces
-from dtrain.report.trace.timeline import Held, memory_timeline, peak_and_median
 from traces_made import DEVICE, HOST, allocation, kernel, mark, op, trace, written
 
 HOUR_NS = 3600 * 10**9
@@ -84,7 +84,7 @@ def test_nothing_to_merge_is_refused(tmp_path):
 def test_a_timeline_is_by_device_in_seconds_from_the_first_step(tmp_path):
     events = (mark("ProfilerStep#0", 1e6, 4e6), allocation(2e6, 10), allocation(3e6, 30), allocation(2e6, 7, kind=1, index=2))
     found = memory_timeline(written(tmp_path, trace(*events, rank=4)), tmp_path / "memory.json")
-    assert found == {"cpu": [Held(1.0, 10), Held(2.0, 30)], "cuda:2": [Held(1.0, 7)]}
+    assert found == {"cpu": [MemorySample(1.0, 10), MemorySample(2.0, 30)], "cuda:2": [MemorySample(1.0, 7)]}
     devices = {"cpu": [[1.0, 10], [2.0, 30]], "cuda:2": [[1.0, 7]]}
     assert json.loads((tmp_path / "memory.json").read_text()) == {"rank": 4, "devices": devices}
 
@@ -95,7 +95,11 @@ def test_a_trace_without_memory_has_no_timeline(tmp_path):
 
 @pytest.mark.parametrize(
     ("timeline", "expected"),
-    [([], (0, 0)), ([Held(0.0, 5)], (5, 5)), ([Held(0.0, 4), Held(9.0, 80), Held(10.0, 4)], (80, 4))],
+    [
+        ([], (0, 0)),
+        ([MemorySample(0.0, 5)], (5, 5)),
+        ([MemorySample(0.0, 4), MemorySample(9.0, 80), MemorySample(10.0, 4)], (80, 4)),
+    ],
     ids=["none", "one", "spike"],
 )
 def test_peak_and_median_are_over_time(timeline, expected):

@@ -1,1 +1,1 @@
-"""Documents packed into blocks of one length, none of their tokens lost or repeated."""
+"""Pack documents into token sequences of fixed length."""

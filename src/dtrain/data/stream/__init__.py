@@ -1,1 +1,1 @@
-"""Datasets of shards: an index, files on this machine or on a server, a cache, and the order to read them in."""
+"""Read sharded datasets from disk, from a shared cache, or from object stores."""

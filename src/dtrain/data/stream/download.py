@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from dtrain.data.stream.formats.base import ShardFile
-from dtrain.data.stream.formats.compression import decompressed
-from dtrain.data.stream.formats.hashes import new_hash
+from dtrain.data.stream.formats.compression import decompress
+from dtrain.data.stream.formats.shard_format import ShardFile
+from dtrain.data.stream.shard_index import new_hash
 from dtrain.errors import DataError
-from dtrain.storage import Buffer, FileReader, Place
+from dtrain.storage import AnyPath, Buffer, FileReader
 
-_PIECE_BYTES = 32 * 2**20  # held at a time; to a server four requests
+_CHUNK_BYTES = 32 * 2**20  # held at a time; to a server four requests
 
 
-class StoppedError(Exception):
+class DownloadStoppedError(Exception):
     """The download was told to stop."""
 
 
 def download(
-    place: Place,
+    place: AnyPath,
     file: ShardFile,
     write: Callable[[Buffer], None],
     *,
@@ -39,61 +39,63 @@ def download(
 
     Raises:
         DataError: the file is missing, or cannot be read; it has another size or digest than the index says, twice.
-        StoppedError: ``stopped()``.
+        DownloadStoppedError: ``stopped()``.
     """
     try:
-        _raw_to(write, place, file, stopped, limit)
-    except WrongBytesError:
+        _write_raw(write, place, file, stopped, limit)
+    except ShardIntegrityError:
         clear()
-        _raw_to(write, place, file, stopped, limit)
+        _write_raw(write, place, file, stopped, limit)
 
 
-class WrongBytesError(DataError):
+class ShardIntegrityError(DataError):
     """What came is not what the index says."""
 
 
-def _raw_to(
-    write: Callable[[Buffer], None], place: Place, file: ShardFile, stopped: Callable[[], bool], limit: int | None
+def _write_raw(
+    write: Callable[[Buffer], None], place: AnyPath, file: ShardFile, stopped: Callable[[], bool], limit: int | None
 ) -> None:
-    stored = Checked(place, "", file.size, file.digests).of(_pieces(place, file, stopped))
+    stored = ByteVerifier(place, "", file.size, file.digests).verify(_read_chunks(place, file, stopped))
     if file.compression is None:
         for piece in stored:
             write(piece)
         return
-    raw = Checked(place, "unpacked ", file.raw_size, file.raw_digests)
+    raw = ByteVerifier(place, "unpacked ", file.raw_size, file.raw_digests)
     try:
-        for unpacked in raw.of(decompressed(file.compression, stored, limit=limit if file.raw_size is None else file.raw_size)):
+        for unpacked in raw.verify(
+            decompress(file.compression, stored, limit=limit if file.raw_size is None else file.raw_size)
+        ):
             write(unpacked)
-    except WrongBytesError:
+    except ShardIntegrityError:
         raise
     except DataError as error:
         if isinstance(error.__cause__, OSError):  # the file itself could not be read: it is said already
             raise
         for _ in stored:  # a wrong digest says more than what a wrong byte did to the unpacking
             pass
-        raise WrongBytesError(f"{place}: {error}") from error
+        raise ShardIntegrityError(f"{place}: {error}") from error
 
 
-def _pieces(place: Place, file: ShardFile, stopped: Callable[[], bool]) -> Iterator[memoryview]:
+def _read_chunks(place: AnyPath, file: ShardFile, stopped: Callable[[], bool]) -> Iterator[memoryview]:
     """The stored bytes. Each piece is good until the next one is asked for."""
-    with unreadable(place), FileReader(place, quiet=True) as reader:
+    with wrap_os_errors(place), FileReader(place, quiet=True) as reader:
         if reader.size != file.size:
-            raise WrongBytesError(f"{place}: has {reader.size} bytes, the index says {file.size}")
-        step = min(_PIECE_BYTES, reader.size) if reader.ranges else reader.size
+            raise ShardIntegrityError(f"{place}: has {reader.size} bytes, the index says {file.size}")
+        step = min(_CHUNK_BYTES, reader.size) if reader.ranges else reader.size
         out = memoryview(bytearray(step))
         for begin in range(0, reader.size, max(1, step)):
             if stopped():
-                raise StoppedError
+                raise DownloadStoppedError
             piece = out[: min(step, reader.size - begin)]
             if (got := reader.read_into(begin, piece)) != len(piece):
-                raise WrongBytesError(f"{place}: ends after {begin + got} of {reader.size} bytes")
+                raise ShardIntegrityError(f"{place}: ends after {begin + got} of {reader.size} bytes")
             yield piece
 
 
-class unreadable:  # reads as a statement: with unreadable(place)
+class wrap_os_errors:  # reads as a statement: with unreadable(place)
     """A context in which an ``OSError`` becomes a ``DataError`` that says what could not be read."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: AnyPath) -> None:
         self._place = place
 
     def __enter__(self) -> None:
@@ -106,23 +108,23 @@ class unreadable:  # reads as a statement: with unreadable(place)
             raise DataError(f"{self._place}: cannot be read: {error.strerror or error}") from error
 
 
-class Checked:
+class ByteVerifier:
     """Holds bytes that go by against a size and digests, at their end.
 
     Raises:
         ConfigError: a digest of an algorithm that is not known.
     """
 
-    def __init__(self, place: Place, what: str, size: int | None, digests: Mapping[str, str]) -> None:
+    def __init__(self, place: AnyPath, what: str, size: int | None, digests: Mapping[str, str]) -> None:
         self._place, self._what, self._size, self._digests = place, what, size, digests
         self._states: dict[str, Any] = {algorithm: new_hash(algorithm) for algorithm in digests}
         self._done = 0
 
-    def of(self, pieces: Iterable[Any]) -> Iterator[Any]:
+    def verify(self, pieces: Iterable[Any]) -> Iterator[Any]:
         """The same pieces.
 
         Raises:
-            WrongBytesError: at the end, when they are not what they should be.
+            ShardIntegrityError: at the end, when they are not what they should be.
         """
         for piece in pieces:
             for state in self._states.values():
@@ -130,8 +132,8 @@ class Checked:
             self._done += len(piece)
             yield piece
         if self._size is not None and self._done != self._size:
-            raise WrongBytesError(f"{self._place}: has {self._done} {self._what}bytes, the index says {self._size}")
+            raise ShardIntegrityError(f"{self._place}: has {self._done} {self._what}bytes, the index says {self._size}")
         for algorithm, state in self._states.items():
             if (came := state.hexdigest()) != self._digests[algorithm].lower():
                 expected = self._digests[algorithm]
-                raise WrongBytesError(f"{self._place}: {self._what}{algorithm} is {came}, the index says {expected}")
+                raise ShardIntegrityError(f"{self._place}: {self._what}{algorithm} is {came}, the index says {expected}")

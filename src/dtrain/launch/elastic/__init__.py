@@ -1,9 +1,1 @@
-"""A job whose nodes may come and go, on torch's own engine: ``torch.distributed.elastic``. Imports no torch.
-
-::
-
-    supervisor
-    └── program.py      torch's agent: meets the other nodes' agents, starts the ranks, starts them again when nodes change
-        ├── rank        worker.py, then rank.py in its place
-        └── ...
-"""
+"""Run ranks under torch.distributed.elastic, for nodes that join and leave during a run."""

@@ -1,1 +1,1 @@
-"""A job that has stopped making progress: noticed from what its ranks report, and explained from what they write down."""
+"""Detect ranks that make no progress, dump their stacks, and explain the hang."""

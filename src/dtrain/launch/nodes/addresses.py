@@ -14,7 +14,7 @@ _SIOCGIFADDR = 0x8915
 _BACKLOG = 1024
 
 
-def listen(addr: str, port: int, *, fallback: str = "") -> tuple[socket.socket, str]:
+def listen_for_nodes(addr: str, port: int, *, fallback: str = "") -> tuple[socket.socket, str]:
     """A socket that listens for other nodes at ``addr`` of this host, and a notice ("" for none).
 
     Where ``addr`` is not this host's own (it is translated on the way, say), or is a name that this host takes for its loopback
@@ -27,7 +27,7 @@ def listen(addr: str, port: int, *, fallback: str = "") -> tuple[socket.socket, 
     Raises:
         OSError: the port is taken or may not be used, or no name resolves.
     """
-    family, *own = _own(addr, fallback)
+    family, *own = _local_address(addr, fallback)
     try:
         if own:
             return _bind(family, own[0], port), ""
@@ -38,7 +38,7 @@ def listen(addr: str, port: int, *, fallback: str = "") -> tuple[socket.socket, 
     return listener, f"launch: {addr} is no address that others reach this host by; it listens on all interfaces instead"
 
 
-def resolve(addr: str, port: int, *, fallback: str = "") -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+def resolve_address(addr: str, port: int, *, fallback: str = "") -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
     """What ``addr`` may stand for, each once.
 
     Raises:
@@ -48,12 +48,12 @@ def resolve(addr: str, port: int, *, fallback: str = "") -> list[tuple[socket.Ad
         found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         if fallback:
-            return resolve(fallback, port)
+            return resolve_address(fallback, port)
         raise OSError(errno.ENOENT, f"the name {addr!r} does not resolve") from error
     return list(dict.fromkeys((family, (str(target[0]), int(target[1]))) for family, _, _, _, target in found))
 
 
-def interface_of(address: str) -> str:
+def find_interface(address: str) -> str:
     """The name of this host's interface with ``address``; "" when none is found."""
     with contextlib.suppress(OSError, ValueError):
         wanted = ipaddress.ip_address(address.partition("%")[0])
@@ -61,13 +61,13 @@ def interface_of(address: str) -> str:
             return "lo"
         if mapped := getattr(wanted, "ipv4_mapped", None):
             wanted = mapped
-        return _interface6(wanted) if wanted.version == 6 else _interface4(wanted)
+        return _find_interface_v6(wanted) if wanted.version == 6 else _find_interface_v4(wanted)
     return ""
 
 
-def _own(addr: str, fallback: str) -> tuple[socket.AddressFamily, *tuple[str, ...]]:
+def _local_address(addr: str, fallback: str) -> tuple[socket.AddressFamily, *tuple[str, ...]]:
     """The family of ``addr``, and the address to bind unless it has to be all of them."""
-    family, (address, _) = resolve(addr, 0, fallback=fallback)[0]
+    family, (address, _) = resolve_address(addr, 0, fallback=fallback)[0]
     by_name = addr != "localhost" and addr != address
     return (family,) if by_name and ipaddress.ip_address(address.partition("%")[0]).is_loopback else (family, address)
 
@@ -87,7 +87,7 @@ def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socke
     return listener
 
 
-def _interface4(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+def _find_interface_v4(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
@@ -97,7 +97,7 @@ def _interface4(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
     return ""
 
 
-def _interface6(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+def _find_interface_v6(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
     for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
         packed, *_, name = line.split()
         if bytes.fromhex(packed) == wanted.packed:

@@ -14,20 +14,37 @@ import time
 from dataclasses import replace
 from typing import NoReturn
 
-from dtrain.launch.nodes.addresses import listen
-from dtrain.launch.nodes.hub import LOST_CODE, Hub
-from dtrain.launch.nodes.lines import Lines
-from dtrain.launch.nodes.meeting import Meeting
-from dtrain.launch.nodes.member import Member
-from dtrain.launch.nodes.messages import End, Ended, Failed, Hello, Joined, Message, Notice, Refused
-from dtrain.launch.processes import die_with_parent, forget_signals
+from dtrain.launch.launch_plan import NodeRendezvous
+from dtrain.launch.nodes.addresses import listen_for_nodes
+from dtrain.launch.nodes.messages import (
+    Hello,
+    JoinAccepted,
+    JoinRefused,
+    Message,
+    MessageSocket,
+    NodeFailed,
+    Notice,
+    RanksExited,
+    RanksFailed,
+)
+from dtrain.launch.nodes.rendezvous_client import RendezvousClient
+from dtrain.launch.nodes.rendezvous_server import LOST_NODE_EXIT_CODE, RendezvousServer
+from dtrain.launch.processes import die_with_parent, reset_signal_handlers
 
 _TICK_S = 0.2
-_STOOD_STILL_S = 2.0  # between two turns: this process was stopped, or its machine asleep
-_PORT_TRIES_S = 2.0  # an earlier job may be leaving the port at this moment
-_QUESTION_S = 1.0  # for the answer to who has the port
-_LAST_WORDS_S = 2.0  # for sending what is queued when the supervisor has gone
-_HARMLESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
+_SUSPENDED_S = 2.0  # between two turns: this process was stopped, or its machine asleep
+_PORT_RETRY_S = 2.0  # an earlier job may be leaving the port at this moment
+_PORT_QUERY_S = 1.0  # for the answer to who has the port
+_FLUSH_TIMEOUT_S = 2.0  # for sending what is queued when the supervisor has gone
+_IGNORED_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGPIPE,
+)
 
 
 class Agent:
@@ -39,46 +56,46 @@ class Agent:
     which a lost node keeps from coming.
     """
 
-    def __init__(self, pid: int, sock: socket.socket, meeting: Meeting) -> None:
+    def __init__(self, pid: int, sock: socket.socket, meeting: NodeRendezvous) -> None:
         self.pid = pid
-        self._lines = Lines(sock)
+        self._socket = MessageSocket(sock)
         self._joined = self._reported = False
         self._node_rank = meeting.node_rank
 
     def fileno(self) -> int:
-        return self._lines.sock.fileno()
+        return self._socket.sock.fileno()
 
     def read(self) -> list[Message]:
         """What has come, without waiting. When the process is gone, the last message says so, once."""
-        self._lines.flush()
-        messages = self._lines.receive()
-        self._joined |= any(isinstance(message, Joined) for message in messages)
-        if self._lines.lost and not self._reported:
+        self._socket.flush()
+        messages = self._socket.receive()
+        self._joined |= any(isinstance(message, JoinAccepted) for message in messages)
+        if self._socket.closed_reason and not self._reported:
             self._reported = True
-            messages.append(self._gone())
+            messages.append(self._exit_message())
         return messages
 
-    def send(self, message: Failed | Ended) -> None:
+    def send(self, message: RanksFailed | RanksExited) -> None:
         """Pass a message on to the other nodes, without waiting."""
-        self._lines.send(message)
+        self._socket.send(message)
 
     @property
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         """Whether the process has ended: ``fileno`` should not be watched any more, it would always be readable."""
-        return bool(self._lines.lost)
+        return bool(self._socket.closed_reason)
 
     def close(self) -> None:
         """Let the process end, once it has sent what it was given. It is a child to be waited for."""
-        self._lines.close()
+        self._socket.close()
 
-    def _gone(self) -> Message:
+    def _exit_message(self) -> Message:
         what = f"the process that talks to the other nodes (pid {self.pid}) has ended"
         if self._joined:
-            return End(line=f"node {self._node_rank}: {what}", code=LOST_CODE, node_rank=self._node_rank)
-        return Refused(line=f"launch: {what}; start the job again")
+            return NodeFailed(line=f"node {self._node_rank}: {what}", code=LOST_NODE_EXIT_CODE, node_rank=self._node_rank)
+        return JoinRefused(line=f"launch: {what}; start the job again")
 
 
-def start_agent(meeting: Meeting) -> Agent:
+def start_agent(meeting: NodeRendezvous) -> Agent:
     """Start the process that meets the other nodes. This process must have a single thread.
 
     Raises:
@@ -90,7 +107,7 @@ def start_agent(meeting: Meeting) -> Agent:
     try:
         pid = os.fork()
         if pid == 0:
-            _be_agent(meeting, theirs, parent)
+            _run_agent(meeting, theirs, parent)
     except BaseException:
         ours.close()
         raise
@@ -100,25 +117,25 @@ def start_agent(meeting: Meeting) -> Agent:
     return Agent(pid, ours, meeting)
 
 
-def _be_agent(meeting: Meeting, sock: socket.socket, parent: int) -> NoReturn:
+def _run_agent(meeting: NodeRendezvous, sock: socket.socket, parent: int) -> NoReturn:
     """Turn this fresh fork into the agent."""
     try:
         die_with_parent(parent)
-        forget_signals(
-            ignore=_HARMLESS
+        reset_signal_handlers(
+            ignore=_IGNORED_SIGNALS
         )  # a scheduler signals everything at once: it must outlive that, to say how the node ended
-        _keep_only(sock.fileno())
+        _close_other_fds(sock.fileno())
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the hub has a connection to every node
-        _Process(meeting, sock).run()
+        _AgentLoop(meeting, sock).run()
     except BaseException as error:  # noqa: BLE001 - a copy of the supervisor must not live on, whatever went wrong
         with contextlib.suppress(Exception):
-            Lines(sock).send(Refused(line=f"launch: cannot meet the other nodes: {type(error).__name__}: {error}"))
+            MessageSocket(sock).send(JoinRefused(line=f"launch: cannot meet the other nodes: {type(error).__name__}: {error}"))
     finally:
         os._exit(0)
 
 
-def _keep_only(fd: int) -> None:
+def _close_other_fds(fd: int) -> None:
     """Close what was inherited: the ends of the supervisor's pipes tell others that it lives."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
@@ -129,58 +146,58 @@ def _keep_only(fd: int) -> None:
                 os.close(other)
 
 
-class _Process:
+class _AgentLoop:
     """The agent's loop."""
 
-    def __init__(self, meeting: Meeting, sock: socket.socket) -> None:
-        self._meeting = meeting
+    def __init__(self, meeting: NodeRendezvous, sock: socket.socket) -> None:
+        self._config = meeting
         self._selector = selectors.DefaultSelector()
-        self._supervisor = Lines(sock)
-        self._supervisor.watch(self._selector, self._from_supervisor)
-        self._hello = _introduce(meeting)
-        self._hub: Hub | None = None
-        self._member: Member | None = None
-        self._began, self._last = time.monotonic(), 0.0
+        self._supervisor = MessageSocket(sock)
+        self._supervisor.watch(self._selector, self._read_supervisor)
+        self._hello = _make_hello(meeting)
+        self._server: RendezvousServer | None = None
+        self._client: RendezvousClient | None = None
+        self._started_at, self._last_poll_at = time.monotonic(), 0.0
         if meeting.node_rank != 0:
-            self._member = Member(meeting, self._hello, self._selector, link=None, tell=self._supervisor.send)
+            self._client = RendezvousClient(meeting, self._hello, self._selector, connection=None, notify=self._supervisor.send)
 
     def run(self) -> None:
         """Until the supervisor has gone."""
-        self._turn(time.monotonic())
-        while not self._supervisor.lost:
-            self._answer(_TICK_S)
+        self._poll(time.monotonic())
+        while not self._supervisor.closed_reason:
+            self._select_once(_TICK_S)
             now = time.monotonic()
-            if now - self._last >= _TICK_S:
-                self._turn(now)
-        self._leave()
+            if now - self._last_poll_at >= _TICK_S:
+                self._poll(now)
+        self._shut_down()
 
-    def _answer(self, wait_s: float) -> None:
+    def _select_once(self, wait_s: float) -> None:
         for key, _ in self._selector.select(wait_s):
             key.data()
 
-    def _turn(self, now: float) -> None:
-        if self._member is None:
-            self._open(now)
-        for part in (self._hub, self._member):
+    def _poll(self, now: float) -> None:
+        if self._client is None:
+            self._start_server(now)
+        for part in (self._server, self._client):
             if part is not None:
-                if now - self._last > _STOOD_STILL_S:
-                    part.forgive(now)
-                part.turn(now)
-        self._last = now
+                if now - self._last_poll_at > _SUSPENDED_S:
+                    part.reset_timeouts(now)
+                part.poll(now)
+        self._last_poll_at = now
 
-    def _open(self, now: float) -> None:
+    def _start_server(self, now: float) -> None:
         """On node 0: become the hub, and its first member."""
-        meeting = self._meeting
+        meeting = self._config
         try:
-            listener, notice = listen(meeting.addr, meeting.port, fallback=meeting.fallback_addr)
+            listener, notice = listen_for_nodes(meeting.addr, meeting.port, fallback=meeting.fallback_addr)
         except OSError as error:
-            patience_s = {errno.EADDRINUSE: _PORT_TRIES_S, errno.ENOENT: meeting.timeout_s}.get(error.errno or 0, 0.0)
-            if now - self._began >= min(patience_s, meeting.timeout_s):
-                self._cannot_listen(error)
+            patience_s = {errno.EADDRINUSE: _PORT_RETRY_S, errno.ENOENT: meeting.timeout_s}.get(error.errno or 0, 0.0)
+            if now - self._started_at >= min(patience_s, meeting.timeout_s):
+                self._report_listen_failure(error)
             return
         if notice:
             self._supervisor.send(Notice(line=notice))
-        self._hub = Hub(
+        self._server = RendezvousServer(
             self._hello,
             listener,
             self._selector,
@@ -188,48 +205,50 @@ class _Process:
             hosts=meeting.hosts,
             timeout_s=meeting.timeout_s,
             silence_s=meeting.silence_s,
-            say=lambda line: self._supervisor.send(Notice(line=line)),
+            notify=lambda line: self._supervisor.send(Notice(line=line)),
         )
         here, there = socket.socketpair()
-        self._hub.adopt(there, "this node")
-        self._member = Member(meeting, self._hello, self._selector, link=here, tell=self._supervisor.send)
+        self._server.add_connection(there, "this node")
+        self._client = RendezvousClient(meeting, self._hello, self._selector, connection=here, notify=self._supervisor.send)
 
-    def _cannot_listen(self, error: OSError) -> None:
+    def _report_listen_failure(self, error: OSError) -> None:
         """Say why. If another job's hub has the port, it is asked who it is: its refusal names it."""
-        meeting = self._meeting
+        meeting = self._config
         what = f"node 0 cannot listen at {meeting.addr}:{meeting.port}: {(error.strerror or str(error)).lower()}"
         do = "choose another --master-port, or --master-addr, the same on each node"
 
         def tell(message: Message) -> None:
-            known = self._member is not None and self._member.answered and isinstance(message, Refused)
+            known = self._client is not None and self._client.was_refused and isinstance(message, JoinRefused)
             by = (
-                f" by another launch: {message.line.removeprefix('launch: ')}" if known and isinstance(message, Refused) else ""
+                f" by another launch: {message.line.removeprefix('launch: ')}"
+                if known and isinstance(message, JoinRefused)
+                else ""
             )
-            self._supervisor.send(Refused(line=f"launch: {what}{by}; {do}"))
+            self._supervisor.send(JoinRefused(line=f"launch: {what}{by}; {do}"))
 
-        asked_s = _QUESTION_S if error.errno == errno.EADDRINUSE else 0.0
+        asked_s = _PORT_QUERY_S if error.errno == errno.EADDRINUSE else 0.0
         question = replace(meeting, timeout_s=asked_s)
-        self._member = Member(question, self._hello, self._selector, link=None, tell=tell)
+        self._client = RendezvousClient(question, self._hello, self._selector, connection=None, notify=tell)
 
-    def _from_supervisor(self) -> None:
+    def _read_supervisor(self) -> None:
         self._supervisor.flush()
         for message in self._supervisor.receive():
-            if self._member is not None and isinstance(message, Failed | Ended):
-                self._member.send(message)
+            if self._client is not None and isinstance(message, RanksFailed | RanksExited):
+                self._client.send(message)
 
-    def _leave(self) -> None:
+    def _shut_down(self) -> None:
         """Send what is queued, within reason. A few rounds: on node 0 it goes from the member to the hub to the others."""
         for _ in range(3):
-            self._answer(0)
-        parts = [part for part in (self._member, self._hub) if part is not None]
-        deadline = time.monotonic() + _LAST_WORDS_S
+            self._select_once(0)
+        parts = [part for part in (self._client, self._server) if part is not None]
+        deadline = time.monotonic() + _FLUSH_TIMEOUT_S
         while [part for part in parts if not part.flush()] and time.monotonic() < deadline:
             time.sleep(0.01)
         for part in reversed(parts):
             part.close()
 
 
-def _introduce(meeting: Meeting) -> Hello:
+def _make_hello(meeting: NodeRendezvous) -> Hello:
     return Hello(
         node_rank=meeting.node_rank,
         nodes=meeting.nodes,

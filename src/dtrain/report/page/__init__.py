@@ -1,1 +1,1 @@
-"""The page of a report, as one HTML file, and its charts as pictures. Imports no torch."""
+"""Draw the HTML report: charts, scales, SVG."""

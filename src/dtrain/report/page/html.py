@@ -14,59 +14,58 @@ from importlib.resources import files
 from typing import Any
 
 from dtrain.report.model import Report, RunReport
-from dtrain.report.page import figures
-from dtrain.report.page.causes import colours, known, patterns
-from dtrain.report.page.charts import Chart
-from dtrain.report.page.parts import cause_key, cause_table, data, figure, table
-from dtrain.report.page.scales import duration, value
+from dtrain.report.page import build_charts
+from dtrain.report.page.charts import Chart, cause_css, known_causes, svg_patterns
+from dtrain.report.page.html_parts import cause_legend, cause_table, charts_json, render_chart, render_table
+from dtrain.report.page.scales import format_axis_duration, format_value
 
-_TEXT = 300  # characters of a setting that are shown
-_ROWS = 400  # of a table of events, or of settings
+_MAX_TEXT = 300  # characters of a setting that are shown
+_MAX_ROWS = 400  # of a table of events, or of settings
 
 
-def render(report: Report) -> str:
+def render_page(report: Report) -> str:
     """The whole page."""
-    metrics, left_out = figures.metric_charts(report)
-    rates, speeds = figures.learning_rate_chart(report), figures.speed_charts(report)
+    metrics, left_out = build_charts.metric_charts(report)
+    rates, speeds = build_charts.learning_rate_chart(report), build_charts.speed_charts(report)
     drawn: list[Chart] = [*metrics, rates, *speeds]
     sections = [("runs" if len(report.runs) > 1 else "run", "", _cards(report))]
     if len(report.runs) > 1:
         sections.append(("comparison", "Comparison", _comparison(report)))
     sections += [
-        ("metrics", "Loss and metrics", _figures(metrics) + _left_out(left_out)),
-        ("rate", "Learning rate", _figures([rates])),
-        ("speed", "Speed and memory", _figures(speeds)),
+        ("metrics", "Loss and metrics", _render_charts(metrics) + _hidden_metrics_note(left_out)),
+        ("rate", "Learning rate", _render_charts([rates])),
+        ("speed", "Speed and memory", _render_charts(speeds)),
     ]
     for key, title, make in (
-        ("where", "Where the time went", figures.time_charts),
-        ("saves", "Checkpoints", figures.checkpoint_charts),
+        ("where", "Where the time went", build_charts.time_charts),
+        ("saves", "Checkpoints", build_charts.checkpoint_charts),
     ):
         bodies = []
-        for run, suffix in figures.suffixed(report):
+        for run, suffix in build_charts.runs_with_suffix(report):
             charts = make(run, suffix)
             drawn += charts
-            more = (cause_table(run.goodput.by_cause) if run.goodput else "", _attempts(run) + _spans(run))
+            more = (cause_table(run.goodput.by_cause) if run.goodput else "", _attempt_table(run) + _span_table(run))
             before, after = more if key == "where" else ("", "")
-            bodies.append(_run_title(report, run) + before + _figures(charts) + after)
+            bodies.append(_run_title(report, run) + before + _render_charts(charts) + after)
         sections.append((key, title, "".join(bodies)))
     for key, title, body in (
-        ("slowest", "Slowest ranks", _slowest),
-        ("events", "Events", _events),
-        ("about", "Environment", _about),
+        ("slowest", "Slowest ranks", _slowest_ranks),
+        ("events", "Events", _event_table),
+        ("about", "Environment", _environment),
     ):
         sections.append((key, title, "".join(_run_title(report, run) + body(run) for run in report.runs)))
-    return _document(report, sections, data(drawn))
+    return _document(report, sections, charts_json(drawn))
 
 
 def _document(report: Report, sections: list[tuple[str, str, str]], numbers: str) -> str:
-    style, script = _resource("page.css") + colours(), _resource("page.js")
+    style, script = _resource("page.css") + cause_css(), _resource("page.js")
     policy = (
-        f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src 'sha256-{_digest(script)}'; "
+        f"default-src 'none'; style-src 'sha256-{_csp_digest(style)}'; script-src 'sha256-{_csp_digest(script)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections if title)
     body = "".join(
-        f'<section id="{key}">{_title(title)}{_controls() if key == "metrics" else ""}{inside}</section>'
+        f'<section id="{key}">{_section_title(title)}{_controls() if key == "metrics" else ""}{inside}</section>'
         for key, title, inside in sections
     )
     return (
@@ -76,15 +75,15 @@ def _document(report: Report, sections: list[tuple[str, str, str]], numbers: str
         '<meta name="color-scheme" content="light dark">'
         '<meta name="referrer" content="no-referrer"><link rel="icon" href="data:,">'
         f"<title>{escape(report.title)}</title><style>{style}</style></head>"
-        f'<body><a class="skip" href="#main">Skip to the report</a>{patterns()}'
+        f'<body><a class="skip" href="#main">Skip to the report</a>{svg_patterns()}'
         f'<header class="top"><h1>{escape(report.title)}</h1>'
         f'<nav aria-label="Sections">{links}</nav></header><main id="main" tabindex="-1">{_problems(report)}{body}</main>'
-        f"<footer>Written by dtrain {escape(report.version)} at {_moment(report.written_at)} UTC.</footer>"
+        f"<footer>Written by dtrain {escape(report.version)} at {_format_time(report.written_at)} UTC.</footer>"
         f'<script type="application/json" id="numbers">{numbers}</script><script>{script}</script></body></html>\n'
     )
 
 
-def _title(title: str) -> str:
+def _section_title(title: str) -> str:
     return f"<h2>{title}</h2>" if title else ""
 
 
@@ -92,11 +91,11 @@ def _resource(name: str) -> str:
     return files("dtrain.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _digest(text: str) -> str:
+def _csp_digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _moment(seconds: float | None) -> str:
+def _format_time(seconds: float | None) -> str:
     if seconds is None or not 0 <= seconds < 253e9:
         return "unknown"
     at = datetime.fromtimestamp(seconds, tz=UTC)
@@ -130,16 +129,16 @@ def _controls() -> str:
     )
 
 
-def _figures(charts: Iterable[Chart]) -> str:
-    return f'<div class="figures">{"".join(map(figure, charts))}</div>'
+def _render_charts(charts: Iterable[Chart]) -> str:
+    return f'<div class="figures">{"".join(map(render_chart, charts))}</div>'
 
 
-def _left_out(many: int) -> str:
+def _hidden_metrics_note(many: int) -> str:
     return f'<p class="note">{many} more metrics are not drawn; <code>dtrain report --json</code> has them.</p>' if many else ""
 
 
 def _run_title(report: Report, run: RunReport) -> str:
-    return f'<h3 class="run">{escape(figures.label(report, run))}</h3>' if len(report.runs) > 1 else ""
+    return f'<h3 class="run">{escape(build_charts.run_label(report, run))}</h3>' if len(report.runs) > 1 else ""
 
 
 def _cards(report: Report) -> str:
@@ -153,140 +152,140 @@ def _card(run: RunReport) -> str:
     lost = sum(attempt.lost_steps for attempt in run.attempts)
     facts = {
         "steps": str(max(steps)) if steps else "none",
-        "duration": duration(run.duration_s),
+        "duration": format_axis_duration(run.duration_s),
         "restarts": str(len(run.attempts) - 1) if run.attempts else "unknown",
-        "lost to restarts": f"{duration(goodput.by_cause.get('restart', 0.0))}" if goodput else "unknown",
+        "lost to restarts": f"{format_axis_duration(goodput.by_cause.get('restart', 0.0))}" if goodput else "unknown",
         "steps done again": str(lost) if run.attempts else "unknown",
         "ranks": str(run.attempts[-1].world_size) if run.attempts else "unknown",
-        "began (UTC)": _moment(run.started_at),
+        "began (UTC)": _format_time(run.started_at),
     }
     big = (
         f'<p class="goodput"><b>{goodput.share * 100:.1f}<small>\u202f%</small></b> goodput</p>'
-        f'<p class="note">{duration(goodput.productive_s)} of {duration(goodput.total_s)} were compute that counts</p>'
+        f'<p class="note">{format_axis_duration(goodput.productive_s)} of {format_axis_duration(goodput.total_s)} were compute that counts</p>'
         if goodput else '<p class="goodput"><b>?</b> goodput</p><p class="note">no ledger says where the time went</p>'
     )  # fmt: skip
     errors = "".join(f'<p class="error">attempt {attempt.number} {attempt.how}: {escape(attempt.error)}</p>'
                      for attempt in run.attempts if attempt.error)  # fmt: skip
     listed = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in facts.items())
-    bar = _whole_bar(goodput.by_cause) if goodput else ""
+    bar = _time_bar(goodput.by_cause) if goodput else ""
     return (
         f'<article class="card"><header><h2>{escape(run.name)}</h2><span class="state {how}">{how}</span></header>'
         f'<div class="sides"><div>{big}</div><dl>{listed}</dl></div>{bar}{errors}</article>'
     )
 
 
-def _whole_bar(by_cause: Mapping[str, float]) -> str:
-    found = known(by_cause)
+def _time_bar(by_cause: Mapping[str, float]) -> str:
+    found = known_causes(by_cause)
     total = sum(found.values()) or 1.0
     left, parts = 0.0, []
     for name, seconds in found.items():
         x, width = left / total * 100, seconds / total * 100
         parts.append(
             f'<rect x="{x:.2f}%" width="{width:.2f}%" height="100%" fill="url(#fill-{name})">'
-            f"<title>{name} {duration(seconds)}</title></rect>"
+            f"<title>{name} {format_axis_duration(seconds)}</title></rect>"
         )
         left += seconds
-    words = ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.items())
-    return f'<svg class="whole" role="img" aria-label="Wall time by cause: {words}">{"".join(parts)}</svg>{cause_key(found)}'
+    words = ", ".join(f"{name} {format_axis_duration(seconds)}" for name, seconds in found.items())
+    return f'<svg class="whole" role="img" aria-label="Wall time by cause: {words}">{"".join(parts)}</svg>{cause_legend(found)}'
 
 
 def _comparison(report: Report) -> str:
-    head = ["", *(figures.label(report, run) for run in report.runs)]
+    head = ["", *(build_charts.run_label(report, run) for run in report.runs)]
     rows = [
         ["goodput", *(f"{run.goodput.share * 100:.1f}\u202f%" if run.goodput else "" for run in report.runs)],
-        ["duration", *(duration(run.duration_s) for run in report.runs)],
+        ["duration", *(format_axis_duration(run.duration_s) for run in report.runs)],
         ["restarts", *(str(max(0, len(run.attempts) - 1)) if run.attempts else "" for run in report.runs)],
-        *([name, *(_last(run, name) for run in report.runs)] for name in figures.metric_names(report)[:_ROWS]),
+        *([name, *(_last_value(run, name) for run in report.runs)] for name in build_charts.metric_names(report)[:_MAX_ROWS]),
     ]
-    settings = [flat(run.about[max(run.about)].get("settings", {})) if run.about else {} for run in report.runs]
+    settings = [flatten_mapping(run.about[max(run.about)].get("settings", {})) if run.about else {} for run in report.runs]
     names = sorted({name for each in settings for name in each})
     other = [[name, *(each.get(name, "") for each in settings)] for name in names
              if len({each.get(name) for each in settings}) > 1]  # fmt: skip
     differ = (
-        table(["setting", *head[1:]], other[:_ROWS], texts=range(len(head)))
+        render_table(["setting", *head[1:]], other[:_MAX_ROWS], texts=range(len(head)))
         if other
         else '<p class="nothing">no setting differs</p>'
     )
-    return f"<h3>Last values</h3>{table(head, rows)}<h3>Settings that differ</h3>{differ}"
+    return f"<h3>Last values</h3>{render_table(head, rows)}<h3>Settings that differ</h3>{differ}"
 
 
-def _last(run: RunReport, name: str) -> str:
+def _last_value(run: RunReport, name: str) -> str:
     series = run.series.get(name)
-    return value(series.last, figures.kind_of(name)) if series and series.last is not None else ""
+    return format_value(series.last, build_charts.axis_kind(name)) if series and series.last is not None else ""
 
 
-def _attempts(run: RunReport) -> str:
+def _attempt_table(run: RunReport) -> str:
     if not run.attempts:
         return ""
     rows = [
-        [str(each.number), duration(each.at), each.how, f"{each.first_step} to {each.last_step}", str(each.world_size),
-         duration(each.down_s), duration(each.setup_s),
-         f"{each.lost_steps} ({duration(each.lost_s)})" if each.lost_steps else "0",
-         plain(each.resumed_from or "")]
-        for each in run.attempts[:_ROWS]
+        [str(each.number), format_axis_duration(each.at), each.how, f"{each.first_step} to {each.last_step}", str(each.world_size),
+         format_axis_duration(each.down_s), format_axis_duration(each.setup_s),
+         f"{each.lost_steps} ({format_axis_duration(each.lost_s)})" if each.lost_steps else "0",
+         format_setting(each.resumed_from or "")]
+        for each in run.attempts[:_MAX_ROWS]
     ]  # fmt: skip
     head = ["attempt", "began at", "end", "steps", "ranks", "down before", "set-up", "steps done again", "resumed from"]
-    return f"<h4>Attempts</h4>{table(head, rows, texts=(2, 8))}"
+    return f"<h4>Attempts</h4>{render_table(head, rows, texts=(2, 8))}"
 
 
-def _spans(run: RunReport) -> str:
+def _span_table(run: RunReport) -> str:
     names = {name for rank in run.ranks for name in rank.by_span}
     if not names:
         return ""
     found = {name: [rank.by_span[name] for rank in run.ranks if name in rank.by_span] for name in names}
     mean = {name: sum(each.seconds for each in spent) / len(run.ranks) for name, spent in found.items()}
     rows = [
-        [name, found[name][0].cause, str(max(each.count for each in found[name])), duration(mean[name]),
-         duration(max(each.seconds for each in found[name]))]
+        [name, found[name][0].cause, str(max(each.count for each in found[name])), format_axis_duration(mean[name]),
+         format_axis_duration(max(each.seconds for each in found[name]))]
         for name in sorted(names, key=lambda name: -mean[name])
     ]  # fmt: skip
-    listed = table(["span", "counts as", "times", "mean over ranks", "most of a rank"], rows, texts=(0, 1))
+    listed = render_table(["span", "counts as", "times", "mean over ranks", "most of a rank"], rows, texts=(0, 1))
     return f"<details><summary>Time by span</summary>{listed}</details>"
 
 
-def _slowest(run: RunReport) -> str:
+def _slowest_ranks(run: RunReport) -> str:
     if not run.slowest:
         return '<p class="nothing">no rank kept the others waiting for long, or there is only one</p>'
     rows = [
         [
             f"rank {slow.rank}",
             slow.host,
-            duration(slow.waited_for_s),
-            duration(slow.stall_s),
-            duration(slow.compute_s),
+            format_axis_duration(slow.waited_for_s),
+            format_axis_duration(slow.stall_s),
+            format_axis_duration(slow.compute_s),
             slow.text,
         ]
         for slow in run.slowest
     ]
     why = "Ranks wait for each other in every step: the one that waits least is the one that the others wait for."
-    return f'<p class="note">{why}</p>' + table(
+    return f'<p class="note">{why}</p>' + render_table(
         ["rank", "host", "others waited", "it waited", "compute", "what it says"], rows, texts=(0, 1, 5)
     )
 
 
-def _events(run: RunReport) -> str:
+def _event_table(run: RunReport) -> str:
     if not run.events:
         return '<p class="nothing">no event was recorded</p>'
     rows = [
-        [duration(event.at), event.name, str(event.attempt), str(event.rank), "" if event.step is None else str(event.step),
-         ", ".join(f"{name.removesuffix('_s')} {_field(name, item)}" for name, item in event.fields.items())[:_TEXT]]
-        for event in run.events[:_ROWS]
+        [format_axis_duration(event.at), event.name, str(event.attempt), str(event.rank), "" if event.step is None else str(event.step),
+         ", ".join(f"{name.removesuffix('_s')} {_format_field(name, item)}" for name, item in event.fields.items())[:_MAX_TEXT]]
+        for event in run.events[:_MAX_ROWS]
     ]  # fmt: skip
     counts = ", ".join(f"{name} {many}" for name, many in sorted(run.event_counts.items()))
-    return f'<p class="note">{escape(counts)}</p>' + table(
+    return f'<p class="note">{escape(counts)}</p>' + render_table(
         ["at", "event", "attempt", "rank", "step", "more"], rows, texts=(1, 5)
     )
 
 
-def _field(name: str, item: Any) -> str:
+def _format_field(name: str, item: Any) -> str:
     if isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item):
         if name in ("seconds", "held_s"):
-            return duration(item)
-        return value(item, figures.kind_of(name))
-    return plain(item)
+            return format_axis_duration(item)
+        return format_value(item, build_charts.axis_kind(name))
+    return format_setting(item)
 
 
-def _about(run: RunReport) -> str:
+def _environment(run: RunReport) -> str:
     if not run.about:
         return '<p class="nothing">it is not known what was run: the folder has no file about an attempt</p>'
     newest = max(run.about)
@@ -294,30 +293,33 @@ def _about(run: RunReport) -> str:
     parts = []
     if run.differences:
         numbers = sorted({number for each in run.differences for number in each.values})
-        rows = [[each.name, *(plain(each.values.get(number, "")) for number in numbers)] for each in run.differences[:_ROWS]]
+        rows = [
+            [each.name, *(format_setting(each.values.get(number, "")) for number in numbers)]
+            for each in run.differences[:_MAX_ROWS]
+        ]
         parts.append("<h4>What changed between attempts</h4>"
-                     + table(["", *(f"attempt {each}" for each in numbers)], rows, texts=range(len(numbers) + 1)))  # fmt: skip
-    facts = [[name, text] for name, text in flat(run.about[newest]).items()]
+                     + render_table(["", *(f"attempt {each}" for each in numbers)], rows, texts=range(len(numbers) + 1)))  # fmt: skip
+    facts = [[name, text] for name, text in flatten_mapping(run.about[newest]).items()]
     marked = frozenset(name for name, _ in facts if name in changed)
-    listed = table(["", f"attempt {newest}"], facts[:_ROWS], texts=(0, 1), marked=marked)
+    listed = render_table(["", f"attempt {newest}"], facts[:_MAX_ROWS], texts=(0, 1), marked=marked)
     parts.append(f"<details open><summary>All of attempt {newest}</summary>{listed}</details>")
     return "".join(parts)
 
 
-def flat(settings: Any, name: str = "") -> dict[str, str]:
+def flatten_mapping(settings: Any, name: str = "") -> dict[str, str]:
     """Settings in settings, by names with dots."""
     if name.endswith("command") and isinstance(settings, list):
-        return {name: plain(shlex.join(map(str, settings)))}
+        return {name: format_setting(shlex.join(map(str, settings)))}
     if isinstance(settings, Mapping) and settings:
         return {
             key: text
             for part, inner in settings.items()
-            for key, text in flat(inner, f"{name}.{part}" if name else str(part)).items()
+            for key, text in flatten_mapping(inner, f"{name}.{part}" if name else str(part)).items()
         }
-    return {name: plain(settings)} if name else {}
+    return {name: format_setting(settings)} if name else {}
 
 
-def plain(item: Any) -> str:
+def format_setting(item: Any) -> str:
     """A setting as a text that is not too long."""
     text = item if isinstance(item, str) else json.dumps(item, default=str, ensure_ascii=False)
-    return text if len(text) <= _TEXT else f"{text[:_TEXT]}\N{HORIZONTAL ELLIPSIS}"
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}\N{HORIZONTAL ELLIPSIS}"

@@ -5,31 +5,50 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-Kind = Literal["number", "seconds", "bytes", "percent"]
+AxisKind = Literal["number", "seconds", "bytes", "percent"]
 """What an axis counts: plain numbers, seconds, bytes, or shares of 1."""
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _BINARY = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
-_CLOCK = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)  # steps of a time axis
-_MOST = 12  # ticks, whatever rounding does
+_TIME_STEPS = (
+    1,
+    2,
+    5,
+    10,
+    15,
+    30,
+    60,
+    120,
+    300,
+    600,
+    900,
+    1800,
+    3600,
+    7200,
+    10800,
+    21600,
+    43200,
+    86400,
+)  # steps of a time axis
+_MAX_TICKS = 12  # ticks, whatever rounding does
 
 
-def ticks(low: float, high: float, kind: Kind, count: int = 7) -> list[float]:
+def ticks(low: float, high: float, kind: AxisKind, count: int = 7) -> list[float]:
     """About ``count`` round values from ``low`` to ``high``, which are finite and not the wrong way round."""
-    step = step_of(high - low, kind, count)
+    step = tick_step(high - low, kind, count)
     if step <= 0 or not math.isfinite(step):
         return [low]
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, min(last, first + _MOST) + 1)]
+    return [number * step for number in range(first, min(last, first + _MAX_TICKS) + 1)]
 
 
-def step_of(span: float, kind: Kind, count: int) -> float:
+def tick_step(span: float, kind: AxisKind, count: int) -> float:
     """A round distance, of which ``span`` has about ``count``."""
     rough = span / count
     if rough <= 0:
         return 0.0
     if kind == "seconds" and rough > 0.5:
-        fit = [step for step in _CLOCK if step >= rough]
+        fit = [step for step in _TIME_STEPS if step >= rough]
         return float(fit[0]) if fit else 86400.0 * _round_up(rough / 86400)
     if kind == "bytes" and rough >= 1:
         scale = next(scale for scale, _ in _BINARY if rough >= scale)
@@ -52,15 +71,15 @@ def log_ticks(low: float, high: float) -> list[float]:
     return found if len(found) >= 2 else ticks(low, high, "number", 4)
 
 
-def tick_labels(found: list[float], kind: Kind) -> list[str]:
+def tick_labels(found: list[float], kind: AxisKind) -> list[str]:
     """The texts of ticks, all in one unit and with as many digits as tell them apart."""
     if kind == "seconds":
-        return [duration(tick) for tick in found]
+        return [format_axis_duration(tick) for tick in found]
     if kind == "percent":
         return [f"{tick * 100:g}\N{NARROW NO-BREAK SPACE}%" for tick in [round(tick, 6) for tick in found]]
     largest = max((abs(tick) for tick in found), default=0.0)
     if kind == "number" and 1e4 <= largest < 1e15:
-        return [_prefixed(tick) for tick in found]
+        return [_with_prefix(tick) for tick in found]
     if kind == "number" and (largest < 1e-3 or largest >= 1e15) and largest > 0:
         return [_scientific(tick) for tick in found]
     if kind == "number":
@@ -69,12 +88,12 @@ def tick_labels(found: list[float], kind: Kind) -> list[str]:
     return [f"{round(tick / scale, 9):.10g}\N{NARROW NO-BREAK SPACE}{unit}" if tick else "0" for tick in found]
 
 
-def value(number: float, kind: Kind) -> str:
+def format_value(number: float, kind: AxisKind) -> str:
     """A single value with about four digits."""
     if not math.isfinite(number):
         return "NaN" if math.isnan(number) else ("+inf" if number > 0 else "-inf")
     if kind == "seconds":
-        return duration(number)
+        return format_axis_duration(number)
     if kind == "percent":
         return f"{number * 100:.1f}\N{NARROW NO-BREAK SPACE}%"
     size = abs(number)
@@ -91,10 +110,10 @@ def value(number: float, kind: Kind) -> str:
     return f"{text}\N{NARROW NO-BREAK SPACE}{unit}" if kind == "bytes" else f"{text}{unit}"
 
 
-def duration(seconds: float) -> str:
+def format_axis_duration(seconds: float) -> str:
     """Such as ``2 h 05 m``, ``3 m 20 s``, ``1.5 s`` or ``12 ms``: two units at most."""
     if seconds < 0:
-        return f"-{duration(-seconds)}"
+        return f"-{format_axis_duration(-seconds)}"
     gap = "\N{NARROW NO-BREAK SPACE}"
     if seconds == 0:
         return "0"
@@ -111,7 +130,7 @@ def duration(seconds: float) -> str:
     raise AssertionError("a day is the largest unit")
 
 
-def _prefixed(number: float) -> str:
+def _with_prefix(number: float) -> str:
     scale, unit = next(((scale, unit) for scale, unit in _PREFIXES if abs(number) >= scale), _PREFIXES[-1])
     return f"{round(number / scale, 9):.10g}{unit}" if number else "0"
 

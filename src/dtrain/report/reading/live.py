@@ -9,24 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtrain import runs
-from dtrain.report.reading.attempts import host_of
-from dtrain.report.reading.curve import FIRST_CAUSE, SAMPLES, TOKENS, Curve, minus, seconds_of
-from dtrain.report.reading.events import OF_ALL_RANKS
-from dtrain.report.reading.folder import ledger_files
-from dtrain.report.reading.ledger import RankAttemptLines, RankLedger
-from dtrain.report.reading.lines import Lines, Row
-from dtrain.report.reading.metrics import number_of
-from dtrain.runs import STEP, TIME
-from dtrain.spans import CAUSES, Cause
+from dtrain import run_layout
+from dtrain.report.reading.attempts import ALL_RANK_EVENTS, host_of
+from dtrain.report.reading.cumulative_curve import FIRST_CAUSE, SAMPLES, TOKENS, CumulativeCurve, cause_seconds, subtract
+from dtrain.report.reading.jsonl_reader import JsonlReader, Row
+from dtrain.report.reading.metric_table import to_number
+from dtrain.report.reading.rank_ledger import AttemptLedger, RankLedger
+from dtrain.report.reading.run_files import ledger_files
+from dtrain.run_layout import STEP, TIME
+from dtrain.spans import TIME_CATEGORIES, TimeCategory
 
-_RECENT_S = 60.0  # what "now" means: a few lines of a ledger
-_EVENTS = 200
-_SHARES: tuple[Cause, ...] = ("compute", "data", "stall", "checkpoint")
+_WINDOW_S = 60.0  # what "now" means: a few lines of a ledger
+_MAX_EVENTS = 200
+_SHOWN_CAUSES: tuple[TimeCategory, ...] = ("compute", "data", "stall", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankNow:
+class RankSnapshot:
     """A rank in its newest attempt.
 
     Args:
@@ -49,7 +48,7 @@ class RankNow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Now:
+class RunSnapshot:
     """A run at this moment.
 
     Args:
@@ -74,30 +73,30 @@ class Now:
     samples_per_s: float | None
     tokens_per_s: float | None
     goodput: float | None
-    ranks: list[RankNow]
+    ranks: list[RankSnapshot]
     events: list[tuple[float, int, Row]]
     unreadable: int
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether every rank has said that it ended."""
         return bool(self.ranks) and all(each.closed for each in self.ranks)
 
 
-class Live:
+class LiveRun:
     """The folder of a run that may not be there yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ledgers: dict[int, tuple[RankLedger, Lines]] = {}
-        self._metrics: Lines = Lines(folder / runs.METRICS)
-        self._identity: int | None = None
-        self._newest: dict[str, float] = {}
+        self._ledgers: dict[int, tuple[RankLedger, JsonlReader]] = {}
+        self._metrics: JsonlReader = JsonlReader(folder / run_layout.METRICS)
+        self._metrics_inode: int | None = None
+        self._latest_metrics: dict[str, float] = {}
         self._step, self._step_at = 0, math.nan
-        self._events: deque[tuple[float, int, Row]] = deque(maxlen=_EVENTS)
-        self._told: dict[tuple[int, int], int] = {}
+        self._events: deque[tuple[float, int, Row]] = deque(maxlen=_MAX_EVENTS)
+        self._reported_events: dict[tuple[int, int], int] = {}
 
-    def look(self, now: float) -> Now:
+    def refresh(self, now: float) -> RunSnapshot:
         """Read what is new.
 
         Args:
@@ -105,29 +104,29 @@ class Live:
         """
         for rank, path in ledger_files(self._folder).items():
             if rank not in self._ledgers:
-                self._ledgers[rank] = RankLedger(rank), Lines(path)
+                self._ledgers[rank] = RankLedger(rank), JsonlReader(path)
         for ledger, lines in self._ledgers.values():
-            for rows in _new(lines):
+            for rows in _read_new_rows(lines):
                 ledger.add(rows)
         self._read_metrics()
-        return self._now(now)
+        return self._snapshot(now)
 
     def _read_metrics(self) -> None:
         try:
             identity = self._metrics.path.stat().st_ino
         except OSError:
             return
-        if identity != self._identity:  # rotated: a new file of the same name
-            self._metrics, self._identity = Lines(self._metrics.path), identity
-        for rows in _new(self._metrics):
+        if identity != self._metrics_inode:  # rotated: a new file of the same name
+            self._metrics, self._metrics_inode = JsonlReader(self._metrics.path), identity
+        for rows in _read_new_rows(self._metrics):
             for row in rows:
                 step = row.get("step")
                 if isinstance(step, int):
-                    self._step, self._step_at = step, number_of(row.get(TIME)) or math.nan
-                named = ((name, number_of(value)) for name, value in row.items() if name not in (STEP, TIME))
-                self._newest |= {name: value for name, value in named if value is not None}
+                    self._step, self._step_at = step, to_number(row.get(TIME)) or math.nan
+                named = ((name, to_number(value)) for name, value in row.items() if name not in (STEP, TIME))
+                self._latest_metrics |= {name: value for name, value in named if value is not None}
 
-    def _now(self, now: float) -> Now:
+    def _snapshot(self, now: float) -> RunSnapshot:
         newest = max((number for ledger, _ in self._ledgers.values() for number in ledger.attempts), default=0)
         here = {
             rank: lines
@@ -135,73 +134,75 @@ class Live:
             if (lines := ledger.attempts.get(newest)) is not None and lines.curve.at
         }
         for rank, lines in here.items():
-            seen = self._told.get((rank, newest), 0)
-            new = (event for event in lines.events[seen:] if rank == min(here) or event["name"] not in OF_ALL_RANKS)
+            seen = self._reported_events.get((rank, newest), 0)
+            new = (event for event in lines.events[seen:] if rank == min(here) or event["name"] not in ALL_RANK_EVENTS)
             self._events.extend((event["at"], rank, event) for event in new)
-            self._told[rank, newest] = len(lines.events)
+            self._reported_events[rank, newest] = len(lines.events)
         first = here[min(here)].curve if here else None
         begin = min((lines.curve.at[0] for lines in here.values()), default=now)
         ends = max((lines.ended_at for lines in here.values()), default=now)
         logged = [self._step] if not here or self._step_at >= begin else []  # newer than a line of the ledger, which comes late
         ended = bool(here) and all(lines.closed for lines in here.values())
-        speeds = _speeds(first) if first else (None, None, None)
-        return Now(
+        speeds = _current_speeds(first) if first else (None, None, None)
+        return RunSnapshot(
             attempt=newest,
             step=max([*logged, *(lines.last_step for lines in here.values())], default=0),
             seconds=max(0.0, (ends if ended else now) - begin),
-            metrics=dict(self._newest),
+            metrics=dict(self._latest_metrics),
             steps_per_s=speeds[0],
             samples_per_s=speeds[1],
             tokens_per_s=speeds[2],
-            goodput=_goodput(here),
-            ranks=[_rank_now(rank, lines, now) for rank, lines in sorted(here.items())],
+            goodput=_current_goodput(here),
+            ranks=[_rank_snapshot(rank, lines, now) for rank, lines in sorted(here.items())],
             events=sorted(self._events, key=lambda each: each[0]),
             unreadable=self._metrics.unreadable + sum(lines.unreadable for _, lines in self._ledgers.values()),
         )
 
 
-def _new(lines: Lines) -> list[list[Row]]:
+def _read_new_rows(lines: JsonlReader) -> list[list[Row]]:
     try:
-        return list(lines.batches())
+        return list(lines.read_batches())
     except OSError:  # not there yet, or no longer
         return []
 
 
-def _recent(curve: Curve) -> tuple[float, float, list[float]]:
+def _last_minute(curve: CumulativeCurve) -> tuple[float, float, list[float]]:
     """Seconds, steps and totals of the last minute."""
     end = curve.at[-1]
-    begin = max(end - _RECENT_S, curve.at[0])
-    return end - begin, curve.step[-1] - curve.step_by(begin), minus(curve.point(-1), curve.by(begin))
+    begin = max(end - _WINDOW_S, curve.at[0])
+    return end - begin, curve.step[-1] - curve.step_at(begin), subtract(curve.point(-1), curve.totals_at(begin))
 
 
-def _speeds(curve: Curve) -> tuple[float | None, float | None, float | None]:
-    seconds, steps, totals = _recent(curve)
+def _current_speeds(curve: CumulativeCurve) -> tuple[float | None, float | None, float | None]:
+    seconds, steps, totals = _last_minute(curve)
     if seconds <= 0:
         return None, None, None
     samples, tokens = totals[SAMPLES], totals[TOKENS]
     return steps / seconds, samples / seconds if samples > 0 else None, tokens / seconds if tokens > 0 else None
 
 
-def _goodput(here: Mapping[int, RankAttemptLines]) -> float | None:
+def _current_goodput(here: Mapping[int, AttemptLedger]) -> float | None:
     shares = []
     for lines in here.values():
         totals = lines.curve.point(-1)
         if (spent := sum(totals[FIRST_CAUSE:])) > 0:
-            shares.append(seconds_of(totals, "compute") / spent)
+            shares.append(cause_seconds(totals, "compute") / spent)
     return sum(shares) / len(shares) if shares else None
 
 
-def _rank_now(rank: int, lines: RankAttemptLines, now: float) -> RankNow:
-    _, _, totals = _recent(lines.curve)
+def _rank_snapshot(rank: int, lines: AttemptLedger, now: float) -> RankSnapshot:
+    _, _, totals = _last_minute(lines.curve)
     spent = sum(totals[FIRST_CAUSE:])
     rss = lines.gauges.get("rss_bytes")
     reason: Any = lines.closed.get("reason") if lines.closed else None
-    return RankNow(
+    return RankSnapshot(
         rank=rank,
         host=host_of(lines),
         step=lines.last_step,
         age_s=max(0.0, now - lines.ended_at),
-        shares={cause: seconds_of(totals, cause) / spent for cause in CAUSES if cause in _SHARES} if spent > 0 else {},
+        shares={cause: cause_seconds(totals, cause) / spent for cause in TIME_CATEGORIES if cause in _SHOWN_CAUSES}
+        if spent > 0
+        else {},
         rss_bytes=rss[-1] if rss and math.isfinite(rss[-1]) else None,
         closed=None if reason is None else str(reason)[:20],
     )

@@ -1,1 +1,1 @@
-"""Traces of the profiler, read: shares of time, a timeline of memory, one trace of all ranks, a verdict. Imports no torch."""
+"""Read, merge and diagnose profiler traces."""

@@ -6,38 +6,23 @@ schedule like any other: of the step about to run, or, where all lengths are in 
 count of these.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from dtrain.schedules.composer.decays import (
-    constant,
-    cosine,
-    cosine_warm_restarts,
-    exponential,
-    linear,
-    multi_step,
-    polynomial,
-    step,
-)
-from dtrain.schedules.composer.warmups import (
-    constant_with_warmup,
-    cosine_with_warmup,
-    linear_with_warmup,
-    multi_step_with_warmup,
-    polynomial_with_warmup,
-)
+from dtrain.lazy_imports import attach
 
-__all__ = [
-    "constant",
-    "constant_with_warmup",
-    "cosine",
-    "cosine_warm_restarts",
-    "cosine_with_warmup",
-    "exponential",
-    "linear",
-    "linear_with_warmup",
-    "multi_step",
-    "multi_step_with_warmup",
-    "polynomial",
-    "polynomial_with_warmup",
-    "step",
-]
+if TYPE_CHECKING:
+    from dtrain.schedules.composer.decays import constant as constant
+    from dtrain.schedules.composer.decays import cosine as cosine
+    from dtrain.schedules.composer.decays import cosine_warm_restarts as cosine_warm_restarts
+    from dtrain.schedules.composer.decays import exponential as exponential
+    from dtrain.schedules.composer.decays import linear as linear
+    from dtrain.schedules.composer.decays import multi_step as multi_step
+    from dtrain.schedules.composer.decays import polynomial as polynomial
+    from dtrain.schedules.composer.decays import step as step
+    from dtrain.schedules.composer.warmups import constant_with_warmup as constant_with_warmup
+    from dtrain.schedules.composer.warmups import cosine_with_warmup as cosine_with_warmup
+    from dtrain.schedules.composer.warmups import linear_with_warmup as linear_with_warmup
+    from dtrain.schedules.composer.warmups import multi_step_with_warmup as multi_step_with_warmup
+    from dtrain.schedules.composer.warmups import polynomial_with_warmup as polynomial_with_warmup
+
+__getattr__, __dir__ = attach(__name__, __file__)

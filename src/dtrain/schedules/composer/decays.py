@@ -1,17 +1,111 @@
-"""Composer's schedules without a warm-up."""
+"""Composer's schedules without a warm-up.
+
+Durations as numbers of one unit: of what the clock counts where they agree on it, else of steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeAlias
 
-from dtrain.durations import RunLength
+from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
-from dtrain.schedules import basic, cycles, decays, stairs
-from dtrain.schedules.checks import check_finite
-from dtrain.schedules.composer.lengths import Length, check_covers, lengths, named
-from dtrain.schedules.hyper import is_number
-from dtrain.types import Schedule
+from dtrain.schedules import curves, phases
+from dtrain.schedules.hyperparameter import STEP_UNIT, attach_unit, check_finite, check_sequence, is_number
+from dtrain.typing import Schedule
+
+Length: TypeAlias = "Duration | int | str"
+
+_COUNTED_UNITS = ("sp", "tok", "sec")  # a schedule of these needs no conversion; whole epochs would make stairs of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Durations by the name of their argument, as exact numbers of ``unit``."""
+
+    unit: str
+    fractions: Mapping[str, Fraction]
+
+    def __getitem__(self, name: str) -> float:
+        """One of them; whole ones are integers."""
+        found = self.fractions[name]
+        return int(found) if found.denominator == 1 else float(found)
+
+    def to_schedule(self, at: Schedule) -> Schedule:
+        """``at`` as a function of their unit."""
+        return attach_unit(self.unit, at)
+
+
+def parse_lengths(caller: str, run: RunLength, given: Mapping[str, Length]) -> Lengths:
+    """The durations ``given`` by the names of their arguments, in one unit. A ``t_warmup`` may be none at all.
+
+    Raises:
+        ConfigError: no duration, or one that ``run`` knows too little for; units that cannot be converted into each other.
+    """
+    if not isinstance(run, RunLength):
+        raise ConfigError(f"{caller}: needs the length of the run first, got {run!r}; loader.run_length('3ep') gives it")
+    parsed = {name: Duration.parse(length, allow_zero=name == "t_warmup") for name, length in given.items()}
+    try:
+        found = {name: _to_absolute(length, run) for name, length in parsed.items()}
+        if len(units := {unit for value, unit in found.values() if value}) == 1 and units <= set(_COUNTED_UNITS):
+            return Lengths(unit=units.pop(), fractions={name: value for name, (value, _) in found.items()})
+        return Lengths(unit=STEP_UNIT, fractions={name: _in_steps(length, run) for name, length in parsed.items()})
+    except ConfigError as error:
+        told = ", ".join(f"{name}={length}" for name, length in parsed.items())
+        one = "; or give all of them in one unit" if len({length.unit for length in parsed.values()}) > 1 else ""
+        raise ConfigError(f"{caller}: {told}: {error}{one}") from None
+
+
+def check_covers_run(caller: str, run: RunLength, t_max: Length, alpha_i: float, alpha_f: float) -> None:
+    """Return unless ``t_max`` ends before the run does and leaves it a rate of 0, with which nothing is learned.
+
+    Raises:
+        ConfigError: it does, or a factor is not a finite number.
+    """
+    check_finite(caller, alpha_i=alpha_i, alpha_f=alpha_f)
+    if run.total is None or not alpha_i > alpha_f == 0:
+        return
+    try:
+        both = parse_lengths(caller, run, {"t_max": t_max, "total": run.total})
+    except ConfigError:
+        return  # they cannot be compared
+    if both.fractions["t_max"] < both.fractions["total"]:
+        raise ConfigError(
+            f"{caller}: t_max={t_max} ends before the run of {run.total} does, and the rest of it would have a rate of 0; "
+            "give t_max='1dur', or alpha_f above 0, or leave total out of RunLength(...) where this is meant"
+        )
+
+
+def name_each(caller: str, name: str, values: Sequence[Length]) -> dict[str, Length]:
+    """Several durations of one argument, each by a name of its own.
+
+    Raises:
+        ConfigError: one duration instead of several.
+    """
+    check_sequence(caller, name, values)
+    return {f"{name}[{number}]": value for number, value in enumerate(values)}
+
+
+def _to_absolute(length: Duration, run: RunLength) -> tuple[Fraction, str]:
+    """Its exact number and unit; a share of the run in the unit of the run."""
+    if length.unit != "dur":
+        return length.fraction, length.unit
+    if run.total is None:
+        raise ConfigError(f"{length} is a share of the run, whose length is not known; give RunLength(total=...)")
+    return length.fraction * run.total.fraction, run.total.unit
+
+
+def _in_steps(length: Duration, run: RunLength) -> Fraction:
+    if not length.value:
+        return Fraction(0)  # of whatever unit
+    length.steps(run)  # refuses what cannot be told; it rounds up to whole steps, and a schedule must not
+    value, unit = _to_absolute(length, run)
+    per = {"ep": run.steps_per_epoch, "sp": run.samples_per_step, "tok": run.tokens_per_step}.get(unit)
+    if per is None:
+        return value
+    return value * Fraction(per) if unit == "ep" else value / Fraction(per)
 
 
 def constant(run: RunLength, alpha: float = 1.0, t_max: Length = "1dur") -> Schedule:
@@ -31,9 +125,9 @@ def constant(run: RunLength, alpha: float = 1.0, t_max: Length = "1dur") -> Sche
     """
     where = "composer.constant"
     check_finite(where, alpha=alpha)
-    until = lengths(where, run, {"t_max": t_max})
+    until = parse_lengths(where, run, {"t_max": t_max})
     end = until["t_max"]
-    return until.schedule(lambda t: alpha if t < end else 1.0)
+    return until.to_schedule(lambda t: alpha if t < end else 1.0)
 
 
 def linear(run: RunLength, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: Length = "1dur") -> Schedule:
@@ -52,9 +146,9 @@ def linear(run: RunLength, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: Le
         [1.0, 0.75, 0.0]
     """
     where = "composer.linear"
-    within = lengths(where, run, {"t_max": t_max})
-    check_covers(where, run, t_max, alpha_i, alpha_f)
-    return within.schedule(basic.linear(alpha_i, alpha_f, within["t_max"]))
+    within = parse_lengths(where, run, {"t_max": t_max})
+    check_covers_run(where, run, t_max, alpha_i, alpha_f)
+    return within.to_schedule(curves.linear(alpha_i, alpha_f, within["t_max"]))
 
 
 def cosine(run: RunLength, t_max: Length = "1dur", alpha_f: float = 0.0) -> Schedule:
@@ -73,9 +167,9 @@ def cosine(run: RunLength, t_max: Length = "1dur", alpha_f: float = 0.0) -> Sche
         [1.0, 0.55, 0.1, 0.1]
     """
     where = "composer.cosine"
-    within = lengths(where, run, {"t_max": t_max})
-    check_covers(where, run, t_max, 1.0, alpha_f)
-    return within.schedule(basic.cosine(1.0, alpha_f, within["t_max"]))
+    within = parse_lengths(where, run, {"t_max": t_max})
+    check_covers_run(where, run, t_max, 1.0, alpha_f)
+    return within.to_schedule(curves.cosine(1.0, alpha_f, within["t_max"]))
 
 
 def cosine_warm_restarts(run: RunLength, t_0: Length, t_mult: float = 1.0, alpha_f: float = 0.0) -> Schedule:
@@ -98,8 +192,8 @@ def cosine_warm_restarts(run: RunLength, t_0: Length, t_mult: float = 1.0, alpha
     check_finite(where, alpha_f=alpha_f)
     if not is_number(t_mult) or not 1 <= t_mult < math.inf:
         raise ConfigError(f"{where}: t_mult must be at least 1, got {t_mult=}; shorter cycles would pile up")
-    first = lengths(where, run, {"t_0": t_0})
-    return first.schedule(cycles.cosine_restarts(1.0, alpha_f, first["t_0"], multiplier=t_mult))
+    first = parse_lengths(where, run, {"t_0": t_0})
+    return first.to_schedule(phases.cosine_restarts(1.0, alpha_f, first["t_0"], multiplier=t_mult))
 
 
 def polynomial(run: RunLength, power: float, t_max: Length = "1dur", alpha_f: float = 0.0) -> Schedule:
@@ -119,9 +213,9 @@ def polynomial(run: RunLength, power: float, t_max: Length = "1dur", alpha_f: fl
         [1.0, 0.25, 0.01, 0.0]
     """
     where = "composer.polynomial"
-    within = lengths(where, run, {"t_max": t_max})
-    check_covers(where, run, t_max, 1.0, alpha_f)
-    return within.schedule(decays.polynomial(1.0, alpha_f, within["t_max"], power=power))
+    within = parse_lengths(where, run, {"t_max": t_max})
+    check_covers_run(where, run, t_max, 1.0, alpha_f)
+    return within.to_schedule(curves.polynomial(1.0, alpha_f, within["t_max"], power=power))
 
 
 def exponential(run: RunLength, gamma: float, decay_period: Length = "1ep") -> Schedule:
@@ -140,9 +234,9 @@ def exponential(run: RunLength, gamma: float, decay_period: Length = "1ep") -> S
         [1.0, 0.5, 0.25]
     """
     where = "composer.exponential"
-    _check_falls(where, gamma)
-    period = lengths(where, run, {"decay_period": decay_period})
-    return period.schedule(decays.exponential(1.0, gamma, period["decay_period"]))
+    _check_gamma(where, gamma)
+    period = parse_lengths(where, run, {"decay_period": decay_period})
+    return period.to_schedule(curves.exponential(1.0, gamma, period["decay_period"]))
 
 
 def step(run: RunLength, step_size: Length, gamma: float = 0.1) -> Schedule:
@@ -161,10 +255,10 @@ def step(run: RunLength, step_size: Length, gamma: float = 0.1) -> Schedule:
         [1.0, 1.0, 0.5, 0.25]
     """
     where = "composer.step"
-    _check_falls(where, gamma)
-    period = lengths(where, run, {"step_size": step_size})
-    after, size = decays.geometric(where, 1.0, gamma, None), period.exact["step_size"]
-    return period.schedule(lambda t: after(math.floor(t / size)))  # exact: 0.3 steps go ten times into 3 of them
+    _check_gamma(where, gamma)
+    period = parse_lengths(where, run, {"step_size": step_size})
+    after, size = curves.geometric(where, 1.0, gamma, None), period.fractions["step_size"]
+    return period.to_schedule(lambda t: after(math.floor(t / size)))  # exact: 0.3 steps go ten times into 3 of them
 
 
 def multi_step(run: RunLength, milestones: Sequence[Length], gamma: float = 0.1) -> Schedule:
@@ -183,13 +277,13 @@ def multi_step(run: RunLength, milestones: Sequence[Length], gamma: float = 0.1)
         [1.0, 1.0, 0.1, 0.1, 0.01]
     """
     where = "composer.multi_step"
-    times = lengths(where, run, named(where, "milestones", milestones))
-    return times.schedule(stairs.multi_step(1.0, gamma, [times[name] for name in times.exact]))
+    times = parse_lengths(where, run, name_each(where, "milestones", milestones))
+    return times.to_schedule(curves.multi_step(1.0, gamma, [times[name] for name in times.fractions]))
 
 
-def _check_falls(where: str, gamma: float) -> None:
+def _check_gamma(caller: str, gamma: float) -> None:
     if not is_number(gamma) or not 0 < gamma <= 1:
         raise ConfigError(
-            f"{where}: gamma must be above 0 and at most 1, got {gamma=}; to grow, take step_decay or exponential of dtrain "
+            f"{caller}: gamma must be above 0 and at most 1, got {gamma=}; to grow, take step_decay or exponential of dtrain "
             "with an end=, where the value stays"
         )

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
-from dtrain.schedules import basic, decays, stairs
-from dtrain.schedules.checks import check_finite
-from dtrain.schedules.composer.lengths import Length, Lengths, check_covers, lengths, named
-from dtrain.types import Schedule
+from dtrain.schedules import curves
+from dtrain.schedules.composer.decays import Length, Lengths, check_covers_run, name_each, parse_lengths
+from dtrain.schedules.hyperparameter import check_finite
+from dtrain.typing import Schedule
 
 
 def constant_with_warmup(run: RunLength, t_warmup: Length, alpha: float = 1.0, t_max: Length = "1dur") -> Schedule:
@@ -32,9 +32,9 @@ def constant_with_warmup(run: RunLength, t_warmup: Length, alpha: float = 1.0, t
     """
     where = "composer.constant_with_warmup"
     check_finite(where, alpha=alpha)
-    times = _both(where, run, t_warmup, t_max)
+    times = _warmup_and_total(where, run, t_warmup, t_max)
     end = times["t_max"]
-    return times.schedule(basic.with_warmup(lambda t: alpha if t < end else 1.0, times["t_warmup"]))
+    return times.to_schedule(curves.warmup(lambda t: alpha if t < end else 1.0, times["t_warmup"]))
 
 
 def linear_with_warmup(
@@ -57,9 +57,9 @@ def linear_with_warmup(
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
     where = "composer.linear_with_warmup"
-    times = _both(where, run, t_warmup, t_max)
-    check_covers(where, run, t_max, alpha_i, alpha_f)
-    return _behind_warmup(times, basic.linear(alpha_i, alpha_f, _left(times)))
+    times = _warmup_and_total(where, run, t_warmup, t_max)
+    check_covers_run(where, run, t_max, alpha_i, alpha_f)
+    return _prepend_warmup(times, curves.linear(alpha_i, alpha_f, _decay_length(times)))
 
 
 def cosine_with_warmup(run: RunLength, t_warmup: Length, t_max: Length = "1dur", alpha_f: float = 0.0) -> Schedule:
@@ -80,9 +80,9 @@ def cosine_with_warmup(run: RunLength, t_warmup: Length, t_max: Length = "1dur",
         [0.0, 0.5, 1.0, 0.55, 0.1]
     """
     where = "composer.cosine_with_warmup"
-    times = _both(where, run, t_warmup, t_max)
-    check_covers(where, run, t_max, 1.0, alpha_f)
-    return _behind_warmup(times, basic.cosine(1.0, alpha_f, _left(times)))
+    times = _warmup_and_total(where, run, t_warmup, t_max)
+    check_covers_run(where, run, t_max, 1.0, alpha_f)
+    return _prepend_warmup(times, curves.cosine(1.0, alpha_f, _decay_length(times)))
 
 
 def polynomial_with_warmup(
@@ -105,9 +105,9 @@ def polynomial_with_warmup(
         [0.0, 0.5, 1.0, 0.25, 0.0]
     """
     where = "composer.polynomial_with_warmup"
-    times = _both(where, run, t_warmup, t_max)
-    check_covers(where, run, t_max, 1.0, alpha_f)
-    return _behind_warmup(times, decays.polynomial(1.0, alpha_f, _left(times), power=power))
+    times = _warmup_and_total(where, run, t_warmup, t_max)
+    check_covers_run(where, run, t_max, 1.0, alpha_f)
+    return _prepend_warmup(times, curves.polynomial(1.0, alpha_f, _decay_length(times), power=power))
 
 
 def multi_step_with_warmup(run: RunLength, t_warmup: Length, milestones: Sequence[Length], gamma: float = 0.1) -> Schedule:
@@ -127,30 +127,30 @@ def multi_step_with_warmup(run: RunLength, t_warmup: Length, milestones: Sequenc
         [0.0, 0.5, 1.0, 0.1, 0.01]
     """
     where = "composer.multi_step_with_warmup"
-    marks = named(where, "milestones", milestones)
-    times = lengths(where, run, {"t_warmup": t_warmup, **marks})
-    stair = stairs.multi_step(1.0, gamma, [times[name] for name in marks])
+    marks = name_each(where, "milestones", milestones)
+    times = parse_lengths(where, run, {"t_warmup": t_warmup, **marks})
+    stair = curves.multi_step(1.0, gamma, [times[name] for name in marks])
     if times["t_warmup"] >= times["milestones[0]"]:
         raise ConfigError(
             f"{where}: the warm-up must be over before the first milestone, got t_warmup={t_warmup} and "
             f"milestones[0]={milestones[0]}; leave that milestone out, or warm up for less"
         )
-    return times.schedule(basic.with_warmup(stair, times["t_warmup"]))
+    return times.to_schedule(curves.warmup(stair, times["t_warmup"]))
 
 
-def _both(where: str, run: RunLength, t_warmup: Length, t_max: Length) -> Lengths:
-    times = lengths(where, run, {"t_warmup": t_warmup, "t_max": t_max})
-    if times.exact["t_warmup"] >= times.exact["t_max"]:
+def _warmup_and_total(caller: str, run: RunLength, t_warmup: Length, t_max: Length) -> Lengths:
+    times = parse_lengths(caller, run, {"t_warmup": t_warmup, "t_max": t_max})
+    if times.fractions["t_warmup"] >= times.fractions["t_max"]:
         raise ConfigError(
-            f"{where}: the warm-up must be over before t_max, got {t_warmup=} and {t_max=}, "
+            f"{caller}: the warm-up must be over before t_max, got {t_warmup=} and {t_max=}, "
             f"which are {times['t_warmup']} and {times['t_max']} {times.unit}; warm up for less"
         )
     return times
 
 
-def _left(times: Lengths) -> float:
-    return float(times.exact["t_max"] - times.exact["t_warmup"])
+def _decay_length(times: Lengths) -> float:
+    return float(times.fractions["t_max"] - times.fractions["t_warmup"])
 
 
-def _behind_warmup(times: Lengths, decay: Schedule) -> Schedule:
-    return times.schedule(basic.with_warmup(decay, times["t_warmup"], shifted=True))
+def _prepend_warmup(times: Lengths, decay: Schedule) -> Schedule:
+    return times.to_schedule(curves.warmup(decay, times["t_warmup"], shifted=True))

@@ -1,1 +1,1 @@
-"""Servers that keep files, one module for each kind. Each call is one try; ``dtrain.storage.remote`` tries again."""
+"""Object stores, one module per kind of server. Each call is one try; ``dtrain.storage.remote`` retries."""

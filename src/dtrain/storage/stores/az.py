@@ -11,7 +11,7 @@ from typing import Any
 from dtrain.storage.stores.base import ObjectStore, Upload
 
 OPTIONS: dict[str, Any] = {"use_listings_cache": False, "connection_timeout": 10, "read_timeout": 60}
-_MARK = "dtrain_upload"
+_MARK_KEY = "dtrain_upload"
 
 
 class AzStore(ObjectStore):
@@ -24,14 +24,14 @@ class AzStore(ObjectStore):
             policy.total_retries = 0  # its own first pause is a quarter of a minute
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
-        metadata = {} if mark is None else {_MARK: mark}
+        metadata = {} if mark is None else {_MARK_KEY: mark}
         _call(
             self.fs,
             key,
             lambda client: client.upload_blob(data, overwrite=mark is None, metadata=metadata, **self.fs._timeout_kwargs),
         )
 
-    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+    def was_written_by(self, key: str, mark: str, data: bytes) -> bool:
         return _mark_of(self.fs, key) == mark
 
     def copy(self, old: str, new: str) -> None:
@@ -42,7 +42,7 @@ class AzStore(ObjectStore):
             raise OSError(errno.EIO, f"the server has not copied {old}: {copied.status}", new)
 
     def upload(self, key: str, count: int) -> Upload:
-        return _Blocks(self.fs, key)
+        return _AzUpload(self.fs, key)
 
 
 def _call(fs: Any, key: str, do: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -66,19 +66,19 @@ def _mark_of(fs: Any, key: str) -> str | None:
     from azure.core.exceptions import ResourceNotFoundError
 
     try:
-        return str(_call(fs, key, lambda client: client.get_blob_properties()).metadata.get(_MARK))
+        return str(_call(fs, key, lambda client: client.get_blob_properties()).metadata.get(_MARK_KEY))
     except ResourceNotFoundError:
         return None
 
 
-class _Blocks:
+class _AzUpload:
     def __init__(self, fs: Any, key: str) -> None:
         self._fs = fs
         self._key = key
         self._mark = secrets.token_hex(16)
         self._ids: dict[int, str] = {}
 
-    def part(self, number: int, begin: int, data: bytes) -> None:
+    def send_part(self, number: int, begin: int, data: bytes) -> None:
         block = f"{self._mark}-{number:06d}"  # all ids of a blob must have one length
         _call(self._fs, self._key, lambda client: client.stage_block(block, data, length=len(data), **self._fs._timeout_kwargs))
         self._ids[number] = block
@@ -92,12 +92,12 @@ class _Blocks:
             self._fs,
             self._key,
             lambda client: client.commit_block_list(
-                blocks, metadata={_MARK: self._mark}, match_condition=MatchConditions.IfMissing, **self._fs._timeout_kwargs
+                blocks, metadata={_MARK_KEY: self._mark}, match_condition=MatchConditions.IfMissing, **self._fs._timeout_kwargs
             ),
         )
 
-    def is_there(self) -> bool:
+    def is_committed(self) -> bool:
         return _mark_of(self._fs, self._key) == self._mark
 
-    def clear(self, *, finished: bool) -> None:
+    def clean_up(self, *, finished: bool) -> None:
         """Nothing: the service forgets blocks that no list names after a week."""

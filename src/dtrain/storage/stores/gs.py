@@ -11,8 +11,8 @@ from typing import Any
 from dtrain.storage.stores.base import ObjectStore, Upload
 
 OPTIONS: dict[str, Any] = {"use_listings_cache": False}
-_MARK = "dtrain-upload"
-_MOST_JOINED = 32  # objects that one call joins
+_MARK_KEY = "dtrain-upload"
+_MAX_COMPOSE = 32  # objects that one call joins
 
 
 class GsStore(ObjectStore):
@@ -33,10 +33,10 @@ class GsStore(ObjectStore):
         from gcsfs.core import simple_upload
 
         bucket, name = key.split("/", 1)
-        options = {} if mark is None else {"mode": "create", "metadatain": {_MARK: mark}}
+        options = {} if mark is None else {"mode": "create", "metadatain": {_MARK_KEY: mark}}
         sync(self.fs.loop, simple_upload, self.fs, bucket, name, data, **options)
 
-    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+    def was_written_by(self, key: str, mark: str, data: bytes) -> bool:
         return self.mark_of(key) == mark
 
     def mark_of(self, key: str) -> str | None:
@@ -45,13 +45,13 @@ class GsStore(ObjectStore):
             _, answer = self.fs.call("GET", "b/{}/o/{}", *key.split("/", 1))
         except FileNotFoundError:
             return None
-        return str(json.loads(answer).get("metadata", {}).get(_MARK))
+        return str(json.loads(answer).get("metadata", {}).get(_MARK_KEY))
 
     def upload(self, key: str, count: int) -> Upload:
-        return _Pieces(self, key)
+        return _GsUpload(self, key)
 
 
-class _Pieces:
+class _GsUpload:
     def __init__(self, store: GsStore, key: str) -> None:
         self._store = store
         self._bucket, self._name = key.split("/", 1)
@@ -59,7 +59,7 @@ class _Pieces:
         self._sent: dict[int, str] = {}
         self._joined: list[str] = []
 
-    def part(self, number: int, begin: int, data: bytes) -> None:
+    def send_part(self, number: int, begin: int, data: bytes) -> None:
         name = f"{self._name}.{self._mark}-{number:06d}"
         self._store.put(f"{self._bucket}/{name}", data)
         self._sent[number] = name
@@ -67,8 +67,8 @@ class _Pieces:
     def finish(self) -> None:
         names = [self._sent[number] for number in sorted(self._sent)]
         level = 0
-        while len(names) > _MOST_JOINED:
-            groups = [names[begin : begin + _MOST_JOINED] for begin in range(0, len(names), _MOST_JOINED)]
+        while len(names) > _MAX_COMPOSE:
+            groups = [names[begin : begin + _MAX_COMPOSE] for begin in range(0, len(names), _MAX_COMPOSE)]
             names = [f"{self._name}.{self._mark}-{level}-{number:06d}" for number in range(len(groups))]
             for name, group in zip(names, groups, strict=True):
                 self._join(group, name)
@@ -79,14 +79,14 @@ class _Pieces:
     def _join(self, names: list[str], into: str, **options: str) -> None:
         body = {
             "sourceObjects": [{"name": name} for name in names],
-            "destination": {"contentType": "application/octet-stream", "metadata": {_MARK: self._mark}},
+            "destination": {"contentType": "application/octet-stream", "metadata": {_MARK_KEY: self._mark}},
         }
         self._store.fs.call("POST", "b/{}/o/{}/compose", self._bucket, into, json=body, **options)
 
-    def is_there(self) -> bool:
+    def is_committed(self) -> bool:
         return self._store.mark_of(f"{self._bucket}/{self._name}") == self._mark
 
-    def clear(self, *, finished: bool) -> None:
+    def clean_up(self, *, finished: bool) -> None:
         for name in {*self._sent.values(), *self._joined}:
             with contextlib.suppress(FileNotFoundError):
                 self._store.remove(f"{self._bucket}/{name}")

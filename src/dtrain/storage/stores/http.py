@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from dtrain.errors import ConfigError
 from dtrain.storage.retry import TruncatedError
-from dtrain.storage.stores.base import Found, ObjectStore, Upload
+from dtrain.storage.stores.base import FileStat, ObjectStore, Upload
 
 OPTIONS: dict[str, Any] = {"simple_links": False, "client_kwargs": {"auto_decompress": False}}
 _HEADERS = {"Accept-Encoding": "identity"}  # sizes and ranges are of the file, not of what it is packed into on its way
@@ -26,23 +26,23 @@ class HttpStore(ObjectStore):
 
         fs.kwargs.setdefault("timeout", aiohttp.ClientTimeout(sock_connect=10, sock_read=60))
 
-    def look(self, key: str) -> Found | None:
+    def stat(self, key: str) -> FileStat | None:
         """As of every store; ``Found.ranges`` tells whether the server gives parts of this file."""
         from fsspec.asyn import sync
 
-        found: Found | None = sync(self.fs.loop, self._first_byte, key)
+        found: FileStat | None = sync(self.fs.loop, self._first_byte, key)
         return found
 
-    async def _first_byte(self, key: str) -> Found | None:
+    async def _first_byte(self, key: str) -> FileStat | None:
         async with await self._asked(key, {"Range": "bytes=0-0"}) as answer:
             if answer.status in (404, 410):
                 return None
             if answer.status in (206, 416):
-                return Found(size=_whole(key, answer.headers.get("Content-Range", "")))
+                return FileStat(size=_total_size(key, answer.headers.get("Content-Range", "")))
             answer.raise_for_status()
             if (length := answer.headers.get("Content-Length")) is None:
                 raise OSError(errno.ENOTSUP, "the server does not say how large it is", key)
-            return Found(size=int(length), ranges=False)
+            return FileStat(size=int(length), ranges=False)
 
     async def _asked(self, key: str, headers: dict[str, str]) -> Any:
         import yarl
@@ -51,7 +51,7 @@ class HttpStore(ObjectStore):
         options = {**self.fs.kwargs, "headers": {**self.fs.kwargs.get("headers", {}), **_HEADERS, **headers}}
         return session.get(yarl.URL(key.replace("?", "%3F").replace("#", "%23")), **options)
 
-    def get(self, key: str, begin: int, end: int) -> bytes:
+    def read_range(self, key: str, begin: int, end: int) -> bytes:
         from fsspec.asyn import sync
 
         data: bytes = sync(self.fs.loop, self._part, key, begin, end)
@@ -71,7 +71,7 @@ class HttpStore(ObjectStore):
             raise TruncatedError(f"{len(data)} bytes came of {end - begin}")
         return data
 
-    def names(self, key: str) -> list[str]:
+    def list_names(self, key: str) -> list[str]:
         """Names that the server's page about a folder links to."""
         top = key.rstrip("/") + "/"
         try:
@@ -84,32 +84,32 @@ class HttpStore(ObjectStore):
             raise FileNotFoundError(errno.ENOENT, "the server has no such folder, or does not list it", key)
         return sorted(names)
 
-    def files(self, key: str) -> list[str]:
+    def list_recursive(self, key: str) -> list[str]:
         """Files of a folder; a web server's folders do not tell themselves from files, so only names with a dot are."""
-        return [f"{key.rstrip('/')}/{name}" for name in self.names(key) if "." in name]
+        return [f"{key.rstrip('/')}/{name}" for name in self.list_names(key) if "." in name]
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
-        _read_only(key)
+        _refuse_write(key)
 
-    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+    def was_written_by(self, key: str, mark: str, data: bytes) -> bool:
         return False
 
     def upload(self, key: str, count: int) -> Upload:
-        _read_only(key)
+        _refuse_write(key)
 
     def copy(self, old: str, new: str) -> None:
-        _read_only(new)
+        _refuse_write(new)
 
     def remove(self, key: str) -> None:
-        _read_only(key)
+        _refuse_write(key)
 
 
-def _whole(key: str, text: str) -> int:
+def _total_size(key: str, text: str) -> int:
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         raise OSError(errno.ENOTSUP, f"the server does not say how large it is (Content-Range: {text!r})", key)
     return int(found[3])
 
 
-def _read_only(key: str) -> NoReturn:
+def _refuse_write(key: str) -> NoReturn:
     raise ConfigError(f"{key}: http:// and https:// are for reading; write to a folder or an object store")

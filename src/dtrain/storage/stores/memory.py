@@ -8,36 +8,36 @@ from typing import Any
 from dtrain.storage.stores.base import ObjectStore, Upload
 
 OPTIONS: dict[str, Any] = {}
-_CREATING = threading.Lock()  # fsspec looks and then creates
+_CREATE_LOCK = threading.Lock()  # fsspec looks and then creates
 
 
 class MemoryStore(ObjectStore):
     """All of the process's ``memory://``."""
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
-        with _CREATING:
+        with _CREATE_LOCK:
             self.fs.pipe_file(key, data, mode="overwrite" if mark is None else "create")
 
-    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+    def was_written_by(self, key: str, mark: str, data: bytes) -> bool:
         return False  # no answer is ever lost
 
     def upload(self, key: str, count: int) -> Upload:
-        return _Assembled(self, key)
+        return _MemoryUpload(self, key)
 
 
-class _Assembled:
+class _MemoryUpload:
     def __init__(self, store: MemoryStore, key: str) -> None:
         self._store, self._key = store, key
         self._parts: dict[int, bytes] = {}
 
-    def part(self, number: int, begin: int, data: bytes) -> None:
+    def send_part(self, number: int, begin: int, data: bytes) -> None:
         self._parts[number] = data
 
     def finish(self) -> None:
         self._store.put(self._key, b"".join(self._parts[number] for number in sorted(self._parts)), mark="")
 
-    def is_there(self) -> bool:
+    def is_committed(self) -> bool:
         return False
 
-    def clear(self, *, finished: bool) -> None:
+    def clean_up(self, *, finished: bool) -> None:
         self._parts.clear()

@@ -10,7 +10,7 @@ from dtrain.storage.retry import TruncatedError
 from dtrain.storage.stores.base import ObjectStore, Upload
 
 OPTIONS: dict[str, Any] = {"use_listings_cache": False}
-_MARK = "dtrain-upload"
+_MARK_KEY = "dtrain-upload"
 
 
 class OciStore(ObjectStore):
@@ -18,14 +18,14 @@ class OciStore(ObjectStore):
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
         bucket, namespace, name = self.fs.split_path(key)
-        options = {} if mark is None else {"if_none_match": "*", "opc_meta": {_MARK: mark}}
+        options = {} if mark is None else {"if_none_match": "*", "opc_meta": {_MARK_KEY: mark}}
         self.fs.oci_client.put_object(namespace, bucket, name, data, **options)
 
-    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+    def was_written_by(self, key: str, mark: str, data: bytes) -> bool:
         bucket, namespace, name = self.fs.split_path(key)
         return _mark_of(self.fs.oci_client, namespace, bucket, name) == mark
 
-    def get(self, key: str, begin: int, end: int) -> bytes:
+    def read_range(self, key: str, begin: int, end: int) -> bytes:
         bucket, namespace, name = self.fs.split_path(key)
         answer = self.fs.oci_client.get_object(namespace, bucket, name, range=f"bytes={begin}-{end - 1}")
         data = bytes(answer.data.content)
@@ -41,21 +41,21 @@ class OciStore(ObjectStore):
         raise OSError(errno.EOPNOTSUPP, "copies are made by the server some time later, and not waited for")
 
     def upload(self, key: str, count: int) -> Upload:
-        return _Multipart(self.fs, key)
+        return _OciUpload(self.fs, key)
 
 
 def _mark_of(client: Any, namespace: str, bucket: str, name: str) -> str | None:
     from oci.exceptions import ServiceError
 
     try:
-        return str(client.head_object(namespace, bucket, name).headers.get(f"opc-meta-{_MARK}"))
+        return str(client.head_object(namespace, bucket, name).headers.get(f"opc-meta-{_MARK_KEY}"))
     except ServiceError as error:
         if error.status == 404:
             return None
         raise
 
 
-class _Multipart:
+class _OciUpload:
     def __init__(self, fs: Any, key: str) -> None:
         from oci.object_storage.models import CreateMultipartUploadDetails
 
@@ -63,11 +63,11 @@ class _Multipart:
         bucket, namespace, self._name = fs.split_path(key)
         self._where = (namespace, bucket)
         self._mark = secrets.token_hex(16)
-        details = CreateMultipartUploadDetails(object=self._name, metadata={f"opc-meta-{_MARK}": self._mark})
+        details = CreateMultipartUploadDetails(object=self._name, metadata={f"opc-meta-{_MARK_KEY}": self._mark})
         self._id = self._client.create_multipart_upload(*self._where, details, if_none_match="*").data.upload_id
         self._tags: dict[int, str] = {}
 
-    def part(self, number: int, begin: int, data: bytes) -> None:
+    def send_part(self, number: int, begin: int, data: bytes) -> None:
         sent = self._client.upload_part(*self._where, self._name, self._id, number + 1, data)
         self._tags[number] = sent.headers["etag"]
 
@@ -78,9 +78,9 @@ class _Multipart:
         details = CommitMultipartUploadDetails(parts_to_commit=parts)
         self._client.commit_multipart_upload(*self._where, self._name, self._id, details, if_none_match="*")
 
-    def is_there(self) -> bool:
+    def is_committed(self) -> bool:
         return _mark_of(self._client, *self._where, self._name) == self._mark
 
-    def clear(self, *, finished: bool) -> None:
+    def clean_up(self, *, finished: bool) -> None:
         if not finished:
             self._client.abort_multipart_upload(*self._where, self._name, self._id)

@@ -16,7 +16,7 @@ OPTIONS: dict[str, Any] = {
         "max_pool_connections": 32,
     },
 }
-_MARK = "dtrain-upload"
+_MARK_KEY = "dtrain-upload"
 
 
 class S3Store(ObjectStore):
@@ -27,39 +27,39 @@ class S3Store(ObjectStore):
         fs.retries = 1  # tries of s3fs for each request
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
-        options = {} if mark is None else {"IfNoneMatch": "*", "Metadata": {_MARK: mark}}
-        self.fs.call_s3("put_object", **_where(key), Body=data, **options)
+        options = {} if mark is None else {"IfNoneMatch": "*", "Metadata": {_MARK_KEY: mark}}
+        self.fs.call_s3("put_object", **_bucket_and_key(key), Body=data, **options)
 
-    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+    def was_written_by(self, key: str, mark: str, data: bytes) -> bool:
         return _mark_of(self.fs, key) == mark
 
     def upload(self, key: str, count: int) -> Upload:
-        return _Multipart(self.fs, key)
+        return _S3Upload(self.fs, key)
 
 
-def _where(key: str) -> dict[str, str]:
+def _bucket_and_key(key: str) -> dict[str, str]:
     bucket, name = key.split("/", 1)
     return {"Bucket": bucket, "Key": name}
 
 
 def _mark_of(fs: Any, key: str) -> str | None:
     try:
-        found = fs.call_s3("head_object", **_where(key))
+        found = fs.call_s3("head_object", **_bucket_and_key(key))
     except FileNotFoundError:
         return None
-    return str(found.get("Metadata", {}).get(_MARK))
+    return str(found.get("Metadata", {}).get(_MARK_KEY))
 
 
-class _Multipart:
+class _S3Upload:
     def __init__(self, fs: Any, key: str) -> None:
         self._fs = fs
-        self._key, self._where = key, _where(key)
+        self._key, self._where = key, _bucket_and_key(key)
         self._mark = secrets.token_hex(16)  # tells this upload from another of the same name when an answer is lost
-        made = fs.call_s3("create_multipart_upload", **self._where, Metadata={_MARK: self._mark})
+        made = fs.call_s3("create_multipart_upload", **self._where, Metadata={_MARK_KEY: self._mark})
         self._id = made["UploadId"]
         self._tags: dict[int, str] = {}
 
-    def part(self, number: int, begin: int, data: bytes) -> None:
+    def send_part(self, number: int, begin: int, data: bytes) -> None:
         sent = self._fs.call_s3("upload_part", **self._where, UploadId=self._id, PartNumber=number + 1, Body=data)
         self._tags[number] = sent["ETag"]
 
@@ -69,9 +69,9 @@ class _Multipart:
             "complete_multipart_upload", **self._where, UploadId=self._id, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
         )
 
-    def is_there(self) -> bool:
+    def is_committed(self) -> bool:
         return _mark_of(self._fs, self._key) == self._mark
 
-    def clear(self, *, finished: bool) -> None:
+    def clean_up(self, *, finished: bool) -> None:
         if not finished:
             self._fs.call_s3("abort_multipart_upload", **self._where, UploadId=self._id)

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.storage.retry import TruncatedError
-from dtrain.storage.stores.base import Found, Upload
+from dtrain.storage.stores.base import FileStat, Upload
 
 _TIMEOUT_S = 60.0
 
 
-def options() -> dict[str, Any]:
+def make_options() -> dict[str, Any]:
     """For fsspec: time-outs, and only hosts that ``~/.ssh/known_hosts`` knows."""
     import paramiko
 
@@ -44,9 +44,9 @@ def options() -> dict[str, Any]:
 class SftpStore:
     """A server."""
 
-    renames = True
+    supports_rename = True
     part_bytes = 4 * 2**20
-    side_by_side = 2  # one is on the connection while the other gets its bytes together
+    max_requests = 2  # one is on the connection while the other gets its bytes together
 
     def __init__(self, fs: Any) -> None:
         self._fs = fs
@@ -83,28 +83,28 @@ class SftpStore:
             return False
         return True
 
-    def look(self, key: str) -> Found | None:
+    def stat(self, key: str) -> FileStat | None:
         with self.connected() as ftp:
             try:
                 found = ftp.stat(key)
             except FileNotFoundError:
                 return None
-        return Found(size=None if stat.S_ISDIR(found.st_mode) else found.st_size)
+        return FileStat(size=None if stat.S_ISDIR(found.st_mode) else found.st_size)
 
-    def names(self, key: str) -> list[str]:
+    def list_names(self, key: str) -> list[str]:
         with self.connected() as ftp:
             return [str(name) for name in ftp.listdir(key)]
 
-    def files(self, key: str) -> list[str]:
+    def list_recursive(self, key: str) -> list[str]:
         """All that is no folder, links included and never followed."""
         found: list[str] = []
         with self.connected() as ftp:
             for entry in ftp.listdir_attr(key):
                 below = f"{key.rstrip('/')}/{entry.filename}"
-                found += self.files(below) if stat.S_ISDIR(entry.st_mode) else [below]
+                found += self.list_recursive(below) if stat.S_ISDIR(entry.st_mode) else [below]
         return found
 
-    def get(self, key: str, begin: int, end: int) -> bytes:
+    def read_range(self, key: str, begin: int, end: int) -> bytes:
         with self.connected() as ftp, ftp.open(key, "rb") as file:
             file._start_prefetch = functools.partial(_send_requests, file)
             data = b"".join(file.readv([(at, min(32768, end - at)) for at in range(begin, end, 32768)]))
@@ -116,9 +116,9 @@ class SftpStore:
         side = f"{key}.{secrets.token_hex(4)}.tmp"
         with self.connected() as ftp:
             try:
-                _write(ftp, side, "wx", 0, data)
+                _write_at(ftp, side, "wx", 0, data)
                 if mark is not None:
-                    self.move_if_free(ftp, side, key)
+                    self.rename_if_absent(ftp, side, key)
                 else:
                     ftp.posix_rename(side, key)
             except BaseException:
@@ -126,21 +126,21 @@ class SftpStore:
                     ftp.remove(side)
                 raise
 
-    def is_ours(self, key: str, mark: str, data: bytes) -> bool:
+    def was_written_by(self, key: str, mark: str, data: bytes) -> bool:
         """Whether it has this content: files have nothing beside it that a mark could be in."""
-        return self.look(key) == Found(size=len(data)) and self.get(key, 0, len(data)) == data
+        return self.stat(key) == FileStat(size=len(data)) and self.read_range(key, 0, len(data)) == data
 
-    def move_if_free(self, ftp: Any, old: str, new: str) -> None:
+    def rename_if_absent(self, ftp: Any, old: str, new: str) -> None:
         """Rename a file to a name that must not be taken."""
         try:
             ftp.rename(old, new)  # of SFTP, not of POSIX: the server refuses when the name is taken
         except OSError:
-            if self.look(new) is not None:
+            if self.stat(new) is not None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new) from None
             raise
 
     def upload(self, key: str, count: int) -> Upload:
-        return _Written(self, key)
+        return _SftpUpload(self, key)
 
     def copy(self, old: str, new: str) -> None:
         raise OSError(errno.EOPNOTSUPP, "SFTP has no links and no copies on the server")
@@ -154,7 +154,7 @@ class SftpStore:
             try:
                 ftp.mkdir(key)
             except OSError:
-                if self.look(key) is not None:
+                if self.stat(key) is not None:
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), key) from None
                 raise
 
@@ -170,7 +170,7 @@ class SftpStore:
         self._fs.client.close()
 
 
-class _Written:
+class _SftpUpload:
     """A file under another name, written at offsets, which gets its own at the end."""
 
     def __init__(self, store: SftpStore, key: str) -> None:
@@ -178,22 +178,22 @@ class _Written:
         self._side = f"{key}.{secrets.token_hex(4)}.tmp"
         self._sizes: dict[int, int] = {}
         with store.connected() as ftp:
-            _write(ftp, self._side, "wx", 0, b"")
+            _write_at(ftp, self._side, "wx", 0, b"")
 
-    def part(self, number: int, begin: int, data: bytes) -> None:
+    def send_part(self, number: int, begin: int, data: bytes) -> None:
         with self._store.connected() as ftp:
-            _write(ftp, self._side, "r+", begin, data)
+            _write_at(ftp, self._side, "r+", begin, data)
         self._sizes[number] = len(data)
 
     def finish(self) -> None:
         with self._store.connected() as ftp:
-            self._store.move_if_free(ftp, self._side, self._key)
+            self._store.rename_if_absent(ftp, self._side, self._key)
 
-    def is_there(self) -> bool:
-        found = self._store.look(self._key)
-        return self._store.look(self._side) is None and found == Found(size=sum(self._sizes.values()))
+    def is_committed(self) -> bool:
+        found = self._store.stat(self._key)
+        return self._store.stat(self._side) is None and found == FileStat(size=sum(self._sizes.values()))
 
-    def clear(self, *, finished: bool) -> None:
+    def clean_up(self, *, finished: bool) -> None:
         if not finished:
             self._store.remove(self._side)
 
@@ -207,10 +207,10 @@ def _set_timeout(channel: Any) -> None:
     """
     channel.settimeout(_TIMEOUT_S)
     for name in ("recv", "send"):
-        setattr(channel, name, functools.partial(_or_close, channel, getattr(type(channel), name)))
+        setattr(channel, name, functools.partial(_close_on_timeout, channel, getattr(type(channel), name)))
 
 
-def _or_close(channel: Any, do: Callable[[Any, Any], Any], argument: Any) -> Any:
+def _close_on_timeout(channel: Any, do: Callable[[Any, Any], Any], argument: Any) -> Any:
     try:
         return do(channel, argument)
     except TimeoutError:
@@ -230,7 +230,7 @@ def _send_requests(file: Any, *args: Any) -> None:
     file._prefetch_thread(*args)
 
 
-def _write(ftp: Any, key: str, mode: str, begin: int, data: bytes) -> None:
+def _write_at(ftp: Any, key: str, mode: str, begin: int, data: bytes) -> None:
     """Many requests without waiting for each answer. The last byte waits for all: paramiko drops answers that it has not read
     when a file is closed, and with them the server's "no space left"."""
     with ftp.open(key, mode) as file:

@@ -6,20 +6,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.stream.formats.compression import (
-    COMPRESSIONS,
-    check_compression,
-    compress,
-    compression_named,
-    decompressed,
-)
+from dtrain.data.stream.formats.compression import COMPRESSIONS, check_compression, compress, decompress, parse_compression
 from dtrain.errors import ConfigError, DataError
 
 TEXT = b"".join(b"%d bottles of beer, " % number for number in range(3000))
 
 
 def unpacked(name: str, *pieces: bytes, limit: int | None = None) -> bytes:
-    return b"".join(decompressed(name, pieces, limit=limit))
+    return b"".join(decompress(name, pieces, limit=limit))
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
@@ -104,7 +98,7 @@ def test_large_file_is_unpacked_in_little_memory(name: str) -> None:
     tracemalloc.start()
     try:
         done = 0
-        for raw in decompressed(name, [stored]):
+        for raw in decompress(name, [stored]):
             assert raw[:256] == bytes(byte % 256 for byte in range(done, done + min(256, len(raw))))
             done += len(raw)
         most = tracemalloc.get_traced_memory()[1]
@@ -127,7 +121,7 @@ def test_large_file_is_unpacked_in_little_memory(name: str) -> None:
 )
 def test_strange_name_or_level_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compression_named(text)
+        parse_compression(text)
     with pytest.raises(ConfigError, match=message):
         compress(text, b"")
 

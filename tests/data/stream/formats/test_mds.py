@@ -12,10 +12,10 @@ import pytest
 from PIL import Image, ImageChops
 
 from dtrain.data.stream.formats import FORMATS, ShardEntry, ShardFile
-from dtrain.data.stream.formats.compression import compression_named
-from dtrain.data.stream.formats.hashes import HASHES
-from dtrain.data.stream.formats.mds_values import ENCODINGS, encoding_named
-from dtrain.data.stream.formats.write import write_shards
+from dtrain.data.stream.formats.compression import parse_compression
+from dtrain.data.stream.formats.mds_encodings import ENCODINGS, parse_encoding
+from dtrain.data.stream.shard_index import HASHES
+from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import ConfigError, DataError
 from places import mosaicml
 from places.opened import Held, entry_for, opened, samples_of
@@ -163,7 +163,7 @@ def test_compression_by_us_is_read_by_theirs(compression: str, tmp_path: Path, m
 
 
 def test_every_compression_of_their_registry_is_known() -> None:
-    assert {compression_named(name)[0] for name in mosaicml.get_compressions()} == {"br", "bz2", "gz", "snappy", "zstd"}
+    assert {parse_compression(name)[0] for name in mosaicml.get_compressions()} == {"br", "bz2", "gz", "snappy", "zstd"}
 
 
 def test_every_hash_of_their_registry_is_checked(tmp_path: Path) -> None:
@@ -284,9 +284,9 @@ def test_strange_spelling_of_an_encoding_is_as_for_theirs(encoding: str) -> None
         mosaicml.mds_encode(encoding, np.zeros(1, "int32"))
     except (AssertionError, ValueError, AttributeError):
         with pytest.raises(ConfigError, match="encoding"):
-            encoding_named(encoding)
+            parse_encoding(encoding)
     else:
-        assert encoding_named(encoding).size is None
+        assert parse_encoding(encoding).size is None
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "png"])

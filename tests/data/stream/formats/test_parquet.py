@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dtrain.data.stream.formats import FORMATS, ShardEntry, ShardFile
-from dtrain.data.stream.formats.kept import KEPT
+from dtrain.data.stream.formats.byte_lru import BYTE_LRU
 from dtrain.errors import ConfigError, DataError
 from places.opened import Held, entry_for, opened, rows
 
@@ -91,25 +91,25 @@ def test_row_groups_are_kept_up_to_a_bound_for_all_shards_together() -> None:
     for row in range(0, 1000, 50):
         for shard in shards:
             assert shard[row]["n"] == row
-            assert 0 < KEPT.size <= 25_000
+            assert 0 < BYTE_LRU.size <= 25_000
     kept = sum(len(shard.kept) for shard in shards)
     assert 1 <= kept <= 2
     for shard in shards:
         shard.close()
-    assert KEPT.size == 0
+    assert BYTE_LRU.size == 0
     assert not any(shard.kept for shard in shards)
 
 
 def test_row_groups_of_a_shard_that_has_gone_are_the_first_to_be_forgotten() -> None:
     gone = opened(numbers(100), "parquet")
     gone[0]
-    before = KEPT.size
+    before = BYTE_LRU.size
     del gone
     shard = opened(numbers(200, row_group_size=100), "parquet", kept_bytes=before * 5 // 2)
     assert (shard[0]["n"], shard[100]["n"]) == (0, 100)
     assert sorted(shard.kept) == [0, 1]
     shard.close()
-    assert KEPT.size == 0
+    assert BYTE_LRU.size == 0
 
 
 def test_row_group_larger_than_the_bound_is_kept_alone() -> None:
@@ -120,7 +120,7 @@ def test_row_group_larger_than_the_bound_is_kept_alone() -> None:
     assert [shard[row]["n"] for row in range(1000)] == list(range(1000))
     assert source.reads == reads
     shard.close()
-    assert KEPT.size == 0
+    assert BYTE_LRU.size == 0
 
 
 def test_shard_opened_before_a_fork_is_read_after_it_even_under_its_lock() -> None:
@@ -128,7 +128,7 @@ def test_shard_opened_before_a_fork_is_read_after_it_even_under_its_lock() -> No
     assert shard[0]["n"] == 0
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=lambda: sender.send([shard[row]["n"] for row in (0, 150, 299)]))
-    with KEPT._lock:  # as another thread might hold it at this moment
+    with BYTE_LRU._lock:  # as another thread might hold it at this moment
         child.start()
     assert receiver.poll(90)
     assert receiver.recv() == [0, 150, 299]

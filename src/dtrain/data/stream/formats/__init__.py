@@ -6,31 +6,31 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from dtrain.data.stream.formats.base import Format, Shard, ShardEntry, ShardFile, Source
+from dtrain.data.stream.formats.shard_format import ByteSource, Shard, ShardEntry, ShardFile, ShardFormat
 from dtrain.errors import ConfigError
 
-_MODULES = {"mds": "mds", "parquet": "parquet", "jsonl": "lines", "text": "lines", "tar": "tar"}
+_FORMAT_MODULES = {"mds": "mds", "parquet": "parquet", "jsonl": "lines", "text": "lines", "tar": "tar"}
 
 
-class _Formats(Mapping[str, Format]):
-    def __getitem__(self, name: str) -> Format:
-        if name not in _MODULES:
+class _FormatRegistry(Mapping[str, ShardFormat]):
+    def __getitem__(self, name: str) -> ShardFormat:
+        if name not in _FORMAT_MODULES:
             raise KeyError(name)
-        module = importlib.import_module(f"dtrain.data.stream.formats.{_MODULES[name]}")
-        return cast(Format, getattr(module, name.upper()))
+        module = importlib.import_module(f"dtrain.data.stream.formats.{_FORMAT_MODULES[name]}")
+        return cast(ShardFormat, getattr(module, name.upper()))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_MODULES)
+        return iter(_FORMAT_MODULES)
 
     def __len__(self) -> int:
-        return len(_MODULES)
+        return len(_FORMAT_MODULES)
 
 
-FORMATS: Mapping[str, Format] = _Formats()
+FORMATS: Mapping[str, ShardFormat] = _FormatRegistry()
 """Every format of shards that can be read."""
 
 
-def format_named(name: str) -> Format:
+def get_format(name: str) -> ShardFormat:
     """
     Raises:
         ConfigError: there is no format of that name.
@@ -40,4 +40,4 @@ def format_named(name: str) -> Format:
     return FORMATS[name]
 
 
-__all__ = ["FORMATS", "Format", "Shard", "ShardEntry", "ShardFile", "Source", "format_named"]
+__all__ = ["FORMATS", "ByteSource", "Shard", "ShardEntry", "ShardFile", "ShardFormat", "get_format"]

@@ -11,24 +11,24 @@ from itertools import chain
 from typing import Any
 
 from dtrain.errors import ConfigError, DataError
-from dtrain.extras import missing
+from dtrain.optional_dependencies import missing_extra_error
 
 _LEVELS = {"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)}
-_USUAL = {"br": 11, "bz2": 9, "gz": 9, "snappy": 0, "zstd": 3}
+_DEFAULT_LEVELS = {"br": 11, "bz2": 9, "gz": 9, "snappy": 0, "zstd": 3}
 
 COMPRESSIONS = tuple(_LEVELS)
 """Every compression that is known."""
 
-SUFFIXES = {".zst": "zstd", ".zstd": "zstd", ".gz": "gz", ".br": "br", ".bz2": "bz2", ".snappy": "snappy"}
+COMPRESSION_SUFFIXES = {".zst": "zstd", ".zstd": "zstd", ".gz": "gz", ".br": "br", ".bz2": "bz2", ".snappy": "snappy"}
 """How names of compressed files end."""
 
-_OUT_BYTES = 2**22  # that are asked for at a time
-_ZSTD_BYTES = 2**9  # put in at a time: its library gives out all that this makes, at worst 32,768 times as much
+_OUTPUT_CHUNK_BYTES = 2**22  # that are asked for at a time
+_ZSTD_INPUT_BYTES = 2**9  # put in at a time: its library gives out all that this makes, at worst 32,768 times as much
 
-Pieces = Iterable[bytes | memoryview]
+ByteChunks = Iterable[bytes | memoryview]
 
 
-def compression_named(text: str) -> tuple[str, int]:
+def parse_compression(text: str) -> tuple[str, int]:
     """(name, level) of ``"zstd"`` or ``"zstd:7"``.
 
     Raises:
@@ -38,7 +38,7 @@ def compression_named(text: str) -> tuple[str, int]:
     if name not in _LEVELS:
         raise ConfigError(f"compression {text!r} is not known; known: {', '.join(COMPRESSIONS)}")
     if not colon:
-        return name, _USUAL[name]
+        return name, _DEFAULT_LEVELS[name]
     levels = _LEVELS[name]
     if not (level.isascii() and level.isdecimal()) or int(level) not in levels:
         known = f"levels of {name} are {levels[0]} to {levels[-1]}" if levels else f"{name} has no levels"
@@ -51,8 +51,8 @@ def check_compression(text: str | None) -> None:
     Raises:
         ConfigError: a name or a level that is not known, or a package that is not installed.
     """
-    if text is not None and (name := compression_named(text)[0]) in _PACKAGES:
-        _package(name)
+    if text is not None and (name := parse_compression(text)[0]) in _PACKAGES:
+        _import_package(name)
 
 
 def compress(text: str, data: bytes) -> bytes:
@@ -61,18 +61,18 @@ def compress(text: str, data: bytes) -> bytes:
     Raises:
         ConfigError: a name or a level that is not known, or a package that is not installed.
     """
-    name, level = compression_named(text)
+    name, level = parse_compression(text)
     if name == "gz":
         return gzip.compress(data, level, mtime=0)
     if name == "bz2":
         return bz2.compress(data, level)
-    library = _package(name)
+    library = _import_package(name)
     if name == "zstd":
         return bytes(library.ZstdCompressor(level=level).compress(data))
     return bytes(library.compress(data, quality=level) if name == "br" else library.compress(data))
 
 
-def decompressed(name: str, pieces: Pieces, *, limit: int | None = None) -> Iterator[bytes]:
+def decompress(name: str, pieces: ByteChunks, *, limit: int | None = None) -> Iterator[bytes]:
     """The raw bytes of a compressed file, whose bytes come in ``pieces``; a few MiB are held at a time (of snappy: all).
 
     Args:
@@ -84,31 +84,31 @@ def decompressed(name: str, pieces: Pieces, *, limit: int | None = None) -> Iter
         ConfigError: a package that is not installed, or a name that is not known.
         DataError: the bytes are not of that compression, end too early, or are more than ``limit`` when unpacked.
     """
-    if name not in _UNPACKERS:
+    if name not in _DECOMPRESSORS:
         raise ConfigError(f"compression {name!r} is not known; known: {', '.join(COMPRESSIONS)}")
     done = 0
-    for raw in _UNPACKERS[name](pieces, limit):
+    for raw in _DECOMPRESSORS[name](pieces, limit):
         done += len(raw)
         if limit is not None and done > limit:
-            raise _too_many(name, limit)
+            raise _too_large_error(name, limit)
         if raw:
             yield raw
 
 
-def _strange(name: str, error: Exception) -> DataError:
+def _corrupt_error(name: str, error: Exception) -> DataError:
     return DataError(f"{name}: cannot be unpacked: {error}; the file is damaged, or of something else")
 
 
-def _too_many(name: str, limit: int) -> DataError:
+def _too_large_error(name: str, limit: int) -> DataError:
     what = "the file is not what its index says, or larger than max_shard_bytes"
     return DataError(f"{name}: more than {limit} bytes come out; {what}")
 
 
-def _too_short(name: str) -> DataError:
+def _truncated_error(name: str) -> DataError:
     return DataError(f"{name}: ends too early; the file is truncated")
 
 
-def _gz(pieces: Pieces, limit: int | None) -> Iterator[bytes]:
+def _decompress_gz(pieces: ByteChunks, limit: int | None) -> Iterator[bytes]:
     """Members may follow one another, and zeros the last one."""
     member, members = None, 0
     for piece in pieces:
@@ -119,18 +119,18 @@ def _gz(pieces: Pieces, limit: int | None) -> Iterator[bytes]:
                     break
                 member, members = zlib.decompressobj(31), members + 1
             try:
-                raw = member.decompress(rest, _OUT_BYTES)
+                raw = member.decompress(rest, _OUTPUT_CHUNK_BYTES)
             except zlib.error as error:
-                raise _strange("gz", error) from error
+                raise _corrupt_error("gz", error) from error
             yield raw
             rest = member.unused_data if member.eof else member.unconsumed_tail
             if member.eof:
                 member = None
     if member is not None or not members:
-        raise _too_short("gz")
+        raise _truncated_error("gz")
 
 
-def _bz2(pieces: Pieces, limit: int | None) -> Iterator[bytes]:
+def _decompress_bz2(pieces: ByteChunks, limit: int | None) -> Iterator[bytes]:
     """Members may follow one another."""
     member, members = None, 0
     for piece in pieces:
@@ -139,42 +139,42 @@ def _bz2(pieces: Pieces, limit: int | None) -> Iterator[bytes]:
             if member is None:
                 member, members = bz2.BZ2Decompressor(), members + 1
             try:
-                raw = member.decompress(rest, _OUT_BYTES)
+                raw = member.decompress(rest, _OUTPUT_CHUNK_BYTES)
             except (OSError, ValueError) as error:
-                raise _strange("bz2", error) from error
+                raise _corrupt_error("bz2", error) from error
             yield raw
             rest = member.unused_data if member.eof else b""
             if member.eof:
                 member = None
     if member is not None or not members:
-        raise _too_short("bz2")
+        raise _truncated_error("bz2")
 
 
-def _zstd(pieces: Pieces, limit: int | None) -> Iterator[bytes]:
+def _decompress_zstd(pieces: ByteChunks, limit: int | None) -> Iterator[bytes]:
     """Frames may follow one another."""
-    library = _package("zstd")
+    library = _import_package("zstd")
     frame, frames = None, 0
     for piece in pieces:
         view = memoryview(piece)
-        for begin in range(0, len(view), _ZSTD_BYTES):
-            rest = bytes(view[begin : begin + _ZSTD_BYTES])
+        for begin in range(0, len(view), _ZSTD_INPUT_BYTES):
+            rest = bytes(view[begin : begin + _ZSTD_INPUT_BYTES])
             while rest:
                 if frame is None:
                     frame, frames = library.ZstdDecompressor().decompressobj(), frames + 1
                 try:
                     raw = frame.decompress(rest)
                 except library.ZstdError as error:
-                    raise _strange("zstd", error) from error
+                    raise _corrupt_error("zstd", error) from error
                 yield raw
                 rest = frame.unused_data if frame.eof else b""
                 if frame.eof:
                     frame = None
     if frame is not None or not frames:
-        raise _too_short("zstd")
+        raise _truncated_error("zstd")
 
 
-def _br(pieces: Pieces, limit: int | None) -> Iterator[bytes]:
-    library = _package("br")
+def _decompress_br(pieces: ByteChunks, limit: int | None) -> Iterator[bytes]:
+    library = _import_package("br")
     stream = library.Decompressor()
     for piece in chain(pieces, (None,)):
         rest, raw = bytes(piece or b""), b"more"
@@ -182,28 +182,28 @@ def _br(pieces: Pieces, limit: int | None) -> Iterator[bytes]:
             if stream.is_finished():
                 raise DataError("br: there are bytes after the end; the file is damaged, or of something else")
             try:
-                raw = stream.process(rest, output_buffer_limit=_OUT_BYTES)
+                raw = stream.process(rest, output_buffer_limit=_OUTPUT_CHUNK_BYTES)
             except library.error as error:
-                raise _strange("br", error) from error
+                raise _corrupt_error("br", error) from error
             yield raw
             rest = b""
     if not stream.is_finished():
-        raise _too_short("br")
+        raise _truncated_error("br")
 
 
-def _snappy(pieces: Pieces, limit: int | None) -> Iterator[bytes]:
+def _decompress_snappy(pieces: ByteChunks, limit: int | None) -> Iterator[bytes]:
     """Blocks without a frame, which can only be unpacked whole; their first bytes say how large that will be."""
-    library = _package("snappy")
+    library = _import_package("snappy")
     data = b"".join(map(bytes, pieces))
     size = _snappy_size(data)
     if limit is not None and size > limit:
-        raise _too_many("snappy", limit)
+        raise _too_large_error("snappy", limit)
     try:
         raw = bytes(library.uncompress(data))
     except Exception as error:  # its errors are of three packages, one for each way to build it
-        raise _strange("snappy", error) from error
+        raise _corrupt_error("snappy", error) from error
     if len(raw) != size:
-        raise _too_short("snappy")
+        raise _truncated_error("snappy")
     yield raw
 
 
@@ -213,22 +213,22 @@ def _snappy_size(data: bytes) -> int:
         size |= (byte & 127) << 7 * place
         if byte < 128:
             return size
-    raise _too_short("snappy")
+    raise _truncated_error("snappy")
 
 
-_UNPACKERS: dict[str, Callable[[Pieces, int | None], Iterator[bytes]]] = {
-    "br": _br,
-    "bz2": _bz2,
-    "gz": _gz,
-    "snappy": _snappy,
-    "zstd": _zstd,
+_DECOMPRESSORS: dict[str, Callable[[ByteChunks, int | None], Iterator[bytes]]] = {
+    "br": _decompress_br,
+    "bz2": _decompress_bz2,
+    "gz": _decompress_gz,
+    "snappy": _decompress_snappy,
+    "zstd": _decompress_zstd,
 }
 
 _PACKAGES = {"br": "brotli", "snappy": "snappy", "zstd": "zstandard"}
 
 
-def _package(name: str) -> Any:
+def _import_package(name: str) -> Any:
     try:
         return importlib.import_module(_PACKAGES[name])
     except ImportError:
-        raise missing(f"compression {name} needs the package {_PACKAGES[name]}", "compression") from None
+        raise missing_extra_error(f"compression {name} needs the package {_PACKAGES[name]}", "compression") from None

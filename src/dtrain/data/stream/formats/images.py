@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.extras import missing
-from dtrain.storage import exists, place, read_file
+from dtrain.optional_dependencies import missing_extra_error
+from dtrain.storage import exists, read_file, resolve_path
 
-_MOST_BYTES = 2**32 - 1  # of a file; where samples lie in a shard is counted in four bytes
+_MAX_FILE_BYTES = 2**32 - 1  # of a file; where samples lie in a shard is counted in four bytes
 
 
-def _pillow() -> Any:
+def _import_pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise missing("images need the package pillow", "images") from None
+        raise missing_extra_error("images need the package pillow", "images") from None
     return Image
 
 
@@ -28,65 +28,65 @@ def check_pillow() -> None:
     Raises:
         ConfigError: pillow is not installed.
     """
-    _pillow()
+    _import_pillow()
 
 
-def opened(view: memoryview) -> Any:
+def decode_image(view: memoryview) -> Any:
     """The image of a file's bytes, decoded: damage shows here, and not where the image is first used."""
-    image = _pillow().open(BytesIO(view))
+    image = _import_pillow().open(BytesIO(view))
     image.load()
     return image
 
 
-def announced(view: memoryview) -> int:
+def decoded_bytes(view: memoryview) -> int:
     """The bytes that the image of a file's bytes has in memory, by its header."""
-    image = _pillow().open(BytesIO(view))
-    return _bytes_of(image.width, image.height, image.mode)
+    image = _import_pillow().open(BytesIO(view))
+    return _pixel_bytes(image.width, image.height, image.mode)
 
 
-def announced_raw(view: memoryview) -> int:
-    """The same of what ``from_raw`` takes."""
+def decoded_raw_bytes(view: memoryview) -> int:
+    """The same of what ``decode_raw`` takes."""
     width, height, length = np.frombuffer(view, "<u4", 3).tolist()
-    return _bytes_of(width, height, str(view[12 : 12 + length], "ascii"))
+    return _pixel_bytes(width, height, str(view[12 : 12 + length], "ascii"))
 
 
-def _bytes_of(width: int, height: int, mode: str) -> int:
+def _pixel_bytes(width: int, height: int, mode: str) -> int:
     return width * height * (1 if mode in ("1", "L", "P") else 4)  # as Pillow keeps them
 
 
-def from_raw(view: memoryview) -> Any:
+def decode_raw(view: memoryview) -> Any:
     """The image of width, height and length of the mode, in four bytes each, the mode, and the pixels."""
     width, height, length = np.frombuffer(view, "<u4", 3).tolist()
-    return _pillow().frombytes(str(view[12 : 12 + length], "ascii"), (width, height), bytes(view[12 + length :]))
+    return _import_pillow().frombytes(str(view[12 : 12 + length], "ascii"), (width, height), bytes(view[12 + length :]))
 
 
-def raw_bytes(image: Any) -> bytes:
-    """What ``from_raw`` takes."""
-    mode = _image(image).mode.encode()
+def encode_raw(image: Any) -> bytes:
+    """What ``decode_raw`` takes."""
+    mode = _require_image(image).mode.encode()
     head: bytes = np.array([*image.size, len(mode)], "<u4").tobytes() + mode
     return head + bytes(image.tobytes())
 
 
-def file_bytes(kind: str, image: Any) -> bytes:
+def encode_image(kind: str, image: Any) -> bytes:
     """The image as a file of this kind. Bytes are taken as such a file, and a JPEG out of a file stays what it is."""
     if isinstance(image, bytes):
         return image
-    name = getattr(_image(image), "filename", "")
-    if kind == "JPEG" and image.format == "JPEG" and name and exists(path := place(Path(name))):
-        return read_file(path, limit=_MOST_BYTES)
+    name = getattr(_require_image(image), "filename", "")
+    if kind == "JPEG" and image.format == "JPEG" and name and exists(path := resolve_path(Path(name))):
+        return read_file(path, limit=_MAX_FILE_BYTES)
     out = BytesIO()
     image.save(out, format=kind)
     return out.getvalue()
 
 
-def encoding_for(value: Any) -> str:
+def infer_image_encoding(value: Any) -> str:
     """The MDS encoding that keeps an image as it is; empty for what is none."""
-    if "PIL.Image" not in sys.modules or not isinstance(value, _pillow().Image):
+    if "PIL.Image" not in sys.modules or not isinstance(value, _import_pillow().Image):
         return ""
     return "jpeg" if value.format == "JPEG" else "png" if value.mode in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA") else "pil"
 
 
-def _image(value: Any) -> Any:
-    if not isinstance(value, _pillow().Image):
+def _require_image(value: Any) -> Any:
+    if not isinstance(value, _import_pillow().Image):
         raise TypeError(f"image or bytes of one wanted, got {type(value).__name__}")
     return value

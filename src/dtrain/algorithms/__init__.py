@@ -1,1 +1,0 @@
-"""Algorithms: one file per method, each with its plain tensor helper and the ``Transform`` factory."""

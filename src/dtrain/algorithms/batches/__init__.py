@@ -1,1 +1,0 @@
-"""What is done to a batch before it is split, and how targets are written."""

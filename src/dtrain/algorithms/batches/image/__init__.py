@@ -1,1 +1,0 @@
-"""Operations on images, each on a whole batch with an amount for every image."""

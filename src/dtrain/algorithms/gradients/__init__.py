@@ -1,1 +1,0 @@
-"""What is done to gradients before they are applied, or to how they come about."""

@@ -1,1 +1,0 @@
-"""Low precision: in which dtype the forward runs, and how its gradients survive."""

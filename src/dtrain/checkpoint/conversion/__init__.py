@@ -1,0 +1,1 @@
+"""Convert checkpoints to and from safetensors, Hugging Face and torch DCP, and compare them."""

@@ -1,0 +1,323 @@
+"""``dtrain checkpoints list``.
+
+``dtrain checkpoints show``.
+
+``dtrain checkpoints verify``.
+
+``dtrain checkpoints prune``.
+
+The group of commands, and which commands are in it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dtrain import storage
+from dtrain.cli.checkpoints_convert import convert, diff
+from dtrain.cli.checkpoints_paths import (
+    AsJson,
+    find_folder,
+    find_root,
+    find_step,
+    is_step_folder,
+    list_root_steps,
+    no_checkpoints_error,
+)
+from dtrain.cli.output import ByteProgressBar, format_bytes, prefix_checkpoint_errors, print_json, print_table, single_line
+from dtrain.errors import CheckpointError, ConfigError, CorruptCheckpointError, escape_unprintable
+from dtrain.storage import AnyPath
+
+if TYPE_CHECKING:
+    from dtrain.checkpoint.checkpoint_info import CheckpointInfo, CorruptStep
+    from dtrain.checkpoint.reader import CheckpointReader
+
+
+_STEP_COLUMNS = ("", "step", "committed at", "size", "ranks", "holds", "run", "parent", "manifest")
+
+
+def list_steps(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder that save_sharded was given.", show_default=False)],
+    as_json: AsJson = False,
+) -> int:
+    """List the committed steps of a root.
+
+    They come in the order of their commits, damaged ones last; * marks the one that loading takes. Of each step only the
+    manifest is read: see `dtrain checkpoints verify`.
+
+    Exit codes: 0 listed, whatever is damaged; 1 the root cannot be read; 2 bad usage.
+    """
+    folder = find_root(root, "list")
+    steps, newest = list_root_steps(folder, "list")
+    facts = [_step_facts(step, latest=step.path == newest) for step in steps]
+    if as_json:
+        print_json({"root": str(folder), "steps": facts})
+    elif facts:
+        print_table(_STEP_COLUMNS, [_step_row(step) for step in facts])
+    else:
+        typer.echo(f"no checkpoints in {root}")
+    return 0
+
+
+def _step_facts(step: CheckpointInfo | CorruptStep, *, latest: bool) -> dict[str, Any]:
+    from dtrain.checkpoint import layout
+    from dtrain.checkpoint.checkpoint_info import CorruptStep
+
+    when = _commit_time(step.path)
+    facts = {"step": step.step, "path": str(step.path), "latest": latest, "committed_at": when}
+    if isinstance(step, CorruptStep):
+        unknown = dict.fromkeys(("bytes", "world_size", "only", "holds", "run_id", "parent_step", "serial"))
+        return {**facts, "valid": False, "problem": step.reason, **unknown}
+    return {
+        **facts,
+        "valid": True,
+        "problem": None,
+        "bytes": step.bytes,
+        "world_size": step.world_size,
+        "only": list(step.only),
+        "holds": list(layout.sections_of(step.only)),
+        "run_id": step.run_id,
+        "parent_step": step.parent_step,
+        "serial": step.serial,
+    }
+
+
+def _commit_time(folder: AnyPath) -> str | None:
+    """When a step was committed, None where that cannot be known: servers have clocks of their own."""
+    from dtrain.checkpoint.layout import MANIFEST
+
+    if not isinstance(folder, Path):
+        return None
+    try:  # the manifest is the last file of a step that is written
+        written_s = (folder / MANIFEST).lstat().st_mtime
+    except FileNotFoundError:  # a run has just removed the step
+        return None
+    return datetime.fromtimestamp(written_s).astimezone().isoformat(timespec="seconds")
+
+
+def _step_row(step: dict[str, Any]) -> tuple[str, ...]:
+    when = "-" if step["committed_at"] is None else step["committed_at"][:19].replace("T", " ")
+    begin = ("*" * step["latest"], str(step["step"]), when)
+    if not step["valid"]:
+        return *begin, "-", "-", "-", "-", "-", f"damaged: {step['problem']}"
+    parent = "-" if step["parent_step"] is None else str(step["parent_step"])
+    holds = ", ".join(step["only"]) or "all"
+    return *begin, format_bytes(step["bytes"]), str(step["world_size"]), holds, step["run_id"][:8], parent, "valid"
+
+
+_TENSOR_COLUMNS = ("tensor", "dtype", "shape", "size", "in")
+_MAX_FILES_LISTED = 3
+
+
+def show(
+    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="A step's folder, or a root: its newest step.")],
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="BEGIN", help="Tensors whose names begin so, as in params/encoder.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show what a step holds: tensors, and where they are.
+
+    Names begin with what a tensor is: params/, buffers/, optimizer/, slices/, extra/, and for what each rank has of its own
+    rank-00000/. Reads the manifest and the indexes, no tensor.
+
+    Exit codes: 0 shown; 1 the step is damaged or cannot be read; 2 bad usage.
+    """
+    from dtrain.checkpoint.reader import open_checkpoint
+
+    folder = find_step(path, "show")
+    with prefix_checkpoint_errors("show"):
+        facts = _checkpoint_facts(open_checkpoint(folder))
+    lines = _checkpoint_summary(facts)
+    facts["tensors"] = [tensor for tensor in facts["tensors"] if tensor["key"].startswith(only or "")]
+    if as_json:
+        print_json(facts)
+        return 0
+    for line in lines:
+        typer.echo(escape_unprintable(line))
+    if facts["tensors"]:
+        typer.echo()
+        print_table(_TENSOR_COLUMNS, [_tensor_row(tensor) for tensor in facts["tensors"]], right=(3,))
+    return 0
+
+
+def _checkpoint_facts(opened: CheckpointReader) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from dtrain.checkpoint.conversion.diff import tensors_and_values
+
+    manifest = opened.manifest
+    stored, values = tensors_and_values(opened)
+    return {
+        "step": manifest.step,
+        "path": str(opened.folder),
+        "run_id": manifest.run_id,
+        "parent_step": manifest.parent_step,
+        "serial": manifest.serial,
+        "world_size": opened.world_size,
+        "layout": asdict(manifest.layout),
+        "only": list(manifest.only),
+        "holds": list(manifest.sections),
+        "states": list(manifest.states),
+        "bytes": manifest.bytes,
+        "files": [{"rank": file.rank, "name": file.name, "bytes": file.bytes} for file in opened.files],
+        "values": len(values),
+        "tensors": [_tensor_facts(key, ref, stored.shards.get(key, ()), opened) for key, ref in stored.refs.items()],
+    }
+
+
+def _tensor_facts(key: str, ref: Any, boxes: Any, opened: CheckpointReader) -> dict[str, Any]:
+    from dtrain.checkpoint.conversion.weight_stream import nbytes
+
+    parts = [{"file": opened.files[b.file].name, "offset": list(b.entry.offset), "size": list(b.entry.size)} for b in boxes]
+    return {"key": key, "dtype": ref.dtype, "shape": list(ref.shape), "bytes": nbytes(ref), "parts": parts}
+
+
+def _checkpoint_summary(facts: dict[str, Any]) -> list[str]:
+    mesh = facts["layout"]
+    states = f" of the states {', '.join(facts['states'])}" if facts["states"] else ""
+    axes = " x ".join(f"{axis} {size}" for axis, size in zip(mesh["axes"], mesh["shape"], strict=True))
+    ranks = f"{facts['world_size']} rank{'s' * (facts['world_size'] != 1)}"
+    return [
+        f"step {facts['step']} of run {facts['run_id']} in {facts['path']}",
+        f"written by {ranks}, {mesh['strategy']}{f' ({axes})' if axes else ''}: "
+        f"{format_bytes(facts['bytes'])} in {len(facts['files'])} data file{'s' * (len(facts['files']) != 1)}",
+        f"holds {', '.join(facts['holds'])}{states}: {len(facts['tensors'])} tensors, {facts['values']} plain values",
+    ]
+
+
+def _tensor_row(tensor: dict[str, Any]) -> tuple[str, ...]:
+    names = list(dict.fromkeys(part["file"].removesuffix(".safetensors") for part in tensor["parts"]))
+    where = ", ".join(names) if len(names) <= _MAX_FILES_LISTED else f"{names[0]} to {names[-1]} ({len(names)} files)"
+    return tensor["key"], tensor["dtype"], str(tensor["shape"]), format_bytes(tensor["bytes"]), where or "-"
+
+
+_DAMAGED_EXIT_CODE = 1
+
+
+def verify(
+    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="A step's folder, or a root: its newest step.")],
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte, and compare it with its digest.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every step of the root, not only the newest.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Verify the manifest, sizes and indexes of a step.
+
+    With --deep every byte of its tensors, too. One line per step, which says what was done. Steps without a manifest are saves
+    that were not completed, and are left out; a step that a run removes meanwhile is no error.
+
+    Exit codes: 0 all is as it was written; 1 a step is damaged or cannot be read; 2 bad usage, or nothing to verify.
+    """
+    found = []
+    for folder in _select_steps(path, every=every):
+        unknown = dict.fromkeys(("step", "bytes", "world_size"))
+        facts = {"path": str(folder), "ok": True, "removed": False, "problem": None, **unknown, **_verify_step(folder, deep)}
+        found.append(facts)
+        if not as_json:
+            typer.echo(f"{folder.name}: {_verify_text(facts, deep)}")
+    if as_json:
+        print_json({"deep": deep, "steps": found})
+    return 0 if all(facts["ok"] for facts in found) else _DAMAGED_EXIT_CODE
+
+
+def _verify_step(folder: AnyPath, deep: bool) -> dict[str, Any]:
+    """What there is to say about a step."""
+    from dtrain.checkpoint.checkpoint_info import read_info
+    from dtrain.checkpoint.reader import open_checkpoint
+
+    try:
+        if deep:
+            _verify_deeply(folder)
+        else:
+            open_checkpoint(folder)
+        step = read_info(folder)
+    except (CheckpointError, OSError) as error:
+        if not storage.exists(folder):  # a step is removed by renaming it first
+            return {"removed": True}
+        what = "damaged" if isinstance(error, CorruptCheckpointError) else "cannot be read"
+        return {"ok": False, "problem": f"{what}: {single_line(error)}"}
+    return {"step": step.step, "bytes": step.bytes, "world_size": step.world_size}
+
+
+def _verify_deeply(folder: AnyPath) -> None:
+    from dtrain.checkpoint.reader import open_checkpoint, verify_data
+
+    opened = open_checkpoint(folder)
+    with ByteProgressBar(folder.name, sum(file.bytes for file in opened.files)) as bar:
+        verify_data(opened, bar.advance)
+
+
+def _verify_text(facts: dict[str, Any], deep: bool) -> str:
+    if facts["problem"] is not None:
+        return escape_unprintable(facts["problem"])
+    if facts["removed"]:
+        return "removed while it was read"
+    ranks = f"{facts['world_size']} rank{'s' * (facts['world_size'] != 1)}"
+    what = "every byte read" if deep else "manifest, sizes and indexes; --deep reads every byte"
+    return f"ok, {format_bytes(facts['bytes'])} of {ranks} ({what})"
+
+
+def _select_steps(path: str, *, every: bool) -> list[AnyPath]:
+    """The folders to verify, at least one, in the order of their steps."""
+    folder = find_folder(path, "verify")
+    if every and is_step_folder(folder):
+        raise ConfigError(f"checkpoints: verify: {path!r} is the folder of one step; leave out --all")
+    steps, newest = list_root_steps(folder, "verify")
+    if newest is None:
+        raise no_checkpoints_error(path, "verify")
+    return [step.path for step in sorted(steps, key=lambda step: step.step)] if every else [newest]
+
+
+def prune(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder that save_sharded was given.", show_default=False)],
+    keep_last: Annotated[int, typer.Option("--keep-last", metavar="N", help="How many of the last steps stay.")],
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", metavar="N", help="Steps that are multiples of N stay, too.")
+    ] = None,
+    pin: Annotated[list[int] | None, typer.Option("--pin", metavar="STEP", help="This step stays; may be repeated.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Remove steps that are not to be kept.
+
+    What loading takes is never removed, nor a step that is damaged or was not completed. Of a step the manifest goes first, so
+    that it is a checkpoint or is not.
+
+    Exit codes: 0 done; 1 a step could not be removed; 2 bad usage.
+    """
+    folder = find_root(root, "prune")
+    with prefix_checkpoint_errors("prune"):
+        from dtrain.checkpoint.retention import prune
+
+        gone = prune(str(folder), keep_last=keep_last, keep_every=keep_every, keep_steps=tuple(pin or ()), dry_run=dry_run)
+    if as_json:
+        removed = [{"step": step.step, "path": str(step.path), "bytes": step.bytes} for step in gone]
+        print_json({"root": str(folder), "dry_run": dry_run, "removed": removed})
+        return 0
+    for step in gone:
+        typer.echo(f"{step.path.name}: {'would be removed' if dry_run else 'removed'}, {format_bytes(step.bytes)}")
+    total = format_bytes(sum(step.bytes for step in gone))
+    typer.echo(f"{len(gone)} step{'s' * (len(gone) != 1)}, {total}" if gone else "nothing to remove")
+    return 0
+
+
+app = typer.Typer()
+
+
+@app.callback(invoke_without_command=True)
+def checkpoints(context: typer.Context) -> int:
+    """List, verify, compare, prune and convert checkpoints."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+    return 0
+
+
+app.command("list")(list_steps)
+app.command("verify")(verify)
+app.command("show")(show)
+app.command("diff")(diff)
+app.command("prune")(prune)
+app.command("convert")(convert)

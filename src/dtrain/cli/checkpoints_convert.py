@@ -1,0 +1,183 @@
+"""``dtrain checkpoints convert``.
+
+``dtrain checkpoints diff``."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dtrain import storage
+from dtrain.cli.checkpoints_paths import AsJson, find_folder, find_step
+from dtrain.cli.output import ByteProgressBar, format_bytes, prefix_checkpoint_errors, print_json, print_table
+from dtrain.errors import ConfigError
+from dtrain.storage import AnyPath
+
+if TYPE_CHECKING:
+    from dtrain.checkpoint.conversion.diff import CheckpointDifference
+    from dtrain.checkpoint.tensor_files import TensorFiles
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A step or root, HF or DCP folder, .safetensors, .pt.")],
+    out: Annotated[str, typer.Argument(metavar="DST", help="The new folder, or .safetensors file.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, dtrain, dcp or safetensors.")],
+    source_format: Annotated[
+        str | None, typer.Option("--from", metavar="FORMAT", help="dtrain, hf, dcp or pt; seen from the files if left out.")
+    ] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Read dcp and pt, which run the code in them.")] = False,
+    cast: Annotated[str | None, typer.Option("--cast", metavar="DTYPE", help="fp32, bf16 or fp16.")] = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Of one file, for hf.")] = "5GB",
+    config: Annotated[str | None, typer.Option("--config", metavar="FILE", help="Becomes config.json, for hf.")] = None,
+    tie: Annotated[
+        list[str] | None, typer.Option("--tie", metavar="ALIAS=NAME", help="One tensor of two names; may be repeated.")
+    ] = None,
+    state: Annotated[str | None, typer.Option("--state", metavar="NAME", help="Of a step with several states.")] = None,
+    key: Annotated[str | None, typer.Option("--key", metavar="KEY", help="Dict of the weights in dcp or pt.")] = None,
+    step: Annotated[int, typer.Option("--step", metavar="N", help="Of the new step, for dtrain.")] = 0,
+    buffers: Annotated[
+        list[str] | None, typer.Option("--buffers", metavar="PATTERN", help="Names of buffers, for dtrain; may be repeated.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Write the weights of a checkpoint in another format.
+
+    Parameters and persistent buffers; in pieces, so that memory does not grow with the checkpoint. DST must not exist, and
+    appears when all of it is on the disk. What dcp and pt files hold runs when they are read: they need --trust, and a process
+    of its own copies their tensors beside DST first.
+
+    Exit codes: 0 converted; 1 SRC cannot be read or DST not be written; 2 bad usage.
+    """
+    from dtrain.checkpoint.conversion.convert import convert
+
+    chosen: Any = {"to": to, "source_format": source_format}
+    with prefix_checkpoint_errors("convert"), ByteProgressBar("converting") as bar:
+        if not source or not out:
+            raise ConfigError("convert: a path is empty; name the checkpoint and the new folder")
+        done = convert(
+            source,
+            out,
+            **chosen,
+            trust=trust,
+            cast=cast,
+            tie=_parse_ties(tie or []),
+            state=state,
+            key=key,
+            max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
+            config=config,
+            step=step,
+            buffers=tuple(buffers or ()),
+            on_start=bar.set_total,
+            on_bytes_written=bar.advance,
+        )
+    if as_json:
+        print_json({"path": str(done.path), "tensors": done.tensors, "bytes": done.bytes})
+    else:
+        typer.echo(f"{done.path}: {done.tensors} tensors, {format_bytes(done.bytes)}")
+    return 0
+
+
+def parse_size(option: str, text: str) -> int:
+    """A number of bytes, with or without a unit.
+
+    >>> parse_size("--size", "5GB"), parse_size("--size", "1.5 MiB"), parse_size("--size", "100")
+    (5000000000, 1572864, 100)
+
+    Raises:
+        ConfigError: none.
+    """
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([KMGT]I?B)?", text.strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if size < 1:
+        raise ConfigError(f"checkpoints: convert: {option} must be a size as in 5GB or 512MiB, got {text!r}")
+    return size
+
+
+def _parse_ties(texts: list[str]) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        alias, equals, name = text.partition("=")
+        if not (alias and equals and name):
+            raise ConfigError(f"checkpoints: convert: --tie takes ALIAS=NAME, got {text!r}")
+        pairs[alias] = name
+    return pairs
+
+
+_DIFFERENT_EXIT_CODE = 1
+_DIFF_COLUMNS = ("what", "differs in", "a", "b", "elements", "largest difference")
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A step, a root (its newest step), or a Hugging Face folder.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same.")],
+    weights: Annotated[bool, typer.Option("--weights", help="Only parameters and persistent buffers.")] = False,
+    state: Annotated[str | None, typer.Option("--state", metavar="NAME", help="Only the weights of this state.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Compare two checkpoints tensor by tensor.
+
+    Says what only one has, and what differs in shape, dtype or value, with the number of elements that differ and the largest
+    absolute difference. Plain values (the clock, hyperparameters) are compared, too. World sizes and strategies may differ.
+    Both are read side by side in pieces, and verified on the way.
+
+    Exit codes: 0 they are equal; 1 they differ, or one cannot be read; 2 bad usage.
+    """
+    from dtrain.checkpoint.conversion.diff import common_bytes, diff_tensors, diff_values
+
+    paths = [_find_source(path) for path in (a, b)]
+    with prefix_checkpoint_errors("diff"):
+        (left, values), (right, other_values) = _open_both(paths, weights=weights or state is not None, state=state)
+        with ByteProgressBar("comparing", common_bytes(left, right)) as bar:
+            found = [*diff_tensors(left, right, on_bytes_compared=bar.advance), *diff_values(values, other_values)]
+    if as_json:
+        names = {"a": str(paths[0]), "b": str(paths[1])}
+        print_json({**names, "equal": not found, "differences": [_difference_facts(difference) for difference in found]})
+    elif found:
+        print_table(_DIFF_COLUMNS, [_difference_row(difference) for difference in found], right=(4, 5))
+    else:
+        typer.echo(f"equal: {len(left.refs)} tensors, {len(values)} plain values")
+    return _DIFFERENT_EXIT_CODE if found else 0
+
+
+def _find_source(path: str) -> AnyPath:
+    """The step or the folder of others that is meant."""
+    from dtrain.checkpoint.tensor_files import SUFFIX, is_model_folder
+
+    if path.endswith(SUFFIX) and storage.file_size(storage.resolve_path(path)) is not None:
+        return storage.resolve_path(path)
+    folder = find_folder(path, "diff")
+    return folder if is_model_folder(folder) else find_step(path, "diff")
+
+
+def _open_both(paths: list[AnyPath], *, weights: bool, state: str | None) -> list[tuple[TensorFiles, dict[str, Any]]]:
+    """Tensors and plain values of both: everything, unless one has weights only."""
+    from dtrain.checkpoint.checkpoint_info import has_manifest
+    from dtrain.checkpoint.conversion.convert import detect_format, open_weights
+    from dtrain.checkpoint.conversion.diff import tensors_and_values
+    from dtrain.checkpoint.reader import open_checkpoint
+
+    if not weights and all(has_manifest(path) for path in paths):
+        return [tensors_and_values(open_checkpoint(path)) for path in paths]
+    return [(open_weights(path, detect_format(path), scratch=None, key=None, state=state), {}) for path in paths]
+
+
+def _difference_facts(difference: CheckpointDifference) -> dict[str, Any]:
+    """For JSON, which has no NaN."""
+    facts = asdict(difference)
+    largest = difference.max_abs
+    if largest is not None and not math.isfinite(largest):
+        facts["max_abs"] = str(largest)
+    return facts
+
+
+def _difference_row(difference: CheckpointDifference) -> tuple[str, ...]:
+    count = "" if difference.differing is None else str(difference.differing)
+    largest = "" if difference.max_abs is None else f"{difference.max_abs:.6g}"
+    return difference.key, difference.kind, difference.a or "-", difference.b or "-", count, largest

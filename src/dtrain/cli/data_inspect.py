@@ -1,0 +1,300 @@
+"""What a dataset is, as plain facts, and samples as text.
+
+A shard against what its index says: size, every digest, and that every sample can be decoded.
+
+``dtrain data inspect``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dtrain import storage
+from dtrain.cli.data_options import format_count, parse_choice, parse_data_count, prefix_data_errors
+from dtrain.cli.output import ByteProgressBar, format_bytes, print_json, print_table, single_line
+from dtrain.errors import ConfigError, DataError, escape_unprintable
+from dtrain.storage import AnyPath, Buffer, LockableFile, RemotePath, real_path
+
+if TYPE_CHECKING:
+    from dtrain.data.stream.formats import ShardEntry
+    from dtrain.data.stream.sharded_dataset import ShardedDataset
+
+
+_MAX_VALUE_CHARS = 100  # characters of a value that are shown
+_MAX_ARRAY_ITEMS = 8  # numbers of an array
+
+
+def dataset_facts(dataset: ShardedDataset) -> dict[str, Any]:
+    """What the index says: plain data with names that stay."""
+    entries = dataset.entries
+    files = [entry.file for entry in entries]
+    raw = [file.raw_size for file in files]
+    return {
+        "path": str(storage.resolve_path(dataset.path)),
+        "indexed": storage.exists(dataset.root / "index.json"),
+        "formats": _unique(entry.format for entry in entries),
+        "shards": len(entries),
+        "samples": sum(dataset.shard_sizes),
+        "smallest": min(dataset.shard_sizes),
+        "largest": max(dataset.shard_sizes),
+        "bytes": sum(file.size for file in files),
+        "encode_raw": None if None in raw else sum(size for size in raw if size is not None),
+        "compressions": _unique(file.compression for file in files if file.compression),
+        "digests": _unique(name for file in files for name in (*file.digests, *file.raw_digests)),
+        "without_digests": sum(not (file.digests or file.raw_digests) for file in files),
+        "columns": _column_encodings(entries[0]),
+    }
+
+
+def shard_facts(entry: ShardEntry) -> dict[str, Any]:
+    """What the index says of one shard."""
+    file = entry.file
+    return {
+        "name": file.name,
+        "format": entry.format,
+        "samples": entry.samples,
+        "bytes": file.size,
+        "encode_raw": file.raw_size,
+        "compression": file.compression,
+        "digests": _unique((*file.digests, *file.raw_digests)),
+    }
+
+
+def _unique(values: Any) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def _column_encodings(entry: ShardEntry) -> dict[str, str | None]:
+    """The columns of a shard, as far as the index names them."""
+    names, encodings = (entry.details.get(f"column_{what}") for what in ("names", "encodings"))
+    if not isinstance(names, list) or not isinstance(encodings, list):
+        return {}
+    return {str(name): str(encoding) for name, encoding in zip(names, encodings, strict=False)}
+
+
+def format_dataset_facts(facts: Mapping[str, Any]) -> list[str]:
+    """The facts for people."""
+    index = "" if facts["indexed"] else ", without an index"
+    lines = [f"{facts['path']}: {', '.join(facts['formats']) or 'nothing'} in {format_count(facts['shards'], 'shard')}{index}"]
+    raw = facts["encode_raw"]
+    size = format_bytes(facts["bytes"])
+    if facts["compressions"]:
+        size += f" ({', '.join(facts['compressions'])}{'' if raw is None else f'; {format_bytes(raw)} raw'})"
+    each = f", {facts['smallest']:,} to {facts['largest']:,} per shard" if facts["shards"] > 1 else ""
+    lines.append(f"samples  {facts['samples']:,}{each}")
+    lines.append(f"size     {size}")
+    missing = facts["without_digests"]
+    some = f", none of {format_count(missing, 'shard')}" if 0 < missing < facts["shards"] else ""
+    lines.append(f"digests  {(', '.join(facts['digests']) or 'none') + some}")
+    return lines
+
+
+def format_sample(sample: Any) -> dict[str, str]:
+    """The values of a sample, by column."""
+    return {
+        str(name): format_sample_value(value)
+        for name, value in (sample if isinstance(sample, Mapping) else {"": sample}).items()
+    }
+
+
+def format_sample_value(value: Any) -> str:
+    """A value in one short line: what it is, where that is not plain, and its beginning."""
+    shape = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "dtype"):
+        flat = value.reshape(-1)[: _MAX_ARRAY_ITEMS + 1].tolist()
+        more = " ..." if len(flat) > _MAX_ARRAY_ITEMS else ""
+        return f"{value.dtype} {list(shape)}: {' '.join(_truncate(str(each)) for each in flat[:_MAX_ARRAY_ITEMS])}{more}"
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"{format_count(len(value), 'byte')}: {_truncate(repr(bytes(value[:_MAX_VALUE_CHARS])))}"
+    if hasattr(value, "size") and hasattr(value, "mode"):  # an image of Pillow's
+        return f"image {value.mode} {value.size[0]} x {value.size[1]}"
+    return _truncate(escape_unprintable(repr(value)))
+
+
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 4] + " ..."
+
+
+def find_shard_problem(
+    root: AnyPath, entry: ShardEntry, options: Mapping[str, Any], advance: Callable[[int], None]
+) -> str | None:
+    """What is wrong with a shard, the first thing found; None when nothing is.
+
+    Args:
+        root: the dataset's folder.
+        entry: what its index says.
+        options: of the format.
+        advance: told about raw bytes as they are read.
+
+    Raises:
+        ConfigError: it cannot be read here: a package is missing, or a column would run code.
+        OSError: no room for a copy of the shard.
+    """
+    place = _resolve_inside(root, entry.file.name)
+    if place is None:
+        return "is a link out of the dataset's folder"
+    with tempfile.TemporaryDirectory(prefix="dtrain-inspect-") as folder, LockableFile(Path(folder) / "raw", "new") as copy:
+        # What is here and not compressed is read where it is; all else is copied, one shard at a time.
+        in_place = entry.file.compression is None and not isinstance(place, RemotePath)
+
+        def write(data: Buffer) -> None:
+            advance(memoryview(data).nbytes)
+            if not in_place:
+                copy.write(data)
+
+        try:
+            _download_shard(place, entry, write, copy.truncate)
+            if in_place:
+                with LockableFile(_require_local(place)) as stored:
+                    _decode_samples(stored.map_memory(), entry, options)
+            else:
+                _decode_samples(copy.map_memory(), entry, options)
+        except DataError as error:
+            return single_line(error).replace(f"{place}: ", "").removeprefix(f"{entry.file.name}: ")
+    return None
+
+
+def _resolve_inside(root: AnyPath, name: str) -> AnyPath | None:
+    """Where a file is, with links of this machine resolved; None outside of the folder."""
+    if isinstance(root, RemotePath):
+        return root / name
+    real = real_path(root / name)
+    return real if real.is_relative_to(real_path(root)) else None
+
+
+def _require_local(place: AnyPath) -> Path:
+    assert isinstance(place, Path)
+    return place
+
+
+def _download_shard(place: AnyPath, entry: ShardEntry, write: Callable[[Buffer], None], clear: Callable[[], None]) -> None:
+    """Hand the raw bytes to ``write``, held against size and digests."""
+    from dtrain.data.stream.download import download
+
+    download(place, entry.file, write, clear=clear)
+
+
+def _decode_samples(raw: memoryview, entry: ShardEntry, options: Mapping[str, Any]) -> None:
+    from dtrain.data.stream.formats import get_format
+    from dtrain.data.stream.shard_store import MemorySource
+
+    shard = get_format(entry.format).open(MemorySource(raw), entry, options)
+    try:
+        for row in range(len(shard)):
+            try:
+                shard[row]
+            except Exception as error:  # of which class, depends on what the bytes are
+                raise DataError(f"sample {row} cannot be decoded: {type(error).__name__}: {single_line(error)}") from error
+    finally:
+        shard.close()
+
+
+INSPECT_EXAMPLES = """
+dtrain data inspect s3://bucket/train                 what it is, from its index alone
+dtrain data inspect shards --head 3                   and its first samples
+dtrain data inspect shards --verify --json            every digest and every sample, for programs
+"""
+
+_DAMAGED_EXIT_CODE = 1
+_SHOW_HEADING, _VERIFY_HEADING = "What is shown", "What is verified"
+_FORMATS = ("mds", "parquet", "jsonl", "text", "tar")
+
+
+def _option(heading: str, *spellings: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*spellings, help=help, metavar=metavar, rich_help_panel=heading, show_default=False)
+
+
+def inspect(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Folder of shards, here or on a server.", show_default=False)],
+    form: Annotated[
+        str | None,
+        _option(_SHOW_HEADING, "--format", metavar="FORMAT", help="Of the files, where there is no index to say it."),
+    ] = None,
+    head: Annotated[str, _option(_SHOW_HEADING, "--head", metavar="K", help="The first K samples, too.")] = "0",
+    shards: Annotated[bool, _option(_SHOW_HEADING, "--shards", help="A line for each shard, too.")] = False,
+    as_json: Annotated[bool, _option(_SHOW_HEADING, "--json", help="Print one JSON object, for programs.")] = False,
+    verify: Annotated[
+        bool, _option(_VERIFY_HEADING, "--verify", help="Compare every digest, and decode every sample.")
+    ] = False,
+    trust: Annotated[
+        bool, _option(_VERIFY_HEADING, "--allow-pickle", help="Decode pickled columns, too, which runs the code in them.")
+    ] = False,
+) -> int:
+    """Show what a dataset of shards holds, and verify it.
+
+    Reads the index only, unless --head or --verify are given; of a folder without one, what counting its samples takes.
+
+    Exit codes: 0 shown, and nothing is wrong; 1 it cannot be read, or --verify has found something; 2 bad usage.
+    """
+    with prefix_data_errors("inspect"):
+        first = parse_data_count("--head", head, minimum=0)
+        options: dict[str, Any] = {"allow_pickle": True} if trust else {}
+        with closing(_open_dataset(url, parse_choice("--format", form, _FORMATS), options)) as dataset:
+            facts = dataset_facts(dataset)
+            if shards or as_json:
+                facts["files"] = [shard_facts(entry) for entry in dataset.entries]
+            facts["head"] = [format_sample(dataset[index]) for index in range(min(first, len(dataset)))]
+            facts["problems"] = _find_problems(dataset, options) if verify else None
+    if as_json:
+        print_json({"url": url, **facts})
+    else:
+        _print_facts(facts)
+    return _DAMAGED_EXIT_CODE if facts["problems"] else 0
+
+
+def _open_dataset(url: str, form: str | None, options: dict[str, Any]) -> ShardedDataset:
+    if not url:
+        raise ConfigError("URL is empty; name the folder that shards are in")
+    from dtrain.data.stream.sharded_dataset import ShardedDataset
+
+    return ShardedDataset(url, format=form, **options)
+
+
+def _find_problems(dataset: ShardedDataset, options: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Shards that are not what the index says, and why."""
+    found = []
+    with ByteProgressBar("verifying", sum(entry.file.raw_size or entry.file.size for entry in dataset.entries)) as bar:
+        for entry in dataset.entries:
+            if (problem := find_shard_problem(dataset.root, entry, options, bar.advance)) is not None:
+                found.append({"file": entry.file.name, "problem": problem})
+    return found
+
+
+def _print_facts(facts: Mapping[str, Any]) -> None:
+    for line in format_dataset_facts(facts):
+        typer.echo(escape_unprintable(line))
+    if facts["columns"]:
+        typer.echo()
+        print_table(("column", "encoding"), [(name, encoding or "-") for name, encoding in facts["columns"].items()])
+    if "files" in facts:
+        typer.echo()
+        rows = [
+            (file["name"], f"{file['samples']:,}", format_bytes(file["bytes"]), _format_digests(file))
+            for file in facts["files"]
+        ]
+        print_table(("shard", "samples", "size", "digests"), rows, right=(1, 2))
+    for number, sample in enumerate(facts["head"]):
+        typer.echo(f"\nsample {number}")
+        for name, value in sample.items():
+            typer.echo(f"  {escape_unprintable(name)}: {escape_unprintable(value)}")
+    if (problems := facts["problems"]) is not None:
+        typer.echo()
+        for each in problems:
+            typer.echo(escape_unprintable(f"{each['file']}: {each['problem']}"))
+        verdict = f"{format_count(len(problems), 'shard')} of {facts['shards']:,} damaged" if problems else _describe_ok(facts)
+        typer.echo(verdict)
+
+
+def _describe_ok(facts: Mapping[str, Any]) -> str:
+    missing = facts["without_digests"]
+    digests = f"no digests of {format_count(missing, 'shard')}" if missing else "every digest compared"
+    return f"ok: {digests}, every sample decoded"
+
+
+def _format_digests(file: Mapping[str, Any]) -> str:
+    return ", ".join(file["digests"]) or "-"

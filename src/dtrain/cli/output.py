@@ -1,0 +1,130 @@
+"""What the commands print: tables for people, JSON for programs, and on a terminal a bar for what takes long."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import typer
+
+from dtrain.errors import CheckpointError, ConfigError, escape_unprintable
+
+_UNLIMITED_COLUMNS = 100_000  # of a table that no terminal shows: a program that reads it wants a row to be a line
+
+
+def format_bytes(size: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def single_line(error: Exception) -> str:
+    """An error's message without line ends."""
+    return " ".join(str(error).split())
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on stdout."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+    """A table on stdout: as wide as the terminal, or with a line for each row.
+
+    Args:
+        head: what stands above the columns.
+        rows: one text per column.
+        right: numbers of the columns that end in line.
+    """
+    from io import StringIO
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for at, name in enumerate(head):
+        table.add_column(Text(name), justify="right" if at in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(escape_unprintable(cell)) for cell in row))
+    if sys.stdout is not None and sys.stdout.isatty():  # None: it was closed when Python began
+        Console(file=sys.stdout).print(table)
+        return
+    text = StringIO()
+    Console(file=text, width=_UNLIMITED_COLUMNS, color_system=None, force_terminal=False).print(table)
+    typer.echo("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
+
+
+class ByteProgressBar:
+    """How far something is, on stderr, when that is a terminal and it takes long. A context manager.
+
+    Args:
+        label: what is done.
+        total: of bytes, None as long as that is not known.
+        after_s: how long it may take without a bar.
+        stream: where it is drawn.
+    """
+
+    def __init__(self, label: str, total: int | None = None, *, after_s: float = 1.0, stream: TextIO | None = None) -> None:
+        self.label, self.total, self.done = label, total, 0
+        self._stream = sys.stderr if stream is None else stream
+        self._is_terminal = self._stream.isatty()
+        self._draw_at = time.monotonic() + after_s
+        self._progress: Any = None
+        self._task: Any = None
+
+    def set_total(self, total: int) -> None:
+        """Say how many bytes there are."""
+        self.total = total
+
+    def advance(self, nbytes: int) -> None:
+        """Say that so many more are done."""
+        self.done += nbytes
+        if not self._is_terminal or time.monotonic() < self._draw_at:
+            return
+        if self._progress is None:
+            self._draw()
+        self._progress.update(self._task, completed=self.done, total=self.total)
+
+    def _draw(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=Console(file=self._stream), transient=True)
+        self._task = self._progress.add_task(self.label, total=self.total)
+        self._progress.start()
+
+    def __enter__(self) -> ByteProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+@contextmanager
+def prefix_checkpoint_errors(command: str) -> Iterator[None]:
+    """Put the command before the message of an error that does not name it."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        text = str(error).removeprefix(f"{command}: ")
+        if text.startswith("checkpoints: "):
+            raise
+        raise type(error)(f"checkpoints: {command}: {text}") from error
+    except OSError as error:
+        raise CheckpointError(f"checkpoints: {command}: {error}") from error

@@ -1,1 +1,0 @@
-"""Positions to batches: grids of batches, feeds, loader processes, and the ``Loader`` over them."""

@@ -1,0 +1,1 @@
+"""Compute the order of samples: permutations, block shuffles, mixtures, the last batch of an epoch."""

@@ -1,0 +1,164 @@
+"""The folder of one launch: logs, failure records, and what was run.
+
+``launch.json``: what was run, where, and with which versions. The values of the environment stay out of it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dtrain.errors import ConfigError
+from dtrain.launch.launch_plan import LaunchPlan
+from dtrain.versions import git_commit, package_versions
+
+RUNS_FOLDER = "runs"
+
+
+def create_run_dir(path: str | None, *, now: datetime, name: str | None = None) -> Path:
+    """Make the folder of a launch and return its absolute path.
+
+    ``path`` may exist already: ``claim_run_dir`` tells whether another launch is in there. By default it is
+    ``runs/<date and time>`` in the current folder, which is always a new one.
+
+    Args:
+        path: the folder that the user named, or None.
+        now: the time for the default name.
+        name: on several nodes, what node 0 has called the run: below ``runs``, it may be there already, made by another
+            node that sees the same disk.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    if path is not None and not path.strip():
+        raise ConfigError("launch: --run-dir is empty; name a folder, or leave the option out")
+    if name is not None and (os.path.basename(name) != name or name in ("", ".", "..")):
+        raise ConfigError(f"launch: node 0 calls the run {name!r}, which is no name of a folder; name one with --run-dir")
+    wanted = Path(RUNS_FOLDER) / (name or _timestamp_name(now)) if path is None else Path(path)
+    try:
+        run_dir = _make_folder(wanted.absolute(), reuse=path is not None or name is not None)
+        failures = run_dir / "failures"
+        failures.mkdir(exist_ok=True)
+        if not os.access(failures, os.W_OK | os.X_OK):
+            raise PermissionError(0, "not writable")
+    except OSError as error:
+        raise ConfigError(
+            f"launch: cannot use {str(wanted)!r} as the run folder: {error.strerror}; choose one with --run-dir"
+        ) from None
+    return run_dir
+
+
+def claim_run_dir(run_dir: Path, node_rank: int) -> int | None:
+    """Take a folder that exists for this launch, and remove the failure records of an earlier one.
+
+    Two launches in one folder would remove each other's records and mix their logs. Launchers of several nodes share one.
+
+    Returns:
+        A descriptor: the folder is taken for as long as it is open here or in a fork of this process. None on a file system
+        that has no locks.
+
+    Raises:
+        ConfigError: another launch is in there, or it cannot be written.
+    """
+    try:
+        lock = os.open(run_dir / f"lock-{node_rank}", os.O_RDWR | os.O_CREAT, 0o666)
+        held: int | None = lock
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ConfigError(f"launch: another launch runs in {str(run_dir)!r}; choose another with --run-dir") from None
+        except OSError:
+            os.close(lock)
+            held = None
+        failures = run_dir / "failures"
+        for stale in (*failures.glob("rank-*.json"), *failures.glob("rank-*.partial")) if node_rank == 0 else ():
+            stale.unlink()
+    except OSError as error:
+        raise ConfigError(f"launch: cannot use {str(run_dir)!r}: {error.strerror}; choose another with --run-dir") from None
+    return held
+
+
+def default_run_dir(now: datetime) -> Path:
+    """Where a launch that began ``now`` has its folder, as an absolute path."""
+    return (Path(RUNS_FOLDER) / _timestamp_name(now)).absolute()
+
+
+def _timestamp_name(now: datetime) -> str:
+    return now.strftime("%Y-%m-%dT%H-%M-%S")
+
+
+def _make_folder(wanted: Path, *, reuse: bool) -> Path:
+    if reuse:
+        wanted.mkdir(parents=True, exist_ok=True)
+        return wanted
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    for attempt in count(1):  # another launch may have begun in the same second
+        candidate = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}-{attempt}")
+        try:
+            candidate.mkdir()
+        except FileExistsError:
+            continue
+        return candidate
+    raise AssertionError("unreachable: count() has no end")
+
+
+RECORD_NAME = "launch.json"
+
+
+def write_launch_record(plan: LaunchPlan, *, command: Sequence[str], variables: Iterable[str], now: datetime) -> str | None:
+    """Write ``launch.json`` into the folder of the launch, whole or not at all.
+
+    Args:
+        command: this process's command line.
+        variables: names in its environment. Their values may be secrets, and are not asked for.
+        now: when it was started, with its time zone.
+
+    Returns:
+        A line of warning when it cannot be written: that is no reason not to train.
+    """
+    path = plan.run_dir / RECORD_NAME if plan.layout.node_rank == 0 else plan.run_dir / f"launch-{plan.layout.node_rank}.json"
+    partial = path.with_suffix(".partial")
+    text = json.dumps(_build_record(plan, command, variables, now), indent=2)
+    try:
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        return f"launch: cannot write {str(path)!r}: {error.strerror}; going on without a record of what was run"
+    return None
+
+
+def _build_record(plan: LaunchPlan, command: Sequence[str], variables: Iterable[str], now: datetime) -> dict[str, Any]:
+    options = {name: value for name, value in asdict(plan).items() if name not in ("target", "layout", "run_dir", "output")}
+    shown = plan.output.shown
+    folder = _current_folder()
+    return {
+        "target": asdict(plan.target),
+        "layout": asdict(plan.layout),
+        "options": options | {"output": {**asdict(plan.output), "shown": None if shown is None else sorted(shown)}},
+        "command": list(command),
+        "started_at": now.isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "folder": folder,
+        "git_commit": git_commit(Path(folder)),
+        "versions": {**package_versions(), "interpreter": sys.executable},
+        "environment": sorted(variables),
+    }
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # deleted
+        return ""

@@ -1,0 +1,1 @@
+"""Start rank processes, from a preloaded fork server or as plain interpreters."""

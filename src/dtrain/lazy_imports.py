@@ -1,0 +1,54 @@
+"""Import public names on first use.
+
+A package lists its public names once, as ``from module import name as name`` under ``if TYPE_CHECKING:`` in its
+``__init__.py``. Type checkers and editors read that block. ``attach`` reads the same block at run time, when a name is first
+asked for, so that importing the package imports nothing else:
+
+    if TYPE_CHECKING:
+        from dtrain.schedules.curves import cosine as cosine
+
+    __getattr__, __dir__ = attach(__name__, __file__)
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the ``__getattr__`` and ``__dir__`` of a package that imports its public names lazily.
+
+    Args:
+        package: dotted name of the package, its ``__name__``.
+        file: path of the package's ``__init__.py``, its ``__file__``.
+    """
+
+    def load_attribute(name: str) -> Any:
+        if name == "__all__":
+            return sorted(public_names(file))
+        module = None if name.startswith("_") else public_names(file).get(name)
+        if module is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = import_module(f"{module}.{name}") if module == package else getattr(import_module(module), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load_attribute, lambda: sorted(public_names(file))
+
+
+@cache
+def public_names(file: str) -> dict[str, str]:
+    """Map each public name of a package to the module that defines the name.
+
+    A sub-package maps to its parent package.
+    """
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    blocks = [node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+    return {alias.asname: str(node.module) for node in imports for alias in node.names if alias.asname}

@@ -1,0 +1,36 @@
+"""Loggers: functions ``(step, numbers)`` that write metrics to files, the terminal or a tracking server.
+
+    log = dt.loggers.multi(dt.loggers.console(), dt.loggers.jsonl("metrics.jsonl"), dt.loggers.wandb(project="gpt"))
+    for batch in loader:
+        state, metrics = step(state, batch)
+        log(state.clock.step, dt.reduce_metrics(metrics))
+
+A logger that fails is switched off with one warning. It never stops training.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtrain.lazy_imports import attach
+
+if TYPE_CHECKING:
+    from dtrain.loggers.logger import FailedLogger as FailedLogger
+    from dtrain.loggers.logger import Logger as Logger
+    from dtrain.loggers.logger import close as close
+    from dtrain.loggers.logger import failed_loggers as failed_loggers
+    from dtrain.loggers.logger import fault_tolerant as fault_tolerant
+    from dtrain.loggers.logger import multi as multi
+    from dtrain.loggers.ml_flow import mlflow as mlflow
+    from dtrain.loggers.records import InMemoryLogger as InMemoryLogger
+    from dtrain.loggers.records import csv_file as csv_file
+    from dtrain.loggers.records import in_memory as in_memory
+    from dtrain.loggers.records import jsonl as jsonl
+    from dtrain.loggers.records import read_jsonl as read_jsonl
+    from dtrain.loggers.tensor_board import tensorboard as tensorboard
+    from dtrain.loggers.text import console as console
+    from dtrain.loggers.text import progress_bar as progress_bar
+    from dtrain.loggers.text import progress_line as progress_line
+    from dtrain.loggers.text import text_file as text_file
+    from dtrain.loggers.weights_and_biases import wandb as wandb
+    from dtrain.run.upload import upload_run as upload_run
+
+__getattr__, __dir__ = attach(__name__, __file__)

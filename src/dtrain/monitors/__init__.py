@@ -1,0 +1,43 @@
+"""Measure a run: throughput, MFU, memory, gradient norms, loss spikes, desync of replicas, early stopping.
+
+    meters = [dt.monitors.throughput(), dt.monitors.memory_stats(), dt.monitors.eta()]
+    for batch in loader:
+        state, metrics = step(state, batch)
+        log(state.clock.step, dt.monitors.collect(meters, state))
+
+Monitors of tensors inside the step (``norms``, ``watch_loss``) are transforms for ``dt.compose_step``.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtrain.lazy_imports import attach
+
+if TYPE_CHECKING:
+    from dtrain.metrics import perplexity as perplexity
+    from dtrain.metrics import token_accuracy as token_accuracy
+    from dtrain.monitors.activations import activation_stats as activation_stats
+    from dtrain.monitors.desync import check_desync as check_desync
+    from dtrain.monitors.desync import desync_guard as desync_guard
+    from dtrain.monitors.early_stopping import EarlyStop as EarlyStop
+    from dtrain.monitors.early_stopping import ThresholdStop as ThresholdStop
+    from dtrain.monitors.early_stopping import early_stop as early_stop
+    from dtrain.monitors.early_stopping import threshold_stop as threshold_stop
+    from dtrain.monitors.flops import count_flops as count_flops
+    from dtrain.monitors.flops import peak_flops as peak_flops
+    from dtrain.monitors.flops import transformer_flops as transformer_flops
+    from dtrain.monitors.hardware import local_memory_stats as local_memory_stats
+    from dtrain.monitors.hardware import memory_stats as memory_stats
+    from dtrain.monitors.hardware import system_metrics as system_metrics
+    from dtrain.monitors.loss_spikes import watch_loss as watch_loss
+    from dtrain.monitors.meter import Meter as Meter
+    from dtrain.monitors.meter import collect as collect
+    from dtrain.monitors.meter import learning_rates as learning_rates
+    from dtrain.monitors.reduce_metrics import gather_metric_states as gather_metric_states
+    from dtrain.monitors.reduce_metrics import tokens_per_second as tokens_per_second
+    from dtrain.monitors.speed import mfu as mfu
+    from dtrain.monitors.speed import throughput as throughput
+    from dtrain.monitors.tensor_norms import norms as norms
+    from dtrain.monitors.time_estimate import eta as eta
+    from dtrain.typing import add_metrics as add_metrics
+
+__getattr__, __dir__ = attach(__name__, __file__)

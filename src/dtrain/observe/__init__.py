@@ -1,1 +1,0 @@
-"""What a run reports: global numbers from local metrics, and where they go."""

@@ -1,0 +1,1 @@
+"""Write the folder of a run: time ledger per rank, settings, metadata, upload."""

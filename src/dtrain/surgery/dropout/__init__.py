@@ -1,0 +1,1 @@
+"""Structured dropout: stochastic depth and gyro dropout."""

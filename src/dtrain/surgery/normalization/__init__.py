@@ -1,0 +1,1 @@
+"""Edits of normalization layers: ghost batch norm, fused and low-precision norms."""

@@ -1,0 +1,188 @@
+"""Which collectives a piece of code runs, with their sizes: communication as a number that a test can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dtrain.dist.dispatch import OpObserver, group_from_arguments, is_collective, named_arguments
+from dtrain.dist.init import get_dist_info
+from dtrain.errors import DistError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCall:
+    """One collective that this rank has issued. Its fields are plain data.
+
+    Args:
+        op: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``broadcast``, ``reduce``, ``gather``, ``scatter``,
+            ``all_to_all``, ``send``, ``recv``, ``barrier``; torch's own name for one that is not in this list.
+        group: ``"training"`` (the default group), ``"control"``, ``"background"``, the axis of a mesh (``"dp_shard"``), or
+            ``"other"``. torch makes no new group for an axis over all ranks: it shows as ``"training"``.
+        group_size: how many ranks the group has, 1 included.
+        bytes: the *logical* size, that of the whole buffer whatever the backend sends for it: of the input for
+            ``reduce_scatter`` and ``all_to_all``, of the output for ``all_gather``, of what all ranks hold together for
+            ``gather`` and ``scatter``, of the tensor for ``all_reduce``, ``broadcast``, ``reduce``, ``send`` and ``recv``,
+            0 for ``barrier``.
+        dtype: of the elements, ``"float32"``.
+    """
+
+    op: str
+    group: str
+    group_size: int
+    bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRecords:
+    """What ``count_collectives`` has recorded so far, in the order of issue."""
+
+    records: list[CollectiveCall] = field(default_factory=list)
+
+    def select(self, *, op: str | None = None, group: str | None = None) -> list[CollectiveCall]:
+        """The records of this operation and this group; None stands for all."""
+        return [r for r in self.records if op in (None, r.op) and group in (None, r.group)]
+
+    def count(self, *, op: str | None = None, group: str | None = None) -> int:
+        """How many collectives there were."""
+        return len(self.select(op=op, group=group))
+
+    def bytes(self, *, op: str | None = None, group: str | None = None) -> int:
+        """The sum of their logical bytes."""
+        return sum(r.bytes for r in self.select(op=op, group=group))
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """How many by group and operation: ``{"training": {"all_gather": 4, "reduce_scatter": 3}}``; plain data."""
+        table: dict[str, dict[str, int]] = {}
+        for record in self.records:
+            row = table.setdefault(record.group, {})
+            row[record.op] = row.get(record.op, 0) + 1
+        return table
+
+
+@contextmanager
+def count_collectives() -> Iterator[CollectiveRecords]:
+    """Record every collective that this thread issues inside: FSDP2's, DTensor's, dtrain's and the user's own.
+
+    It sees what goes through torch's dispatcher, on every backend: the ``torch.distributed`` functions and the functional
+    collectives. Those that a backward issues are seen too: on a CPU it runs in the calling thread, and autograd's device
+    threads take the context over from it. A thread of the user's own does not, nor does that of a background save. A graph
+    that ``torch.compile`` made before, or memory that ranks share symmetrically, passes the dispatcher by.
+
+    Collective: none of its own.
+
+    Example:
+        >>> from dtrain.dist.init import init_dist
+        >>> with init_dist(device="cpu"), count_collectives() as seen:
+        ...     torch.distributed.all_reduce(torch.ones(3))
+        >>> seen.counts(), seen.bytes(op="all_reduce", group="training")
+        ({'training': {'all_reduce': 1}}, 12)
+    """
+    seen = CollectiveRecords()
+
+    def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_collective(func):
+            seen.records.extend(describe_collective(func, args, kwargs))
+
+    with OpObserver(look):
+        yield seen
+
+
+@dataclass(frozen=True, slots=True)
+class _OpArguments:
+    """How to read the arguments of one operation.
+
+    ``tensor_argument`` is the position of the tensors that count; ``per_rank`` says that they are one rank's share of the whole.
+    """
+
+    op: str
+    tensor_argument: int = 0
+    per_rank: bool = False
+
+
+# c10d takes (outputs, inputs, ...) or (tensors, ...), the functional collectives (input, ...).
+_OP_ARGUMENTS = {
+    "c10d::_allgather_base_": _OpArguments("all_gather"),
+    "c10d::allgather_": _OpArguments("all_gather"),
+    "c10d::allgather_coalesced_": _OpArguments("all_gather"),
+    "c10d::allgather_into_tensor_coalesced_": _OpArguments("all_gather"),
+    "c10d::_reduce_scatter_base_": _OpArguments("reduce_scatter", 1),
+    "c10d::reduce_scatter_": _OpArguments("reduce_scatter", 1),
+    "c10d::reduce_scatter_tensor_coalesced_": _OpArguments("reduce_scatter", 1),
+    "c10d::allreduce_": _OpArguments("all_reduce"),
+    "c10d::allreduce_coalesced_": _OpArguments("all_reduce"),
+    "c10d::broadcast_": _OpArguments("broadcast"),
+    "c10d::reduce_": _OpArguments("reduce"),
+    "c10d::gather_": _OpArguments("gather", 1, per_rank=True),
+    "c10d::scatter_": _OpArguments("scatter", 0, per_rank=True),
+    "c10d::alltoall_": _OpArguments("all_to_all", 1),
+    "c10d::alltoall_base_": _OpArguments("all_to_all", 1),
+    "c10d::send": _OpArguments("send"),
+    "c10d::recv_": _OpArguments("recv"),
+    "c10d::recv_any_source_": _OpArguments("recv"),
+    "c10d::barrier": _OpArguments("barrier"),
+    "c10d::monitored_barrier_": _OpArguments("barrier"),
+    "_c10d_functional::all_gather_into_tensor": _OpArguments("all_gather", per_rank=True),
+    "_c10d_functional::all_gather_into_tensor_out": _OpArguments("all_gather", per_rank=True),
+    "_c10d_functional::all_gather_into_tensor_coalesced": _OpArguments("all_gather", per_rank=True),
+    "_c10d_functional::reduce_scatter_tensor": _OpArguments("reduce_scatter"),
+    "_c10d_functional::reduce_scatter_tensor_out": _OpArguments("reduce_scatter"),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": _OpArguments("reduce_scatter"),
+    "_c10d_functional::all_reduce": _OpArguments("all_reduce"),
+    "_c10d_functional::all_reduce_": _OpArguments("all_reduce"),
+    "_c10d_functional::all_reduce_coalesced": _OpArguments("all_reduce"),
+    "_c10d_functional::all_reduce_coalesced_": _OpArguments("all_reduce"),
+    "_c10d_functional::broadcast": _OpArguments("broadcast"),
+    "_c10d_functional::broadcast_": _OpArguments("broadcast"),
+    "_c10d_functional::all_to_all_single": _OpArguments("all_to_all"),
+    "_c10d_functional::isend": _OpArguments("send"),
+    "_c10d_functional::irecv": _OpArguments("recv"),
+}
+
+
+def describe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[CollectiveCall]:
+    """The record of one call of a collective; nothing for operations beside them that talk to nobody (without a group)."""
+    given = named_arguments(func, args, kwargs)
+    group = group_from_arguments(given)
+    if group is None:
+        return
+    kind = _OP_ARGUMENTS.get(func.name().removesuffix(".default"), _OpArguments(func.name()))
+    tensors = list(_iter_tensors(list(given.values())[kind.tensor_argument]))
+    size = sum(t.numel() * t.element_size() for t in tensors) * (group.size() if kind.per_rank else 1)
+    yield CollectiveCall(
+        op=kind.op,
+        group=_group_name(group),
+        group_size=group.size(),
+        bytes=0 if kind.op == "barrier" else size,
+        dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
+    )
+
+
+def _group_name(group: dist.ProcessGroup) -> str:
+    if group == dist.group.WORLD:
+        return "training"
+    try:
+        info = get_dist_info()
+    except DistError:  # torch.distributed without init_dist: there are no groups of ours, but the others can be counted
+        return _mesh_axis(group)
+    return "control" if group == info.control else "background" if group == info.background else _mesh_axis(group)
+
+
+def _mesh_axis(group: dist.ProcessGroup) -> str:
+    """The axis of a mesh that torch made ``group`` for; torch writes it into the group's description."""
+    described = group.group_desc
+    return described.removeprefix("mesh_") if described.startswith("mesh_") else "other"
+
+
+def _iter_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _iter_tensors(item)

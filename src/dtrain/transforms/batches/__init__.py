@@ -1,0 +1,1 @@
+"""Transforms of batches: augmentation, mixing, resizing, sequence length, label smoothing."""

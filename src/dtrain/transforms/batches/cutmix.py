@@ -1,0 +1,200 @@
+"""CutMix: a box of each image comes from another one, and the targets are mixed by its area."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtrain.errors import ConfigError
+from dtrain.schedules.hyperparameter import hyperparameter
+from dtrain.state import TrainState
+from dtrain.transform import Transform
+from dtrain.transforms.batches.batch_transform import (
+    BatchKey,
+    batch_transform,
+    check_alpha,
+    check_fraction,
+    check_image_batch,
+    get_targets,
+    get_tensor,
+    replace_tensors,
+    require_generator,
+    sample_beta,
+    sample_permutation,
+)
+from dtrain.transforms.batches.boxes import (
+    Box,
+    BoxPlacement,
+    box_area_fraction,
+    box_mask,
+    check_placement,
+    sample_boxes,
+    to_box_tensor,
+)
+from dtrain.transforms.batches.labels import as_probabilities, check_num_classes
+from dtrain.transforms.batches.mixup import mix_samples
+from dtrain.typing import Batch, Schedule
+
+
+def cutmix_batch(
+    batch: Batch,
+    *,
+    num_classes: int | None = None,
+    alpha: float = 1.0,
+    length: float | None = None,
+    placement: BoxPlacement | None = None,
+    per_sample: bool = False,
+    input_key: BatchKey = "x",
+    target_key: BatchKey = "y",
+    ignore_index: int = -100,
+    generator: torch.Generator | None = None,
+    box: Box | None = None,
+    order: Tensor | None = None,
+) -> Batch:
+    """A batch in which a box of each image is that of a random other one, and targets are mixed by the area it really has.
+
+    Formula: ``x = where(inside box, x[order], x)``, ``y = (1 - share) * y + share * y[order]``,
+    ``share = area of the clipped box / area of the image``; a box is ``floor(sqrt(1 - l) * side)`` of each side, with
+    ``l ~ Beta(alpha, alpha)``, or ``round(length * side)``.
+
+    A given ``length`` cuts that share of each side, so ``length ** 2`` of the area. (Composer cuts ``sqrt(1 - length ** 2)`` of
+    a side.)
+
+    Args:
+        batch: a mapping, TensorDict or tuple with images ``[batch, channels, height, width]`` of any dtype, and one target for
+            each: class indices ``[batch]`` or probabilities ``[batch, classes]``.
+        num_classes: needed for class indices.
+        alpha: >= 0; 1 draws areas evenly, 0 cuts nothing.
+        length: in ``[0, 1]``, in place of ``alpha``.
+        placement: where boxes lie. None is ``"centre"`` as in the paper, and ``"inside"`` with a ``length``, so that all of
+            it is cut. ``"even"`` covers every pixel equally often (Composer's ``uniform_sampling``).
+        per_sample: draw a box for each sample, not one for the batch.
+        input_key: their key.
+        target_key: their key.
+        ignore_index: the class index that is left out; mixed with another it leaves that one's share.
+        generator: for what is not given below.
+        box: ``(top, left, bottom, right)``, or int64 ``[batch, 4]``.
+        order: int64 ``[batch]``, from whom each gets its box.
+
+    Returns:
+        A new batch; class indices have become probabilities ``[batch, num_classes]``.
+
+    Host sync: none; boxes stay on the device.
+
+    Raises:
+        ConfigError: no generator where one is needed, no images, more than one target a sample, class indices without
+            ``num_classes``, a ``length`` outside of ``[0, 1]``.
+
+    Source: Yun et al. 2019, arXiv:1905.04899, section 3.
+
+    Example:
+        >>> batch = {"x": torch.stack([torch.zeros(1, 2, 4), torch.ones(1, 2, 4)]), "y": torch.tensor([0, 1])}
+        >>> mixed = cutmix_batch(batch, num_classes=2, box=(0, 3, 2, 9), order=torch.tensor([1, 0]))
+        >>> mixed["x"][0].tolist(), mixed["y"][0].tolist()  # the part of the box that is in the image: 2 of 8 pixels
+        ([[[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]], [0.75, 0.25])
+    """
+    check_alpha(alpha, "cutmix")
+    x, y = get_tensor(batch, input_key, "cutmix"), get_targets(batch, target_key, "cutmix")
+    check_image_batch(x, "cutmix", key=input_key)
+    size = (x.shape[-2], x.shape[-1])
+    if box is None:
+        drawn = require_generator(generator, "cutmix", "box=... and order=...")
+        boxes = _sample_cutmix_boxes(len(x) if per_sample else 1, size, alpha, length, placement, drawn).to(
+            x.device, non_blocking=True
+        )
+    else:
+        boxes = to_box_tensor(box, x.device, "cutmix")
+    if order is None:
+        order = sample_permutation(len(x), require_generator(generator, "cutmix", "box=... and order=..."), x.device)
+    y = as_probabilities(y, num_classes, ignore_index=ignore_index, caller="cutmix")
+    if y.ndim > 2:
+        raise ConfigError(f"cutmix: needs one target a sample, [batch] or [batch, classes], got shape {tuple(y.shape)}")
+    kept = 1.0 - box_area_fraction(boxes, size, y.dtype)
+    return replace_tensors(
+        batch,
+        {input_key: torch.where(box_mask(boxes, size), x.index_select(0, order), x), target_key: mix_samples(y, order, kept)},
+    )
+
+
+def cutmix(
+    alpha: float | Schedule = 1.0,
+    *,
+    num_classes: int | None = None,
+    length: float | None = None,
+    placement: BoxPlacement | None = None,
+    per_sample: bool = False,
+    input_key: BatchKey = "x",
+    target_key: BatchKey = "y",
+    ignore_index: int = -100,
+) -> Transform:
+    """Train on images with a box of another one: ``cutmix_batch`` of each rank's whole batch, before it is split.
+
+    The loss must take probabilities, as ``soft_cross_entropy`` does.
+
+    Formula: ``x = where(inside box, x[order], x)``, ``y = (1 - share) * y + share * y[order]``
+
+    Args:
+        alpha: >= 0, or a schedule of such, read at the step about to run.
+        num_classes: needed for class indices.
+        length: the share of each side that is cut, in place of ``alpha``.
+        placement: where boxes lie; see ``cutmix_batch``.
+        per_sample: draw a box for each sample.
+        input_key: their key in the batch.
+        target_key: their key.
+        ignore_index: the class index that is left out.
+
+    Raises:
+        ConfigError: a negative ``alpha``, a ``length`` outside of ``[0, 1]``, an unknown ``placement``; of a schedule, in the step
+            for which it is, as for a batch that cannot be mixed.
+
+    Source: Yun et al. 2019, arXiv:1905.04899, section 3.
+
+    Example:
+        >>> cutmix(num_classes=10, length=0.5).name
+        'cutmix'
+    """
+    alpha_at = hyperparameter(alpha, "cutmix: alpha", "[0, inf)")
+    check_num_classes(num_classes, "cutmix")
+    _check_box_options(length, placement)
+
+    def mixed(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
+        return cutmix_batch(
+            batch,
+            num_classes=num_classes,
+            alpha=alpha_at(state.clock),
+            length=length,
+            placement=placement,
+            per_sample=per_sample,
+            input_key=input_key,
+            target_key=target_key,
+            ignore_index=ignore_index,
+            generator=generator,
+        )
+
+    return batch_transform(mixed, name="cutmix", hyperparameters=(alpha_at,))
+
+
+def _sample_cutmix_boxes(
+    count: int,
+    size: tuple[int, int],
+    alpha: float,
+    length: float | None,
+    placement: BoxPlacement | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """So many clipped boxes, int64 ``[count, 4]`` on the generator's device."""
+    _check_box_options(length, placement)
+    device = generator.device
+    if length is not None:
+        sides = [torch.full((count,), round(length * extent), device=device) for extent in size]
+    else:
+        share = (1.0 - sample_beta(alpha, count, generator, device, torch.float32)).sqrt()
+        sides = [(share * extent).long() for extent in size]
+    return sample_boxes((sides[0], sides[1]), size, placement or ("centre" if length is None else "inside"), generator)
+
+
+def _check_box_options(length: float | None, placement: BoxPlacement | None) -> None:
+    if length is not None:
+        check_fraction(length, "cutmix", "length")
+    if placement is not None:
+        check_placement(placement, "cutmix")

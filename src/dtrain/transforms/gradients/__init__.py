@@ -1,0 +1,1 @@
+"""Transforms of gradients: clipping, centralization, SAM, non-finite steps, noise scale."""

@@ -1,0 +1,89 @@
+"""Clipping of every element of the gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from dtrain.dtensor import to_local
+from dtrain.errors import ConfigError
+from dtrain.schedules.hyperparameter import hyperparameter
+from dtrain.state import TrainState
+from dtrain.transform import Transform, UpdateFn
+from dtrain.typing import Metrics, Params, Schedule
+
+
+def clip_grad_value_(params: Params, limit: float) -> None:
+    """Clamp every element of every gradient to ``[-limit, limit]`` in place; its sign stays.
+
+    Formula: ``grad = min(max(grad, -limit), limit)``
+
+    Args:
+        params: parameters by name, plain or DTensor, any shape; those with ``grad is None`` are left out.
+        limit: > 0. An infinite element becomes ``limit``, NaN stays NaN.
+
+    Mutates: ``.grad``. Collective: none. Host sync: none.
+
+    Raises:
+        ConfigError: ``limit`` is not positive.
+
+    Source: the element-wise clipping of Pascanu et al. 2013, arXiv:1211.5063, section 3.2 (from Mikolov's thesis, 2012).
+
+    Example:
+        >>> w = torch.zeros(3, requires_grad=True)
+        >>> w.grad = torch.tensor([3.0, -0.5, -7.0])
+        >>> clip_grad_value_({"w": w}, 1.0)
+        >>> w.grad.tolist()
+        [1.0, -0.5, -1.0]
+    """
+    _check_limit("clip_grad_value_", limit)
+    shards = [to_local(param.grad) for param in params.values() if param.grad is not None]
+    if shards:
+        torch._foreach_clamp_max_(shards, limit)
+        torch._foreach_clamp_min_(shards, -limit)
+
+
+def clip_by_value(limit: float | Schedule) -> Transform:
+    """Clamp every element of the gradient to ``[-limit, limit]`` before it is applied.
+
+    It changes the direction of the gradient, which ``clip_by_norm`` keeps. List it after ``loss_scale`` and ``nonfinite``: an
+    infinite element is ``limit`` after it, and no longer a reason to leave the update out.
+
+    Formula: ``grad = min(max(grad, -limit), limit)``
+
+    Args:
+        limit: > 0, or a schedule of such, read at the step about to run.
+
+    Mutates: ``.grad``, in the step. Collective: none. Host sync: none.
+
+    Raises:
+        ConfigError: ``limit`` is not positive; of a schedule, in the step for which it is not.
+
+    Source: as ``clip_grad_value_``.
+
+    Example:
+        >>> from dtrain.losses import mean_loss
+        >>> from dtrain.step.compose import compose_step
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> loss = mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> step = compose_step(loss, [clip_by_value(1.0)])
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        >>> state, _ = step(state, torch.tensor([[3.0, -0.5]]))
+        >>> model.weight.tolist()
+        [[-1.0, 0.5]]
+    """
+    limit_at = hyperparameter(limit, "clip_by_value: limit", "(0, inf]")
+
+    def update(inner: UpdateFn) -> UpdateFn:
+        def clipped(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+            clip_grad_value_(state.params, limit_at(state.clock))
+            return inner(state, metrics)
+
+        return clipped
+
+    return Transform(name="clip_by_value", update=update, hyperparameters=(limit_at,))
+
+
+def _check_limit(caller: str, limit: float) -> None:
+    if not limit > 0:
+        raise ConfigError(f"{caller}: needs a positive limit, got {limit=}")

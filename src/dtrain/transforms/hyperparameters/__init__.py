@@ -1,0 +1,1 @@
+"""Transforms of optimizer hyperparameters: learning rate and other options, by schedule."""

@@ -1,0 +1,1 @@
+"""Transforms of precision: autocast and loss scaling."""

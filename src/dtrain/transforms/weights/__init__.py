@@ -1,0 +1,1 @@
+"""Transforms of weights: averages, freezing, local training."""

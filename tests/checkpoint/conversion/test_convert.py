@@ -1,0 +1,173 @@
+"""All conversions: never half there, nothing left behind, one line for each mistake."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint.states import watching
+from dtrain import storage
+from dtrain.checkpoint.conversion.convert import convert
+from dtrain.errors import CheckpointError, ConfigError, CorruptCheckpointError
+
+WEIGHTS = {"a": torch.randn(4, 3), "b": torch.arange(3)}
+
+
+@pytest.fixture
+def source(tmp_path):
+    save_file(WEIGHTS, tmp_path / "x.safetensors")
+    return tmp_path / "x.safetensors"
+
+
+@pytest.mark.parametrize("to", ["hf", "dtrain"])
+def test_a_failure_of_any_file_operation_leaves_nothing(source, to):
+    """Every operation up to the rename; what fails after it cannot take the folder away again, and may leave an empty side
+    folder."""
+    folder = source.parent
+    with watching() as all_of_it:
+        convert(source, folder / "out", to=to)
+    shutil.rmtree(folder / "out")
+    last = len(all_of_it.calls) - 1 - all_of_it.calls[::-1].index("rename")
+    assert last > 10
+    for at in range(last + 1):
+        with watching(at=at) as watched, pytest.raises((OSError, CheckpointError, ConfigError)):
+            convert(source, folder / "out", to=to)
+        assert watched.fired
+        assert os.listdir(folder) == ["x.safetensors"], f"operation {at}: {watched.calls[at]}"
+
+
+def test_an_existing_folder_is_refused_and_kept(source):
+    (source.parent / "out").mkdir()
+    with pytest.raises(ConfigError, match="out exists; name a folder that does not"):
+        convert(source, source.parent / "out", to="hf")
+    assert os.listdir(source.parent / "out") == []
+
+
+def test_a_folder_that_appears_meanwhile_is_kept(source):
+    def make(nbytes):
+        (source.parent / "out").mkdir(exist_ok=True)
+
+    with pytest.raises(ConfigError, match="out exists by now"):
+        convert(source, source.parent / "out", to="hf", on_bytes_written=make)
+    assert os.listdir(source.parent / "out") == []
+    assert sorted(os.listdir(source.parent)) == ["out", "x.safetensors"]
+
+
+def test_a_damaged_source_is_refused_and_leaves_nothing(source):
+    convert(source, source.parent / "root", to="dtrain")
+    path = source.parent / "root" / "step-00000000" / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000.safetensors: bytes from 0 on do not match"):
+        convert(source.parent / "root", source.parent / "out", to="hf")
+    assert sorted(os.listdir(source.parent)) == ["root", "x.safetensors"]
+
+
+def test_progress_adds_up(source):
+    begun, wrote = [], []
+    done = convert(source, source.parent / "out", to="hf", on_start=begun.append, on_bytes_written=wrote.append)
+    assert begun == [done.bytes]
+    assert sum(wrote) == (done.path / "model.safetensors").stat().st_size
+
+
+def test_a_configuration_comes_along_with_a_folder(source):
+    folder = source.parent / "hf"
+    folder.mkdir()
+    source.rename(folder / "model.safetensors")
+    (folder / "config.json").write_text('{"a": 1}')
+    convert(folder, folder.parent / "out", to="hf", cast="fp16")
+    assert json.loads((folder.parent / "out" / "config.json").read_text()) == {"a": 1}
+    found = load_file(folder.parent / "out" / "model.safetensors")
+    assert (found["a"].dtype, found["b"].dtype) == (torch.float16, torch.int64)
+
+
+MISTAKES = {
+    "no source": ({"source": "nope"}, "there is no file or folder .*nope; check the path"),
+    "a strange file": ({"source": "x.txt"}, "x.txt is no checkpoint of dtrain, no folder with model.safetensors"),
+    "a strange folder": ({"source": "."}, "is no checkpoint of dtrain"),
+    "target": ({"to": "gguf"}, "to must be one of hf, dtrain, dcp, safetensors, got 'gguf'"),
+    "source format": ({"source_format": "gguf"}, "the source's format must be one of dtrain, hf, dcp, pt, got 'gguf'"),
+    "cast": ({"cast": "int3"}, "cast must be one of fp32, bf16, fp16, got 'int3'"),
+    "size": ({"max_shard_bytes": 0}, "max_shard_bytes must be at least 1, got 0"),
+    "config": ({"config": "nope.json"}, "config: .*nope.json.*; name the config.json of the model"),
+    "config of another": ({"config": "x.txt", "to": "dtrain"}, "config goes with to='hf', got to='dtrain'"),
+    "step": ({"to": "dtrain", "step": -1}, "step must be at least 0, got -1"),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_say_what_came_and_change_nothing(source, monkeypatch, options, expected):
+    monkeypatch.chdir(source.parent)
+    (source.parent / "x.txt").write_text("x")
+    with pytest.raises((ConfigError, CheckpointError), match=expected):
+        convert(**{"source": source, "out": "out", "to": "hf", **options})
+    assert sorted(os.listdir(source.parent)) == ["x.safetensors", "x.txt"]
+
+
+def test_a_folder_of_pickles_is_named(source):
+    (source.parent / "old").mkdir()
+    (source.parent / "old" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"is a folder of pickles; name one, such as pytorch_model.bin, and trust"):
+        convert(source.parent / "old", source.parent / "out", to="hf")
+
+
+@pytest.fixture
+def on_a_server(source):
+    """The URL of a root on a server (one in this process's memory)."""
+    done = convert(source, source.parent / "root", to="dtrain")
+    root = storage.resolve_path("memory://convert/root")
+    storage.make_folders(root / done.path.name)
+    for path in done.path.iterdir():
+        storage.write_file(root / done.path.name / path.name, path.read_bytes())
+    yield "memory://convert/root"
+    storage.remove_folder(root)
+
+
+def test_a_source_may_be_on_a_server(on_a_server, source):
+    convert(on_a_server, source.parent / "out", to="hf")
+    found = load_file(source.parent / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+
+
+def test_a_new_folder_on_a_server_is_refused(source):
+    with pytest.raises(ConfigError, match="memory://convert/out is not on this machine, where new folders are written"):
+        convert(source, "memory://convert/out", to="hf")
+
+
+_PEAK = """
+import sys
+from dtrain.checkpoint.convert import convert, distributed, hugging_face, pieces, steps
+
+
+def resident(which):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(which))
+
+
+for function in (pieces.cut, pieces.groups):
+    function.__kwdefaults__["limit"] = 8 * 2**20
+convert.convert("x.safetensors", "warm", to=sys.argv[1])
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+before = resident("VmRSS")
+convert.convert("big.safetensors", "out", to=sys.argv[1], cast="bf16")
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["hf", "dtrain", "dcp"])
+def test_memory_does_not_grow_with_the_checkpoint(source, to):
+    largest = 2**24 if to == "dcp" else 2**26
+    count = 2**28 // largest
+    save_file({str(at): torch.randn(64, largest // 256) for at in range(count)}, source.parent / "big.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, to], cwd=source.parent, capture_output=True, text=True, timeout=90, check=True
+    )
+    grown = int(done.stdout)
+    # A batch and its cast, the chunks being read, and towards dcp a tensor of 16 MiB and its copies.
+    assert grown < 64 * 2**20, f"{grown / 2**20:.0f} MiB for 256 MiB"

@@ -1,0 +1,93 @@
+"""Towards ``torch.distributed.checkpoint``: its own ``load`` reads what was written."""
+
+import errno
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint.convert.models import MODELS, TIED, logits, saved
+from safetensors.torch import save_file
+from torch import nn
+
+from dtrain.checkpoint.conversion.convert import convert
+from dtrain.errors import CorruptCheckpointError
+
+ALONE = "ignore:torch.distributed is disabled:UserWarning"
+
+
+def read_into_(tensors, folder):
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+
+
+@pytest.mark.filterwarnings(ALONE)
+@pytest.mark.parametrize("key", [None, "model"])
+def test_its_load_reads_every_tensor(tmp_path, key):
+    model, other = MODELS["gpt2"](), MODELS["gpt2"](seed=1)
+    convert(saved(model, tmp_path / "root"), tmp_path / "out", to="dcp", tie=TIED["gpt2"], key=key)
+    tensors = other.state_dict()
+    read_into_(tensors if key is None else {key: tensors}, tmp_path / "out")
+    other.load_state_dict(tensors)
+    assert torch.equal(logits(other), logits(model))
+
+
+@pytest.mark.filterwarnings(ALONE)
+def test_dtypes_and_shapes_of_all_kinds(tmp_path):
+    tensors = {
+        "half": torch.randn(3, 2).to(torch.bfloat16),
+        "whole": torch.arange(5),
+        "flag": torch.tensor(True),
+        "empty": torch.zeros(0, 3),
+        "byte": torch.arange(200, dtype=torch.uint8),
+    }
+    save_file(tensors, tmp_path / "x.safetensors")
+    done = convert(tmp_path / "x.safetensors", tmp_path / "out", to="dcp")
+    assert done.bytes == sum(tensor.nbytes for tensor in tensors.values())
+    found = {name: torch.full_like(tensor, 1) for name, tensor in tensors.items()}
+    read_into_(found, tmp_path / "out")
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.filterwarnings(ALONE)
+@pytest.mark.parametrize("width", [8, 256], ids=["small", "large"])
+def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, width):
+    from dtrain.checkpoint.conversion import dcp
+
+    made, alive = [], []
+    resolve = dcp._StreamingSavePlanner.resolve_data
+
+    def counted(planner, item):
+        found = resolve(planner, item)
+        alive.append(sum(tensor.untyped_storage().size() for tensor in made))
+        made.append(found)
+        return found
+
+    monkeypatch.setattr(dcp._StreamingSavePlanner, "resolve_data", counted)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))
+    convert(saved(model, tmp_path / "root"), tmp_path / "out", to="dcp")
+    assert alive == [0] * 6
+
+
+def test_a_damaged_source_is_the_error(tmp_path):
+    root = saved(nn.Linear(3, 3), tmp_path / "root")
+    path = root / "step-00000000" / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000.safetensors: bytes from 0 on do not match"):
+        convert(root, tmp_path / "out", to="dcp")
+    assert os.listdir(tmp_path) == ["root"]
+
+
+def test_a_full_disk_is_the_error(tmp_path, monkeypatch):
+    def refuse(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    root = saved(nn.Linear(3, 3), tmp_path / "root")
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.os.fsync", refuse)
+    monkeypatch.setattr("dtrain.storage.local.os", SimpleNamespace(**{**vars(os), "fsync": os.fdatasync}))
+    with pytest.raises(OSError, match="No space left on device"):
+        convert(root, tmp_path / "out", to="dcp")
+    assert os.listdir(tmp_path) == ["root"]

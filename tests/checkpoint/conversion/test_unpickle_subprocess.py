@@ -1,0 +1,162 @@
+"""From files that run code: only when they are trusted, and in a process of its own."""
+
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from dtrain.checkpoint.conversion import unpickle_subprocess
+from dtrain.checkpoint.conversion.convert import convert
+from dtrain.errors import CheckpointError, ConfigError
+
+WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1, 2]), "c": torch.ones(3, dtype=torch.bfloat16)}
+
+
+class Payload:
+    """Says which process it was read in."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.system, (f"echo $PPID > {self.path}",)
+
+
+def nothing_beside(folder, *names):
+    return sorted(os.listdir(folder)) == sorted(names)
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.pth", "x.bin", "x.ckpt"])
+def test_a_pickle_is_refused_and_not_opened(tmp_path, name):
+    torch.save({"weights": WEIGHTS, "payload": Payload(tmp_path / "ran")}, tmp_path / name)
+    with pytest.raises(ConfigError, match=r"is a pickle: reading it runs what is in it; pass trust \(--trust\) if you know"):
+        convert(tmp_path / name, tmp_path / "out", to="hf")
+    assert nothing_beside(tmp_path, name)
+
+
+def test_a_folder_with_a_pickle_is_refused_and_not_opened(tmp_path):
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    with pytest.raises(ConfigError, match=r"is a folder of torch.distributed.checkpoint, which holds a pickle"):
+        convert(tmp_path / "dcp", tmp_path / "out", to="hf")
+    assert nothing_beside(tmp_path, "dcp")
+
+
+def test_a_trusted_pickle_is_read_by_another_process(tmp_path):
+    torch.save({"model": WEIGHTS, "step": 3, "payload": Payload(tmp_path / "ran")}, tmp_path / "x.pt")
+    done = convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True)
+    reader = int((tmp_path / "ran").read_text())
+    assert reader != os.getpid()
+    assert not os.path.exists(f"/proc/{reader}")
+    found = load_file(done.path / "model.safetensors")
+    assert found.keys() == WEIGHTS.keys()
+    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+    assert nothing_beside(tmp_path, "x.pt", "ran", "out")
+
+
+def test_weights_at_the_top_beside_other_dicts_have_an_empty_key(tmp_path):
+    torch.save({**WEIGHTS, "optimizer": {"a.weight": torch.zeros(2)}}, tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match=r"tensors are in several dicts \(3 in '', 1 in 'optimizer'\); name the one"):
+        convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True)
+    done = convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True, key="")
+    assert load_file(done.path / "model.safetensors").keys() == WEIGHTS.keys()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("limit", [10, 2**20])
+def test_a_folder_is_read_in_batches(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(unpickle_subprocess, "BUFFER_BYTES", limit)
+    state = {"model": WEIGHTS, "optimizer": {"exp_avg": {"b": torch.zeros(2)}}, "step": 3}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    assert unpickle_subprocess.main("dcp", str(tmp_path / "dcp"), str(tmp_path / "out.safetensors"), "model") == 0
+    found = load_file(tmp_path / "out.safetensors")
+    assert found.keys() == WEIGHTS.keys()
+    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+
+
+def test_a_trusted_file_that_cannot_be_read_leaves_nothing(tmp_path):
+    (tmp_path / "x.pt").write_bytes(b"no pickle\n" * 10)
+    with pytest.raises(CheckpointError, match=r"^convert: .*x.pt: UnpicklingError: "):
+        convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True)
+    assert nothing_beside(tmp_path, "x.pt")
+
+
+@pytest.fixture
+def program(tmp_path, capsys):
+    """``program(tree, key)``: the tensors that the program makes of what ``torch.save`` wrote, or its complaint."""
+
+    def run(tree, key=None, **options):
+        torch.save(tree, tmp_path / "x.pt", **options)
+        out = tmp_path / "out.safetensors"
+        code = unpickle_subprocess.main("pt", str(tmp_path / "x.pt"), str(out), *([] if key is None else [key]))
+        err = capsys.readouterr().err
+        assert (code == 0) == (not err)
+        return load_file(out) if code == 0 else err
+
+    return run
+
+
+TREES = {
+    "flat": (WEIGHTS, None),
+    "the only dict with tensors": ({"state": {"model": WEIGHTS}, "epoch": 1}, None),
+    "a dict by name": ({"model": WEIGHTS, "other": {"x": torch.ones(1)}}, "model"),
+    "a dict in a dict": ({"state": {"model": WEIGHTS, "ema": WEIGHTS}}, "state/model"),
+    "the dict at the top, beside others": ({**WEIGHTS, "optimizer": {"x": torch.ones(1)}}, ""),  # as torchtitan has it
+}
+
+
+@pytest.mark.parametrize(("tree", "key"), TREES.values(), ids=TREES)
+def test_the_weights_are_found(program, tree, key):
+    found = program(tree, key)
+    assert found.keys() == WEIGHTS.keys()
+    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+
+
+def test_a_file_of_the_old_format_is_read(program):
+    assert program(WEIGHTS, _use_new_zipfile_serialization=False).keys() == WEIGHTS.keys()
+
+
+def test_a_whole_module_is_its_state(program):
+    model = torch.nn.Linear(2, 3)
+    assert program({"model": model}).keys() == model.state_dict().keys()
+
+
+def test_tied_and_strided_tensors_are_written_out(program):
+    whole = torch.arange(12.0).reshape(3, 4)
+    found = program({"a": whole, "b": whole, "columns": whole.t(), "part": whole[1]})
+    assert torch.equal(found["b"], whole)
+    assert torch.equal(found["columns"], whole.t())
+    assert torch.equal(found["part"], whole[1])
+
+
+COMPLAINTS = {
+    "several dicts": (
+        {"model": WEIGHTS, "ema": WEIGHTS, "x": torch.ones(1)},
+        None,
+        r"ConfigError: convert: .*x.pt: tensors are in several dicts \(3 in 'model', 3 in 'ema', 1 in ''\); name the one of",
+    ),
+    "no such dict": ({"model": WEIGHTS}, "ema", r"ConfigError: .*there are no tensors in 'ema' \(3 in 'model'\)"),
+    "no tensors": ({"model": 3}, None, "ConfigError: convert: .*x.pt holds no tensors"),
+    "a dtype": ({"a": torch.ones(2, dtype=torch.complex64)}, None, "CheckpointError: .*a: is of dtype torch.complex64, which"),
+}
+
+
+@pytest.mark.parametrize(("tree", "key", "expected"), COMPLAINTS.values(), ids=COMPLAINTS)
+def test_what_is_not_clear_is_one_line(program, tree, key, expected):
+    complaint = program(tree, key)
+    assert complaint.count("\n") == 1
+    with pytest.raises(ConfigError, match=expected):
+        raise ConfigError(complaint)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_folder_that_lacks_a_file_is_one_line(tmp_path, capsys):
+    dcp.save(WEIGHTS, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    (tmp_path / "dcp" / "__0_0.distcp").unlink()
+    assert unpickle_subprocess.main("dcp", str(tmp_path / "dcp"), str(tmp_path / "out.safetensors")) == 1
+    complaint = capsys.readouterr().err
+    assert complaint.startswith(f"CheckpointError: convert: {tmp_path / 'dcp'}: FileNotFoundError: ")
+    assert complaint.count("\n") == 1

@@ -1,0 +1,119 @@
+"""Towards ours: a step that verifies, and that a model loads."""
+
+import pytest
+import torch
+from checkpoint.convert.models import MODELS, TIED, logits, state_of
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dtrain.checkpoint.conversion.convert import convert
+from dtrain.checkpoint.layout import CHUNK_BYTES
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.load_weights import load_weights_
+from dtrain.checkpoint.reader import open_checkpoint, verify
+from dtrain.checkpoint.save import save_sharded
+from dtrain.errors import CheckpointMismatchError, ConfigError
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_of_hugging_face_comes_back(tmp_path, name):
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path / "hf", max_shard_size="6KB")
+    done = convert(tmp_path / "hf", tmp_path / "root", to="dtrain", step=7)
+    assert done.path == tmp_path / "root" / "step-00000007"
+    step = verify(tmp_path / "root")
+    assert (step.step, step.path, step.world_size, step.only) == (7, done.path, 1, ("model",))
+    other = MODELS[name](seed=1)
+    load_weights_(other, tmp_path / "root")
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_load_sharded_takes_the_model_and_its_buffers(tmp_path):
+    model, other = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
+    model(torch.randn(4, 2))
+    save_file(model.state_dict(), tmp_path / "x.safetensors")
+    convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", step=7)
+    restored = load_sharded(tmp_path / "root", state_of(other), only=("model",))
+    assert restored.step == 7
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in other.state_dict().items())
+
+
+def test_a_name_of_a_step_is_that_step(tmp_path):
+    save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
+    done = convert(tmp_path / "x.safetensors", tmp_path / "new" / "step-00000012", to="dtrain")
+    assert done.path == tmp_path / "new" / "step-00000012"
+    assert verify(tmp_path / "new").step == 12
+
+
+def test_a_folder_with_checkpoints_of_a_run_is_refused(tmp_path):
+    save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
+    convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain")
+    with pytest.raises(ConfigError, match=r"has checkpoints of a run \(step-00000000\); name a folder of its own"):
+        convert(tmp_path / "x.safetensors", tmp_path / "root" / "step-00000012", to="dtrain")
+
+
+def test_buffers_are_told_from_parameters(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model.register_buffer("table", torch.ones(2))
+    save_file(model.state_dict(), tmp_path / "x.safetensors")
+    done = convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", buffers=["table"])
+    sections = {"params": dict(model.named_parameters()), "buffers": dict(model.named_buffers())}
+    assert set(open_checkpoint(done.path).refs) == {f"{name}/{key}" for name, tensors in sections.items() for key in tensors}
+
+
+def test_names_with_slashes_and_dollars_are_kept(tmp_path):
+    tensors = {"a/b": torch.ones(2), "$": torch.zeros(3, dtype=torch.int64), "a~1b": torch.ones(()), "": torch.ones(0, 2)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain")
+    verify(tmp_path / "root")
+    convert(tmp_path / "root", tmp_path / "hf", to="hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_more_than_a_chunk_is_digested_chunk_by_chunk(tmp_path):
+    save_file({"a": torch.randn(CHUNK_BYTES // 16, 5), "b": torch.randn(7)}, tmp_path / "x.safetensors")
+    done = convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain")
+    (file,) = open_checkpoint(done.path).files
+    assert len(file.chunks) == -(-file.bytes // CHUNK_BYTES) > 1
+    verify(done.path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tied_weights_become_one(tmp_path, name):
+    model = MODELS[name]()
+    save_file({key: tensor.clone() for key, tensor in model.state_dict().items()}, tmp_path / "x.safetensors")
+    done = convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", tie=TIED[name])
+    assert set(open_checkpoint(done.path).refs) == {f"params/{key}" for key, _ in model.named_parameters()}
+
+
+def test_an_alias_alone_gets_the_first_name(tmp_path):
+    save_file({"head": torch.ones(3)}, tmp_path / "x.safetensors")
+    done = convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", tie={"head": "embedding"})
+    assert list(open_checkpoint(done.path).refs) == ["params/embedding"]
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path):
+    save_file({"a": torch.ones(3), "b": torch.zeros(3)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointMismatchError, match="tie: 'b' and 'a' are both stored, and differ; leave out tie"):
+        convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", tie={"b": "a"})
+
+
+def test_a_tie_of_nothing_is_refused(tmp_path):
+    save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
+    with pytest.raises(ConfigError, match="tie: 'x' and 'y' must be two names of which one is stored"):
+        convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", tie={"x": "y"})
+
+
+def test_one_of_several_states_is_taken_by_name(tmp_path):
+    states = {"maker": state_of(nn.Linear(2, 3)), "judge": state_of(nn.Linear(3, 1))}
+    save_sharded(tmp_path / "root", states)
+    convert(tmp_path / "root", tmp_path / "out", to="hf", state="judge")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == {"weight", "bias"}
+    assert torch.equal(found["weight"], states["judge"].params["weight"].detach())
+    with pytest.raises(ConfigError, match=r"holds the states 'maker', 'judge'; name one with state \(--state\)"):
+        convert(tmp_path / "root", tmp_path / "two", to="hf")
+    with pytest.raises(CheckpointMismatchError, match="holds the states 'maker', 'judge', not 'other'"):
+        convert(tmp_path / "root", tmp_path / "two", to="hf", state="other")

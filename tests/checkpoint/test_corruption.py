@@ -1,0 +1,266 @@
+"""Whatever happens to the files of a committed step is seen, named, and changes nothing in the state."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from checkpoint.states import digest, plain_state, train
+from dtrain.checkpoint import data_file, layout, rank_index
+from dtrain.checkpoint import data_file as digest_module
+from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.reader import verify
+from dtrain.checkpoint.save import save_sharded
+from dtrain.errors import CheckpointError, CorruptCheckpointError
+
+FILES = ["manifest.json", "rank-00000.json", "rank-00000.safetensors"]
+Damage = Callable[[Path, Path, Path], None]
+
+
+def flip(name: str, where: float) -> Damage:
+    def damage(step: Path, older: Path, foreign: Path) -> None:
+        data = bytearray((step / name).read_bytes())
+        data[int(where * (len(data) - 1))] ^= 4
+        (step / name).write_bytes(data)
+
+    return damage
+
+
+def truncate(name: str, keep: float) -> Damage:
+    return lambda step, older, foreign: os.truncate(step / name, int((step / name).stat().st_size * keep))
+
+
+def append(name: str) -> Damage:
+    return lambda step, older, foreign: (step / name).write_bytes((step / name).read_bytes() + b" ")
+
+
+def missing(name: str) -> Damage:
+    return lambda step, older, foreign: (step / name).unlink()
+
+
+def of_older(name: str) -> Damage:
+    return lambda step, older, foreign: shutil.copy(older / name, step / name)
+
+
+def of_other_run(name: str) -> Damage:
+    return lambda step, older, foreign: shutil.copy(foreign / name, step / name)
+
+
+def folder_instead(name: str) -> Damage:
+    return lambda step, older, foreign: ((step / name).unlink(), (step / name).mkdir())
+
+
+def pipe_instead(name: str) -> Damage:
+    return lambda step, older, foreign: ((step / name).unlink(), os.mkfifo(step / name))
+
+
+def zero_page(step: Path, older: Path, foreign: Path) -> None:
+    data = bytearray((step / FILES[2]).read_bytes())
+    data[4096:8192] = bytes(4096)
+    (step / FILES[2]).write_bytes(data)
+
+
+DAMAGE: dict[str, tuple[Damage, str]] = {
+    **{f"flip {name} {at}": (flip(name, at), name) for name in FILES for at in (0.0, 0.3, 0.77, 1.0)},
+    **{f"truncate {name} {at}": (truncate(name, at), name) for name in FILES for at in (0.0, 0.5, 0.999)},
+    **{f"append {name}": (append(name), name) for name in FILES},
+    **{f"missing {name}": (missing(name), name) for name in FILES[1:]},
+    **{f"older {name}": (of_older(name), name) for name in FILES},
+    **{f"folder {name}": (folder_instead(name), name) for name in FILES},
+    **{f"pipe {name}": (pipe_instead(name), name) for name in FILES},
+    "zeroed page": (zero_page, FILES[2]),
+    "index of another run": (of_other_run(FILES[1]), FILES[1]),
+    "data of another run": (of_other_run(FILES[2]), FILES[2]),
+    "manifest of another run": (of_other_run(FILES[0]), FILES[1]),
+    "foreign file": (lambda step, older, foreign: (step / "rank-00001.json").write_text("{}"), "rank-00001.json"),
+    "foreign hidden file": (lambda step, older, foreign: (step / ".x").touch(), ".x"),
+    "foreign folder": (lambda step, older, foreign: (step / "more").mkdir(), "more"),
+}
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory) -> Path:
+    """Two steps of one run under ``root``, and the same steps of another run under ``other``."""
+    folder = tmp_path_factory.mktemp("clean")
+    for name, seed in (("root", 0), ("other", 1)):
+        state = train(plain_state(seed), 1)
+        save_sharded(folder / name, state)
+        save_sharded(folder / name, train(state, 1))
+    return folder
+
+
+@pytest.fixture
+def root(clean, tmp_path) -> Path:
+    shutil.copytree(clean, tmp_path / "copy")
+    return tmp_path / "copy" / "root"
+
+
+def apply(damage: Damage, root: Path) -> Path:
+    step = root / "step-00000002"
+    damage(step, root / "step-00000001", root.parent / "other" / "step-00000002")
+    return step
+
+
+@pytest.mark.parametrize(("damage", "name"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_refused_by_name_with_the_older_step_offered(root, damage, name):
+    step = apply(damage, root)
+    state = train(plain_state(7), 3)
+    before = digest(state)
+    message = rf"{step} is damaged: rank 0: {name}.*the newest older sound step is {root}/step-00000001: load that folder"
+    for path in (root, step):
+        with pytest.raises(CorruptCheckpointError, match=message):
+            load_sharded(path, state)
+    assert digest(state) == before
+    state._check_not_stale("here")
+    assert state.run_context.run_id is None
+    with pytest.raises(CorruptCheckpointError, match=rf"verify: {step}: {name}"):
+        verify(step)
+
+
+@pytest.mark.parametrize(("damage", "name"), DAMAGE.values(), ids=DAMAGE)
+def test_the_previous_step_is_taken_when_asked_for(root, damage, name):
+    step = apply(damage, root)
+    with pytest.warns(UserWarning, match=rf"{step} is damaged: rank 0: {name}.*; taking {root}/step-00000001 instead"):
+        restored = load_sharded(root, plain_state(7), on_corrupt="previous")
+    assert restored.step == 1
+    assert digest(restored.state) == digest(load_sharded(root / "step-00000001", plain_state()).state)
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+@pytest.mark.parametrize("damage", [append, lambda name: truncate(name, 0.5)], ids=["longer", "shorter"])
+def test_a_wrong_size_is_told_as_such(root, name, damage):
+    apply(damage(name), root)
+    with pytest.raises(CorruptCheckpointError, match=rf"{name}: has \d+ bytes, the manifest says \d+"):
+        load_sharded(root, plain_state())
+
+
+def test_a_missing_manifest_means_not_committed(root):
+    (root / "step-00000002" / "manifest.json").unlink()
+    assert load_sharded(root, plain_state()).step == 1
+
+
+@pytest.mark.parametrize("on_damaged", ["raise", "previous"])
+def test_when_all_are_damaged_there_is_nothing_to_offer(root, on_damaged):
+    for step in root.iterdir():
+        flip(FILES[2], 0.5)(step, step, step)
+    state = plain_state()
+    before = digest(state)
+    with pytest.raises(CorruptCheckpointError, match="there is no older sound step beside it"):
+        load_sharded(root, state, on_corrupt=on_damaged)
+    assert digest(state) == before
+
+
+def test_the_older_step_offered_is_verified_itself(root):
+    state = load_sharded(root, plain_state()).state
+    save_sharded(root, train(state, 1))
+    flip(FILES[2], 0.5)(root / "step-00000003", root, root)
+    flip(FILES[1], 0.5)(root / "step-00000002", root, root)
+    with pytest.raises(CorruptCheckpointError, match=r"step-00000003 is damaged.*sound step is .*step-00000001"):
+        load_sharded(root, plain_state())
+
+
+def test_lists_leave_a_damaged_manifest_out_and_say_so(root):
+    apply(flip(FILES[0], 0.5), root)
+    with pytest.warns(UserWarning, match=r"step-00000002 is damaged and left out: manifest.json"):
+        assert [c.step for c in list_steps(root)] == [1]
+    with pytest.warns(UserWarning, match="left out"):
+        assert latest_checkpoint(root) == root / "step-00000001"
+
+
+def test_a_run_that_resumed_before_a_damaged_step_can_save_it_anew(root):
+    step = apply(flip(FILES[0], 0.5), root)
+    with pytest.warns(UserWarning, match="taking"):
+        state = load_sharded(root, plain_state(), on_corrupt="previous").state
+    with pytest.warns(UserWarning, match=r"step-00000002 is not a valid checkpoint; it is now step-00000002.aside-"):
+        save_sharded(root, train(state, 1))
+    assert verify(step).step == 2
+
+
+def test_a_later_format_is_not_passed_over(root):
+    step = root / "step-00000002"
+    manifest = layout.parse_manifest((step / "manifest.json").read_bytes())
+    (step / "manifest.json").write_bytes(layout._sign({"format": layout.FORMAT, "version": 2, "step": manifest.step}))
+    with pytest.raises(CheckpointError, match="format version 2, this dtrain reads version 1"):
+        load_sharded(root, plain_state(), on_corrupt="previous")
+
+
+def test_a_step_under_another_name_is_refused(root):
+    (root / "step-00000002").rename(root / "step-00000005")
+    with pytest.raises(CorruptCheckpointError, match=r"manifest.json: is that of step 2, in a folder of step 5"):
+        load_sharded(root, plain_state())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_flipped_bit_is_seen(root, data):
+    path = root / "step-00000002" / data.draw(st.sampled_from(FILES))
+    content = path.read_bytes()
+    at = data.draw(st.integers(0, 8 * len(content) - 1))
+    altered = bytearray(content)
+    altered[at // 8] ^= 1 << at % 8
+    path.write_bytes(altered)
+    try:
+        with pytest.raises(CorruptCheckpointError, match=path.name):
+            load_sharded(root, plain_state())
+    finally:
+        path.write_bytes(content)
+
+
+def test_only_the_chunks_needed_are_read_but_each_is_verified(root, monkeypatch):
+    for module in (layout, digest_module, data_file):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 512)
+    state = plain_state(3)
+    small = root.parent / "small"
+    step = save_sharded(small, state, extra={"table": torch.arange(4096)}).path
+    data = step / FILES[2]
+    assert len(rank_index.parse_index((step / FILES[1]).read_bytes(), 0, [data.stat().st_size]).chunks[0]) > 20
+    content = data.read_bytes()
+    boxes = rank_index.parse_index((step / FILES[1]).read_bytes(), 0, [len(content)]).shards
+    entry = next(box for box in boxes if box.key == "extra/table")
+    altered = bytearray(content)
+    altered[(entry.begin + entry.end) // 2] ^= 1
+    data.write_bytes(altered)
+    assert load_sharded(small, plain_state(), ignore=["extra/table"]).step == 0, "nobody asked for the damaged chunk"
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000.safetensors: bytes from \d+ on do not match"):
+        load_sharded(small, plain_state(), extra={"table": None})
+    with pytest.raises(CorruptCheckpointError, match=FILES[2]):
+        verify(small)
+
+
+def test_every_chunk_that_is_needed_is_verified_before_anything_changes(tmp_path, monkeypatch):
+    for module in (layout, digest_module, data_file):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 512)
+    data = save_sharded(tmp_path, train(plain_state(), 1)).path / FILES[2]
+    content = data.read_bytes()
+    index = rank_index.parse_index((data.parent / FILES[1]).read_bytes(), 0, [len(content)])
+    for entry in (*index.shards, *index.per_rank):
+        altered = bytearray(content)
+        altered[(entry.begin + entry.end) // 2] ^= 1
+        data.write_bytes(altered)
+        state = plain_state(3)
+        before = digest(state)
+        with pytest.raises(CorruptCheckpointError, match=FILES[2]):
+            load_sharded(tmp_path, state)
+        assert digest(state) == before, entry.key
+        state._check_not_stale("here")
+
+
+def test_what_was_verified_is_what_is_taken_over(root, monkeypatch):
+    """Files that change after they were read and verified change nothing: they are not read again."""
+    from dtrain.checkpoint import load
+
+    expected = digest(load_sharded(root, plain_state()).state)
+    original = load._apply
+
+    def damage_then_take_over(*args):
+        flip(FILES[2], 0.99)(root / "step-00000002", root, root)
+        return original(*args)
+
+    monkeypatch.setattr(load, "_apply", damage_then_take_over)
+    assert digest(load_sharded(root, plain_state(3)).state) == expected

@@ -1,0 +1,190 @@
+"""Reads carried out: any boxes, dtypes and chunks into any part of a tensor, every byte verified, none fetched twice."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dtrain import storage
+from dtrain.checkpoint import data_file as digest_module
+from dtrain.checkpoint import layout, read_tensors, reshard
+from dtrain.checkpoint.data_file import digest_of
+from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.rank_index import TensorShardEntry
+from dtrain.checkpoint.reshard import Region, index_shards, plan_reads
+from dtrain.checkpoint.tree_json import TensorRef
+from dtrain.errors import CorruptCheckpointError
+
+
+@dataclass
+class Opened:
+    file: storage.FileReader
+    name: str
+    chunks: tuple[str, ...] | None
+
+
+class Files:
+    """Data files in a folder, with digests or without, and which byte ranges of them were fetched."""
+
+    def __init__(self, folder: Path, contents: list[bytes], *, digests: bool) -> None:
+        self.folder, self.digests, self.fetched = folder, digests, []
+        size = layout.CHUNK_BYTES
+        self.chunks = [tuple(digest_of([data[at : at + size]]) for at in range(0, len(data), size)) for data in contents]
+        for number, data in enumerate(contents):
+            (folder / str(number)).write_bytes(data)
+
+    @contextmanager
+    def open(self, number: int) -> Iterator[Opened]:
+        fetched = self.fetched
+
+        class Watched(storage.FileReader):
+            def read_into(self, begin: int, out: memoryview) -> int:
+                fetched.append((number, begin, begin + len(out)))
+                return super().read_into(begin, out)
+
+        with Watched(self.folder / str(number)) as file:
+            yield Opened(file=file, name=f"file {number}", chunks=self.chunks[number] if self.digests else None)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Chunks, and what counts as large, of sizes that small files have several of."""
+
+    def set_sizes(chunk: int, large: int, read: int, threaded: int) -> None:
+        for module in (layout, digest_module):
+            monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(read_tensors, "_DIRECT_MIN_BYTES", large)
+        monkeypatch.setattr(read_tensors, "_MIN_THREADED_CHUNKS", threaded)
+        monkeypatch.setattr(reshard, "MAX_STRIDED_READ_BYTES", read)
+
+    return set_sizes
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_part_of_any_tensor_comes_from_any_boxes(tmp_path_factory, small, data):
+    draw = data.draw
+    small(
+        draw(st.sampled_from([16, 64, 1000, 2**20])), draw(st.sampled_from([8, 100, 2**16])),
+        draw(st.sampled_from([10, 100, 2**20])), draw(st.sampled_from([2, 1000])),
+    )  # fmt: skip
+    contents = [bytearray(draw(st.binary(max_size=20))) for _ in range(2)]
+    tensors, entries = {}, [[], []]
+    for number in range(draw(st.integers(1, 6))):
+        dtype = draw(st.sampled_from(["F32", "I64", "U8", "BF16", "BOOL"]))
+        shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+        count = torch.Size(shape).numel()
+        full = (torch.arange(count) + 17 * number).reshape(shape).to(DTYPES[dtype])
+        tensors[f"t{number}"] = full
+        cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=1))}) for n in shape]
+        for spans in itertools.product(*(list(itertools.pairwise(marks)) for marks in cuts)):
+            box = full[tuple(slice(*span) for span in spans)].contiguous()
+            if box.numel():
+                file = draw(st.integers(0, 1))
+                content = contents[file]
+                content += bytes(-len(content) % 8) if draw(st.booleans()) else b""  # files of others may lie anyhow
+                begin = len(content)
+                content += box.reshape(-1).view(torch.uint8).numpy().tobytes()
+                offset = tuple(low for low, _ in spans)
+                size = tuple(box.shape)
+                entries[file].append(TensorShardEntry(f"t{number}", dtype, shape, offset, size, begin, len(content)))
+    refs = {
+        key: TensorRef(dtype=layout.DTYPE_NAMES[t.dtype], shape=tuple(t.shape), distributed=False) for key, t in tensors.items()
+    }
+    targets = {}
+    for key, tensor in tensors.items():
+        low = [draw(st.integers(0, n)) for n in tensor.shape]
+        size = [draw(st.integers(0, n - at)) for n, at in zip(tensor.shape, low, strict=True)]
+        targets[key] = Region(offset=tuple(low), size=tuple(size))
+    files = Files(tmp_path_factory.mktemp("files"), list(map(bytes, contents)), digests=draw(st.booleans()))
+    landed = read_tensors.read_tensors(
+        {k: r.size for k, r in targets.items()}, plan_reads(index_shards(entries), targets), refs, files.open
+    )
+    for key, region in targets.items():
+        wanted = tensors[key][tuple(slice(at, at + n) for at, n in zip(region.offset, region.size, strict=True))]
+        assert landed[key].dtype == wanted.dtype
+        assert torch.equal(landed[key], wanted), key
+        assert landed[key].untyped_storage().nbytes() == landed[key].nbytes, "each has memory of its own"
+    fetched = sorted(files.fetched)
+    for (file, _, end), (next_file, begin, _) in itertools.pairwise(fetched):
+        assert file != next_file or end <= begin, "no byte is fetched twice"
+
+
+def two_tensors(tmp_path, *, digests: bool = True) -> tuple[Files, dict, dict]:
+    """A small tensor and one of several chunks, behind a header; their boxes and descriptions."""
+    tensors = {"small": torch.arange(10), "large": torch.arange(300)}
+    data = bytes(24) + b"".join(t.numpy().tobytes() for t in tensors.values())
+    entries = [
+        TensorShardEntry("small", "I64", (10,), (0,), (10,), 24, 104),
+        TensorShardEntry("large", "I64", (300,), (0,), (300,), 104, 2504),
+    ]
+    refs = {key: TensorRef(dtype="I64", shape=tuple(t.shape), distributed=False) for key, t in tensors.items()}
+    return Files(tmp_path, [data], digests=digests), index_shards([entries]), refs
+
+
+def landed(files: Files, boxes: dict, refs: dict, **targets: Region) -> dict[str, torch.Tensor]:
+    return read_tensors.read_tensors(
+        {key: region.size for key, region in targets.items()}, plan_reads(boxes, targets), refs, files.open
+    )
+
+
+@pytest.mark.parametrize("large", [8, 2**16], ids=["direct", "buffered"])
+def test_only_chunks_that_are_needed_are_fetched_and_each_once(tmp_path, small, large):
+    small(512, large, 2**20, 1000)
+    files, boxes, refs = two_tensors(tmp_path)
+    landed(files, boxes, refs, large=Region(offset=(60,), size=(100,)))  # bytes 584 to 1384: chunks 1 and 2
+    assert sorted(files.fetched)[0][1] == 512
+    assert sorted(files.fetched)[-1][2] == 1536
+    assert sum(end - begin for _, begin, end in files.fetched) == 1024
+
+
+def test_of_files_without_digests_only_the_bytes_wanted_are_fetched(tmp_path, small):
+    small(512, 2**16, 2**20, 1000)
+    files, boxes, refs = two_tensors(tmp_path, digests=False)
+    landed(files, boxes, refs, large=Region(offset=(60,), size=(100,)), small=Region(offset=(2,), size=(3,)))
+    assert sum(end - begin for _, begin, end in files.fetched) == 800 + 24
+
+
+@pytest.mark.parametrize("threaded", [1, 1000], ids=["threads", "no threads"])
+@pytest.mark.parametrize("large", [8, 2**16], ids=["direct", "buffered"])
+def test_a_changed_bit_anywhere_in_a_chunk_is_seen(tmp_path, small, large, threaded):
+    small(512, large, 2**20, threaded)
+    files, boxes, refs = two_tensors(tmp_path)
+    path = tmp_path / "0"
+    sound = path.read_bytes()
+    for at in (0, 23, 24, 103, 104, 511, 512, 2503):
+        altered = bytearray(sound)
+        altered[at] ^= 1
+        path.write_bytes(altered)
+        everything = {key: Region(offset=(0,), size=ref.shape) for key, ref in refs.items()}
+        with pytest.raises(CorruptCheckpointError, match=rf"file 0: bytes from {at // 512 * 512} on do not match their digest"):
+            landed(files, boxes, refs, **everything)
+
+
+@pytest.mark.parametrize("digests", [True, False], ids=["digests", "no digests"])
+@pytest.mark.parametrize("size", [2000, 100, 0])
+def test_a_file_that_ends_too_early_is_named(tmp_path, small, digests, size):
+    small(512, 8, 2**20, 1)
+    files, boxes, refs = two_tensors(tmp_path, digests=digests)
+    path = tmp_path / "0"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CorruptCheckpointError, match=r"file 0: (ends at byte \d+, \d+ or more were promised|bytes from)"):
+        landed(files, boxes, refs, large=Region(offset=(0,), size=(300,)))
+
+
+def test_two_names_for_the_same_bytes_both_get_them(tmp_path, small):
+    small(512, 8, 2**20, 1000)
+    files, boxes, refs = two_tensors(tmp_path)
+    boxes["tied"] = [box._replace(entry=box.entry._replace(key="tied")) for box in boxes["large"]]
+    refs["tied"] = refs["large"]
+    everything = {key: Region(offset=(0,), size=ref.shape) for key, ref in refs.items()}
+    found = landed(files, boxes, refs, **everything)
+    assert torch.equal(found["tied"], torch.arange(300))
+    assert torch.equal(found["large"], torch.arange(300))
+    assert found["tied"].data_ptr() != found["large"].data_ptr()

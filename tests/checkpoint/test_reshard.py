@@ -1,0 +1,258 @@
+"""Planning, against what one would do by hand with whole arrays."""
+
+import itertools
+import sys
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.checkpoint import reshard
+from dtrain.checkpoint.rank_index import TensorShardEntry
+from dtrain.checkpoint.read_tensors import as_tensor
+from dtrain.checkpoint.reshard import Region, assign_writers, index_shards, plan_reads
+from dtrain.errors import CorruptCheckpointError
+
+HEADER = 24  # the boxes do not begin at the start of the file
+
+
+def cuts(size: int, draw) -> list[tuple[int, int]]:
+    """``[0, size)`` in spans, some of them possibly empty."""
+    marks = sorted(draw(st.lists(st.integers(0, size), max_size=3)))
+    return list(itertools.pairwise([0, *marks, size]))
+
+
+def write(full: torch.Tensor, grid: list[tuple[tuple[int, int], ...]]) -> tuple[list[list[TensorShardEntry]], list[bytes]]:
+    """One file per box of the grid."""
+    entries, files = [], []
+    for spans in grid:
+        box = full[tuple(slice(*span) for span in spans)].contiguous()
+        data = box.reshape(-1).view(torch.uint8).numpy().tobytes() if box.numel() else b""
+        entry = TensorShardEntry(
+            key="w", dtype="I32", shape=tuple(full.shape), offset=tuple(a for a, _ in spans), size=tuple(box.shape),
+            begin=HEADER, end=HEADER + len(data),
+        )  # fmt: skip
+        entries.append([entry])
+        files.append(bytes(HEADER) + data)
+    return entries, files
+
+
+@given(st.data())
+def test_reads_fill_any_target_from_any_grid(data):
+    shape = tuple(data.draw(st.lists(st.integers(0, 6), max_size=3)))
+    full = torch.arange(prod(shape), dtype=torch.int32).reshape(shape)
+    grid = list(itertools.product(*(cuts(n, data.draw) for n in shape)))
+    entries, files = write(full, data.draw(st.permutations(grid)))
+    low = [data.draw(st.integers(0, n)) for n in shape]
+    size = [data.draw(st.integers(0, n - at)) for n, at in zip(shape, low, strict=True)]
+    region = Region(offset=tuple(low), size=tuple(size))
+    target = torch.full(size, -1, dtype=torch.int32)
+    plan_bytes = reshard.MAX_STRIDED_READ_BYTES
+    reshard.MAX_STRIDED_READ_BYTES = data.draw(st.sampled_from([1, 20, plan_bytes]))
+    try:
+        reads = plan_reads(index_shards(entries), {"w": region})
+    finally:
+        reshard.MAX_STRIDED_READ_BYTES = plan_bytes
+    written = torch.zeros(size, dtype=torch.int32)
+    for read in reads:
+        assert HEADER <= read.begin < read.end <= len(files[read.file])
+        block = as_tensor(bytearray(files[read.file][read.begin : read.end]), "I32", read.block)
+        into = tuple(slice(*span) for span in read.target)
+        target[into] = block[tuple(slice(*span) for span in read.source)]
+        written[into] += 1
+    assert torch.equal(target, full[tuple(slice(a, a + n) for a, n in zip(low, size, strict=True))])
+    assert bool((written == 1).all()), "no element is read twice"
+    assert [(r.file, r.begin) for r in reads] == sorted((r.file, r.begin) for r in reads)
+
+
+Box = tuple[tuple[int, int], ...]
+"""One ``(start, stop)`` per dim."""
+
+
+def cut(box: Box, draw, depth: int) -> list[Box]:
+    """The box cut in two again and again, anywhere."""
+    dims = [dim for dim, (low, high) in enumerate(box) if high - low > 1]
+    if not depth or not dims:
+        return [box]
+    dim = draw(st.sampled_from(dims))
+    at = draw(st.integers(box[dim][0] + 1, box[dim][1] - 1))
+    halves = [(*box[:dim], span, *box[dim + 1 :]) for span in ((box[dim][0], at), (at, box[dim][1]))]
+    return [part for half in halves for part in cut(half, draw, depth - 1)]
+
+
+PINWHEEL = [((0, 3), (0, 7)), ((0, 7), (7, 10)), ((7, 10), (3, 10)), ((3, 10), (0, 3)), ((3, 7), (3, 7))]
+
+
+def spoilt(boxes: list[Box], draw) -> list[Box]:
+    """Perhaps with a box left out, given twice, or a row longer."""
+    at = draw(st.integers(0, len(boxes) - 1))
+    (low, high), *rest = boxes[at] or ((0, 1),)
+    ways = {"none": boxes, "out": boxes[:at] + boxes[at + 1 :], "twice": [*boxes, boxes[at]]}
+    if boxes[at]:
+        ways["longer"] = [*boxes[:at], ((low, high + 1), *rest), *boxes[at + 1 :]]
+    return ways[draw(st.sampled_from(sorted(ways)))]
+
+
+def naive(shape: list[int], boxes: list[Box], target: Box) -> str:
+    """Every element of the target counted by hand."""
+    seen = torch.zeros([n + 1 for n in shape] if shape else [], dtype=torch.int64)
+    for box in boxes:
+        seen[tuple(slice(*span) for span in box)] += 1
+    counts = seen[tuple(slice(*span) for span in target)]
+    return "overlap" if bool((counts > 1).any()) else "hold" if bool((counts == 0).any()) else "fits"
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_whether_boxes_cover_a_target_once_is_told_as_by_counting(data):
+    shape = data.draw(st.lists(st.integers(1, 9), max_size=3))
+    boxes = cut(tuple((0, n) for n in shape), data.draw, data.draw(st.integers(0, 5)))
+    if data.draw(st.booleans()) and shape == [10, 10]:
+        boxes = PINWHEEL
+    boxes = data.draw(st.permutations(spoilt(boxes, data.draw)))
+    low = [data.draw(st.integers(0, n - 1)) for n in shape]
+    target = tuple((at, data.draw(st.integers(at + 1, n))) for at, n in zip(low, shape, strict=True))
+    region = Region(offset=tuple(low), size=tuple(b - a for a, b in target))
+    full = torch.zeros([n + 1 for n in shape] if shape else [], dtype=torch.int32)
+    few, reshard._LINEAR_SEARCH_MAX = reshard._LINEAR_SEARCH_MAX, data.draw(st.sampled_from([0, 8]))
+    try:
+        reads = plan_reads(index_shards(write(full, boxes)[0]), {"w": region})
+        found = "fits"
+    except CorruptCheckpointError as error:
+        found = next(word for word in ("overlap", "hold") if word in str(error))
+    finally:
+        reshard._LINEAR_SEARCH_MAX = few
+    assert found == naive(shape, boxes, target)
+    if found == "fits":
+        assert sum(prod(b - a for a, b in read.target) for read in reads) == prod(region.size)
+
+
+@pytest.mark.parametrize("moved", [0, 1], ids=["whole", "overlapping"])
+def test_boxes_that_no_cut_separates_are_compared_in_pairs(moved):
+    boxes = [((0, 3), (0, 7 + moved)), *PINWHEEL[1:]]
+    index = index_shards(write(torch.zeros(10, 10, dtype=torch.int32), boxes)[0])
+    target = {"w": Region(offset=(0, 0), size=(10, 10))}
+    if moved:
+        with pytest.raises(CorruptCheckpointError, match=r"two stored boxes overlap at \(0, 7\)"):
+            plan_reads(index, target)
+    else:
+        assert len(plan_reads(index, target)) == 5
+
+
+def lines_run(call) -> int:
+    """How many lines of Python a call runs: its work, whatever the machine does meanwhile."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def grid(rows: int, columns: int) -> dict[str, list[reshard.StoredShard]]:
+    """A tensor of ``rows * columns`` boxes, each in a file of its own."""
+    entries = [
+        [TensorShardEntry(key="w", dtype="U8", shape=(rows, columns), offset=(row, column), size=(1, 1), begin=0, end=1)]
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    return index_shards(entries)
+
+
+@pytest.mark.parametrize(
+    ("small", "large"), [((500, 1), (2000, 1)), ((1, 500), (1, 2000)), ((20, 25), (40, 50))], ids=["rows", "columns", "grid"]
+)
+def test_the_work_grows_with_the_boxes_and_not_with_their_pairs(small, large):
+    """Four times as many boxes are at most five times as much work, to read all of them; pairs would be sixteen times."""
+    work = []
+    for shape in (small, large):
+        index = grid(*shape)
+        everything = {"w": Region(offset=(0, 0), size=shape)}
+        work.append(lines_run(lambda i=index, t=everything: plan_reads(i, t)))
+    assert work[1] < 5 * work[0]
+
+
+@pytest.mark.parametrize("shape", [(2000, 1), (1, 2000)], ids=["rows", "columns"])
+def test_boxes_that_a_target_does_not_touch_cost_next_to_nothing(shape):
+    index = grid(*shape)
+    dim = shape.index(2000)
+    one = Region(offset=tuple(1000 * (d == dim) for d in (0, 1)), size=(1, 1))
+    found = []
+    # A pass over their ends and one over their geometry, of a line each.
+    assert lines_run(lambda: found.extend(plan_reads(index, {"w": one}))) < 2000 * 4
+    assert [read.file for read in found] == [1000]
+
+
+def test_tensors_that_are_stored_and_wanted_alike_are_planned_once():
+    def work(count: int) -> int:
+        entries = [
+            TensorShardEntry(
+                key=f"t{at}", dtype="F32", shape=(8, 8), offset=(0, 0), size=(8, 8), begin=256 * at, end=256 * at + 256
+            )
+            for at in range(count)
+        ]
+        index = index_shards([entries])
+        targets = {f"t{at}": Region(offset=(4, 0), size=(4, 8)) for at in range(count)}
+        return lines_run(lambda: plan_reads(index, targets))
+
+    for_the_first = work(1)
+    assert (work(2000) - work(1000)) / 1000 < for_the_first / 4
+
+
+def grid_of_rows(*spans: tuple[int, int]) -> dict[str, list[reshard.StoredShard]]:
+    full = torch.arange(30, dtype=torch.int32).reshape(10, 3)
+    return index_shards(write(full, [(span, (0, 3)) for span in spans])[0])
+
+
+def test_only_the_rows_needed_are_read():
+    reads = plan_reads(grid_of_rows((0, 5), (5, 10)), {"w": Region(offset=(4, 1), size=(3, 1))})
+    assert [(r.file, r.begin - HEADER, r.end - HEADER) for r in reads] == [(0, 48, 60), (1, 0, 24)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        (((0, 5),), "w: stored boxes hold 15 of the 30 elements needed"),
+        (((0, 4), (5, 10)), "w: stored boxes hold 27 of the 30 elements needed"),
+        (((0, 6), (5, 10)), "w: two stored boxes overlap at"),
+        (((0, 5), (0, 5)), "w: two stored boxes overlap at"),
+        ((), "w: stored boxes hold 0 of the 30 elements needed"),
+    ],
+)
+def test_boxes_that_do_not_cover_a_target_once_are_damage(spans, message):
+    with pytest.raises(CorruptCheckpointError, match=message):
+        plan_reads(grid_of_rows(*spans), {"w": Region(offset=(0, 0), size=(10, 3))})
+
+
+def test_two_boxes_of_a_scalar_are_damage():
+    entry = TensorShardEntry(key="w", dtype="F32", shape=(), offset=(), size=(), begin=0, end=4)
+    with pytest.raises(CorruptCheckpointError, match="two stored boxes overlap"):
+        plan_reads(index_shards([[entry], [entry]]), {"w": Region(offset=(), size=())})
+
+
+def test_an_empty_target_needs_no_box():
+    assert plan_reads({}, {"w": Region(offset=(10, 0), size=(0, 3))}) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 4)), max_size=30))
+def test_writers_share_the_load(tensors):
+    rows = [(f"t{at}", nbytes, copies) for at, (nbytes, copies) in enumerate(tensors)]
+    chosen = assign_writers(rows)
+    assert chosen == assign_writers(rows)
+    for copies in {c for _, _, c in rows}:
+        loads = [0] * copies
+        for key, nbytes, c in rows:
+            if c == copies:
+                assert 0 <= chosen[key] < copies
+                loads[chosen[key]] += nbytes
+        assert max(loads) - min(loads) <= max((n for _, n, c in rows if c == copies), default=0)

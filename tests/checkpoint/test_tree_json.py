@@ -1,0 +1,151 @@
+"""Trees as JSON: exact both ways, refused by key path otherwise."""
+
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict
+from enum import IntEnum
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.checkpoint import strict_json, tree_json
+from dtrain.errors import ConfigError, CorruptCheckpointError
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+trees = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text("a$~/", max_size=3), inner, max_size=3)
+        | st.dictionaries(st.integers(-3, 3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def round_trip(tree):
+    values, tensors = tree_json.encode(tree, "x")
+    values = strict_json.parse_json(json.dumps(values, allow_nan=False).encode(), "values")
+    return tree_json.decode(values, "x", lambda key, ref: tensors[key])
+
+
+@given(trees)
+def test_a_tree_comes_back_exactly(tree):
+    # repr tells True from 1, -0.0 from 0.0, tuple from list, and shows NaN, and the order of keys
+    assert repr(round_trip(tree)) == repr(tree)
+
+
+def test_tensors_come_back_by_their_path():
+    tree = {"a/b": torch.ones(2), "a": {"b": (torch.zeros(3, dtype=torch.bfloat16),), "~": torch.tensor(1)}}
+    _, tensors = tree_json.encode(tree, "extra/x")
+    assert sorted(tensors) == ["extra/x/a/b/0", "extra/x/a/~0", "extra/x/a~1b"]
+    back = round_trip(tree)
+    assert back["a"]["b"][0] is tree["a"]["b"][0]
+    assert tree_json.tensor_refs(tree_json.encode(tree, "x")[0], "x")["x/a/b/0"] == tree_json.TensorRef(
+        dtype="BF16", shape=(3,), distributed=False
+    )
+
+
+def test_kinds_of_dict_and_numpy_floats_come_back_plain():
+    tree = {"o": OrderedDict(b=1, a=2), "c": Counter({5: 2}), "f": np.float64(0.1)}
+    assert repr(round_trip(tree)) == "{'o': {'b': 1, 'a': 2}, 'c': {5: 2}, 'f': 0.1}"
+
+
+class Color(IntEnum):
+    RED = 1
+
+
+def endless() -> list:
+    tree: list = []
+    tree.append(tree)
+    return tree
+
+
+REFUSED = {
+    "object": ({"a": [object()]}, r"x/a/0: a checkpoint holds .* got builtins.object"),
+    "function": ({"f": len}, r"x/f: .* got builtins.builtin_function_or_method"),
+    "set": ({"s": {1}}, r"x/s: .* got builtins.set"),
+    "bytes": ([b""], r"x/0: .* got builtins.bytes"),
+    "array": ({"n": np.zeros(1)}, r"x/n: .* got numpy.ndarray"),
+    "numpy integer": ({"n": np.int64(1)}, r"x/n: .* got numpy.int64"),
+    "enum": ({"e": Color.RED}, r"x/e: .* got .*Color"),
+    "defaultdict": ({"d": defaultdict(int)}, r"x/d: .* got collections.defaultdict"),
+    "key": ({"k": {1.5: 0}}, r"x/k: keys are text or integers in a checkpoint, got float 1.5"),
+    "bool key": ({"k": {True: 0}}, r"x/k: keys are text or integers in a checkpoint, got bool True"),
+    "twin keys": ({"k": {1: 0, "1": 0}}, r"x/k: two keys differ only"),
+    "circle": (endless(), r"nested more than 64 deep, or in a circle"),
+    "huge integer": ({"i": 1 << 5000}, r"x/i: an integer of 5001 bits"),
+    "complex tensor": ({"t": torch.zeros(1, dtype=torch.complex64)}, r"x/t: cannot store a tensor of dtype torch.complex64"),
+    "sparse tensor": ({"t": torch.eye(2).to_sparse()}, r"x/t: .* layout torch.sparse_coo"),
+    "meta tensor": ({"t": torch.empty(2, device="meta")}, r"x/t: .* device meta"),
+}
+
+
+@pytest.mark.parametrize(("tree", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_plain_is_refused_by_its_path(tree, message):
+    with pytest.raises(ConfigError, match=message):
+        tree_json.encode(tree, "x")
+
+
+DAMAGED = {
+    "unknown tag": {"$": "pickle", "items": []},
+    "tag of no text": {"$": [1], "items": []},
+    "extra field": {"$": "tuple", "items": [], "more": 1},
+    "tuple of no list": {"$": "tuple", "items": 3},
+    "pairs": {"$": "dict", "items": [[1, 2, 3]]},
+    "pair with a list as key": {"$": "dict", "items": [[[], 2]]},
+    "float": {"$": "float", "value": "0.5"},
+    "float of no text": {"$": "float", "value": ["nan"]},
+    "dtype": {"$": "tensor", "dtype": "C64", "shape": [], "distributed": False},
+    "dtype of no text": {"$": "tensor", "dtype": {}, "shape": [], "distributed": False},
+    "shape": {"$": "tensor", "dtype": "F32", "shape": [-1], "distributed": False},
+    "flag": {"$": "tensor", "dtype": "F32", "shape": [1], "distributed": 0},
+}
+
+
+@pytest.mark.parametrize("values", DAMAGED.values(), ids=DAMAGED)
+def test_values_that_were_not_encoded_are_refused(values):
+    with pytest.raises(CorruptCheckpointError, match="values: x/0"):
+        tree_json.decode([values], "x", lambda key, ref: None)
+
+
+def test_values_nested_too_deeply_are_refused():
+    values: list = []
+    for _ in range(70):
+        values = [values]
+    with pytest.raises(CorruptCheckpointError, match="nested more than 64 deep"):
+        tree_json.decode(values, "x", lambda key, ref: None)
+
+
+BAD_JSON = {
+    "nothing": (b"", "not valid JSON"),
+    "twins": (b'{"a": 1, "a": 1}', "key 'a' is given twice"),
+    "nan": (b'{"a": NaN}', "NaN is not allowed"),
+    "infinity": (b"[-Infinity]", "-Infinity is not allowed"),
+    "depth": (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
+    "not text": (b'"\xff"', "not valid JSON"),
+    "long integer": (b"1" * 5000, "not valid JSON"),
+    "rest": (b"{} {}", "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), BAD_JSON.values(), ids=BAD_JSON)
+def test_json_is_parsed_defensively(data, message):
+    with pytest.raises(CorruptCheckpointError, match=f"file: .*{message}"):
+        strict_json.parse_json(data, "file")
+
+
+def test_json_is_bounded_in_size(monkeypatch):
+    monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", 10)
+    assert strict_json.parse_json(b"[1, 2, 3] ", "file") == [1, 2, 3]
+    with pytest.raises(CorruptCheckpointError, match="file: 11 bytes of JSON, at most 10 are read"):
+        strict_json.parse_json(b"[1, 2, 3]  ", "file")
+
+
+def test_floats_are_stored_in_full():
+    tree = [0.1, 5e-324, 1.7976931348623157e308, -0.0, math.pi]
+    assert [x.hex() for x in round_trip(tree)] == [x.hex() for x in tree]

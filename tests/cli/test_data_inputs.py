@@ -1,0 +1,218 @@
+"""What sources stand for, and the samples in them, of every kind."""
+
+import bz2
+import csv
+import gzip
+import json
+import os
+
+import pytest
+
+from dtrain.cli.data_inputs import find_inputs, read_samples
+from dtrain.cli.data_options import select_columns
+from dtrain.errors import ConfigError, DataError
+
+ROWS = [{"text": "eins", "label": 1}, {"text": "zw\u2028ei \u00e9", "label": 2}]
+LINES = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in ROWS)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(*sources, kind=None, **options):
+    seen = []
+    found = [dict(sample) for given in find_inputs(sources, kind) for sample in read_samples(given, seen.append, **options)]
+    assert all(count >= 0 for count in seen)
+    return found
+
+
+def zstd(content):
+    return pytest.importorskip("zstandard").ZstdCompressor().compress(content)
+
+
+COMPRESSED = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstd}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSED)
+def test_json_lines_are_samples_whatever_they_are_compressed_with(here, suffix):
+    (here / f"a.jsonl{suffix}").write_bytes(COMPRESSED[suffix](LINES))
+    assert read(f"a.jsonl{suffix}") == ROWS
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+def test_compressed_lines_that_are_cut_short_are_one_error(here, suffix):
+    content = COMPRESSED[suffix](LINES * 1000)
+    (here / f"a.jsonl{suffix}").write_bytes(content[:-9])
+    with pytest.raises(DataError, match=rf"^a\.jsonl{suffix}: \S.*$"):
+        read(f"a.jsonl{suffix}")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+def test_what_is_not_compressed_is_one_error(here, suffix):
+    (here / f"a.jsonl{suffix}").write_bytes(LINES)
+    with pytest.raises(DataError, match=rf"^a\.jsonl{suffix}: \S.*$"):
+        read(f"a.jsonl{suffix}")
+
+
+def test_two_compressed_frames_are_one_file(here):
+    for suffix in (".gz", ".bz2", ".zst"):
+        whole = COMPRESSED[suffix](LINES) + COMPRESSED[suffix](LINES)
+        (here / f"a.jsonl{suffix}").write_bytes(whole)
+        assert read(f"a.jsonl{suffix}") == ROWS * 2, suffix
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(here):
+    (here / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINES)
+    (here / "a.txt").write_bytes(b"\xef\xbb\xbfeins\n")
+    assert read("a.jsonl", "a.txt") == [*ROWS, {"text": "eins"}]
+
+
+def test_line_ends_of_any_system_and_empty_lines_are_no_samples(here):
+    (here / "a.jsonl").write_bytes(b'{"a": 1}\r\n\r\n\n  \n{"a": 2}')
+    (here / "a.txt").write_bytes(b"eins\r\n\nzwei")
+    assert read("a.jsonl") == [{"a": 1}, {"a": 2}]
+    assert read("a.txt") == [{"text": "eins"}, {"text": "zwei"}]
+
+
+def test_separated_values_are_text(here):
+    with open("a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["text", "label"], ['with "quotes", and\na line', "1"], ["", "2"]])
+    (here / "a.tsv").write_text("\ufefftext\tlabel\n'x\t1\n\n")
+    assert read("a.csv") == [{"text": 'with "quotes", and\na line', "label": "1"}, {"text": "", "label": "2"}]
+    assert read("a.tsv") == [{"text": "'x", "label": "1"}]
+
+
+def test_a_field_of_a_table_may_be_as_long_as_a_document(here):
+    before = csv.field_size_limit()
+    with open("long.csv", "w") as file:
+        file.write("text,label\n" + "x" * 200_000 + ",1\n")
+    assert read("long.csv") == [{"text": "x" * 200_000, "label": "1"}]
+    assert csv.field_size_limit() == before
+
+
+def test_parquet_rows_are_samples(here):
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(arrow.Table.from_pylist(ROWS), "a.parquet", row_group_size=1)
+    assert read("a.parquet") == ROWS
+
+
+def test_a_folder_that_save_to_disk_wrote_is_read_in_its_own_order(here):
+    arrow = pytest.importorskip("pyarrow")
+    folder = here / "set" / "train"
+    folder.mkdir(parents=True)
+    for name, row in zip(("b.arrow", "a.arrow"), ROWS, strict=True):
+        table = arrow.Table.from_pylist([row])
+        with arrow.ipc.new_stream(str(folder / name), table.schema) as stream:
+            stream.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "b.arrow"}, {"filename": "a.arrow"}]}))
+    (folder / "dataset_info.json").write_text("{}")
+    (here / "set" / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+    assert read("set/train") == ROWS
+    with pytest.raises(ConfigError, match=r"'set' has the splits train; name one, as in set/train$"):
+        read("set")
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"'set/train' is no folder that Dataset.save_to_disk wrote"):
+        read("set/train")
+
+
+def test_a_document_is_a_file(here):
+    (here / "a.txt").write_bytes(b"eins\nzwei\n")
+    (here / "b.py").write_bytes(b"\xff")
+    assert read("a.txt", kind="documents") == [{"text": "eins\nzwei\n"}]
+    assert read("b.py", kind="documents", as_bytes=True) == [{"text": b"\xff"}]
+    with pytest.raises(DataError, match=r"^b.py: is not UTF-8: invalid start byte at byte 0$"):
+        read("b.py", kind="documents")
+
+
+def test_files_of_a_folder_are_taken_in_the_order_of_their_names(here):
+    for name in ("b/1.png", "a/2.png", "a/10.png", ".hidden/x.png", ".x.png"):
+        (here / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "set" / name).write_bytes(name.encode())
+    names = ["a/10.png", "a/2.png", "b/1.png"]
+    assert read("set", kind="files") == [{"name": name, "data": name.encode()} for name in names]
+
+
+def test_a_folder_gives_the_files_whose_names_tell_how_to_read_them(here):
+    os.makedirs("set/below")
+    (here / "set" / "README.md").write_text("no data")
+    (here / "set" / "below" / "a.jsonl").write_bytes(LINES)
+    (here / "set" / "z.txt").write_text("drei")
+    assert read("set") == [*ROWS, {"text": "drei"}]
+
+
+def test_a_pattern_crosses_folders_and_a_file_of_that_name_comes_first(here):
+    os.makedirs("x/y")
+    (here / "x/y/a.txt").write_text("eins")
+    (here / "x/b.txt").write_text("zwei")
+    assert read("x/**/*.txt") == [{"text": "zwei"}, {"text": "eins"}]
+    (here / "[ab].txt").write_text("drei")
+    assert read("[ab].txt") == [{"text": "drei"}]
+
+
+WRONG_SOURCES = {
+    "nothing": ([""], None, "a source is empty; name a file, a folder or a pattern"),
+    "no file": (["nope.jsonl"], None, "no such file or folder: 'nope.jsonl'; check the path"),
+    "no match": (["*.jsonl"], None, r"no file matches '\*.jsonl'; \*\* crosses folders"),
+    "a name that says nothing": (["data.bin"], None, "'data.bin': its name does not tell how to read it; say how with --from"),
+    "an empty folder": (["empty"], None, "'empty': it has no files; say how with --from"),
+    "a folder of others": (["others"], None, "'others': none of its 1 files has a name that tells how to read it; say how"),
+    "a file for a folder": (["data.bin"], "hf", "'data.bin' is a file, and --from hf reads folders; say how"),
+    "an unknown server": (["gopher://x/y"], None, "gopher:// is no place to keep files"),
+}
+
+
+@pytest.mark.parametrize(("sources", "kind", "expected"), WRONG_SOURCES.values(), ids=WRONG_SOURCES)
+def test_a_source_that_cannot_be_is_refused(here, sources, kind, expected):
+    os.mkdir("empty")
+    os.mkdir("others")
+    (here / "others" / "x.bin").write_bytes(b"")
+    (here / "data.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=rf"^{expected}"):
+        find_inputs(sources, kind)
+
+
+BAD_CONTENT = {
+    "no JSON": ("a.jsonl", b'{"a": 1}\n{"a": ', "a.jsonl, line 2: is no JSON: "),
+    "no object": ("a.jsonl", b"\n[1]\n", "a.jsonl, line 2: is a JSON list, not an object with columns"),
+    "too deep": ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: is no JSON: "),
+    "no UTF-8": ("a.txt", b"eins\n\xe9\n", "a.txt, line 2: is not UTF-8: unexpected end of data at byte 0"),
+    "no UTF-8 in a table": ("a.csv", b"a,b\n\xe9,1\n", "a.csv: 'utf-8' codec can't decode byte 0xe9"),
+    "a row that is short": ("a.csv", b"a,b\n1,2\n3\n", "a.csv, line 3: has 1 values for 2 columns"),
+    "no head": ("a.csv", b"", "a.csv: its first line must name each column once, got None"),
+    "one column twice": ("a.csv", b"a,a\n", r"a.csv: its first line must name each column once, got \['a', 'a'\]"),
+    "an open quote": ("a.csv", b'a,b\n"1,2\n', "a.csv: unexpected end of data"),
+    "no Parquet": ("a.parquet", b"no parquet here", "a.parquet: "),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "expected"), BAD_CONTENT.values(), ids=BAD_CONTENT)
+def test_content_that_cannot_be_read_is_one_line_that_says_where(here, name, content, expected):
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    (here / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"^{expected}[^\n]*$"):
+        read(name)
+
+
+def test_columns_are_picked_and_text_is_read_as_the_number_that_it_stands_for():
+    rows = [{"a": "1", "b": "0.5", "c": "x"}]
+    assert list(select_columns(rows, {"b": "float32", "a": "int", "c": "str"})) == [{"b": 0.5, "a": 1, "c": "x"}]
+    assert list(select_columns(rows, {"a": None})) == [{"a": "1"}]
+    assert list(select_columns(rows, {})) == rows
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        pytest.param({"d": None}, "sample 0 has no column 'd'; it has a", id="missing"),
+        pytest.param({"a": "uint8"}, "sample 0: column 'a' holds 'x', which is no int", id="no number"),
+    ],
+)
+def test_a_sample_without_what_was_chosen_is_an_error(chosen, expected):
+    with pytest.raises(DataError, match=expected):
+        list(select_columns([{"a": "x"}], chosen))

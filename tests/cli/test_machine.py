@@ -1,0 +1,175 @@
+"""Facts are read right from files that look like those of other machines, and from programs that misbehave."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+
+import pytest
+
+from dtrain.cli import env_facts, machine
+from dtrain.cli.env_facts import Package, TorchBuild
+from dtrain.cli.machine import CommandOutput, read_output, start_query
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_shared_memory_is_none_where_there_is_none(tmp_path):
+    assert machine.read_shm_bytes(tmp_path) is None
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    assert machine.read_shm_bytes(tmp_path) > 0
+
+
+def test_hardware_counts_device_files_and_names_the_system(tmp_path):
+    files = {
+        "proc/meminfo": "MemTotal: 2 kB\nMemAvailable: 1 kB\n",
+        "etc/os-release": 'NAME="X"\nPRETTY_NAME="Debian GNU/Linux 12"\n',
+        "dev/nvidia0": "",
+        "dev/nvidia11": "",
+        "dev/nvidiactl": "",
+    }
+    found = machine.read_hardware(None, write(tmp_path, files))
+    assert found.gpus == machine.Gpus(listed=(), device_files=2, problem=None)
+    assert found.gpus.count == 2
+    assert found.system.endswith(", Debian GNU/Linux 12")
+
+
+SMI = {
+    "no nvidia-smi": (None, (), None),
+    "two": (
+        CommandOutput(code=0, out="NVIDIA H200, 143771, 580.1\nTesla, 40, A, [N/A], 580.1\n", err=""),
+        (
+            machine.Gpu(name="NVIDIA H200", memory_bytes=143771 * 2**20, driver="580.1"),
+            machine.Gpu(name="Tesla, 40, A", memory_bytes=0, driver="580.1"),
+        ),
+        None,
+    ),
+    "fails": (CommandOutput(code=9, out="NVIDIA-SMI has failed\n", err=""), (), "exit code 9: NVIDIA-SMI has failed"),
+    "hangs": (CommandOutput(code=None, out="", err=""), (), "it did not answer within 30 s"),
+}
+
+
+@pytest.mark.parametrize(("said", "listed", "problem"), SMI.values(), ids=SMI)
+def test_gpus_as_nvidia_smi_tells_them(said, listed, problem):
+    assert machine.parse_gpus(said, 0) == machine.Gpus(listed=listed, device_files=0, problem=problem)
+
+
+def test_interfaces_of_this_machine_include_loopback():
+    loopback = next(link for link in machine.list_interfaces() if link.name == "lo")
+    assert loopback.loopback
+    assert loopback.up
+    assert "127.0.0.1" in loopback.addresses
+
+
+def test_ipv6_addresses_by_interface(tmp_path):
+    text = "00000000000000000000000000000001 01 80 10 80       lo\nfd000000000000000000000000000002 02 40 00 80     eth0\n"
+    root = write(tmp_path, {"proc/net/if_inet6": text})
+    assert machine.read_ipv6_addresses(root) == {"lo": ["::1"], "eth0": ["fd00::2"]}
+    assert machine.read_ipv6_addresses(tmp_path / "no ipv6") == {}
+
+
+def test_names_resolve_or_have_no_address():
+    found = machine.resolve_names(["127.0.0.1", "no-such-host.invalid", "." * 3])
+    assert found == {"127.0.0.1": ("127.0.0.1",), "no-such-host.invalid": (), "...": ()}
+
+
+def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch):
+    answered, before = threading.Event(), set(threading.enumerate())
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(60) and [])
+    assert machine.resolve_names(["slow"], timeout_s=0.05) == {"slow": ()}
+    (asking,) = set(threading.enumerate()) - before
+    assert asking.daemon  # it does not hold up the end of the process
+    answered.set()
+    asking.join(60)
+
+
+REQUIREMENTS = {
+    "numpy": ("numpy", None),
+    "torch>=2.11": ("torch", "2.11"),
+    "torch<3,>=2.11.1": ("torch", "2.11.1"),
+    "torch (>=2.11)": ("torch", "2.11"),
+    "typer>=0.12.5; python_version >= '3.11'": ("typer", "0.12.5"),
+    "fsspec[http]>=2024.1": ("fsspec", "2024.1"),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), REQUIREMENTS.items())
+def test_requirements_are_read(line, expected):
+    assert env_facts.parse_requirements([line, "pytest>=8; extra == 'test'"]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("version", "at_least", "too_old"),
+    [
+        ("2.10.9+cu128", "2.11", True),
+        ("2.11", "2.11.0", False),
+        ("2.11.0a0+git12", "2.11", False),
+        ("3", "2.11", False),
+        ("1!2.0", "2.11", True),
+        (None, "2.11", False),
+        ("0.1", None, False),
+    ],
+)
+def test_too_old_compares_releases(version, at_least, too_old):
+    assert Package(name="x", version=version, at_least=at_least).too_old is too_old
+
+
+def test_packages_are_those_of_the_metadata():
+    found = {package.name: package for package in env_facts.check_packages()}
+    assert found["torch"].at_least == "2.11"
+    assert found["torch"].version.startswith("2.")
+    assert "pytest" not in found
+
+
+def test_packages_are_known_without_metadata(monkeypatch):
+    def none(name):
+        raise env_facts.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(env_facts.metadata, "requires", none)
+    assert env_facts.check_packages()[0].at_least is None
+    assert {package.name for package in env_facts.check_packages()} >= {"torch", "numpy", "typer"}
+
+
+PROBE = (
+    '{"version": "2", "folder": "/t", "cuda": null, "devices": [], "gloo": true, "nccl": null, "threads": 1, "warnings": ["w"]}'
+)
+BUILD = TorchBuild(version="2", folder="/t", cuda=None, devices=(), gloo=True, nccl=None, threads=1, warnings=("w",))
+PROBED = {
+    "facts": (CommandOutput(code=0, out=f"noise\n{PROBE}\n", err="noise"), BUILD),
+    "noise after": (CommandOutput(code=0, out=f"{PROBE}\nbye\n", err=""), BUILD),
+    "nothing": (CommandOutput(code=0, out="bye\n", err=""), "it ended before it could say anything"),
+    "error": (CommandOutput(code=1, out="", err="Traceback\nImportError: no\n\n"), "ImportError: no"),
+    "silent error": (CommandOutput(code=1, out="", err=""), "it printed nothing"),
+    "signal": (CommandOutput(code=-11, out="", err=""), "importing it was ended by signal 11"),
+    "hang": (CommandOutput(code=None, out="", err=""), "importing it took more than 120 s"),
+}
+
+
+@pytest.mark.parametrize(("said", "expected"), PROBED.values(), ids=PROBED)
+def test_what_the_probe_said_is_facts_or_one_line(said, expected):
+    assert env_facts.parse_probe_output(said) == expected
+
+
+def test_a_program_that_hangs_is_killed():
+    process = start_query([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert read_output(process, timeout_s=0.05) == CommandOutput(code=None, out="", err="")
+    with process.stdout, process.stderr:
+        assert process.wait(timeout=60) == -9
+
+
+def test_bytes_that_are_no_text_do_no_harm():
+    said = read_output(start_query([sys.executable, "-c", "import os; os.write(2, b'\\xff end'); exit(3)"]), timeout_s=60)
+    assert (said.code, said.out, said.last_line) == (3, "", "\ufffd end")
+
+
+def test_values_are_shown_only_of_harmless_variables():
+    environ = {"RANK": "1", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "PATH": "/bin", "MY_NCCL_KEY": "x", "http_proxy": "u:p@h"}
+    assert machine.visible_variables(environ) == {"NCCL_DEBUG": "INFO", "RANK": "1"}
+    assert machine.hidden_variable_names(environ) == ("HF_TOKEN", "http_proxy")

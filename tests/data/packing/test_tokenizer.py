@@ -1,0 +1,103 @@
+"""Documents as windows of tokens: which tokens, in which order, what is left out, and which tokenizers there are."""
+
+import json
+import sys
+from itertools import chain
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.data.packing.tokenizer import ByteTokenizer, TokenWindows, load_tokenizer
+from dtrain.errors import ConfigError, DataError
+
+VOCABULARY = {"<unk>": 0, "ab": 1, "c": 2, "<end>": 3, "rare": 70_000}
+
+
+def tokens_of(windows):
+    return [window["tokens"].tolist() for window in windows]
+
+
+def test_windows_hold_the_documents_one_after_the_other():
+    windows = TokenWindows(["abc", b"", "de\u00e9", b"\xff"], ByteTokenizer(eos_token="\n"), 4)
+    assert tokens_of(windows) == [list(b"abc\n"), list(b"\nde\xc3"), list(b"\xa9\n\xff\n")]
+    assert (windows.documents, windows.tokens, windows.leftover_tokens) == (4, 12, 0)
+
+
+def test_what_does_not_fill_the_last_window_is_left_out_and_counted():
+    windows = TokenWindows([b"abcde", b"fg"], ByteTokenizer(), 4)
+    assert tokens_of(windows) == [list(b"abcd")]
+    assert (windows.documents, windows.tokens, windows.leftover_tokens) == (2, 7, 3)
+    assert tokens_of(TokenWindows([], ByteTokenizer(), 4)) == []
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 9), st.sampled_from([None, "\0"]))
+def test_no_token_is_lost_or_repeated_before_the_rest(documents, size, end):
+    windows = TokenWindows(documents, ByteTokenizer(eos_token=end), size)
+    line = b"".join(document + (end or "").encode() for document in documents)
+    found = tokens_of(windows)
+    assert all(len(window) == size for window in found)
+    assert bytes(chain.from_iterable(found)) == line[: len(line) // size * size]
+    assert windows.leftover_tokens == len(line) % size
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tokenizer of whole words, as ``save_pretrained`` leaves it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(VOCABULARY, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    return tmp_path
+
+
+def test_a_tokenizer_of_a_folder_ends_documents_as_its_configuration_says(folder):
+    tokenizer = load_tokenizer(str(folder))
+    assert (tokenizer.eos_token_id, tokenizer.dtype) == (3, np.dtype(np.uint32))  # 70,000 does not fit into 16 bits
+    assert tokens_of(TokenWindows(["ab c", "rare"], tokenizer, 5)) == [[1, 2, 3, 70_000, 3]]
+    assert load_tokenizer(str(folder / "tokenizer.json"), eos_token="none").eos_token_id is None
+    assert load_tokenizer(str(folder), eos_token="c").eos_token_id == 2
+
+
+def test_a_tokenizer_that_does_not_say_what_ends_a_text_has_to_be_told(folder):
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match="does not say what ends a text; name that token, or none"):
+        load_tokenizer(str(folder))
+    assert load_tokenizer(str(folder), eos_token="<end>").eos_token_id == 3
+
+
+def test_tokenizers_that_cannot_be_are_refused_in_one_line(folder):
+    with pytest.raises(ConfigError, match="has no token 'x' to end documents with; name another one, or none"):
+        load_tokenizer(str(folder), eos_token="x")
+    (folder / "broken.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"broken\.json' is no tokenizer\.json: "):
+        load_tokenizer(str(folder / "broken.json"))
+    with pytest.raises(ConfigError, match=r"the end of a document must be one byte, got 'ab', which is 2"):
+        load_tokenizer("bytes", eos_token="ab")
+
+
+def test_a_name_that_is_not_here_is_asked_of_transformers(monkeypatch):
+    def refuse(name):
+        raise OSError(f"{name} is not a local folder\nand not a model identifier")
+
+    package = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=refuse))  # the real one takes 10 s to import
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    with pytest.raises(
+        ConfigError, match=r"^no tokenizer 'nobody/nothing': no such file or folder here, and nobody/nothing is"
+    ):
+        load_tokenizer("nobody/nothing")
+
+
+def test_the_smallest_dtype_with_room_for_every_token_is_taken():
+    assert ByteTokenizer().dtype == np.uint8
+    assert next(iter(TokenWindows([b"ab"], ByteTokenizer(), 2)))["tokens"].dtype == np.uint8
+
+
+@pytest.mark.parametrize("name", ["bytes", "tokenizer.json"])
+def test_a_document_that_is_no_text_is_named(name, folder):
+    tokenizer = load_tokenizer("bytes" if name == "bytes" else str(folder))
+    with pytest.raises(DataError, match=r"^document 2: is no text that UTF-8 can hold$"):
+        list(TokenWindows(["ab", "c", "\ud800"], tokenizer, 2))

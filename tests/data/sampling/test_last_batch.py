@@ -1,0 +1,40 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.data.sampling.last_batch import LAST_BATCH_MODES, batch_bounds, batch_indices, batches_left, epoch_samples
+from dtrain.data.sampling.sample_order import ElasticSampler
+
+
+def batches(size, batch, tail, start=0):
+    found = []
+    while (bounds := batch_bounds(start, size, batch, tail)) is not None:
+        found.append(bounds)
+        start = bounds[1]
+    return found
+
+
+@given(size=st.integers(1, 100), batch=st.integers(1, 120), tail=st.sampled_from(LAST_BATCH_MODES), start=st.integers(0, 120))
+def test_the_three_ways_of_counting_agree(size, batch, tail, start):
+    whole = batches(size, batch, tail)
+    assert sum(stop - first for first, stop in whole) == epoch_samples(size, batch, tail)
+    assert len(batches(size, batch, tail, start)) == batches_left(start, size, batch, tail)
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [("short", [(3, 7), (7, 10)]), ("drop", [(3, 7)]), ("pad", [(3, 7), (7, 11)])],
+    ids=LAST_BATCH_MODES,
+)
+def test_every_tail_keeps_its_word_after_the_batch_size_changed_in_an_epoch(tail, expected):
+    """Batches of 4 from position 3 on: none is short with "drop" and "pad", whatever was handed out before."""
+    assert batches(10, 4, tail, start=3) == expected
+    assert batches(10, 4, tail, start=2) == [(2, 6), (6, 10)]
+
+
+@given(size=st.integers(1, 20), start=st.integers(0, 60), count=st.integers(0, 60))
+def test_positions_beyond_the_epoch_begin_again(size, start, count):
+    order = ElasticSampler(size=size, seed=1)
+    whole = order.indices(2, 0, size).tolist()
+    expected = [whole[at % size] for at in range(start, start + count)]
+    assert batch_indices(order, 2, start, start + count).tolist() == expected

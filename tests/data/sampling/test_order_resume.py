@@ -1,0 +1,104 @@
+"""Whoever reads, in whatever parts, an epoch is the same. Ranks and kills are simulated by argument."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.data.sampling.block_shuffle import BlockShuffle, shard_order
+from dtrain.data.sampling.last_batch import LAST_BATCH_MODES, batch_bounds, batch_indices
+from dtrain.data.sampling.mixture import mix
+from dtrain.data.sampling.sample_order import CachedOrder, ElasticSampler, rank_positions
+
+
+def sharded(size, seed):
+    sizes = torch.randint(1, 40, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return shard_order(sizes, seed=seed, shuffle=BlockShuffle(window=2, streams=4))
+
+
+def mixed(size, seed):
+    sources = {"a": range(size), "b": range(size // 3 + 1)}
+    return mix(sources, weights={"a": 0.3, "b": 0.7}, epoch_samples=size).order(seed, True)
+
+
+ORDERS = {
+    "full": lambda size, seed: ElasticSampler(size=size, seed=seed),
+    "none": lambda size, seed: ElasticSampler(size=size, shuffle=False),
+    "blocks": sharded,
+    "mixture": mixed,
+}
+
+
+def consumed(make, *, batch, tail, until, legs):
+    """What is trained on, in order, by runs of ``(world, batches)`` one after another; each builds its order anew.
+
+    A run sees the state of the one before it and nothing else. The last one goes on until ``until`` batches.
+    """
+    state, epoch, start, done, seen = None, 0, 0, 0, []
+    for world, steps in [*legs, (1, until)]:
+        order = make()
+        if state is not None:
+            order = order.resumed(state, epoch, start)
+        ranks = [CachedOrder(order) for _ in range(world)]
+        for _ in range(min(steps, until - done)):
+            bounds = batch_bounds(start, order.size, batch, tail)
+            if bounds is None:
+                epoch, start = epoch + 1, 0
+                bounds = batch_bounds(start, order.size, batch, tail)
+            samples = {}
+            for rank, prepared in enumerate(ranks):
+                mine = rank_positions(*bounds, rank, world, order.streams)
+                assert samples.keys().isdisjoint(mine)
+                if mine:
+                    indices = batch_indices(prepared, epoch, mine[0], mine[-1] + 1)[:: mine.step]
+                    samples |= dict(zip(mine, indices.tolist(), strict=True))
+            seen += [samples[at] for at in range(*bounds)]
+            start, done = bounds[1], done + 1
+        state = order.state(epoch, start)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+@given(
+    size=st.integers(1, 150),
+    seed=st.integers(0, 2**40),
+    batch=st.integers(1, 40),
+    tail=st.sampled_from(LAST_BATCH_MODES),
+    until=st.integers(1, 40),
+    legs=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), max_size=10),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_chain_of_resumes_on_changing_worlds_equals_one_run(kind, size, seed, batch, tail, until, legs):
+    def make():
+        return ORDERS[kind](size, seed)
+
+    if tail == "drop":
+        batch = min(batch, make().size)
+    expected = consumed(make, batch=batch, tail=tail, until=until, legs=[])
+    assert consumed(make, batch=batch, tail=tail, until=until, legs=legs) == expected
+
+
+@pytest.mark.parametrize("kind", ["full", "none", "blocks"])
+@given(size=st.integers(1, 150), seed=st.integers(0, 2**40), batches=st.lists(st.integers(1, 40), min_size=1, max_size=10))
+@settings(max_examples=50, deadline=None)
+def test_an_epoch_has_every_sample_once_whatever_the_batch_sizes(kind, size, seed, batches):
+    order, start, seen = ORDERS[kind](size, seed), 0, []
+    while start < order.size:
+        batch = batches[len(seen) % len(batches)]
+        bounds = batch_bounds(start, order.size, batch, "short")
+        seen += order.indices(1, *bounds).tolist()
+        start = bounds[1]
+    assert sorted(seen) == list(range(order.size))
+    assert seen == order.indices(1, 0, order.size).tolist()
+
+
+def test_the_check_sees_an_order_that_does_not_go_on():
+    class StartsOver(ElasticSampler):
+        def at_state(self, state, epoch, start):
+            return ElasticSampler(size=self.size, seed=state["seed"] + 1)
+
+    runs = [
+        consumed(lambda: StartsOver(size=50), batch=4, tail="short", until=10, legs=legs) for legs in ([], [(2, 3)], [(1, 3)])
+    ]
+    assert runs[0] != runs[1]
+    assert runs[1] == runs[2]

@@ -1,0 +1,26 @@
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.data.sampling.sample_order import rank_positions, rank_share
+
+
+def test_shares_are_contiguous_and_even():
+    for count in range(1, 9):
+        shares = [rank_share(10, 31, index, count) for index in range(count)]
+        assert shares[0][0] == 10
+        assert shares[-1][1] == 31
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
+        sizes = [end - first for first, end in shares]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(start=st.integers(0, 50), length=st.integers(0, 50), count=st.integers(1, 9), lanes=st.integers(1, 9))
+def test_a_stretch_is_dealt_to_the_ranks(start, length, count, lanes):
+    positions = range(start, start + length)
+    parts = [rank_positions(start, start + length, index, count, lanes) for index in range(count)]
+    assert sorted(itertools.chain(*parts)) == list(positions)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    if lanes > 1:
+        assert all(at % count == index for index, part in enumerate(parts) for at in part)

@@ -1,0 +1,54 @@
+import pytest
+
+from dtrain.data.sampling.block_shuffle import BlockShuffle, shard_order, shuffle_quality
+from dtrain.data.sampling.sample_order import ElasticSampler
+from dtrain.errors import ConfigError
+
+SIZES = [500] * 200
+
+
+def quality(shuffle):
+    return shuffle_quality(shard_order(SIZES, seed=0, shuffle=shuffle), SIZES, batch_size=100)
+
+
+def test_a_full_shuffle_is_the_measure():
+    full = shuffle_quality(ElasticSampler(size=100_000, seed=0), SIZES, batch_size=100)
+    for figure, expected in (
+        (full.displacement, 1),
+        (full.adjacent_correlation, 0),
+        (full.shards_per_batch, 1),
+        (full.batch_uniformity, 1),
+    ):
+        assert figure == pytest.approx(expected, abs=0.05)  # 1,000 batches: the deviation of a deviation is 2%
+
+
+def test_the_datasets_order_is_no_shuffle():
+    none = quality(False)
+    assert none.moved == 0
+    assert none.adjacent_correlation > 0.99
+    assert none.shards_per_batch < 0.02
+    assert none.batch_uniformity < 0.15
+
+
+def test_a_wider_window_and_more_lanes_mix_better():
+    rows = [quality(BlockShuffle(window=window, streams=lanes)) for window, lanes in ((1, 2), (4, 2), (4, 16), (8, 16))]
+    figures = [row.shards_per_batch for row in rows]
+    assert figures == sorted(figures)
+    assert figures[-1] > 0.6
+    assert quality(BlockShuffle(window=1, streams=1)).adjacent_correlation > 0.9
+
+
+def test_a_window_of_everything_is_a_full_shuffle():
+    all_of_it = quality(BlockShuffle(window=200, streams=1))
+    assert all_of_it.shards_per_batch == pytest.approx(1, abs=0.02)
+    assert all_of_it.batch_uniformity == pytest.approx(1, abs=0.05)
+
+
+def test_figures_are_printed_in_one_line():
+    assert str(quality(False)).startswith("moved 0.000, neighbours +1.000, shards per batch 0.0")
+
+
+@pytest.mark.parametrize(("sizes", "batch_size"), [([500] * 199, 100), (SIZES, 60_000)])
+def test_sizes_of_another_dataset_or_too_few_batches_are_refused(sizes, batch_size):
+    with pytest.raises(ConfigError, match="needs the sizes of the order's 100000 samples and two batches"):
+        shuffle_quality(ElasticSampler(size=100_000), sizes, batch_size=batch_size)

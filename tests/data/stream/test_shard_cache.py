@@ -1,0 +1,313 @@
+"""The cache: never above its bound, nothing half made is seen, what is used stays, and the dead leave nothing that matters."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+
+from dtrain.data.stream.fork_safety import FORK_REGISTRY
+from dtrain.data.stream.shard_cache import ShardCache
+from dtrain.errors import DataError
+from dtrain.testing import inject_fault
+
+LONG_S = 90
+A, B, C, D = (digit * 32 for digit in "abcd")
+
+
+def made(cache, name, size, *, byte=b"x"):
+    """The view of a shard that is made if it is not there; None without room."""
+    return cache.get(name, size, lambda part: part.write(byte * size))
+
+
+def shards(folder):
+    return sorted(name[0] for name in os.listdir(folder) if len(name) == 32)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    cache = ShardCache(tmp_path / "cache", 100)
+    cache.space_timeout_s = 0.05
+    return cache
+
+
+def test_a_shard_is_made_once(cache):
+    assert bytes(made(cache, A, 40)) == b"x" * 40
+    assert bytes(made(cache, A, 40, byte=b"y")) == b"x" * 40
+
+
+def test_what_was_used_longest_ago_goes(cache):
+    for name in (A, B):
+        made(cache, name, 40)
+    made(cache, A, 40)
+    made(cache, C, 40)
+    assert shards(cache.folder) == ["a", "c"]
+
+
+def test_what_is_in_use_stays(cache):
+    view = made(cache, A, 40)
+    made(cache, B, 40)
+    made(cache, C, 40)
+    assert shards(cache.folder) == ["a", "c"]
+    assert bytes(view) == b"x" * 40
+
+
+def test_without_room_there_is_no_view_and_nothing_above_the_bound(cache):
+    views = [made(cache, A, 40), made(cache, B, 40)]
+    assert made(cache, C, 40) is None
+    assert shards(cache.folder) == ["a", "b"]
+    del views
+    assert made(cache, C, 40) is not None
+
+
+def test_room_that_does_not_come_is_waited_for_once(cache, monkeypatch):
+    views = [made(cache, A, 40), made(cache, B, 40)]
+    assert made(cache, C, 40) is None
+    monkeypatch.setattr("dtrain.data.stream.shard_cache.time.sleep", lambda seconds: pytest.fail("it waits again"))
+    cache.space_timeout_s = LONG_S
+    assert made(cache, C, 40) is None
+    views.clear()
+    assert made(cache, C, 40) is not None
+
+
+def test_what_this_process_has_open_is_released_for_room(tmp_path):
+    views = []
+    cache = ShardCache(tmp_path / "cache", 100, views.clear)
+    views += [made(cache, A, 40), made(cache, B, 40)]
+    assert bytes(made(cache, C, 40)) == b"x" * 40
+
+
+def test_a_shard_larger_than_the_cache_is_refused_with_both_numbers(cache):
+    with pytest.raises(DataError, match=r"^a shard needs 101 bytes, the cache .* has cache_bytes=100; give it more$"):
+        made(cache, A, 101)
+    assert os.listdir(cache.folder) == [] if cache.folder.exists() else True
+
+
+def test_more_bytes_than_announced_are_reserved_when_they_come(cache, monkeypatch):
+    monkeypatch.setattr("dtrain.data.stream.shard_cache._RESERVE_STEP_BYTES", 10)
+    made(cache, A, 40)
+    reserved = []
+
+    def make(part):
+        for _ in range(7):
+            part.write(b"y" * 10)
+            reserved.append([name for name in os.listdir(cache.folder) if name.endswith(".part")])
+
+    assert bytes(cache.get(B, 15, make)) == b"y" * 70
+    assert reserved[0] == [f"{B}.15.part"]
+    assert reserved[1] == reserved[2] == [f"{B}.30.part"]
+    assert reserved[6] == [f"{B}.90.part"] or reserved[6] == [f"{B}.70.part"]
+    assert shards(cache.folder) == ["b"]
+
+
+def test_more_bytes_than_the_cache_has_are_refused(cache):
+    with pytest.raises(DataError, match=r"^a shard needs at least 120 bytes, the cache .* has cache_bytes=100; give it more$"):
+        cache.get(A, 15, lambda part: part.write(b"y" * 120))
+    assert os.listdir(cache.folder) == [".lock"]
+
+
+def test_what_raises_leaves_nothing(cache):
+    def make(part):
+        part.write(b"y" * 10)
+        raise DataError("no more")
+
+    with pytest.raises(DataError, match="no more"):
+        cache.get(A, 40, make)
+    assert os.listdir(cache.folder) == [".lock"]
+    assert bytes(made(cache, A, 40)) == b"x" * 40
+
+
+@pytest.mark.parametrize("at", ["write", "rename"])
+def test_a_disk_that_fails_leaves_nothing(at, cache):
+    point = {"write": "dtrain.storage.file_lock.os.write", "rename": "dtrain.storage.local.os.rename"}[at]
+    with pytest.raises(OSError, match="injected"), inject_fault("raise", at=point):
+        made(cache, A, 40)
+    assert os.listdir(cache.folder) == [".lock"]
+
+
+@pytest.mark.parametrize("at", ["while it is made", "before"])
+def test_a_folder_that_is_removed_is_made_again(at, cache):
+    made(cache, A, 40)
+    times = []
+
+    def make(part):
+        times.append(1)
+        part.write(b"y" * 40)
+        if at != "before" and len(times) == 1:
+            shutil.rmtree(cache.folder)
+
+    if at == "before":
+        shutil.rmtree(cache.folder)
+    assert bytes(cache.get(B, 40, make)) == b"y" * 40
+    assert len(times) == (1 if at == "before" else 2)
+    assert shards(cache.folder) == ["b"]
+
+
+def test_whoever_waits_for_the_lock_of_a_removed_folder_takes_the_new_one(cache):
+    inside = []
+    with cache.index_lock():
+        waiting = threading.Thread(target=lambda: made(cache, B, 40))
+        waiting.start()
+        while cache.folder.exists():  # whoever waits may just put its lock there
+            shutil.rmtree(cache.folder, ignore_errors=True)
+    with cache.index_lock():
+        waiting.join(0.2)
+        inside = shards(cache.folder)
+    waiting.join(LONG_S)
+    assert inside in ([], ["b"])
+    assert shards(cache.folder) == ["b"]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EPERM], ids=["a disk that is only read", "a file of another user"])
+def test_what_cannot_be_noted_as_used_is_read(number, cache):
+    made(cache, A, 40)
+    with inject_fault("raise", at="dtrain.storage.file_lock.os.utime", error=OSError(number, os.strerror(number))):
+        assert bytes(made(cache, A, 40, byte=b"y")) == b"x" * 40
+
+
+def test_what_only_its_owner_can_remove_takes_up_room(cache):
+    made(cache, A, 40)
+    made(cache, B, 40)
+    denied = PermissionError(errno.EPERM, "Operation not permitted")
+    with inject_fault("raise", at="dtrain.storage.local.os.unlink", error=denied, call=1):
+        made(cache, C, 40)
+    assert shards(cache.folder) == ["a", "c"]
+
+
+def test_a_lock_that_is_there_is_not_made_again(cache, monkeypatch):
+    made(cache, A, 40)
+    flags, open_ = [], os.open
+
+    def opened(path, how, *mode):
+        flags.append((os.path.basename(path), how & os.O_CREAT))
+        return open_(path, how, *mode)
+
+    monkeypatch.setattr("dtrain.storage.file_lock.os.open", opened)
+    made(cache, B, 40)
+    assert (".lock", 0) in flags
+    assert (".lock", os.O_CREAT) not in flags  # which systems refuse for another user's file where all may write
+
+
+def test_other_files_in_the_folder_are_left_alone(cache):
+    cache.folder.mkdir()
+    others = ["thesis.tex", "x.part", "abc", f"{A}.txt", f"{A}.9.part.txt"]
+    for name in others:
+        (cache.folder / name).write_bytes(b"x" * 500)
+    made(cache, A, 60)
+    made(cache, B, 60)
+    assert sorted(os.listdir(cache.folder)) == sorted([".lock", *others, B])
+
+
+def test_two_threads_make_a_shard_once(cache):
+    made_by, views = [], []
+
+    def make(part):
+        made_by.append(threading.get_ident())
+        time.sleep(0.2)
+        part.write(b"x" * 40)
+
+    threads = [threading.Thread(target=lambda: views.append(cache.get(A, 40, make))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert len(made_by) == 1
+    assert [bytes(view) for view in views] == [b"x" * 40] * 4
+
+
+def test_an_owner_that_takes_for_ever_is_not_waited_for(cache):
+    cache.writer_timeout_s = 0.05
+    begun, end = threading.Event(), threading.Event()
+
+    def make(part):
+        begun.set()
+        end.wait(LONG_S)
+        part.write(b"x" * 40)
+
+    owner = threading.Thread(target=cache.get, args=(A, 40, make))
+    owner.start()
+    begun.wait(LONG_S)
+    assert made(cache, A, 40) is None
+    cache.fill(A, 40, lambda part: pytest.fail("somebody makes it"))
+    end.set()
+    owner.join(LONG_S)
+    assert bytes(made(cache, A, 40)) == b"x" * 40
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from dtrain.data.stream.shard_cache import Cache
+def make(part):
+    part.write(b"y" * 30)
+    print("half", flush=True)
+    time.sleep(600)
+Cache(Path(sys.argv[1]), 100).get("a" * 32, 60, make)
+"""
+
+
+def test_a_killed_owner_is_in_nobodys_way(cache):
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(cache.folder)], stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout.readline() == "half\n"
+            assert f"{A}.60.part" in os.listdir(cache.folder)
+            assert made(cache, B, 50) is None  # 60 of 100 are reserved
+        finally:
+            owner.send_signal(signal.SIGKILL)
+            owner.wait(LONG_S)
+    assert f"{A}.60.part" in os.listdir(cache.folder)
+    assert bytes(made(cache, B, 50)) == b"x" * 50
+    assert shards(cache.folder) == ["b"]
+    assert not [name for name in os.listdir(cache.folder) if name.endswith(".part")]
+    assert bytes(made(cache, A, 60)) == b"x" * 60
+
+
+def in_child(do):
+    """The exit status of a fork that runs ``do``, and ends without a word."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads: this is about them
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = do() or 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+def test_a_fork_keeps_no_lock_of_its_parent(cache):
+    begun, end = threading.Event(), threading.Event()
+
+    def make(part):
+        begun.set()
+        end.wait(LONG_S)
+        part.write(b"y" * 90)
+
+    thread = threading.Thread(target=cache.get, args=(A, 90, make))
+    thread.start()
+    begun.wait(LONG_S)
+    pid = in_child(lambda: time.sleep(600))
+    try:
+        end.set()
+        thread.join(LONG_S)
+        assert shards(cache.folder) == ["a"]
+        assert made(cache, B, 90) is not None, "the child keeps what the parent has made"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_fork_may_use_the_cache_at_once(cache):
+    made(cache, A, 40)
+    assert FORK_REGISTRY.lock.acquire(timeout=LONG_S)
+    FORK_REGISTRY.lock.release()
+    pid = in_child(lambda: bytes(made(cache, B, 40)) != b"x" * 40 or bytes(made(cache, A, 40)) != b"x" * 40)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert shards(cache.folder) == ["a", "b"]

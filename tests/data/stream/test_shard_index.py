@@ -1,0 +1,137 @@
+"""``index.json``: what is refused, and that writing and reading are the identity."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dtrain.data.stream.formats import FORMATS, ShardEntry, ShardFile, get_format
+from dtrain.data.stream.formats.compression import COMPRESSIONS
+from dtrain.data.stream.shard_index import HASHES, compute_digests, guess_format, new_hash, read_index, write_index
+from dtrain.errors import ConfigError, DataError
+
+
+def file_info(name: Any = "shard.00000.mds", size: Any = 10) -> dict[str, Any]:
+    return {"basename": name, "bytes": size, "hashes": {}}
+
+
+def shard(**changes: Any) -> dict[str, Any]:
+    raw = {"raw_data": file_info(), "zip_data": None, "compression": None}
+    return {"version": 2, "format": "mds", "samples": 3, "column_names": ["a"], **raw, **changes}
+
+
+def text_of(*shards: Any, **changes: Any) -> bytes:
+    return json.dumps({"version": 2, "shards": list(shards), **changes}).encode()
+
+
+names = st.from_regex(r"[a-z]{1,3}(/[a-z]{1,3})?\.x", fullmatch=True)
+digests = st.dictionaries(st.sampled_from(HASHES), st.text("0123456789abcdef", min_size=8, max_size=8), max_size=2)
+sizes = st.integers(0, 2**40)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> ShardEntry:
+    kept: dict[str, Any] = {"name": draw(names), "size": draw(sizes), "digests": draw(digests)}
+    if draw(st.booleans()):
+        kept |= {"compression": draw(st.sampled_from(COMPRESSIONS)), "raw_size": draw(sizes), "raw_digests": draw(digests)}
+        kept["raw_name"] = kept["name"].removesuffix(".x")
+    else:
+        kept |= {"raw_size": kept["size"], "raw_digests": kept["digests"], "raw_name": kept["name"]}
+    details = {"hashes": ["sha1"], "compression": kept.get("compression"), "size_limit": None, "column_names": ["a", "b"]}
+    form = draw(st.sampled_from(sorted(FORMATS)))
+    return ShardEntry(file=ShardFile(**kept), samples=draw(sizes), format=form, details=details)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(entries(), max_size=4, unique_by=lambda entry: entry.file.name))
+def test_written_index_is_read_as_it_was(shards: list[ShardEntry]) -> None:
+    assert read_index(write_index(shards)) == shards
+
+
+def test_equal_details_are_held_once() -> None:
+    first, second = read_index(text_of(shard(), shard(raw_data=file_info("b"))))
+    assert first.details is second.details
+    assert first.details == {"column_names": ["a"], "compression": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"\x00\xff", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"version": 2', "is not JSON"),
+        (b"[]", "has no list of shards"),
+        (b'{"version": 2, "shards": {}}', "has no list of shards"),
+        (text_of(version=3), "has version 3, 2 can be read"),
+        (b'{"shards": []}', "has version None, 2 can be read"),
+        (text_of(shard(version=1)), "shard 0: has version 1"),
+        (text_of(shard(), 7), "shard 1: is int, not an object"),
+        (text_of(shard(format="csv")), "shard 0: format 'csv' is not known; known: mds, parquet, jsonl, text, tar"),
+        (text_of(shard(format=["mds"])), "format .* is not known"),
+        (text_of(shard(samples=-1)), "shard 0: samples is -1, not a count"),
+        (text_of(shard(samples=True)), "samples is True, not a count"),
+        (text_of(shard(samples=2.0)), "samples is 2.0, not a count"),
+        (text_of(shard(raw_data=file_info(size=-5))), "bytes is -5, not a count"),
+        (text_of(shard(raw_data=None)), "raw_data is None, not a file's name"),
+        (text_of(shard(raw_data=file_info() | {"hashes": {"sha1": 3}})), "not digests by algorithm"),
+        (text_of(shard(), shard()), "shard 1: file 'shard.00000.mds' is in it twice"),
+        (text_of(shard(zip_data=file_info("a.x"))), "is compressed, but compression is None"),
+        (text_of(shard(zip_data=file_info("a.x"), compression="lz4")), "compression 'lz4' is not known"),
+        (text_of(shard(zip_data=file_info("../a"), compression="gz")), "file '../a' is not in the dataset's folder"),
+    ],
+)
+def test_index_that_makes_no_sense_is_refused(text: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        read_index(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/../../x", "a//x", "./x", "a/.", "", "..", "a\\..\\x", "a\0b", 3, None]
+)
+def test_file_outside_of_the_folder_is_refused(name: Any) -> None:
+    with pytest.raises(DataError, match="is not in the dataset's folder"):
+        read_index(text_of(shard(raw_data=file_info(name))))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a.mds", ("mds", None)),
+        ("a.mds.zstd", ("mds", "zstd")),
+        ("train-0001.PARQUET", ("parquet", None)),
+        ("x/y.jsonl.zst", ("jsonl", "zstd")),
+        ("a.ndjson", ("jsonl", None)),
+        ("a.txt.gz", ("text", "gz")),
+        ("a.tar", ("tar", None)),
+        ("a.tar.gz", ("tar", "gz")),
+        ("a.tgz", ("tar", "gz")),
+        ("index.json", None),
+        ("README.md", None),
+        (".gz", None),
+        ("a.gz", None),
+    ],
+)
+def test_format_is_recognised_by_name(name: str, expected: tuple[str, str | None] | None) -> None:
+    assert guess_format(name) == expected
+
+
+def test_unknown_format_is_refused() -> None:
+    with pytest.raises(ConfigError, match="format 'csv' is not known; known: mds, parquet, jsonl, text, tar"):
+        get_format("csv")
+    assert [get_format(name).name for name in FORMATS] == list(FORMATS)
+
+
+def test_digests_are_those_that_everybody_has() -> None:
+    found = compute_digests(b"abc", ["sha1", "md5", "xxh64", "sha3_256"])
+    assert found["sha1"] == "a9993e364706816aba3e25717850c26c9cd0d89d"
+    assert found["md5"] == "900150983cd24fb0d6963f7d28e17f72"
+    assert found["xxh64"] == "44bc2cf5ad770999"
+    assert found["sha3_256"] == "3a985da74fe225b2045c172d6bd390bd855f086e3e9d525b46bfe24511431532"
+
+
+def test_unknown_hash_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hash 'crc32' is not known; known: xxh32, xxh64"):
+        new_hash("crc32")

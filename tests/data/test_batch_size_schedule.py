@@ -1,0 +1,80 @@
+"""A global batch size that is a schedule: every sample once, the same batches for every number of ranks, and any resume."""
+
+import itertools
+
+import pytest
+import torch
+
+import dtrain as dt
+from dtrain.errors import ConfigError
+
+SIZE = 50
+
+
+def growing(step: float) -> float:
+    return 3.0 + step / 2  # 3, 3, 4, 4, 5, ...
+
+
+def loader(size=growing, rank=0, ranks=1, **options) -> dt.Loader:
+    made = dt.build_loader(torch.arange(SIZE), global_batch_size=size, seed=1, **options)
+    made.source.rank, made.source.ranks = rank, ranks
+    return made
+
+
+def batches(source: dt.Loader, until="2ep") -> list[list[int]]:
+    return [batch.tolist() for batch in source.until(until)]
+
+
+def test_batches_have_the_scheduled_sizes_and_each_sample_comes_once_an_epoch():
+    found = batches(loader())
+    sizes = [len(batch) for batch in found]
+    assert sizes == [3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 6], "each epoch's last batch is what is left of it"
+    flat = [index for batch in found for index in batch]
+    assert sorted(flat[:SIZE]) == sorted(flat[SIZE:]) == list(range(SIZE))
+
+
+def test_a_resume_anywhere_goes_on_with_the_same_batches():
+    whole = batches(loader())
+    for stop in range(1, len(whole)):
+        first = loader()
+        begun = [batch.tolist() for batch in first.until(stop)]
+        again = loader()
+        again.load_state_dict(first.state_dict())
+        assert begun + batches(again) == whole
+
+
+def test_a_schedule_is_not_asked_beyond_the_run():
+    sizes = [20, 20, 10]
+    source = loader(lambda step: sizes[step])
+    assert source.total_steps("1ep") == 3
+    assert [len(batch) for batch in batches(source, "1ep")] == sizes
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_batches_do_not_depend_on_the_number_of_ranks(ranks):
+    shares = [batches(loader(rank=rank, ranks=ranks)) for rank in range(ranks)]
+    assert [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == [
+        sorted(batch) for batch in batches(loader())
+    ]
+
+
+@pytest.mark.parametrize("length", ["2ep", "1ep", "30sp", 7])
+def test_steps_are_counted(length):
+    source = loader()
+    steps = source.total_steps(length)
+    assert steps == len(batches(source, length))
+    assert source.run_length(length) == dt.RunLength(total=steps)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: loader(tail="drop"), "a schedule of global_batch_size needs a dataset that is indexed, and tail='short'"),
+        (lambda: loader(dt.schedules.with_unit("tok", growing)), "global_batch_size is a schedule of steps, got one of 'tok'"),
+        (lambda: batches(loader(lambda step: 2.0 - step)), "must give 1 or more, got 0.0 at batch 2"),
+        (lambda: loader().steps_per_epoch(), "steps_per_epoch differs between epochs: global_batch_size is a schedule"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

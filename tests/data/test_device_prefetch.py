@@ -1,0 +1,60 @@
+"""Batches on a device ahead of time. The CPU's path; and the copies, where there is a GPU."""
+
+import pytest
+import torch
+
+import dtrain as dt
+from dtrain.dist.step_sync import sync_before_forward
+from samples import Stream
+
+
+def test_batches_come_in_order_and_nothing_is_read_ahead_on_a_cpu():
+    asked = []
+
+    def source():
+        for at in range(3):
+            asked.append(at)
+            yield {"x": torch.tensor([at])}
+
+    batches = dt.prefetch_to_device(source(), "cpu")
+    assert next(batches)["x"].tolist() == [0]
+    assert asked == [0]
+    assert [batch["x"].tolist() for batch in batches] == [[1], [2]]
+
+
+def test_ahead_must_be_positive():
+    with pytest.raises(dt.errors.ConfigError, match="ahead must be at least 1, got 0"):
+        next(dt.prefetch_to_device([], "cpu", prefetch_factor=0))
+
+
+def test_a_loader_with_a_device_keeps_the_position_of_what_it_handed_out():
+    loader = dt.build_loader(torch.arange(20), global_batch_size=4, seed=0, shuffle=False, device="cpu")
+    stream = loader.until("1ep")
+    next(stream), next(stream)
+    assert loader.position.samples == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_copies_run_ahead_on_a_stream_of_their_own(workers):
+    data = torch.arange(4096 * 64, dtype=torch.float32).view(4096, 64)
+    loader = dt.build_loader(data, global_batch_size=512, seed=0, shuffle=False, device="cuda", num_workers=workers)
+    total, busy = torch.zeros((), device="cuda"), torch.randn(2048, 2048, device="cuda")
+    for count, batch in enumerate(loader.until("1ep"), 1):
+        assert batch.device.type == "cuda"
+        assert loader.position.samples == 512 * count
+        busy = busy @ busy / 2048
+        total += batch.double().sum().float()
+    torch.testing.assert_close(total.cpu(), data.double().sum().float())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nothing_is_read_ahead_of_the_step_that_says_whether_the_epoch_is_over():
+    options = {"global_batch_size": 4, "seed": 0, "shuffle": False, "already_split": True, "device": "cuda"}
+    loader, counts = dt.build_loader(Stream(10), **options), []
+    for batch in loader.until("2ep"):
+        counts.append(len(batch))
+        sync_before_forward(samples=len(batch), tokens=0, microbatches=1, zero_weight_seen=False, batch_info=loader.handed_out)
+    assert counts == [4, 4, 2] * 2

@@ -1,0 +1,169 @@
+"""Samples to batches: what default batches are, what is said of samples that do not fit, transforms, samples left out."""
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import dtrain as dt
+from dtrain.data.fetcher import collate
+from samples import Numbers, Troubled, fail
+
+
+def build(dataset, rank=0, ranks=1, **options) -> dt.Loader:
+    made = dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, "shuffle": False, **options})
+    made.source.rank, made.source.ranks = rank, ranks
+    return made
+
+
+def test_mappings_of_tensors_become_a_tensordict():
+    batch = collate([{"x": torch.ones(2) * at, "y": at, "z": np.ones(3), "more": {"w": torch.tensor(at)}} for at in range(3)])
+    assert isinstance(batch, TensorDict)
+    assert batch.batch_size == torch.Size([3])
+    assert batch["x"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert batch["y"].tolist() == [0, 1, 2]
+    assert batch["z"].dtype == torch.float64
+    assert batch["more", "w"].tolist() == [0, 1, 2]
+
+
+def test_mappings_with_strings_stay_mappings():
+    batch = collate([{"x": torch.zeros(2), "name": f"sample {at}"} for at in range(2)])
+    assert type(batch) is dict
+    assert batch["name"] == ["sample 0", "sample 1"]
+    assert batch["x"].shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([torch.zeros(1), {"x": 1}], "one batch has a Tensor and a dict; give samples of one type"),
+        ([{"x": 1}, {"x": 1, "y": 2}], "only some samples of a batch have 'y'; give all the same keys"),
+        ([{"a": {"x": 1}}, {"a": {"z": 1}}], "only some samples of a batch have 'a'.'x'"),
+        ([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], r"'x' is \(2,\) and \(3,\) in one batch; pad or cut to one shape"),
+        (
+            [TensorDict({"x": torch.zeros(n)}, batch_size=[n]) for n in (2, 3)],
+            r"'x' is \(2,\) and \(3,\) in one batch; pad or cut",
+        ),
+        ([{"x": np.zeros(2)}, {"x": 1}], r"'x' is \(2,\) and int in one batch"),
+        ([torch.zeros(2), torch.zeros(3)], "cannot stack samples of type Tensor .*; give collate="),
+        ([object(), object()], "cannot stack samples of type object .*; give collate="),
+    ],
+)
+def test_samples_that_do_not_fit_together_are_refused(samples, message):
+    with pytest.raises(dt.errors.DataError, match=message) as caught:
+        collate(samples)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data", [torch.arange(10), TensorDict({"x": torch.arange(10)}, batch_size=[10])], ids=["tensor", "dict"]
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tensors_and_tensordicts_are_indexed_by_a_tensor(data, workers):
+    batches = list(build(data, workers=workers).until("1ep"))
+    assert [type(batch) for batch in batches] == [type(data)] * 3
+    found = torch.cat([batch if isinstance(batch, torch.Tensor) else batch["x"] for batch in batches])
+    assert found.tolist() == list(range(10))
+
+
+def test_a_collate_of_ones_own_gets_single_samples_of_a_tensor():
+    assert [len(batch) for batch in build(torch.arange(6), collate=lambda samples: samples).until("1ep")] == [4, 2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_samples_are_skipped_and_listed(workers):
+    loader = build(Troubled(10, 5, fail), on_error="skip", workers=workers)
+    assert [batch.tolist() for batch in loader.until("1ep")] == [[0, 1, 2, 3], [4, 6, 7], [8, 9]]
+    assert loader.skipped.count == 1
+    assert loader.skipped.samples == [(5, "ValueError: cannot be decoded: no such codec")]
+
+
+def test_a_batch_of_nothing_but_unreadable_samples_is_empty():
+    loader = build(Troubled(10, 5, fail), rank=1, ranks=4, on_error="skip")
+    assert [batch.tolist() for batch in loader.until("1ep")] == [[1], [], [9]]
+
+
+def test_a_first_batch_of_nothing_but_unreadable_samples_is_refused():
+    loader = build(Troubled(10, 0, fail), ranks=4, on_error="skip")
+    with pytest.raises(
+        dt.errors.DataError, match="none of the 1 samples of the first batch could be read: sample 0: ValueError"
+    ):
+        next(loader.until("1ep"))
+
+
+def test_only_the_first_thousand_unreadable_samples_are_listed():
+    loader = build(Troubled(10, 5, fail))
+    loader.skipped.add([(at, "bad") for at in range(700)])
+    loader.skipped.add([(at, "bad") for at in range(700)])
+    assert (loader.skipped.count, len(loader.skipped.samples)) == (1400, 1000)
+
+
+def noisy(sample, generator):
+    return sample + torch.rand((), generator=generator)
+
+
+@pytest.mark.parametrize("options", [{"workers": 2}, {"rank": 1, "ranks": 2}, {"global_batch_size": 3}], ids=str)
+def test_a_transform_draws_by_sample_and_epoch_only(options):
+    def values(**options):
+        batches = torch.cat(list(build(Numbers(12), transform=noisy, shuffle=True, **options).until("2ep")))
+        return {round(float(value), 6) for value in batches}
+
+    assert values(**options) <= values()
+    assert len(values()) == 24
+
+
+def test_pad_fills_up_with_the_samples_that_the_epoch_began_with():
+    assert [batch.tolist() for batch in build(Numbers(6), tail="pad").until("1ep")] == [[0, 1, 2, 3], [4, 5, 0, 1]]
+    assert [batch.tolist() for batch in build(Numbers(3), tail="pad", global_batch_size=8).until("1ep")] == [
+        [0, 1, 2, 0, 1, 2, 0, 1]
+    ]
+    assert [len(batch) for batch in build(Numbers(6), tail="pad", rank=1, ranks=3).until("1ep")] == [1, 1]
+
+
+@pytest.mark.parametrize("tail", ["short", "drop", "pad"])
+def test_one_pass_has_every_sample_exactly_once(tail):
+    loader = build(Numbers(10), tail=tail)
+    assert sorted(torch.cat(list(loader.one_epoch())).tolist()) == list(range(10))
+
+
+def test_skip_leaves_a_stretch_out():
+    loader = build(Numbers(10))
+    loader.skip(3)
+    assert [batch.tolist() for batch in loader.until("2ep")] == [[3, 4, 5, 6], [7, 8, 9], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert (loader.position.batches, loader.position.total) == (5, 17)
+
+
+def test_skip_in_the_loop_body_goes_on_behind_the_stretch():
+    loader, seen = build(Numbers(20), workers=1), []
+    for batch in loader.until("1ep"):
+        seen.append(batch.tolist())
+        if len(seen) == 2:
+            loader.skip(6)
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [14, 15, 16, 17], [18, 19]]
+
+
+def test_skip_crosses_epochs():
+    loader = build(Numbers(10))
+    loader.skip(23)
+    assert (loader.position.epoch, loader.position.samples) == (2, 3)
+
+
+@pytest.mark.parametrize("samples", [-1, 1.5, True, "3"])
+def test_skip_refuses_what_is_no_count(samples):
+    with pytest.raises(dt.errors.ConfigError, match="needs a whole number of samples of at least 0"):
+        build(Numbers(10)).skip(samples)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "the saved position has format version 2, this release reads 1"),
+        ({"version": None}, "format version None"),
+        ({"samples": "3"}, "no whole number 'samples', but '3'"),
+        ({"data": 7}, "the dataset is not the one of the checkpoint"),
+    ],
+)
+def test_states_that_cannot_be_right_are_refused(change, message):
+    state = build(Numbers(10)).state_dict()
+    with pytest.raises(dt.errors.CheckpointMismatchError, match=message):
+        build(Numbers(10)).load_state_dict({**state, **change})

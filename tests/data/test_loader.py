@@ -1,0 +1,345 @@
+"""The loader: each sample once per epoch in one order, whatever the ranks, the workers, and the number of resumes."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+import pytest
+import torch
+
+from dtrain.batch import get_batch_infos
+from dtrain.clock import EpochPosition
+from dtrain.data.build_loader import build_loader
+from dtrain.data.loader import Loader
+from dtrain.durations import RunLength
+from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
+
+
+class Numbers:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+def loader(size=23, batch=5, rank=0, ranks=1, workers=0, seed=0, tail="short", shuffle=True) -> Loader:
+    made = build_loader(
+        Numbers(size), global_batch_size=batch, num_workers=workers, seed=seed, last_batch=tail, shuffle=shuffle
+    )
+    made.source.rank, made.source.ranks = rank, ranks
+    return made
+
+
+def flat(batches: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(batches))
+
+
+def order(length, **options) -> list[list[int]]:
+    return [batch.tolist() for batch in loader(**options).until(length)]
+
+
+def test_every_epoch_has_each_sample_once_in_another_order():
+    batches = order("3ep")
+    assert [len(batch) for batch in batches] == [5, 5, 5, 5, 3] * 3
+    epochs = [flat(batches[start : start + 5]) for start in (0, 5, 10)]
+    assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_drop_leaves_the_short_batch_out():
+    assert [len(batch) for batch in order("2ep", tail="drop")] == [5, 5, 5, 5] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_global_batches_are_the_same_for_every_number_of_ranks(ranks):
+    parts = [order("2ep", rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert [flat(batch) for batch in zip(*parts, strict=True)] == order("2ep")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_do_not_change_the_order(workers):
+    assert order("2ep", workers=workers) == order("2ep")
+
+
+def test_position_counts_what_was_handed_out_not_what_workers_fetched():
+    source = loader(workers=2)
+    stream = source.until("1ep")
+    next(stream)
+    next(stream)
+    position = {"epoch": 0, "samples": 10, "batches": 2, "total": 10}
+    state = source.state_dict()
+    assert state == {"version": 1, **position, "size": 23, "seed": 0, "shuffle": 1, "data": state["data"]}
+    assert all(isinstance(value, int) for value in state.values())
+    stream.close()
+
+
+def test_the_batch_size_may_change_in_the_middle():
+    first, second = loader(batch=5), loader(batch=4)
+    head = [batch.tolist() for batch in first.until(2)]
+    second.load_state_dict(first.state_dict())
+    tail = [batch.tolist() for batch in second.until(6)]
+    assert flat(head + tail) == flat(order("1ep"))
+    assert second.position.epoch == 1
+
+
+@pytest.mark.parametrize("tail", ["short", "drop"])
+@pytest.mark.parametrize(("before", "after"), [(2, 10), (10, 2), (5, 4)])
+def test_epochs_are_counted_in_samples_when_the_batch_size_changes(before, after, tail):
+    first, second = loader(size=20, batch=before, tail=tail), loader(size=20, batch=after, tail=tail)
+    seen = flat(batch.tolist() for batch in first.until("1ep"))
+    second.load_state_dict(first.state_dict())
+    rest = [batch.tolist() for batch in second.until("3ep")]
+    assert len(rest) == 2 * 20 // after
+    assert sorted(seen + flat(rest)) == sorted(list(range(20)) * 3)
+
+
+def test_a_position_behind_a_shorter_epoch_goes_on_with_the_next():
+    first, second = loader(size=11, batch=1, tail="drop"), loader(size=11, batch=2, tail="drop")
+    list(first.until(10))
+    second.load_state_dict(first.state_dict())
+    assert len(list(second.until("2ep"))) == 5
+
+
+def test_until_counts_samples():
+    source = loader()
+    assert sum(len(batch) for batch in source.until("30sp")) == 33  # the batch that crosses 30 is whole: 23 + 5 + 5
+    assert list(source.until("33sp")) == []
+
+
+def test_two_loops_over_one_loader_are_refused():
+    source = loader()
+    first = source.until("1ep")
+    next(first)
+    next(source.until("1ep"))
+    with pytest.raises(ConfigError, match="its position was moved in the middle of until"):
+        next(first)
+
+
+def test_the_end_of_an_epoch_is_known_while_its_last_batch_is_worked_on():
+    source = loader(size=10, batch=5)
+    assert [get_batch_infos(batch)[0].ends_epoch for batch in source.until("2ep")] == [False, True, False, True]
+    assert source.handed_out.end == EpochPosition(2, 0)
+    assert get_batch_infos(next(source.one_epoch())) == [], "an evaluation is in no epoch of the run"
+
+
+def test_until_is_counted_from_the_start_of_the_run():
+    source = loader()
+    assert len(list(source.until("7ba"))) == 7
+    assert list(source.until(7)) == []
+    assert len(list(source.until("2ep"))) == 3
+    assert source.position.epoch == 2
+
+
+def test_a_loader_knows_how_the_units_of_a_run_go_into_each_other():
+    length = loader().run_length("2ep")
+    assert length == RunLength(total="2ep", steps_per_epoch=loader().steps_per_epoch(), samples_per_step=5)
+    assert length.steps() == loader().total_steps("2ep")
+    with pytest.raises(ConfigError, match="loader: cannot count steps in 'tok'"):
+        loader().run_length("100tok")
+
+
+@pytest.mark.parametrize(("length", "total"), [("20sp", "20sp"), ("23sp", "23sp"), ("230sp", "50ba")])
+def test_a_run_in_samples_has_the_steps_that_the_loader_makes_of_it(length, total):
+    """Each epoch of 23 samples is 5 steps, the last one of 3 samples; by samples alone it would be 4.6."""
+    found = loader().run_length(length)
+    assert found.steps() == loader().total_steps(length)
+    assert str(found.total) == total
+
+
+@pytest.mark.parametrize(("length", "steps"), [("3ep", 15), (4, 4), ("23sp", 5), ("25sp", 6), ("46sp", 10)])
+def test_total_steps(length, steps):
+    assert loader().total_steps(length) == steps
+    assert len(order(length)) == steps
+
+
+def test_units_that_a_loader_cannot_count_are_refused():
+    with pytest.raises(ConfigError, match="cannot count steps in 'tok' \\(100tok\\)"):
+        loader().total_steps("100tok")
+
+
+def test_one_pass_leaves_the_position():
+    source = loader()
+    next(source.until(1))
+    before = source.state_dict()
+    assert sorted(flat(batch.tolist() for batch in source.one_epoch())) == list(range(23))
+    assert source.state_dict() == before
+
+
+def test_the_global_generator_is_not_touched():
+    before = torch.get_rng_state()
+    order("1ep")
+    order("1ep", workers=1)
+    assert torch.get_rng_state().equal(before)
+
+
+def test_a_rank_without_samples_gets_an_empty_batch_of_the_right_kind():
+    batches = order("1ep", size=5, batch=4, rank=2, ranks=3)
+    assert [len(batch) for batch in batches] == [1, 0]
+    last = list(loader(size=5, batch=4, rank=2, ranks=3).until("1ep"))[-1]
+    assert (last.shape, last.dtype) == (torch.Size([0]), torch.int64)
+
+
+def test_a_dataset_of_another_size_is_refused_unless_allowed():
+    state = loader().state_dict()
+    with pytest.raises(CheckpointMismatchError, match=r"it had 23 samples, this one has 24; .*data_may_change=True"):
+        loader(size=24).load_state_dict(state)
+    allowed = build_loader(Numbers(24), global_batch_size=5, seed=0, allow_data_change=True)
+    allowed.load_state_dict({**state, "samples": 15})
+    assert allowed.position.samples == 15
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"shuffle": False}])
+def test_a_position_in_another_order_is_refused(options):
+    with pytest.raises(CheckpointMismatchError, match=f"the saved position was in a dataset with {next(iter(options))}="):
+        loader(**options).load_state_dict(loader().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch_size": 0}, "global_batch_size must be a whole number of at least 1, got 0"),
+        ({"global_batch_size": 2.0}, "global_batch_size must be a whole number of at least 1, got 2.0"),
+        ({"workers": -1}, "workers must be a whole number of at least 0, got -1"),
+        ({"tail": "wrap"}, "tail must be one of 'short', 'drop', 'pad', got 'wrap'"),
+        ({"tail": "drop", "global_batch_size": 4}, "3 samples are less than one global batch of 4; use tail='short'"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        build_loader(Numbers(3), **{"global_batch_size": 2, "seed": 0, **options})
+
+
+def without_a_mesh() -> str:
+    try:
+        build_loader(Numbers(8), global_batch_size=4, seed=0)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_several_ranks_need_a_mesh(ranks):
+    assert "2 ranks need mesh=" in ranks(2).run(without_a_mesh)[0]
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(ConfigError, match="the dataset has no samples"):
+        build_loader(Numbers(0), global_batch_size=2, seed=0)
+
+
+def test_a_dataset_that_fetches_many_at_once_is_asked_to():
+    class Many(Numbers):
+        def __getitems__(self, indices):
+            return [torch.tensor(index) for index in indices]
+
+        def __getitem__(self, index):
+            raise AssertionError("one by one")
+
+    loader = build_loader(Many(4), global_batch_size=2, seed=0, shuffle=False)
+    assert [batch.tolist() for batch in loader.until("1ep")] == [[0, 1], [2, 3]]
+
+
+class Bad(Numbers):
+    """Sample 12 cannot be read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 12:
+            raise ValueError("torn")
+        return super().__getitem__(index)
+
+
+def test_a_stretch_that_is_skipped_in_the_loop_is_not_read():
+    source, seen = build_loader(Bad(23), global_batch_size=5, seed=0, shuffle=False), []
+    for batch in source.until("1ep"):
+        seen.append(batch.tolist())
+        if len(seen) == 2:
+            source.skip(5)
+    assert seen == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [15, 16, 17, 18, 19], [20, 21, 22]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_that_returns_nothing_is_refused(workers):
+    source = build_loader(Numbers(8), global_batch_size=2, seed=0, collate=Forgetful(), num_workers=workers)
+    with pytest.raises(DataError, match=r"loader: .*collate returned None"):
+        list(source.until("1ep"))
+
+
+class Forgetful:
+    def __call__(self, samples):
+        return None if 3 in [int(sample) for sample in samples] else torch.stack(samples)
+
+
+class Announced(Numbers):
+    def prefetch(self, indices):
+        raise LookupError("no\nsuch shard")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_prefetch_that_fails_is_one_line(workers):
+    source = build_loader(
+        Announced(8), global_batch_size=2, seed=0, num_workers=workers, start_method="fork" if workers else None
+    )
+    with pytest.raises(DataError) as caught:
+        list(source.until("1ep"))
+    assert str(caught.value) == "loader: prefetch of Announced: LookupError: no such shard"
+
+
+def test_notes_of_an_error_stay_in_its_line():
+    class Noted(Numbers):
+        def __getitem__(self, index):
+            error = ValueError("torn")
+            error.add_note("first\nsecond")
+            raise error
+
+    with pytest.raises(DataError) as caught:
+        list(build_loader(Noted(4), global_batch_size=2, seed=0, shuffle=False).until("1ep"))
+    assert str(caught.value) == "loader: first second, sample 0: ValueError: torn"
+
+
+def test_a_loader_says_how_to_loop_over_it():
+    source = loader()
+    for use in (iter, list):
+        with pytest.raises(ConfigError, match=r"loader: write `for batch in loader.until\('3ep'\)` .*loader.one_pass\(\)"):
+            use(source)
+    with pytest.raises(ConfigError, match="write `for batch in loader"):
+        for _ in source:
+            pass
+    assert source.position.batches == 0
+
+
+def test_the_length_of_a_loader_is_that_of_an_epoch():
+    assert len(loader(size=10, batch=4)) == 3
+    assert len(loader(size=10, batch=4, tail="drop")) == 2
+    endless = build_loader(iter(range(10)), global_batch_size=2, seed=0, shuffle=False)
+    with pytest.raises(ConfigError, match="an iterable dataset without a length"):
+        len(endless)
+    assert endless, "which has no length, and is there"
+
+
+def test_a_dict_of_tensors_is_a_dataset_of_rows():
+    data = {"x": torch.arange(6.0)[:, None], "y": torch.arange(6)}
+    source = build_loader(data, global_batch_size=4, seed=0)
+    seen = list(source.one_epoch())
+    assert [batch["x"].shape for batch in seen] == [(4, 1), (2, 1)]
+    assert sorted(torch.cat([batch["y"] for batch in seen]).tolist()) == list(range(6))
+    assert all(torch.equal(batch["x"][:, 0], batch["y"].float()) for batch in seen)
+    listed = build_loader(data, global_batch_size=6, seed=0, shuffle=False, collate=list)
+    assert [sample["y"].item() for sample in next(listed.one_epoch())] == list(range(6))
+    numbered = build_loader({0: {"x": torch.tensor(1)}, 1: {"x": torch.tensor(2)}}, global_batch_size=2, seed=0, shuffle=False)
+    assert next(numbered.one_epoch())["x"].tolist() == [1, 2], "samples by number are a dataset as they are"
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        ({"x": torch.zeros(3), "y": torch.zeros(2)}, r"\{'x': \[3\], 'y': \[2\]\}"),
+        ({"x": torch.zeros(3), "names": ["a", "b", "c"]}, r"\{'x': \[3\], 'names': 'list'\}"),
+        ({"x": torch.tensor(1.0)}, r"\{'x': \[\]\}"),
+        ({}, r"\{\}"),
+    ],
+)
+def test_a_dict_that_has_no_rows_is_refused(data, shown):
+    with pytest.raises(ConfigError, match=rf"build_loader: a dict is a dataset of rows, .*got {shown}\. Give tensors"):
+        build_loader(data, global_batch_size=2, seed=0)

@@ -1,0 +1,190 @@
+"""Loader processes: what is wrong with one is one line; they leave signals to their rank, and die with it."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import dtrain as dt
+import samples
+from dtrain.data.workers import _handle_sigchld, workers_for_rank
+from samples import Drawing, Numbers, Reporting, Troubled, die, die_when, fail, hang, leave, lock
+
+
+def build(dataset, **options) -> dt.Loader:
+    return dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, "shuffle": False, "workers": 2, **options})
+
+
+def workers_here() -> list[multiprocessing.Process]:
+    """Processes of loaders; those of ``run_ranks`` may be there too."""
+    return [child for child in multiprocessing.active_children() if child.daemon and child.name.startswith("Process-")]
+
+
+def first_sample(samples):
+    return samples[0]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "options", "message"),
+    [
+        (fail, {"workers": 0}, r"loader: sample 9: ValueError: cannot be decoded: no such codec"),
+        (fail, {}, r"loader: sample 9: ValueError: cannot be decoded: no such codec"),
+        (lock, {"collate": first_sample}, r"loader: batch\['meta'\]\[1\] cannot be pickled \(TypeError: .*; return it as data"),
+        (die, {}, r"loader: worker process \d+ was killed by SIGKILL; often out of memory"),
+        (leave, {}, r"loader: worker process \d+ ended with exit code 3"),
+        (hang, {"timeout_s": 1.5}, r"loader: no batch from 2 workers in 1.5 s; a sample hangs or takes longer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_trouble_in_a_worker_is_one_line(trouble, options, message):
+    at = 8 if trouble is lock else 9  # collate of that case looks at the first sample of a batch
+    loader = build(Troubled(32, at, trouble), **options)
+    with pytest.raises(dt.errors.DataError, match=message) as caught:
+        list(loader.until("1ep"))
+    assert "\n" not in str(caught.value)
+    assert loader.position.samples <= 8, "what comes after it was not handed out"
+    assert not workers_here()
+
+
+def test_the_traceback_of_a_sample_comes_as_a_note():
+    with pytest.raises(dt.errors.DataError) as caught:
+        list(build(Troubled(32, 9, fail)).until("1ep"))
+    assert any("in fail" in note for note in caught.value.__notes__)
+
+
+def test_a_death_is_not_raised_in_the_middle_of_the_loop_body(tmp_path):
+    now = tmp_path / "now"
+    loader = build(Troubled(32, 9, partial(die_when, now)), prefetch=1)
+    stream, ends = loader.until("1ep"), time.monotonic() + 90
+    next(stream)
+    children = workers_here()
+    now.touch()
+    while all(child.exitcode is None for child in children) and time.monotonic() < ends:
+        time.sleep(0.01)  # the body of the loop: nothing is raised here
+    with pytest.raises(dt.errors.DataError, match="was killed by SIGKILL"):
+        list(stream)
+
+
+def test_the_handler_of_dead_children_is_ours_only_while_there_are_workers():
+    one, two = build(Numbers(8)).until("1ep"), build(Numbers(8)).until("1ep")
+    next(one), next(two)
+    assert signal.getsignal(signal.SIGCHLD) is _handle_sigchld
+    one.close()
+    assert signal.getsignal(signal.SIGCHLD) is _handle_sigchld
+    two.close()
+    assert signal.getsignal(signal.SIGCHLD) is not _handle_sigchld
+
+
+def test_workers_ignore_what_the_rank_decides_about(tmp_path):
+    list(build(Reporting(16, tmp_path)).until("1ep"))
+    reports = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert len(reports) == 2
+    assert set(reports.values()) == {"SIGINT SIGTERM"}
+    assert str(os.getpid()) not in reports
+
+
+def test_workers_die_with_their_rank(tmp_path):
+    program = f"""
+        import sys, time
+        from pathlib import Path
+        sys.path.insert(0, {str(Path(samples.__file__).parent)!r})
+        import dtrain as dt
+        from samples import Reporting
+        loader = dt.build_loader(Reporting(10**6, Path({str(tmp_path)!r})), global_batch_size=1, seed=0, workers=2)
+        for batch in loader.until("1ep"):
+            print("first", flush=True)
+            time.sleep(600)
+    """
+    environment = {**os.environ, "TMPDIR": str(tmp_path.parent)}  # what a killed rank leaves goes with the test's folder
+    rank = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert rank.stdout.readline() == "first\n"
+    rank.kill()
+    rank.wait(90)
+    rank.stdout.close()
+    workers, ends = [int(path.name) for path in tmp_path.iterdir()], time.monotonic() + 90
+    while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert workers
+    assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
+
+
+def test_a_program_that_leaves_its_loop_open_ends_at_once(tmp_path):
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(Path(samples.__file__).parent)!r})
+        import dtrain as dt
+        from samples import Troubled, hang
+        loader = dt.build_loader(Troubled(64, 5, hang), global_batch_size=4, seed=0, shuffle=False, workers=2)
+        stream = loader.until("1ep")
+        next(stream)
+        print("done")
+    """
+    command, environment = [sys.executable, "-c", textwrap.dedent(program)], {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_a_busy_worker_does_not_outlive_the_loop():
+    loader = build(Troubled(32, 4, hang), prefetch=1)
+    stream = loader.until("1ep")
+    next(stream)
+    stream.close()
+    assert not workers_here()
+
+
+def test_what_is_drawn_depends_on_the_position_only():
+    def drawn(workers):
+        loader = build(Drawing(24), workers=workers, shuffle=True)
+        return torch.cat(list(loader.until("2ep")))
+
+    assert drawn(0).equal(drawn(1))
+    assert drawn(0).equal(drawn(3))
+    assert len(drawn(0)[:, 1].unique()) == 48, "each sample has random numbers of its own"
+
+
+def test_a_resume_draws_what_the_uninterrupted_run_draws():
+    whole = list(build(Drawing(24), workers=0).until("2ep"))
+    first, second = build(Drawing(24), workers=0), build(Drawing(24), workers=2)
+    head = list(first.until(4))
+    second.load_state_dict(first.state_dict())
+    assert torch.cat(head + list(second.until("2ep"))).equal(torch.cat(whole))
+
+
+def test_an_open_handle_is_named_when_workers_are_not_forked():
+    dataset = Numbers(8)
+    dataset.files = {"index": [threading.Lock()]}
+    with pytest.raises(
+        dt.errors.ConfigError, match=r"loader: dataset\.files\['index'\]\[0\] cannot be sent to a worker \(TypeError"
+    ):
+        list(build(dataset, start_method="spawn", workers=1).until("1ep"))
+
+
+def test_spawned_workers_give_the_same_batches():
+    assert torch.cat(list(build(Numbers(8), start_method="spawn", workers=1).until("1ep"))).tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "shares"), [(8, 2, [4, 4]), (8, 3, [3, 3, 2]), (2, 4, [1, 1, 1, 1]), (0, 4, [0, 0, 0, 0]), (1, 1, [1])]
+)
+def test_the_workers_of_a_node_are_divided_over_its_ranks(total, ranks, shares):
+    assert [workers_for_rank(total, rank, ranks) for rank in range(ranks)] == shares
+
+
+def workers_of_each_rank() -> int:
+    loader = dt.build_loader(Numbers(8), mesh=dt.build_mesh(), global_batch_size=4, seed=0, num_workers=3)
+    return loader.source.workers.count
+
+
+def test_the_division_is_made_from_the_ranks_of_the_node(ranks):
+    assert ranks(2).run(workers_of_each_rank) == [2, 1]

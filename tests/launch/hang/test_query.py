@@ -1,0 +1,325 @@
+"""Asking what the ranks of a job do: while it runs, from a rank and from a terminal, and afterwards from what was written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from dtrain import launch_protocol
+from dtrain.errors import ConfigError, DistError
+from dtrain.launch.hang import query
+from dtrain.launch.hang.launcher_record import LauncherRecord, ObservedRank, read_launcher_records, write_launcher_record
+from dtrain.launch.hang.progress_timer import RankProgress
+from dtrain.launch.hang.query import LauncherAddress, announce_launcher, explain_hang, withdraw_launcher
+from dtrain.testing.fault_injection import patch_calls
+
+TIMEOUT_S = 4
+
+SCRIPT = """
+    import os, pathlib, sys, threading, time
+    import torch, torch.distributed as dist
+    import dtrain as dt
+    from dtrain.launch.hang.query import explain_hang
+
+    here = pathlib.Path(os.environ["FOLDER"])
+
+    def say(name, text):
+        (here / name).with_suffix(".partial").write_text(text)
+        (here / name).with_suffix(".partial").rename(here / name)
+
+    def batches(rank):
+        for step in range(6):
+            if step == 3 and rank == 1:
+                say("asleep", "yes")
+                while not (here / "wake").exists():
+                    time.sleep(0.02)
+            yield torch.ones(3)
+
+    def ask():
+        while not (here / "ask").exists():
+            time.sleep(0.02)
+        say("answer", explain_hang())
+
+    with dt.init_dist(device="cpu") as info:
+        if info.rank == 2:
+            threading.Thread(target=ask, daemon=True).start()
+        for batch in batches(info.rank):
+            dt.heartbeat("step")
+            dist.all_reduce(batch)
+        say(f"done-{info.rank}", explain_hang() if info.rank == 0 else "yes")
+"""
+
+
+SLEEPS = 1 + next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if '"wake"' in line)
+
+
+def dtrain(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "dtrain", *args], capture_output=True, text=True, timeout=60)
+
+
+def without_time(told: str) -> str:
+    """The message, of which the last line says that it is an old one."""
+    message, _, last = told.rpartition("\n")
+    assert re.fullmatch(r"  as of [0-9]{4}-[0-9: +-]+: no launcher of the job can be asked here", last), told
+    return message
+
+
+def test_job_is_explained_by_hand_from_a_terminal_and_from_a_rank_and_goes_on(start, tmp_path):
+    folder = tmp_path / "run"
+    job = start(SCRIPT, n=3, options=["--run-dir", str(folder)])
+    job.wait_for("asleep")
+    asked = dtrain("hang", folder)
+    assert (asked.returncode, asked.stderr) == (0, ""), asked.stderr
+    first, *rest = asked.stdout.splitlines()
+    assert first.startswith("dtrain: launch: asked: rank 1 of 3 made no progress for "), asked.stdout
+    assert first.endswith(f" s, and others wait in a collective; see {folder}/hang/report.txt")
+    assert rest[0].startswith(tuple(f"  rank 1: {job.script}:{line} in batches (" for line in (SLEEPS, SLEEPS - 1))), rest
+    lacks = next(line.rpartition(":")[0] for line in rest if "has not entered" in line)  # it sleeps in one of two lines
+    assert lacks == "  rank 1 has not entered all_reduce #4 of group training, where ranks 0, 2 wait; it is in script.py"
+    report = (folder / "hang" / "report.txt").read_text()
+    assert report.startswith(asked.stdout)
+    for line in (
+        "group training (gloo): ranks 0, 1, 2",
+        "rank 0: in init_dist's block, step, point of progress 4",
+        "in batches",
+    ):
+        assert line in report
+    # Again, by a thread of a rank whose main thread waits.
+    (tmp_path / "ask").write_text("now")
+    (answer,) = job.wait_for("answer")
+    assert [line.split(" made no")[0] for line in answer.splitlines()[:1]] == ["dtrain: launch: asked: rank 1 of 3"]
+    assert lacks in answer
+    (tmp_path / "wake").write_text("now")
+    result = job.wait()
+    assert result.code == 0, result.err
+    assert (
+        sum(line.startswith("dtrain: launch: asked: ") for line in result.err.splitlines()) == 3
+    )  # the last by rank 0, in passing
+    assert len((tmp_path / "done-0").read_text().splitlines()) <= 12
+    assert list((folder / "hang").glob("*.pid")) == []
+    afterwards = dtrain("hang", folder)
+    assert (afterwards.returncode, without_time(afterwards.stdout.rstrip())) == (0, (tmp_path / "done-0").read_text())
+
+
+@pytest.mark.slow
+def test_hang_is_told_afterwards_as_the_launcher_told_it_from_a_copy_of_the_records_too(start, tmp_path):
+    folder = tmp_path / "run"
+    job = start(SCRIPT, n=3, options=["--run-dir", str(folder), "--hang-timeout", str(TIMEOUT_S), "--grace", "0.5"])
+    result = job.wait()
+    assert result.code == 124, result.err
+    said = [line for line in result.err.splitlines() if line.startswith(("dtrain: launch: hang: ", "  "))]
+    assert "\n".join(said) == without_time(explain_hang(folder))
+    assert explain_hang(folder / "hang") == explain_hang(folder)
+    (folder / "hang" / "report.txt").unlink()  # the text can be made from the records again
+    assert "\n".join(said) == without_time(explain_hang(folder))
+    whole = (folder / "hang" / "report.txt").read_text()
+    for rank in range(3):
+        assert f"\nrank {rank}: in init_dist's block" in whole
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in (folder / "hang").glob("rank-*"):
+        shutil.copy(path, copy)
+    from_ranks = explain_hang(copy).splitlines()
+    told = [line for line in said[1:] if "has not entered" in line]
+    assert told != []
+    assert set(told) <= set(from_ranks)  # of the launcher's own knowledge nothing is there
+    assert (copy / "report.txt").exists()
+
+
+def record(*collectives: tuple[int, bool]) -> str:
+    issued = [{"number": number, "op": "all_reduce", "sizes": [[2]], "waits": waits} for number, waits in collectives]
+    last = max(number for number, _ in collectives)
+    group = {"id": "1", "backend": "gloo", "name": "dp_shard", "ranks": [0, 1, 2, 3], "last": last, "collectives": issued}
+    return json.dumps({"rank": 0, "passed": 5, "doing": "step", "groups": [group]})
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    """Of four ranks on two nodes, whose launchers share a folder; rank 3 lacks a collective."""
+    for rank in range(4):
+        path = launch_protocol.flight_record_file(tmp_path, rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(record((40, False)) if rank == 3 else record((40, False), (41, True)))
+        stack = f'Thread 0x01 (most recent call first):\n  File "/home/me/loader.py", line {88 if rank == 3 else 9} in f\n'
+        launch_protocol.stacks_file(tmp_path, rank).write_text(stack)
+    for node in range(2):
+        seen = RankProgress(phase="open", at=0.0, passed=5, doing="step")
+        ranks = tuple(
+            ObservedRank(rank=rank, pid=70 + rank, progress=seen, silent_s=7.0, state="S") for rank in (2 * node, 2 * node + 1)
+        )
+        write_launcher_record(
+            path.parent, LauncherRecord(node_rank=node, at=100.0 + node, world_size=4, timeout_s=None, ranks=ranks)
+        )
+    return path.parent
+
+
+def test_accounts_of_several_nodes_make_one_message(records):
+    reason = "made no progress for 7.0 s, and others wait in a collective"
+    assert without_time(explain_hang(records)) == "\n".join([
+        f"dtrain: launch: asked: rank 3 of 4 {reason}; see {records}/report.txt",
+        "  rank 3: /home/me/loader.py:88 in f (step, point of progress 5)",
+        "  rank 3 has not entered all_reduce #41 of group dp_shard, where ranks 0, 1, 2 wait; it is in loader.py:88",
+        "  ranks 0, 1, 2: /home/me/loader.py:9 in f (step, point of progress 5)",
+    ])  # fmt: skip
+    assert (records / "report.txt").read_text().splitlines()[7:18] == [
+        "group dp_shard (gloo): ranks 0, 1, 2, 3",
+        "  rank 0: last done all_reduce #40; waits in all_reduce #41",
+        "  rank 1: last done all_reduce #40; waits in all_reduce #41",
+        "  rank 2: last done all_reduce #40; waits in all_reduce #41",
+        "  rank 3: last done all_reduce #40",
+        "",
+        "rank 0: in init_dist's block, step, point of progress 5, last heard of 7.0 s before, process 70, its state S",
+        "  last collectives of group dp_shard (gloo)",
+        "    all_reduce #40 [[2]]",
+        "    all_reduce #41 [[2]] waits",
+        "  stacks",
+    ]
+
+
+@pytest.mark.parametrize("about", [None, "", "[]", '{"launch": null}', '{"launch": {"folder": 3}}', "here"])
+def test_folder_of_a_training_run_leads_to_that_of_its_last_launcher(records, tmp_path, about):
+    run, nowhere = tmp_path / "gpt", '{"launch": {"folder": "/nowhere"}}'
+    (run / "attempts").mkdir(parents=True)
+    for number, text in (
+        (9, nowhere),
+        (10, json.dumps({"launch": {"folder": str(records.parent)}}) if about == "here" else about),
+    ):
+        if text is not None:
+            (run / "attempts" / f"attempt-{number:05d}.json").write_text(text)
+    if about == "here":
+        assert "rank 3 has not entered all_reduce #41" in explain_hang(run)
+    else:
+        with pytest.raises(ConfigError, match="no rank has written anything down"):
+            explain_hang(run)
+
+
+def test_account_of_an_earlier_launch_in_the_folder_is_left_out(records):
+    (new, old) = read_launcher_records(records)
+    write_launcher_record(records, replace(old, at=new.at + 1000.0))
+    assert [account.node_rank for account in read_launcher_records(records)] == [1]
+    write_launcher_record(records, replace(new, world_size=2, at=new.at + 2000.0))
+    assert [account.node_rank for account in read_launcher_records(records)] == [0]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"node_rank": 1}', '{"ranks": [3]}'])
+def test_damaged_account_is_none(records, text):
+    (records / "launcher-00000.json").write_text(text)
+    assert [account.node_rank for account in read_launcher_records(records)] == [1]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": -1, "started": "", "host": "", "report": ""}'])
+def test_damaged_announcement_is_no_launcher(records, text):
+    (records / "launcher-00000.pid").write_text(text)
+    assert "rank 3 has not entered" in explain_hang(records)
+
+
+def test_asking_without_a_folder_or_a_launcher_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.delenv(launch_protocol.RUN_DIR, raising=False)
+    with pytest.raises(ConfigError, match=r"`dtrain launch` has not started this process, .*; give the folder of a run"):
+        explain_hang()
+    with pytest.raises(ConfigError, match=r"there is no folder '.*gone'; give the run folder of `dtrain launch`"):
+        explain_hang(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"no launcher that uses it runs on this machine; give the run folder"):
+        explain_hang(tmp_path)
+    announce_launcher(tmp_path, 0, single_node=True)
+    path = tmp_path / "hang" / "launcher-00000.pid"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"host": "elsewhere"}))
+    with pytest.raises(ConfigError, match="runs on this machine; ask on elsewhere"):
+        explain_hang(tmp_path)
+    withdraw_launcher(tmp_path, 0)
+    withdraw_launcher(tmp_path, 0)
+    assert not path.exists()
+    (tmp_path / "file").write_text("")
+    announce_launcher(tmp_path / "file", 0, single_node=True)  # cannot be written: then nobody can ask
+
+
+def announced(folder: Path, pid: int) -> None:
+    path = folder / "hang" / "launcher-00000.pid"
+    path.parent.mkdir()
+    started = query._process_start_ticks(pid)
+    path.write_text(
+        json.dumps(asdict(LauncherAddress(pid=pid, start_ticks=started, host=socket.gethostname(), report="report.txt")))
+    )
+
+
+def test_folder_that_goes_while_it_is_read_has_nothing_in_it(tmp_path):
+    """A launcher that ends removes what nobody wrote to."""
+    records = tmp_path / "hang"
+    records.mkdir()
+
+    def remove() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            records.rmdir()
+
+    nothing = pytest.raises(ConfigError, match="no rank has written anything down")
+    with patch_calls("os.listdir", before=remove), patch_calls("os.scandir", before=remove), nothing:
+        explain_hang(tmp_path)
+    assert not records.exists()
+
+
+def test_files_that_go_while_they_are_read_are_told_of(tmp_path):
+    stacks = launch_protocol.stacks_file(tmp_path, 0)
+    stacks.parent.mkdir()
+    stacks.touch()
+
+    def remove() -> None:
+        stacks.unlink(missing_ok=True)
+
+    with patch_calls("dtrain.launch.hang.query.collect_evidence", after=remove):
+        assert "rank 0" in explain_hang(tmp_path)
+    assert not stacks.exists()
+
+
+def test_launcher_that_does_not_answer_or_dies_is_an_error(tmp_path, monkeypatch):
+    waits = "import time; print(1, flush=True); time.sleep(99)"
+    deaf, dies = (
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for code in (
+            f"import signal; signal.signal({int(launch_protocol.STACKS_SIGNAL)}, signal.SIG_IGN); {waits}",
+            waits,
+        )
+    )
+    for name, process in (("deaf", deaf), ("dies", dies)):
+        process.stdout.readline()
+        announced_in = tmp_path / name
+        announced_in.mkdir()
+        announced(announced_in, process.pid)
+    monkeypatch.setattr(query, "PATIENCE_S", 0.2)
+    with pytest.raises(
+        DistError, match=rf"process {deaf.pid}, did not answer within 0.2 s: no rank of it runs, or it is stopped"
+    ):
+        explain_hang(tmp_path / "deaf")
+    monkeypatch.setattr(query, "PATIENCE_S", 60.0)
+    with pytest.raises(DistError, match=rf"process {dies.pid}, ended before it answered; see what it said"):
+        explain_hang(tmp_path / "dies")
+    for process in (deaf, dies):
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def test_launcher_of_another_user_is_refused(tmp_path, monkeypatch):
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    announced(tmp_path, os.getpid())
+    monkeypatch.setattr(query.os, "kill", refuse)
+    with pytest.raises(ConfigError, match=f"the launcher, process {os.getpid()}, is another user's; ask as that user"):
+        explain_hang(tmp_path)
+
+
+def test_number_of_a_launcher_that_another_process_got_is_not_asked(tmp_path):
+    announce_launcher(tmp_path, 0, single_node=True)
+    path = tmp_path / "hang" / "launcher-00000.pid"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"started": "1"}))  # this process would die of the signal
+    with pytest.raises(ConfigError, match="no launcher that uses it runs on this machine"):
+        explain_hang(tmp_path)

@@ -1,0 +1,213 @@
+"""All streams of a job: what the terminal shows, what the files keep, and what a failure can quote."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dtrain.launch.launch_plan import NodeLayout, OutputPlan
+from dtrain.launch.output.job_output import JobOutput
+
+
+class Job:
+    """An ``Output`` whose own standard streams are files, and the write ends of its ranks' pipes."""
+
+    def __init__(self, folder: Path, n: int = 2, **plan: object) -> None:
+        self.run_dir = folder / "run"
+        self.layout = NodeLayout.one_node(n)
+        self.output = JobOutput(OutputPlan(**plan), self.layout, self.run_dir)  # type: ignore[arg-type]
+        self.ranks: dict[int, list[int]] = {}
+
+    def start(self, rank: int) -> None:
+        (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
+        self.output.open(rank, out_read, err_read)
+        self.ranks[rank] = [out_write, err_write]
+
+    def write(self, rank: int, text: bytes, stream: int = 0) -> None:
+        os.write(self.ranks[rank][stream], text)
+        for fd in self.output.fds():
+            assert self.output.relay(fd)
+
+    def end(self, *last_words: str) -> None:
+        for fds in self.ranks.values():
+            for fd in fds:
+                os.close(fd)
+        self.ranks.clear()
+        self.output.finish(last_words, timeout_s=60)
+
+    def kept(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in sorted((self.run_dir / "logs").glob("*"))}
+
+
+@pytest.fixture
+def make(tmp_path, capfd):
+    """Start ranks on pipes; afterwards nothing may be open that was not before. ``capfd`` is the launcher's terminal."""
+    before = len(os.listdir("/proc/self/fd"))
+    jobs = []
+
+    def make_job(n: int = 2, **plan: object) -> Job:
+        jobs.append(Job(tmp_path, n, **plan))
+        for rank in range(n):
+            jobs[-1].start(rank)
+        return jobs[-1]
+
+    yield make_job
+    for job in jobs:
+        job.end()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_terminal_shows_rank_0_and_files_keep_every_rank(make, capfd):
+    job = make()
+    job.write(0, b"zero\n")
+    job.write(1, b"one\n")
+    job.write(1, b"trouble\xff\n", stream=1)
+    job.end()
+    assert capfd.readouterr() == ("[rank 0] zero\n", "")
+    assert job.kept() == {"rank-00000.stdout": b"zero\n", "rank-00001.stdout": b"one\n", "rank-00001.stderr": b"trouble\xff\n"}
+
+
+def test_terminal_shows_the_ranks_asked_for(make, capfd):
+    job = make(3, shown=frozenset({1, 2}), prefix="{host}:{rank}/{world_size}> ")
+    for rank in range(3):
+        job.write(rank, b"hello\n", stream=1)
+    job.end()
+    host = os.uname().nodename
+    assert capfd.readouterr() == ("", f"{host}:1/3> hello\n{host}:2/3> hello\n")
+
+
+def test_single_rank_is_passed_on_as_it_comes(make, capfd):
+    job = make(1)
+    job.write(0, b"\r 10%")
+    assert capfd.readouterr().out == "\r 10%"
+    job.end()
+    assert capfd.readouterr().out == "\n"
+    assert job.kept() == {"rank-00000.stdout": b"\r 10%"}
+
+
+def test_last_lines_of_both_streams_come_in_their_order(make):
+    job = make()
+    for number in range(200):
+        job.write(1, f"step {number}\n".encode())
+    job.write(1, b"Traceback\nOSError: \x1b[2J\n", stream=1)
+    job.write(1, b"\n  \ncleaning up")
+    assert job.output.tail(1, 4) == ["step 199", "Traceback", r"OSError: \x1b[2J", "cleaning up"]
+    assert len(job.output.tail(1, 1000)) == 48 + 2 + 1  # 50 ended lines of a stream at most, and two were empty
+    assert job.output.tail(0, 4) == job.output.tail(7, 4) == job.output.tail(1, 0) == []
+
+
+def test_last_lines_have_those_of_the_second_stream_though_the_first_is_read_after_it(make):
+    job = make()
+    job.write(1, b"a\nb\nc\nOSError\n", stream=1)
+    job.write(1, b"printed\n" * 100)
+    assert job.output.tail(1, 4) == ["c", "OSError", "printed", "printed"]
+    assert job.output.tail(1, 1) == ["printed"]
+
+
+def test_last_lines_are_those_at_the_end_of_a_long_chunk_and_of_a_progress_bar(make):
+    job = make()
+    job.write(1, b"".join(b"%d\n" % number for number in range(5000)) + b"\r 1%\r 2%\r")
+    assert job.output.tail(1, 3) == ["4998", "4999", " 2%"]
+    assert len(job.output.tail(1, 1000)) == 51
+    job.write(1, b"x" * 60_000)
+    assert job.output.tail(1, 1) == ["x" * 2000]
+
+
+def test_rank_that_is_started_again_goes_on_in_its_files_and_begins_new_last_lines(make):
+    job = make()
+    job.write(1, b"first try\n")
+    for fd in job.ranks.pop(1):
+        os.close(fd)
+    assert [job.output.relay(fd) for fd in job.output.fds()] == [True, True, False, False]
+    assert job.output.tail(1, 9) == ["first try"]
+    job.start(1)
+    assert job.output.tail(1, 9) == []
+    job.write(1, b"second")
+    assert job.kept()["rank-00001.stdout"] == b"first try\nsecond"  # still as it comes: nobody else writes to it
+
+
+def test_end_of_a_stream_closes_it_and_ends_its_last_line(make, capfd):
+    job = make()
+    job.write(0, b"half a line")
+    for fd in job.ranks.pop(0):
+        os.close(fd)
+    fds = job.output.fds()
+    assert [job.output.relay(fd) for fd in fds[:2]] == [False, False]
+    assert job.output.fds() == fds[2:]
+    assert capfd.readouterr().out == "[rank 0] half a line\n"
+
+
+def test_end_does_not_wait_for_a_stranger_that_holds_a_pipe(make, capfd):
+    job = make()
+    os.write(job.ranks[0][0], b"the last thing it said\n")
+    job.output.drain()  # the write ends are open
+    assert job.output.fds() == []
+    assert capfd.readouterr().out == "[rank 0] the last thing it said\n"
+
+
+def test_ranks_that_are_shown_are_told(make):
+    assert [make().output.is_shown(rank) for rank in (0, 1)] == [True, False]
+    assert [make(shown=frozenset({1})).output.is_shown(rank) for rank in (0, 1)] == [False, True]
+
+
+def test_streams_of_all_ranks_may_share_one_file(make):
+    job = make(stdout="all.log", stderr="all.log")
+    for rank in (0, 1):
+        for stream in (0, 1):
+            job.write(rank, b"%d%d " % (rank, stream), stream)
+    for rank in (0, 1):
+        for stream in (0, 1):
+            job.write(rank, b"end\n", stream)
+    assert (job.run_dir / "all.log").read_text().splitlines() == ["00 end", "01 end", "10 end", "11 end"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_log_folder_costs_a_line_in_the_end_and_no_output(make, capfd):
+    job = make(stdout="/dev/full")
+    job.write(0, b"a\nb\n")
+    job.write(1, b"c\n")
+    job.end("dtrain: launch: rank 1 failed")
+    out, err = capfd.readouterr()
+    assert out == "[rank 0] a\n[rank 0] b\n"
+    assert err == "dtrain: launch: 3 lines are missing in '/dev/full': No space left on device\ndtrain: launch: rank 1 failed\n"
+
+
+def test_reader_that_is_gone_is_told_of_on_the_other_stream(make, capfd):
+    read, write = os.pipe()
+    stdout = os.dup(1)
+    os.dup2(write, 1)
+    os.close(write)
+    try:
+        job = make()
+        os.close(read)
+        job.write(0, b"a\nb\n")
+        job.end()
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+    assert capfd.readouterr().err == "dtrain: launch: 2 lines of standard output were dropped: Broken pipe\n"
+
+
+def test_line_of_the_launchers_own_is_valid_text(make, capfd):
+    make().output.write_line("cannot run \udcff\x1b[2J\n!")
+    assert capfd.readouterr().err == r"cannot run \udcff\x1b[2J\x0a!" + "\n"
+
+
+def test_end_waits_for_no_reader_when_somebody_has_had_enough(make):
+    read, write = os.pipe()
+    stdout = os.dup(1)
+    os.dup2(write, 1)
+    os.close(write)
+    try:
+        job = make()
+        for _ in range(3):
+            job.write(0, b"x\n" * 30_000)
+        assert any(outlet.waiting for outlet in job.output.writers)
+        job.output.finish(["the last words"], patience_s=3600, give_up=lambda: True)
+        assert not any(outlet.waiting for outlet in job.output.writers)
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(read)

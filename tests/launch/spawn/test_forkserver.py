@@ -1,0 +1,86 @@
+"""What the program's own files say it will import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from dtrain.launch.launch_plan import Target
+from dtrain.launch.spawn.exec import ProcessRequest
+from dtrain.launch.spawn.forkserver import PreloadModules, find_preload_modules, start_forkserver
+
+
+def loaded(folder, source, others=None):
+    for name, text in {"script": source, **(others or {})}.items():
+        path = folder / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return find_preload_modules(Target(kind="script", name=str(folder / "script.py")))
+
+
+@pytest.mark.parametrize(
+    ("source", "others", "expected"),
+    [
+        ("import os, json.decoder", {}, PreloadModules()),
+        ("import torch", {}, PreloadModules(needed=("torch",))),
+        ("def f():\n    from torch import nn", {}, PreloadModules(needed=("torch",), optional=("torch.nn",))),
+        ("import transformers", {}, PreloadModules(needed=("torch",))),
+        ("import numpy.linalg, tensordict", {}, PreloadModules(needed=("torch",), optional=("numpy.linalg", "tensordict"))),
+        ("import model", {"model": "import os"}, PreloadModules()),
+        ("import model", {"model": "import torch.nn"}, PreloadModules(needed=("torch",), optional=("torch.nn",))),
+        ("from parts import block", {"parts/block": "import torch"}, PreloadModules(needed=("torch",))),
+        ("import a", {"a": "import b", "b": "import a, torch"}, PreloadModules(needed=("torch",))),
+        ("not python at all", {}, PreloadModules()),
+    ],
+    ids=["stdlib", "torch", "in a function", "another", "several", "own", "own with torch", "own package", "circle", "broken"],
+)
+def test_modules_are_those_that_the_program_imports(tmp_path, source, others, expected):
+    assert loaded(tmp_path, source, others) == expected
+
+
+def test_names_of_dtrain_bring_their_modules(tmp_path):
+    found = loaded(tmp_path, "import dtrain as dt\ndt.init_dist()\n")
+    assert found.needed == ("torch",)
+    assert "dtrain.dist.init" in found.optional
+    assert "dtrain.shard.fsdp" not in found.optional
+
+
+def test_module_of_a_package_is_read_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import torch")
+    assert find_preload_modules(Target(kind="module", name="package")).needed == ("torch",)
+
+
+def test_command_that_is_no_python_loads_nothing():
+    assert find_preload_modules(Target(kind="command", name="echo")) == PreloadModules()
+
+
+def test_what_must_not_be_forked_is_not_although_it_was_asked_before_it_said_so(tmp_path, monkeypatch):
+    """Ranks are asked for while modules still load. Forked then, they would run beside those that are started instead."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "with_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    )
+    (tmp_path / "script.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    fd = os.open(os.devnull, os.O_RDWR)
+    common = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    target = Target(kind="script", name=str(tmp_path / "script.py"))
+    preloaded = start_forkserver(target, PreloadModules(needed=("with_thread",)), common, log_fd=fd)
+    try:
+        preloaded.request_process(ProcessRequest(id=0, kind="rank", fds={"stdout": fd, "stderr": fd}, environment={}))
+        said, deadline = [], time.monotonic() + 60
+        while not said and time.monotonic() < deadline:
+            said += preloaded.read_messages()
+            time.sleep(0.01)
+        time.sleep(1)  # a fork is there within milliseconds
+        assert said + list(preloaded.read_messages()) == [{"unsafe": "importing with_thread started 1 thread"}]
+        assert not (tmp_path / "ran").exists()
+    finally:
+        os.kill(preloaded.pid, signal.SIGKILL)
+        os.waitpid(preloaded.pid, 0)
+        preloaded.channel.close()
+        os.close(fd)

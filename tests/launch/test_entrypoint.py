@@ -1,0 +1,97 @@
+"""A script or module that cannot run is refused without running any of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from dtrain.errors import ConfigError
+from dtrain.launch.entrypoint import check_module, check_script
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"def f(:\n", r"launch: a\.py:1 is not valid Python: "),
+        (b"x = 1\n  y = 2\n", r"a\.py:2 is not valid Python: "),
+        (b"# \xff\n", r"is not valid Python: invalid or missing encoding"),
+        (b"#\n#\n#\n# \xff\n", r"'a.py' is not utf-8 text \(byte 8\); save it as UTF-8"),
+        (b"x = 1\0\n", r"is not valid Python: .*null bytes"),
+    ],
+)
+def test_file_that_is_not_python_is_refused(here, content, message):
+    (here / "a.py").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        check_script("a.py")
+
+
+@pytest.mark.parametrize("content", [b"", b"print(1)", "# -*- coding: latin-1 -*-\n# ü\n".encode("latin-1"), b"'\\d'"])
+def test_file_that_is_python_passes(here, content):
+    (here / "a.py").write_bytes(content)
+    check_script("a.py")
+
+
+def test_what_is_no_file_is_refused(here):
+    os.mkfifo(here / "fifo")
+    (here / "dangling").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=r"no such script: 'nope\.py'"):
+        check_script("nope.py")
+    with pytest.raises(ConfigError, match="is a folder"):
+        check_script(str(here))
+    for name in ("fifo", "dangling"):
+        with pytest.raises(ConfigError, match="is not a regular file"):
+            check_script(name)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_file_that_cannot_be_read_is_refused(here):
+    (here / "a.py").write_text("")
+    (here / "a.py").chmod(0)
+    with pytest.raises(ConfigError, match=r"cannot read 'a\.py'"):
+        check_script("a.py")
+
+
+@pytest.fixture
+def package(here):
+    (here / "pack/sub").mkdir(parents=True)
+    (here / "pack/__init__.py").write_text("raise RuntimeError('imported')")
+    (here / "pack/tool.py").write_text("raise RuntimeError('imported')")
+    (here / "pack/bad.py").write_text("def f(:")
+    (here / "space/tools").mkdir(parents=True)
+    (here / "space/tools/__main__.py").write_text("")
+    return here
+
+
+@pytest.mark.parametrize("name", ["pack.tool", "space.tools", "json.tool", "http.server"])
+def test_module_is_found_without_being_imported(package, name):
+    before = list(sys.path)
+    check_module(name)
+    assert sys.path == before
+    assert "pack" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nope", "no module named 'nope'"),
+        ("pack.nope", "no module named 'pack.nope'"),
+        ("pack.tool.deeper", "no module named 'pack.tool.deeper'"),
+        ("pack", r"'pack' is a package without __main__\.py"),
+        ("pack.sub", "is a package without"),
+        ("pack.bad", "is not valid Python"),
+        ("pack/tool.py", "is not a module name"),
+        ("", "is not a module name"),
+        (".pack", "is not a module name"),
+    ],
+)
+def test_module_that_cannot_run_is_refused(package, name, message):
+    with pytest.raises(ConfigError, match=message):
+        check_module(name)

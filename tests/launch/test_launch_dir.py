@@ -1,0 +1,83 @@
+"""The folder of a launch is a new one, or the one that was asked for; on several nodes the one that node 0 has named."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+
+import pytest
+
+from dtrain.errors import ConfigError
+from dtrain.launch.launch_dir import claim_run_dir, create_run_dir
+
+NOW = datetime(2026, 3, 1, 11, 40, 7)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_folder_has_date_and_time_for_a_name_and_is_a_new_one(here):
+    names = [create_run_dir(None, now=NOW) for _ in range(3)]
+    begin = here / "runs" / "2026-03-01T11-40-07"
+    assert names == [begin, begin.with_name(begin.name + "-2"), begin.with_name(begin.name + "-3")]
+    assert [path.name for path in begin.iterdir()] == ["failures"]
+
+
+def test_folder_that_was_asked_for_loses_old_failures_and_nothing_else(here):
+    folder = create_run_dir("mine", now=NOW)
+    (folder / "failures" / "rank-00000.json").touch()
+    (folder / "failures" / "rank-00000.partial").touch()
+    (folder / "notes.txt").touch()
+    assert create_run_dir("mine", now=NOW) == here / "mine" == folder
+    os.close(claim_run_dir(folder, 0))
+    assert sorted(path.name for path in folder.rglob("*")) == ["failures", "lock-0", "notes.txt"]
+
+
+def test_folder_that_node_0_has_named_is_shared_and_keeps_what_its_ranks_wrote(here):
+    folder = create_run_dir(None, now=NOW, name="2026-03-01T11-40-05-2")
+    (folder / "failures" / "rank-00000.json").touch()
+    assert create_run_dir(None, now=NOW, name="2026-03-01T11-40-05-2") == folder == here / "runs" / "2026-03-01T11-40-05-2"
+    assert (folder / "failures" / "rank-00000.json").exists()
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
+def test_name_from_another_node_does_not_leave_the_folder_of_runs(here, name):
+    with pytest.raises(ConfigError, match=r"^launch: node 0 calls the run .*, which is no name of a folder; "):
+        create_run_dir(None, now=NOW, name=name)
+    assert list(here.iterdir()) == []
+
+
+REFUSED = {
+    "empty": (" ", "--run-dir is empty; "),
+    "file": ("file", "cannot use 'file' as the run folder: .*; choose one with --run-dir"),
+    "below a file": ("file/run", "cannot use 'file/run' as the run folder: Not a directory"),
+    "too long": ("x" * 300, "cannot use 'x+' as the run folder: File name too long"),
+}
+
+
+@pytest.mark.parametrize(("asked", "message"), REFUSED.values(), ids=REFUSED)
+def test_folder_that_cannot_be_used_is_refused(here, asked, message):
+    (here / "file").touch()
+    with pytest.raises(ConfigError, match=f"^launch: {message}"):
+        create_run_dir(asked, now=NOW)
+    assert os.listdir(here) == ["file"]
+
+
+def test_second_launch_in_one_folder_is_refused_and_leaves_its_records(here):
+    folder = create_run_dir("mine", now=NOW)
+    first = claim_run_dir(folder, 0)
+    (folder / "failures" / "rank-00000.json").touch()
+    with pytest.raises(ConfigError, match="another launch runs in"):
+        claim_run_dir(folder, 0)
+    assert (folder / "failures" / "rank-00000.json").exists()
+    os.close(claim_run_dir(folder, 1))  # another node's
+    os.close(first)
+    os.close(claim_run_dir(folder, 0))
+
+
+def test_folder_that_cannot_be_claimed_is_refused(here):
+    with pytest.raises(ConfigError, match=r"cannot use .*: No such file or directory; choose another"):
+        claim_run_dir(here / "gone", 0)

@@ -1,0 +1,226 @@
+"""Two launchers of one job, on one machine that stands for two: what each of them exits with and says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+
+def place(port, *, of=2):
+    return ["--nnodes", str(of), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+
+
+@pytest.fixture
+def nodes(start, port):
+    """``nodes(source, ...)`` starts the launchers of a job, one per node; settings that are lists differ between nodes."""
+
+    def start_nodes(source, *args, count=2, options=(), own=((), ()), **settings):
+        where = place(port, of=count)
+        return [
+            start(source, *args, options=[*where, "--node-rank", str(node), *options, *own[node]], **settings)
+            for node in range(count)
+        ]
+
+    return start_nodes
+
+
+WHO = """
+    import json, os
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT", "DTRAIN_RUN_DIR"]
+    print("WHO " + json.dumps({name: os.environ[name] for name in names}))
+"""
+READY_AND_STAY = """
+    import os, sys, time
+    rank = os.environ["RANK"]
+    with open(f"{os.environ['FOLDER']}/{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    while not os.path.exists(f"{os.environ['FOLDER']}/fail-{rank}"):
+        time.sleep(0.01)
+    raise ValueError("disk on fire")
+"""
+
+
+def test_ranks_are_numbered_node_by_node_and_share_a_run_folder(nodes):
+    results = [job.wait() for job in nodes(WHO)]
+    assert [result.code for result in results] == [0, 0], results
+    seen = [json.loads(line.partition("WHO ")[2]) for result in results for line in result.out.splitlines()]
+    seen.sort(key=lambda who: int(who["RANK"]))
+    assert [(who["RANK"], who["LOCAL_RANK"], who["GROUP_RANK"]) for who in seen] == [
+        ("0", "0", "0"),
+        ("1", "1", "0"),
+        ("2", "0", "1"),
+        ("3", "1", "1"),
+    ]
+    assert {who["WORLD_SIZE"] for who in seen} == {"4"}
+    assert len({who["MASTER_PORT"] for who in seen}) == 1
+    (folder,) = {who["DTRAIN_RUN_DIR"] for who in seen}
+    assert {"launch.json", "launch-1.json"} <= set(os.listdir(folder))
+
+
+def test_ranks_of_all_nodes_meet_in_torch_and_in_dtrain(nodes):
+    source = """
+    import torch, dtrain as dt
+    with dt.init_dist() as dist:
+        total = dt.dist.reduce_sum(torch.tensor(float(dist.rank)))
+        print("total", float(total), dist.world_size, dist.node_rank)
+    """
+    results = [job.wait() for job in nodes(source, shown="1,3")]
+    assert [result.code for result in results] == [0, 0], results
+    assert [result.out for result in results] == ["[rank 1] total 6.0 4 0\n", "[rank 3] total 6.0 4 1\n"]
+
+
+def test_nodes_may_run_different_numbers_of_ranks(start, nodes):
+    first, second = nodes(WHO, n=None, own=(["-n", "1"], ["-n", "2"]))
+    results = [first.wait(), second.wait()]
+    assert [result.code for result in results] == [0, 0], results
+    seen = [json.loads(line.partition("WHO ")[2]) for result in results for line in result.out.splitlines()]
+    assert sorted((int(who["RANK"]), who["LOCAL_WORLD_SIZE"], who["WORLD_SIZE"]) for who in seen) == [
+        (0, "1", "3"),
+        (1, "2", "3"),
+        (2, "2", "3"),
+    ]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_failure_of_a_rank_ends_all_nodes_and_is_named_on_each(nodes, node):
+    jobs = nodes(READY_AND_STAY)
+    jobs[0].wait_for("0", "1", "2", "3")
+    rank = 2 * node + 1
+    (jobs[0].folder / f"fail-{rank}").write_text("now")
+    results = [job.wait() for job in jobs]
+    assert [result.code for result in results] == [1, 1]
+    for result in results:
+        assert len(result.summary) == 1
+        assert f"rank {rank} of 4 failed with exit code 1" in result.summary[0]
+        assert "ValueError: disk on fire" in result.summary[0]
+    assert f"node {node}" in results[1 - node].summary[0]
+
+
+def test_launcher_that_is_killed_ends_the_other_nodes_and_is_named(nodes):
+    first, second = nodes(READY_AND_STAY)
+    first.wait_for("0", "1", "2", "3")
+    os.kill(second.pid, signal.SIGKILL)
+    result = first.wait()
+    second.wait()
+    second.wait_until_gone()
+    assert result.code not in (0, 75)
+    assert "node 1" in result.summary[0]
+
+
+def test_node_that_does_not_come_is_named(start, port):
+    job = start(WHO, options=[*place(port), "--node-rank", "0", "--join-timeout", "1"])
+    result = job.wait()
+    assert result.code == 1
+    (line,) = result.summary
+    assert "1 of 2 nodes joined in 1 s; missing: node 1" in line
+    assert str(port) in line
+    assert "GLOO_SOCKET_IFNAME" in line
+    assert not (job.folder / "0").exists()
+
+
+def test_data_that_is_the_same_is_no_reason_to_refuse(nodes, tmp_path):
+    (tmp_path / "data").write_text("some")
+    assert [job.wait().code for job in nodes(WHO, n=1, options=["--check-path", "data"])] == [0, 0]
+
+
+def test_script_that_differs_is_refused_on_all_nodes(start, tmp_path, port):
+    where = place(port)
+    jobs = [
+        start(
+            source,
+            n=1,
+            options=[*where, "--node-rank", str(node)],
+            name=f"{node}/train.py",
+            target=["train.py"],
+            cwd=tmp_path / str(node),
+        )
+        for node, source in enumerate((WHO, "pass"))
+    ]
+    for result in (job.wait() for job in jobs):
+        assert result.code == 1
+        assert "the content of train.py" in result.summary[0]
+
+
+def test_all_nodes_are_preempted_together(nodes):
+    source = """
+    import os, signal, sys, time
+    signal.signal(signal.SIGTERM, lambda *_: open(os.environ["FOLDER"] + "/stop", "w").close())
+    with open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w") as file:
+        file.write("ready")
+    while not os.path.exists(os.environ["FOLDER"] + "/stop"):
+        time.sleep(0.01)
+    sys.exit(75)
+    """
+    first, second = nodes(source)
+    first.wait_for("0", "1", "2", "3")
+    second.process.terminate()
+    results = [first.wait(), second.wait()]
+    assert [result.code for result in results] == [75, 75], results
+
+
+def test_node_that_is_told_to_end_and_does_not_save_ends_the_others(nodes):
+    first, second = nodes(READY_AND_STAY)
+    first.wait_for("0", "1", "2", "3")
+    second.process.terminate()
+    results = [first.wait(), second.wait()]
+    assert [result.code for result in results] == [143, 143]
+    assert "node 1" in results[0].summary[0]
+
+
+def test_ranks_that_end_early_wait_for_those_of_the_other_nodes(nodes):
+    source = """
+    import os, sys, time
+    if os.environ["GROUP_RANK"] == "1":
+        time.sleep(1.5)
+        sys.exit(7)
+    """
+    first, second = nodes(source)
+    begun = time.monotonic()
+    assert [first.wait().code, second.wait().code] == [7, 7]
+    assert time.monotonic() > begun + 1
+
+
+def test_restarts_are_refused_on_several_nodes(start, port):
+    result = start(WHO, options=[*place(port), "--node-rank", "0", "--max-restarts", "2"]).wait()
+    assert (result.code, len(result.err.splitlines())) == (2, 1)
+    assert "--max-restarts" in result.err
+
+
+TRAINS = """
+    import os, sys, time
+    import torch, dtrain as dt
+
+    def loss_fn(model, batch):
+        return dt.LossSum(total=model(batch).square().sum(), weight=torch.tensor(float(len(batch))))
+
+    last = int(sys.argv[1])
+    with dt.init_dist() as dist:
+        torch.manual_seed(0)
+        model = dt.shard_model(torch.nn.Linear(4, 4), dt.build_mesh(), strategy="full_shard")
+        step = dt.compose_step(loss_fn)
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        restored = dt.load_sharded("ckpt", state, missing_ok=True)
+        state = restored.state
+        print("from", restored.step, "on", dist.world_size, flush=True)
+        while state.step < last:
+            state, _ = step(state, torch.ones(2, 4))
+            dt.save_sharded("ckpt", state, keep_last=2)
+        if dist.world_size == 2:
+            open(f"{os.environ['FOLDER']}/{dist.rank}", "w").write("trained")
+            time.sleep(600)
+"""
+
+
+def test_job_with_one_node_fewer_goes_on_where_the_checkpoint_is(start, nodes):
+    first, second = nodes(TRAINS, "3", n=1)
+    first.wait_for("0", "1")
+    os.kill(second.pid, signal.SIGKILL)
+    assert first.wait().out == "[rank 0] from None on 2\n"
+    second.wait()
+    second.wait_until_gone()
+    result = start(TRAINS, "5", n=1).wait()
+    assert (result.code, result.out) == (0, "from 3 on 1\n"), result.err

@@ -1,0 +1,20 @@
+"""What is said of processes that a kill did not end."""
+
+from types import SimpleNamespace
+
+from dtrain.launch import result
+
+
+def said(monkeypatch, left: list[int], *, over: bool = False) -> tuple[str, ...]:
+    monkeypatch.setattr(result, "descendants", lambda: left)
+    return result._describe_unkillable(SimpleNamespace(over=over, services={7}))
+
+
+def test_processes_that_stay_are_named(monkeypatch):
+    assert said(monkeypatch, [7, 8, 9])[0].endswith("wait in the kernel: 8, 9")
+
+
+def test_those_that_have_ended_since_are_not(monkeypatch):
+    """The last one may end between the look that found it and this line."""
+    assert said(monkeypatch, [7]) == ()
+    assert said(monkeypatch, [7, 8], over=True) == ()

@@ -1,0 +1,226 @@
+"""The decisions about the ranks of a node, with a clock and ends of processes that the test makes up."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dtrain.launch.launch_plan import LaunchPlan, NodeLayout, OutputPlan, Target
+from dtrain.launch.processes import descendants
+from dtrain.launch.result import describe_failures, summarize
+from dtrain.launch.worker_group import WorkerGroup
+from dtrain.launch_protocol import RankFailure
+
+SCRIPT = Target(kind="script", name="a.py")
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    plan = LaunchPlan(target=SCRIPT, layout=NodeLayout.one_node(3), run_dir=tmp_path, output=OutputPlan(prefix="<{rank}> "))
+    (tmp_path / "failures").mkdir()
+    # What other tests have running below this process, however deep, is none of the attempt's: it would signal all of it.
+    others = set(descendants())
+    # Pids that no process has: the kernel's highest is 2**22.
+    return WorkerGroup(plan=plan, services=others, pids={0: 2**22 + 1, 1: 2**22 + 2, 2: 2**22 + 3})
+
+
+def ended(attempt, rank, code, now):
+    attempt.collect([(attempt.pids[rank], code)], now)
+    attempt.advance(now)
+
+
+def record(attempt, rank, error):
+    RankFailure.from_exception(rank, error).write(attempt.plan.failure_file(rank))
+
+
+def end_of(attempt, **settings):
+    return summarize(attempt, host="here", **{"killed_for_memory": False, **settings})
+
+
+@pytest.mark.parametrize(
+    ("error", "at_once"),
+    [
+        (ValueError("x"), True),
+        (SystemExit(3), True),
+        (ConnectionResetError(), False),
+        (RuntimeError("Connection closed"), False),
+    ],
+    ids=["ValueError", "SystemExit", "lost connection", "as gloo says it"],
+)
+def test_failure_that_may_be_of_a_peer_waits_for_the_peers_own(attempt, error, at_once):
+    record(attempt, 1, error)
+    ended(attempt, 1, 1, now=10.0)
+    assert attempt.stopping is at_once
+    attempt.advance(10.6)
+    assert attempt.stopping
+    assert attempt.cause.rank == 1
+
+
+def test_rank_that_is_killed_explains_the_connection_that_its_peer_has_lost(attempt):
+    record(attempt, 0, ConnectionResetError())
+    ended(attempt, 0, 1, now=RankFailure.read(attempt.plan.failure_file(0)).at)
+    ended(attempt, 2, -signal.SIGKILL, now=attempt.exits[0].at + 0.1)
+    attempt.advance(attempt.exits[0].at + 0.6)
+    assert (attempt.cause.rank, attempt.cause.code) == (2, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("grew", "words"), [(True, "the kernel killed a process of this job for want of memory"), (False, "often the kernel")]
+)
+def test_killed_for_memory_is_said_as_far_as_it_is_known(attempt, grew, words):
+    ended(attempt, 2, -signal.SIGKILL, now=1.0)
+    end = end_of(attempt, killed_for_memory=grew)
+    assert (end.code, end.culprit, end.may_restart) == (137, 2, True)
+    assert words in end.lines[-1]
+    assert "on here" in end.lines[-1]
+
+
+def test_rank_that_returned_early_is_named_beside_the_failure(attempt):
+    ended(attempt, 1, 0, now=1.0)
+    ended(attempt, 0, 9, now=2.0)
+    attempt.advance(2.6)
+    assert "; rank 1 had already ended with 0" in end_of(attempt).lines[-1]
+
+
+def test_end_that_comes_before_its_pid_is_known_is_not_lost(attempt):
+    attempt.pids[1] = None
+    attempt.collect([(2**22 + 77, 5)], 1.0)
+    assert 1 not in attempt.exits
+    attempt.started(1, 2**22 + 77, 1.1)
+    assert attempt.exits[1].code == 5
+
+
+def test_rank_that_starts_when_all_are_ending_is_told_so(attempt):
+    attempt.pids[1] = None
+    attempt.end(1.0, signal.SIGTERM, 5.0)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    attempt.started(1, process.pid, 1.1)
+    assert process.wait(timeout=60) == -signal.SIGTERM
+
+
+def test_request_to_end_before_any_rank_has_started_is_kept(attempt):
+    attempt.pids.clear()
+    attempt.request_stop(signal.SIGTERM, 1.0)
+    assert attempt.stopping  # nothing is to be started any more
+    assert end_of(attempt).code == 143
+
+
+def test_failure_that_was_seen_before_a_request_to_end_is_the_cause(attempt):
+    ended(attempt, 1, 3, now=1.0)  # without a record: a peer's failure may still turn up
+    attempt.request_stop(signal.SIGTERM, 1.1)
+    assert end_of(attempt).code == 3
+
+
+def test_rank_that_raised_and_does_not_end_is_named_after_the_grace(attempt):
+    record(attempt, 1, ValueError("boo"))
+    attempt.record_script_exit(1, 1, 1.0)
+    attempt.advance(5.9)
+    assert not attempt.stopping
+    assert 6.0 in attempt.deadlines()
+    attempt.advance(6.1)
+    assert (attempt.stopping, attempt.cause.rank) == (True, 1)
+
+
+def test_ranks_that_saved_and_take_their_time_are_ended_after_the_grace_and_count_as_saved(attempt):
+    for rank in range(3):
+        record(attempt, rank, SystemExit(75))
+        attempt.record_script_exit(rank, 75, 1.0 + rank)
+    attempt.advance(30.9)
+    assert not attempt.stopping
+    assert attempt.deadlines() == [31.0]
+    attempt.advance(31.0)
+    assert (attempt.stopping, attempt.cause, attempt.kill_at) == (True, None, 36.0)
+    ended(attempt, 0, -signal.SIGTERM, now=31.1)
+    ended(attempt, 1, -signal.SIGKILL, now=36.0)
+    ended(attempt, 2, 75, now=36.0)
+    assert (end_of(attempt).code, end_of(attempt).lines) == (75, ())
+
+
+def test_ranks_that_saved_and_are_killed_after_a_signal_to_the_launcher_count_as_saved(attempt):
+    attempt.request_stop(signal.SIGTERM, 1.0)
+    for rank in range(3):
+        attempt.record_script_exit(rank, 75, 2.0)
+    assert attempt.kill_at == 31.0
+    for rank in range(3):
+        ended(attempt, rank, -signal.SIGKILL, now=31.0)
+    assert end_of(attempt).code == 75
+
+
+def test_rank_that_has_not_saved_is_ended_with_those_that_have_and_does_not_count_as_saved(attempt):
+    attempt.record_script_exit(0, 75, 1.0)
+    attempt.record_script_exit(1, 75, 1.0)
+    attempt.advance(31.0)
+    for rank in range(3):
+        ended(attempt, rank, -signal.SIGTERM, now=31.1)
+    assert end_of(attempt).code == 1
+    assert end_of(attempt).lines == (
+        "dtrain: launch: ranks 0, 1 exited with 75 (preempted and saved) but ranks 2 still running, and were ended; "
+        "75 counts only from all ranks",
+    )
+
+
+def test_rank_that_dies_in_its_exit_handlers_after_the_save_has_failed(attempt):
+    attempt.record_script_exit(1, 75, 1.0)
+    ended(attempt, 1, -signal.SIGSEGV, now=2.0)
+    attempt.advance(2.5)
+    assert (attempt.stopping, attempt.cause.rank) == (True, 1)
+
+
+def test_one_request_while_the_others_end_after_a_failure_leaves_them_their_grace(attempt):
+    ended(attempt, 1, -signal.SIGKILL, now=1.0)
+    assert (attempt.stopping, attempt.kill_at) == (True, 6.0)
+    attempt.request_stop(signal.SIGINT, 2.0)
+    assert attempt.kill_at == 6.0
+    attempt.request_stop(signal.SIGINT, 3.0)
+    assert attempt.kill_at == 3.0
+
+
+def test_ranks_that_never_came_are_forgotten(attempt):
+    attempt.pids[2] = None
+    attempt.forget([2])
+    assert attempt.alive == [0, 1]
+
+
+def test_trouble_counts_once_and_only_before_the_end(attempt):
+    attempt.fail(["first"], 1.0, code=124)
+    attempt.fail(["second"], 2.0)
+    end = end_of(attempt)
+    assert (end.code, end.lines[-1]) == (124, "first")
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ({0: 75, 1: 75, 2: 75, 3: 75}, 75),
+        ({0: 75, 1: 75, 2: 75, 3: 0}, 1),
+        ({0: 0, 1: 0, 2: 0, 3: 0}, 0),
+    ],
+)
+def test_ranks_of_all_nodes_decide_about_preemption(attempt, codes, expected):
+    for rank in range(3):
+        ended(attempt, rank, codes[rank], now=1.0)
+    assert end_of(attempt, codes=codes).code == expected
+
+
+def test_traceback_of_a_rank_that_was_not_shown_is_said_with_its_mark(attempt):
+    try:
+        raise ValueError("boo")
+    except ValueError as error:
+        record(attempt, 1, error)
+    ended(attempt, 1, 1, now=1.0)
+    log = ["step 1", "[rank1]: Traceback (most recent call last):", "[rank1]: ValueError: boo", "step 2", "a", "b", "c"]
+    said = describe_failures(attempt, end_of(attempt), is_shown=lambda _: False, read_tail=lambda rank, n: log, full=False)
+    assert said[:5] == ["<1> step 2", "<1> a", "<1> b", "<1> c", "<1> Traceback (most recent call last):"]
+    assert said[-1] == "<1> ValueError: boo"
+    assert len([line for line in said if "Traceback" in line]) == 1
+
+
+def test_last_lines_of_a_rank_that_left_no_traceback_are_said(attempt):
+    ended(attempt, 1, -signal.SIGKILL, now=1.0)
+    said = describe_failures(
+        attempt, end_of(attempt), is_shown=lambda _: False, read_tail=lambda rank, n: [f"line {rank}"], full=False
+    )
+    assert said == ["<1> line 1"]

@@ -1,0 +1,246 @@
+"""A sink that fails, hangs or is slow: the others go on, training goes on, and somebody is told once."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dtrain import spans
+from dtrain.dist.shutdown import run_shutdown_hooks
+from dtrain.errors import ConfigError
+from dtrain.loggers.background import BackgroundLogger
+from dtrain.loggers.logger import FailedLogger, close, failed_loggers, fault_tolerant, multi
+from dtrain.loggers.records import in_memory
+from dtrain.loggers.text import text_file
+
+PATIENCE_S = 60.0
+
+
+class Failing:
+    def __init__(self) -> None:
+        self.calls, self.closed = 0, 0
+
+    def __call__(self, step, numbers):
+        self.calls += 1
+        raise ZeroDivisionError("no\nluck")
+
+    def close(self):
+        self.closed += 1
+        raise OSError("nor here")
+
+
+def test_a_sink_that_fails_is_dropped_and_the_others_go_on():
+    failing, kept, before = Failing(), in_memory(), len(failed_loggers())
+    spans.set_listener(heard := Heard())
+    try:
+        log = multi(failing, kept)
+        with pytest.warns(UserWarning, match=r"^Failing: no luck; metrics are no longer logged there$"):
+            log(0, {"loss": 1.0})
+        log(1, {"loss": 1.0})
+        log(2, {"loss": 1.0})
+    finally:
+        spans.set_listener(None)
+    assert (failing.calls, failing.closed) == (1, 1)
+    assert len(kept.records) == 3
+    assert failed_loggers()[before:] == (FailedLogger(name="Failing", step=0, error="no luck"),)
+    assert [(each["name"], each["sink"], each["error"]) for each in heard.events] == [("dropped", "Failing", "no luck")]
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.events = []
+
+    def stepped(self) -> None:
+        pass
+
+    def happened(self, event) -> None:
+        self.events.append(event)
+
+
+def test_an_interrupt_in_a_sink_is_no_failure_of_it():
+    def pressed(step, numbers):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        multi(pressed)(1, {})
+
+
+def test_closing_reaches_every_sink_once_and_what_comes_later_is_ignored():
+    class Closable:
+        calls, closed = 0, 0
+
+        def __call__(self, step, numbers):
+            self.calls += 1
+
+        def close(self):
+            self.closed += 1
+
+    first, second, kept = Closable(), Closable(), in_memory()
+    log = multi(multi(first, kept), fault_tolerant(second))
+    log(1, {})
+    close(log)
+    log(2, {})
+    close(log)
+    assert [(each.calls, each.closed) for each in (first, second)] == [(1, 1), (1, 1)]
+    close(lambda step, numbers: None)  # nothing to do
+    assert fault_tolerant(log) is log
+
+
+def test_a_sink_that_fails_to_close_is_told():
+    log = fault_tolerant(Failing(), name="mine")
+    with pytest.warns(UserWarning, match="mine: nor here; metrics"):
+        close(log)
+
+
+BAD = {
+    "tee": (lambda: multi(3), r"guarded: needs a sink, a function of \(step, numbers\), got 3"),
+    "guarded": (lambda: fault_tolerant(None), "guarded: needs a sink, .*, got None"),
+    "close": (lambda: close("log"), "close: needs a sink, .*, got 'log'"),
+    "patience": (lambda: fault_tolerant(print, timeout_s=0), "print: patience_s is a number of seconds above 0, got 0"),
+    "patience of nan": (lambda: fault_tolerant(print, timeout_s=float("nan")), "above 0, got nan"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
+def test_what_cannot_be_right_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Lets go what hangs, at the end."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def until(true) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_sink_in_a_thread_gets_plain_copies_in_their_order():
+    kept = in_memory()
+    log = fault_tolerant(kept, timeout_s=PATIENCE_S)
+    numbers = {"loss": 1.0}
+    for step in range(100):
+        numbers["loss"] = float(step)
+        log(step, numbers)
+    close(log)
+    log(100, numbers)
+    assert kept.column("loss") == {step: float(step) for step in range(100)}
+
+
+def test_a_sink_that_hangs_is_dropped_and_holds_nobody(gate):
+    kept, before = in_memory(), len(failed_loggers())
+
+    def hanging(step, numbers):
+        gate.wait()
+
+    apart = fault_tolerant(hanging, timeout_s=0.5)
+    log = multi(apart, kept)
+    log(1, {})
+    until(lambda: apart._trouble() is not None)
+    with pytest.warns(UserWarning, match=r"hanging: no answer for 0\.5 s; metrics are no longer logged there"):
+        log(2, {})
+    log(3, {})
+    close(log)
+    assert len(kept.records) == 3
+    assert [(each.name, each.step) for each in failed_loggers()[before:]] == [("hanging", 2)]
+
+
+def test_a_sink_that_hangs_at_the_end_is_waited_for_only_so_long(gate):
+    log = fault_tolerant(lambda step, numbers: gate.wait(), name="slow", timeout_s=PATIENCE_S)
+    log._close_s = 0.1
+    log(1, {})
+    with pytest.warns(UserWarning, match=r"slow: was not done 0\.1 s after the end; [01] records still wait"):
+        close(log)
+
+
+def test_a_sink_that_fails_in_its_thread_is_told_where_the_loop_is():
+    failing = Failing()
+    log = fault_tolerant(failing, timeout_s=PATIENCE_S)
+    log(1, {})
+    until(lambda: failing.calls)
+    with pytest.warns(UserWarning, match="Failing: no luck"):
+        close(log)
+
+
+def test_records_that_a_slow_sink_has_no_room_for_are_left_out(gate):
+    seen, taken = [], threading.Event()
+
+    class Slow:
+        def write(self, records):
+            taken.set()
+            gate.wait()
+            seen.extend(record.step for record in records)
+
+        def close(self, *, failed):
+            seen.append(failed)
+
+    log = BackgroundLogger("slow", Slow, convert=dict, timeout_s=PATIENCE_S, max_queued=3)
+    log(0, {})
+    assert taken.wait(PATIENCE_S)
+    for step in (1, 2, 3):
+        log(step, {})
+    with pytest.warns(UserWarning, match="slow: is slower than the loop logs; 3 records wait"):
+        log(4, {})
+    log(5, {})
+    gate.set()
+    close(log)
+    assert seen == [0, 1, 2, 3, False]
+
+
+def test_numbers_that_cannot_be_prepared_drop_the_sink(gate):
+    log = BackgroundLogger("odd", in_memory, convert=lambda numbers: 1 / 0, timeout_s=PATIENCE_S)
+    with pytest.warns(UserWarning, match="odd: division by zero"):
+        log(1, {})
+
+
+def test_all_are_closed_when_the_block_of_init_dist_is_left(tmp_path):
+    said = []
+
+    class Told:
+        def write(self, records):
+            said.extend(record.step for record in records)
+
+        def close(self, *, failed):
+            said.append(failed)
+
+    lines = text_file(tmp_path / "log.txt", flush_interval=100)
+    log = multi(BackgroundLogger("told", Told, convert=dict, timeout_s=PATIENCE_S), lines)
+    log(1, {})
+    run_shutdown_hooks(ValueError("training failed"))
+    assert said == [1, True]
+    assert (tmp_path / "log.txt").read_text().endswith("step 1\n")
+
+
+def test_all_are_closed_at_the_end_of_the_process(tmp_path):
+    program = f"""
+from dtrain.observe.sinks import guarded, tee, text_file
+from dtrain.loggers.background import BackgroundLogger
+class Told:
+    def write(self, records):
+        pass
+    def close(self, *, failed):
+        print("failed", failed, flush=True)
+class Slow:
+    def __call__(self, step, numbers):
+        import time
+        time.sleep(0.2)
+    def close(self):
+        print("closed", flush=True)
+told = BackgroundLogger("told", Told, prepared=dict, patience_s=30.0)
+log = tee(told, guarded(Slow(), patience_s=30.0), text_file({str(tmp_path / "log.txt")!r}, flush_every=100))
+log(1, {{"loss": 1.0}})
+raise ValueError("training failed")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout) == (1, "failed True\nclosed\n"), done.stderr
+    assert (tmp_path / "log.txt").read_text().endswith("step 1  loss 1\n")

@@ -1,0 +1,72 @@
+"""Sinks whose package is missing or broken."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from dtrain.errors import ConfigError
+from dtrain.loggers.logger import null_logger
+from dtrain.loggers.ml_flow import mlflow
+from dtrain.loggers.tensor_board import tensorboard
+from dtrain.loggers.weights_and_biases import wandb
+
+MAKE = {
+    "tensorboard": lambda folder, **more: tensorboard(folder, **more),
+    "wandb": lambda folder, **more: wandb("p", path=folder, mode="offline", **more),
+    "mlflow": lambda folder, **more: mlflow("e", path=folder, **more),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_missing_package_is_told_with_its_extra(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if "Editable" not in str(finder)])
+    with pytest.raises(ConfigError, match=rf'^{name}: needs the package {name}: pip install "dtrain\[{name}\]"$'):
+        MAKE[name](tmp_path)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_folder_of_the_packages_name_is_no_package(monkeypatch, tmp_path, name):
+    (tmp_path / name).mkdir()  # as W&B makes one where it runs
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ConfigError, match=f"{name}: needs the package {name}"):
+        MAKE[name](tmp_path)
+
+
+BROKEN = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow.tracking"}
+
+
+@pytest.mark.parametrize(("name", "module"), BROKEN.items())
+def test_a_package_that_does_not_work_is_one_warning(monkeypatch, tmp_path, name, module):
+    monkeypatch.setattr("dtrain.loggers.arguments.find_spec", lambda name: SimpleNamespace(origin="somewhere"))
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.warns(UserWarning, match=rf"^{name}: .* None in sys.modules; metrics are no longer logged there"):
+        assert MAKE[name](tmp_path) is null_logger
+
+
+BAD = {
+    "server": ({"folder": "s3://bucket/tb"}, "needs a local path, got 's3://bucket/tb'"),
+    "patience": ({"patience_s": -1}, "patience_s is a number of seconds above 0, got -1"),
+    "settings": ({"settings": [1]}, "settings is a mapping, a dataclass or argparse's Namespace, got list"),
+    "ranks": ({"ranks": "all"}, r"ranks='all' needs \{rank\} in the path"),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_what_cannot_be_right_is_refused(name, arguments, message, tmp_path):
+    with pytest.raises(ConfigError, match=f"{name}: {message}"):
+        MAKE[name](**{"folder": tmp_path, **arguments})
+
+
+def test_services_need_a_name(tmp_path):
+    with pytest.raises(ConfigError, match="wandb: needs the name of a project, got ''"):
+        wandb("", path=tmp_path)
+    with pytest.raises(ConfigError, match="wandb: mode must be 'online' or 'offline', got 'off'"):
+        wandb("p", path=tmp_path, mode="off")
+    with pytest.raises(ConfigError, match="mlflow: needs the name of an experiment, got None"):
+        mlflow(None, path=tmp_path)

@@ -1,0 +1,205 @@
+"""A loss that is not finite, or a spike, is found two steps later, on all ranks, also after a resume."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain import spans
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.save import save_sharded
+from dtrain.dist.init import get_dist_info
+from dtrain.errors import ConfigError, StepError
+from dtrain.monitors.loss_spikes import is_spike, watch_loss
+from dtrain.step.optimizer_in_backward import optimizer_in_backward
+from dtrain.testing import count_host_syncs
+from dtrain.transforms.gradients.nonfinite import nonfinite
+
+USUAL = 1.0
+
+
+def begin(*transforms, lr=0.0, make=dt.compose_step, through=False, **options):
+    """A run whose loss is the value that the batch holds; it reaches the gradient with ``through`` only."""
+    model = nn.Linear(1, 4, bias=False).double()
+    nn.init.ones_(model.weight)
+    if torch.distributed.is_initialized():
+        model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=())
+    one = torch.ones(1, dtype=torch.float64)
+    loss = dt.mean_loss(lambda m, x: m(x).mean() if through else m(one).mean() * 0.0 + x.mean(), weight=len)
+    step = make(loss, transforms, **options)
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=lr))
+
+
+def run(step, state, values):
+    """The state after steps with these losses."""
+    for value in values:
+        state, _ = step(state, torch.full((2, 1), value, dtype=torch.float64))
+    return state
+
+
+@pytest.fixture
+def events():
+    """What was told to the run's ledger."""
+    heard = []
+
+    class Listener:
+        def stepped(self):
+            spans.schedule_next_check(step=10**12, in_s=1e6)
+
+        def happened(self, event):
+            heard.append({key: value for key, value in event.items() if key != "at"})
+
+    spans.set_listener(Listener())
+    yield heard
+    spans.set_listener(None)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_raises_two_steps_later(bad, events):
+    step, state = begin(watch_loss())
+    state = run(step, state, [USUAL, bad, USUAL])
+    before = state.model.weight.detach().clone()
+    with pytest.raises(
+        StepError, match=f"watch_loss: the loss of step 1 was {bad}; look at its batch and at the learning rate"
+    ):
+        run(step, state, [USUAL])
+    assert torch.equal(
+        state.model.weight,
+        before,
+    ), "the step that raises must not be made"
+    (event,) = events
+    assert (event["name"], event["step"], event["value"]) == ("loss", 1, str(bad))
+
+
+def test_a_warning_lets_the_run_go_on(events):
+    step, state = begin(watch_loss("warn"))
+    with pytest.warns(RuntimeWarning, match="watch_loss: the loss of step 1 was nan"):
+        state = run(step, state, [USUAL, math.nan, USUAL, USUAL, USUAL, USUAL])
+    assert state.step == 6
+    assert len(events) == 1
+
+
+def test_a_spike_raises_and_what_is_usual_does_not():
+    step, state = begin(watch_loss(factor=3.0))
+    state = run(step, state, [100.0, *[1.0, 1.2] * 6, 2.9, 3.7, 1.0])
+    with pytest.raises(StepError, match=r"the loss of step 14 was 3.7; the median of the 14 before is 1.2, and factor=3.0"):
+        run(step, state, [1.0])
+
+
+def test_the_window_moves_on():
+    step, state = begin(watch_loss(factor=3.0, window=10))
+    state = run(step, state, [1.0] * 12 + [2.5] * 12 + [7.0] * 4)  # 7 is 2.8 times what is usual by then
+    assert list(state.slices["watch_loss"]["usual"].values()) == [2.5] * 8 + [7.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "before", "factor", "spike"),
+    [
+        (3.1, [1.0] * 10, 3.0, True),
+        (3.0, [1.0] * 10, 3.0, False),
+        (99.0, [1.0] * 9, 3.0, False),  # too few
+        (-0.4, [-1.0] * 10, 1.5, True),  # half of the magnitude above
+        (-0.5, [-1.0] * 10, 1.5, False),
+        (2.0, [1e9] * 4 + [1.0] * 6, 3.0, False),  # spikes do not move the median
+        (1.0, [0.0] * 10, 3.0, True),
+    ],
+)
+def test_a_spike_is(loss, before, factor, spike):
+    assert is_spike(loss, before, factor) == spike
+
+
+def test_a_resumed_run_finds_what_the_first_one_had_not_looked_at(tmp_path):
+    step, state = begin(watch_loss())
+    state = run(step, state, [USUAL, math.nan])
+    save_sharded(tmp_path, state)
+    step, state = begin(watch_loss())
+    state = run(step, load_sharded(tmp_path, state).state, [USUAL])
+    with pytest.raises(StepError, match="the loss of step 1 was nan"):
+        run(step, state, [USUAL])
+
+
+def test_a_step_that_is_tried_again_does_not_lose_a_loss():
+    step, state = begin(watch_loss())
+    state = run(step, state, [math.nan, USUAL])
+    for _ in range(3):
+        with pytest.raises(StepError, match="the loss of step 0 was nan"):
+            run(step, state, [USUAL])
+
+
+def test_no_step_waits_for_the_device():
+    step, state = begin(watch_loss(factor=2.0))
+    state = run(step, state, [USUAL])
+    with count_host_syncs() as seen:
+        run(step, state, [USUAL] * 20)
+    assert seen.count == 0
+
+
+@pytest.mark.parametrize(("first", "second", "found"), [(watch_loss(), nonfinite(), True), (nonfinite(), watch_loss(), False)])
+def test_listed_before_nonfinite_it_sees_steps_that_are_left_out(first, second, found):
+    step, state = begin(first, second, through=True)
+    state = run(step, state, [USUAL, math.nan, USUAL])
+    if found:
+        with pytest.raises(StepError, match="the loss of step 1 was nan"):
+            run(step, state, [USUAL])
+    else:
+        assert run(step, state, [USUAL] * 3).step == 6
+
+
+def test_it_works_where_the_optimizer_runs_in_backward():
+    step, state = begin(watch_loss(), make=optimizer_in_backward, weight_fn=len)
+    state = run(step, state, [math.nan, USUAL])
+    with pytest.raises(StepError, match="the loss of step 0 was nan"):
+        run(step, state, [USUAL])
+
+
+def on_ranks():
+    """Only rank 1 has a bad sample."""
+    step, state = begin(watch_loss())
+    values = [USUAL, math.nan if get_dist_info().rank == 1 else USUAL, USUAL, USUAL]
+    try:
+        for value in values:
+            state = run(step, state, [value])
+    except StepError as error:
+        return f"{state.step}: {error}"
+    return "no error"
+
+
+def test_all_ranks_raise_in_one_step(ranks):
+    for message in ranks(2).run(on_ranks):
+        assert message.startswith("3: watch_loss: the loss of step 1 was nan")
+
+
+def warned():
+    step, state = begin(watch_loss("warn"))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run(step, state, [math.inf, USUAL, USUAL])
+    said = [str(each.message)[:10] for each in seen]
+    return [each for each in said if each == "watch_loss"]  # both ranks have the same batches, which is warned of as well
+
+
+def test_rank_0_warns(ranks):
+    assert ranks(2).run(warned) == [["watch_loss"], []]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"action": "skip"}, "watch_loss: action must be 'raise' or 'warn', got 'skip'"),
+        ({"factor": 1.0}, "watch_loss: needs a finite factor > 1, or None, got factor=1.0"),
+        ({"factor": "2"}, "watch_loss: needs a finite factor > 1, or None, got factor='2'"),
+        ({"window": 9}, "watch_loss: needs a whole window >= 10, got window=9"),
+    ],
+)
+def test_wrong_arguments_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        watch_loss(**given)
+
+
+def test_another_metric_must_be_there():
+    step, state = begin(watch_loss(metric="lm"))
+    with pytest.raises(ConfigError, match="watch_loss: the step has no metric 'lm'; it has loss"):
+        run(step, state, [USUAL])

@@ -1,0 +1,41 @@
+"""readings: the numbers of all sources, and no name twice."""
+
+import re
+
+import pytest
+
+from dtrain.errors import ConfigError
+from dtrain.monitors.meter import collect
+
+
+def speed(state: object) -> dict[str, float]:
+    return {"speed": 2.0, "state": state}
+
+
+def broken(state: object) -> list[float]:
+    return [1.0]
+
+
+def test_readings_keep_the_order_of_sources():
+    found = collect(7, {"loss": 1.5}, speed, {})
+    assert list(found.items()) == [("loss", 1.5), ("speed", 2.0), ("state", 7)]
+
+
+def test_no_source_gives_no_reading():
+    assert collect(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        pytest.param(
+            [{"lr": 1.0}, speed, {"lr": 2.0}], "'lr' is given by source 3 and by an earlier one; rename it", id="twice"
+        ),
+        pytest.param([speed, speed], "'speed' is given by source 2 and by an earlier one", id="a-meter-twice"),
+        pytest.param([[1.0]], "source 1 must give numbers by name, got list; pass a dict, or a meter", id="a-list"),
+        pytest.param([{}, broken], "source 2 must give numbers by name, the meter broken returned list", id="a-meters-list"),
+    ],
+)
+def test_wrong_sources_are_refused(sources, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        collect(None, *sources)

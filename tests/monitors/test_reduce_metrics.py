@@ -1,0 +1,89 @@
+import pytest
+import torch
+
+from dtrain.clock import Clock
+from dtrain.dist.init import get_dist_info
+from dtrain.errors import ConfigError, StepError
+from dtrain.loggers.text import progress_line
+from dtrain.monitors.reduce_metrics import reduce_metrics, tokens_per_second
+from dtrain.typing import Metric, add_metrics
+
+
+def metric(total: float, weight: float) -> Metric:
+    return Metric(torch.tensor(total, dtype=torch.float64), torch.tensor(weight, dtype=torch.float64))
+
+
+def reduced() -> dict:
+    rank = get_dist_info().rank
+    return reduce_metrics({"loss": metric(10.0 * rank, rank), "count": metric(1.0, 1.0)})
+
+
+def test_means_are_weighted_over_ranks(ranks):
+    assert ranks(3).run(reduced) == [{"loss": 10.0, "count": 1.0}] * 3
+
+
+def differing_names(extra: int) -> str:
+    rank = get_dist_info().rank
+    names = [f"m{i}" for i in range(3 + extra * rank)] if extra else ["a" if rank == 0 else "b"]
+    try:
+        reduce_metrics({name: metric(15.0, 1.0) for name in names})
+    except StepError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("extra", [0, 1, 20])
+def test_ranks_with_other_names_all_raise(ranks, extra):
+    for message in ranks(2).run(differing_names, extra):
+        assert "ranks have metrics of different names; this one has" in message
+
+
+def test_many_metrics_reduce(ranks):
+    assert reduce_metrics({f"m{i}": metric(float(i), 1.0) for i in range(100)}) == {f"m{i}": float(i) for i in range(100)}
+
+
+def test_metrics_of_steps_add():
+    both = add_metrics({"loss": metric(4, 2)}, {"loss": metric(2, 4), "lr": metric(1, 1)})
+    assert reduce_metrics(both) == {"loss": 1.0, "lr": 1.0}
+
+
+def epoch_of_sums(counts: list[list[int]]) -> list[dict]:
+    """The mean over all samples of an epoch, from the sums of its steps; ranks have different numbers of samples in a step."""
+    rank, at = get_dist_info().rank, 0
+    epoch, means = {}, []
+    for step in counts:
+        begin = at + sum(step[:rank])
+        mine = torch.arange(begin, begin + step[rank], dtype=torch.float64) ** 2
+        metrics = {"square": Metric(mine.sum(), torch.tensor(len(mine), dtype=torch.float64))}
+        epoch, at = add_metrics(epoch, metrics), at + sum(step)
+        means.append(reduce_metrics(metrics)["square"])
+    return [reduce_metrics(epoch)["square"], sum(means) / len(means)]
+
+
+def test_an_epochs_mean_is_that_of_the_sums_of_its_steps(ranks):
+    counts = [[4, 4, 3], [4, 4, 3], [1, 0, 0]]
+    exact = (torch.arange(23.0, dtype=torch.float64) ** 2).mean().item()
+    for of_sums, of_means in ranks(3).run(epoch_of_sums, counts):
+        assert of_sums == pytest.approx(exact, rel=1e-12)
+        assert of_means != pytest.approx(exact, rel=1e-2), "a mean of the steps' means counts a short step too much"
+
+
+def test_nothing_to_reduce_is_refused():
+    with pytest.raises(ConfigError, match="there is no metric to reduce"):
+        reduce_metrics({})
+    with pytest.raises(StepError, match="'loss' has weight 0 on all ranks together"):
+        reduce_metrics({"loss": metric(0, 0)})
+
+
+def test_progress_line_says_where_the_run_is():
+    class State:
+        clock = Clock(step=120, tokens=120_000, seconds=30.0)
+
+    since = Clock(step=100, tokens=100_000, seconds=20.0)
+    line = progress_line(State, {"loss": 2.10341, "lr": 3e-3}, total_steps=600, since=since)
+    assert line == "step 120/600  loss 2.1034  lr 3.00e-03  2,000 tok/s  4:00 left"
+    assert progress_line(State, {}, total_steps=600, since=State.clock) == "step 120/600"
+
+
+def test_tokens_per_second_of_no_time_is_zero():
+    assert tokens_per_second(Clock(), Clock()) == 0.0

@@ -1,0 +1,173 @@
+"""system_metrics: rates between two readings of made-up files, GPUs by torch, one rank of each host."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dtrain.dist.init import get_dist_info
+from dtrain.monitors import hardware
+from dtrain.monitors.hardware import system_metrics
+
+CPU, GPU = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(device=torch.device("cuda", 0))
+NET = """Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
+    lo: 999999 1 0 0 0 0 0 0 999999 1 0 0 0 0 0 0
+  eth0: {received} 1 0 0 0 0 0 0 {sent} 1 0 0 0 0 0 0
+ bond0: {received} 1 0 0 0 0 0 0 {sent} 1 0 0 0 0 0 0
+"""
+DISKS = (
+    "   7 0 loop0 9 9 999 9 9 9 999 9 0 0 0\n 254 0 vda 9 9 {read} 9 9 9 {written} 9 0 0 0\n 254 1 vda1 9 9 5 9 9 9 5 9 0 0 0\n"
+)
+
+
+class Machine:
+    """A /proc and a /sys with known numbers."""
+
+    def __init__(self, root: Path, monkeypatch) -> None:
+        self.proc, self.now = root / "proc", 100.0
+        for folder in ("sys/class/net/eth0/device", "sys/block/vda/device", "sys/block/loop0", "proc/net"):
+            (root / folder).mkdir(parents=True)
+        monkeypatch.setattr(hardware, "PROC", self.proc)
+        monkeypatch.setattr(hardware, "SYS", root / "sys")
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def say(self, *, busy: int, idle: int, received: int, sent: int, read: int, written: int) -> None:
+        (self.proc / "stat").write_text(f"cpu  {busy} 0 0 {idle} 0 0 0 0 7 7\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+        (self.proc / "net" / "dev").write_text(NET.format(received=received, sent=sent))
+        (self.proc / "diskstats").write_text(DISKS.format(read=read, written=written))
+        (self.proc / "meminfo").write_text("MemTotal:  1000 kB\nMemFree:  1 kB\nMemAvailable:  750 kB\nHugePages_Total: 0\n")
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    return Machine(tmp_path, monkeypatch)
+
+
+MEMORY = {"system/memory_bytes": 256000.0, "system/memory_percent": 25.0}
+
+
+def test_rates_are_of_the_time_between_calls(machine):
+    meter = system_metrics()
+    machine.write_line(busy=100, idle=100, received=1000, sent=2000, read=10, written=20)
+    assert meter(CPU) == MEMORY
+    machine.write_line(busy=130, idle=110, received=1500, sent=2200, read=14, written=21)
+    machine.now += 2.0
+    assert meter(CPU) == {
+        "system/cpu_percent": 75.0,
+        **MEMORY,
+        "system/network_in_bytes_per_s": 250.0,
+        "system/network_out_bytes_per_s": 100.0,
+        "system/disk_read_bytes_per_s": 1024.0,
+        "system/disk_write_bytes_per_s": 256.0,
+    }
+
+
+def test_a_counter_that_went_back_is_no_negative_rate(machine):
+    meter = system_metrics()
+    machine.write_line(busy=1, idle=1, received=1000, sent=1000, read=10, written=10)
+    meter(CPU)
+    machine.write_line(busy=2, idle=2, received=10, sent=2000, read=10, written=10)
+    machine.now += 1.0
+    found = meter(CPU)
+    assert (found["system/network_in_bytes_per_s"], found["system/network_out_bytes_per_s"]) == (0.0, 1000.0)
+
+
+def test_in_a_container_all_interfaces_but_the_loopback_count(machine):
+    machine.write_line(busy=1, idle=1, received=1000, sent=10, read=0, written=0)
+    (hardware.SYS / "class" / "net" / "eth0" / "device").rmdir()
+    assert hardware.read_counters()[2:4] == (2000.0, 20.0)
+
+
+def test_what_cannot_be_read_is_left_out(machine):
+    meter = system_metrics()
+    assert meter(CPU) == {}
+    machine.now += 1.0
+    assert meter(CPU) == {}
+    assert hardware.read_counters() == hardware.HostCounters()
+
+
+def test_this_machine_says_something():
+    meter = system_metrics()
+    meter(CPU)
+    found = meter(CPU)
+    assert 0.0 < found["system/memory_percent"] < 100.0
+    assert all(value >= 0.0 for value in found.values())
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for name, scale in (("utilization", 10), ("temperature", 1), ("power_draw", 1000)):
+        monkeypatch.setattr(torch.cuda, name, lambda index, scale=scale: scale * (index + 60), raising=False)
+
+
+def test_gpus_of_this_hosts_ranks_are_read(machine, gpus, monkeypatch):
+    info = SimpleNamespace(local_rank=0, local_world_size=2, node_rank=0)
+    monkeypatch.setattr("dtrain.monitors.hardware.current", lambda: info)
+    assert system_metrics()(GPU) == {
+        "system/gpu_percent": 605.0,
+        "system/gpu_temperature_c": 61.0,
+        "system/gpu_power_w": 121.0,
+    }
+
+
+def test_gpus_without_nvml_are_one_warning(machine, gpus, monkeypatch):
+    def missing(index: int) -> int:
+        raise ModuleNotFoundError("pynvml does not seem to be installed")
+
+    monkeypatch.setattr(torch.cuda, "utilization", missing)
+    meter = system_metrics()
+    with pytest.warns(
+        UserWarning, match="system_metrics: no numbers of GPUs: pynvml does not seem .*; pip install nvidia-ml-py"
+    ):
+        assert meter(GPU) == {}
+    assert meter(GPU) == {}
+
+
+def on_ranks(all_hosts: bool) -> dict[str, float]:
+    meter = system_metrics(all_hosts=all_hosts)
+    meter(CPU)
+    return dict(meter(CPU))
+
+
+def test_only_the_first_rank_of_a_host_reads(ranks):
+    first, second = ranks(2).run(on_ranks, False)
+    assert "system/memory_bytes" in first
+    assert second == {}
+
+
+def as_two_hosts() -> dict[str, float]:
+    """Each rank is a host of its own."""
+    info = get_dist_info()
+    pretended = SimpleNamespace(local_rank=0, local_world_size=1, node_rank=info.rank)
+    from dtrain.monitors import hardware
+
+    hardware.current = lambda: pretended
+    try:
+        return on_ranks(True)
+    finally:
+        hardware.current = get_dist_info
+
+
+def test_all_hosts_are_told_to_every_rank(ranks):
+    one = ranks(2).run(on_ranks, True)
+    assert one[0] == one[1]
+    assert {name.rsplit("/", 1)[1] for name in one[0]} == {"host0"}
+    two = ranks(2).run(as_two_hosts)
+    assert two[0] == two[1]
+    assert {name.rsplit("/", 1)[1] for name in two[0]} == {"host0", "host1"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:system_metrics. no numbers of GPUs")
+def test_a_real_gpu_is_read_where_nvml_is():
+    pytest.importorskip("pynvml")
+    found = system_metrics()(GPU)
+    assert 0.0 <= found["system/gpu_percent"] <= 100.0
+    assert found["system/gpu_power_w"] > 0.0

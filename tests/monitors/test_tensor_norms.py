@@ -1,0 +1,215 @@
+"""Norms against torch's own on whole tensors, in every layout, and only in the steps that log."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.combinators import masked
+from dtrain.dist.init import get_dist_info
+from dtrain.errors import ConfigError
+from dtrain.monitors.reduce_metrics import reduce_metrics
+from dtrain.monitors.tensor_norms import norms
+from dtrain.testing import count_collectives
+from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
+from dtrain.transforms.gradients.nonfinite import nonfinite
+from dtrain.transforms.precision.loss_scale import loss_scale
+from shard.copies import ADAMW, MOMENTUM, RAGGED, begin, loss, net, optimizer_of, part, small, whole_batch
+
+ALL = ("grad", "param", "update", "moment", "cosine")
+ROUNDING = 1e-12  # of float64, relative
+
+
+def plain(transforms, kind=ADAMW, steps=2):
+    """Reduced metrics of the last of some steps in this process, and its state."""
+    model = net()
+    step = dt.compose_step(loss, transforms, grad=small)
+    state = step.init(model, optimizer_of(kind, model), seed=5)
+    metrics = {}
+    for at in range(steps):
+        state, metrics = step(state, whole_batch(at))
+    return reduce_metrics(metrics), state
+
+
+def by_hand(kind, steps=2):
+    """The same with torch alone: (name, what) -> tensor, in the last step."""
+    model = net()
+    optimizer = optimizer_of(kind, model)
+    for at in range(steps):
+        optimizer.zero_grad()
+        batch = whole_batch(at)
+        (model(batch["x"]) - batch["y"]).square().mean().backward()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        old = {name: dict(optimizer.state[p]) for name, p in model.named_parameters()}
+        old = {name: {k: v.clone() for k, v in content.items()} for name, content in old.items()}
+        optimizer.step()
+    found = {}
+    for name, p in model.named_parameters():
+        found[name, "grad"], found[name, "param"], found[name, "update"] = p.grad, before[name], p.detach() - before[name]
+        for key, value in optimizer.state[p].items():
+            if key != "step":
+                found[name, key] = value
+                found[name, f"old {key}"] = old[name].get(key)
+    return found
+
+
+def norm(found, what, prefix=""):
+    return math.sqrt(
+        sum(t.square().sum().item() for (name, key), t in found.items() if key == what and name.startswith(prefix))
+    )
+
+
+@pytest.mark.parametrize(("kind", "keys"), [(ADAMW, ("exp_avg", "exp_avg_sq")), (MOMENTUM, ("momentum_buffer",))])
+def test_norms_are_those_of_torch(kind, keys):
+    found, expected = plain([norms(1, of=ALL, by="layer")], kind)[0], by_hand(kind)
+    for what in ("grad", "param", "update", *keys):
+        assert found[f"norm/{what}"] == pytest.approx(norm(expected, what), rel=ROUNDING)
+        for layer in ("first", "last"):
+            assert found[f"norm/{what}/{layer}"] == pytest.approx(norm(expected, what, layer), rel=ROUNDING)
+    assert found["norm/update_ratio"] == pytest.approx(norm(expected, "update") / norm(expected, "param"), rel=ROUNDING)
+    product = sum((t * expected[name, f"old {keys[0]}"]).sum().item() for (name, key), t in expected.items() if key == "grad")
+    lengths = norm(expected, "grad") * norm(expected, f"old {keys[0]}")
+    assert found["norm/cosine"] == pytest.approx(product / lengths, rel=ROUNDING)
+
+
+def test_a_first_step_has_no_cosine_and_plain_sgd_no_moment():
+    assert "norm/cosine" not in plain([norms(1, of=ALL)], steps=1)[0]
+    found = plain([norms(1)], ("sgd", 0.1, 0.0))[0]
+    assert [name for name in found if "/" in name] == ["norm/grad", "norm/param", "norm/update", "norm/update_ratio"]
+
+
+@pytest.mark.parametrize(
+    ("by", "labels"),
+    [
+        ("all", []),
+        ("layer", ["first", "last", "temperature"]),
+        ("group", ["0"]),
+        (lambda name: "weights" if name.endswith("weight") else None, ["weights"]),
+    ],
+    ids=["all", "layer", "group", "function"],
+)
+def test_labels_are(by, labels):
+    found = plain([norms(1, of=("param",), by=by)])[0]
+    assert [name for name in found if name.startswith("norm/")] == ["norm/param", *(f"norm/param/{at}" for at in labels)]
+
+
+def test_groups_go_by_their_names():
+    model = net()
+    step = dt.compose_step(loss, [norms(1, of=("update",), by="group")])
+    groups = [{"params": model.first.parameters(), "name": "body"}, {"params": model.last.parameters(), "lr": 0.0}]
+    state = step.init(model, torch.optim.SGD(groups, lr=0.1), partial=True)  # without the temperature
+    found = reduce_metrics(step(state, whole_batch(0))[1])
+    assert found["norm/update/1"] == 0.0 < found["norm/update/body"]
+    assert found["norm/update"] == pytest.approx(found["norm/update/body"])
+
+
+def test_the_place_in_the_list_says_which_gradient():
+    before = plain([norms(1), clip_by_norm(0.01)], steps=1)[0]
+    after = plain([clip_by_norm(0.01, eps=0.0), norms(1)], steps=1)[0]
+    assert before["norm/grad"] == pytest.approx(before["grad_norm"], rel=ROUNDING)
+    assert after["norm/grad"] == pytest.approx(0.01, rel=1e-9)
+
+
+def test_a_loss_scale_is_off_again():
+    found = plain([loss_scale(1024.0), norms(1)], steps=1)[0]
+    assert found["norm/grad"] == pytest.approx(plain([norms(1)], steps=1)[0]["norm/grad"], rel=ROUNDING)
+
+
+def test_a_step_that_is_left_out_has_an_update_of_zero():
+    model = nn.Linear(1, 1, bias=False)
+    step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), [norms(1), nonfinite("skip")])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    found = reduce_metrics(step(state, torch.tensor([[math.inf]]))[1])
+    assert [found[name] for name in ("norm/update", "norm/grad", "skipped")] == [0.0, math.inf, 1.0]
+
+
+def test_masked_norms_are_of_a_part():
+    found = plain([masked(norms(1), "first.*")])[0]
+    expected = by_hand(ADAMW)
+    for what in ("grad", "param", "update", "exp_avg"):
+        assert found[f"norm/{what}"] == pytest.approx(norm(expected, what, "first"), rel=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("interval", "logged"), [("3ba", [3, 6]), ("16sp", [2, 4, 6, 8]), (1, list(range(1, 9)))], ids=["steps", "samples", "every"]
+)
+def test_metrics_are_there_after_the_steps_that_cross_the_interval(interval, logged):
+    model, seen = net(), []
+    step = dt.compose_step(loss, [norms(interval)])
+    state = step.init(model, optimizer_of(ADAMW, model))
+    for at in range(8):
+        state, metrics = step(state, whole_batch(at))
+        assert state.crossed(interval) == ("norm/grad" in metrics)
+        seen += [state.step] * ("norm/grad" in metrics)
+    assert seen == logged
+
+
+def on_ranks(strategy, options=None):
+    """Reduced metrics of two steps on these ranks, microbatches of two and ragged shares."""
+    step, state = begin([norms(1, of=ALL, by="layer")], strategy, ADAMW, **(options or {}))
+    sizes, rank, metrics = RAGGED[get_dist_info().world_size], get_dist_info().rank, {}
+    for at in range(2):
+        state, metrics = step(state, part(at, sizes, rank, rank + 1))
+    return reduce_metrics(metrics)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        ("full_shard", 2),
+        ("shard_grad_op", 2),
+        ("replicate", 2),
+        pytest.param("hybrid_shard", 4, marks=pytest.mark.slow),
+        pytest.param("full_shard", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_norms_on_ranks_are_those_of_one_process(ranks, strategy, world):
+    expected = plain([norms(1, of=ALL, by="layer")])[0]
+    for found in ranks(world).run(on_ranks, strategy):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def reductions(layers, interval):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=(nn.Linear,))
+    counts = []
+    for transforms in ([], [norms(interval, of=ALL, by="layer")]):
+        mean = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
+        step = dt.compose_step(mean, transforms)
+        state = step.init(model, torch.optim.AdamW(model.parameters()))
+        for _ in range(2):
+            with count_collectives() as seen:
+                state, _ = step(state, torch.ones(2, 4))
+        counts.append(seen.count() - seen.count(group="control"))
+    return counts[1] - counts[0]
+
+
+@pytest.mark.parametrize(("layers", "interval", "more"), [(2, 1, 1), (6, 1, 1), (2, 3, 0)])
+def test_all_norms_take_one_collective_and_none_between(ranks, layers, interval, more):
+    assert ranks(2).run(reductions, layers, interval) == [more] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"of": ()}, r"norms: of lists some of grad, param, update, moment, cosine, got \(\)"),
+        ({"of": "grad"}, "norms: of lists some of .* got 'grad'"),
+        ({"of": ("weights",)}, r"norms: of lists some of .* got \('weights',\)"),
+        ({"by": "module"}, "norms: by is 'all', 'group', 'layer' or a function of a parameter's name, got 'module'"),
+    ],
+)
+def test_wrong_arguments_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        norms(1, **given)
+
+
+def test_a_label_is_a_text():
+    with pytest.raises(ConfigError, match=r"norms: by\('temperature'\) must return a text, or None, got 3"):
+        plain([norms(1, by=lambda name: 3)])
+
+
+def test_a_share_of_an_unknown_run_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match=r"0.1dur is a share of the run, whose length is not known"):
+        plain([norms("0.1dur")])

@@ -1,0 +1,321 @@
+"""The profiler in a loop: what it writes, when it stops, and that nothing else changes."""
+
+import gc
+import gzip
+import json
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain import spans
+from dtrain.errors import ConfigError
+from dtrain.profiling import trace_recorder as window_module
+from dtrain.profiling.driver import schedule
+from dtrain.profiling.profiler import profile, step_profiler
+from dtrain.profiling.trace_recorder import ClockOffset, ProfileOptions, TraceRecorder
+from dtrain.report.trace.analysis import kernel_breakdown, memory_timeline
+from dtrain.report.trace.trace_file import read_trace
+from dtrain.testing import memory_budget
+from falling import BATCH, LOSS, begin, take, weight
+
+SOON = schedule(skip_first=1, warmup=1, active=2)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def steps(path: Path) -> list[int]:
+    return [step.number for step in read_trace(path).steps]
+
+
+def work() -> None:
+    (torch.ones(8, 8) @ torch.ones(8, 8)).sum()
+
+
+def test_a_context_writes_the_active_steps_and_nothing_of_the_others(tmp_path):
+    with profile(tmp_path, schedule=SOON) as prof:
+        for _ in range(6):
+            work()
+            prof.step()
+            assert not (torch.autograd._profiler_enabled() and prof._count > 4)
+    assert names(tmp_path) == ["trace-rank-00000-step-00000002.pt.trace.json"]
+    trace = read_trace(tmp_path / "trace-rank-00000-step-00000002.pt.trace.json")
+    assert [step.number for step in trace.steps] == [2, 3]
+    assert sum(event.name == "aten::mm" for event in trace.events) == 2
+
+
+def test_a_transform_writes_the_active_steps_by_itself(tmp_path):
+    step, state = begin(step_profiler(tmp_path, schedule=SOON), lr=0.1)
+    take(step, state, 6)
+    trace = read_trace(tmp_path / "trace-rank-00000-step-00000002.pt.trace.json")
+    assert [step.number for step in trace.steps] == [2, 3]
+    assert all(0 < each.step_fn_us <= each.end - each.start for each in trace.steps)
+    assert names(tmp_path) == ["trace-rank-00000-step-00000002.pt.trace.json"]
+
+
+def test_each_cycle_is_a_trace(tmp_path):
+    step, state = begin(step_profiler(tmp_path, schedule=schedule(wait=1, active=1, repeat=2), compress=True))
+    take(step, state, 8)
+    assert names(tmp_path) == [
+        "trace-rank-00000-step-00000002.pt.trace.json.gz",
+        "trace-rank-00000-step-00000005.pt.trace.json.gz",
+    ]
+    assert json.loads(gzip.decompress((tmp_path / names(tmp_path)[1]).read_bytes()))["dtrain"]["steps"][0]["step"] == 5
+
+
+def test_a_resumed_run_names_traces_by_its_steps(tmp_path):
+    step, state = begin(lr=0.0)
+    state = take(step, state, 3)
+    with profile(tmp_path, schedule=schedule(warmup=1, active=1)) as prof:
+        for _ in range(2):
+            state = take(step, state)
+            prof.step()
+    assert steps(tmp_path / "trace-rank-00000-step-00000004.pt.trace.json") == [4]
+
+
+def training(*transforms: dt.Transform) -> tuple[list[str], list[float]]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+    loss_fn = dt.mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
+    step = dt.compose_step(loss_fn, [*transforms, dt.transforms.clip_by_norm(1.0)])
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    losses = []
+    for number in range(6):
+        state, metrics = step(state, torch.arange(8.0).reshape(2, 4) + number)
+        losses.append(float(metrics["loss"].total).hex())
+    return losses, [value for param in state.params.values() for value in param.detach().flatten().tolist()]
+
+
+def test_the_losses_are_bit_equal_with_the_profiler(tmp_path):
+    options = {"record_shapes": True, "memory": True, "stacks": True, "flops": True}
+    assert training(step_profiler(tmp_path, schedule=SOON, **options)) == training()
+    assert names(tmp_path) == ["trace-rank-00000-step-00000002.pt.trace.json"]
+
+
+def test_leaving_in_a_window_writes_what_is_there(tmp_path):
+    with profile(tmp_path, schedule=schedule(warmup=1, active=10)) as prof:
+        for _ in range(3):
+            work()
+            prof.step()
+    assert steps(tmp_path / "trace-rank-00000-step-00000001.pt.trace.json") == [1, 2]  # what comes after the last step is none
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_leaving_in_a_warmup_writes_nothing_and_stops(tmp_path):
+    with profile(tmp_path, schedule=schedule(warmup=5)) as prof:
+        prof.step()
+    assert names(tmp_path) == []
+    with torch.profiler.profile() as after:
+        work()
+    assert any(event.key == "aten::mm" for event in after.key_averages())
+
+
+def test_an_error_in_a_context_leaves_the_profiler_stopped(tmp_path):
+    with pytest.raises(RuntimeError, match="mat1"), profile(tmp_path, schedule=schedule(warmup=0, active=3)):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert not torch.autograd._profiler_enabled()
+    assert names(tmp_path) == ["trace-rank-00000-step-00000000.pt.trace.json"]
+    with profile(tmp_path / "again", schedule=schedule(warmup=0, active=1)):
+        work()
+    assert names(tmp_path / "again") == ["trace-rank-00000-step-00000000.pt.trace.json"]
+
+
+@pytest.mark.parametrize("seam", ["grad", "update"])
+def test_an_error_in_a_step_leaves_the_profiler_stopped(tmp_path, seam):
+    def failing(inner):
+        def fail(state, *given, **options):
+            if state.step == 1:
+                raise ZeroDivisionError
+            return inner(state, *given, **options)
+
+        return fail
+
+    step, state = begin(
+        step_profiler(tmp_path, schedule=schedule(warmup=0, active=9)), dt.Transform(name="failing", **{seam: failing})
+    )
+    state = take(step, state)
+    assert torch.autograd._profiler_enabled()
+    with pytest.raises(ZeroDivisionError):
+        take(step, state)
+    assert not torch.autograd._profiler_enabled()
+    assert steps(tmp_path / "trace-rank-00000-step-00000000.pt.trace.json") == [0]
+
+
+def test_a_window_at_the_end_of_a_run_is_written_when_the_groups_close(tmp_path):
+    with dt.init_dist():
+        step, state = begin(step_profiler(tmp_path, schedule=schedule(warmup=0, active=9)))
+        take(step, state, 2)
+        assert names(tmp_path) == []
+    assert steps(tmp_path / "trace-rank-00000-step-00000000.pt.trace.json") == [0, 1]
+
+
+def twice(inner):
+    def again(state, batch, *, microbatch_size=None):
+        inner(state, batch, microbatch_size=microbatch_size)
+        return inner(state, batch, microbatch_size=microbatch_size)
+
+    return again
+
+
+def test_a_gradient_that_is_computed_again_is_one_step(tmp_path):
+    step, state = begin(step_profiler(tmp_path, schedule=SOON), dt.Transform(name="twice", grad=twice))
+    take(step, state, 5)
+    assert steps(tmp_path / "trace-rank-00000-step-00000002.pt.trace.json") == [2, 3]
+    step, state = begin(dt.Transform(name="twice", grad=twice), step_profiler(tmp_path / "inside", schedule=SOON))
+    take(step, state, 5)
+    assert steps(tmp_path / "inside" / "trace-rank-00000-step-00000002.pt.trace.json") == [2, 3]
+
+
+def test_a_step_whose_update_is_skipped_counts(tmp_path):
+    def skipping(inner):
+        return lambda state, metrics: inner(state, metrics) if state.step != 1 else (state, metrics)
+
+    step, state = begin(dt.Transform(name="skipping", update=skipping), step_profiler(tmp_path, schedule=SOON))
+    state = take(step, state, 6)
+    assert state.step == 6
+    assert steps(tmp_path / "trace-rank-00000-step-00000002.pt.trace.json") == [2, 3]
+
+
+def test_step_in_backward_takes_it(tmp_path):
+    model = nn.Linear(1, 1, bias=False)
+    step = dt.optimizer_in_backward(LOSS, [step_profiler(tmp_path, schedule=SOON)], weight_fn=len, microbatch_size=2)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(5):
+        state, _ = step(state, BATCH)
+    assert steps(tmp_path / "trace-rank-00000-step-00000002.pt.trace.json") == [2, 3]
+
+
+def test_a_checkpoint_fits_a_run_with_and_without_it(tmp_path):
+    step, state = begin(step_profiler(tmp_path / "traces", schedule=schedule(skip_first=9)))
+    state = take(step, state, 2)
+    dt.save_sharded(tmp_path / "root", state)
+    _, fresh = begin()
+    assert weight(dt.load_sharded(tmp_path / "root", fresh).state) == weight(state) == 3.0
+    dt.save_sharded(tmp_path / "plain", take(*begin(), 2))
+    _, fresh = begin(step_profiler(tmp_path / "traces"))
+    assert weight(dt.load_sharded(tmp_path / "plain", fresh).state) == 3.0
+
+
+def test_two_profilers_at_once_are_refused(tmp_path):
+    other = r"profile: a process has one profiler, and another dt\.profile or dt\.profiled is running; let it end first"
+    step, state = begin(step_profiler(tmp_path / "b", schedule=schedule(warmup=0)))
+    with profile(tmp_path / "a", schedule=SOON):
+        with pytest.raises(ConfigError, match=other), profile(tmp_path / "c", schedule=SOON):
+            pass
+        with pytest.raises(ConfigError, match=other):
+            take(step, state)
+    with torch.profiler.profile(), pytest.raises(ConfigError, match=r"and a profiler of torch's own is running"):
+        profile(tmp_path / "d", schedule=SOON).__enter__()
+    assert names(tmp_path) == []
+
+
+def test_a_profile_is_of_one_use(tmp_path):
+    prof = profile(tmp_path, schedule=schedule(skip_first=100))
+    with pytest.raises(ConfigError, match=r"profile: step\(\) is called inside the context"):
+        prof.step()
+    with prof:
+        pass
+    with pytest.raises(ConfigError, match=r"profile: this one was used already; make a new one"):
+        prof.__enter__()
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    step, state = begin(step_profiler(tmp_path / "file" / "traces", schedule=schedule(warmup=0, active=1, repeat=0)))
+    happened: list[dict] = []
+    monkeypatch.setattr(spans, "record_event", lambda name, **fields: happened.append({"name": name, **fields}))
+    with pytest.warns(UserWarning, match=r"profile: no more traces from this rank: "):
+        state = take(step, state)
+    assert take(step, state, 3).step == 4
+    assert not torch.autograd._profiler_enabled()
+    assert [(event["name"], event["sink"]) for event in happened] == [("dropped", "profile")]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_full_disk_is_one_warning_and_leaves_nothing(tmp_path, compress):
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    prof = profile(tmp_path, schedule=schedule(warmup=0, active=2), compress=compress)
+    try:
+        with prof:
+            for _ in range(200):
+                work()
+            prof.step()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, usual[1]))
+            with pytest.warns(UserWarning, match=r"OSError: torch could not write .*\.json(\.gz)?: is the disk full\?"):
+                prof.step()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(("on", "switched"), [(False, [True, None]), (True, [])], ids=["was-off", "was-on"])
+def test_a_history_of_allocations_that_was_on_stays_on(tmp_path, monkeypatch, on, switched):
+    what = ProfileOptions(folder=tmp_path, record_shapes=False, memory=True, stacks=False, flops=False, compress=False)
+    window, calls = TraceRecorder(options=what, offset=ClockOffset(0, 0)), []
+    cuda = SimpleNamespace(device=torch.device("cuda"), rank=0, world_size=1)
+    monkeypatch.setattr(window_module, "current", lambda: cuda)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: on, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled=True, **_: calls.append(enabled))
+    window.start(3)
+    window.write()
+    assert calls == switched
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"folder": "memory://bucket/traces"}, r"profile: traces are written to a folder of this machine, got memory://bucket"),
+        ({"schedule": 3}, r"profile: schedule is a function of a step's index, such as dt\.cyclic\(active=4\), got 3"),
+        ({"ranks": "some"}, r"profile: ranks is 'all', or some of the ranks 0 to 0, got 'some'"),
+        ({"ranks": []}, r"profile: ranks is 'all', or some of the ranks 0 to 0, got \[\]"),
+        ({"ranks": [1]}, r"profile: ranks is 'all', or some of the ranks 0 to 0, got \[1\]"),
+        ({"ranks": [True]}, r"profile: ranks is 'all', or some of the ranks 0 to 0, got \[True\]"),
+    ],
+    ids=["remote", "schedule", "text", "none", "stranger", "bool"],
+)
+@pytest.mark.parametrize("form", [profile, step_profiler])
+def test_options_that_cannot_be_right_are_refused(tmp_path, form, options, message):
+    with pytest.raises(ConfigError, match=message):
+        form(**{"folder": tmp_path, **options})
+
+
+def test_memory_is_a_timeline_and_in_a_budget_a_snapshot(tmp_path):
+    with memory_budget(1 << 20), profile(tmp_path, schedule=schedule(warmup=0, active=1), memory=True):
+        kept = torch.zeros(1000)
+        torch.zeros(2000)
+    path = tmp_path / "trace-rank-00000-step-00000000.pt.trace.json"
+    held = [each.bytes for each in memory_timeline(path)["cpu"]]
+    assert [round(bytes, -3) for bytes in held] == [4000, 12000, 4000]  # and what an open mark holds
+    assert json.loads((tmp_path / "memory-rank-00000-step-00000000.json").read_text())["storages"][0]["bytes"] == kept.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_kernels_and_its_memory_are_in_it(tmp_path):
+    with dt.init_dist(device="cuda"):
+        held = torch.ones(512, 512, device="cuda")
+        with profile(tmp_path, schedule=schedule(warmup=1, active=2), memory=True) as prof:
+            for _ in range(4):
+                held @ held
+                prof.step()
+    path = tmp_path / "trace-rank-00000-step-00000001.pt.trace.json"
+    share = kernel_breakdown(path)
+    assert share.on_device
+    assert 0 < share.compute < share.seconds
+    assert max(each.bytes for each in memory_timeline(path)["cuda:0"]) >= held.nbytes
+    assert (tmp_path / "memory-rank-00000-step-00000001.pickle").stat().st_size > 0
+
+
+def test_a_step_that_is_dropped_in_a_window_ends_it(tmp_path):
+    step, state = begin(step_profiler(tmp_path, schedule=schedule(warmup=0, active=9)))
+    take(step, state, 2)
+    del step, state
+    gc.collect()
+    assert not torch.autograd._profiler_enabled()
+    assert steps(tmp_path / "trace-rank-00000-step-00000000.pt.trace.json") == [0, 1]

@@ -1,0 +1,69 @@
+"""The public names of dtrain: the top level and the sub-packages behind it, each name with the module that defines it."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from dtrain.lazy_imports import public_names
+
+DOORS = (
+    "dtrain",
+    "dtrain.checkpoint",
+    "dtrain.data",
+    "dtrain.dist",
+    "dtrain.errors",
+    "dtrain.loggers",
+    "dtrain.memory",
+    "dtrain.monitors",
+    "dtrain.optim",
+    "dtrain.planning",
+    "dtrain.profiling",
+    "dtrain.schedules",
+    "dtrain.schedules.composer",
+    "dtrain.surgery",
+    "dtrain.testing",
+    "dtrain.transforms",
+    "dtrain.typing",
+)
+
+
+def door(name: str) -> ModuleType:
+    return import_module(name)
+
+
+@cache
+def names(package: str) -> dict[str, str]:
+    """Map each public name of one door, sub-packages left out, to the module that defines the name."""
+    path = Path(str(door(package).__file__))
+    if path.name == "__init__.py":
+        return {name: module for name, module in public_names(str(path)).items() if f"{module}.{name}" not in DOORS}
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = package
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id: package for target in targets if isinstance(target, ast.Name)}
+    return {name: module for name, module in found.items() if not name.startswith("_")}
+
+
+@cache
+def all_names() -> dict[str, str]:
+    """Map every public name, as ``dtrain.schedules.cosine``, to the module that defines the name."""
+    return {f"{package}.{name}": module for package in DOORS for name, module in names(package).items()}
+
+
+def value(name: str) -> object:
+    """Import a public name such as ``dtrain.schedules.cosine``."""
+    package, _, last = name.rpartition(".")
+    return getattr(door(package), last)
+
+
+def is_public(name: str) -> bool:
+    """Return True if ``dt.save_sharded`` or ``dt.schedules.cosine`` can be written in a loop; doors count, members do not."""
+    full = "dtrain." + name.removeprefix("dtrain.").removeprefix("dt.")
+    return full in all_names() or full in DOORS or full == "dtrain.__version__"

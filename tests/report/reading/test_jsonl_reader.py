@@ -1,0 +1,70 @@
+"""Files of JSON lines: what is whole is read, what is not is counted, and a file that grows is read on."""
+
+import json
+
+import pytest
+
+from dtrain.report.reading import jsonl_reader as module
+from dtrain.report.reading.jsonl_reader import JsonlReader
+
+
+def read(path):
+    lines = JsonlReader(path)
+    rows = [row for batch in lines.read_batches() for row in batch] + lines.read_last_line()
+    return rows, lines.unreadable
+
+
+CASES = {
+    "whole": (b'{"a": 1}\n{"a": 2}\n', [1, 2], 0),
+    "no end": (b'{"a": 1}\n{"a": 2}', [1, 2], 0),
+    "half a line at the end": (b'{"a": 1}\n{"a": 2', [1], 1),
+    "half a line, ended by the next attempt": (b'{"a": 1}\n{"a": \n{"a": 3}\n', [1, 3], 1),
+    "empty lines": (b'\n{"a": 1}\n\n\n{"a": 2}\n', [1, 2], 0),
+    "empty": (b"", [], 0),
+    "binary": (b'{"a": 1}\n\x00\xff\xfe\x80\n{"a": 2}\n', [1, 2], 1),
+    "other values": (b'{"a": 1}\n7\n[1]\n"x"\nnull\n', [1], 4),
+    "two halves that make a whole": (b'{"a": 1, "b": [1\n2]}\n{"a": 3}\n', [3], 2),
+    "deep": (b'{"a": 1}\n' + b"[" * 100_000 + b"\n", [1], 1),
+    "a number of ten thousand digits": (b'{"a": 1}\n{"a": ' + b"9" * 10_000 + b"}\n", [1], 1),
+    "line ends of windows": (b'{"a": 1}\r\n{"a": 2}\r\n', [1, 2], 0),
+}
+
+
+@pytest.mark.parametrize(("content", "expected", "unreadable"), CASES.values(), ids=CASES)
+def test_what_is_whole_is_read(tmp_path, content, expected, unreadable):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    rows, wrong = read(path)
+    assert ([row["a"] for row in rows], wrong) == (expected, unreadable)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 64, 1 << 16])
+def test_chunks_do_not_matter(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(module, "_CHUNK_BYTES", chunk)
+    expected = [{"a": number, "text": "x" * (number % 9)} for number in range(200)]
+    path = tmp_path / "file"
+    path.write_text("".join(json.dumps(row) + "\n" for row in expected))
+    assert read(path) == (expected, 0)
+
+
+def test_a_line_without_end_is_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(module, "_MAX_LINE_BYTES", 256)
+    path = tmp_path / "file"
+    path.write_bytes(b'{"a": 1}\n' + b"x" * 10_000 + b'\n{"a": 2}\n' + b"y" * 1000)
+    rows, wrong = read(path)
+    assert ([row["a"] for row in rows], wrong) == ([1, 2], 2)
+
+
+def test_a_file_that_grows_is_read_on(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b'{"a": 1}\n{"a"')
+    lines = JsonlReader(path)
+    assert list(lines.read_batches()) == [[{"a": 1}]]
+    assert list(lines.read_batches()) == []
+    with path.open("ab") as file:
+        file.write(b": 2}\n")
+    assert list(lines.read_batches()) == [[{"a": 2}]]
+    path.write_bytes(b'{"a": 9}\n')
+    assert list(lines.read_batches()) == [[{"a": 9}]]
+    assert lines.unreadable == 0

@@ -1,0 +1,462 @@
+"""Folders of runs: restarts, lost time and stalls are found, the parts add up, and damage is listed, not stumbled over."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import runs_made
+from dtrain import run_layout
+from dtrain.errors import ConfigError
+from dtrain.report.model import Report, to_json
+from dtrain.report.page.html import render_page
+from dtrain.report.reading import parallel
+from dtrain.report.reading.read_report import read_report, read_run
+from runs_made import KILLED_TWICE, Part, write_run
+
+NOW = runs_made.START + 10**6
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of 620.5 s: killed at step 340, failed at 720, done at 1000, resumed from 300 and 700."""
+    return write_run(tmp_path_factory.mktemp("runs") / "gpt", KILLED_TWICE)
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "gpt"))
+
+
+def read(folder, now=NOW):
+    run = read_run(folder, now=now)
+    json.dumps(to_json(run), allow_nan=False)
+    return run
+
+
+def test_attempts_are_told(whole):
+    run = read(whole)
+    assert [(each.how, each.first_step, each.last_step) for each in run.attempts] == [
+        ("killed", 0, 340),
+        ("failed", 300, 720),
+        ("done", 700, 1000),
+    ]
+    assert [(each.lost_steps, each.lost_s, each.down_s) for each in run.attempts] == [
+        (40, 20.0, 0.0),
+        (20, 10.0, 45.0),
+        (0, 0.0, 20.0),
+    ]
+    assert [each.resumed_from for each in run.attempts] == [None, "checkpoints/step-00000300", "checkpoints/step-00000700"]
+    assert run.attempts[1].error == "rank 0: RuntimeError: CUDA error: device-side assert"
+    assert (run.started_at, run.duration_s) == (runs_made.START, 620.5)
+    assert run.missing == []
+
+
+def test_goodput_is_what_steps_took_that_count(whole):
+    found = read(whole).goodput
+    # 1000 steps of half a second, of which 82% are compute: 4% less in the lines that wrote a checkpoint, one of five.
+    assert found.productive_s == pytest.approx(0.82 * 500 - 0.04 * 100)
+    assert (found.down_s, found.again_s, found.lost_s) == pytest.approx((65.0, 17.5, 30.0))
+    assert found.by_cause["restart"] == pytest.approx(112.5)
+    assert found.by_cause["setup"] == pytest.approx(8.0)
+    assert sum(found.by_cause.values()) == pytest.approx(found.total_s) == pytest.approx(620.5)
+
+
+def test_slices_add_up(whole):
+    run = read(whole)
+    for slices in (run.timeline, *(rank.timeline for rank in run.ranks)):
+        assert sum(each.seconds for each in slices) == pytest.approx(620.5)
+        assert all(sum(each.by_cause.values()) == pytest.approx(each.seconds) for each in slices)
+        ends = [each.at + each.seconds for each in slices]
+        assert [each.at for each in slices[1:]] == pytest.approx(ends[:-1])
+    restarts = [each for each in run.timeline if set(each.by_cause) == {"restart"}]
+    between = [(each.attempt, each.seconds) for each in restarts if each.seconds > 15]
+    assert between == [(2, 45.0), (3, 20.0)]
+    lost = {
+        number: sum(each.seconds for each in restarts if each.attempt == number and each.seconds <= 15) for number in (1, 2)
+    }
+    assert lost == pytest.approx({1: 20.0, 2: 10.0})
+    assert sum(each.by_cause.get("setup", 0.0) for each in run.timeline) == pytest.approx(25.5)
+    for rank in run.ranks:
+        assert sum(span.seconds for span in rank.by_span.values()) + 25.5 == pytest.approx(sum(rank.by_cause.values()))
+        assert rank.by_span["step"].count == 340 + 420 + 300
+
+
+def test_speed_and_gauges(whole):
+    run = read(whole)
+    middle = run.speed[len(run.speed) // 2]
+    assert (middle.steps_per_s, middle.samples_per_s, middle.tokens_per_s) == pytest.approx((2, 512, 512 * 1024))
+    assert middle.steps_per_compute_s > 2.4
+    assert set(run.gauges) == {"rss_bytes", "device_bytes"}
+    assert set(run.gauges["rss_bytes"].ranks) == {1}
+    assert run.gauges["rss_bytes"].by_rank[0] == 2**31 + 1_000_000
+
+
+def test_series_have_tokens_and_times(whole):
+    run = read(whole)
+    loss = run.series["loss"]
+    assert (loss.count, loss.last_step, loss.steps[0], loss.times[0], loss.times[-1]) == (1000, 1000, 1, 8.5, 620.5)
+    assert loss.tokens[-1] == 1000 * 256 * 1024
+    assert run.series["eval/loss"].steps == [250, 500, 750, 1000]
+
+
+def test_checkpoints_and_events(whole):
+    run = read(whole)
+    assert [each.step for each in run.checkpoints] == [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]
+    assert {each.held_s for each in run.checkpoints} == {0.5}
+    assert [each.duration_s for each in run.checkpoints] == [3.2] * 9 + [None]
+    assert run.event_counts == {"save": 10, "committed": 9, "resumed": 2}
+    assert [event.fields for event in run.events if event.name == "resumed"] == [
+        {"path": "checkpoints/step-00000300"},
+        {"path": "checkpoints/step-00000700"},
+    ]
+
+
+def test_what_changed_between_attempts_is_told(whole):
+    assert {each.name: each.values for each in read(whole).differences} == {
+        "settings.lr": {1: 3e-4, 2: 3e-4, 3: 2e-4},
+        "versions.torch": {1: "2.13.0", 2: "2.13.0", 3: "2.13.1"},
+        "git.dirty": {1: False, 2: True, 3: True},
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_straggler_is_the_one_that_waits_least(tmp_path, ranks):
+    run = read(write_run(tmp_path / "slow", [Part(begin=0, end=1000, ranks=ranks)], straggler=1))
+    assert [(slow.rank, slow.most) for slow in run.slowest] == [(1, "data")]
+    assert run.slowest[0].waited_for_s == pytest.approx(75, rel=0.02)
+    assert "they waited for it; it spent" in run.slowest[0].text
+    assert read(write_run(tmp_path / "even", [Part(begin=0, end=1000, ranks=ranks)])).slowest == []
+
+
+def test_ranks_may_differ_between_attempts(tmp_path):
+    parts = [Part(begin=0, end=100, ranks=4, reason=None), Part(begin=80, end=200, ranks=2, down_s=5.0)]
+    run = read(write_run(tmp_path / "elastic", parts))
+    assert [each.world_size for each in run.attempts] == [4, 2]
+    assert [len(rank.attempts) for rank in run.ranks] == [2, 2, 1, 1]
+    assert sum(run.goodput.by_cause.values()) == pytest.approx(run.duration_s)
+    assert run.missing == []
+
+
+@pytest.mark.parametrize("says", ["an event", "nothing"])
+def test_a_run_is_opened_before_its_checkpoint_is_loaded(tmp_path, says):
+    """As open_run writes it: the line ``open`` and the sums before the first step know of no step yet."""
+    folder, at = write_run(tmp_path / "gpt", [Part(begin=0, end=340, reason=None, ranks=1)]), runs_made.START + 200
+    done = {"kind": "sum", "attempt": 2, "tokens": 0}
+    rows = [
+        {"kind": "open", "attempt": 2, "at": at, "rank": 0, "host": "a", "pid": 7, "version": "0", "setup_s": 2.0, "step": 0},
+        done | {"at": at + 4, "seconds": 4.0, "step": 0, "samples": 0, "spans": {"load": [1, 4.0]}},
+        {"kind": "event", "attempt": 2, "at": at + 4, "name": "resumed", "step": 300, "path": "x"},
+        done | {"at": at + 14, "seconds": 10.0, "step": 320, "samples": 3200, "spans": {"step": [20, 9.0]}},
+        done | {"at": at + 34, "seconds": 20.0, "step": 360, "samples": 3600, "spans": {"step": [40, 19.0]}},
+    ]
+    runs_made.append(folder / run_layout.METRICS, [{"step": 310, "loss": 1.0}, {"step": 311, "loss": 2.0}])
+    runs_made.append(ledger(folder), [row for row in rows if says == "an event" or row["kind"] != "event"])
+    run = read(folder)
+    assert [(each.first_step, each.last_step, each.lost_steps) for each in run.attempts] == [(0, 340, 40), (300, 360, 0)]
+    assert run.attempts[0].lost_s == pytest.approx(20.0)
+    after = [each for each in run.speed if each.attempt == 2]
+    assert sum(each.samples_per_s * each.seconds for each in after) == pytest.approx(600)
+    assert run.series["loss"].count == (302 if says == "an event" else 311)
+
+
+def test_the_first_sum_of_a_resumed_run_does_no_steps(tmp_path):
+    """As open_run writes it: ``resumed`` has what passed before it written down first, with the step that was loaded."""
+    where = "/a/folder/with/a/name/that/is/longer/than/many/others/" * 4 + "step-00000300"
+    folder = write_run(tmp_path / "gpt", [Part(begin=0, end=340, reason=None), Part(begin=300, end=400, resumed=where)])
+    run = read(folder)
+    assert [(each.first_step, each.lost_steps, each.resumed_from) for each in run.attempts] == [(0, 40, None), (300, 0, where)]
+    assert run.series["loss"].count == 400
+    assert sum(each.samples_per_s * each.seconds for each in run.speed if each.attempt == 2) == pytest.approx(100 * 256)
+
+
+def test_a_killed_rank_has_done_what_was_logged_after_its_last_line(tmp_path):
+    """The last line of rank 0 is of step 340 at 178 s, that of rank 1 of 320; the last record of step 356 at 186 s."""
+    parts = [Part(begin=0, end=356, reason=None), Part(begin=300, end=500, down_s=12.0)]
+    folder = write_run(tmp_path / "gpt", parts, evaluate_every=0)
+    for rank, step in ((0, 340), (1, 320)):
+        rows = [json.loads(line) for line in ledger(folder, rank).read_text().splitlines()]
+        ledger(folder, rank).write_text("")
+        runs_made.append(ledger(folder, rank), [row for row in rows if row["attempt"] == 2 or row.get("step", 0) <= step])
+    run = read(folder)
+    first, second = run.attempts
+    assert (first.last_step, first.ended_at, first.lost_steps, second.down_s) == (356, 186.0, 56, 12.0)
+    assert first.lost_s == pytest.approx(28.0)
+    assert max(each.at + each.seconds for each in run.speed if each.attempt == 1) == pytest.approx(178.0)  # then unknown
+    assert run.goodput.lost_s == pytest.approx(28.0)
+    assert sum(run.goodput.by_cause.values()) == pytest.approx(run.goodput.total_s)
+    assert all(sum(each.by_cause.values()) == pytest.approx(each.seconds) for each in run.timeline)
+
+
+def test_records_of_one_step_are_merged_by_name(tmp_path):
+    rows = [{"step": 10, "time": 5.0, "loss": 2.0, "lr": 0.1}, {"step": 10, "time": 6.0, "eval/loss": 3.0, "lr": 0.2}]
+    runs_made.append(tmp_path / run_layout.METRICS, [*rows, {"step": 20, "time": 9.0, "loss": 1.0, "lr": 0.3}])
+    found = read(tmp_path).series
+    assert {name: (each.steps, each.values) for name, each in found.items()} == {
+        "loss": ([10, 20], [2.0, 1.0]),
+        "lr": ([10, 20], [0.2, 0.3]),
+        "eval/loss": ([10], [3.0]),
+    }
+
+
+def test_a_run_that_writes_is_running_and_one_that_is_silent_was_killed(tmp_path):
+    folder = write_run(tmp_path / "gpt", [Part(begin=0, end=100, reason=None)])
+    end = runs_made.START + 58
+    assert read(folder, now=end + 30).attempts[0].how == "running"
+    assert read(folder, now=end + 3000).attempts[0].how == "killed"
+
+
+def test_two_hundred_restarts_stay_within_bounds(tmp_path):
+    parts = [Part(begin=10 * at, end=10 * at + 12, reason=None, down_s=3.0) for at in range(210)]
+    run = read(write_run(tmp_path / "gpt", parts, per_line=5, save_every=1))
+    assert len(run.attempts) == 210
+    assert len(run.timeline) <= 400
+    assert all(len(rank.timeline) <= 60 for rank in run.ranks)
+    assert len(run.speed) <= 400
+    assert sum(each.seconds for each in run.timeline) == pytest.approx(run.duration_s)
+    assert run.goodput.lost_s == pytest.approx(209 * 2 * 0.5)
+    assert len(run.events) <= 1000
+    assert run.event_counts["save"] > 500
+
+
+def ledger(folder, rank=0):
+    return folder / run_layout.LEDGER / run_layout.ledger_name(rank)
+
+
+def cut_short(folder):
+    runs_made.cut(ledger(folder, 1), 25)
+
+
+def torn_in_the_middle(folder):
+    runs_made.garble(ledger(folder), 3000)
+
+
+def torn_metrics(folder):
+    runs_made.garble(folder / run_layout.METRICS, 3000)
+
+
+def no_ledger(folder):
+    shutil.rmtree(folder / run_layout.LEDGER)
+
+
+def no_metrics(folder):
+    (folder / run_layout.METRICS).unlink()
+
+
+def no_abouts(folder):
+    shutil.rmtree(folder / run_layout.ATTEMPTS)
+
+
+def a_rank_is_gone(folder):
+    ledger(folder, 1).unlink()
+
+
+def ledger_of_garbage(folder):
+    for rank in (0, 1):
+        ledger(folder, rank).write_bytes(bytes(range(256)) * 50)
+
+
+def metrics_of_garbage(folder):
+    (folder / run_layout.METRICS).write_bytes(bytes(range(256)) * 50)
+
+
+def newer(folder):
+    path = folder / run_layout.ATTEMPTS / run_layout.attempt_name(3)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "more": 1}))
+    runs_made.append(ledger(folder), [{"kind": "power", "attempt": 3, "at": NOW, "watts": 700}] * 3)
+
+
+def newer_cause(folder):
+    line = {"kind": "sum", "attempt": 3, "at": runs_made.START + 700, "seconds": 5.0, "step": 1000}
+    runs_made.append(ledger(folder), [line | {"spans": {"nap": [1, 5.0]}, "causes": {"nap": "sleep"}}])
+
+
+def broken_about(folder):
+    (folder / run_layout.ATTEMPTS / run_layout.attempt_name(2)).write_text('{"format": 1, "att')
+
+
+def texts(folder):
+    runs_made.append(folder / run_layout.METRICS, [{"step": 1001, "phase": "cooldown", "loss": 2.0}])
+
+
+def strange_lines(folder):
+    runs_made.append(
+        ledger(folder), [{"kind": "sum", "attempt": 3}, {"kind": "sum"}, {"a": 1}, {"kind": "open", "attempt": "x"}]
+    )
+
+
+def numbers_beyond_reason(folder):
+    line = {"kind": "sum", "attempt": 3, "at": 1e300, "seconds": 1, "step": 1, "spans": {}}
+    late = {"kind": "sum", "attempt": 3, "at": NOW, "seconds": 1.0, "step": 5, "spans": {"step": [1, float("nan")]}}
+    runs_made.append(ledger(folder), [line, late, late | {"spans": {"step": [1, "x"]}}, late | {"at": None}])
+
+
+def first_line_is_lost(folder):
+    path = ledger(folder)
+    path.write_text(path.read_text().partition("\n")[2])
+
+
+def an_attempt_is_lost(folder):
+    for rank in (0, 1):
+        lines = ledger(folder, rank).read_text().splitlines()
+        ledger(folder, rank).write_text("".join(line + "\n" for line in lines if '"attempt": 2' not in line))
+
+
+def clock_put_back_within(folder):
+    path, changed = ledger(folder), []
+    for number, line in enumerate(path.read_text().splitlines()):
+        row = json.loads(line)
+        changed.append(json.dumps(row | {"at": row["at"] - 3600 if number > 10 and row["attempt"] == 1 else row["at"]}))
+    path.write_text("\n".join(changed) + "\n")
+
+
+def two_at_once(folder):
+    lines = [json.loads(line) for line in ledger(folder).read_text().splitlines()]
+    runs_made.append(ledger(folder), [row for row in lines if row["attempt"] == 1])
+
+
+DAMAGE = {
+    cut_short: "ledger/rank-00001.jsonl: 1 line could not be read: cut short, or damaged",
+    torn_in_the_middle: "ledger/rank-00000.jsonl: 2 lines could not be read",
+    torn_metrics: "metrics.jsonl: 2 lines could not be read",
+    no_ledger: "no ledger: where the time went",
+    no_metrics: "no metrics.jsonl: loss",
+    no_abouts: "no file about an attempt: settings",
+    a_rank_is_gone: "attempt 1: nothing from rank 1 of 2",
+    ledger_of_garbage: "the ledgers have no line that could be read",
+    metrics_of_garbage: "metrics.jsonl: has no record that could be read",
+    newer: "attempts/attempt-00003.json: written by a newer version (format 2, this reads 1)",
+    newer_cause: "ledger: causes that this version does not know count as other: sleep",
+    broken_about: "attempts/attempt-00002.json: cannot be read",
+    texts: "metrics.jsonl: 1 value of 'phase' is no number; left out",
+    strange_lines: "ledger/rank-00000.jsonl: 4 lines are no line of a ledger",
+    numbers_beyond_reason: "ledger/rank-00000.jsonl: 4 lines are no line of a ledger",
+    first_line_is_lost: "attempt 1: rank 0 has no line of when it began",
+    an_attempt_is_lost: "nothing in the ledgers of attempt 2",
+    clock_put_back_within: "the clock was put back by 36",
+    two_at_once: "several runs have written into this folder at once (attempt 1)",
+}
+
+
+@pytest.mark.parametrize(("damage", "expected"), DAMAGE.items(), ids=[each.__name__ for each in DAMAGE])
+def test_damage_is_told_and_the_rest_is_shown(folder, damage, expected):
+    damage(folder)
+    run = read(folder)
+    assert [line for line in run.missing if expected in line] != [], run.missing
+    assert run.attempts or run.series
+    if damage not in (no_ledger, ledger_of_garbage):
+        assert [each.number for each in run.attempts] == ([1, 3] if damage is an_attempt_is_lost else [1, 2, 3])
+        assert 0.3 < run.goodput.share < 0.7
+    if damage not in (no_metrics, metrics_of_garbage):
+        assert run.series["loss"].count >= 990
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kind": "close", "reason": []}, {"kind": "event", "name": "save", "step": 10**400, "held_s": 10**400},
+     {"kind": "event", "name": "x", "seconds": 10**400},
+     {"kind": "sum", "seconds": 1.0, "step": 1000, "spans": {}, "gauges": [1]}],
+    ids=["a reason", "a step", "a field", "gauges"],
+)  # fmt: skip
+def test_values_of_another_kind_are_left_out(folder, change):
+    runs_made.append(ledger(folder), [{"attempt": 3, "at": runs_made.START + 621} | change])
+    run = read(folder)
+    assert (run.attempts[2].how, run.attempts[2].last_step, set(run.gauges)) == ("done", 1000, {"rss_bytes", "device_bytes"})
+    assert "</html>" in render_page(Report(version="1", title="", written_at=NOW, runs=[run], problems=[]))
+
+
+def test_several_at_once_have_a_time_that_is_not_negative(folder):
+    lines = [json.loads(line) for line in ledger(folder).read_text().splitlines()]
+    moved = [row | {"at": row["at"] - 9000} if row["attempt"] == 3 else row for row in lines]
+    runs_made.append(ledger(folder), [*moved, *[row for row in lines if row["attempt"] == 1]])
+    run = read(folder)
+    assert run.goodput.total_s > 0
+    assert min(each.at for each in run.attempts) == 0
+
+
+def test_an_unknown_kind_is_left_out(folder):
+    newer(folder)
+    assert "ledger: 3 lines of a kind that this version does not know, 'power'; left out" in read(folder).missing
+
+
+def test_a_clock_put_back_between_attempts_moves_the_later_one(tmp_path):
+    folder = write_run(tmp_path / "gpt", [Part(begin=0, end=100, reason=None)])
+    lines = [json.loads(line) for line in ledger(folder).read_text().splitlines()]
+    for rank in (0, 1):
+        runs_made.append(
+            ledger(folder, rank), [row | {"attempt": 2, "at": row["at"] - 500, "step": row["step"] + 90} for row in lines]
+        )
+    run = read(folder)
+    assert [(each.at, each.ended_at, each.down_s) for each in run.attempts] == [(0.0, 58.0, 0.0), (58.0, 116.0, 0.0)]
+    assert "the clock was put back by 558 s before attempt 2, which is moved to follow" in run.missing
+
+
+def test_a_run_without_a_ledger_tells_of_its_restarts(folder):
+    no_ledger(folder)
+    run = read(folder)
+    assert (run.attempts, run.goodput, run.timeline, run.slowest) == ([], None, [], [])
+    assert "metrics.jsonl: the steps go back 2 times: restarts, with which 60 records no longer count" in run.missing
+    assert run.series["loss"].times[-1] == pytest.approx(620.5 - 8)
+    assert run.started_at == pytest.approx(runs_made.START + 8)
+
+
+def test_rotated_metrics_are_read_oldest_first(folder):
+    lines = (folder / run_layout.METRICS).read_text().splitlines(keepends=True)
+    third = len(lines) // 3
+    for name, part in (("metrics.jsonl.2", lines[:third]), ("metrics.jsonl.1", lines[third : 2 * third]),
+                       ("metrics.jsonl", lines[2 * third :])):  # fmt: skip
+        (folder / name).write_text("".join(part))
+    (folder / "metrics-eval.jsonl").write_text('{"step": 5, "loss": 1.5}\n')
+    run = read(folder)
+    assert run.series["loss"].count == 1000
+    assert run.series["loss (metrics-eval)"].values == [1.5]
+    assert run.missing == []
+
+
+def test_large_ledgers_are_read_by_other_processes_alike(whole, monkeypatch):
+    alone = to_json(read(whole))
+    started = []
+    monkeypatch.setattr(parallel, "_MIN_PARALLEL_BYTES", 1000)
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(
+        parallel, "_start_worker", lambda part, start=parallel._start_worker: started.append(start(part)) or started[-1]
+    )
+    assert to_json(read(whole)) == alone
+    assert [process.returncode for process in started] == [0, 0]
+
+
+def test_what_another_process_fails_to_read_is_read_here(whole, monkeypatch):
+    alone = to_json(read(whole))
+    monkeypatch.setattr(parallel, "_MIN_PARALLEL_BYTES", 1000)
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(parallel, "_PROGRAM", "import sys; print('no'); sys.exit(3)")
+    assert to_json(read(whole)) == alone
+
+
+def test_several_runs_are_one_report(whole, tmp_path):
+    other = write_run(tmp_path / "other", [Part(begin=0, end=50)], about=False)
+    report = read_report([whole, other, tmp_path / "nowhere"], version="0.1.0", now=NOW)
+    assert [run.name for run in report.runs] == ["gpt", "other"]
+    assert (report.title, report.version, report.written_at) == ("gpt, other", "0.1.0", NOW)
+    assert report.problems == [
+        f"report: {str(tmp_path / 'nowhere')!r} is not there; give the folder of a run, as dt.open_run makes it",
+        "other: no file about an attempt: settings, versions and the command are not known",
+    ]
+
+
+def test_what_is_no_run_is_refused(whole, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    table = {
+        tmp_path / "file": "is a file; give the folder",
+        tmp_path / "empty": "is no run: it has no ledger, no metrics.jsonl and no attempts; give the folder that dt.open_run",
+        whole.parent: "runs below it: gpt",
+        tmp_path / ("x" * 5000): "cannot be read",
+        "a\0b": "cannot be read|is not there",
+    }
+    for path, expected in table.items():
+        with pytest.raises(ConfigError, match=expected):
+            read_report([path], version="0.1.0")
+    with pytest.raises(ConfigError, match="give the folder of a run"):
+        read_report([], version="0.1.0")

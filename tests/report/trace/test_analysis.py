@@ -1,0 +1,111 @@
+"""Shares of time in traces by hand; times are in microseconds there, and in seconds in what is found."""
+
+import pytest
+
+from dtrain.report.trace.analysis import OperationTime, kernel_breakdown, sum_windows
+from dtrain.report.trace.trace_file import parse_trace
+from traces_made import kernel, mark, op, trace
+
+US = 1e-6
+
+
+def share(*events, **about):
+    return kernel_breakdown(parse_trace(trace(*events, **about), "x.json"))
+
+
+def test_on_a_cpu_operations_count_and_what_is_between_is_idle():
+    found = share(
+        mark("ProfilerStep#0", 0, 100),
+        op("aten::linear", 10, 50),
+        op("aten::mm", 20, 45),
+        op("aten::add", 60, 70),
+        op("aten::late", 95, 130),  # after the step it is nobody's
+    )
+    assert (found.steps, found.seconds, found.on_device) == (1, pytest.approx(100 * US), False)
+    assert found.compute == pytest.approx(55 * US)
+    assert (found.communication, found.copies) == (0, 0)
+    assert found.idle == pytest.approx(45 * US)
+
+
+def test_on_a_cpu_the_backends_threads_communicate_and_what_is_computed_meanwhile_hides_it():
+    found = share(
+        mark("ProfilerStep#0", 0, 100),
+        op("c10d::allreduce_", 10, 12),
+        mark("gloo:all_reduce", 11, 61, tid=2),
+        op("aten::add", 30, 35, tid=2),  # the backend's own sums
+        op("aten::mm", 21, 41),
+    )
+    assert found.communication == pytest.approx(51 * US)
+    assert found.exposed == pytest.approx(31 * US)
+    assert found.compute == pytest.approx(20 * US)
+
+
+def test_a_collective_inside_of_an_operation_is_no_computing():
+    found = share(
+        mark("ProfilerStep#0", 0, 100),
+        op("autograd::engine::evaluate_function: MmBackward0", 0, 50),
+        op("c10d::reduce_scatter_", 10, 40),
+    )
+    assert (found.compute, found.exposed) == (pytest.approx(20 * US), pytest.approx(30 * US))
+
+
+def test_on_a_gpu_kernels_count():
+    found = share(
+        mark("ProfilerStep#0", 0, 100),
+        op("aten::mm", 0, 90),
+        kernel("gemm", 10, 40),
+        kernel("ncclDevKernel_AllReduce_Sum_f32", 30, 70, stream=24),
+        kernel("Memcpy HtoD", 75, 80, cat="gpu_memcpy"),
+    )
+    assert found.on_device
+    assert found.compute == pytest.approx(30 * US)
+    assert (found.communication, found.exposed) == (pytest.approx(40 * US), pytest.approx(30 * US))
+    assert (found.copies, found.idle) == (pytest.approx(5 * US), pytest.approx(35 * US))
+
+
+STEP = (mark("ProfilerStep#0", 0, 100), mark("dtrain.step", 40, 90))
+
+
+@pytest.mark.parametrize(
+    ("events", "spans", "data", "source"),
+    [
+        ((*STEP, mark("data", 0, 5)), {"data": 3e-5, "step": 5e-5}, 3e-5, "spans"),
+        ((*STEP, mark("data", 0, 5)), {"step": 5e-5}, 5e-6, "marks"),
+        ((*STEP, op("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 30)), {}, 2e-5, "marks"),
+        (STEP, {"save": 2e-5, "step": 5e-5, "other": 3e-5}, 3e-5, "between"),
+        (STEP, {"reduce": 4e-5, "step": 3e-5, "agree": 2e-5, "other": 1e-5}, 1e-5, "between"),
+        (STEP, {"loss": 4e-5, "step": 1e-5, "other": 5e-5}, 5e-5, "between"),
+        (STEP, {}, 5e-5, "between"),
+        (STEP[:1], {}, 0.0, "nothing"),
+    ],
+    ids=["spans", "mark", "torchs_loader", "between", "reduced", "span_in_the_step", "no_spans", "unknown"],
+)
+def test_waiting_for_data_is_told_by_what_knows_it_best(events, spans, data, source):
+    found = share(*events, rank=0, steps=[{"step": 0, "done": True, "spans": spans}])
+    assert (found.data, found.data_from) == (pytest.approx(data), source)
+
+
+def test_the_top_is_by_time_of_their_own():
+    found = share(
+        mark("ProfilerStep#0", 0, 1000),
+        op("aten::linear", 0, 100),
+        op("aten::t", 5, 10),
+        op("aten::mm", 10, 90),
+        op("aten::mm", 200, 210),
+        *(op(f"aten::small{index}", 300 + index, 301 + index) for index in range(20)),
+    )
+    assert found.top[0] == OperationTime("aten::mm", pytest.approx(90 * US), 2)
+    assert found.top[1] == OperationTime("aten::linear", pytest.approx(15 * US), 1)
+    assert len(found.top) == 10
+
+
+def test_windows_of_a_rank_add():
+    one = share(mark("ProfilerStep#0", 0, 100), op("aten::mm", 0, 50))
+    two = share(mark("ProfilerStep#0", 0, 300), op("aten::mm", 0, 60), op("aten::add", 60, 70))
+    both = sum_windows([one, two])
+    assert (both.steps, both.seconds, both.compute) == (2, pytest.approx(400 * US), pytest.approx(120 * US))
+    assert both.top[0] == OperationTime("aten::mm", pytest.approx(110 * US), 2)
+
+
+def test_an_empty_trace_has_no_time():
+    assert share().seconds == 0

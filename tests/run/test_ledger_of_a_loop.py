@@ -1,0 +1,156 @@
+"""A loop as users write it: its ledger says where the time of each of its parts went, and what happened."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain import run_layout, spans
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.save import save_sharded
+from dtrain.data.build_loader import build_loader
+from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.mesh import build_mesh
+from dtrain.dist.shutdown import run_shutdown_hooks
+from dtrain.losses import mean_loss
+from dtrain.monitors.reduce_metrics import reduce_metrics
+from dtrain.run.run_dir import open_run
+from dtrain.shard.compile import compile_blocks
+from dtrain.shard.fsdp import shard_model
+from dtrain.state import init_state
+from dtrain.step.auto_microbatch import auto_microbatch
+from dtrain.step.compose import compose_step
+from dtrain.step.evaluate import evaluate
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.step.optimizer import optimizer_step
+from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
+
+DATA = torch.arange(32.0).reshape(16, 2)
+LOSS = mean_loss(lambda model, x: model(x).mean(), weight=len)
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch):
+    monkeypatch.setattr(spans, "_RECORDER", spans._SpanRecorder())
+
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+
+
+def loop(folder, steps=4):
+    """Everything once; then what the ledger has: how often each span was entered, and the events."""
+    spans._RECORDER = spans._SpanRecorder()
+    run = open_run(f"{folder}/run", interval=1)
+    mesh = build_mesh()
+    model = shard_model(made(), mesh, blocks=(nn.Linear,))
+    loader = build_loader(DATA, mesh=mesh, global_batch_size=4, seed=0, collate=torch.stack)
+    step = compose_step(LOSS, [clip_by_norm(1.0)])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = load_sharded(f"{folder}/ckpt", state, extra={"loader": loader}, missing_ok=True).state
+    for batch in loader.until(f"{state.step + steps}ba"):
+        state, metrics = step(state, batch)
+    reduce_metrics(metrics)
+    evaluate(model, loader, LOSS)
+    save_sharded(f"{folder}/ckpt", state, extra={"loader": loader}, mode="async")
+    all_gather_json(1)
+    run_shutdown_hooks(None)
+    left = len(spans._RECORDER.stack)
+    lines = [json.loads(line) for line in (run / run_layout.LEDGER / run_layout.ledger_name(run.rank)).read_text().splitlines()]
+    lines = [line for line in lines if line["attempt"] == run.attempt]
+    counts = Counter()
+    for line in lines:
+        counts.update({name: count for name, (count, _) in line.get("spans", {}).items()})
+    events = [(line["name"], line["step"]) for line in lines if line["kind"] == "event"]
+    return left, dict(counts), events, [line["step"] for line in lines if line["kind"] == "sum"]
+
+
+def test_a_loop_of_one_process_is_counted_by_its_parts(ranks, tmp_path):
+    ((left, counts, events, sums),) = ranks(1).run(loop, str(tmp_path))
+    assert left == 0
+    assert counts == {
+        "other": 0, "setup": 1, "load": 1, "data": 5, "step": 4, "reduce": 1, "evaluate": 1, "save": 2,
+    }  # fmt: skip
+    assert {tuple(event) for event in events} == {("evaluated", 4), ("save", 4), ("committed", 4)}
+    assert sums[:4] == [1, 2, 3, 4]
+
+
+def test_a_loop_of_two_ranks_counts_waiting_for_each_other(ranks, tmp_path):
+    for rank, (left, counts, events, _) in enumerate(ranks(2).run(loop, str(tmp_path))):
+        assert left == 0
+        assert counts["step"] == 4
+        assert counts["agree"] == 8  # before each step, and after its backward
+        assert counts["collective"] >= 1
+        assert [name for name, _ in events if name == "committed"] == ["committed"] * (rank == 0)
+    resumed = ranks(2).run(loop, str(tmp_path))
+    assert [events[0] for _, _, events, _ in resumed] == [["resumed", 4]] * 2
+    assert [sums[:4] for _, _, _, sums in resumed] == [[4, 5, 6, 7]] * 2  # the first one tells of the load
+
+
+def test_a_step_written_by_hand_counts_once():
+    model = made()
+    state = init_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        state, metrics = microbatch_step(state, DATA, loss_fn=LOSS)
+        state, metrics = optimizer_step(state, metrics)
+    assert spans.totals()["step"].count == 3
+    assert spans.totals()["step"].seconds > 0
+    assert spans.position() == (3, 48, 0)
+
+
+def test_a_step_that_fails_leaves_no_span_open():
+    def broken(model, x):
+        raise KeyError("x")
+
+    model = made()
+    step = compose_step(broken)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(KeyError):
+        step(state, DATA)
+    assert spans._RECORDER.stack == []
+    assert spans.totals()["step"].count == 0
+
+
+def test_a_loop_that_is_left_early_leaves_no_span_open():
+    loader = build_loader(DATA, global_batch_size=4, seed=0, collate=torch.stack)
+    for _ in loader.until("2ep"):
+        break
+    for _ in loader.one_epoch():
+        break
+    assert spans._RECORDER.stack == []
+    assert spans.totals()["data"].count >= 1
+
+
+def test_tries_that_ran_out_of_memory_are_time_of_the_search():
+    def loss(model, x):
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("made up")
+        return LOSS(model, x)
+
+    model = made()
+    step = compose_step(loss, [auto_microbatch()])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state, _ = step(state, DATA)
+    events = spans.set_listener(None) or list(spans._RECORDER.events)
+    assert [(event["name"], event["size"]) for event in events][:1] == [("out_of_memory", 16)]
+    assert spans.totals()["search"].count >= 2
+    assert spans.totals()["step"].count == 1
+    assert spans._RECORDER.stack == []
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+def test_the_compiler_is_counted_apart():
+    model = compile_blocks(nn.Sequential(Twice()), blocks=(Twice,), backend="eager")
+    with spans.span("step"):
+        model(DATA)
+    assert spans.totals()["compile"].count >= 1
+    assert spans.totals()["compile"].seconds > 0
+    assert spans._RECORDER.stack == []
+    torch.compiler.reset()

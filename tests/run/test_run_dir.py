@@ -1,0 +1,617 @@
+"""The folder of a run, written by one process and by several: what is in it, and that it never stops training."""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dtrain import launch_protocol, run_layout, spans
+from dtrain.dist import preemption
+from dtrain.dist.shutdown import run_shutdown_hooks
+from dtrain.durations import Duration
+from dtrain.errors import ConfigError
+from dtrain.run import ledger_writer as ledgers
+from dtrain.run import run_dir
+from dtrain.run.ledger_writer import LedgerWriter
+from dtrain.run.run_dir import Run, open_run
+from dtrain.run.upload import upload_run
+from places import servers
+
+SECRET = "s3cr3t-Xq9-value-71"
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch):
+    """A recorder of this test's own; whatever is open at the end is closed."""
+    fresh = spans._SpanRecorder()
+    monkeypatch.setattr(spans, "_RECORDER", fresh)
+    yield fresh
+    run_dir._close_run(None)
+
+
+def lines_of(folder, rank=0):
+    text = (Path(folder) / run_layout.LEDGER / run_layout.ledger_name(rank)).read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def about_of(folder, attempt=1):
+    return json.loads((Path(folder) / run_layout.ATTEMPTS / run_layout.attempt_name(attempt)).read_text())
+
+
+def kinds(lines):
+    return [line.get("name", line["kind"]) for line in lines]
+
+
+def steps(first, last, *, spent="step"):
+    for step in range(first, last + 1):
+        with spans.span(spent):
+            spans.record_step(step, samples=8 * step, tokens=64 * step)
+
+
+def leave(error=None):
+    run_shutdown_hooks(error)
+
+
+def test_a_run_has_its_attempt_and_a_ledger(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_dir._OPEN_RUN, "has_opened", False)  # as in a process of its own
+    run = open_run(tmp_path / "runs" / "gpt", settings={"lr": 0.1})
+    assert (run.path, run.attempt, run.rank) == (tmp_path / "runs" / "gpt", 1, 0)
+    assert run / "metrics.jsonl" == run.path / "metrics.jsonl"
+    leave()
+    first, _, last = lines_of(run.path)
+    assert (first["kind"], first["attempt"], first["rank"], first["pid"], first["step"]) == ("open", 1, 0, os.getpid(), 0)
+    assert first["setup_s"] > 0
+    assert (last["kind"], last["reason"]) == ("close", "done")
+
+
+def test_a_line_of_sums_adds_up_and_tells_where_the_run_is(tmp_path):
+    run = open_run(tmp_path, interval=5)
+    with spans.span("generate", "evaluation"):
+        steps(1, 12)
+    leave()
+    lines = [line for line in lines_of(run.path) if line["kind"] == "sum"]
+    assert [line["step"] for line in lines] == [5, 10, 12]
+    assert [(line["samples"], line["tokens"]) for line in lines] == [(40, 320), (80, 640), (96, 768)]
+    assert sum(line["spans"]["step"][0] for line in lines) == 2 * 12  # the spans of this test count, too
+    for line in lines:
+        assert sum(seconds for _, seconds in line["spans"].values()) == pytest.approx(line["seconds"], abs=1e-6)
+        assert line["gauges"]["rss_bytes"] > 1e6
+        assert line["causes"] == {"generate": "evaluation"}
+
+
+def test_steps_within_the_interval_write_nothing(tmp_path):
+    run = open_run(tmp_path, interval="1000sec")
+    steps(1, 100)
+    assert kinds(lines_of(run.path)) == ["open"]
+    leave()
+    assert kinds(lines_of(run.path)) == ["open", "sum", "close"]
+
+
+def test_events_are_written_at_once_and_what_passed_before_with_the_important_ones(tmp_path):
+    spans.record_event("resumed", step=4, path="ckpt")
+    run = open_run(tmp_path, interval="1000sec")
+    steps(5, 6)
+    spans.record_event("save", step=6, held_s=0.1)
+    spans.record_event("committed", step=6, seconds=1.0, bytes=7)
+    assert kinds(lines_of(run.path)) == ["open", "resumed", "save", "sum", "committed"]
+    assert lines_of(run.path)[1]["step"] == 4
+
+
+def test_an_event_of_another_thread_has_the_next_step_write_what_passed(tmp_path):
+    run = open_run(tmp_path, interval="1000sec")
+    steps(1, 2)
+    thread = threading.Thread(target=spans.record_event, args=("committed",), kwargs={"step": 2})
+    thread.start()
+    thread.join()
+    assert kinds(lines_of(run.path)) == ["open", "committed"]
+    steps(3, 4)
+    assert kinds(lines_of(run.path)) == ["open", "committed", "sum"]
+
+
+def test_fields_of_an_event_that_are_no_plain_data_become_text(tmp_path):
+    run = open_run(tmp_path)
+    spans.record_event("odd", kind="close", loss=float("nan"), path=Path("a"), tensor=torch.ones(1), attempt=9)
+    line = lines_of(run.path)[-1]
+    assert (line["kind"], line["attempt"], line["loss"], line["path"]) == ("event", 1, "nan", "a")
+    assert line["tensor"] == "tensor([1.])"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "text"),
+    [
+        (None, "done", None),
+        (SystemExit(0), "done", None),
+        (SystemExit(3), "failed", "SystemExit: 3"),
+        (KeyError("a\nb"), "failed", r"KeyError: 'a\nb'"),
+        (RuntimeError(f"https://me:{SECRET}@host"), "failed", "RuntimeError: https://me:[redacted]@host"),
+    ],
+    ids=["none", "exit 0", "exit 3", "key", "secret"],
+)
+def test_the_last_line_says_how_it_ended(tmp_path, error, reason, text):
+    run = open_run(tmp_path)
+    leave(error)
+    line = lines_of(run.path)[-1]
+    assert (line["kind"], line["reason"], line.get("error")) == ("close", reason, text)
+
+
+def test_a_run_that_was_asked_to_stop_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        preemption,
+        "_STATE",
+        preemption._PreemptionState(agreement=preemption._StopAgreement(signal_number=15, run_key=1, step=3)),
+    )
+    run = open_run(tmp_path)
+    steps(1, 3)
+    assert preemption.poll()
+    assert preemption.poll()
+    leave()
+    assert kinds(lines_of(run.path)) == ["open", "sum", "stop", "sum", "close"]
+    assert [line["reason"] for line in lines_of(run.path)[-1:]] == ["stopped"]
+
+
+def test_a_failure_of_what_ends_before_is_in_the_last_line(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError("disk full")
+
+    run = open_run(tmp_path)
+    monkeypatch.setitem(__import__("dtrain.dist.shutdown", fromlist=["x"])._FINISHES, "a test's", fail)
+    with pytest.raises(OSError, match="disk full"):
+        leave()
+    assert lines_of(run.path)[-1]["error"] == "OSError: disk full"
+
+
+def test_a_later_start_is_a_further_attempt_in_the_same_files(tmp_path):
+    for attempt in (1, 2, 3):
+        run = open_run(tmp_path)
+        assert run.attempt == attempt
+        leave()
+    assert sorted(os.listdir(tmp_path / run_layout.ATTEMPTS)) == [run_layout.attempt_name(attempt) for attempt in (1, 2, 3)]
+    assert [(line["kind"], line["attempt"]) for line in lines_of(tmp_path)] == [
+        (kind, attempt) for attempt in (1, 2, 3) for kind in ("open", "sum", "close")
+    ]
+
+
+def test_half_a_line_of_a_killed_attempt_spoils_no_other(tmp_path):
+    run = open_run(tmp_path)
+    leave()
+    path = run.path / run_layout.LEDGER / run_layout.ledger_name(0)
+    path.write_text('{"kind":"open","attempt":1}\n{"kind":"su')
+    open_run(tmp_path)
+    leave()
+    whole = path.read_text().splitlines()
+    assert whole[1] == '{"kind":"su'
+    assert [json.loads(line)["kind"] for line in [whole[0], *whole[2:]]] == ["open", "open", "sum", "close"]
+
+
+def test_called_again_it_returns_the_open_run(tmp_path):
+    run = open_run(tmp_path / "a")
+    assert open_run(str(tmp_path / "a"), settings=7) is run
+    with pytest.raises(
+        ConfigError, match=r"open_run: .*/a is open in this process, got '.*b'; a process has one run at a time"
+    ):
+        open_run(str(tmp_path / "b"))
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1
+    token: str = SECRET
+    shape: tuple = (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        (None, None),
+        ({"lr": 0.1, "path": Path("x"), "inf": float("inf"), 3: {1}}, {"lr": 0.1, "path": "x", "inf": "inf", "3": [1]}),
+        (argparse.Namespace(lr=0.1, api_key=SECRET), {"lr": 0.1, "api_key": "[redacted]"}),
+        (Settings(), {"lr": 0.1, "token": "[redacted]", "shape": [1, 2]}),
+        ({"dtype": torch.bfloat16, "unit": Duration(3, "ep")}, {"dtype": "torch.bfloat16", "unit": {"value": 3, "unit": "ep"}}),
+    ],
+    ids=["none", "mapping", "argparse", "dataclass", "objects"],
+)
+def test_settings_are_kept_as_plain_data(tmp_path, settings, shown):
+    run = open_run(tmp_path, settings=settings)
+    assert about_of(run.path)["settings"] == shown
+
+
+def test_what_was_run_is_written_once_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("SHELL_HISTORY", "not of interest")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--hub-token", SECRET, "--lr", "0.1", "--note", f"x{SECRET}y"])
+    run = open_run(tmp_path, redact=["lab_*"], settings={"lab_id": 9, "note": SECRET})
+    text = (run.path / run_layout.ATTEMPTS / run_layout.attempt_name(1)).read_text()
+    found = json.loads(text)
+    assert SECRET not in text
+    assert (found["format"], found["attempt"], found["world_size"]) == (run_layout.FORMAT, 1, 1)
+    assert found["hosts"] == {os.uname().nodename: [0]}
+    assert found["devices"] == {"cpu": [0]}
+    assert found["command"] == ["train.py", "--hub-token", "[redacted]", "--lr", "0.1", "--note", "x[redacted]y"]
+    assert found["settings"] == {"lab_id": "[redacted]", "note": "[redacted]"}
+    assert found["environment"]["HF_TOKEN"] == "[redacted]"
+    assert found["environment"]["NCCL_DEBUG"] == "WARN"
+    assert "SHELL_HISTORY" not in found["environment"]
+    assert {"dtrain", "python", "torch"} <= set(found["versions"])
+    assert found["launch"] is None
+    assert set(found) == {
+        "format", "attempt", "started_at", "world_size", "hosts", "devices", "command", "python", "folder", "settings", "git",
+        "versions", "environment", "launch",
+    }  # fmt: skip
+
+
+def test_a_commit_is_found_with_whether_files_have_changed(tmp_path, monkeypatch):
+    from dtrain.run import metadata
+
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    (tmp_path / "loop.py").write_text("1")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    monkeypatch.setattr(metadata, "_script_folder", lambda: tmp_path)
+    clean = metadata._git_info(tmp_path)
+    (tmp_path / "loop.py").write_text("2")
+    assert clean["dirty"] is False
+    assert metadata._git_info(tmp_path) == {"commit": clean["commit"], "dirty": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"settings": [1]}, "open_run: settings is a mapping, a dataclass or argparse's Namespace, got list"),
+        ({"every": "3ep"}, "open_run: every is a number of steps or seconds, got '3ep'; as in '100ba' or '10sec'"),
+        ({"every": "soon"}, "duration: "),
+        ({"redact": [7]}, r"open_run: redact takes patterns of names, got 7; as in redact=\['db_\*'\]"),
+        ({"upload": "ftp://x/y"}, "ftp:// is no place to keep files"),
+    ],
+    ids=["settings", "epochs", "no duration", "pattern", "upload"],
+)
+def test_arguments_that_cannot_be_right_are_refused(tmp_path, given, text):
+    with pytest.raises(ConfigError, match=text):
+        open_run(tmp_path / "run", **given)
+    assert not (tmp_path / "run" / run_layout.ATTEMPTS).exists()
+
+
+def test_a_folder_is_of_this_machine():
+    with pytest.raises(
+        ConfigError, match="open_run: the folder is one of this machine, got memory://a/b; give that as upload="
+    ):
+        open_run("memory://a/b")
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"open_run: cannot write '.*file.*': .*; all ranks must be able to"):
+        open_run(tmp_path / "file" / "run")
+
+
+def test_a_full_disk_is_one_warning_and_nothing_is_lost_when_there_is_space_again(tmp_path, monkeypatch):
+    run, full = open_run(tmp_path, interval=1), [True]
+    real = os.write
+
+    def write(handle, data):
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        return real(handle, data)
+
+    monkeypatch.setattr(ledgers.os, "write", write)
+    with pytest.warns(RuntimeWarning, match=r"open_run: cannot write .*No space left.*training goes on") as seen:
+        steps(1, 3)
+    spans.record_event("save", step=3)
+    assert len(seen) == 1
+    full[0] = False
+    steps(4, 4)
+    leave()
+    lines = lines_of(run.path)
+    assert kinds(lines) == ["open", "dropped", "save", "sum", "sum", "close"]
+    assert lines[1]["error"] == "4 lines came late or never"
+    assert [line["step"] for line in lines if line["kind"] == "sum"] == [4, 4]
+    assert lines[3]["spans"]["step"][0] == 8
+
+
+def test_half_a_line_on_a_full_disk_is_ended_by_the_next(tmp_path, monkeypatch):
+    run, full = open_run(tmp_path, interval=1), [True]
+    real = os.write
+    monkeypatch.setattr(ledgers.os, "write", lambda handle, data: real(handle, data[:9] if full[0] else data))
+    with pytest.warns(RuntimeWarning, match="a part of a line only"):
+        steps(1, 1)
+    full[0] = False
+    steps(2, 2)
+    text = (run.path / run_layout.LEDGER / run_layout.ledger_name(0)).read_text().splitlines()
+    assert text[1] == '{"kind":"'
+    assert [json.loads(line)["kind"] for line in text[2:]] == ["event", "sum"]
+
+
+def test_a_folder_that_goes_away_does_not_stop_training(tmp_path):
+    run = open_run(tmp_path / "run", interval=1)
+    for path in sorted(run.path.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    with pytest.warns(RuntimeWarning, match="open_run: cannot write"):
+        steps(1, 3)
+    leave()
+    assert list(run.path.iterdir()) == []
+
+
+def test_a_fork_writes_nothing_and_may_open_a_run_of_its_own(tmp_path):
+    run = open_run(tmp_path / "parent", interval=1)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            steps(1, 3)
+            spans.record_event("save")
+            other = open_run(tmp_path / "child", interval=1)
+            steps(4, 5)
+            run_dir._close_at_exit(os.getpid())
+            code = 0 if other.attempt == 1 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert kinds(lines_of(run.path)) == ["open"]
+    assert kinds(lines_of(tmp_path / "child")) == ["open", "sum", "sum", "sum", "close"]
+
+
+def test_lines_of_threads_stay_whole(tmp_path):
+    run = open_run(tmp_path, interval=1)
+    threads = [
+        threading.Thread(target=lambda: [spans.record_event("save", text="x" * 500) for _ in range(50)]) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    steps(1, 50)
+    for thread in threads:
+        thread.join()
+    leave()
+    assert kinds(lines_of(run.path)).count("save") == 200
+
+
+SCRIPT = """
+import sys
+from dtrain import spans
+from dtrain.run.run_dir import open_run
+open_run(sys.argv[1], every=1)
+with spans.span("step"):
+    spans.stepped(1, samples=1, tokens=1)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [("", "done"), ("raise KeyError(1)", "failed"), ("import os; os.kill(os.getpid(), 9)", None)],
+    ids=["end", "exception", "killed"],
+)
+@pytest.mark.slow
+def test_a_process_without_the_block_ends_its_ledger_if_it_can(tmp_path, end, last):
+    script = textwrap.dedent(SCRIPT.format(end=end))
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, timeout=300, capture_output=True)
+    lines = lines_of(tmp_path)
+    assert lines[-1].get("reason") == last
+    assert lines[-1]["kind"] == ("sum" if last is None else "close")
+    assert lines[0]["setup_s"] < 300
+
+
+def on_ranks(folder, bad_rank=None, other_folder=None):
+    from dtrain.dist.init import get_dist_info
+
+    rank = get_dist_info().rank
+    mine = Path(other_folder) if rank == bad_rank and other_folder else Path(folder)
+    if rank == bad_rank and not other_folder:
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        mine = mine.parent / "file" / "x"
+        mine.parent.write_text("")
+    try:
+        run = open_run(mine, interval=1)
+    except ConfigError as error:
+        return str(error)
+    steps(1, 2)
+    leave()
+    return run.attempt
+
+
+def test_every_rank_writes_its_own_ledger_and_rank_0_the_rest(ranks, tmp_path):
+    assert ranks(2).run(on_ranks, str(tmp_path)) == [1, 1]
+    assert ranks(2).run(on_ranks, str(tmp_path)) == [2, 2]
+    assert [about_of(tmp_path, attempt)["hosts"] for attempt in (1, 2)] == [{os.uname().nodename: [0, 1]}] * 2
+    for rank in (0, 1):
+        lines = lines_of(tmp_path, rank)
+        assert [line["rank"] for line in lines if line["kind"] == "open"] == [rank, rank]
+        assert [line["reason"] for line in lines if line["kind"] == "close"] == ["done", "done"]
+
+
+def test_a_folder_that_one_rank_cannot_write_is_refused_on_all_with_one_line(ranks, tmp_path):
+    first, second = ranks(2).run(on_ranks, str(tmp_path / "run"), 1)
+    assert first == second
+    assert first.startswith("open_run: cannot write ")
+    assert first.endswith("all ranks must be able to (rank 1, 1 of 2 ranks)")
+    assert os.listdir(tmp_path / "run" / run_layout.ATTEMPTS) == []
+
+
+def test_ranks_with_different_folders_are_refused(ranks, tmp_path):
+    found = ranks(2).run(on_ranks, str(tmp_path / "a"), 1, str(tmp_path / "b"))
+    assert found == [f"open_run: rank 1 has the folder {tmp_path}/b, rank 0 {tmp_path}/a; give all the same"] * 2
+
+
+def test_upload_sends_what_has_changed_and_no_checkpoints(tmp_path):
+    run = open_run(tmp_path / "run")
+    for name in ("metrics.jsonl", "traces/a.json", "checkpoints/step-1/data", "ledger/rank-00001.jsonl"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(name)
+    there = tmp_path / "remote"
+    assert upload_run(run, there) == 5
+    names = sorted(path.relative_to(there / "run").as_posix() for path in there.rglob("*") if path.is_file())
+    ledgers = ["ledger/rank-00000.jsonl", "ledger/rank-00001.jsonl"]  # of an attempt with more ranks
+    assert names == ["attempts/attempt-00001.json", *ledgers, "metrics.jsonl", "traces/a.json"]
+    assert upload_run(run, there) == 0
+    (run / "metrics.jsonl").write_text("more")
+    assert upload_run(run, str(there)) == 1
+    assert (there / "run" / "metrics.jsonl").read_text() == "more"
+
+
+def test_upload_goes_on_when_a_file_is_taken_away_meanwhile(tmp_path, monkeypatch):
+    run = open_run(tmp_path / "run")
+    for name in ("a.json", "b.json"):
+        (run / name).write_text("x")
+
+    def is_file(path):
+        found = os.path.isfile(path)
+        if path.name == "a.json":
+            path.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    upload_run(run, tmp_path / "root")
+    assert sorted(os.listdir(tmp_path / "root" / "run")) == ["attempts", "b.json", "ledger"]
+
+
+def test_upload_into_the_runs_own_folder_sends_no_copies_of_copies(tmp_path):
+    run = open_run(tmp_path / "run")
+    assert upload_run(run, run.path) == 2
+    assert upload_run(run, run.path / "deeper") == 2
+    with pytest.raises(ConfigError, match=r"upload_run: .* is what would be written; give another root"):
+        upload_run(Run(path=tmp_path / "run", attempt=1, rank=0), tmp_path)
+
+
+def test_a_run_is_uploaded_when_it_ends(tmp_path):
+    run = open_run(tmp_path / "run", upload=tmp_path / "root")
+    leave()
+    sent = (tmp_path / "root" / "run" / "ledger" / "rank-00000.jsonl").read_text()
+    assert sent == (run / "ledger/rank-00000.jsonl").read_text()
+    assert json.loads(sent.splitlines()[-1])["kind"] == "close"
+
+
+UPLOAD = """
+import sys
+from dtrain import storage
+from dtrain.run.run_dir import open_run
+from dtrain.run.upload import upload_run
+run = open_run(sys.argv[1])
+(run / "metrics.jsonl").write_text("x")
+print(upload_run(run, sys.argv[2]), upload_run(run, sys.argv[2]))
+print(sorted(name for name, _ in storage.walk_files(storage.place(sys.argv[2]))))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_is_uploaded_to_a_server(tmp_path):
+    with servers.s3(behind_proxy=False) as server:
+        command = [sys.executable, "-c", UPLOAD, str(tmp_path / "run"), f"{server.root()}/ckpt"]
+        environment = {**os.environ, **server.environment}
+        done = subprocess.run(command, check=False, timeout=servers.LONG_S, capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines() == [
+        "3 0",
+        "['run/attempts/attempt-00001.json', 'run/ledger/rank-00000.jsonl', 'run/metrics.jsonl']",
+    ], done.stderr
+
+
+def test_an_upload_that_fails_is_one_warning(tmp_path):
+    run = open_run(tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    with pytest.warns(RuntimeWarning, match=r"upload_run: cannot copy .* training goes on"):
+        assert upload_run(run, tmp_path / "file" / "root") == 0
+    assert lines_of(run.path)[-1]["sink"] == "upload"
+
+
+def test_the_run_has_its_settings_without_secrets(tmp_path):
+    settings = argparse.Namespace(lr=0.1, hub_token=SECRET, internal=1)
+    run = open_run(tmp_path, settings=settings, redact="inter*")
+    assert run.settings == {"lr": 0.1, "hub_token": "[redacted]", "internal": "[redacted]"}
+    assert run.settings == about_of(tmp_path)["settings"]
+    leave()
+    assert open_run(tmp_path).settings is None
+
+
+def test_an_event_tells_no_secrets(tmp_path):
+    run = open_run(tmp_path)
+    spans.record_event("dropped", sink="mlflow", error=f"no answer from http://me:{SECRET}@host/x?sig={SECRET}", self=1)
+    line = lines_of(run.path)[-1]
+    assert (line["error"], line["self"]) == ("no answer from http://me:[redacted]@host/x?sig=[redacted]", 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (KeyboardInterrupt(), ("stopped", "KeyboardInterrupt")),
+        (SystemExit(launch_protocol.PREEMPTED_EXIT_CODE), ("stopped", None)),
+        (SystemExit(3), ("failed", "SystemExit: 3")),
+        (SystemExit(0), ("done", None)),
+    ],
+    ids=["Ctrl-C", "preempted", "exit 3", "exit 0"],
+)
+def test_what_somebody_asked_for_is_no_failure(tmp_path, error, end):
+    run = open_run(tmp_path)
+    leave(error)
+    last = lines_of(run.path)[-1]
+    assert (last["reason"], last.get("error")) == end
+
+
+@pytest.mark.parametrize("notebook", [False, True], ids=["second run", "notebook"])
+def test_only_the_first_run_of_a_program_counts_the_time_since_its_start(tmp_path, monkeypatch, notebook):
+    if notebook:
+        monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+        monkeypatch.setattr(run_dir._OPEN_RUN, "has_opened", False)
+    else:
+        open_run(tmp_path)
+        leave()
+    open_run(tmp_path)
+    assert [line["setup_s"] for line in lines_of(tmp_path) if line["kind"] == "open"][-1] == 0
+
+
+def test_a_state_of_an_earlier_step_has_lines_at_once(tmp_path):
+    run = open_run(tmp_path, interval=10)
+    steps(1, 100)
+    spans.set_position(20, samples=160, tokens=1280)
+    spans.record_event("resumed", step=20, path="ckpt")
+    before = len(lines_of(run.path))
+    steps(21, 40)
+    assert [line["step"] for line in lines_of(run.path)[before:]] == [30, 40]
+
+
+def test_a_disk_that_is_full_at_the_start_is_refused_and_counts_no_attempt(tmp_path, monkeypatch):
+    def full(record, **how):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_dir, "json", SimpleNamespace(dumps=full))
+        with pytest.raises(ConfigError, match=r"open_run: cannot write .*: No space left on device"):
+            open_run(tmp_path)
+    assert os.listdir(tmp_path / run_layout.ATTEMPTS) == []
+    assert open_run(tmp_path).attempt == 1
+
+
+def test_whatever_the_settings_raise_is_told_on_all_ranks(tmp_path):
+    class Broken(dict):
+        def items(self):
+            raise LookupError("no such thing")
+
+    with pytest.raises(ConfigError, match=r"open_run: cannot take these arguments \(LookupError: no such thing\)"):
+        open_run(tmp_path, settings=Broken(a=1))
+    with pytest.raises(ConfigError, match="open_run: redact takes patterns of names, got 5"):
+        open_run(tmp_path, redact=5)
+
+
+def test_what_cannot_be_found_out_about_the_machine_stops_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_dir, "about", lambda *facts: 1 / 0)
+    run = open_run(tmp_path)
+    assert lines_of(run.path)[-1]["sink"] == "about"
+    assert about_of(tmp_path)["attempt"] == 1
+
+
+def test_a_step_of_a_ledger_that_is_closed_writes_nothing(tmp_path):
+    path = tmp_path / "ledger"
+    path.touch()
+    ledger = LedgerWriter(path, attempt=1, interval=Duration(1, "ba"))
+    ledger.open()
+    ledger.close("done")
+    ledger.close("done")
+    ledger.stepped()
+    ledger.happened({"name": "late", "at": 0.0})
+    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["open", "sum", "close"]

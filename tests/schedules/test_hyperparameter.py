@@ -1,0 +1,39 @@
+import math
+
+import pytest
+
+from dtrain.clock import Clock
+from dtrain.durations import RunLength
+from dtrain.errors import ConfigError
+from dtrain.schedules.curves import linear
+from dtrain.schedules.hyperparameter import hyperparameter, with_unit
+
+
+def test_a_schedule_is_read_at_the_step_about_to_run():
+    assert [hyperparameter(linear(1.0, 0.0, 10), "x")(Clock(step=t)) for t in (0, 5)] == [1.0, 0.5]
+
+
+def test_a_number_stays_what_it_is():
+    assert [hyperparameter(3, "x")(Clock(step=t)) for t in (0, 7)] == [3, 3]
+
+
+@pytest.mark.parametrize("unit", ["ba", "ep", "sp", "tok", "sec", "dur"])
+def test_a_schedule_may_be_measured_in_any_unit(unit):
+    clock = Clock(step=1, epoch=2, samples=3, tokens=4, seconds=5.0, run=RunLength(total=8))
+    read = hyperparameter(with_unit(unit, lambda t: 10.0 * t), "x")
+    assert read(clock) == {"ba": 10.0, "ep": 20.0, "sp": 30.0, "tok": 40.0, "sec": 50.0, "dur": 1.25}[unit]
+
+
+@pytest.mark.parametrize("value", ["x", None, True, math.nan, math.inf])
+def test_a_hyperparameter_of_another_kind_is_refused(value):
+    with pytest.raises(ConfigError, match=r"ema: decay: needs a finite number or a schedule \(a function of the step\), got"):
+        hyperparameter(value, "ema: decay")
+
+
+def test_measured_in_refuses_what_no_clock_counts():
+    with pytest.raises(ConfigError, match="with_unit: unknown unit 'min'; use one of ep, ba, sp, tok, sec, dur"):
+        with_unit("min", linear(1.0, 0.0, 10))
+    with pytest.raises(ConfigError, match=r"with_unit: needs a schedule \(a function of a number\), got 0.5"):
+        with_unit("tok", 0.5)
+    with pytest.raises(ConfigError, match="with_unit: the schedule is measured in sp already, got unit='tok'; measure it once"):
+        with_unit("tok", with_unit("sp", linear(1.0, 0.0, 10)))

@@ -1,0 +1,147 @@
+"""A schedule that leaves its range is found before the run, as far as the length of the run is known."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.durations import RunLength
+from dtrain.errors import ConfigError
+from dtrain.schedules.hyperparameter import hyperparameter
+from dtrain.schedules.lookahead import check_over_run, peak_value
+
+RUN = RunLength(total="10ep", steps_per_epoch=100, samples_per_step=8, tokens_per_step=64)
+
+
+def ahead(schedule, run=RUN, allowed="[0, 1)"):
+    return check_over_run(hyperparameter(schedule, "ema: decay", allowed), run)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (
+            dt.schedules.linear(0.5, 1.0, 900),
+            r"ema: decay must be in \[0, 1\), and its schedule gives 1\.0 at step 900 of a run of 10ep",
+        ),
+        (dt.schedules.linear(0.5, 1.0, 999), "gives 1.0 at step 999 of a run"),
+        (lambda step: 1.5 if step >= 731 else 0.5, "gives 1.5 at step 731 of a run"),
+        (dt.schedules.with_unit("tok", dt.schedules.linear(0.0, 1.0, 60_000)), "gives 1.0 at 60000 tok of a run"),
+        (dt.schedules.with_unit("sp", dt.schedules.linear(0.0, 1.0, 7_992)), "gives 1.0 at 7992 sp of a run"),
+        (dt.schedules.with_unit("ep", dt.schedules.linear(0.0, 1.0, 9)), "gives 1.0 at 9 ep of a run"),
+        (dt.schedules.with_unit("dur", dt.schedules.linear(0.0, 1.0, 0.5)), r"gives 1\.0 at 0\.5\d* dur of a run"),
+        (([0.5] * 10).__getitem__, "ema: decay: its schedule raises at 10 ba of the run: IndexError"),
+        (lambda step: float("nan"), "gives nan at step 0"),
+    ],
+    ids=["linear", "last step", "jump", "tokens", "samples", "epochs", "share", "raises", "nan"],
+)
+def test_the_run_is_looked_over(schedule, message):
+    with pytest.raises(ConfigError, match=message):
+        ahead(schedule)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        dt.schedules.linear(0.5, 1.0, 1_000),
+        dt.schedules.with_unit("tok", dt.schedules.linear(0.0, 1.0, 64_000)),
+        dt.schedules.with_unit("ep", dt.schedules.linear(0.0, 1.0, 10)),
+        dt.schedules.with_unit("dur", dt.schedules.linear(0.0, 1.0, 1.0)),
+        ([0.5] * 1_000).__getitem__,
+        0.9,
+    ],
+    ids=["steps", "tokens", "epochs", "share", "table", "number"],
+)
+def test_a_run_that_ends_before_the_edge_is_fine(schedule):
+    assert ahead(schedule) is None
+
+
+def test_a_run_of_unknown_length_is_warned():
+    told = ahead(dt.schedules.linear(0.5, 1.0, 12_345), run=None)
+    assert told is not None
+    assert "ema: decay must be in [0, 1), and its schedule gives 1.0 at step 12345. A run that comes so far stops there" in told
+    assert ahead(dt.schedules.linear(0.5, 0.999, 12_345), run=None) is None
+    assert ahead(([0.5] * 10).__getitem__, run=None) is None  # a table of the run's steps
+    assert (
+        ahead(dt.schedules.step_decay(1.0, 0.5, 5_000), run=None, allowed="(0, inf]") is None
+    )  # 0 after millions of steps, by rounding
+
+
+def test_what_cannot_be_told_of_the_run_is_looked_at_as_if_nothing_were_known():
+    seconds = dt.schedules.with_unit("sec", dt.schedules.linear(0.0, 1.0, 3600))
+    told = ahead(seconds)
+    assert told is not None
+    assert "at 3600 sec" in told
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        dt.transforms.ema(dt.schedules.linear(0.9, 1.0, 50)),
+        dt.transforms.clip_by_norm(dt.schedules.cosine(1.0, 0.0, 50)),
+        dt.transforms.clip_by_value(dt.schedules.cosine(1.0, 0.0, 50)),
+        dt.transforms.adaptive_clip(dt.schedules.cosine(1.0, 0.0, 50)),
+        dt.transforms.sam(dt.schedules.cosine(1.0, 0.0, 50)),
+        dt.transforms.noise_scale(dt.schedules.linear(0.9, 1.0, 50)),
+        dt.transforms.diloco(2, lr=dt.schedules.linear(0.5, -0.1, 50)),
+        dt.transforms.diloco(2, momentum=dt.schedules.linear(0.9, 1.0, 50)),
+        dt.transforms.label_smoothing(dt.schedules.linear(0.0, 1.1, 50), num_classes=2),
+        dt.transforms.mixup(dt.schedules.linear(1.0, -1.0, 50), num_classes=2),
+        dt.transforms.cutmix(dt.schedules.linear(1.0, -1.0, 50), num_classes=2),
+        dt.transforms.colout(dt.schedules.linear(0.0, 1.0, 50)),
+        dt.transforms.colout(0.1, dt.schedules.linear(0.0, 1.0, 50)),
+        dt.transforms.cutout(dt.schedules.linear(0.0, 1.1, 50)),
+        dt.transforms.augmix(dt.schedules.linear(0.0, 11.0, 50)),
+        dt.transforms.rand_augment(dt.schedules.linear(0.0, 11.0, 50)),
+        dt.transforms.progressive_resizing(dt.schedules.linear(0.5, 1.1, 50)),
+        dt.transforms.sequence_length_warmup(dt.schedules.linear(9.0, 0.0, 50)),
+        dt.transforms.scale_lr(dt.schedules.linear(1.0, -0.1, 50)),
+        dt.transforms.scale_option("weight_decay", dt.schedules.linear(1.0, -0.1, 50)),
+        dt.transforms.set_option("momentum", dt.schedules.linear(0.5, 1.0, 50)),
+        dt.transforms.masked(dt.transforms.clip_by_norm(dt.schedules.cosine(1.0, 0.0, 50)), "weight"),
+    ],
+    ids=lambda transform: transform.name,
+)
+def test_step_init_refuses_every_schedule_that_leaves_its_range_in_the_run(transform):
+    step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), [transform])
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    with pytest.raises(ConfigError, match=r"must be .*, and its schedule gives .* at step \d+ of a run of 100ba"):
+        step.init(model, optimizer, run_length=RunLength(total=100))
+
+
+def test_without_a_length_step_init_warns_and_a_transform_that_acts_at_times_is_left_alone():
+    schedule = dt.schedules.linear(0.9, 1.0, 50)
+    loss = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.warns(
+        UserWarning, match=r"ema: decay must be in \[0, 1\), and its schedule gives 1\.0 at step 50\. A run that"
+    ):
+        dt.compose_step(loss, [dt.transforms.ema(schedule)]).init(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dt.compose_step(loss, [dt.transforms.between(0, 50, dt.transforms.ema(schedule))]).init(
+            model, optimizer, run_length=RunLength(total=100)
+        )
+
+
+def test_the_step_that_fails_is_named():
+    loss = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+    step = dt.compose_step(loss, [dt.transforms.between(0, 9, dt.transforms.ema(lambda step: 0.5 + step / 4))])
+    model = nn.Linear(2, 2)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for _ in range(2):
+        state, _ = step(state, torch.ones(1, 2))
+    with pytest.raises(ConfigError, match=r"ema: decay must be in \[0, 1\), got 1\.0 from its schedule at step 2\. Keep the"):
+        step(state, torch.ones(1, 2))
+
+
+def test_the_peak_of_a_schedule():
+    assert peak_value(dt.schedules.cosine(3e-4, 0.0, 100)) == 3e-4
+    assert peak_value(dt.schedules.warmup(dt.schedules.cosine(1.0, 0.1, 100_000), 2_000)) == pytest.approx(1.0, rel=0.01)
+    assert peak_value(dt.schedules.with_unit("dur", dt.schedules.linear(0.0, 1.0, 1.0))) == 1.0
+    assert peak_value([0.25, 0.5].__getitem__) == 0.5
+    assert peak_value([].__getitem__) is None

@@ -1,0 +1,83 @@
+import builtins
+import math
+import sys
+
+import matplotlib
+import pytest
+
+from dtrain.errors import ConfigError
+from dtrain.schedules.curves import constant, linear
+from dtrain.schedules.hyperparameter import with_unit
+from dtrain.schedules.plotting import plot, sample_times
+
+
+def test_figure_has_the_value_of_every_step():
+    (line,) = plot(linear(1.0, 0.0, 4), 5).axes[0].lines
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([0, 1, 2, 3, 4], [1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_several_schedules_are_named(tmp_path):
+    figure = plot({"lr": linear(1.0, 0.0, 4), "wd": constant(0.1)}, 10)
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lr", "wd"]
+    assert axes.get_xlabel() == "steps"
+    figure.savefig(tmp_path / "lr.png")
+    assert (tmp_path / "lr.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_axis_says_what_is_counted():
+    assert plot(with_unit("tok", constant(1.0)), 10**9, points=3).axes[0].get_xlabel() == "tokens"
+
+
+def test_nothing_of_matplotlib_is_changed(monkeypatch):
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # which others may have imported
+    before = matplotlib.rcParams.copy()  # which, unlike a dict of them, does not look for a display
+    plot(constant(1.0), 10)
+    assert dict(matplotlib.rcParams.copy().items()) == dict(before.items())
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_a_long_run_is_drawn_by_some_of_its_steps():
+    assert sample_times(10**9, 3) == [0, 499_999_999, 999_999_999]
+    assert sample_times(3, 3) == [0, 1, 2]
+    assert len(plot(constant(1.0), 10**6).axes[0].lines[0].get_xdata()) == 2000
+
+
+REFUSED = {
+    "no steps": (lambda: plot(constant(1.0), 0), "plot: steps must be a whole number of at least 1, got 0"),
+    "part of a step": (lambda: plot(constant(1.0), 2.5), "steps must be a whole number of at least 1, got 2.5"),
+    "one point": (lambda: plot(constant(1.0), 5, points=1), "points must be a whole number of at least 2, got 1"),
+    "nothing": (lambda: plot({}, 5), "plot: needs at least one schedule, got none; as in"),
+    "no schedule": (lambda: plot(0.5, 5), "plot: needs a schedule"),
+    "units": (
+        lambda: plot({"a": constant(1.0), "b": with_unit("tok", constant(1.0))}, 5),
+        "plot: schedules are measured in ba and tok",
+    ),
+    "no value": (
+        lambda: plot(lambda t: math.nan if t == 3 else 1.0, 5),
+        "the schedule must be a finite number everywhere, got nan at 3; mend it there",
+    ),
+    "no value of one": (
+        lambda: plot({"a": constant(1.0), "b": lambda t: None}, 5),
+        "plot: 'b': the schedule must be a finite number everywhere, got None at 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_drawn_is_refused(make, expected):
+    with pytest.raises(ConfigError, match=expected):
+        make()
+
+
+def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *rest, **options):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=r'plot: needs the package matplotlib: pip install "dtrain\[plot\]"'):
+        plot(constant(1.0), 5)

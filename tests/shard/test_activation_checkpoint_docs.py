@@ -1,0 +1,84 @@
+"""docs/memory.md: every option that it names is there, under that name."""
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from dtrain.dist.mesh import build_mesh
+from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations
+from dtrain.shard.comm_config import CommConfig
+from dtrain.shard.compile import compile_blocks
+from dtrain.shard.describe import describe
+from dtrain.shard.fsdp import shard_model
+
+PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+FUNCTIONS = {
+    each.__name__: each
+    for each in (
+        build_mesh,
+        checkpoint_activations,
+        CommConfig,
+        compile_blocks,
+        describe,
+        offload_activations,
+        shard_model,
+    )
+}
+COMPOSER = [
+    "sharding_strategy",
+    "cpu_offload",
+    "mixed_precision",
+    "backward_prefetch",
+    "activation_checkpointing",
+    "activation_cpu_offload",
+    "limit_all_gathers",
+    "verbose",
+]
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its head."""
+    lines = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0].splitlines()
+    found = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("|")]
+    return found[2:]
+
+
+def calls(text: str) -> list[tuple[str, list[str]]]:
+    """Calls of public functions in some text: name, and the arguments that it names."""
+    found = re.findall(r"(?:dt\.)?(\w+)\(([^()]*(?:\([^()]*\)[^()]*)*)\)", text)
+    return [(name, re.findall(r"(\w+)=", inside)) for name, inside in found if name in FUNCTIONS]
+
+
+def test_each_option_of_composer_has_a_named_argument_here():
+    table = rows('From Composer\'s `parallelism_config["fsdp"]`')
+    assert [option.strip("`") for option, _ in table] == COMPOSER
+    for option, here in table:
+        named = [(name, arguments) for name, arguments in calls(here) if arguments]
+        assert named, option
+
+
+@pytest.mark.parametrize(("name", "arguments"), calls(PAGE), ids=lambda value: str(value))
+def test_every_call_on_the_page_is_one_that_can_be_made(name, arguments):
+    assert set(arguments) <= set(inspect.signature(FUNCTIONS[name]).parameters)
+
+
+def test_every_strategy_that_it_names_is_one():
+    strategies = re.findall(r"'(\w+)'", str(inspect.signature(shard_model).parameters["strategy"].annotation))
+    named = set(re.findall(r"is `\"(\w+)\"`", PAGE)) | set(re.findall(r"strategy=\"(\w+)\"", PAGE))
+    assert {"full_shard", "shard_grad_op", "hybrid_shard", "no_shard"} <= named <= set(strategies)
+
+
+def test_the_table_of_communication_has_its_fields_and_defaults():
+    table = [(name.strip("`"), default.strip("`")) for name, default, _ in rows("Waiting for the network, or holding more")]
+    fields = dataclasses.fields(CommConfig)
+    assert table == [(f.name, f'"{f.default}"' if isinstance(f.default, str) else str(f.default)) for f in fields]
+
+
+def test_ways_out_come_in_the_order_of_the_error():
+    order = [cell for cell, *_ in rows("The order")]
+    steps = ["auto_microbatch", "shard_grad_op", "full_shard", "checkpoint_activations", "offload", "smaller model"]
+    places = [next(at for at, cell in enumerate(order) if step in cell) for step in steps]
+    assert places == sorted(places)

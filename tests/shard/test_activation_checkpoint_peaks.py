@@ -1,0 +1,70 @@
+"""What the options take off the peak of a step, counted by the memory budget."""
+
+import gc
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.dist.mesh import build_mesh
+from dtrain.shard.activation_checkpoint import checkpoint_activations
+from dtrain.shard.fsdp import shard_model
+from dtrain.state import init_state
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.testing.memory_budgets import UNLIMITED, memory_budget
+from dtrain.typing import LossSum
+
+DIM, BLOCKS, SAMPLES = 32, 8, 64
+
+
+class Block(nn.Module):
+    """Five activations for backward to one that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(torch.sin(self.up(x))))
+
+
+def loss_fn(model: nn.Module, batch: Tensor) -> LossSum:
+    return LossSum(total=model(batch).square().sum(), weight=float(len(batch)))
+
+
+def peak(strategy: str, **options) -> tuple[int, float]:
+    """The most that tensors held in a step beyond what was there before it; and the norm of the gradient."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    if options:
+        checkpoint_activations(net, blocks=Block, **options)
+    net = shard_model(net, build_mesh(), strategy=strategy, blocks=Block)
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    batch = torch.randn(SAMPLES, DIM, generator=torch.Generator().manual_seed(1))
+    gc.collect()
+    with memory_budget(UNLIMITED, existing=net.parameters()) as budget:
+        before = budget.live
+        microbatch_step(state, batch, loss_fn=loss_fn)
+        norm = sum(p.grad.to_local().square().sum().item() for p in net.parameters())
+        return budget.peak - before, norm
+
+
+ACTIVATION = SAMPLES * DIM * 4
+
+
+def measured() -> dict[str, list[int | bool]]:
+    found = {}
+    for strategy in ("full_shard", "replicate"):
+        none, norm = peak(strategy)
+        again = [peak(strategy, every=2), peak(strategy, keep="matmuls"), peak(strategy, every=1)]
+        found[strategy] = [none, *(bytes_ for bytes_, _ in again), all(other == norm for _, other in again)]
+    return found
+
+
+def test_the_peak_falls_by_what_is_computed_again(ranks):
+    for found in ranks(2).run(measured):
+        for none, second, matmuls, every, same in found.values():
+            assert same
+            assert every < second < none
+            assert every < matmuls < none
+            # Of each block two inputs of operators, each two wide, and its own input, which stays. Gradients come as these go.
+            assert none - every >= 3 * (BLOCKS - 1) * ACTIVATION

@@ -1,0 +1,138 @@
+"""How far ahead units are gathered, and through what: the same gradients and the same number of collectives."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from dtrain.dist.init import get_dist_info
+from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import full_tensor
+from dtrain.errors import ConfigError
+from dtrain.shard import comm_config as home
+from dtrain.shard.comm_config import CommConfig, check_comm_config
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.wrapping import plan_wrapping
+from dtrain.state import init_state
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.testing import count_collectives
+from shard.models import SAMPLES, WEIGHTS, Block, batch, make, squared
+
+OPTIONS = {
+    "far ahead": {"forward_prefetch": 3, "backward_prefetch": 3},
+    "not ahead": {"backward_prefetch": 0},
+    "own group": {"reduce_group": "own"},
+    "buffers": {"reduce_buffers": 3},
+}
+
+
+def stepped(strategy: str, communication: CommConfig | None) -> tuple[list[torch.Tensor], Counter[str]]:
+    mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
+    net = shard_model(make("called twice"), mesh, strategy=strategy, blocks=(Block,), comm_config=communication)
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    share = SAMPLES // get_dist_info().world_size
+    mine = {
+        key: v[get_dist_info().rank * share : (get_dist_info().rank + 1) * share]
+        for key, v in batch("called twice", WEIGHTS).items()
+    }
+    with count_collectives() as seen:
+        for _ in range(2):
+            microbatch_step(state, mine, loss_fn=squared, microbatch_size=1)
+    return [full_tensor(p.grad) for p in net.parameters()], Counter(record.op for record in seen.records)
+
+
+def same(strategy: str) -> dict[str, list]:
+    grads, kinds = stepped(strategy, None)
+    found = {}
+    for name, options in OPTIONS.items():
+        others, counted = stepped(strategy, CommConfig(**options))
+        found[name] = [all(map(torch.equal, grads, others)), dict(counted - kinds), dict(kinds - counted)]
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
+def test_gradients_and_counts_of_collectives_are_the_same(ranks, strategy):
+    for found in ranks(4 if strategy == "hybrid_shard" else 2).run(same, strategy):
+        assert found == {name: [True, {}, {}] for name in OPTIONS}
+
+
+class Unit(FSDPModule, nn.Module):
+    """Stands for a unit of FSDP2, and writes down what it is told."""
+
+    def __new__(cls, *args):
+        return object.__new__(cls)
+
+    def __init__(self, *children: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.told: dict[str, list] = {}
+        for at, child in enumerate(children):
+            self.add_module(str(at), child)
+
+    def set_modules_to_forward_prefetch(self, modules):
+        self.told["forward"] = modules
+
+    def set_modules_to_backward_prefetch(self, modules):
+        self.told["backward"] = modules
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "backward"),
+    [
+        ({}, None, None),
+        ({"forward_prefetch": 1}, [[1], [2], [3], []], None),
+        ({"forward_prefetch": 2}, [[1, 2], [2, 3], [3], []], None),
+        ({"backward_prefetch": 0}, None, [[0], [1], [2], [3]]),
+        ({"backward_prefetch": 2}, None, [[0], [0], [1, 0], [2, 1]]),
+    ],
+)
+def test_units_are_told_their_neighbours(options, forward, backward):
+    blocks = [Unit(nn.Linear(2, 2)) for _ in range(3)]
+    model = Unit(*blocks)
+    home.apply_comm_config(model, plan_wrapping(model, lambda name, module: module in blocks, ()), CommConfig(**options))
+    units = [model, *blocks]
+    for kind, expected in (("forward", forward), ("backward", backward)):
+        told = [unit.told.get(kind) for unit in units]
+        assert [None if each is None else [units.index(u) for u in each] for each in told] == (expected or [None] * 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forward_prefetch": -1}, "forward_prefetch must be a whole number of at least 0, got -1"),
+        ({"backward_prefetch": 1.5}, "backward_prefetch must be a whole number of at least 0, got 1.5"),
+        ({"reduce_buffers": 0}, "reduce_buffers must be a whole number of at least 1, got 0"),
+        ({"reduce_group": "mine"}, "reduce_group must be 'shared' or 'own', got 'mine'"),
+        ({"symmetric_memory": 1}, "symmetric_memory must be True or False, got 1"),
+        ({"symmetric_memory": True, "reduce_buffers": 2}, "leave reduce_buffers at 1"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        CommConfig(**options)
+
+
+def test_what_this_device_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match="symmetric_memory needs CUDA, and this mesh is of cpu; leave it out"):
+        check_comm_config(CommConfig(symmetric_memory=True), "cpu")
+    with pytest.raises(ConfigError, match="communication must be a Communication or None, got 3"):
+        check_comm_config(3, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "name"),
+    [
+        ("set_separate_reduce_scatter_group", {"reduce_group": "own"}, "reduce_group='own'"),
+        ("set_reduce_scatter_max_input_buffers", {"reduce_buffers": 2}, "reduce_buffers"),
+        ("set_symm_mem_for_comm", {"symmetric_memory": True}, "symmetric_memory"),
+    ],
+)
+def test_what_this_torch_does_not_have_is_refused(monkeypatch, call, options, name):
+    monkeypatch.delattr(FSDPModule, call)  # as in an older one
+    with pytest.raises(ConfigError, match=f"has no {name}; use a newer one, or leave it out"):
+        check_comm_config(CommConfig(**options), "cuda")
+    assert check_comm_config(None, "cuda") == CommConfig()

@@ -1,0 +1,121 @@
+"""Cutting a plain model into units: pure functions, no ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.errors import ConfigError
+from dtrain.fqn import modules_by_fqn
+from dtrain.shard.wrapping import plan_wrapping
+from shard.models import Block, Masked, Scaled, Stack, Tied
+
+
+def units(model: nn.Module, blocks) -> list[str]:
+    names = {id(module): name or "model" for name, module in modules_by_fqn(model)}
+    return [" ".join(names[id(module)] for module in modules) for modules in plan_wrapping(model, blocks, ()).units]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ((), ["model"]),
+        ((Block,), ["blocks.0", "blocks.1", "blocks.2", "model"]),
+        (Block, ["blocks.0", "blocks.1", "blocks.2", "model"]),
+        ("head", ["head", "model"]),
+        (("blocks.0", Block), ["blocks.0", "blocks.1", "blocks.2", "model"]),
+        (lambda name, module: name == "blocks.1", ["blocks.1", "model"]),
+        (("blocks.0", "blocks.*.up"), ["blocks.0.up", "blocks.1.up", "blocks.2.up", "blocks.0", "model"]),
+        ((Stack, "head"), ["head", "model"]),
+    ],
+    ids=["none", "class", "bare class", "name", "both", "predicate", "nested", "the model itself"],
+)
+def test_blocks_by_class_name_or_predicate(blocks, expected):
+    found = units(Stack(), blocks)
+    assert sorted(found) == sorted(expected)
+    assert found[-1] == "model"
+    assert all(found.index(inner) < found.index(outer) for inner in found for outer in found if inner.startswith(f"{outer}."))
+
+
+def test_tied_parameters_across_units_get_a_unit_of_their_own_before_those():
+    found = units(Tied(), ("first", "last"))
+    assert found.index("first.0 last.1") < found.index("first")
+    assert sorted(found) == ["first", "first.0 last.1", "last", "model"]
+    assert units(Tied(), (Block,)) == ["first.1", "last.0", "model"], "both in the model's own unit: nothing to do"
+
+
+def test_three_modules_that_share_two_parameters_are_one_unit():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight, net[2].bias = net[0].weight, net[1].bias
+    first, last = units(net, (nn.Linear,))
+    assert (sorted(first.split()), last) == (["0", "1", "2"], "model")
+
+
+def test_scalars_and_named_parameters_are_left_out():
+    assert sorted(plan_wrapping(Scaled(), (), ()).ignored_params) == ["temperature"]
+    assert sorted(plan_wrapping(Scaled(), (), "head.*").ignored_params) == ["head.bias", "head.weight", "temperature"]
+    assert sorted(plan_wrapping(Scaled(), (), lambda name, p: p.ndim == 1).ignored_params) == [
+        "block.down.bias", "block.up.bias", "head.bias", "temperature",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ((), {"model"}),
+        (("embed", "cls"), {"embed", "cls", "embed.0 cls.1", "model"}),
+        ((nn.Linear, nn.Embedding), {"cls.0", "cls.1.mix", "embed.1.up", "embed.1.down", "embed.0 cls.1", "model"}),
+        (("cls.1.decoder",), {"embed.0 cls.1", "model"}),
+    ],
+    ids=["none", "around", "leaves", "one leaf"],
+)
+def test_ties_inside_each_other_and_across_units_are_one_unit_of_the_outermost(blocks, expected):
+    found = {" ".join(sorted(name.split(), reverse=True)) for name in units(Masked(), blocks)}
+    assert found == expected
+
+
+def test_parameters_without_elements_are_left_out():
+    net = Stack()
+    net.register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))
+    assert sorted(plan_wrapping(net, (), ()).ignored_params) == ["empty"]
+
+
+class Listed(nn.Module):
+    """Its parameters are in a list, which nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList([nn.Parameter(torch.zeros(3))])
+
+
+@pytest.mark.parametrize("blocks", [(), ("0",)])
+def test_frozen_and_left_out_parameters_may_have_other_dtypes(blocks):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double().requires_grad_(False), nn.Linear(2, 2).half())
+    assert sorted(plan_wrapping(net, blocks, "2.*").ignored_params) == ["2.bias", "2.weight"]
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks", "leave_out", "message"),
+    [
+        (Stack, (nn.Conv2d,), (), "blocks names Conv2d, but the model has no such module"),
+        (Stack, ("blocks.7",), (), "blocks names 'blocks.7', but the model has no such module"),
+        (Stack, ("blocks",), (), "blocks picks 'blocks', a ModuleList without forward; pick what is inside it"),
+        (Stack, (3,), (), r"takes module classes, names, or one function of \(name, module\), got 3"),
+        (Stack, lambda name, module: False, (), "a function that picks no module"),
+        (Stack, (), ("tail.*",), r"leave_out names 'tail.\*', but no parameter has such a name"),
+        (Stack, (), (4,), "leave_out: patterns of names are text, got 4"),
+        (Stack, (), 4, r"leave_out takes names, or one function of \(name, parameter\), got 4"),
+        (Stack, 4, (), r"takes module classes, names, or one function of \(name, module\), got 4"),
+        (Stack, (Block(),), (), r"takes module classes, names, or one function of \(name, module\), got a Block; e.g."),
+        (Listed, ("rows",), (), "blocks picks 'rows', a ParameterList without forward; pick what is inside it"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(model, blocks, leave_out, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_wrapping(model(), blocks, leave_out)
+
+
+def test_ties_of_the_model_itself_with_a_block_are_refused():
+    net = Stack()
+    net.register_parameter("own", net.blocks[0].up.weight)
+    with pytest.raises(ConfigError, match="the model itself owns a parameter that is tied to one inside a block"):
+        plan_wrapping(net, (Block,), ())

@@ -1,0 +1,126 @@
+"""Batches of any kind: cut and counted by the caller; what cannot be is an error on all ranks, not a hang."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dtrain.dist.init import get_dist_info
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import ConfigError, DtrainError
+from dtrain.shard.fsdp import shard_model
+from dtrain.state import TrainState, init_state
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.step.optimizer import optimizer_step
+from dtrain.typing import LossSum
+
+
+class Graphs:
+    """A batch that is no tensor: graphs of different sizes."""
+
+    def __init__(self, graphs: list[torch.Tensor]) -> None:
+        self.graphs = graphs
+
+
+def some(count: int) -> Graphs:
+    return Graphs([torch.full((n + 1, 3), float(n)) for n in range(count)])
+
+
+def split(batch: Graphs, size: int) -> list[Graphs]:
+    return [Graphs(batch.graphs[at : at + size]) for at in range(0, len(batch.graphs), size)]
+
+
+def count(batch: Graphs) -> tuple[int, int]:
+    return len(batch.graphs), sum(len(g) for g in batch.graphs)
+
+
+def loss_fn(net: nn.Module, batch: Graphs) -> LossSum:
+    total = torch.stack([net(graph).mean(0).square().sum() for graph in batch.graphs]).sum()
+    return LossSum(total=total, weight=len(batch.graphs))
+
+
+def state_of(net: nn.Module) -> TrainState:
+    return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def plain() -> TrainState:
+    torch.manual_seed(0)
+    return state_of(nn.Linear(3, 2))
+
+
+def gradient(state: TrainState) -> list:
+    return torch.cat([p.grad.flatten() for p in state.params.values()]).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, None])
+def test_any_batch_can_be_cut_and_counted_by_the_caller(size):
+    state = plain()
+    after, _ = microbatch_step(state, some(5), loss_fn=loss_fn, microbatch_size=size, split=split, count=count)
+    whole = plain()
+    loss = loss_fn(whole.model, some(5))
+    (loss.total / loss.weight).backward()
+    assert gradient(state) == pytest.approx(gradient(whole), rel=1e-5)
+    after, _ = optimizer_step(after, {})
+    assert (after.clock.samples, after.clock.tokens) == (5, 15)
+
+
+def test_a_count_alone_is_enough_without_microbatches():
+    state = plain()
+    after, _ = microbatch_step(state, some(2), loss_fn=loss_fn, count=lambda batch: len(batch.graphs))
+    assert after.step_counts.samples == 2
+
+
+def test_an_unknown_batch_names_the_ways_out():
+    with pytest.raises(ConfigError, match=r"found no tensor to cut in a Graphs; .* batch_spec, or pass count= and split="):
+        microbatch_step(plain(), some(2), loss_fn=loss_fn)
+
+
+def test_a_split_that_gives_nothing_is_refused():
+    with pytest.raises(ConfigError, match="split gave no microbatch for a batch of 2 samples"):
+        microbatch_step(plain(), some(2), loss_fn=loss_fn, microbatch_size=1, split=lambda batch, size: [], count=count)
+
+
+def bad_batch_on_rank_1(where: str) -> list[str]:
+    state = state_of(shard_model(nn.Linear(3, 2), build_mesh()))
+
+    def broken(*args):
+        if get_dist_info().rank == 1:
+            raise ValueError(f"{where} of rank 1")
+        return split(*args) if where == "split" else count(*args) if where == "count" else 5.0
+
+    options = {"split": split, "count": count, f"{where}": broken}
+    try:
+        microbatch_step(state, some(5), loss_fn=loss_fn, microbatch_size=2, **options)
+    except (DtrainError, ValueError) as error:
+        microbatch_step(state, some(5), loss_fn=loss_fn, microbatch_size=2, split=split, count=count)  # all may go on
+        return [type(error).__name__, str(error)]
+    return ["no error"]
+
+
+@pytest.mark.parametrize("where", ["split", "count", "weight_fn"])
+def test_a_batch_that_one_rank_cannot_use_raises_on_all(ranks, where):
+    first, second = ranks(2).run(bad_batch_on_rank_1, where)
+    assert second == ["ValueError", f"{where} of rank 1"]
+    assert first == ["PeerError", "step: rank 1 could not use its batch (1 of 2 ranks); see its own error"]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [4.0, None, -4, True, (1, 2, 3), (4.5, 2), (4, -1), "4"],
+    ids=["float", "none", "negative", "bool", "three", "half", "tokens", "text"],
+)
+def test_a_count_that_is_no_number_of_samples_is_refused(found):
+    with pytest.raises(ConfigError, match=r"count must give samples, or \(samples, tokens\), as whole numbers, got "):
+        microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=split, count=lambda batch: found)
+
+
+@pytest.mark.parametrize("found", [np.int64(5), torch.tensor(5), (np.int32(5), torch.tensor(15)), [5, 15]], ids=repr)
+def test_whole_numbers_of_any_kind_are_counts(found):
+    state, _ = microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=split, count=lambda batch: found)
+    assert state.step_counts.samples == 5
+
+
+@pytest.mark.parametrize("found", [None, 3, "text", {"a": 1}], ids=["none", "number", "text", "mapping"])
+def test_a_split_that_is_no_list_of_microbatches_is_refused(found):
+    with pytest.raises(ConfigError, match="split must give a list of microbatches, got "):
+        microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=lambda batch, size: found, count=count)

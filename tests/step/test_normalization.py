@@ -1,0 +1,197 @@
+"""weight_fn and losses of several terms: each term is divided by its own global weight."""
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.dist.init import get_dist_info
+from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import full_tensor
+from dtrain.errors import ConfigError, StepError
+from dtrain.monitors.reduce_metrics import reduce_metrics
+from dtrain.shard.fsdp import shard_model
+from dtrain.state import TrainState, init_state
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.typing import LossSum
+
+TOLERANCE = 1e-12  # float64, relative norm over all parameters
+SAMPLES = 7
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def batch() -> dict:
+    x = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return {"x": x, "fit": torch.tensor([1.0, 0, 2, 0, 0, 3, 0.5]), "flat": torch.tensor([0.0, 0, 0, 1, 0, 0, 0])}
+
+
+def loss_fn(net: nn.Module, part: dict) -> LossSum:
+    out = net(part["x"])
+    return LossSum(
+        total=(out[:, 0].square() * part["fit"]).sum(),
+        weight=part["fit"].sum(),
+        terms={"flat": ((out[:, 1].abs() * part["flat"]).sum(), part["flat"].sum())},
+        aux={"largest": (out.detach().amax(), 1.0)},
+    )
+
+
+def weight_fn(whole: dict) -> dict:
+    return {"loss": whole["fit"].sum(), "flat": whole["flat"].sum()}
+
+
+def reference() -> torch.Tensor:
+    net, whole = model(), batch()
+    out = net(whole["x"])
+    fit = (out[:, 0].square() * whole["fit"]).sum() / whole["fit"].sum()
+    flat = (out[:, 1].abs() * whole["flat"]).sum() / whole["flat"].sum()
+    (fit + flat).backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters()])
+
+
+def state_of(net: nn.Module) -> TrainState:
+    return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def several_terms(counts: list, size: int | None) -> list:
+    state = state_of(shard_model(model(), build_mesh(), blocks=(nn.Linear,)))
+    first = sum(counts[: get_dist_info().rank])
+    part = {key: value[first : first + counts[get_dist_info().rank]] for key, value in batch().items()}
+    _, metrics = microbatch_step(state, part, loss_fn=loss_fn, microbatch_size=size, weight_fn=weight_fn)
+    found = torch.cat([full_tensor(p.grad).flatten() for p in state.params.values()])
+    numbers = reduce_metrics(metrics)
+    return [((found - reference()).norm() / reference().norm()).item(), sorted(numbers), numbers["flat"]]
+
+
+@pytest.mark.parametrize("size", [1, 3, None])
+@pytest.mark.parametrize("counts", [[7], [4, 3], [0, 7], [3, 3, 1]])
+def test_each_term_has_a_denominator_of_its_own(ranks, counts, size):
+    net, whole = model(), batch()
+    flat = (net(whole["x"])[:, 1].abs() * whole["flat"]).sum() / whole["flat"].sum()
+    for error, names, found in ranks(len(counts)).run(several_terms, counts, size):
+        assert error <= TOLERANCE
+        assert names == ["flat", "largest", "loss"]
+        assert found == pytest.approx(flat.item(), rel=1e-12)
+
+
+def plain(**options) -> TrainState:
+    state = state_of(model())
+    microbatch_step(state, batch(), microbatch_size=2, **{"loss_fn": loss_fn, "weight_fn": weight_fn, **options})
+    return state
+
+
+def test_a_term_that_nothing_counts_leaves_the_others_alone():
+    def without(whole: dict) -> dict:
+        return {**whole, "flat": torch.zeros(SAMPLES)}
+
+    state, alone = state_of(model()), state_of(model())
+    microbatch_step(state, without(batch()), loss_fn=loss_fn, weight_fn=weight_fn)
+
+    def main_only(net, part):
+        return LossSum(total=(net(part["x"])[:, 0].square() * part["fit"]).sum(), weight=part["fit"].sum())
+
+    microbatch_step(alone, without(batch()), loss_fn=main_only)
+    for a, b in zip(state.params.values(), alone.params.values(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"weight_fn": None}, ConfigError, r"the loss has further terms \(flat\) with weights of their own; pass weight_fn="),
+        (
+            {"weight_fn": lambda whole: 3.0},
+            ConfigError,
+            r"weight_fn has weights for \['loss'\], the loss has terms \['flat', 'loss'\]",
+        ),
+        (
+            {"weight_fn": lambda whole: {"flat": 1.0}},
+            ConfigError,
+            r"must give a weight for 'loss', the main term; got \['flat'\]",
+        ),
+        (
+            {"weight_fn": lambda whole: {"loss": 7.0, "flat": 1.0}},
+            StepError,
+            "on rank 0 the weights of the losses do not add up to what weight_fn said",
+        ),
+    ],
+    ids=["none", "too few", "no main", "others"],
+)
+def test_weights_that_do_not_fit_the_loss_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        plain(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.ones(3), r"weight_fn must give one number for 'loss', got shape \(3,\); sum it"),
+        (None, "weight_fn must give one number for 'loss', got None"),
+        ("seven", "weight_fn must give one number for 'loss', got 'seven'"),
+        ({"loss": 7.0, "flat": None}, "weight_fn must give one number for 'flat', got None"),
+    ],
+    ids=["vector", "none", "text", "term"],
+)
+def test_a_weight_that_is_no_number_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        plain(weight_fn=lambda whole: given)
+
+
+def test_a_weight_may_be_a_tensor_of_one_element():
+    state = plain(weight_fn=lambda whole: {name: weight[None] for name, weight in weight_fn(whole).items()})
+    found = torch.cat([p.grad.flatten() for p in state.params.values()])
+    assert ((found - reference()).norm() / reference().norm()).item() <= TOLERANCE
+
+
+def other_terms_on_rank_1(case: str) -> str:
+    state = state_of(shard_model(model(), build_mesh()))
+    mine = (
+        {"loss": 1.0, "flat": 1.0}
+        if get_dist_info().rank == 0
+        else {"other": {"loss": 1.0, "round": 1.0}, "fewer": {"loss": 1.0}}.get(case)
+    )
+    weights = (lambda whole: mine) if mine else None
+    try:
+        microbatch_step(state, batch(), loss_fn=loss_fn, weight_fn=weights)
+    except StepError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("case", ["other", "fewer", "none"])
+def test_terms_that_differ_between_ranks_are_an_error_before_they_are_added_up(ranks, case):
+    first, second = ranks(2).run(other_terms_on_rank_1, case, timeout_s=30)
+    assert "step: the weight_fn of rank 1 gives weights of other terms than that of rank 0" in first
+    assert first == second
+
+
+def test_a_promise_of_no_weight_is_a_step_without_weight():
+    masked = {**batch(), "fit": torch.zeros(SAMPLES)}
+    state = state_of(model())
+    with pytest.raises(StepError, match="the weights of all ranks add up to 0"):
+        microbatch_step(state, masked, loss_fn=loss_fn, weight_fn=weight_fn)
+    assert all(p.grad is None for p in state.params.values())
+
+
+def broken_promise_on_rank_1() -> str:
+    state = state_of(shard_model(model(), build_mesh()))
+    off = float(get_dist_info().rank)
+    try:
+        microbatch_step(
+            state,
+            batch(),
+            loss_fn=loss_fn,
+            weight_fn=lambda whole: {"loss": whole["fit"].sum() + off, "flat": whole["flat"].sum()},
+        )
+    except StepError as error:
+        return f"{error} left: {sum(p.grad is not None for p in state.params.values())}"
+    return "no error"
+
+
+def test_a_promise_that_one_rank_breaks_raises_on_all(ranks):
+    first, second = ranks(2).run(broken_promise_on_rank_1)
+    assert "on rank 1 the weights of the losses do not add up" in first
+    assert first == second
+    assert first.endswith("left: 0")

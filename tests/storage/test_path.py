@@ -1,0 +1,67 @@
+"""Names of places: what a URL stands for, and what is refused in one line."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from dtrain import storage
+from dtrain.errors import ConfigError
+
+
+def test_a_text_without_protocol_is_a_path_of_this_machine(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for text in (str(tmp_path / "link"), tmp_path / "link", f"file://{tmp_path}/link"):
+        assert storage.resolve_path(text) == tmp_path / "real"
+
+
+def test_a_remote_path_is_put_together_as_a_path_is():
+    root = storage.resolve_path("memory://bucket//runs/a/")
+    step = root / "step-1" / "sub/file"
+    assert str(step) == "memory://bucket/runs/a/step-1/sub/file"
+    assert (step.name, str(step.parent), str(step.with_name("x"))) == (
+        "file",
+        "memory://bucket/runs/a/step-1/sub",
+        "memory://bucket/runs/a/step-1/sub/x",
+    )
+    assert storage.resolve_path(str(step)) == step == storage.resolve_path(step)
+    assert {step: 1}[root / "step-1/sub/file"] == 1
+    top = storage.resolve_path("memory://bucket")
+    assert (top.parent, top.name, str(top)) == (top, "", "memory://bucket")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ftp://host/x", r"ftp:// is no place to keep files; known: s3, gs, az, oci, sftp, memory, or a path without ://"),
+        ("s3:///x", "names no bucket"),
+        ("sftp:///x", "names no host"),
+        ("memory://b/../x", r"'\.\.' is no name of a file or folder"),
+        ("memory://b/a/./x", r"'\.' is no name"),
+        (Path("s3://b/x"), r"Path\('s3:/b/x'\) has lost a slash of its URL; give the URL as a str"),
+        ("sftp://me:secret@host/x", r"^sftp://\.\.\.@host/x: a password in a URL ends up in logs; use a key"),
+    ],
+    ids=["protocol", "bucket", "host", "up", "here", "path", "password"],
+)
+def test_what_is_no_place_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        storage.resolve_path(text)
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../x", "..", "a/../b"])
+def test_a_name_that_leaves_the_folder_is_refused(name):
+    with pytest.raises(ConfigError, match="is no name of a file or folder"):
+        storage.resolve_path("memory://bucket/a") / name
+
+
+EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "oci": "oci", "sftp": "sftp"}
+
+
+@pytest.mark.parametrize("protocol", EXTRAS)
+def test_a_missing_library_is_named_with_its_extra(protocol, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    extra = EXTRAS[protocol]
+    with pytest.raises(ConfigError, match=rf'^{protocol}:// needs the package \w+: pip install "dtrain\[{extra}\]"$'):
+        storage.resolve_path(f"{protocol}://bucket/x")

@@ -1,0 +1,27 @@
+"""The progress bar of long transfers: only on a terminal, and only when they are long."""
+
+import io
+import sys
+
+import pytest
+
+from dtrain.storage.transfer_progress import TransferProgress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "quiet_s", "shown"),
+    [(Terminal(), 0.0, True), (Terminal(), 1e9, False), (io.StringIO(), 0.0, False)],
+    ids=["long", "short", "pipe"],
+)
+def test_a_bar_is_shown_on_a_terminal_when_it_takes_long(monkeypatch, stream, quiet_s, shown):
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with TransferProgress("writing file", 100, show_after_s=quiet_s) as progress:
+        progress.advance(60)
+        progress.advance(40)
+    assert ("writing file" in stream.getvalue()) is shown

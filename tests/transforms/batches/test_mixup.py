@@ -1,0 +1,192 @@
+import pytest
+import torch
+
+import dtrain as dt
+from dtrain.errors import ConfigError
+from dtrain.losses import soft_cross_entropy
+from dtrain.transforms.batches.label_smoothing import label_smoothing
+from dtrain.transforms.batches.mixup import mix_samples, mixup, mixup_batch
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def batch(n: int = 6) -> dict[str, object]:
+    return {"x": torch.randn(n, 2, 3, generator=generator(9)), "y": torch.arange(n) % 3, "names": [str(i) for i in range(n)]}
+
+
+SWAP = torch.tensor([1, 0])
+
+
+def test_inputs_and_targets_are_mixed_alike():
+    given = {"x": torch.tensor([[1.0, 0.0], [5.0, 4.0]]), "y": torch.tensor([0, 2])}
+    made = mixup_batch(given, num_classes=3, coefficient=0.75, order=SWAP)
+    assert made["x"].tolist() == [[2.0, 1.0], [4.0, 3.0]]
+    assert made["y"].tolist() == [[0.75, 0.0, 0.25], [0.25, 0.0, 0.75]]
+
+
+def test_each_sample_may_have_its_own_coefficient():
+    given = {"x": torch.tensor([0.0, 8.0]), "y": torch.tensor([[1.0, 0.0], [0.0, 1.0]])}
+    made = mixup_batch(given, coefficient=torch.tensor([0.75, 0.5]), order=SWAP)
+    assert made["x"].tolist() == [2.0, 4.0]
+    assert made["y"].tolist() == [[0.75, 0.25], [0.5, 0.5]]
+
+
+def test_the_loss_of_mixed_targets_is_the_mixed_loss():
+    logits, first, second = torch.randn(4, 3), torch.tensor([0, 1, 2, 1]), torch.tensor([1, 1, 0, 2])
+    mixed = mix_samples(torch.nn.functional.one_hot(torch.stack([first, second]), 3).float(), SWAP, 0.7)[0]
+    both = [soft_cross_entropy(logits, target).total for target in (first, second)]
+    torch.testing.assert_close(soft_cross_entropy(logits, mixed).total, 0.7 * both[0] + 0.3 * both[1])
+
+
+def test_numbers_of_a_regression_are_mixed_as_they_are():
+    made = mixup_batch(
+        (torch.tensor([0.0, 8.0]), torch.tensor([2.0, 4.0])), input_key=0, target_key=1, coefficient=0.5, order=SWAP
+    )
+    assert isinstance(made, tuple)
+    assert made[1].tolist() == [3.0, 3.0]
+
+
+def test_an_ignored_target_leaves_the_others_share():
+    given = {"x": torch.zeros(2), "y": torch.tensor([-100, 1])}
+    made = mixup_batch(given, num_classes=2, coefficient=0.75, order=SWAP)
+    assert made["y"].tolist() == [[0.0, 0.25], [0.0, 0.75]]
+
+
+def test_the_given_batch_and_the_global_generator_stay_as_they_are():
+    given = batch()
+    copies, state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}, torch.get_rng_state()
+    made = mixup_batch(given, num_classes=3, generator=generator())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(given[k], copies[k]) for k in ("x", "y"))
+    assert made["names"] is given["names"]
+    assert not torch.equal(made["x"], given["x"])
+
+
+def test_the_same_generator_gives_the_same_batch():
+    one, same, other = (mixup_batch(batch(), num_classes=3, generator=generator(seed))["x"] for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.2, 1.0, 4.0])
+def test_coefficients_are_of_a_beta_distribution(alpha):
+    n = 20000
+    made = mixup_batch({"x": torch.eye(2)[torch.arange(n) % 2], "y": torch.zeros(n, 1)}, alpha=alpha, per_sample=True,
+                       generator=generator(), order=torch.arange(n).view(-1, 2).flip(1).flatten())  # fmt: skip
+    kept = torch.where(torch.arange(n) % 2 == 0, made["x"][:, 0], made["x"][:, 1])
+    assert kept.mean() == pytest.approx(0.5, abs=0.015)  # five standard errors at the widest
+    assert kept.var() == pytest.approx(0.25 / (2 * alpha + 1), rel=0.05)
+
+
+def test_alpha_zero_mixes_nothing():
+    given = batch()
+    made = mixup_batch(given, num_classes=3, alpha=0, generator=generator())
+    assert torch.equal(made["x"], given["x"])
+    assert torch.equal(made["y"].argmax(-1), given["y"])
+
+
+def test_an_empty_batch_stays_empty():
+    made = mixup_batch(batch(0), num_classes=3, per_sample=True, generator=generator())
+    assert made["x"].shape == (0, 2, 3)
+    assert made["y"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_inputs_keep_their_dtype(dtype):
+    made = mixup_batch({"x": torch.ones(4, 2, dtype=dtype), "y": torch.arange(4)}, num_classes=4, generator=generator())
+    assert made["x"].dtype == dtype
+    assert made["y"].dtype == torch.promote_types(dtype, torch.float32)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x)
+
+
+def seen_by(*transforms: dt.Transform, given: dict, steps: int = 1) -> list[dict]:
+    """The batches that reach the loss."""
+    seen: list[dict] = []
+
+    def loss(model, batch):
+        seen.append(batch)
+        return soft_cross_entropy(model(batch["x"]), batch["y"])
+
+    model = Net()
+    step = dt.compose_step(loss, list(transforms))
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(steps):
+        state, _ = step(state, given)
+    return seen
+
+
+def test_mixup_then_label_smoothing_smooths_what_was_mixed():
+    given = {"x": torch.tensor([[1.0, 0.0], [5.0, 4.0]]), "y": torch.tensor([0, 2])}
+    (seen,) = seen_by(mixup(5.0, num_classes=3), label_smoothing(0.3), given=given)
+    share = (seen["x"][:, 0] - 1.0) / 4.0  # how much each has of the second sample
+    known = torch.stack([1 - share, torch.zeros(2), share], dim=1) * 0.7 + 0.1
+    torch.testing.assert_close(seen["y"], known)
+    by_hand = mixup_batch(given, num_classes=3, coefficient=0.75, order=SWAP)["y"] * 0.7 + 0.1
+    assert by_hand[0].tolist() == pytest.approx([0.625, 0.1, 0.275])
+
+
+def test_alpha_is_read_at_the_step_about_to_run():
+    given = {"x": torch.randn(8, 2, generator=generator()), "y": torch.arange(8) % 3}
+    mixed = mixup(lambda step: float(step == 1), num_classes=3)
+    before, now, after = seen_by(mixed, given=given, steps=3)
+    assert [torch.equal(batch["x"], given["x"]) for batch in (before, now, after)] == [True, False, True]
+
+
+REFUSED = {
+    "no generator": (lambda: mixup_batch(batch(), num_classes=3), r"mixup: needs generator=..., or coefficient=... and order="),
+    "no order": (lambda: mixup_batch(batch(), num_classes=3, coefficient=0.5), r"mixup: needs generator="),
+    "no classes": (lambda: mixup_batch(batch(), generator=generator()), r"mixup: class indices .* needs num_classes="),
+    "negative": (lambda: mixup(-0.1), r"mixup: alpha must be in \[0, inf\), got -0\.1\."),
+    "text": (lambda: mixup("0.1"), r"mixup: alpha: needs a finite number or a schedule"),
+    "classes": (lambda: mixup(num_classes=0), r"mixup: needs a whole num_classes of at least 1, got num_classes=0"),
+    "other classes": (
+        lambda: mixup_batch({"x": torch.zeros(2), "y": torch.zeros(2, 4)}, num_classes=3, generator=generator()),
+        r"mixup: needs targets \[\*, 3\], got shape \(2, 4\)",
+    ),
+    "integers": (
+        lambda: mixup_batch({"x": torch.zeros(2, dtype=torch.uint8), "y": torch.zeros(2, 1)}, generator=generator()),
+        r"mixup: needs floating-point inputs, got torch.uint8 at 'x'",
+    ),
+    "integer samples": (
+        lambda: mix_samples(torch.arange(2), SWAP, 0.5),
+        "mix_samples: needs floating-point samples, got torch",
+    ),
+    "indices of another dtype": (
+        lambda: mixup_batch(
+            {"x": torch.zeros(2), "y": torch.zeros(2, dtype=torch.int32)}, num_classes=2, generator=generator()
+        ),
+        r"mixup: targets are class indices \(int64\) or probabilities \(float\), got torch.int32",
+    ),
+    "no key": (
+        lambda: mixup_batch({"image": torch.zeros(2)}, generator=generator()),
+        r"mixup: the batch has no 'x'; it has \['image'\]; give the right inputs= or targets=",
+    ),
+    "no place": (
+        lambda: mixup_batch((torch.zeros(2),), input_key=0, target_key=1, generator=generator()),
+        "has no 1; it has a tuple",
+    ),
+    "no tensor": (lambda: mixup_batch({"x": [1.0], "y": [1]}, generator=generator()), r"needs a tensor at 'x', got a list"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mixup_refuses(name):
+    make, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_schedule_that_is_negative_is_refused_in_its_step():
+    given = {"x": torch.zeros(2, 2), "y": torch.tensor([0, 1])}
+    with pytest.raises(ConfigError, match=r"mixup: alpha must be in \[0, inf\), got -1\.0 from its schedule at step 0\."):
+        seen_by(mixup(lambda step: -1.0, num_classes=3), given=given)

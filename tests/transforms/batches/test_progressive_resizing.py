@@ -1,0 +1,135 @@
+import pytest
+import torch
+
+import dtrain as dt
+from dtrain.clock import Clock
+from dtrain.durations import Duration, RunLength
+from dtrain.errors import ConfigError
+from dtrain.transforms.batches.progressive_resizing import linear_growth, progressive_resizing, resize_batch
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def image(height: int, width: int) -> torch.Tensor:
+    return torch.arange(float(height * width)).reshape(1, height, width)
+
+
+@pytest.mark.parametrize(
+    ("side", "scale", "increment", "size"),
+    [
+        (32, 0.5, 4, 16),
+        (32, 0.55, 4, 16),
+        (32, 0.6, 4, 20),
+        (32, 0.01, 4, 4),
+        (30, 0.97, 4, 28),
+        (30, 1.0, 4, 30),
+        (3, 0.1, 4, 3),
+    ],
+)
+@pytest.mark.parametrize("mode", ["resize", "crop"])
+def test_sides_are_multiples_of_the_increment_and_at_most_the_whole(side, scale, increment, size, mode):
+    given = {"x": torch.rand(2, 3, side, side, generator=generator()), "y": torch.tensor([0, 1])}
+    made = resize_batch(given, scale=scale, size_increment=increment, mode=mode, generator=generator())
+    assert tuple(made["x"].shape) == (2, 3, size, size)
+    assert made["y"] is given["y"]
+
+
+def test_resized_pixels_are_weighed_by_a_triangle():
+    # Half the size: a pixel's triangle is four wide, here with 3, 3 and 1 parts of what is inside the image.
+    made = resize_batch(image(1, 4).expand(1, 2, 4), scale=0.5, size_increment=1)
+    torch.testing.assert_close(made, torch.tensor([[[5 / 7, 16 / 7]]]))
+
+
+def test_whole_numbers_are_rounded():
+    made = resize_batch(image(1, 4).to(torch.uint8).expand(1, 2, 4), scale=0.5, size_increment=1)
+    assert made.dtype == torch.uint8
+    assert made.tolist() == [[[1, 2]]]
+
+
+def test_a_crop_is_a_part():
+    made = resize_batch(image(4, 4), scale=0.5, size_increment=2, mode="crop", offset=(2, 0))
+    assert made.tolist() == [[[8.0, 9.0], [12.0, 13.0]]]
+    corners = {
+        int(resize_batch(image(4, 4), scale=0.5, size_increment=2, mode="crop", generator=generator(seed))[0, 0, 0])
+        for seed in range(200)
+    }
+    assert corners == {0, 1, 2, 4, 5, 6, 8, 9, 10}
+
+
+def test_the_scale_grows_from_the_delay_to_the_full_size():
+    run = RunLength(total=100)
+    scale = linear_growth(0.5, Duration.parse("0.5dur"), Duration.parse("0.8dur"))
+    found = [scale(Clock(step=step, run=run)) for step in (0, 49, 50, 65, 79, 80, 99, 100)]
+    assert found == pytest.approx([0.5, 0.5, 0.5, 0.75, 0.5 + 0.5 * 29 / 30, 1.0, 1.0, 1.0])
+
+
+def test_the_scale_may_jump():
+    scale = linear_growth(0.25, Duration.parse(3), Duration.parse(3))
+    assert [scale(Clock(step=step)) for step in (2, 3)] == [0.25, 1.0]
+
+
+def sizes(transform: dt.Transform, steps: int, **options) -> list[int]:
+    """Sides of the images that reach the loss."""
+    seen: list[int] = []
+
+    def loss(model, batch):
+        seen.append(batch.shape[-1])
+        return dt.LossSum(total=model(batch.mean((1, 2, 3), keepdim=False)[:, None]).sum(), weight=len(batch))
+
+    model = torch.nn.Linear(1, 1)
+    step = dt.compose_step(loss, [transform])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    for _ in range(steps):
+        state, _ = step(state, torch.rand(2, 1, 16, 16, generator=generator()))
+    return seen
+
+
+def test_images_grow_with_the_run():
+    grown = progressive_resizing(size_increment=2)
+    assert sizes(grown, 10, run=RunLength(total=10)) == [8, 8, 8, 8, 8, 8, 10, 14, 16, 16]
+    assert sizes(progressive_resizing(lambda step: min(1.0, 0.25 + 0.25 * step)), 5) == [4, 8, 12, 16, 16]
+
+
+REFUSED = {
+    "a number": (lambda: progressive_resizing(0.5), "progressive_resizing: scale is a schedule, got 0.5"),
+    "initial scale": (
+        lambda: progressive_resizing(initial_scale=1.5),
+        r"progressive_resizing: needs scale in \[0, 1\], got scale=1.5",
+    ),
+    "nothing": (lambda: progressive_resizing(initial_scale=0), "progressive_resizing: needs scale > 0, got scale=0"),
+    "order": (
+        lambda: progressive_resizing(delay="5ep", full="3ep"),
+        "progressive_resizing: needs delay <= full in one unit, got delay='5ep', full='3ep'",
+    ),
+    "units": (
+        lambda: progressive_resizing(delay="5ba", full="8ep"),
+        "needs delay <= full in one unit, got delay='5ba', full='8ep'",
+    ),
+    "increment": (
+        lambda: progressive_resizing(size_increment=0),
+        "progressive_resizing: needs a whole size_increment of at least 1, got size_increment=0",
+    ),
+    "mode": (lambda: progressive_resizing(mode="zoom"), "progressive_resizing: mode is one of resize, crop, got 'zoom'"),
+    "unknown length": (lambda: sizes(progressive_resizing(), 0), "is a share of the run, whose length is not known"),
+    "schedule": (
+        lambda: sizes(progressive_resizing(lambda step: 2.0), 1),
+        r"must be in \(0, 1\], got 2\.0 from",
+    ),
+    "no generator": (
+        lambda: resize_batch(image(8, 8), scale=0.5, mode="crop"),
+        "resize_batch: needs generator=..., or offset=...",
+    ),
+    "offset": (
+        lambda: resize_batch(image(8, 8), scale=0.5, mode="crop", offset=(0, 5)),
+        r"resize_batch: the crop begins at most at \(4, 4\), got offset=\(0, 5\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_progressive_resizing_refuses(name):
+    make, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        make()

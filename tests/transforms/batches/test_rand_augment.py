@@ -1,0 +1,100 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dtrain.data.sample_transform import apply_transform
+from dtrain.errors import ConfigError
+from dtrain.transforms.batches.rand_augment import RAND_AUGMENT_OPERATIONS, rand_augment, rand_augment_batch
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+IMAGES = torch.rand(8, 3, 9, 9, generator=generator(5))
+
+
+def test_the_papers_operations_are_fourteen():
+    assert len(RAND_AUGMENT_OPERATIONS) == 14
+    assert {"identity", "autocontrast", "equalize", "rotate", "solarize", "colour", "posterize"} < set(RAND_AUGMENT_OPERATIONS)
+
+
+def test_each_image_goes_through_its_chain():
+    made = rand_augment_batch(
+        {"x": torch.full((2, 1, 1, 1), 0.25), "y": 1},
+        chains=[[("brightness", 0.5), ("solarize", 0.0)], [("solarize", 0.0), ("brightness", 0.5)]],
+    )
+    assert made["x"].flatten().tolist() == [0.875, 0.375]
+    assert made["y"] == 1
+
+
+def test_uint8_images_stay_so_and_go_the_same_way():
+    bytes_ = (IMAGES * 255).to(torch.uint8)
+    made = rand_augment_batch(bytes_, generator=generator())
+    assert made.dtype == torch.uint8
+    floats = rand_augment_batch(bytes_ / 255.0, generator=generator())
+    assert (made / 255.0 - floats).abs().max() <= 0.51 / 255
+
+
+def test_magnitude_zero_leaves_operations_that_have_one_without_effect():
+    strong = [name for name in RAND_AUGMENT_OPERATIONS if name not in ("autocontrast", "equalize")]
+    made = rand_augment_batch(IMAGES, magnitude=0, depth=4, operations=strong, generator=generator())
+    assert (made - IMAGES).abs().max() <= 0.51 / 255  # posterize with eight bits rounds to levels
+
+
+def test_operations_are_drawn_evenly():
+    black = torch.zeros(5000, 1, 1, 1)
+    made = rand_augment_batch(black, magnitude=10, depth=1, operations=("brightness", "solarize"), generator=generator())
+    assert made.unique().tolist() == [0.0, 1.0]  # of a black image one leaves it, the other makes it white
+    assert made.mean() == pytest.approx(0.5, abs=0.035)  # five standard errors
+
+
+def test_the_given_images_and_the_global_generator_stay_as_they_are():
+    copy, state = IMAGES.clone(), torch.get_rng_state()
+    one, same, other = (rand_augment_batch(IMAGES, generator=generator(seed)) for seed in (1, 1, 2))
+    assert torch.equal(IMAGES, copy)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_it_serves_one_sample_in_a_loader():
+    sample = {"x": IMAGES[0], "y": 3}
+    one, again, other = (
+        apply_transform(lambda s, g: rand_augment_batch(s, generator=g), sample, seed=0, epoch=e, index=4) for e in (0, 0, 1)
+    )
+    assert torch.equal(one["x"], again["x"])
+    assert not torch.equal(one["x"], other["x"])
+    assert one["x"].shape == (3, 9, 9)
+
+
+def test_no_images_are_none():
+    assert rand_augment_batch(IMAGES[:0], generator=generator()).shape == (0, 3, 9, 9)
+
+
+REFUSED = {
+    "no generator": (lambda: rand_augment_batch(IMAGES), "rand_augment: needs generator=..., or chains=..."),
+    "a generator of a device": (
+        lambda: rand_augment_batch(IMAGES, generator=SimpleNamespace(device=torch.device("cuda:0"))),
+        "rand_augment: chooses on the host, so it needs a generator of the CPU, got one on cuda:0",
+    ),
+    "magnitude": (lambda: rand_augment(11), r"rand_augment: magnitude must be in \[0, 10\], got 11\."),
+    "depth": (lambda: rand_augment(depth=0), "rand_augment: needs a whole depth of at least 1, got depth=0"),
+    "operation": (lambda: rand_augment(operations=["flip"]), "rand_augment: operations are some of identity, .* got 'flip'"),
+    "one operation": (lambda: rand_augment(operations="rotate"), "rand_augment: operations are some of .* got 'r'"),
+    "no operation": (lambda: rand_augment(operations=[]), r"rand_augment: operations are some of .* got \[\]"),
+    "chains": (lambda: rand_augment_batch(IMAGES, chains=[[]]), "rand_augment: needs a chain for each of 8 images, got 1"),
+    "chain": (lambda: rand_augment_batch(IMAGES[0], chains=[[("flip", 1.0)]]), "operations are some of .* got 'flip'"),
+    "integers": (
+        lambda: rand_augment_batch(IMAGES.long(), generator=generator()),
+        "rand_augment: needs images as uint8, or as floats from 0 to 1, got torch.int64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rand_augment_refuses(name):
+    make, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        make()

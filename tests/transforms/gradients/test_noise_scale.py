@@ -1,0 +1,203 @@
+"""The gradient noise scale against what is known of the data; and that measuring it changes nothing."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.dtensor import to_local
+from dtrain.errors import ConfigError
+from dtrain.transforms.gradients.noise_scale import estimate_noise_and_signal, noise_scale
+from dtrain.transforms.gradients.nonfinite import nonfinite
+from origins import with_spare
+
+LOSS = dt.mean_loss(lambda model, batch: model(batch["x"]).mean(), weight=lambda batch: len(batch["x"]))
+DIM, TRUE = 50, 0.3  # the gradient of a sample is TRUE everywhere, plus a normal number of variance 1
+
+
+def begin(*transforms, model=None, loss=LOSS, lr=0.0, **parts):
+    model = model or nn.Linear(DIM, 1, bias=False).double()
+    step = dt.compose_step(loss, transforms, **parts)
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=lr))
+
+
+def samples(step, count):
+    generator = torch.Generator().manual_seed(step)
+    return {"x": TRUE + torch.randn(count, DIM, generator=generator, dtype=torch.float64)}
+
+
+def test_scale_is_that_of_the_data():
+    """The variance of a sample's gradient is DIM, the square of the true one DIM * TRUE**2: their quotient is 1 / TRUE**2."""
+    step, state = begin(noise_scale(lambda step: step / (step + 1), interval=1))  # the plain mean over all steps
+    for number in range(200):
+        state, metrics = step(state, samples(number, 32))
+    found = state.slices["noise_scale"]
+    # Standard deviations of the means: noise 200 steps of 50 numbers, 1.4%; signal about 2%.
+    assert found["noise"].item() == pytest.approx(DIM, rel=0.06)
+    assert found["signal"].item() == pytest.approx(DIM * TRUE**2, rel=0.1)
+    assert metrics["noise_scale"].total.item() == pytest.approx(1 / TRUE**2, rel=0.1)
+    assert found["measured"] == 200
+
+
+def test_estimates_of_halves_are_those_of_the_paper():
+    """Of two halves the mean squared norm, in the formulas of appendix A.1."""
+    one, other = torch.randn(2, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole, few, many = (one + other) / 2, 8, 16
+    small, big = (one.square().sum() + other.square().sum()) / 2, whole.square().sum()
+    noise, signal = estimate_noise_and_signal({"w": one}, {"w": whole}, part_samples=few, whole_samples=many)
+    assert noise.item() == pytest.approx(((small - big) / (1 / few - 1 / many)).item(), rel=1e-12)
+    assert signal.item() == pytest.approx(((many * big - few * small) / (many - few)).item(), rel=1e-12)
+
+
+def test_a_gradient_that_only_one_has_counts_as_zero_in_the_other():
+    one, two = torch.tensor([3.0]), torch.tensor([4.0])
+    noise, signal = estimate_noise_and_signal({"a": one}, {"b": two}, part_samples=1, whole_samples=2)
+    assert (noise.item(), signal.item()) == pytest.approx((25.0 / 0.5, 16.0 - 25.0), rel=1e-6)
+
+
+@pytest.mark.parametrize(("few", "many"), [(0, 2), (2, 2), (3, 2)])
+def test_estimates_refuse_a_part_that_is_none(few, many):
+    with pytest.raises(ConfigError, match=f"0 < part_samples < whole_samples, got part_samples={few}, whole_samples={many}"):
+        estimate_noise_and_signal({}, {}, part_samples=few, whole_samples=many)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(DIM, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_measuring_changes_no_bit_of_the_training():
+    runs = []
+    for transforms in ([], [noise_scale(interval=2)]):
+        torch.manual_seed(3)
+        step, state = begin(*transforms, model=Deep(), lr=0.1)
+        losses = []
+        for number in range(4):
+            state, metrics = step(state, samples(number, 5))
+            losses.append(metrics["loss"].total)
+        runs.append([*losses, *state.params.values(), *state.model.buffers(), torch.get_rng_state()])
+        assert ("noise_scale" in metrics) == bool(transforms)
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_a_single_sample_is_trained_on_and_not_measured():
+    step, state = begin(noise_scale(interval=1))
+    state, metrics = step(state, samples(0, 1))
+    assert "noise_scale" not in metrics
+    assert state.slices["noise_scale"]["measured"] == 0
+    state, metrics = step(state, samples(1, 2))
+    assert state.slices["noise_scale"]["measured"] == 1
+    assert state.clock.samples == 3
+    state, again = step(state, samples(2, 1))
+    assert torch.equal(metrics["noise_scale"].total, again["noise_scale"].total)
+
+
+def test_interval_is_measured_in_its_first_step():
+    step, state = begin(noise_scale(interval=3))
+    counts = []
+    for number in range(7):
+        state, _ = step(state, samples(number, 4))
+        counts.append(state.slices["noise_scale"]["measured"])
+    assert counts == [1, 1, 1, 2, 2, 2, 3]
+
+
+def test_a_batch_is_halved_along_its_described_axis():
+    turned = dt.mean_loss(lambda model, batch: model(batch["x"].T).mean(), weight=lambda batch: batch["x"].shape[1])
+    spec = dt.batch_spec({"x": "feature batch"})
+    grad = lambda *given, **options: dt.microbatch_step(*given, batch_spec=spec, **options)  # noqa: E731
+    scales = []
+    for turn, loss, parts in ((False, LOSS, {}), (True, turned, {"grad": grad})):
+        model = nn.Linear(DIM, 1, bias=False).double()
+        step = dt.compose_step(loss, [noise_scale(batch_spec=spec if turn else None)], **parts)
+        batch = {"x": samples(0, 6)["x"].T} if turn else samples(0, 6)
+        _, metrics = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), batch)
+        scales.append(metrics["noise_scale"].total.item())
+    assert scales[0] == pytest.approx(scales[1], rel=1e-9)
+
+
+def test_a_batch_that_cannot_be_counted_is_the_step_s_error():
+    step, state = begin(noise_scale())
+    with pytest.raises(ConfigError, match="the first axis must be the batch axis"):
+        step(state, {"x": torch.zeros(2, DIM), "y": torch.zeros(3)})
+
+
+def test_a_batch_that_only_the_step_can_count_is_refused_instead_of_never_measured():
+    step, state = begin(noise_scale(), grad=partial(dt.microbatch_step, count=lambda batch: len(batch["x"])))
+    with pytest.raises(ConfigError, match="the first axis must be the batch axis"):
+        step(state, {**samples(0, 2), "y": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_leaves_the_averages_alone(bad):
+    step, state = begin(nonfinite(), noise_scale(interval=1), lr=0.1)
+    broken = {"x": torch.full((4, DIM), bad, dtype=torch.float64)}
+    state, metrics = step(state, broken)
+    assert metrics["noise_scale"].total.isnan()
+    state, first = step(state, samples(0, 4))
+    state, again = step(state, broken)
+    assert first["noise_scale"].total.isfinite()
+    assert torch.equal(first["noise_scale"].total, again["noise_scale"].total)
+
+
+def of_this_copy(counts: list[int]) -> list[float]:
+    """What two copies that train apart measure, each of its own samples; and whether they did."""
+    mesh = dt.build_mesh()
+    model = dt.shard_model(nn.Linear(DIM, 1, bias=False).double(), mesh, strategy="replicate", blocks=())
+    step, state = begin(dt.transforms.local_sgd(4), noise_scale(), model=model)
+    rank = state.spec.data_rank
+    state, metrics = step(state, samples(rank, counts[rank]))
+    scale = metrics["noise_scale"].total.item() if "noise_scale" in metrics else 0.0
+    return [scale, state.slices["noise_scale"]["measured"]]
+
+
+def test_copies_that_train_apart_are_measured_by_their_own_samples(ranks):
+    expected = []
+    for rank, count in enumerate([4, 7]):
+        step, state = begin(noise_scale())
+        expected.append([pytest.approx(step(state, samples(rank, count))[1]["noise_scale"].total.item(), rel=1e-12), 1])
+    assert ranks(2).run(of_this_copy, [4, 7]) == expected
+    assert ranks(2).run(of_this_copy, [1, 7]) == [[0.0, 0]] * 2  # one of them has nothing to halve
+
+
+def uneven(counts: list[int]) -> list[float]:
+    """This rank's share of a batch that is shared out unevenly; the metric, and how many were measured."""
+    mesh = dt.build_mesh()
+    model = dt.shard_model(nn.Linear(DIM, 1, bias=False).double(), mesh, strategy="full_shard", blocks=())
+    step, state = begin(noise_scale(), model=model)
+    rank = state.spec.data_rank
+    whole = samples(0, sum(counts))
+    first = sum(counts[:rank])
+    mine = {"x": whole["x"][first : first + counts[rank]]}
+    state, metrics = step(state, with_spare(mine, {"x": whole["x"][:1]}))
+    assert to_local(state.params["weight"]).grad is None
+    return dt.reduce_metrics(metrics).get("noise_scale", 0.0)
+
+
+@pytest.mark.parametrize("counts", [[3, 2], [1, 4], [5, 0], [0, 5]], ids=str)
+def test_the_half_of_a_batch_does_not_depend_on_how_ranks_share_it(ranks, counts):
+    step, state = begin(noise_scale())
+    _, metrics = step(state, samples(0, 5))
+    expected = metrics["noise_scale"].total.item()
+    assert ranks(2).run(uneven, counts) == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+def test_one_sample_on_two_ranks_is_not_measured(ranks):
+    assert ranks(2).run(uneven, [0, 1]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
+def test_scale_refuses_a_decay(decay):
+    with pytest.raises(ConfigError, match=r"noise_scale: decay(: needs a finite number| must be in \[0, 1\))"):
+        noise_scale(decay)
+
+
+def test_scale_refuses_a_decay_of_a_schedule_in_its_step():
+    step, state = begin(noise_scale(lambda step: 2.0))
+    with pytest.raises(ConfigError, match=r"noise_scale: decay must be in \[0, 1\), got 2\.0 from"):
+        step(state, samples(0, 4))

@@ -1,0 +1,142 @@
+"""Gradients that are not finite: one decision on all ranks, what is counted, and when it is too much."""
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.dist.init import get_dist_info
+from dtrain.dtensor import to_local
+from dtrain.errors import ConfigError, StepError
+from dtrain.transforms.gradients.nonfinite import nonfinite
+
+LOSS = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+FINE = 1.0
+
+
+def begin(guard, *others, rows=2):
+    model = nn.Linear(1, rows).double()
+    nn.init.ones_(model.weight)
+    if torch.distributed.is_initialized():
+        model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=())
+    step = dt.compose_step(LOSS, [guard, *others])
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
+
+
+def run(step, state, values):
+    """The mean samples of some steps, and how each step ended."""
+    skipped = []
+    for value in values:
+        state, metrics = step(state, torch.full((2, 1), value, dtype=torch.float64))
+        skipped.append(metrics["skipped"].total.item())
+    return state, skipped
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_skip_leaves_parameters_optimizer_and_what_is_inside_alone(bad):
+    step, state = begin(nonfinite(), dt.transforms.ema(0.5))
+    state, _ = run(step, state, [FINE])
+    before = {name: param.detach().clone() for name, param in state.params.items()}
+    moments = [content["momentum_buffer"].clone() for content in state.optimizer.state.values()]
+    averages = {name: average.clone() for name, average in state.slices["ema"]["params"].items()}
+    state, skipped = run(step, state, [bad])
+    assert skipped == [1.0]
+    assert all(torch.equal(param, before[name]) for name, param in state.params.items())
+    assert all(torch.equal(a["momentum_buffer"], b) for a, b in zip(state.optimizer.state.values(), moments, strict=True))
+    assert all(torch.equal(average, averages[name]) for name, average in state.slices["ema"]["params"].items())
+    assert all(param.grad is None for param in state.params.values())
+    assert state.step == 2  # the clock goes on
+
+
+def test_skip_counts_in_all_and_in_a_row():
+    step, state = begin(nonfinite())
+    bad = float("nan")
+    state, skipped = run(step, state, [bad, FINE, bad, bad])
+    assert skipped == [1.0, 0.0, 1.0, 1.0]
+    assert state.slices["nonfinite"] == {"skipped": 3, "in_a_row": 2}
+
+
+def test_too_many_in_a_row_raise():
+    step, state = begin(nonfinite(in_a_row=2))
+    state, _ = run(step, state, [float("nan"), FINE, float("nan")])
+    with pytest.raises(
+        StepError, match=r"nonfinite: step 3: a gradient is not finite, 2 steps in a row \(on this rank: weight"
+    ):
+        run(step, state, [float("nan")])
+
+
+def test_raise_names_the_step_and_the_parameters():
+    step, state = begin(nonfinite("raise"))
+    state, skipped = run(step, state, [FINE])
+    assert skipped == [0.0]
+    with pytest.raises(StepError, match=r"nonfinite: step 1: a gradient is not finite \(on this rank: weight\); no such"):
+        run(step, state, [float("inf")])
+
+
+def test_a_sum_that_overflows_is_no_infinite_gradient():
+    step, state = begin(nonfinite("raise"))
+    large = 1e200  # its square is infinite
+    state, skipped = run(step, state, [large])
+    assert skipped == [0.0]
+
+
+def test_listed_before_a_loss_scale_it_says_so_instead_of_leaving_out_all_steps():
+    """The scale is too large for the gradient, and nobody would tell it."""
+    step, state = begin(nonfinite(), dt.transforms.loss_scale(initial=2.0**127, interval=1))
+    state, skipped = run(step, state, [FINE])
+    assert skipped == [0.0]
+    with pytest.raises(ConfigError, match=r"loss_scale, listed after it, .* leave nonfinite out, or list it after loss_scale"):
+        run(step, state, [float("inf")])
+
+
+def test_listed_after_a_loss_scale_it_has_nothing_to_do():
+    step, state = begin(dt.transforms.loss_scale(), nonfinite("raise"))
+    state, skipped = run(step, state, [float("inf"), FINE])
+    assert skipped == [1.0, 0.0]
+    assert state.slices["loss_scale"]["scale"] == 2.0**15
+
+
+def on_ranks(action):
+    """One row of the weight is on each rank, and only the gradient of the last one is spoiled, by a hook."""
+
+    def update(inner):
+        def spoiled(state, metrics):
+            if state.step == 1 and get_dist_info().rank == 1:
+                to_local(state.params["weight"].grad).fill_(float("nan"))
+            return inner(state, metrics)
+
+        return spoiled
+
+    step, state = begin(nonfinite(action))
+    step, state = dt.compose_step(LOSS, [dt.Transform(name="spoil", update=update), nonfinite(action)]), state
+    state = step.init(state.model, state.optimizer)
+    try:
+        state, skipped = run(step, state, [FINE, FINE, FINE])
+    except StepError as error:
+        return str(error)
+    return [skipped, state.slices["nonfinite"], to_local(state.params["weight"]).detach().isfinite().all().item()]
+
+
+def test_one_rank_decides_for_all(ranks):
+    assert ranks(2).run(on_ranks, "skip") == [[[0.0, 1.0, 0.0], {"skipped": 1, "in_a_row": 0}, True]] * 2
+
+
+def test_all_ranks_raise_and_say_whose_it_is(ranks):
+    first, second = ranks(2).run(on_ranks, "raise")
+    assert "step 1: a gradient is not finite (on this rank: none)" in first
+    assert "step 1: a gradient is not finite (on this rank: weight)" in second
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"action": "stop"}, "action must be 'skip', 'raise' or 'allow', got 'stop'"),
+        ({"in_a_row": 0}, "in_a_row is a whole number >= 1, and not for 'raise', got in_a_row=0, action='skip'"),
+        ({"in_a_row": 2.0}, "in_a_row is a whole number >= 1"),
+        ({"action": "raise", "in_a_row": 2}, "not for 'raise', got in_a_row=2, action='raise'"),
+    ],
+    ids=["action", "none in a row", "fraction", "raise in a row"],
+)
+def test_nonfinite_refuses(given, message):
+    with pytest.raises(ConfigError, match=f"nonfinite: .*{message}"):
+        nonfinite(**given)

@@ -1,0 +1,163 @@
+"""Autocast as a transform: what torch's own would compute, per microbatch, with every strategy."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from dtrain.dist.init import get_dist_info
+from dtrain.dtensor import full_tensor
+from dtrain.errors import ConfigError
+from dtrain.memory.live_tensors import LiveBytes
+from dtrain.shard.precision import Precision
+from dtrain.transform import Transform
+from dtrain.transforms.precision.autocast import autocast
+
+DIM, SAMPLES, SIDE = 4, 8, 128
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STRATEGIES = ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"]
+
+
+class Net(nn.Module):
+    """A layer that is used twice, so that a cast of its weight is found in the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.again(torch.tanh(self.again(self.first(x))))))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(SAMPLES, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> dt.LossSum:
+    return dt.LossSum(total=model(x).float().square().sum(), weight=len(x))
+
+
+def by_hand(dtype: str, cache: bool, steps: int) -> dict[str, torch.Tensor]:
+    """The same training in one process with torch alone, microbatches of 2 samples."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for part in batch().split(2):
+            with torch.autocast("cpu", dtype=LOW[dtype], cache_enabled=cache):
+                loss = loss_fn(model, part).total
+            loss.backward()
+        for param in model.parameters():
+            param.grad /= SAMPLES
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def trained(strategy: str, accumulate: str, dtype: str, cache: bool, steps: int) -> dict[str, Any]:
+    info, seen = get_dist_info(), {}
+    model = net()
+    model.again.register_forward_hook(lambda module, args, out: seen.update(out=str(out.dtype)))
+    mesh = dt.build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else dt.build_mesh()
+    model = dt.shard_model(model, mesh, strategy=strategy, accumulate=accumulate, blocks=(nn.Linear,))
+    step = dt.compose_step(loss_fn, [autocast(dtype, cache=cache)], grad=partial(dt.microbatch_step, microbatch_size=2))
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    mine = batch().split(2)[info.rank :: info.world_size]
+    for _ in range(steps):
+        state, _ = step(state, torch.cat(mine))
+    return {"out": seen["out"], "params": {name: full_tensor(p).flatten().tolist() for name, p in state.params.items()}}
+
+
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_sharded_model_trains_as_with_torchs_own(ranks, strategy, accumulate):
+    world = 4 if strategy == "hybrid_shard" else 2
+    for dtype, cache in (("bf16", True), ("bf16", False), ("fp16", True)):
+        expected = by_hand(dtype, cache, 3)
+        found = ranks(world).run(trained, strategy, accumulate, dtype, cache, 3)[0]
+        assert found["out"] == str(LOW[dtype])
+        for name, values in found["params"].items():
+            assert torch.allclose(torch.tensor(values), expected[name].flatten(), rtol=1e-5, atol=1e-6), (name, dtype, cache)
+
+
+def test_autocast_changes_the_numbers_so_the_comparison_can_fail():
+    low, high = by_hand("bf16", True, 3), by_hand("fp16", True, 3)
+    assert not torch.allclose(low["first.weight"], high["first.weight"], rtol=1e-5, atol=1e-6)
+
+
+def inside(name: str) -> Transform:
+    def wrap(inner: Any, context: Any) -> Any:
+        def loss(model: Any, x: Any) -> Any:
+            SEEN[name] = torch.is_autocast_enabled("cpu")
+            return inner(model, x)
+
+        return loss
+
+    return Transform(name=name, loss=wrap)
+
+
+SEEN: dict[str, bool] = {}
+
+
+def test_wrappers_listed_after_it_run_inside_and_backward_outside():
+    def hooked(model: nn.Module, x: torch.Tensor) -> dt.LossSum:
+        found = loss_fn(model, x)
+        found.total.register_hook(lambda grad: SEEN.update(backward=torch.is_autocast_enabled("cpu")))
+        return found
+
+    step = dt.compose_step(hooked, [inside("before"), autocast(), inside("after")])
+    model = net()
+    step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), batch())
+    assert SEEN == {"before": False, "after": True, "backward": False}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "fp32"}, "autocast: dtype must be one of bf16, fp16, got 'fp32'"),
+        ({"dtype": torch.bfloat16}, "autocast: dtype must be one of bf16, fp16, got torch.bfloat16"),
+        ({"cache": None}, "autocast: cache must be True or False, got None"),
+    ],
+)
+def test_arguments_that_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        autocast(**options)
+
+
+def test_a_device_without_it_is_refused_before_the_first_step(monkeypatch):
+    monkeypatch.setattr("torch.amp.is_autocast_available", lambda device: False)
+    model = net()
+    with pytest.raises(ConfigError, match="autocast: torch has no autocast to bf16 on this cpu device; leave it out here"):
+        dt.compose_step(loss_fn, [autocast()]).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def held_after_forward(how: str) -> int:
+    """Bytes that a forward of a fully sharded model leaves for its backward."""
+    precision = Precision(param="bf16") if how == "precision" else None
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(SIDE, SIDE, bias=False), nn.Tanh()) for _ in range(8)))
+    net = dt.shard_model(net, dt.build_mesh(), blocks="*", precision=precision)
+    with LiveBytes() as live:
+        live.count([p.to_local() for p in net.parameters()])
+        before = live.live
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+            total = net(torch.ones(1, SIDE)).float().sum()
+        held = live.live - before
+        total.backward()
+    return held
+
+
+def test_under_full_shard_it_keeps_copies_of_weights_that_precision_does_not(ranks):
+    copies = 8 * SIDE * SIDE * 2
+    late = 0.25 * copies  # one gathered weight: gloo may drop what it has sent late, on a busy machine
+    assert ranks(2).run(held_after_forward, "precision")[0] < late
+    assert 0.8 * copies < ranks(2).run(held_after_forward, "autocast")[0] < 1.1 * copies + late

@@ -1,0 +1,271 @@
+"""DiLoCo: outer steps by hand, against torch's optimizers, resumed, and begun late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.save import save_sharded
+from dtrain.combinators import between, masked
+from dtrain.dist.init import get_dist_info
+from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import describe_placement, full_tensor
+from dtrain.errors import ConfigError
+from dtrain.losses import mean_loss
+from dtrain.shard.fsdp import shard_model
+from dtrain.step.compose import compose_step
+from dtrain.testing.collective_counter import count_collectives
+from dtrain.transforms.weights.diloco import diloco, outer_step_
+from dtrain.transforms.weights.local_sgd import local_sgd
+from dtrain.transforms.weights.local_training import join_replicas
+from shard.copies import (
+    ADAMW,
+    MOMENTUM,
+    RAGGED,
+    average_moments,
+    begin,
+    bits,
+    expected,
+    largest_difference,
+    mean_of,
+    net,
+    numbers,
+    put,
+    simulated,
+    train,
+)
+
+TOLERANCE = 1e-12  # float64, a few steps
+
+
+class Weight(torch.nn.Module):
+    """The loss is the weight times the batch's mean, so its gradient is that mean wherever the weight is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.sum() / 2 * x
+
+
+linear_loss = mean_loss(lambda model, x: model(x).mean(), weight=len)
+
+
+def along_a_line(transforms: Any, steps: int, slopes: tuple[float, ...], lr: float = 0.1) -> list[float]:
+    """The weight after each step; each rank's batch has a slope of its own."""
+    model = Weight()
+    if torch.distributed.is_initialized() and get_dist_info().world_size > 1:
+        model = shard_model(model, build_mesh(dp_replicate=2), strategy="hybrid_shard")
+    step = compose_step(linear_loss, transforms)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=lr))
+    place = get_dist_info().rank if len(slopes) > 1 else 0
+    found = []
+    for _ in range(steps):
+        state, _ = step(state, torch.full((3,), slopes[place], dtype=torch.float64))
+        found.append(full_tensor(state.params["weight"].detach())[0].item())
+    return found
+
+
+def test_one_copy_looks_ahead_by_the_outer_rate_and_momentum():
+    # The inner rate for one of two equal weights: 0.1 / 2 a step. Two steps go 0.1.
+    found = along_a_line([diloco(2)], 4, (1.0,))
+    first = 1 - 0.7 * (0.1 + 0.9 * 0.1)
+    m = 0.9 * 0.1 + 0.1
+    assert found == pytest.approx([0.95, first, first - 0.05, first - 0.7 * (0.1 + 0.9 * m)], abs=1e-12)
+
+
+def two_on_a_line() -> list[float]:
+    return along_a_line([diloco(2)], 4, (1.0, 3.0))
+
+
+def test_two_copies_step_by_the_mean_of_their_ways(ranks):
+    # Slopes 1 and 3: the copies go 0.1 and 0.3 in a round, 0.2 on average.
+    first = 1 - 0.7 * (0.2 + 0.9 * 0.2)  # 0.734
+    second = first - 0.7 * (0.2 + 0.9 * (0.9 * 0.2 + 0.2))  # 0.3546
+    for slope, found in zip((0.05, 0.15), ranks(2).run(two_on_a_line), strict=True):
+        assert found == pytest.approx([1 - slope, first, first - slope, second], abs=1e-12)
+    assert (first, second) == pytest.approx((0.734, 0.3546), abs=1e-12)
+
+
+def test_hyperparameters_may_be_schedules_of_the_last_step_of_a_round():
+    found = along_a_line([diloco(2, lr=lambda step: [9, 1, 9, 0.5][step], momentum=lambda step: 0.0)], 4, (1.0,))
+    assert found == pytest.approx([0.95, 0.9, 0.85, 0.85], abs=1e-12)
+
+
+def test_the_outer_step_is_that_of_torch_with_nesterov():
+    torch.manual_seed(0)
+    values = [torch.randn(3, dtype=torch.float64), torch.randn(2, 2, dtype=torch.float64)]
+    params = [torch.nn.Parameter(value.clone()) for value in values]
+    theirs = torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+    momenta = [torch.zeros_like(value) for value in values]
+    for _ in range(3):
+        deltas = [torch.randn_like(value) for value in values]
+        for param, delta in zip(params, deltas, strict=True):
+            param.grad = delta.clone()
+        theirs.step()
+        outer_step_(values, momenta, deltas, lr=0.7, momentum=0.9)
+    for value, param in zip(values, params, strict=True):
+        assert torch.allclose(value, param, rtol=0, atol=1e-14)
+
+
+def test_an_outer_step_of_nothing_does_nothing():
+    assert outer_step_([], [], [], lr=0.7, momentum=0.9) is None
+
+
+def outer(interval: int, *, moments: bool) -> Any:
+    """The outer optimizer of a simulation: torch's own."""
+    kept = [p.detach().clone().requires_grad_() for p in net().parameters()]
+    optimizer = torch.optim.SGD(kept, lr=0.7, momentum=0.9, nesterov=True)
+
+    def end(at: int, nets: list, optimizers: list) -> None:
+        if at % interval == 0:
+            for param, mean in zip(kept, mean_of(nets), strict=True):
+                param.grad = param.detach() - mean
+            optimizer.step()
+            put(nets, [param.detach() for param in kept])
+            if moments:
+                average_moments(nets, optimizers)
+
+    return end
+
+
+def trained(interval: int, strategy: str, kind: Any, steps: int, keep: bool) -> Any:
+    transform = diloco(interval, optimizer_state="keep" if keep else "average")
+    return numbers(train(*begin([transform], strategy, kind), steps))
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["average", "keep"])
+@pytest.mark.parametrize(("strategy", "kind"), [("hybrid_shard", ADAMW), ("replicate", MOMENTUM)], ids=["adamw", "momentum"])
+def test_two_copies_train_as_by_hand_with_the_outer_optimizer_of_torch(ranks, strategy, kind, keep):
+    nets, optimizers = simulated(5, 2, kind=kind, sizes=RAGGED[2], end_of_round=outer(2, moments=not keep))
+    for place, found in enumerate(ranks(2).run(trained, 2, strategy, kind, 5, keep)):
+        assert largest_difference(found, expected(nets, optimizers, place)) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_two_copies_on_two_ranks_each_train_as_by_hand(ranks):
+    nets, optimizers = simulated(5, 2, kind=ADAMW, sizes=RAGGED[4], end_of_round=outer(2, moments=True))
+    for rank, found in enumerate(ranks(4).run(trained, 2, "hybrid_shard", ADAMW, 5, False)):
+        assert largest_difference(found, expected(nets, optimizers, rank // 2)) <= TOLERANCE
+
+
+def as_local_sgd() -> float:
+    one = train(*begin([diloco(3, lr=1, momentum=0)], "hybrid_shard", MOMENTUM), 6)
+    return largest_difference(numbers(one), numbers(train(*begin([local_sgd(3)], "hybrid_shard", MOMENTUM), 6)))
+
+
+def test_with_rate_1_and_no_momentum_it_is_local_sgd(ranks):
+    assert max(ranks(2).run(as_local_sgd)) <= TOLERANCE
+
+
+def sent() -> list[int]:
+    step, state = begin([diloco(2)], "hybrid_shard", MOMENTUM)
+    found = []
+    for at in range(4):
+        with count_collectives() as seen:
+            state = train(step, state, at + 1)
+        found.append(sum(r.bytes for r in seen.records if r.op == "all_reduce" and r.group != "control"))
+    return found
+
+
+def test_a_round_sends_the_parameters_and_the_inner_state_once(ranks):
+    weights, params = 2 * 8, sum(p.numel() for p in net().parameters()) * 8
+    assert ranks(2).run(sent) == [[weights, weights + 2 * params] * 2] * 2
+
+
+def laid_out() -> list[bool]:
+    _, state = begin([diloco(2)], "hybrid_shard")
+    content = state.transform_states["diloco"]
+    return [
+        describe_placement(content[part][name]) == describe_placement(param)
+        for part in ("params", "momentum")
+        for name, param in state.params.items()
+    ]
+
+
+def test_the_slice_is_laid_out_like_the_parameters(ranks):
+    assert ranks(2).run(laid_out) == [[True] * 10] * 2
+
+
+def resumed(root: str, first: int) -> list[bool]:
+    """Saved at the step ``first``, joined in the middle of a round: against a run that only joins there."""
+    runs = [begin([diloco(3)], "hybrid_shard", ADAMW) for _ in range(2)]
+    state = join_replicas(train(*runs[0], first))
+    save_sharded(root, state)
+    fresh = load_sharded(root, runs[1][1]).state
+    same = bits(fresh) == bits(state)
+    return [same, bits(train(runs[1][0], fresh, 7)) == bits(train(runs[0][0], state, 7))]
+
+
+@pytest.mark.parametrize("first", [3, 4], ids=["end-of-a-round", "in-the-middle"])
+def test_a_checkpoint_continues_bit_for_bit(ranks, tmp_path, first):
+    assert ranks(2).run(resumed, str(tmp_path), first) == [[True, True]] * 2
+
+
+def saved(root: str) -> Any:
+    state = train(*begin([diloco(3)], "hybrid_shard", ADAMW), 3)
+    save_sharded(root, state)
+    return {**numbers(state), **whole_slice(state)}
+
+
+def loaded(root: str) -> Any:
+    step, state = begin([diloco(3)], "hybrid_shard", ADAMW)
+    state = load_sharded(root, state).state
+    found = {**numbers(state), **whole_slice(state)}
+    return found, train(step, state, 6).step
+
+
+def whole_slice(state: Any) -> Any:
+    content = state.slices["diloco"]
+    return {
+        f"{part} {name}": full_tensor(t).flatten().tolist()
+        for part in ("params", "momentum")
+        for name, t in content[part].items()
+    }
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_checkpoint_of_two_copies_is_resumed_by_another_number_of_ranks(ranks, tmp_path, world):
+    one, other = ranks(2).run(saved, str(tmp_path))
+    assert one == other
+    for found, steps in ranks(world).run(loaded, str(tmp_path)):
+        assert found == one
+        assert steps == 6
+
+
+def test_a_round_that_begins_late_begins_where_the_steps_before_it_have_come():
+    found = along_a_line([between(2, 6, diloco(2, lr=0.5, momentum=0))], 6, (1.0,))
+    assert found == pytest.approx([0.95, 0.9, 0.85, 0.85, 0.8, 0.8], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"interval": 2, "lr": -0.1}, r"diloco: lr must be in \[0, inf\), got -0\.1\."),
+        ({"interval": 2, "lr": float("inf")}, "diloco: lr: needs a finite number or a schedule"),
+        ({"interval": 2, "momentum": 1.0}, r"diloco: momentum must be in \[0, 1\), got 1\.0\."),
+        ({"interval": 2, "momentum": "0.9"}, "diloco: momentum: needs a finite number or a schedule"),
+        ({"interval": "2"}, "duration: cannot read '2'"),
+        ({"interval": 2, "optimizer_state": None}, "diloco: optimizer_state must be 'average' or 'keep', got None"),
+    ],
+    ids=["lr", "infinite", "momentum", "text", "interval", "optimizer-state"],
+)
+def test_arguments_that_cannot_be_right_are_refused(arguments, match):
+    with pytest.raises(ConfigError, match=match):
+        diloco(**arguments)
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", -1.0), ("momentum", 1.0)])
+def test_a_schedule_that_cannot_be_right_is_refused_in_its_step(name, value):
+    with pytest.raises(ConfigError, match=rf"diloco: {name} must be in .*, got {value} from its schedule at step 0"):
+        along_a_line([diloco(2, **{name: lambda step: value})], 1, (1.0,))
+
+
+def test_a_part_of_the_parameters_is_refused():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="diloco: copies train apart in all parameters or in none, got a part"):
+        compose_step(linear_loss, [masked(diloco(2), "weight")]).init(model, torch.optim.SGD(model.parameters()))

@@ -1,0 +1,220 @@
+"""The exponential average: by hand, in any unit of time, in enough bits, and never gathered."""
+
+import math
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dtrain as dt
+from dtrain.dtensor import full_tensor
+from dtrain.durations import RunLength
+from dtrain.errors import ConfigError
+from dtrain.testing import count_collectives
+from dtrain.transforms.weights.ema import ema, update_ema_
+from falling import BATCH, LOSS, average, begin, take, weight
+
+
+def test_ema_of_a_line_by_hand():
+    step, state = begin(ema(0.75))
+    state = take(step, state)
+    assert average(state, "ema") == 0.75 * 4 + 0.25 * 3.5
+    state = take(step, state)
+    assert average(state, "ema") == 0.75 * (0.75 * 4 + 0.25 * 3.5) + 0.25 * 3.0
+    assert state.transform_states["ema"]["averaged"] == 3
+
+
+def test_ema_leaves_whole_numbers_alone():
+    model = nn.Linear(1, 1)
+    model.lookup = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+    step = dt.compose_step(LOSS, [ema(0.75)])
+    state, _ = step(step.init(model, torch.optim.SGD([model.weight, model.bias], lr=0.1)), BATCH)
+    assert sorted(state.transform_states["ema"]["params"]) == ["bias", "weight"]
+
+
+def test_half_life_is_the_time_after_which_half_is_left():
+    decay = 2 ** (-1 / 10)
+    averages, params = {"w": torch.zeros(1, dtype=torch.float64)}, {"w": torch.ones(1, dtype=torch.float64)}
+    for _ in range(10):
+        update_ema_(averages, params, decay)
+    assert averages["w"].item() == pytest.approx(0.5)
+    assert math.log(0.5) / math.log(decay) == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("half_life", "interval", "decay"),
+    [("4ba", 1, 2 ** (-1 / 4)), ("2ep", 3, 2 ** (-3 / 6)), ("8sp", "2ba", 2 ** (-2 / 4)), ("0.5dur", "1ba", 2 ** (-1 / 6))],
+    ids=["steps", "epochs", "samples", "share of the run"],
+)
+def test_a_half_life_is_as_the_decay_that_it_comes_to_in_steps(half_life, interval, decay):
+    run = RunLength(total=12, steps_per_epoch=3, samples_per_step=2)
+    found = take(*begin(ema(half_life=half_life, interval=interval), run=run), steps=6)
+    known = take(*begin(ema(decay, interval=interval)), steps=6)
+    assert average(found, "ema") == pytest.approx(average(known, "ema"), rel=1e-7)
+
+
+def test_the_average_begins_with_the_parameters_at_its_start():
+    step, state = begin(ema(0.75, start=2))
+    state = take(step, state)
+    assert (average(state, "ema"), state.transform_states["ema"]["averaged"]) == (4.0, 0)
+    state = take(step, state)
+    assert (average(state, "ema"), state.transform_states["ema"]["averaged"]) == (3.0, 1)
+    state = take(step, state)
+    assert (average(state, "ema"), state.transform_states["ema"]["averaged"]) == (0.75 * 3.0 + 0.25 * 2.5, 2)
+
+
+def test_an_interval_of_epochs_takes_what_the_last_step_of_each_has_left():
+    step, state = begin(ema(0.5, interval="1ep"))
+    state = take(step, state, 2, epoch=3)
+    assert average(state, "ema") == 4.0
+    state = take(step, state, 2, epoch=3)
+    assert average(state, "ema") == 0.5 * 4.0 + 0.5 * 2.5  # of step 3, not of step 4
+
+
+def test_ema_reads_a_schedule_at_the_step_about_to_run():
+    step, state = begin(ema(lambda t: (0.0, 0.75)[int(t)]))
+    state = take(step, state)
+    assert average(state, "ema") == 3.5
+    state = take(step, state)
+    assert average(state, "ema") == 0.75 * 3.5 + 0.25 * 3.0
+
+
+def test_ema_refuses_a_scheduled_decay_before_anything_changes():
+    step, state = begin(ema(lambda t: 1.0 + t))
+    with pytest.raises(ConfigError, match=r"decay must be in \[0, 1\), got 1\.0 from its schedule at step 0"):
+        step(state, BATCH)
+    assert (weight(state), average(state, "ema")) == (4.0, 4.0)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0])
+def test_ema_refuses_a_decay(decay):
+    with pytest.raises(ConfigError, match=r"ema: decay must be in \[0, 1\), got"):
+        ema(decay)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ema(), "ema: needs either decay=0.999 or half_life='1000ba', got decay=None, half_life=None"),
+        (lambda: ema(0.9, half_life=3), "ema: needs either .*, got decay=0.9, half_life=3"),
+        (lambda: ema(math.nan), "ema: decay: needs a finite number or a schedule .*, got nan"),
+        (lambda: ema("0.9"), "ema: decay: needs a finite number or a schedule .*, got '0.9'"),
+        (lambda: ema(half_life=0), "duration: needs at least 1 ba, got 0"),
+        (lambda: ema(0.9, interval="3 weeks"), "duration: unknown unit 'weeks'"),
+    ],
+    ids=["nothing", "both", "nan", "text", "no half life", "no duration"],
+)
+def test_ema_refuses(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"interval": "0.1dur", "decay": 0.9}, {"start": "0.1dur", "decay": 0.9}, {"half_life": "1ep"}],
+    ids=["interval", "start", "half life"],
+)
+def test_what_cannot_be_told_of_a_run_is_said_at_its_beginning(options):
+    with pytest.raises(ConfigError, match=r"duration: .* needs|clock: .* is a share of the run, whose length is not known"):
+        begin(ema(**options))
+
+
+def test_an_average_of_few_bits_is_kept_in_more():
+    average, param = {"w": torch.ones(1)}, {"w": torch.zeros(1, dtype=torch.bfloat16)}
+    update_ema_(average, param, 0.999)
+    assert average["w"].item() == pytest.approx(0.999)  # bfloat16 has nothing between 0.996 and 1
+    model = nn.Linear(1, 1).to(torch.bfloat16)
+    step = dt.compose_step(LOSS, [ema(0.999)])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert {mean.dtype for mean in state.transform_states["ema"]["params"].values()} == {torch.float32}
+
+
+def test_narrow_parameters_are_widened_one_after_another():
+    """All of them at once would take the memory of the average a second time."""
+    params = {name: torch.ones(4, dtype=torch.bfloat16) for name in "abc"}
+    averages = {name: torch.zeros(4) for name in "abc"}
+    widened: list[weakref.ref] = []
+    alive: list[int] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket is torch.ops.aten._to_copy:
+                widened.append(weakref.ref(out))
+                alive.append(sum(ref() is not None for ref in widened))
+            return out
+
+    with Mode():
+        update_ema_(averages, params, 0.75)
+    assert [average.tolist() for average in averages.values()] == [[0.25] * 4] * 3
+    assert len(alive) == 3
+    assert max(alive) <= 2  # that of the one before goes when the next one is there
+
+
+def test_ema_of_complex_numbers():
+    average = {"w": torch.tensor([4.0 + 0j])}
+    update_ema_(average, {"w": torch.tensor([0.0 + 4j])}, 0.75)
+    assert average["w"].item() == 3.0 + 1j
+    model = nn.Linear(1, 1)
+    model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    step = dt.compose_step(LOSS, [ema(0.75)])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert state.transform_states["ema"]["params"]["phase"].dtype == torch.complex64
+
+
+# ---- sharded ----------------------------------------------------------------------------------------------------------------
+
+
+def sharded(*transforms: dt.Transform) -> tuple[dt.Step, dt.TrainState]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(torch.bfloat16)
+    if torch.distributed.is_initialized():
+        model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=(nn.Linear,))
+    loss = dt.mean_loss(lambda model, x: model(x).float().square().mean(), weight=len)
+    step = dt.compose_step(loss, transforms)
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+INPUT = torch.ones(2, 4, dtype=torch.bfloat16)
+
+
+def communicated() -> list:
+    counts = []
+    for transforms in ([], [ema(0.9)]):
+        step, state = sharded(*transforms)
+        state, _ = step(state, INPUT)
+        with count_collectives() as seen:
+            step(state, INPUT)
+        counts.append(seen.counts())
+    return counts
+
+
+def test_an_average_of_shards_costs_no_collective(ranks):
+    for without, with_it in ranks(2).run(communicated):
+        assert without == with_it
+        assert without["training"]
+
+
+def saved(root: str) -> list[float]:
+    step, state = sharded(ema(0.99))
+    for _ in range(3):
+        state, _ = step(state, INPUT)
+    dt.save_sharded(root, state)
+    return [
+        value for mean in state.transform_states["ema"]["params"].values() for value in full_tensor(mean).flatten().tolist()
+    ]
+
+
+def loaded(root: str) -> list[float]:
+    _, state = sharded(ema(0.99))
+    state = dt.load_sharded(root, state).state
+    means = state.transform_states["ema"]["params"]
+    assert {mean.dtype for mean in means.values()} == {torch.float32}
+    return [value for mean in means.values() for value in full_tensor(mean).flatten().tolist()]
+
+
+def test_a_wide_average_of_two_ranks_is_loaded_by_one(ranks, tmp_path):
+    first, second = ranks(2).run(saved, str(tmp_path))
+    assert first == second == loaded(str(tmp_path))

@@ -1,0 +1,188 @@
+"""Stochastic weight averaging against torch's, in one process, and by hand."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+import dtrain as dt
+from dtrain.durations import RunLength
+from dtrain.errors import ConfigError
+from dtrain.transforms.weights.averaging import use_average
+from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.weights.swa import swa, update_swa_
+from falling import BATCH, average, begin, take, weight
+
+
+def test_the_average_is_that_of_torch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    peer = AveragedModel(model)
+    loss = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
+    step = dt.compose_step(loss, [swa(start=3, end=9, interval=2, load_average=False)])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for at in range(1, 12):
+        state, _ = step(state, torch.randn(4, 3))
+        if at in (3, 4, 6, 8):  # the start, and the boundaries of two steps from there to the end
+            peer.update_parameters(model)
+    assert state.transform_states["swa"]["averaged"] == peer.n_averaged.item() == 4
+    for name, param in peer.module.named_parameters():
+        found = state.transform_states["swa"]["params"][name]
+        assert found.sub(param.detach()).norm() <= 1e-6 * found.norm()  # it divides first: rounding in float32
+
+
+@pytest.mark.parametrize(("strategy", "theirs"), [("linear", "linear"), ("cosine", "cos")])
+def test_the_rate_is_annealed_as_by_torch(strategy, theirs):
+    peer_optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    peer = SWALR(peer_optimizer, swa_lr=0.05, anneal_epochs=4, anneal_strategy=theirs)
+    step, state = begin(swa(start=2, end=20, interval=1, lr=0.05, anneal=4, strategy=strategy), lr=0.5)
+    rates = []
+    for _ in range(9):
+        state, metrics = step(state, BATCH)
+        rates.append(dt.reduce_metrics(metrics)["lr"])
+        assert [group["lr"] for group in state.optimizer.param_groups] == [0.5]
+    known = []
+    for _ in range(7):
+        known.append(peer_optimizer.param_groups[0]["lr"])
+        peer_optimizer.step()
+        peer.step()
+    assert rates[:2] == [0.5, 0.5]
+    assert rates[2:] == pytest.approx(known)
+
+
+def test_the_way_to_a_rate_goes_out_from_that_of_the_schedule_around_it():
+    transforms = [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 10)), swa(start=4, end=9, interval=1, lr=0.1, anneal=2)]
+    step, state = begin(*transforms, lr=1.0)
+    rates = []
+    for _ in range(7):
+        state, metrics = step(state, BATCH)
+        rates.append(dt.reduce_metrics(metrics)["lr"])
+    assert rates == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5 * 0.5 + 0.5 * 0.1, 0.1])
+
+
+def test_the_way_takes_ten_intervals_unless_it_is_said():
+    step, state = begin(swa(start=0, end=30, interval=2, lr=0.1), lr=0.5)
+    state = take(step, state, 5)
+    _, metrics = step(state, BATCH)
+    assert dt.reduce_metrics(metrics)["lr"] == pytest.approx(0.75 * 0.5 + 0.25 * 0.1)
+
+
+def test_a_rate_may_be_a_schedule_that_only_knows_the_end():
+    step, state = begin(swa(start=2, end=30, interval=1, lr=lambda t: {3: 0.25, 4: 0.125}[t], anneal=1), lr=0.5)
+    state = take(step, state, 3)
+    before = weight(state)
+    state = take(step, state, 2)
+    assert before - weight(state) == 0.25 + 0.125
+
+
+def test_rates_come_back_after_an_exception():
+    def broken(*given: object) -> None:
+        raise RuntimeError("inside")
+
+    step, state = begin(swa(start=0, end=9, interval=1, lr=0.1, anneal=1))
+    state = take(step, state)
+    inner = partial(step.transforms[0].update(broken), state)
+    with pytest.raises(RuntimeError, match="inside"):
+        inner({})
+    assert [group["lr"] for group in state.optimizer.param_groups] == [0.5]
+
+
+def test_from_the_end_on_the_parameters_are_the_average():
+    step, state = begin(swa(start=1, end=3, interval=1))
+    state = take(step, state, 2)
+    assert weight(state) == 3.0
+    state = take(step, state)
+    assert (weight(state), average(state, "swa")) == (3.0, 3.0)  # (3.5 + 3 + 2.5) / 3
+    state = take(step, state, 2)
+    assert (weight(state), state.transform_states["swa"]["averaged"]) == (3.0, 3)
+
+
+def test_a_start_at_the_beginning_leaves_the_initial_weights_out():
+    step, state = begin(swa(start=0, end=9, interval=2, load_average=False))
+    with (
+        pytest.raises(ConfigError, match="swapped: the average 'swa' has not begun at step 1"),
+        use_average(take(step, state), "swa"),
+    ):
+        pass
+    step, state = begin(swa(start=0, end=9, interval=2, load_average=False))
+    assert average(take(step, state, 4), "swa") == (3.0 + 2.0) / 2
+
+
+def test_shares_of_a_run_and_epochs():
+    """Of 4 epochs of 3 steps, the defaults: from step 9 on (0.7 * 12 = 8.4) to step 12 (0.97 * 12 = 11.64)."""
+    step, state = begin(swa(), lr=0.25, run=RunLength(total="4ep", steps_per_epoch=3))
+    state = take(step, state, 11, epoch=3)
+    assert (weight(state), average(state, "swa")) == (4.0 - 11 * 0.25, 4.0 - 9 * 0.25)
+    state = take(step, state, 1, epoch=3)
+    assert weight(state) == 4.0 - (9 + 12) / 2 * 0.25
+
+
+def test_the_end_of_a_run_may_be_the_end():
+    step, state = begin(swa(start="0.5dur", end="1dur", interval=1), run=RunLength(total=4))
+    assert weight(take(step, state, 4)) == (3.0 + 2.5 + 2.0) / 3
+
+
+@pytest.mark.parametrize(("around", "weights"), [(True, (4.0 + 3.5 + 3.0) / 3), (False, (3.5 + 3.0) / 2)])
+def test_the_first_set_may_wait_for_a_step_that_is_not_skipped(around, weights):
+    """The step that comes to the start is skipped by a loss scale, around which or inside of which the average is."""
+    transforms = [swa(start=1, end=9, interval=1, load_average=False), dt.transforms.loss_scale(2.0)]
+    step, state = begin(*(transforms if around else transforms[::-1]))
+    state, _ = step(state, BATCH * math.inf)
+    assert average(take(step, state, 2), "swa") == weights
+
+
+def test_the_start_may_be_no_boundary_and_its_step_be_skipped():
+    step, state = begin(dt.transforms.loss_scale(2.0), swa(start=2, end=9, interval=10, load_average=False))
+    for factor in (1.0, math.inf, 1.0, 1.0):
+        state, _ = step(state, BATCH * factor)
+    assert (average(state, "swa"), state.transform_states["swa"]["averaged"]) == (3.0, 1)
+
+
+def test_the_first_set_overwrites_what_was_there():
+    average = {"w": torch.tensor([math.nan])}
+    update_swa_(average, {"w": torch.tensor([2.0])}, 0)
+    assert average["w"].item() == 2.0
+    update_swa_(average, {"w": torch.tensor([5.0])}, 1)
+    assert average["w"].item() == 3.5
+
+
+def test_both_averages_are_kept_side_by_side():
+    step, state = begin(ema(0.5), swa(start=1, end=9, interval=1))
+    state = take(step, state, 2)
+    assert (average(state, "ema"), average(state, "swa")) == (0.5 * 3.75 + 0.5 * 3.0, 3.25)
+    with use_average(state, "swa"):
+        assert weight(state) == 3.25
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: swa(start=5, end=5), "swa: needs start < end, got start='5ba', end='5ba'"),
+        (lambda: swa(start="0.8dur", end="0.7dur"), r"swa: needs start < end, got start='0\.8dur', end='0\.7dur'"),
+        (lambda: swa(lr=-1.0), r"swa: lr must be in \[0, inf\), got -1\.0\."),
+        (lambda: swa(lr="0.1"), "swa: lr: needs a finite number or a schedule .*, got '0.1'"),
+        (lambda: swa(anneal=3), r"swa: anneal=3 is the way to a rate; give lr=\.\.\., too"),
+        (lambda: swa(strategy="cos"), "swa: strategy must be 'linear' or 'cosine', got 'cos'"),
+    ],
+    ids=["empty", "backwards", "negative rate", "text", "anneal alone", "strategy"],
+)
+def test_swa_refuses(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_rate_of_a_schedule_is_refused_before_anything_changes():
+    step, state = begin(swa(start=0, end=9, lr=lambda t: -t, anneal=1, interval=1))
+    state = take(step, state)
+    with pytest.raises(ConfigError, match=r"swa: lr must be in \[0, inf\), got -1"):
+        step(state, BATCH)
+    assert weight(state) == 3.5
+
+
+@pytest.mark.parametrize("options", [{}, {"start": 1, "end": 5, "lr": 0.1, "anneal": "1ep"}], ids=["share", "anneal"])
+def test_what_cannot_be_told_of_a_run_is_said_at_its_beginning(options):
+    with pytest.raises(ConfigError, match=r"duration: 1ep in steps needs steps_per_epoch|clock: 0.7dur is a share of the run"):
+        begin(swa(**options))
