@@ -9,8 +9,8 @@ import pytest
 
 import dtrain as dt
 from dtrain.data.build_loader import build_loader
-from dtrain.data.stream.formats import FORMATS
 from dtrain.data.stream.formats.compression import COMPRESSIONS
+from dtrain.data.stream.formats.shard_format import FORMATS
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dtrain.data.stream.formats import FORMATS, Shard, ShardEntry, ShardFile
 from dtrain.data.stream.formats.compression import decompress
+from dtrain.data.stream.formats.shard_format import FORMATS, Shard, ShardEntry, ShardFile
 from dtrain.data.stream.shard_index import compute_digests, read_index
 
 

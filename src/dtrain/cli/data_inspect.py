@@ -21,7 +21,7 @@ from dtrain.errors import ConfigError, DataError, escape_unprintable
 from dtrain.storage import AnyPath, Buffer, LockableFile, RemotePath, real_path
 
 if TYPE_CHECKING:
-    from dtrain.data.stream.formats import ShardEntry
+    from dtrain.data.stream.formats.shard_format import ShardEntry
     from dtrain.data.stream.sharded_dataset import ShardedDataset
 
 
@@ -180,7 +180,7 @@ def _download_shard(place: AnyPath, entry: ShardEntry, write: Callable[[Buffer],
 
 
 def _decode_samples(raw: memoryview, entry: ShardEntry, options: Mapping[str, Any]) -> None:
-    from dtrain.data.stream.formats import get_format
+    from dtrain.data.stream.formats.shard_format import get_format
     from dtrain.data.stream.shard_store import MemorySource
 
     shard = get_format(entry.format).open(MemorySource(raw), entry, options)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.stream.formats import FORMATS, ShardEntry, ShardFile, get_format
 from dtrain.data.stream.formats.compression import COMPRESSIONS
+from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile, get_format
 from dtrain.data.stream.shard_index import HASHES, compute_digests, guess_format, new_hash, read_index, write_index
 from dtrain.errors import ConfigError, DataError
 

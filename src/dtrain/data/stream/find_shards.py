@@ -12,8 +12,7 @@ import xxhash
 
 from dtrain import storage
 from dtrain.data.stream.download import wrap_os_errors
-from dtrain.data.stream.formats import get_format
-from dtrain.data.stream.formats.shard_format import ShardEntry, ShardFile, one_line, wrap_shard_errors
+from dtrain.data.stream.formats.shard_format import ShardEntry, ShardFile, get_format, one_line, wrap_shard_errors
 from dtrain.data.stream.shard_index import HASHES, INDEX_NAME, UNFINISHED_NAME, guess_format, read_index, write_index
 from dtrain.data.stream.shard_store import RangeSource, ShardStore
 from dtrain.errors import ConfigError, DataError, DtrainError

@@ -12,9 +12,8 @@ from typing import Any, cast
 
 import xxhash
 
-from dtrain.data.stream.formats import FORMATS
 from dtrain.data.stream.formats.compression import COMPRESSION_SUFFIXES, parse_compression
-from dtrain.data.stream.formats.shard_format import ShardEntry, ShardFile
+from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
 

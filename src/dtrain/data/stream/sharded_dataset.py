@@ -17,12 +17,12 @@ import xxhash
 from dtrain import storage
 from dtrain.data.stream.find_shards import find_shards
 from dtrain.data.stream.fork_safety import FORK_REGISTRY
-from dtrain.data.stream.formats import get_format
 from dtrain.data.stream.formats.shard_format import (
     MAX_SAMPLE_BYTES,
     Shard,
     ShardEntry,
     ShardFormat,
+    get_format,
     one_line,
     wrap_shard_errors,
 )

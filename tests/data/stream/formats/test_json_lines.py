@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.stream.formats import FORMATS, ShardEntry, ShardFile
 from dtrain.data.stream.formats import json_lines as lines_module
+from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
 from dtrain.errors import ConfigError, DataError
 from places.opened import Held, entry_for, opened, rows
 

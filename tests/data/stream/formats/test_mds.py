@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageChops
 
-from dtrain.data.stream.formats import FORMATS, ShardEntry, ShardFile
 from dtrain.data.stream.formats.compression import parse_compression
 from dtrain.data.stream.formats.mds_encodings import ENCODINGS, parse_encoding
+from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
 from dtrain.data.stream.shard_index import HASHES
 from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import ConfigError, DataError

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dtrain.data.stream.formats import FORMATS, ShardEntry, ShardFile
 from dtrain.data.stream.formats.byte_lru import BYTE_LRU
+from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
 from dtrain.errors import ConfigError, DataError
 from places.opened import Held, entry_for, opened, rows
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtrain.data.stream.formats import FORMATS, ShardEntry, ShardFile
+from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
 from dtrain.errors import ConfigError, DataError
 from places.opened import Held, entry_for, opened, rows
 

@@ -6,13 +6,14 @@ Samples on their way into a shard: what they must look like, and where one is wr
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from dtrain.errors import ConfigError, DtrainError, ShardError, escape_unprintable
 from dtrain.typing import Plain
@@ -129,6 +130,40 @@ class ShardFormat(Protocol):
         Raises:
             DataError: the bytes are not of this format.
         """
+
+
+_FORMAT_MODULES = {"mds": "mds", "parquet": "parquet", "jsonl": "json_lines", "text": "json_lines", "tar": "tar"}
+
+
+class _FormatRegistry(Mapping[str, ShardFormat]):
+    """Mapping from a format's name to the format. The module of a format, and its package, are imported on first use."""
+
+    def __getitem__(self, name: str) -> ShardFormat:
+        if name not in _FORMAT_MODULES:
+            raise KeyError(name)
+        module = importlib.import_module(f"dtrain.data.stream.formats.{_FORMAT_MODULES[name]}")
+        return cast(ShardFormat, getattr(module, name.upper()))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_FORMAT_MODULES)
+
+    def __len__(self) -> int:
+        return len(_FORMAT_MODULES)
+
+
+FORMATS: Mapping[str, ShardFormat] = _FormatRegistry()
+"""Every readable shard format, by name."""
+
+
+def get_format(name: str) -> ShardFormat:
+    """Return the shard format of a name.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if name not in FORMATS:
+        raise ConfigError(f"format {name!r} is not known; known: {', '.join(FORMATS)}")
+    return FORMATS[name]
 
 
 def check_options(form: ShardFormat, options: Mapping[str, Any]) -> None:
