@@ -12,7 +12,7 @@ from dtrain.errors import ConfigError
 
 def ticked(clock: Clock = Clock(), *, end_of_epoch: bool = False, **changes) -> Clock:  # noqa: B008  # frozen
     place = EpochPosition(clock.epoch + 1, 0) if end_of_epoch else EpochPosition(clock.epoch, clock.step_in_epoch + 1)
-    return clock.tick(**{"samples": 10, "tokens": 100, "seconds": 0.5, "place": place, **changes})
+    return clock.tick(**{"samples": 10, "tokens": 100, "seconds": 0.5, "position": place, **changes})
 
 
 def test_tick_counts_and_an_epoch_ends():
@@ -20,8 +20,8 @@ def test_tick_counts_and_an_epoch_ends():
     assert (clock.step, clock.epoch, clock.step_in_epoch) == (2, 1, 0)
     assert (clock.samples, clock.tokens, clock.seconds) == (20, 200, 1.0)
     assert ticked(clock).step_in_epoch == 1
-    assert clock.before == Clock(step=1, step_in_epoch=1, samples=10, tokens=100, seconds=0.5)
-    assert ticked(clock).before.before is None, "a clock does not hold its whole history"
+    assert clock.previous == Clock(step=1, step_in_epoch=1, samples=10, tokens=100, seconds=0.5)
+    assert ticked(clock).previous.previous is None, "a clock does not hold its whole history"
 
 
 @pytest.mark.parametrize("interval", ["25sp", "3ba", "250tok", "1sec", "1ep"])
@@ -30,7 +30,7 @@ def test_crossed_is_true_once_per_boundary_whatever_the_tick(interval):
     field = {"sp": "samples", "ba": "step", "tok": "tokens", "sec": "seconds", "ep": "epoch"}[every.unit]
     for step in range(40):
         clock = ticked(clock, samples=7 + step % 5, end_of_epoch=step % 9 == 8)
-        boundary = getattr(clock, field) // every.value > getattr(clock.before, field) // every.value
+        boundary = getattr(clock, field) // every.value > getattr(clock.previous, field) // every.value
         assert clock.crossed(interval) == boundary
         crossings += clock.crossed(interval)
     assert crossings == getattr(clock, field) // every.value

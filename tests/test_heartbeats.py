@@ -64,7 +64,7 @@ def test_records_are_found_in_pieces_and_among_what_is_none_of_ours(size):
 
 def test_variable_is_taken_once_and_is_not_passed_on():
     read, write = os.pipe()
-    environment = {"DTRAIN_PULSE_FD": str(write)}
+    environment = {"DTRAIN_HEARTBEAT_FD": str(write)}
     heartbeats.connect_from_env(environment, rank=2)
     assert environment == {}
     heartbeats.report(ProgressKind.CLOSED)
@@ -78,7 +78,7 @@ def test_variable_is_taken_once_and_is_not_passed_on():
 
 @pytest.mark.parametrize("value", ["nonsense", "999999", "0x1"])
 def test_variable_of_somebody_elses_launch_is_ignored(value):
-    heartbeats.connect_from_env({"DTRAIN_PULSE_FD": value}, rank=0)
+    heartbeats.connect_from_env({"DTRAIN_HEARTBEAT_FD": value}, rank=0)
     assert heartbeats._STATE.fd is None
 
 

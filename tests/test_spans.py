@@ -44,10 +44,10 @@ class Listener:
     def __init__(self):
         self.steps, self.events = 0, []
 
-    def stepped(self):
+    def on_step(self):
         self.steps += 1
 
-    def happened(self, event):
+    def on_event(self, event):
         self.events.append(event)
 
 

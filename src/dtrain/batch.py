@@ -17,7 +17,7 @@ from dtrain.dist.batch_info import BatchInfo
 from dtrain.errors import ConfigError
 from dtrain.typing import Batch, is_tensordict
 
-_BATCH_INFO = "_dtrain_origin"  # the attribute of a batch's tensors that holds its origin
+_BATCH_INFO = "_dtrain_batch_info"  # the attribute of a batch's tensors that holds its origin
 _SEQUENCE_TYPES = (list, tuple)  # a sequence without tensors holds one entry per sample (ids, file names)
 
 

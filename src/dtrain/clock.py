@@ -12,7 +12,7 @@ from dtrain.errors import ConfigError
 
 _UNIT_FIELDS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens", "sec": "seconds"}
 _COUNT_FIELDS = ("step", "epoch", "step_in_epoch", "samples", "tokens", "seconds")
-_LINK_FIELDS = ("before", "start", "since", "no_epochs")
+_LINK_FIELDS = ("previous", "step_start", "batch_start", "no_epochs_reason")
 _NO_LOADER_REASON = "no dtrain loader handed out the batch of the last step, or it was made of new tensors"
 
 
@@ -31,11 +31,11 @@ class Clock:
     steps and between them, summed over resumes; it is the same number on every rank, and not part of bit-equality.
 
     ``epoch`` and ``step_in_epoch`` are the place of the last batch in its loader: whole epochs that were handed out, and
-    batches of the current one. They do not depend on how many steps a batch takes. ``no_epochs`` is the reason if the last
+    batches of the current one. They do not depend on how many steps a batch takes. ``no_epochs_reason`` is the reason if the last
     batch was not a loader's; then everything that is counted in epochs raises.
 
-    ``before`` is the clock that ``crossed`` compares with: one tick ago, and for epochs before the batch. ``start`` is the
-    place that the last step started from, if ``before`` is at another one, because batches passed without a step. ``since``
+    ``previous`` is the clock that ``crossed`` compares with: one tick ago, and for epochs before the batch. ``step_start`` is the
+    place that the last step started from, if ``previous`` is at another one, because batches passed without a step. ``batch_start``
     is the same of a clock inside a step: the place that ``crossed`` will compare with. ``run`` is the length of the run, for
     ``"0.1dur"``; ``Step.init`` sets it, and no checkpoint has it.
     """
@@ -46,11 +46,11 @@ class Clock:
     samples: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    before: Clock | None = None
+    previous: Clock | None = None
     run: RunLength | None = None
-    start: EpochPosition | None = None
-    since: EpochPosition | None = None
-    no_epochs: str | None = field(default=None, compare=False)
+    step_start: EpochPosition | None = None
+    batch_start: EpochPosition | None = None
+    no_epochs_reason: str | None = field(default=None, compare=False)
 
     @property
     def position(self) -> EpochPosition:
@@ -64,26 +64,26 @@ class Clock:
             begin: place before the batch; without a number of batches, the clock has counted them.
             repeated: if True, the last step was on the same batch, so its end is not the past yet.
         """
-        past = self.before.position if repeated and self.before is not None else self.since or self.position
+        past = self.previous.position if repeated and self.previous is not None else self.batch_start or self.position
         counted = past.batch if begin.epoch == past.epoch else 0
         here = EpochPosition(begin.epoch, counted if begin.batch is None else begin.batch)
-        before = self.before if self.start is None or self.before is None else self.before._counts_at(self.start)
-        if here == self.position == past and not (self.start or self.since or self.no_epochs):
+        previous = self.previous if self.step_start is None or self.previous is None else self.previous._counts_at(self.step_start)
+        if here == self.position == past and not (self.step_start or self.batch_start or self.no_epochs_reason):
             return self
-        since = past if past != here else None
+        batch_start = past if past != here else None
         return replace(
             self,
             epoch=here.epoch,
             step_in_epoch=here.batch or 0,
-            before=before,
-            start=None,
-            since=since,
-            no_epochs=None,
+            previous=previous,
+            step_start=None,
+            batch_start=batch_start,
+            no_epochs_reason=None,
         )
 
     def without_epochs(self, reason: str) -> Clock:
         """The clock that a step starts from whose batch has no place in a loader."""
-        return replace(self, no_epochs=reason)
+        return replace(self, no_epochs_reason=reason)
 
     def tick(self, *, samples: int, tokens: int, seconds: float, position: EpochPosition | None = None) -> Clock:
         """The clock after one step over ``samples`` and ``tokens`` that took ``seconds``.
@@ -100,15 +100,15 @@ class Clock:
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
             seconds=self.seconds + seconds,
-            before=self._counts_at(self.since),
+            previous=self._counts_at(self.batch_start),
             run=self.run,
-            start=None if self.since is None else self.position,
-            no_epochs=(self.no_epochs or _NO_LOADER_REASON) if position is None else None,
+            step_start=None if self.batch_start is None else self.position,
+            no_epochs_reason=(self.no_epochs_reason or _NO_LOADER_REASON) if position is None else None,
         )
 
     def _counts_at(self, position: EpochPosition | None) -> Clock:
-        """The counts of this clock, at ``position`` if given. It has no ``before``: a chain of clocks would never be freed."""
-        if position is None and not (self.before or self.start or self.since or self.no_epochs):
+        """The counts of this clock, at ``position`` if given. It has no ``previous``: a chain of clocks would never be freed."""
+        if position is None and not (self.previous or self.step_start or self.batch_start or self.no_epochs_reason):
             return self
         made = object.__new__(Clock)
         for name in _COUNT_FIELDS:
@@ -168,11 +168,11 @@ class Clock:
         every = Duration.parse(interval)
         if self.uses_epochs(every):
             self._check_epochs(every)
-        if self.before is None:
+        if self.previous is None:
             return False
         # The clock of a checkpoint, and so the one before it, knows no length of a run; and the run may be of another one now.
-        before = replace(self.before, run=self.run) if every.unit == "dur" else self.before
-        return self._count_intervals(every) > before._count_intervals(every)
+        previous = replace(self.previous, run=self.run) if every.unit == "dur" else self.previous
+        return self._count_intervals(every) > previous._count_intervals(every)
 
     def uses_epochs(self, length: Duration) -> bool:
         """Return True if ``length`` is measured by the place in the loader's data: epochs, or a share of a run in epochs."""
@@ -180,9 +180,9 @@ class Clock:
         return length.unit == "ep" or (length.unit == "dur" and total is not None and total.unit == "ep")
 
     def _check_epochs(self, what: object) -> None:
-        if self.no_epochs is not None:
+        if self.no_epochs_reason is not None:
             raise ConfigError(
-                f"clock: {what} is counted in epochs, and this loop has none: {self.no_epochs}. Take batches from "
+                f"clock: {what} is counted in epochs, and this loop has none: {self.no_epochs_reason}. Take batches from "
                 "dt.build_loader, or name the loader: step.init(model, optimizer, loader=loader); or count in steps ('100ba')"
             )
 
@@ -215,10 +215,10 @@ class Clock:
         return Fraction(self.epoch * steps + min(self.step_in_epoch, steps), int(total.value) * steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts as plain data, with those of ``before`` and the place of ``start``.
+        """The counts as plain data, with those of ``previous`` and the place of ``step_start``.
 
-        ``before`` is None at the beginning. ``start`` is there only if it is another place than that of ``before``.
+        ``previous`` is None at the beginning. ``step_start`` is there only if it is another place than that of ``previous``.
         """
         own = {name: getattr(self, name) for name in _COUNT_FIELDS}
-        before = None if self.before is None else {name: getattr(self.before, name) for name in _COUNT_FIELDS}
-        return {**own, "before": before, **({} if self.start is None else {"start": [*self.start]})}
+        previous = None if self.previous is None else {name: getattr(self.previous, name) for name in _COUNT_FIELDS}
+        return {**own, "previous": previous, **({} if self.step_start is None else {"step_start": [*self.step_start]})}

@@ -29,9 +29,9 @@ RUN_DIR = "DTRAIN_RUN_DIR"  # folder of this launch, for what belongs to the lau
 LOOPBACK = "DTRAIN_LOOPBACK"  # "1": all ranks are on this host, so nothing may listen beyond loopback
 FAILURE_FILE = "DTRAIN_FAILURE_FILE"  # where a rank records the exception that leaves its script
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-HEARTBEAT_FD = "DTRAIN_PULSE_FD"  # where a rank reports its progress and commits: see ``pulse``
+HEARTBEAT_FD = "DTRAIN_HEARTBEAT_FD"  # where a rank reports its progress and commits: see ``pulse``
 DUMP_REQUEST_FD = (
-    "DTRAIN_ASK_FD"  # can be read when the launcher wants every rank to write down what it is doing; nobody reads it
+    "DTRAIN_DUMP_REQUEST_FD"  # can be read when the launcher wants every rank to write down what it is doing; nobody reads it
 )
 FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE",)  # how many collectives torch remembers; its older name draws a warning
 PREEMPTED_EXIT_CODE = 75  # what a rank exits with that was asked to stop, and has saved

@@ -56,11 +56,11 @@ class SpanTime(NamedTuple):
 class SpanListener(Protocol):
     """Who writes down what this module only counts."""
 
-    def stepped(self) -> None:
+    def on_step(self) -> None:
         """A step is done, and it is time to look: ``due_step`` or ``due_ns`` has come. It sets new ones."""
         ...
 
-    def happened(self, event: Mapping[str, object]) -> None:
+    def on_event(self, event: Mapping[str, object]) -> None:
         """Something is worth a line of its own; from any thread."""
         ...
 
@@ -70,7 +70,7 @@ class _SpanRecorder:
     that it is in, the outermost first. The lists in ``totals`` are never replaced, so two are of one name if they are the same.
     """
 
-    __slots__ = ("causes", "due_ns", "due_step", "events", "listener", "mark", "samples", "stack", "step", "steps", "thread",
+    __slots__ = ("categories", "due_ns", "due_step", "events", "listener", "mark", "samples", "stack", "step", "steps", "thread",
                  "tokens", "top", "totals")  # fmt: skip
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class _SpanRecorder:
         self.top, self.steps = [0, 0], [0, 0]
         self.totals: dict[str, list[int]] = {OTHER: self.top, "step": self.steps}
         self.stack: list[list[int]] = []
-        self.causes: dict[str, TimeCategory] = dict(_LIBRARY_SPANS)
+        self.categories: dict[str, TimeCategory] = dict(_LIBRARY_SPANS)
         self.step, self.samples, self.tokens = 0, 0, 0
         self.due_step, self.due_ns = 0, 0
         self.listener: SpanListener | None = None
@@ -107,7 +107,7 @@ class span:  # used as a function, and a class is the cheapest context manager
 
     def __init__(self, name: str, category: TimeCategory | None = None) -> None:
         known = type(name) is str and name in _RECORDER.totals
-        if not known or (category is not None and _RECORDER.causes.get(name) != category):
+        if not known or (category is not None and _RECORDER.categories.get(name) != category):
             _declare_span(name, category)
         self._name = name
 
@@ -155,11 +155,11 @@ def _declare_span(name: str, category: TimeCategory | None) -> None:
         raise ConfigError(f"span: a name is a text of 1 to 60 printable characters, got {name!r}")
     if category is not None and category not in TIME_CATEGORIES:
         raise ConfigError(f"span: cause must be one of {', '.join(TIME_CATEGORIES)}, got {category!r}")
-    known = _RECORDER.causes.get(name)
+    known = _RECORDER.categories.get(name)
     if category is not None and known not in (None, category):
         raise ConfigError(f"span: {name!r} counts as {known} already, got cause={category!r}; choose another name")
-    if known is None and len(_RECORDER.causes) < _MAX_NAMES:
-        _RECORDER.causes[name] = category or "other"
+    if known is None and len(_RECORDER.categories) < _MAX_NAMES:
+        _RECORDER.categories[name] = category or "other"
 
 
 def begin(name: str, times: int = 1) -> None:
@@ -175,7 +175,7 @@ def begin(name: str, times: int = 1) -> None:
     top = recorder.top
     entry = recorder.totals.get(name)
     if entry is None:
-        entry = recorder.totals.setdefault(name if name in recorder.causes else OTHER, [0, 0])
+        entry = recorder.totals.setdefault(name if name in recorder.categories else OTHER, [0, 0])
     entry[0] += times
     recorder.stack.append(top)
     if entry is not top:
@@ -257,7 +257,7 @@ def record_step(step: int, *, samples: int, tokens: int) -> None:
     recorder.step, recorder.samples, recorder.tokens = step, samples, tokens
     recorder.steps[0] += 1
     if recorder.listener is not None and (step >= recorder.due_step or recorder.mark >= recorder.due_ns):
-        recorder.listener.stepped()
+        recorder.listener.on_step()
 
 
 def set_position(step: int, *, samples: int, tokens: int) -> None:
@@ -277,7 +277,7 @@ def record_event(name: str, /, **fields: object) -> None:
     happened = {**fields, "name": name, "at": time()}
     listener = _RECORDER.listener
     if listener is not None:
-        listener.happened(happened)
+        listener.on_event(happened)
     else:
         _RECORDER.events.append(happened)
 
@@ -289,7 +289,7 @@ def totals() -> dict[str, SpanTime]:
 
 
 def seconds_by_category(found: Mapping[str, SpanTime]) -> dict[TimeCategory, float]:
-    """Seconds by cause of what ``totals`` returned (or a difference of two): all causes, those without time as 0."""
+    """Seconds by cause of what ``totals`` returned (or a difference of two): all categories, those without time as 0."""
     seconds: dict[TimeCategory, float] = dict.fromkeys(TIME_CATEGORIES, 0.0)
     for name, total in found.items():
         seconds[category_of(name)] += total.seconds
@@ -298,7 +298,7 @@ def seconds_by_category(found: Mapping[str, SpanTime]) -> dict[TimeCategory, flo
 
 def category_of(name: str) -> TimeCategory:
     """What the time of a span goes to."""
-    return _RECORDER.causes.get(name, "other")
+    return _RECORDER.categories.get(name, "other")
 
 
 def is_library_span(name: str) -> bool:

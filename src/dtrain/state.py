@@ -322,7 +322,7 @@ def init_state(
     check_params(params, sharded=[name for name in params if name not in spec.ignored_params] if spec.mesh is not None else [])
     check_optimizer_params(params, optimizer, partial=partial)
     check_fused_foreach(params, optimizer)
-    if loader is not None and not hasattr(loader, "handed_out"):
+    if loader is not None and not hasattr(loader, "last_batch_info"):
         raise ConfigError(f"init: loader must be one that dt.build_loader made, got {loader!r}. Leave it out")
     preemption.install_handlers()
     state = TrainState(

@@ -160,8 +160,8 @@ def snapshot(state: dt.TrainState) -> dict[str, Any]:
 
 
 def _without_seconds(clock: dict[str, Any]) -> dict[str, Any]:
-    before = clock["before"] and {name: count for name, count in clock["before"].items() if name != "seconds"}
-    return {**{name: count for name, count in clock.items() if name != "seconds"}, "before": before}
+    before = clock["previous"] and {name: count for name, count in clock["previous"].items() if name != "seconds"}
+    return {**{name: count for name, count in clock.items() if name != "seconds"}, "previous": before}
 
 
 def traces(state: dt.TrainState) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_the_clock_comes_back_with_the_tick_before_it_and_the_length_of_the_new_
     longer = RunLength(total="5ep")
     fresh = plain_state(1)
     clock = load_sharded(tmp_path, fresh._replace(clock=Clock(run=longer))).state.clock
-    assert replace(clock, run=None) == replace(saved.clock, before=replace(saved.clock.before, before=None), run=None)
+    assert replace(clock, run=None) == replace(saved.clock, previous=replace(saved.clock.previous, previous=None), run=None)
     assert clock.run == longer
     assert (clock.crossed("12sp"), clock.crossed("5sp"), clock.crossed("24sp")) == (True, True, False)
 
@@ -97,19 +97,19 @@ def test_shares_of_the_run_are_told_in_the_first_step_after_a_resume(tmp_path):
 
 def test_a_clock_of_an_early_version_has_no_tick_before_it(tmp_path, monkeypatch):
     state_dict = Clock.state_dict
-    monkeypatch.setattr(Clock, "state_dict", lambda clock: {k: v for k, v in state_dict(clock).items() if k != "before"})
+    monkeypatch.setattr(Clock, "state_dict", lambda clock: {k: v for k, v in state_dict(clock).items() if k != "previous"})
     save_sharded(tmp_path, train(plain_state(), 3))
     monkeypatch.undo()
     clock = load_sharded(tmp_path, plain_state(1)).state.clock
-    assert (clock.step, clock.before) == (3, None)
+    assert (clock.step, clock.previous) == (3, None)
 
 
 def test_a_clock_with_something_else_before_it_is_damaged(tmp_path, monkeypatch):
     state_dict = Clock.state_dict
-    monkeypatch.setattr(Clock, "state_dict", lambda clock: {**state_dict(clock), "before": 3})
+    monkeypatch.setattr(Clock, "state_dict", lambda clock: {**state_dict(clock), "previous": 3})
     save_sharded(tmp_path, train(plain_state(), 3))
     monkeypatch.undo()
-    with pytest.raises(CorruptCheckpointError, match="clock: before: needs a dict, got int 3"):
+    with pytest.raises(CorruptCheckpointError, match="clock: previous: needs a dict, got int 3"):
         load_sharded(tmp_path, plain_state(1))
 
 

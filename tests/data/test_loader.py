@@ -121,7 +121,7 @@ def test_two_loops_over_one_loader_are_refused():
 def test_the_end_of_an_epoch_is_known_while_its_last_batch_is_worked_on():
     source = loader(size=10, batch=5)
     assert [get_batch_infos(batch)[0].ends_epoch for batch in source.until("2ep")] == [False, True, False, True]
-    assert source.handed_out.end == EpochPosition(2, 0)
+    assert source.last_batch_info.end == EpochPosition(2, 0)
     assert get_batch_infos(next(source.one_epoch())) == [], "an evaluation is in no epoch of the run"
 
 

@@ -51,7 +51,7 @@ def question() -> Iterator[tuple[int, int]]:
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "dtrain-blackbox"]
+    return [thread.name for thread in threading.enumerate() if thread.name == "dtrain-flight-recorder"]
 
 
 def wait_for(condition: Callable[[], object]) -> None:

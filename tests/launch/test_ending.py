@@ -376,7 +376,7 @@ def test_signal_to_stop_that_no_rank_can_hear_ends_the_job(start, tmp_path, when
 
 def test_what_a_program_writes_into_the_pipe_of_reports_does_no_harm(run):
     result = run(
-        "", n=1, options=["-c"], target=["bash", "-c", "echo hello >&$DTRAIN_PULSE_FD; sleep 0.3; echo done"], shown=None
+        "", n=1, options=["-c"], target=["bash", "-c", "echo hello >&$DTRAIN_HEARTBEAT_FD; sleep 0.3; echo done"], shown=None
     )
     assert (result.code, result.out, result.err) == (0, "done\n", "")
 

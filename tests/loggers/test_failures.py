@@ -53,10 +53,10 @@ class Heard:
     def __init__(self) -> None:
         self.events = []
 
-    def stepped(self) -> None:
+    def on_step(self) -> None:
         pass
 
-    def happened(self, event) -> None:
+    def on_event(self, event) -> None:
         self.events.append(event)
 
 

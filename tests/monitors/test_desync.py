@@ -109,10 +109,10 @@ class Heard:
     def __init__(self):
         self.events = []
 
-    def stepped(self):
+    def on_step(self):
         spans.schedule_next_check(step=10**12, in_s=1e6)
 
-    def happened(self, event):
+    def on_event(self, event):
         self.events.append({key: value for key, value in event.items() if key != "at"})
 
 

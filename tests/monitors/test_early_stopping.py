@@ -136,10 +136,10 @@ class Listener:
     def __init__(self):
         self.heard = []
 
-    def stepped(self):
+    def on_step(self):
         spans.schedule_next_check(step=10**12, in_s=1e6)
 
-    def happened(self, event):
+    def on_event(self, event):
         self.heard.append({key: value for key, value in event.items() if key != "at"})
 
 

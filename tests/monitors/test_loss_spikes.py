@@ -46,10 +46,10 @@ def events():
     heard = []
 
     class Listener:
-        def stepped(self):
+        def on_step(self):
             spans.schedule_next_check(step=10**12, in_s=1e6)
 
-        def happened(self, event):
+        def on_event(self, event):
             heard.append({key: value for key, value in event.items() if key != "at"})
 
     spans.set_listener(Listener())

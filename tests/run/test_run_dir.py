@@ -379,7 +379,7 @@ from dtrain import spans
 from dtrain.run.run_dir import open_run
 open_run(sys.argv[1], every=1)
 with spans.span("step"):
-    spans.stepped(1, samples=1, tokens=1)
+    spans.record_step(1, samples=1, tokens=1)
 {end}
 """
 
@@ -612,6 +612,6 @@ def test_a_step_of_a_ledger_that_is_closed_writes_nothing(tmp_path):
     ledger.open()
     ledger.close("done")
     ledger.close("done")
-    ledger.stepped()
-    ledger.happened({"name": "late", "at": 0.0})
+    ledger.on_step()
+    ledger.on_event({"name": "late", "at": 0.0})
     assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["open", "sum", "close"]

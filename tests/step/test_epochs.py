@@ -260,7 +260,7 @@ def test_every_epoch_acts_in_the_first_step_of_each(loop):
 
 def timeless(state) -> dict:
     found = state.clock.state_dict()
-    return {**found, "seconds": 0, "before": {**found["before"], "seconds": 0}}
+    return {**found, "seconds": 0, "previous": {**found["previous"], "seconds": 0}}
 
 
 @pytest.mark.parametrize("loop", ["four", "third", "slices"])

@@ -190,7 +190,7 @@ ENVIRONMENT = _script(
     if os.environ["LAUNCHER"] == "dtrain":
         assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0"), os.environ["GLOO_SOCKET_IFNAME"]
         assert os.path.isdir(os.environ["DTRAIN_RUN_DIR"] + "/failures")
-        assert "DTRAIN_PULSE_FD" not in os.environ  # the rank has taken it
+        assert "DTRAIN_HEARTBEAT_FD" not in os.environ  # the rank has taken it
     """
 )
 

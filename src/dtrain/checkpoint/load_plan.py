@@ -318,17 +318,17 @@ def _section_dict(opened: CheckpointReader, section: str) -> dict[str, Any]:
 
 def _read_clock(opened: CheckpointReader, *, check_step: bool) -> Clock:
     where = f"{layout.index_name(0)}: clock"
-    raw = {"before": None, "start": None, **_section_dict(opened, "clock")}  # they may be missing
-    before, start = raw.pop("before"), raw.pop("start")
-    if before is not None and type(before) is not dict:
-        raise CorruptCheckpointError(f"{where}: before: needs a dict, got {strict_json.describe_value(before)}")
+    raw = {"previous": None, "step_start": None, **_section_dict(opened, "clock")}  # they may be missing
+    previous, start = raw.pop("previous"), raw.pop("step_start")
+    if previous is not None and type(previous) is not dict:
+        raise CorruptCheckpointError(f"{where}: previous: needs a dict, got {strict_json.describe_value(previous)}")
     counts = _read_counts(raw, where)
     if check_step and counts["step"] != opened.manifest.step:
         raise CorruptCheckpointError(f"{where}: is at step {counts['step']}, the manifest at step {opened.manifest.step}")
     return Clock(
         **counts,
-        before=None if before is None else Clock(**_read_counts(before, f"{where}: before")),
-        start=None if start is None else _read_place(start, f"{where}: start"),
+        previous=None if previous is None else Clock(**_read_counts(previous, f"{where}: previous")),
+        step_start=None if start is None else _read_place(start, f"{where}: step_start"),
     )
 
 
@@ -341,7 +341,7 @@ def _read_place(raw: Any, where: str) -> EpochPosition:
 
 def _read_counts(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The counts of a clock, checked."""
-    strict_json.read_object(raw, where, tuple(name for name in Clock().state_dict() if name != "before"))
+    strict_json.read_object(raw, where, tuple(name for name in Clock().state_dict() if name != "previous"))
     seconds = raw["seconds"]
     if type(seconds) is not float:
         raise CorruptCheckpointError(f"{where}: seconds: needs a float, got {strict_json.describe_value(seconds)}")

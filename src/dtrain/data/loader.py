@@ -69,7 +69,7 @@ class Loader:
         self._skip_target: Position | None = None
         self._evaluations = 0
         self.identity = object()  # in the origins of its batches
-        self.handed_out: BatchInfo | None = None
+        self.last_batch_info: BatchInfo | None = None
         self._issued: IssuedBatch | None = None
 
     @property
@@ -162,10 +162,10 @@ class Loader:
             for handout in _time_data_waits(self._items(at, goal)):
                 if isinstance(handout, FailedBatch):
                     place = self._place(at)
-                    self.handed_out = BatchInfo(
+                    self.last_batch_info = BatchInfo(
                         loader=self.identity, begin=place, end=place, position_hash=self._position_hash(at)
                     )
-                    yield replace(handout, info=self.handed_out)
+                    yield replace(handout, info=self.last_batch_info)
                     raise handout.error
                 before, at = at, handout.position_after
                 if handout.position_only:
@@ -267,7 +267,7 @@ class Loader:
         grid = self.source.epoch_batches()
         self.position = at if grid is None else grid.normalize(at)
         self._dataset_state = state.get("dataset")
-        self.handed_out, self._issued = None, None
+        self.last_batch_info, self._issued = None, None
 
     def _resume_point(self) -> tuple[Position, Plain]:
         """Where a later loop begins, and the state of an iterable dataset there."""
@@ -300,8 +300,8 @@ class Loader:
         agreement = handout.agreement
         if pending is not None and (pending.position_before, pending.position_after) == (before, handout.position_after):
             agreement, pending.agreement.started = pending.agreement, False
-        self.handed_out = self._origin(handout, before, agreement)
-        return attach_batch_info(handout.batch, self.handed_out), IssuedBatch(
+        self.last_batch_info = self._origin(handout, before, agreement)
+        return attach_batch_info(handout.batch, self.last_batch_info), IssuedBatch(
             agreement=agreement,
             position_before=before,
             dataset_state=self._dataset_state,
@@ -331,7 +331,7 @@ class Loader:
 
     def _ended_independently(self) -> bool:
         """Return True if the batch handed out last was the end of the epoch for all ranks, and the position does not say so."""
-        origin = self.handed_out
+        origin = self.last_batch_info
         if origin is None or not origin.independent_epochs or self._dataset_state is not None:
             return False
         return origin.ends_epoch and self.position.epoch == origin.begin.epoch and origin.status.epoch_ended is not False

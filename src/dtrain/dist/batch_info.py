@@ -82,7 +82,7 @@ BATCH_INDEX_BITS = 28  # for the batches of an epoch; 20 bits of a stamp remain 
 class TrackedLoader(Protocol):
     """A loader, as far as a state knows it."""
 
-    handed_out: BatchInfo | None
+    last_batch_info: BatchInfo | None
     """The origin of the batch that it handed out last, None before the first."""
 
     @property

@@ -80,7 +80,7 @@ def start_dump_thread(environment: MutableMapping[str, str], info: DistInfo) -> 
         return
     end, wake = os.pipe()
     args = (_STATE.request_fd, end, Path(run_dir), info)
-    thread = threading.Thread(target=_serve_requests, args=args, daemon=True, name="dtrain-blackbox")
+    thread = threading.Thread(target=_serve_requests, args=args, daemon=True, name="dtrain-flight-recorder")
     thread.start()
     _STATE.dump_thread = _DumpThread(thread=thread, stop_fd=wake, pid=os.getpid())
 

@@ -63,13 +63,13 @@ class LedgerWriter:
                 self._write(self._event_line(event))
             self._schedule_next_line()
 
-    def stepped(self) -> None:
+    def on_step(self) -> None:
         """See ``spans.Listener``."""
         if self._pid == os.getpid():
             self.flush()
             self._schedule_next_line()
 
-    def happened(self, event: Mapping[str, object]) -> None:
+    def on_event(self, event: Mapping[str, object]) -> None:
         """See ``spans.Listener``."""
         if self._pid != os.getpid():
             return

@@ -72,7 +72,7 @@ def _find_origin(state: TrainState, found: list[BatchInfo]) -> tuple[BatchInfo |
     if loader is not None:
         found = [origin for origin in found if origin.loader is loader.identity]
         if not found:
-            last = loader.handed_out
+            last = loader.last_batch_info
             return (None, _NO_BATCH_YET) if last is None else (_without_padding_sample(last), "")
     if len(found) == 1:
         return found[0], ""
@@ -96,7 +96,7 @@ def _follow_loader(followed: LoaderHistory, origin: BatchInfo, clock: Clock) -> 
 def _position_before(origin: BatchInfo, clock: Clock, base: int, *, again: bool) -> EpochPosition:
     """The place before the batch. Ranks that end epochs separately take the place that they agreed on last."""
     if origin.independent_epochs:
-        return clock.before.position if again and clock.before is not None else clock.position
+        return clock.previous.position if again and clock.previous is not None else clock.position
     return EpochPosition(origin.begin.epoch + base, origin.begin.batch)
 
 
@@ -112,7 +112,7 @@ def next_clock(state: TrainState) -> Clock:
     place = tally.position
     if place is not None:
         place = EpochPosition(place.epoch + state.loader_history.epoch_offset, place.batch)
-    if begun is not None and state.clock.no_epochs is not None:
+    if begun is not None and state.clock.no_epochs_reason is not None:
         place = None
     return state.clock.tick(samples=tally.samples, tokens=tally.tokens, seconds=tally.seconds, position=place)
 
