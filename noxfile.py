@@ -10,7 +10,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "virtualenv"
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # a process: there are as many processes as cores
-CORE = ("tests/step", "tests/shard", "tests/checkpoint", "tests/data", "tests/battery", "tests/launch/start", "tests/cli")
+CORE = ("tests/step", "tests/shard", "tests/checkpoint", "tests/data", "tests/battery", "tests/launch/spawn", "tests/cli")
 
 
 def install(session: nox.Session, *packages: str) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 import dtrain as dt
-from dtrain import storage, testing
+import public
+from dtrain import storage
 from dtrain.data.packing.tokenizer import load_tokenizer
 from dtrain.optional_dependencies import EXTRA_MODULES
-from dtrain.schedules import composer
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -26,9 +26,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 def main(run: str) -> None:
     assert not Path(dt.__file__).is_relative_to(CHECKOUT), f"{dt.__file__} is not an installed package"
     assert (Path(dt.__file__).parent / "py.typed").exists()
-    for module in (dt, testing, composer):
-        for name in module.__all__:
-            getattr(module, name)
+    public.load_all()
     present = [module for modules in EXTRA_MODULES.values() for module in modules if importlib.util.find_spec(module)]
     assert set(present) <= {"fsspec"}, f"torch brings fsspec; what brings {present}?"
     with tempfile.TemporaryDirectory() as folder:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+import dtrain
 from dtrain.lazy_imports import public_names
 
 DOORS = (
@@ -37,12 +39,13 @@ def door(name: str) -> ModuleType:
 
 @cache
 def names(package: str) -> dict[str, str]:
-    """Map each public name of one door, sub-packages left out, to the module that defines the name."""
-    path = Path(str(door(package).__file__))
-    if path.name == "__init__.py":
-        return {name: module for name, module in public_names(str(path)).items() if f"{module}.{name}" not in DOORS}
+    """Map each public name of one door, sub-packages left out, to the module that defines the name. Imports neither."""
+    path = Path(dtrain.__file__).parent.joinpath(*package.split(".")[1:])
+    if path.is_dir():
+        found = public_names(str(path / "__init__.py"))
+        return {name: module for name, module in found.items() if f"{module}.{name}" not in DOORS}
     found = {}
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.with_suffix(".py").read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             found[node.name] = package
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -67,3 +70,37 @@ def is_public(name: str) -> bool:
     """Return True if ``dt.save_sharded`` or ``dt.schedules.cosine`` can be written in a loop; doors count, members do not."""
     full = "dtrain." + name.removeprefix("dtrain.").removeprefix("dt.")
     return full in all_names() or full in DOORS or full == "dtrain.__version__"
+
+
+def named_in(text: str) -> set[str]:
+    """Return the public names and the doors that ``text`` writes as ``dt.name`` or ``dt.door.name``, as far as they exist."""
+    return {name for name in _written(text) if is_public(name)}
+
+
+def unknown_in(text: str) -> set[str]:
+    """Return the names that ``text`` writes as ``dt.name`` or ``dt.door.name`` and that dtrain does not have."""
+    return {name for name in _written(text) if not is_public(name)}
+
+
+def _written(text: str) -> set[str]:
+    """Return ``dt.a.b`` for a name behind the door ``a``, else ``dt.a``: the rest is a member."""
+    found = set()
+    for match in re.finditer(r"\bdt((?:\.[A-Za-z_]\w*)+)", text):
+        parts = match[1][1:].split(".")
+        doors = 0
+        while doors < len(parts) and ".".join(["dtrain", *parts[: doors + 1]]) in DOORS:
+            doors += 1
+        found.add(".".join(["dt", *parts[: doors + 1]]))
+    return found
+
+
+def load_all() -> None:
+    """Import every module that defines a public name."""
+    for module in set(all_names().values()):
+        import_module(module)
+
+
+@cache
+def short_names() -> set[str]:
+    """Return the last part of every public name."""
+    return {name.rpartition(".")[2] for name in all_names()}

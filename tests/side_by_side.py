@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ALONE = ("benchmarks", "cli", "dist", "launch", "storage")
-BESIDE = ("algorithms", "battery", "memory", "optim", "planning", "schedules", "shard", "step", "surgery")
+BESIDE = ("battery", "memory", "optim", "planning", "schedules", "shard", "step", "surgery", "transforms")
 BELOW = ("examples", "pages")
 
 

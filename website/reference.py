@@ -1,4 +1,4 @@
-"""The Python reference: one page for the top level and one for each public sub-package, rendered from docstrings without importing them."""
+"""The Python reference: one page for each public package. Docstrings are read without importing the package."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ ROOMS = (
     Room("dtrain.schedules.composer", "Composer's schedules", "`dt.schedules.composer`. See [schedules](../schedules.md)."),
     Room("dtrain.transforms", "Transforms",
          "Changes of a step, composed by `compose_step`. [All recipes](../recipes.md) lists their costs."),
-    Room("dtrain.surgery", "Model surgery", "Edits of a model before sharding. [All recipes](../recipes.md) lists their costs."),
+    Room("dtrain.surgery", "Model surgery", "Edits before sharding. [All recipes](../recipes.md) lists their costs."),
     Room("dtrain.optim", "Optimizers", "Optimizers and parameter groups. See [optimizers](../optimizers.md)."),
     Room("dtrain.data", "Data", "Datasets, orders, packing, streaming. See [data](../data.md) and [packing](../packing.md)."),
     Room("dtrain.checkpoint", "Checkpoints", "List, verify, prune, convert. See [checkpoints](../checkpoints.md)."),
     Room("dtrain.dist", "Processes and collectives",
-         "Collectives, random numbers, determinism. See [collectives](../collectives.md) and [determinism](../determinism.md)."),
+         "Collectives, random numbers, determinism. See [collectives](../collectives.md), [determinism](../determinism.md)."),
     Room("dtrain.memory", "Memory", "Checkpointing, offload, microbatch search. See [memory](../memory.md)."),
     Room("dtrain.planning", "Planning", "Estimates without the machine. See [planning](../planning.md)."),
     Room("dtrain.loggers", "Loggers", "Destinations of metrics. See [observing](../observing.md)."),
     Room("dtrain.monitors", "Monitors", "Measurements of a run. See [observing](../observing.md)."),
-    Room("dtrain.profiling", "Profiling", "Traces, snapshots, hangs. See [profiling](../profiling.md) and [hangs](../hangs.md)."),
+    Room("dtrain.profiling", "Profiling", "Traces, snapshots, hangs. See [profiling](../profiling.md), [hangs](../hangs.md)."),
     Room("dtrain.testing", "Testing", "Tests of distributed code. See [testing](../testing.md)."),
     Room("dtrain.errors", "Errors", "The error tree. See [errors](../errors.md)."),
     Room("dtrain.typing", "Types", "Names for batches, losses, metrics and call shapes."),

@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import dtrain as dt
+import public
 from battery.surgery import ROWS as SURGERIES
 from battery.transforms import ROWS as TRANSFORMS
-from dtrain.schedules import composer
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recipes.md"
 COSTS = ROOT / "benchmarks" / "results" / "algorithms.json"
 
 ROOMS = {
-    "algorithms.gradients": "Gradients and updates",
-    "algorithms.weights": "Weights",
-    "algorithms.batches": "Batches and targets",
-    "algorithms.precision": "Low precision",
-    "algorithms.rates": "Options of the optimizer",
+    "transforms.gradients": "Gradients and updates",
+    "transforms.weights": "Weights",
+    "transforms.batches": "Batches and targets",
+    "transforms.precision": "Low precision",
+    "transforms.hyperparameters": "Options of the optimizer",
     "surgery": "Model surgery",
     "optim": "Optimizers",
     "schedules": "Schedules",
-    "composer": "Schedules in Composer's form, of `dtrain.schedules.composer`",
+    "composer": "Schedules in Composer's form, of `dt.schedules.composer`",
 }
 _HEADS = "Args|Returns|Yields|Raises|Mutates|Collective|Host sync|Formula|Source|Example|Examples|Note"
 _SECTION = re.compile(rf"^({_HEADS}):[ \t]*(.*?)(?=^(?:{_HEADS}):|\Z)", re.MULTILINE | re.DOTALL)
@@ -71,12 +71,14 @@ def section(function: Any, name: str) -> str:
 def exported() -> dict[str, list[tuple[str, Any]]]:
     """The public functions and classes of the rooms, in their order; reports and values (dataclasses) are left out."""
     found: dict[str, list[tuple[str, Any]]] = {room: [] for room in ROOMS}
-    for name in dt.__all__:
-        value = getattr(dt, name)
+    for full in sorted(public.all_names(), key=lambda name: name.rpartition(".")[2]):
+        name, value = full.rpartition(".")[2], public.value(full)
+        if full.startswith("dtrain.schedules.composer."):
+            found["composer"].append((f"composer.{name}", value))
+            continue
         room = next((room for room in ROOMS if getattr(value, "__module__", "").startswith(f"dtrain.{room}")), None)
         if room is not None and not hasattr(value, "__dataclass_fields__"):
             found[room].append((name, value))
-    found["composer"] = [(f"composer.{name}", getattr(composer, name)) for name in composer.__all__]
     return found
 
 

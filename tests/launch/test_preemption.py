@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import dtrain as dt
+import public
 from step.ending import endings
 
 MOMENTS = int(os.environ.get("TEST_MOMENTS", "20"))
@@ -108,8 +109,7 @@ def logged(folder) -> list[tuple[int, float]]:
 @pytest.fixture(scope="module")
 def warm() -> None:
     """Load what the loop needs, once: forks of this process would load it each for itself, which takes seconds."""
-    for name in dt.__all__:
-        getattr(dt, name)
+    public.load_all()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.compile(lambda x: (x - 1).square().sum(), backend="aot_eager")(torch.ones(3, requires_grad=True) * 2).backward()

@@ -9,36 +9,38 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import dtrain as dt
-import dtrain.testing
+import public
 from battery.pages import exported as recipes
 
 PAGE = Path(__file__).parents[2] / "docs" / "primitives.md"
 
 # A task, the rooms of the code that are about it, and the page that says more. Of several rooms that fit, the narrowest counts.
 TASKS: dict[str, tuple[tuple[str, ...], str]] = {
-    "Processes": (("dist.init", "dist.mesh", "launch", "step.stop", "pulse"), "launch.md"),
+    "Processes": (("dist.init", "dist.mesh", "launch", "step.should_stop", "heartbeats"), "launch.md"),
     "Agreements between ranks": (
-        ("dist.collectives", "dist.reduce", "dist.ragged", "dist.differentiable", "dist.turns"), "collectives.md"
+        ("dist.collectives", "dist.reduce", "dist.ragged", "dist.differentiable"), "collectives.md"
     ),
-    "Random numbers and bits": (("dist.rng", "dist.determinism", "dist.tf32"), "determinism.md"),
+    "Random numbers and bits": (("dist.rng", "dist.numerics"), "determinism.md"),
     "Layout of a model": (("shard",), "sharding.md"),
-    "The step": (("step", "transform", "combinators", "state", "tensors"), "seams.md"),
-    "Losses and scores": (("losses", "scores", "types", "batch"), "sharding.md"),
-    "Memory": (("step.auto", "step.auto_eval", "step.sizing", "step.in_backward", "memory", "planning"), "microbatch.md"),
+    "The step": (("step", "transform", "combinators", "state", "dtensor"), "seams.md"),
+    "Losses and scores": (("losses", "metrics", "typing", "batch"), "sharding.md"),
+    "Memory": (
+        ("step.auto_microbatch", "step.find_microbatch_size", "step.optimizer_in_backward", "memory", "planning"),
+        "microbatch.md",
+    ),
     "Time": (("clock", "durations"), "time.md"),
     "Data": (("data",), "data.md"),
     "Checkpoints": (("checkpoint",), "checkpoints.md"),
-    "Observing": (("observe", "spans", "step.evaluate", "report"), "observing.md"),
+    "Observing": (("loggers", "monitors", "profiling", "run", "spans", "step.evaluate", "report"), "observing.md"),
     "Errors": (("errors",), "launch.md"),
     "Tests of your own": (("testing",), "testing.md"),
 }  # fmt: skip
 RECIPES = {
-    "Gradients and updates": "algorithms.gradients",
-    "Weights": "algorithms.weights",
-    "Batches and targets": "algorithms.batches",
-    "Low precision": "algorithms.precision",
-    "Options of the optimizer": "algorithms.rates",
+    "Gradients and updates": "transforms.gradients",
+    "Weights": "transforms.weights",
+    "Batches and targets": "transforms.batches",
+    "Low precision": "transforms.precision",
+    "Options of the optimizer": "transforms.hyperparameters",
     "Model surgery": "surgery",
     "Optimizers": "optim",
     "Schedules": "schedules",
@@ -98,10 +100,10 @@ def room(value: Any) -> str:
 
 
 @cache
-def public() -> dict[str, Any]:
-    """What is exported, by the name that a loop writes."""
-    here = {f"dt.{name}": getattr(dt, name) for name in dt.__all__}
-    return here | {f"testing.{name}": getattr(dtrain.testing, name) for name in dtrain.testing.__all__}
+def exported() -> dict[str, Any]:
+    """Map each public name, as a loop writes the name, to its value; Composer's schedules are on the page of recipes alone."""
+    names = [name for name in public.all_names() if not name.startswith("dtrain.schedules.composer.")]
+    return {name.replace("dtrain.", "dt.", 1): public.value(name) for name in names}
 
 
 ROOMS = [*(room for rooms, _ in TASKS.values() for room in rooms), *RECIPES.values()]
@@ -115,7 +117,7 @@ def home(value: Any) -> str | None:
 
 def members(rooms: tuple[str, ...]) -> dict[str, Any]:
     """The exported names of some rooms."""
-    return {name: value for name, value in public().items() if home(value) in rooms}
+    return {name: value for name, value in exported().items() if home(value) in rooms}
 
 
 @cache
@@ -128,7 +130,8 @@ def row(name: str, value: Any) -> str:
     """A function, as a line of a table."""
     said = contract(value)
     bare = name.removeprefix("dt.")
-    link = f"[`{bare}`](recipes.md#{bare.lower()})" if bare in listed() else f"`{bare}`"
+    last = bare.rpartition(".")[2]
+    link = f"[`{bare}`](recipes.md#{last.lower()})" if last in listed() else f"`{bare}`"
     errors = ", ".join(f"`{error}`" for error in raised(value))
     cells = [link, summary(value), *(brief(said.get(head, "")) for head in ("Mutates", "Collective", "Host sync")), errors]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
@@ -158,6 +161,6 @@ def page() -> str:
     parts.append("\n## Recipes\n\nFormulas, sources, examples and costs: [recipes.md](recipes.md)\n")
     for title, of in RECIPES.items():
         parts.append(f"\n### {title}\n\n" + "\n".join(table(members((of,)))) + "\n")
-    aliases = [f"`{name.removeprefix('dt.')}`" for name, value in public().items() if home(value) is None]
+    aliases = [f"`{name.removeprefix('dt.')}`" for name, value in exported().items() if home(value) is None]
     parts.append(f"\n## Names of types\n\nFor annotations; they hold nothing of their own: {', '.join(aliases)}.\n")
     return "".join(parts)

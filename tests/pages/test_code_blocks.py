@@ -16,6 +16,7 @@ import torch
 import typer
 
 import dtrain as dt
+import public
 from dtrain.cli.main import app
 from dtrain.testing import Ranks
 from pages.fences import DOCS, LANGUAGES, PAGES, ROOT, called, commands, fences, ours, prose
@@ -220,9 +221,8 @@ def test_every_script_in_a_command_is_there_and_has_its_options(page: Path) -> N
 @pytest.mark.parametrize("page", PAGES, ids=called)
 def test_every_name_of_dtrain_on_a_page_exists(page: Path) -> None:
     text = "".join(block.text for block in fences(page) if block.language in ("python", "bash", "console", "pycon"))
-    named = set(re.findall(r"\bdt\.([A-Za-z_]\w*)", text + "".join(re.findall(r"`[^`\n]+`", prose(page)))))
-    here = {*dt.__all__, "testing", "__version__"}
-    assert {name for name in named - here if not page.with_name(f"{name}.md").exists()} == set()
+    unknown = public.unknown_in(text + "".join(re.findall(r"`[^`\n]+`", prose(page))))
+    assert {name for name in unknown if not page.with_name(f"{name.removeprefix('dt.')}.md").exists()} == set()
 
 
 def test_the_pages_are_there() -> None:

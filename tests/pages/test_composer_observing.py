@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import dtrain as dt
+import public
 
 PAGE = (Path(dt.__file__).parents[2] / "docs" / "composer_observing.md").read_text()
 ROWS = {name: (here, options) for name, here, options in re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", PAGE, re.M)}
@@ -75,7 +76,7 @@ COMPOSER = {
 def found(name: str) -> object:
     """What the page means by a name: one of dtrain's own, or a path."""
     if "." not in name:
-        assert name in dt.__all__
+        assert name in public.short_names()
         return getattr(dt, name)
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)

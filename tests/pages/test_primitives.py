@@ -22,15 +22,15 @@ def test_the_page_is_that_of_the_code(text):
 
 
 def test_every_exported_name_is_on_the_page(text):
-    assert [name for name in primitives.public() if f"`{name.removeprefix('dt.')}`" not in text] == []
+    assert [name for name in primitives.exported() if f"`{name.removeprefix('dt.')}`" not in text] == []
     assert [
-        name for name, value in primitives.public().items() if inspect.isfunction(value) and primitives.home(value) is None
+        name for name, value in primitives.exported().items() if inspect.isfunction(value) and primitives.home(value) is None
     ] == []
 
 
 def test_every_function_says_what_comes_out():
     silent = [
-        name for name, value in primitives.public().items() if inspect.isfunction(value) and not primitives.summary(value)
+        name for name, value in primitives.exported().items() if inspect.isfunction(value) and not primitives.summary(value)
     ]
     assert silent == []
 

@@ -11,6 +11,7 @@ import re
 import pytest
 
 import dtrain as dt
+import public
 from pages.fences import DOCS, fences
 from pages.test_code_blocks import refusal
 from pages.ways_in import PAGES
@@ -64,9 +65,7 @@ def problem(text: str) -> str | None:
         parameters = inspect.signature(found).parameters if options else {}
         return next((f"{name} has no {option}" for option in options if option not in parameters), None)
     ast.parse(text + (" ..." if text.endswith(":") else ""))
-    return next(
-        (f"dtrain has no {each}" for each in re.findall(r"\bdt\.(\w+)", text) if each not in {*dt.__all__, "testing"}), None
-    )
+    return next((f"dtrain has no {each}" for each in sorted(public.unknown_in(text))), None)
 
 
 def test_every_page_about_another_library_is_held() -> None:

@@ -179,8 +179,8 @@ def _check_arguments(states: Any, extra: Mapping[str, Any], only: Any, on_damage
         kind = type(strange[0] if strange else states).__name__
         raise ConfigError(f"{_WHERE}: needs a TrainState, or a dict of them by their names, got {kind}")
     for state in states.values():
-        state.check_fresh(_WHERE)
-        state.check_together(_WHERE)
+        state._check_not_stale(_WHERE)
+        state._check_replicas_joined(_WHERE)
     if on_damaged not in ("raise", "previous"):
         raise ConfigError(f"{_WHERE}: on_damaged must be 'raise' or 'previous', got {on_damaged!r}")
     if only is not None and (isinstance(only, str) or tuple(only) != ("model",)):

@@ -88,11 +88,10 @@ def _prepare() -> None:
     """Load all that the forks will need, and let none of them look through it for garbage."""
     import torch
 
-    import dtrain
+    import public
 
     torch.set_num_threads(1)
-    for name in dtrain.__all__:
-        getattr(dtrain, name)
+    public.load_all()
     for name in _USED_LATER:
         with suppress(ImportError):  # another version of torch: a fork imports what it needs, more slowly
             importlib.import_module(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import dtrain as dt
+import public
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.combinators import between, masked
@@ -187,9 +186,10 @@ def test_between_begins_a_round_late_and_leaves_copies_apart_until_they_are_join
 
 def test_every_function_that_the_page_names_is_there():
     page = (Path(__file__).parents[3] / "docs" / "local_training.md").read_text()
-    named = set(re.findall(r"\bdt\.(\w+)", page))
+    named = public.named_in(page)
     ours = {function.__name__ for function in (local_sgd, diloco, split_replicas, join_replicas)}
-    assert ours <= named <= {*dt.__all__, *ours}
+    assert {f"dt.transforms.{name}" for name in ours} <= named
+    assert public.unknown_in(page) == set()
 
 
 # What is refused.
