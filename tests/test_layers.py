@@ -88,6 +88,10 @@ def imported(nodes: Iterable[ast.AST], path: Path) -> set[str]:
     return names
 
 
+def is_door(path: Path) -> bool:
+    return path.name == "__init__.py" and "dtrain.lazy_imports.attach" in imports_at_start(path.read_text())
+
+
 def room_of(name: str) -> str:
     return name.split(".")[0]
 
@@ -105,14 +109,17 @@ def violations(found: dict[str, set[str]]) -> list[str]:
 
 
 def test_modules_import_only_from_layers_above():
-    found = {name: imports(path) for name, path in modules().items() if room_of(name) not in ("", "__main__")}
+    """The ``__init__`` of a public sub-package names objects of any room, for type checkers only."""
+    found = {
+        name: imports(path) for name, path in modules().items() if room_of(name) not in ("", "__main__") and not is_door(path)
+    }
     assert {room_of(name) for name in found} <= set(ORDER), "a new room needs a row in LAYERS and in docs/architecture.md"
     assert violations(found) == []
 
 
 def test_the_check_can_fail():
-    assert violations({"tensors": {"dtrain.shard.fsdp.shard_model"}}) == [
-        "tensors imports dtrain.shard.fsdp.shard_model, which is below it"
+    assert violations({"dtensor": {"dtrain.shard.fsdp.shard_model"}}) == [
+        "dtensor imports dtrain.shard.fsdp.shard_model, which is below it"
     ]
 
 
@@ -168,6 +175,5 @@ def test_architecture_page_names_every_room():
 
 
 def test_modules_stay_readable():
-    """The package's own module is a list of all public names, which nobody reads for how something works."""
     long = {name: text.count("\n") for name, path in modules().items() if (text := path.read_text()).count("\n") > 400}
-    assert set(long) - {""} == set(), f"split by what it knows: {long}"
+    assert long == {}, f"split by what it knows: {long}"

@@ -94,7 +94,7 @@ def pad_to_longest_rank(loader: Any, count_fn: Callable[[Batch], tuple[int, int]
 
     Collective: one small record per batch on the control group.
     """
-    batches = iter(loader.one_epoch() if hasattr(loader, "one_pass") else loader)
+    batches = iter(loader.one_epoch() if hasattr(loader, "one_epoch") else loader)
     filler: Batch | None = None
     while True:
         batch, real, error = None, False, None
