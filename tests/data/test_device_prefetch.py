@@ -52,7 +52,7 @@ def test_copies_run_ahead_on_a_stream_of_their_own(workers):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nothing_is_read_ahead_of_the_step_that_says_whether_the_epoch_is_over():
-    options = {"global_batch_size": 4, "seed": 0, "shuffle": False, "already_split": True, "device": "cuda"}
+    options = {"global_batch_size": 4, "seed": 0, "shuffle": False, "pre_sharded": True, "device": "cuda"}
     loader, counts = dt.build_loader(Stream(10), **options), []
     for batch in loader.until("2ep"):
         counts.append(len(batch))

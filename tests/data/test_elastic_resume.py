@@ -62,14 +62,14 @@ def leg(kind: str, size: int, state: dict[str, Any] | None, steps: int, ranks: i
     kind=st.sampled_from(KINDS),
     size=st.integers(1, 60),
     batch=st.integers(1, 12),
-    tail=st.sampled_from(["short", "drop", "pad"]),
+    last_batch=st.sampled_from(["short", "drop", "pad"]),
     seed=st.integers(0, 3),
     legs=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, max_size=10),
 )
 @settings(max_examples=150, deadline=None)
-def test_any_chain_of_resumes_on_any_ranks_sees_the_same_samples(kind, size, batch, tail, seed, legs):
-    tail = "short" if tail == "drop" and size < batch else tail
-    options = {"global_batch_size": batch, "tail": tail, "seed": seed}
+def test_any_chain_of_resumes_on_any_ranks_sees_the_same_samples(kind, size, batch, last_batch, seed, legs):
+    last_batch = "short" if last_batch == "drop" and size < batch else last_batch
+    options = {"global_batch_size": batch, "last_batch": last_batch, "seed": seed}
     seen, state = [], None
     for steps, ranks in legs:
         batches, state = leg(kind, size, state, steps, ranks, **options)
@@ -116,11 +116,11 @@ CHAINS = {  # steps, ranks, workers of the node
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_on_real_ranks_with_real_workers(ranks, name):
-    kind, tail, legs = CHAINS[name]
-    options = {"global_batch_size": 6, "tail": tail, "seed": 2}
+    kind, last_batch, legs = CHAINS[name]
+    options = {"global_batch_size": 6, "last_batch": last_batch, "seed": 2}
     seen, state = [], None
     for steps, world, workers in legs:
-        parts = ranks(world).run(on_real_ranks, kind, 40, state, steps, {**options, "workers": workers})
+        parts = ranks(world).run(on_real_ranks, kind, 40, state, steps, {**options, "num_workers": workers})
         assert all(theirs == parts[0][1] for _, theirs in parts)
         state = parts[0][1]
         seen += [sorted(chain.from_iterable(row)) for row in zip(*(batches for batches, _ in parts), strict=True)]

@@ -60,7 +60,7 @@ def test_samples_that_do_not_fit_together_are_refused(samples, message):
 )
 @pytest.mark.parametrize("workers", [0, 1])
 def test_tensors_and_tensordicts_are_indexed_by_a_tensor(data, workers):
-    batches = list(build(data, workers=workers).until("1ep"))
+    batches = list(build(data, num_workers=workers).until("1ep"))
     assert [type(batch) for batch in batches] == [type(data)] * 3
     found = torch.cat([batch if isinstance(batch, torch.Tensor) else batch["x"] for batch in batches])
     assert found.tolist() == list(range(10))
@@ -72,7 +72,7 @@ def test_a_collate_of_ones_own_gets_single_samples_of_a_tensor():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_unreadable_samples_are_skipped_and_listed(workers):
-    loader = build(Troubled(10, 5, fail), on_error="skip", workers=workers)
+    loader = build(Troubled(10, 5, fail), on_error="skip", num_workers=workers)
     assert [batch.tolist() for batch in loader.until("1ep")] == [[0, 1, 2, 3], [4, 6, 7], [8, 9]]
     assert loader.skipped.count == 1
     assert loader.skipped.samples == [(5, "ValueError: cannot be decoded: no such codec")]
@@ -102,7 +102,7 @@ def noisy(sample, generator):
     return sample + torch.rand((), generator=generator)
 
 
-@pytest.mark.parametrize("options", [{"workers": 2}, {"rank": 1, "ranks": 2}, {"global_batch_size": 3}], ids=str)
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"rank": 1, "ranks": 2}, {"global_batch_size": 3}], ids=str)
 def test_a_transform_draws_by_sample_and_epoch_only(options):
     def values(**options):
         batches = torch.cat(list(build(Numbers(12), transform=noisy, shuffle=True, **options).until("2ep")))
@@ -113,16 +113,16 @@ def test_a_transform_draws_by_sample_and_epoch_only(options):
 
 
 def test_pad_fills_up_with_the_samples_that_the_epoch_began_with():
-    assert [batch.tolist() for batch in build(Numbers(6), tail="pad").until("1ep")] == [[0, 1, 2, 3], [4, 5, 0, 1]]
-    assert [batch.tolist() for batch in build(Numbers(3), tail="pad", global_batch_size=8).until("1ep")] == [
+    assert [batch.tolist() for batch in build(Numbers(6), last_batch="pad").until("1ep")] == [[0, 1, 2, 3], [4, 5, 0, 1]]
+    assert [batch.tolist() for batch in build(Numbers(3), last_batch="pad", global_batch_size=8).until("1ep")] == [
         [0, 1, 2, 0, 1, 2, 0, 1]
     ]
-    assert [len(batch) for batch in build(Numbers(6), tail="pad", rank=1, ranks=3).until("1ep")] == [1, 1]
+    assert [len(batch) for batch in build(Numbers(6), last_batch="pad", rank=1, ranks=3).until("1ep")] == [1, 1]
 
 
-@pytest.mark.parametrize("tail", ["short", "drop", "pad"])
-def test_one_pass_has_every_sample_exactly_once(tail):
-    loader = build(Numbers(10), tail=tail)
+@pytest.mark.parametrize("last_batch", ["short", "drop", "pad"])
+def test_one_pass_has_every_sample_exactly_once(last_batch):
+    loader = build(Numbers(10), last_batch=last_batch)
     assert sorted(torch.cat(list(loader.one_epoch())).tolist()) == list(range(10))
 
 
@@ -134,7 +134,7 @@ def test_skip_leaves_a_stretch_out():
 
 
 def test_skip_in_the_loop_body_goes_on_behind_the_stretch():
-    loader, seen = build(Numbers(20), workers=1), []
+    loader, seen = build(Numbers(20), num_workers=1), []
     for batch in loader.until("1ep"):
         seen.append(batch.tolist())
         if len(seen) == 2:

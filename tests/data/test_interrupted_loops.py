@@ -126,7 +126,7 @@ def test_a_loop_goes_on_with_the_batch_whose_step_was_interrupted(kind, after, p
 @pytest.mark.parametrize("kind", ["map", "remembers"])
 def test_workers_that_have_read_ahead_change_nothing(kind):
     places = (("in the step", 2), ("before the step", 6))
-    assert Run(loader_of(kind, workers=1), places).to_the_end() == Run(loader_of(kind)).to_the_end()
+    assert Run(loader_of(kind, num_workers=1), places).to_the_end() == Run(loader_of(kind)).to_the_end()
 
 
 @pytest.mark.parametrize("kind", ["map", "stream", "remembers"])

@@ -22,13 +22,13 @@ def numbers(batches) -> list[int]:
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (3, 0), (7, 0), (1, 2), (2, 2)])
 def test_global_batches_are_the_same_for_every_number_of_ranks(ranks, workers):
-    parts = [[b.tolist() for b in build(Stream(23), rank, ranks, workers=workers).until("2ep")] for rank in range(ranks)]
+    parts = [[b.tolist() for b in build(Stream(23), rank, ranks, num_workers=workers).until("2ep")] for rank in range(ranks)]
     batches = [list(chain.from_iterable(part)) for part in zip(*parts, strict=True)]
     assert batches == [[*range(at, min(at + 5, 23))] for at in (0, 5, 10, 15, 20)] * 2
 
 
 def test_drop_leaves_the_short_batch_out():
-    assert [len(batch) for batch in build(Stream(23), tail="drop").until("2ep")] == [5] * 8
+    assert [len(batch) for batch in build(Stream(23), last_batch="drop").until("2ep")] == [5] * 8
 
 
 @pytest.mark.parametrize("kind", [Stream, Remembering])
@@ -69,7 +69,7 @@ def test_torchs_iterable_datasets_and_torchdatas_nodes_work():
         def __iter__(self):
             return iter(Stream(7))
 
-    assert numbers(build(Torch(), workers=1).until("1ep")) == [*range(7)]
+    assert numbers(build(Torch(), num_workers=1).until("1ep")) == [*range(7)]
     node = IterableWrapper([torch.tensor(at) for at in range(12)])
     first = build(node)
     assert numbers(first.until(2)) == [*range(10)]
@@ -99,9 +99,9 @@ def test_lengths_are_known_where_the_dataset_knows_them():
     ("options", "message"),
     [
         ({"shuffle": True}, "an iterable dataset has its own order; give shuffle=False"),
-        ({"tail": "pad"}, "tail='pad' needs a dataset that is indexed"),
+        ({"last_batch": "pad"}, "last_batch='pad' needs a dataset that is indexed"),
         ({"dataset": 7}, "a int can neither be indexed .* nor iterated"),
-        ({"dataset": [1, 2], "already_split": True}, "already_split is for datasets that can only be iterated"),
+        ({"dataset": [1, 2], "pre_sharded": True}, "pre_sharded is for datasets that can only be iterated"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -121,7 +121,7 @@ def test_a_stream_that_fails_is_one_line():
             fail()
 
     with pytest.raises(dt.errors.DataError, match="loader: ValueError: cannot be decoded: no such codec"):
-        list(build(Bad(3), workers=1).until("1ep"))
+        list(build(Bad(3), num_workers=1).until("1ep"))
 
 
 # ---- split over ranks by the dataset itself
@@ -208,7 +208,7 @@ def test_skipped_samples_are_left_out_of_a_dataset_with_a_state(kind):
 
 def test_skip_is_refused_where_ranks_have_samples_of_their_own():
     with pytest.raises(dt.errors.ConfigError, match=r"loader.skip: .*split over ranks"):
-        build(Stream(23), already_split=True).skip(5)
+        build(Stream(23), pre_sharded=True).skip(5)
 
 
 @pytest.mark.parametrize("cut", [1, 4, 5, 7, 10, 12])
@@ -262,10 +262,10 @@ class Shuffling(Stream):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("cut", [1, 3, 5, 6, 8])
 def test_a_resume_draws_what_the_uninterrupted_run_draws(cut, workers):
-    whole = [batch.tolist() for batch in build(Shuffling(23), workers=workers).until("2ep")]
+    whole = [batch.tolist() for batch in build(Shuffling(23), num_workers=workers).until("2ep")]
     first = build(Shuffling(23))
     head = [batch.tolist() for batch in first.until(cut)]
-    second = build(Shuffling(23), workers=workers)
+    second = build(Shuffling(23), num_workers=workers)
     second.load_state_dict(first.state_dict())
     assert head + [batch.tolist() for batch in second.until("2ep")] == whole
 
@@ -286,7 +286,7 @@ def drawn(sample, generator):
 
 def test_ranks_with_samples_of_their_own_draw_each_its_own_and_again_after_a_resume():
     def member(rank):
-        return build(Stream(8, start=100 * rank), rank, 2, global_batch_size=4, already_split=True, transform=drawn)
+        return build(Stream(8, start=100 * rank), rank, 2, global_batch_size=4, pre_sharded=True, transform=drawn)
 
     whole = [[batch.tolist() for batch in member(rank).until("2ep")] for rank in range(2)]
     assert len({value for batches in whole for batch in batches for _, value in batch}) == 32

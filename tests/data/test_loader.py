@@ -25,9 +25,9 @@ class Numbers:
         return torch.tensor(index)
 
 
-def loader(size=23, batch=5, rank=0, ranks=1, workers=0, seed=0, tail="short", shuffle=True) -> Loader:
+def loader(size=23, batch=5, rank=0, ranks=1, workers=0, seed=0, last_batch="short", shuffle=True) -> Loader:
     made = build_loader(
-        Numbers(size), global_batch_size=batch, num_workers=workers, seed=seed, last_batch=tail, shuffle=shuffle
+        Numbers(size), global_batch_size=batch, num_workers=workers, seed=seed, last_batch=last_batch, shuffle=shuffle
     )
     made.source.rank, made.source.ranks = rank, ranks
     return made
@@ -50,7 +50,7 @@ def test_every_epoch_has_each_sample_once_in_another_order():
 
 
 def test_drop_leaves_the_short_batch_out():
-    assert [len(batch) for batch in order("2ep", tail="drop")] == [5, 5, 5, 5] * 2
+    assert [len(batch) for batch in order("2ep", last_batch="drop")] == [5, 5, 5, 5] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
@@ -80,15 +80,15 @@ def test_the_batch_size_may_change_in_the_middle():
     first, second = loader(batch=5), loader(batch=4)
     head = [batch.tolist() for batch in first.until(2)]
     second.load_state_dict(first.state_dict())
-    tail = [batch.tolist() for batch in second.until(6)]
-    assert flat(head + tail) == flat(order("1ep"))
+    rest = [batch.tolist() for batch in second.until(6)]
+    assert flat(head + rest) == flat(order("1ep"))
     assert second.position.epoch == 1
 
 
-@pytest.mark.parametrize("tail", ["short", "drop"])
+@pytest.mark.parametrize("last_batch", ["short", "drop"])
 @pytest.mark.parametrize(("before", "after"), [(2, 10), (10, 2), (5, 4)])
-def test_epochs_are_counted_in_samples_when_the_batch_size_changes(before, after, tail):
-    first, second = loader(size=20, batch=before, tail=tail), loader(size=20, batch=after, tail=tail)
+def test_epochs_are_counted_in_samples_when_the_batch_size_changes(before, after, last_batch):
+    first, second = loader(size=20, batch=before, last_batch=last_batch), loader(size=20, batch=after, last_batch=last_batch)
     seen = flat(batch.tolist() for batch in first.until("1ep"))
     second.load_state_dict(first.state_dict())
     rest = [batch.tolist() for batch in second.until("3ep")]
@@ -97,7 +97,7 @@ def test_epochs_are_counted_in_samples_when_the_batch_size_changes(before, after
 
 
 def test_a_position_behind_a_shorter_epoch_goes_on_with_the_next():
-    first, second = loader(size=11, batch=1, tail="drop"), loader(size=11, batch=2, tail="drop")
+    first, second = loader(size=11, batch=1, last_batch="drop"), loader(size=11, batch=2, last_batch="drop")
     list(first.until(10))
     second.load_state_dict(first.state_dict())
     assert len(list(second.until("2ep"))) == 5
@@ -184,7 +184,7 @@ def test_a_rank_without_samples_gets_an_empty_batch_of_the_right_kind():
 
 def test_a_dataset_of_another_size_is_refused_unless_allowed():
     state = loader().state_dict()
-    with pytest.raises(CheckpointMismatchError, match=r"it had 23 samples, this one has 24; .*data_may_change=True"):
+    with pytest.raises(CheckpointMismatchError, match=r"it had 23 samples, this one has 24; .*allow_data_change=True"):
         loader(size=24).load_state_dict(state)
     allowed = build_loader(Numbers(24), global_batch_size=5, seed=0, allow_data_change=True)
     allowed.load_state_dict({**state, "samples": 15})
@@ -202,9 +202,9 @@ def test_a_position_in_another_order_is_refused(options):
     [
         ({"global_batch_size": 0}, "global_batch_size must be a whole number of at least 1, got 0"),
         ({"global_batch_size": 2.0}, "global_batch_size must be a whole number of at least 1, got 2.0"),
-        ({"workers": -1}, "workers must be a whole number of at least 0, got -1"),
-        ({"tail": "wrap"}, "tail must be one of 'short', 'drop', 'pad', got 'wrap'"),
-        ({"tail": "drop", "global_batch_size": 4}, "3 samples are less than one global batch of 4; use tail='short'"),
+        ({"num_workers": -1}, "num_workers must be a whole number of at least 0, got -1"),
+        ({"last_batch": "wrap"}, "last_batch must be one of 'short', 'drop', 'pad', got 'wrap'"),
+        ({"last_batch": "drop", "global_batch_size": 4}, "3 samples are less than one global batch of 4; use last_batch='short'"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -311,7 +311,7 @@ def test_a_loader_says_how_to_loop_over_it():
 
 def test_the_length_of_a_loader_is_that_of_an_epoch():
     assert len(loader(size=10, batch=4)) == 3
-    assert len(loader(size=10, batch=4, tail="drop")) == 2
+    assert len(loader(size=10, batch=4, last_batch="drop")) == 2
     endless = build_loader(iter(range(10)), global_batch_size=2, seed=0, shuffle=False)
     with pytest.raises(ConfigError, match="an iterable dataset without a length"):
         len(endless)

@@ -41,7 +41,7 @@ def with_trouble_on_rank_1(kind: str, workers: int) -> str:
         "global_batch_size": 8,
         "seed": 0,
         "shuffle": False,
-        "workers": workers,
+        "num_workers": workers,
         "timeout_s": 5.0,
         "start_method": "fork",
     }
@@ -173,9 +173,9 @@ def trouble_at_once(what: str, workers: int, evaluation: bool) -> str:
         dataset.raise_in(what)
         return value if isinstance(value, torch.Tensor) else torch.stack(value)
 
-    options = {"global_batch_size": 8, "seed": 0, "shuffle": False, "workers": workers, "start_method": "fork"}
+    options = {"global_batch_size": 8, "seed": 0, "shuffle": False, "num_workers": workers, "start_method": "fork"}
     options |= {what: told} if what in ("transform", "collate") else {}
-    options |= {"already_split": True} if what == "nothing" else {}
+    options |= {"pre_sharded": True} if what == "nothing" else {}
     loader = dt.build_loader(dataset, mesh=mesh, **options)
     if evaluation:
         model = torch.nn.Linear(1, 1)

@@ -25,7 +25,7 @@ def hugging_face(size: int = 10) -> datasets.Dataset:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_hugging_face_dataset_gives_tensordicts(workers):
-    batches = list(build(hugging_face(), workers=workers).until("1ep"))
+    batches = list(build(hugging_face(), num_workers=workers).until("1ep"))
     assert all(isinstance(batch, TensorDict) for batch in batches)
     assert torch.cat([batch["id"] for batch in batches]).tolist() == list(range(10))
     assert batches[0]["x"].shape == (4, 3)
@@ -46,7 +46,7 @@ def test_another_hugging_face_dataset_is_refused_on_resume():
 def test_a_hugging_face_stream_resumes_where_it_was():
     stream = hugging_face(23).to_iterable_dataset(num_shards=3)
     whole = [batch["id"].tolist() for batch in build(stream).until("2ep")]
-    first = build(hugging_face(23).to_iterable_dataset(num_shards=3), workers=1)
+    first = build(hugging_face(23).to_iterable_dataset(num_shards=3), num_workers=1)
     head = [batch["id"].tolist() for batch in first.until(3)]
     parts = []
     for rank in range(2):
@@ -79,10 +79,10 @@ def ids_of(batches) -> list[int]:
 def test_a_streaming_dataset_keeps_its_order_and_its_state(shards, workers):
     dataset = mosaic(shards, 4)
     plain = [sample["id"] for _ in range(2) for sample in dataset]
-    first = build(mosaic(shards, 4), workers=workers)
+    first = build(mosaic(shards, 4), num_workers=workers)
     head = ids_of(first.until(5))
     state = first.state_dict()
-    second = build(mosaic(shards, 4), workers=workers)
+    second = build(mosaic(shards, 4), num_workers=workers)
     second.load_state_dict(state)
     assert head + ids_of(second.until("2ep")) == plain
 
@@ -110,7 +110,7 @@ def test_a_streaming_dataset_goes_back_to_a_batch_whose_step_was_interrupted(sha
         return model(batch["x"]).square().mean()
 
     step = dt.compose_step(dt.mean_loss(mean, weight=lambda batch: len(batch["id"])))
-    state, loader = step.init(model, torch.optim.SGD(model.parameters(), lr=0.0)), build(mosaic(shards, 4), workers=workers)
+    state, loader = step.init(model, torch.optim.SGD(model.parameters(), lr=0.0)), build(mosaic(shards, 4), num_workers=workers)
     while len(seen) < 24:
         with contextlib.suppress(KeyboardInterrupt):
             for batch in loader.until("2ep"):

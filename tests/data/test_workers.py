@@ -21,7 +21,7 @@ from samples import Drawing, Numbers, Reporting, Troubled, die, die_when, fail, 
 
 
 def build(dataset, **options) -> dt.Loader:
-    return dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, "shuffle": False, "workers": 2, **options})
+    return dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, "shuffle": False, "num_workers": 2, **options})
 
 
 def workers_here() -> list[multiprocessing.Process]:
@@ -36,7 +36,7 @@ def first_sample(samples):
 @pytest.mark.parametrize(
     ("trouble", "options", "message"),
     [
-        (fail, {"workers": 0}, r"loader: sample 9: ValueError: cannot be decoded: no such codec"),
+        (fail, {"num_workers": 0}, r"loader: sample 9: ValueError: cannot be decoded: no such codec"),
         (fail, {}, r"loader: sample 9: ValueError: cannot be decoded: no such codec"),
         (lock, {"collate": first_sample}, r"loader: batch\['meta'\]\[1\] cannot be pickled \(TypeError: .*; return it as data"),
         (die, {}, r"loader: worker process \d+ was killed by SIGKILL; often out of memory"),
@@ -99,7 +99,7 @@ def test_workers_die_with_their_rank(tmp_path):
         sys.path.insert(0, {str(Path(samples.__file__).parent)!r})
         import dtrain as dt
         from samples import Reporting
-        loader = dt.build_loader(Reporting(10**6, Path({str(tmp_path)!r})), global_batch_size=1, seed=0, workers=2)
+        loader = dt.build_loader(Reporting(10**6, Path({str(tmp_path)!r})), global_batch_size=1, seed=0, num_workers=2)
         for batch in loader.until("1ep"):
             print("first", flush=True)
             time.sleep(600)
@@ -125,7 +125,7 @@ def test_a_program_that_leaves_its_loop_open_ends_at_once(tmp_path):
         sys.path.insert(0, {str(Path(samples.__file__).parent)!r})
         import dtrain as dt
         from samples import Troubled, hang
-        loader = dt.build_loader(Troubled(64, 5, hang), global_batch_size=4, seed=0, shuffle=False, workers=2)
+        loader = dt.build_loader(Troubled(64, 5, hang), global_batch_size=4, seed=0, shuffle=False, num_workers=2)
         stream = loader.until("1ep")
         next(stream)
         print("done")
@@ -145,7 +145,7 @@ def test_a_busy_worker_does_not_outlive_the_loop():
 
 def test_what_is_drawn_depends_on_the_position_only():
     def drawn(workers):
-        loader = build(Drawing(24), workers=workers, shuffle=True)
+        loader = build(Drawing(24), num_workers=workers, shuffle=True)
         return torch.cat(list(loader.until("2ep")))
 
     assert drawn(0).equal(drawn(1))
@@ -154,8 +154,8 @@ def test_what_is_drawn_depends_on_the_position_only():
 
 
 def test_a_resume_draws_what_the_uninterrupted_run_draws():
-    whole = list(build(Drawing(24), workers=0).until("2ep"))
-    first, second = build(Drawing(24), workers=0), build(Drawing(24), workers=2)
+    whole = list(build(Drawing(24), num_workers=0).until("2ep"))
+    first, second = build(Drawing(24), num_workers=0), build(Drawing(24), num_workers=2)
     head = list(first.until(4))
     second.load_state_dict(first.state_dict())
     assert torch.cat(head + list(second.until("2ep"))).equal(torch.cat(whole))
@@ -167,11 +167,11 @@ def test_an_open_handle_is_named_when_workers_are_not_forked():
     with pytest.raises(
         dt.errors.ConfigError, match=r"loader: dataset\.files\['index'\]\[0\] cannot be sent to a worker \(TypeError"
     ):
-        list(build(dataset, start_method="spawn", workers=1).until("1ep"))
+        list(build(dataset, start_method="spawn", num_workers=1).until("1ep"))
 
 
 def test_spawned_workers_give_the_same_batches():
-    assert torch.cat(list(build(Numbers(8), start_method="spawn", workers=1).until("1ep"))).tolist() == list(range(8))
+    assert torch.cat(list(build(Numbers(8), start_method="spawn", num_workers=1).until("1ep"))).tolist() == list(range(8))
 
 
 @pytest.mark.parametrize(

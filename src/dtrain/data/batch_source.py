@@ -1,4 +1,4 @@
-"""``Handout``: what a loader gives the loop for one step, and ``MapBatchSource``, which makes it of a dataset that is indexed."""
+"""``MapBatchSource``: loader items of an indexed dataset; ``BatchSource``: the protocol between a loader and its dataset."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from dtrain.durations import Duration
 from dtrain.errors import DataError, DtrainError
 from dtrain.typing import Batch, Plain, Schedule
 
-_PREFETCH_BATCHES = 8  # batches of which a dataset that fetches from far away is told in advance
+# Number of batches that a dataset with prefetch() receives in advance.
+_PREFETCH_BATCHES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderItem:
-    """A batch, and where the loader is when it is consumed.
+    """A batch, and the loader's position after the batch.
 
     Args:
-        position_after: where the next one begins.
-        batch: this rank's samples; empty where it has none.
-        ends_epoch: whether it is the last of this rank's epoch.
-        padding_sample: for a rank with an empty batch, a real sample or two.
-        skipped: samples that were left out.
-        dataset_state: of an iterable dataset, after this batch.
-        independent_epochs: ranks end their epochs each for itself.
-        agreement: the answer of the ranks about the end of the epoch, written by the step on the batch.
-        position_only: there is no batch; only the position is another.
+        position_after: position of the next batch.
+        batch: samples of this rank; empty if the rank has no sample.
+        ends_epoch: True for the last batch of this rank's epoch.
+        padding_sample: one or two real samples, for a rank with an empty batch.
+        skipped: samples that could not be read, with the reason.
+        dataset_state: state of an iterable dataset after this batch.
+        independent_epochs: if True, each rank ends its epochs independently.
+        agreement: agreement of the ranks about the end of the epoch, written by the step on the batch.
+        position_only: no batch; only advances the loader position.
     """
 
     position_after: Position
@@ -45,12 +46,12 @@ class LoaderItem:
     skipped: list[tuple[int, str]] = field(default_factory=list)
     dataset_state: Plain = None
     independent_epochs: bool = False
-    agreement: BatchStatus = field(default_factory=BatchStatus)
+    status: BatchStatus = field(default_factory=BatchStatus)
     position_only: bool = False
 
 
 class BatchSource(Protocol):
-    """Where handouts come from."""
+    """Source of the items of a loader."""
 
     @property
     def global_batch_size(self) -> int | Schedule:
@@ -59,33 +60,33 @@ class BatchSource(Protocol):
 
     @property
     def single_reader(self) -> bool:
-        """Whether the dataset can be at one place only: a second reader of it moves the first one."""
+        """True if the dataset has a single position, so that a second reader moves the first reader."""
         ...
 
     def can_skip(self) -> bool:
-        """Whether samples of the global batch can be left out."""
+        """Return True if samples of a global batch can be skipped."""
         ...
 
     def epoch_batches(self) -> EpochBatches | None:
-        """Batches of an epoch; None where only its end tells how many there are."""
+        """Return the arithmetic of the epoch's batches; None if the length of the epoch is unknown."""
         ...
 
     def order_identity(self, at: Position) -> dict[str, int]:
-        """What the position ``at`` is only meaningful with."""
+        """Return the properties of the order (seed, shuffle, size) without which the position ``at`` has no meaning."""
         ...
 
     def resume(self, identity: Mapping[str, int], at: Position) -> None:
-        """Go on from ``at``, which was saved with ``identity``; CheckpointMismatchError where that means other samples."""
+        """Continue from ``at``, saved with ``identity``. Raise CheckpointMismatchError if ``at`` means other samples here."""
         ...
 
     def items(self, begin: Position, goal: Duration, *, state: Plain = None, evaluation: bool = False) -> Iterator[LoaderItem]:
-        """From ``begin`` to ``goal``; ``evaluation`` is an evaluation: each sample exactly once."""
+        """Iterate from ``begin`` to ``goal``. If ``evaluation`` is True, read each sample exactly once."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class MapBatchSource:
-    """Handouts of a dataset that is indexed: which samples they hold is known before any is read."""
+    """Source of the items of an indexed dataset. The samples of each batch are known before any sample is read."""
 
     fetcher: Fetcher
     order: SampleOrder
@@ -98,91 +99,100 @@ class MapBatchSource:
 
     @property
     def single_reader(self) -> bool:
-        """Never: it is indexed."""
+        """False: an indexed dataset has no position."""
         return False
 
     def can_skip(self) -> bool:
-        """Always."""
+        """Return True: an indexed dataset can always skip samples."""
         return True
 
     def epoch_batches(self) -> EpochBatches:
-        """Global batches over the epoch."""
+        """Return the arithmetic of the epoch's batches."""
         return self._epoch_batches(self.last_batch)
 
     def order_identity(self, at: Position) -> dict[str, int]:
-        """Of the order."""
+        """Return the state of the sample order."""
         return self.order.state(at.epoch, at.samples)
 
     def resume(self, identity: Mapping[str, int], at: Position) -> None:
-        """Mutates: the order, where a mixture goes on with other weights."""
+        """Restore the sample order. Mutates: the order, if a mixture continues with other weights."""
         self.order = self.order.at_state(identity, at.epoch, at.samples)
 
-    def _epoch_batches(self, tail: LastBatch) -> EpochBatches:
-        return EpochBatches(size=self.order.size, global_batch_size=self.global_batch_size, last_batch=tail)
+    def _epoch_batches(self, last_batch: LastBatch) -> EpochBatches:
+        return EpochBatches(size=self.order.size, global_batch_size=self.global_batch_size, last_batch=last_batch)
 
     def items(self, begin: Position, goal: Duration, *, state: Plain = None, evaluation: bool = False) -> Iterator[LoaderItem]:
-        """See ``Feed``."""
-        grid, shapes = self._epoch_batches("short") if evaluation else self.epoch_batches(), EmptyBatchTemplate(self.batch_spec)
+        """Iterate over items; see ``BatchSource``."""
+        batches, template = (
+            self._epoch_batches("short") if evaluation else self.epoch_batches(),
+            EmptyBatchTemplate(self.batch_spec),
+        )
         planned: deque[tuple[Position, bool]] = deque()
-        tickets = _RequestSampler(self._prefetch(self._requests(grid, begin, goal, planned)))
-        for parcel in load_batches(self.fetcher, tickets, self.workers):
-            content = unpack_or_raise(parcel)
-            at, has_share = planned.popleft()
-            batch, spare = shapes.fit(content, has_samples=has_share)
+        requests = _RequestSampler(self._prefetch(self._requests(batches, begin, goal, planned)))
+        for worker_batch in load_batches(self.fetcher, requests, self.workers):
+            payload = unpack_or_raise(worker_batch)
+            at, has_samples = planned.popleft()
+            batch, padding_sample = template.fit(payload, has_samples=has_samples)
             yield LoaderItem(
-                batch=batch, padding_sample=spare, position_after=at, ends_epoch=at.samples == 0, skipped=content.skipped
+                batch=batch,
+                padding_sample=padding_sample,
+                position_after=at,
+                ends_epoch=at.samples == 0,
+                skipped=payload.skipped,
             )
-        if tickets.failures:
-            raise tickets.failures[0]
+        if requests.failures:
+            raise requests.failures[0]
 
     def _requests(
-        self, grid: EpochBatches, begin: Position, goal: Duration, planned: deque[tuple[Position, bool]]
+        self, batches: EpochBatches, begin: Position, goal: Duration, planned: deque[tuple[Position, bool]]
     ) -> Iterator[BatchRequest]:
-        """A ticket per batch; where the loader is after it, and whether this rank has a sample in it, go to ``planned``."""
+        """Yield a request per batch. Append to ``planned``: the position after the batch, and True if this rank has samples."""
         at, order = begin, CachedOrder(self.order)
         while not is_reached(goal, at):
-            start, stop = grid.bounds(at)
-            # A rank without a sample reads one all the same: an empty batch needs the shapes of a real one. Twice, since
-            # BatchNorm cannot run on a single value.
-            share = self._rank_positions(start, stop)
-            mine = share or range(start, start + 1)
+            start, stop = batches.bounds(at)
+            # A rank without a sample reads one sample, because an empty batch needs the shapes of a real sample.
+            # The sample is repeated, since BatchNorm fails on a single value.
+            positions = self._rank_positions(start, stop)
+            mine = positions or range(start, start + 1)
             indices = batch_indices(order, at.epoch, mine.start, mine.stop)
-            ticket = BatchRequest(at.epoch, mine.start, indices if mine.step == 1 else indices[:: mine.step], 1 if share else 2)
-            at = grid.advance(at)
-            planned.append((at, bool(share)))
-            yield ticket
+            request = BatchRequest(
+                at.epoch, mine.start, indices if mine.step == 1 else indices[:: mine.step], 1 if positions else 2
+            )
+            at = batches.advance(at)
+            planned.append((at, bool(positions)))
+            yield request
 
     def _rank_positions(self, start: int, stop: int) -> range:
-        """This rank's part of a global batch; empty where it has none."""
+        """Return this rank's part of a global batch; empty if the rank has no sample."""
         return rank_positions(start, stop, self.rank, self.ranks, self.order.streams)
 
-    def _prefetch(self, tickets: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
-        """``tickets``, while a dataset that fetches from far away is told of later ones."""
+    def _prefetch(self, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
+        """Yield ``requests``, and announce later requests to a dataset with ``prefetch``."""
         prefetch = getattr(self.fetcher.dataset, "prefetch", None)
         if prefetch is None:
-            yield from tickets
+            yield from requests
             return
-        told: deque[BatchRequest] = deque()
-        for ticket in tickets:
+        announced: deque[BatchRequest] = deque()
+        for request in requests:
             try:
-                prefetch(ticket.indices)
+                prefetch(request.indices)
             except DtrainError:
                 raise
             except Exception as error:
                 raise DataError(
                     f"loader: prefetch of {type(self.fetcher.dataset).__name__}: {describe_error(error)}"
                 ) from error
-            told.append(ticket)
-            if len(told) > _PREFETCH_BATCHES:
-                yield told.popleft()
-        yield from told
+            announced.append(request)
+            if len(announced) > _PREFETCH_BATCHES:
+                yield announced.popleft()
+        yield from announced
 
 
 @dataclass(frozen=True, slots=True)
 class _RequestSampler:
-    """What torch's ``DataLoader`` takes for a sampler. It ends where there is a failure, which is kept.
+    """Sampler for torch's ``DataLoader``. The iteration ends at an exception, and ``failures`` stores the exception.
 
-    torch would leave half of a loader behind, with its workers, when it is told of one while it starts.
+    If a sampler raises while a ``DataLoader`` starts, torch leaves a half-started loader with its workers behind.
     """
 
     requests: Iterator[BatchRequest]
@@ -191,27 +201,28 @@ class _RequestSampler:
     def __iter__(self) -> Iterator[BatchRequest]:
         try:
             yield from self.requests
-        except Exception as error:  # noqa: BLE001  # the dataset's prefetch and order may be the user's
+        # The dataset's prefetch and order may be user code, so any exception can occur.
+        except Exception as error:  # noqa: BLE001
             self.failures.append(error)
 
 
-def unpack_or_raise(parcel: WorkerBatch) -> Payload:
-    """What a worker sent.
+def unpack_or_raise(worker_batch: WorkerBatch) -> Payload:
+    """Unpack the payload that a worker sent.
 
     Raises:
-        DataError: the reason why there is no batch.
+        DataError: the worker could not make the batch.
     """
-    content = parcel.unpack()
-    if content.failure is None:
-        return content
-    error = DataError(f"loader: {content.failure}")
-    if content.trace:
-        error.add_note(content.trace.rstrip())
+    payload = worker_batch.unpack()
+    if payload.failure is None:
+        return payload
+    error = DataError(f"loader: {payload.failure}")
+    if payload.trace:
+        error.add_note(payload.trace.rstrip())
     raise error
 
 
 class EmptyBatchTemplate:
-    """Remembers what this rank's batches look like, for one that is to be empty."""
+    """Shapes and dtypes of this rank's batches, kept to build an empty batch."""
 
     __slots__ = ("_last", "_spec")
 
@@ -219,25 +230,25 @@ class EmptyBatchTemplate:
         self._spec = spec
         self._last: Batch | None = None
 
-    def fit(self, content: Payload, *, has_samples: bool) -> tuple[Batch, Batch | None]:
-        """The batch to hand out, and a spare sample where that is empty.
+    def fit(self, payload: Payload, *, has_samples: bool) -> tuple[Batch, Batch | None]:
+        """Return the batch to issue, and a padding sample if that batch is empty.
 
         Raises:
-            DataError: no sample could be read so far, so not even the shapes are known.
+            DataError: no sample could be read so far, so the template are unknown.
         """
-        if content.batch is not None:
-            self._last = content.batch
-            return (content.batch, None) if has_samples else (self.empty_batch(), content.batch)
+        if payload.batch is not None:
+            self._last = payload.batch
+            return (payload.batch, None) if has_samples else (self.empty_batch(), payload.batch)
         if self._last is None:
-            first = "".join(f": sample {index}: {error}" for index, error in content.skipped[:1])
-            raise DataError(f"loader: none of the {len(content.skipped)} samples of the first batch could be read{first}")
+            first = "".join(f": sample {index}: {error}" for index, error in payload.skipped[:1])
+            raise DataError(f"loader: none of the {len(payload.skipped)} samples of the first batch could be read{first}")
         return self.empty_batch(), self._last
 
     def empty_batch(self) -> Batch:
-        """A batch of no samples."""
+        """Build a batch without samples."""
         return narrow_batch(self._last, 0, 0, self._spec)
 
     @property
     def padding_sample(self) -> Batch | None:
-        """The last batch, if there was one."""
+        """The last batch; None before the first batch."""
         return self._last

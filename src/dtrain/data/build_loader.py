@@ -68,7 +68,7 @@ def build_loader(
         last_batch: what happens to a last global batch that is not full: ``"short"`` hands it out (ranks may get one sample fewer
             than others, or an empty batch, which ``microbatch_step`` weights correctly), ``"drop"`` leaves it out, ``"pad"``
             fills it up with the samples that the epoch began with.
-        on_error: of a sample that cannot be read: ``"raise"``, or ``"skip"`` it and list it in ``loader.unreadable``.
+        on_error: of a sample that cannot be read: ``"raise"``, or ``"skip"`` it and list it in ``loader.skipped``.
             A shard that is missing or damaged always raises.
         batch_spec: where the batch axis of what ``collate`` returns is; None takes the first one.
         device: hand batches out on this device, copied while earlier ones are computed on; None leaves them on the host.
@@ -88,11 +88,13 @@ def build_loader(
         if isinstance(global_batch_size, UnitSchedule) and global_batch_size.unit != "ba":
             raise ConfigError(f"build_loader: global_batch_size is a schedule of steps, got one of {global_batch_size.unit!r}")
         if last_batch != "short" or not is_indexed(dataset):
-            raise ConfigError("build_loader: a schedule of global_batch_size needs a dataset that is indexed, and tail='short'")
+            raise ConfigError(
+                "build_loader: a schedule of global_batch_size needs a dataset that is indexed, and last_batch='short'"
+            )
     else:
         _check_at_least(global_batch_size=(global_batch_size, 1))
-    _check_at_least(workers=(num_workers, 0), prefetch=(prefetch_factor, 1))
-    for name, text, known in (("tail", last_batch, LAST_BATCH_MODES), ("on_error", on_error, ("raise", "skip"))):
+    _check_at_least(num_workers=(num_workers, 0), prefetch_factor=(prefetch_factor, 1))
+    for name, text, known in (("last_batch", last_batch, LAST_BATCH_MODES), ("on_error", on_error, ("raise", "skip"))):
         if text not in known:
             raise ConfigError(f"build_loader: {name} must be one of {', '.join(map(repr, known))}, got {text!r}")
     if not timeout_s >= 0:
@@ -155,7 +157,7 @@ class _LoaderArgs:
 
 def _map_batch_source(dataset: Any, plan: _LoaderArgs) -> MapBatchSource:
     if plan.pre_sharded:
-        raise ConfigError("build_loader: already_split is for datasets that can only be iterated; this one has indices")
+        raise ConfigError("build_loader: pre_sharded is for datasets that can only be iterated; this one has indices")
     size, batch = len(dataset), plan.global_batch_size
     if size < 1:
         raise ConfigError("build_loader: the dataset has no samples")
@@ -163,7 +165,9 @@ def _map_batch_source(dataset: Any, plan: _LoaderArgs) -> MapBatchSource:
         dataset = dataset.with_format("torch")
     order = _sample_order(dataset, size, plan)
     if plan.last_batch == "drop" and not callable(batch) and order.size < batch:
-        raise ConfigError(f"build_loader: {order.size} samples are less than one global batch of {batch}; use tail='short'")
+        raise ConfigError(
+            f"build_loader: {order.size} samples are less than one global batch of {batch}; use last_batch='short'"
+        )
     reader = Fetcher(dataset=dataset, seed=plan.seed, collate=plan.collate, transform=plan.transform, on_error=plan.on_error)
     return MapBatchSource(
         fetcher=reader,
@@ -193,12 +197,12 @@ def _iterable_batch_source(dataset: Any, plan: _LoaderArgs) -> IterableBatchSour
     if plan.shuffle is not False and not is_mosaic(dataset):
         raise ConfigError("build_loader: an iterable dataset has its own order; give shuffle=False, and shuffle in the dataset")
     if plan.last_batch == "pad":
-        raise ConfigError("build_loader: tail='pad' needs a dataset that is indexed; give tail='short' or 'drop'")
+        raise ConfigError("build_loader: last_batch='pad' needs a dataset that is indexed; give last_batch='short' or 'drop'")
     (rank, ranks), batch = plan.data_rank, plan.global_batch_size
     assert not callable(batch), "refused before"
     own = adapt_mosaic(dataset, global_batch_size=batch, ranks=ranks) if is_mosaic(dataset) else None
     if plan.pre_sharded and batch % ranks:
-        raise ConfigError(f"build_loader: already_split needs a global_batch_size that {ranks} ranks can divide, got {batch}")
+        raise ConfigError(f"build_loader: pre_sharded needs a global_batch_size that {ranks} ranks can divide, got {batch}")
     return IterableBatchSource(
         dataset=as_iterable(dataset),
         seed=plan.seed,

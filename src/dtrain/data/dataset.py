@@ -1,6 +1,4 @@
-"""What the loader asks of a dataset, and what it can find out about one.
-
-``memory_map``: a TensorDict on disk that all ranks of a node read through one page cache."""
+"""``MapDataset``: the protocol of an indexed dataset; fingerprints of a dataset; ``memory_map`` for a TensorDict on disk."""
 
 from __future__ import annotations
 
@@ -19,16 +17,16 @@ from dtrain.typing import Plain, is_tensordict
 
 
 class MapDataset(Protocol):
-    """A dataset that is indexed: ``len(dataset)`` and ``dataset[i]``.
+    """A dataset with ``len(dataset)`` and ``dataset[i]``.
 
-    The loader looks for these by name, and goes without those that are not there:
+    The loader uses each of these optional methods if the dataset has the method:
 
-    - ``__getitems__(indices: list[int]) -> list``: a batch of samples at once, in that order;
-    - ``order(seed: int, shuffle) -> Order``: an order of its own (a mixture, shards that are read one after another);
-    - ``prefetch(indices: Tensor) -> None``: ``[k]`` int64, what this rank reads soon. Called in the process of the rank, not in
-      its loader workers, and returns at once;
-    - ``fingerprint() -> dict``: plain data (names, sizes, counts) that is equal where the data are, as far as can be told
-      without reading them;
+    - ``__getitems__(indices: list[int]) -> list``: several samples at once, in the order of ``indices``;
+    - ``order(seed: int, shuffle) -> SampleOrder``: a sample order of the dataset (a mixture, shards in sequence);
+    - ``prefetch(indices: Tensor) -> None``: ``[k]`` int64, the samples that this rank reads soon. The loader calls the method
+      in the process of the rank, not in a loader worker. The method must return at once;
+    - ``fingerprint() -> dict``: plain data (names, sizes, counts) that differ if the data differ, computed without reading
+      the samples;
     - ``close()``.
     """
 
@@ -38,14 +36,15 @@ class MapDataset(Protocol):
 
 
 def as_row_dataset(dataset: Any) -> Any:
-    """A dict of tensors as a dataset of rows (a ``TensorDict``); any other dataset as it is.
+    """Convert a dict of tensors to a dataset of rows (a ``TensorDict``); return any other dataset unchanged.
 
     Raises:
-        ConfigError: values that are no tensors, or tensors with different numbers of rows.
+        ConfigError: a value is not a tensor, or the tensors have different numbers of rows.
     """
     if not isinstance(dataset, Mapping) or is_tensordict(dataset):
         return dataset
-    if dataset and all(number in dataset for number in range(len(dataset))):  # samples by number
+    # The mapping holds samples by number.
+    if dataset and all(number in dataset for number in range(len(dataset))):
         return dataset
     sizes = {name: len(value) if isinstance(value, Tensor) and value.ndim else None for name, value in dataset.items()}
     if None in sizes.values() or len(set(sizes.values())) != 1:
@@ -54,28 +53,29 @@ def as_row_dataset(dataset: Any) -> Any:
             "build_loader: a dict is a dataset of rows, so its values must be tensors with the same first size, got "
             f"{shapes}. Give tensors of equal length, or a list of samples"
         )
-    from tensordict import TensorDict  # takes 0.3 s, and most datasets are none
+    # The import takes 0.3 s, and most datasets are not a TensorDict.
+    from tensordict import TensorDict
 
     return TensorDict(dict(dataset), batch_size=[len(next(iter(dataset.values())))])
 
 
 def fingerprint_dataset(dataset: Any) -> dict[str, Plain]:
-    """Names, sizes and counts of ``dataset``: its own ``fingerprint()``, or what can be seen of a well-known kind."""
+    """Return names, sizes and counts: from ``dataset.fingerprint()``, or from the attributes of a well-known kind of dataset."""
     if hasattr(dataset, "fingerprint"):
         return cast("dict[str, Plain]", dataset.fingerprint())
-    seen: dict[str, Plain] = {"count": len(dataset)} if hasattr(dataset, "__len__") else {}
+    known: dict[str, Plain] = {"count": len(dataset)} if hasattr(dataset, "__len__") else {}
     if isinstance(dataset, Tensor):
-        return {**seen, "dtype": str(dataset.dtype), "shape": list(dataset.shape)}
+        return {**known, "dtype": str(dataset.dtype), "shape": list(dataset.shape)}
     if is_tensordict(dataset):
         tensors = dataset.items(include_nested=True, leaves_only=True)
-        return {**seen, "tensors": {str(name): [str(leaf.dtype), *leaf.shape] for name, leaf in sorted(tensors, key=str)}}
+        return {**known, "tensors": {str(name): [str(leaf.dtype), *leaf.shape] for name, leaf in sorted(tensors, key=str)}}
     if is_hugging_face(dataset):
-        return {**seen, "columns": {name: str(kind) for name, kind in sorted((dataset.features or {}).items())}}
-    return seen
+        return {**known, "columns": {name: str(kind) for name, kind in sorted((dataset.features or {}).items())}}
+    return known
 
 
 def hash_fingerprint(fingerprint: Mapping[str, Plain]) -> int:
-    """A number for a fingerprint, below 2**52: equal where the fingerprints are."""
+    """Hash a fingerprint to a number below 2**52. Equal fingerprints have equal hashes."""
     return derive_seed(_canonical_text(dict(fingerprint))) % 2**52
 
 
@@ -86,39 +86,47 @@ def _canonical_text(value: Plain) -> str:
 
 
 def is_hugging_face(dataset: Any) -> bool:
-    """Whether ``dataset`` is a ``Dataset`` of Hugging Face's ``datasets``, without importing that."""
+    """Return True if ``dataset`` is a ``Dataset`` of Hugging Face's ``datasets``. The check does not import ``datasets``."""
     return type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "with_format")
 
 
 def memory_map(path: str | Path, make: Callable[[], Any]) -> Any:
-    """The ``TensorDict`` in ``path``, memory-mapped; made and written there first, once per node, if there is none.
+    """Memory-map the ``TensorDict`` in ``path``. If ``path`` does not exist, local rank 0 makes and writes the TensorDict first.
 
-    Tensors then take memory once per node and not once per rank and loader worker, and starting costs no reading.
+    The tensors take memory once per node, not once per rank and loader worker. Opening reads no data.
 
     Args:
-        path: of tensordict's own format; on a disk of the node.
-        make: ``() -> TensorDict`` with a batch size ``[n]``; runs on local rank 0 only, and only if there is no folder.
+        path: folder in tensordict's format, on a disk of the node.
+        make: ``() -> TensorDict`` with a batch size ``[n]``; called on local rank 0 only, if the folder does not exist.
 
     Collective: one exchange of JSON; all ranks must call it.
 
-    Raises:
-        ConfigError: ``make`` gives no TensorDict, or one without a first axis; on local rank 0, the others raise a PeerError.
-    """
-    from tensordict import TensorDict, TensorDictBase  # takes a second or two to import
+    Example:
+        >>> def make():
+        ...     return TensorDict({"x": torch.randn(1000, 8)}, batch_size=[1000])
+        >>> dataset = dt.data.memory_map("/tmp/train_rows", make)  # doctest: +SKIP
+        >>> loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=64, seed=0)  # doctest: +SKIP
 
-    where = storage.real_path(path)
+    Raises:
+        ConfigError: ``make`` does not return a TensorDict with a first axis. Local rank 0 raises the ConfigError, the other
+            ranks raise a PeerError.
+    """
+    # The import takes a second or two.
+    from tensordict import TensorDict, TensorDictBase
+
+    folder = storage.real_path(path)
     with local_rank_zero_first("memory_map") as first:
-        if first and not storage.exists(where):
-            made = make()
-            if not isinstance(made, TensorDictBase) or not made.batch_dims:
-                raise ConfigError(f"memory_map: make must give a TensorDict with a batch size, got {type(made).__name__}")
-            # Renamed when it is whole: a folder that is there can be read.
-            part = where.with_name(f"{where.name}.tmp-{secrets.token_hex(4)}")
-            storage.make_folders(part.parent)
+        if first and not storage.exists(folder):
+            tensors = make()
+            if not isinstance(tensors, TensorDictBase) or not tensors.batch_dims:
+                raise ConfigError(f"memory_map: make must return a TensorDict with a batch size, got {type(tensors).__name__}")
+            # The folder is renamed only when it is complete, so that a folder with the final name can always be read.
+            partial = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+            storage.make_folders(partial.parent)
             try:
-                cast("Any", made).memmap(part)
-                storage.rename(part, where)
+                cast("Any", tensors).memmap(partial)
+                storage.rename(partial, folder)
             finally:
-                if storage.exists(part):
-                    storage.remove_folder(part)
-        return TensorDict.load_memmap(where)
+                if storage.exists(partial):
+                    storage.remove_folder(partial)
+        return TensorDict.load_memmap(folder)

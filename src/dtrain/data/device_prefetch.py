@@ -1,4 +1,4 @@
-"""``prefetch_to_device``: batches copied to a device while it computes on earlier ones."""
+"""``prefetch_to_device``: copy the next batches to a device while the device computes on the current batch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ Item = TypeVar("Item")
 
 
 def prefetch_to_device(batches: Iterable[Batch], device: torch.device | str, *, prefetch_factor: int = 2) -> Iterator[Batch]:
-    """``batches`` on ``device``; the copy of the next ``prefetch_factor`` ones runs while the loop is busy with this one.
+    """Yield ``batches`` on ``device``, and copy the next ``prefetch_factor`` batches while the loop uses the current batch.
 
-    On a CUDA device tensors go through page-locked memory and over a stream of their own, which the current stream waits for:
-    the host does not. On another device each batch is moved when it is asked for, and nothing is read ahead.
+    On a CUDA device, tensors are copied from page-locked memory on a separate stream. The current stream waits for the copy,
+    but the host does not wait. On another device, each batch is moved when the loop requests the batch, without prefetch.
 
-    For batches of a dtrain loader, ``build_loader(device=...)`` does this with the position still that of the batch handed out;
-    around ``loader.until(...)`` the position would run ahead of the loop.
+    For a dtrain loader use ``build_loader(device=...)`` instead, which keeps the position at the batch that was issued. Around
+    ``loader.until(...)``, prefetching would move the position ahead of the loop.
+
+    Example:
+        >>> batches = [torch.arange(2), torch.arange(3)]
+        >>> [batch.tolist() for batch in dt.prefetch_to_device(batches, "cpu")]
+        [[0, 1], [0, 1, 2]]
 
     Raises:
-        ConfigError: ``prefetch_factor`` below 1.
+        ConfigError: ``prefetch_factor`` is below 1.
     """
     if prefetch_factor < 1:
-        raise ConfigError(f"prefetch_to_device: ahead must be at least 1, got {prefetch_factor}")
+        raise ConfigError(f"prefetch_to_device: prefetch_factor must be at least 1, got {prefetch_factor}")
     yield from prefetch_items(
         batches, torch.device(device), prefetch_factor=prefetch_factor, get_batch=_identity, set_batch=copy_batch_info
     )
@@ -43,7 +48,7 @@ def prefetch_items(
     set_batch: Callable[[Item, Batch], Item],
     is_last: Callable[[Item], bool] = lambda _: False,
 ) -> Iterator[Item]:
-    """``prefetch_to_device`` of items that hold a batch; nothing is read ahead behind one that ``is_last``."""
+    """Prefetch items that hold a batch, as ``prefetch_to_device`` does. No item is read ahead after an item with ``is_last``."""
     if device.type != "cuda":
         for item in items:
             yield set_batch(item, to_device(get_batch(item), device))
@@ -61,7 +66,7 @@ def prefetch_items(
 
 
 def _wait_for_copy(item: Item, copied: Any, device: torch.device, get_batch: Callable[[Item], Batch]) -> Item:
-    """``item``, which the current stream may use from here on; its memory is not given away before that stream is done."""
+    """Make the current stream wait for the copy, and keep the tensors' memory allocated until the stream has used them."""
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
     for tensor in list_tensors(get_batch(item)):

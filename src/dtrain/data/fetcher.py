@@ -1,6 +1,6 @@
-"""``collate``: samples to a batch, as a TensorDict where samples are mappings of tensors.
+"""``collate``: stack samples to a batch; ``Fetcher``: read, transform and collate the samples of a batch request.
 
-``Reader``: a ticket to a batch, in a loader worker or in the rank itself. What it draws depends on the ticket only."""
+The random numbers that a fetcher draws depend on the request only, so they are the same in a loader worker and in the rank."""
 
 from __future__ import annotations
 
@@ -24,16 +24,23 @@ from dtrain.typing import Batch, is_tensordict
 def collate(samples: Sequence[Any]) -> Batch:
     """Stack ``samples`` along a new first axis.
 
-    Mappings whose values are tensors, arrays, numbers or such mappings become a ``TensorDict`` of batch size ``[n]``; with
-    strings in it, a dict in which strings are lists. Everything else goes through torch's ``default_collate``.
+    Mappings of tensors, arrays, numbers or such mappings become a ``TensorDict`` of batch size ``[n]``. If a value is a string,
+    the result is a dict with lists of strings. Other samples go through torch's ``default_collate``.
+
+    Example:
+        >>> batch = dt.data.collate([{"x": torch.zeros(3), "label": 0}, {"x": torch.ones(3), "label": 1}])
+        >>> batch["x"].shape, batch["label"]
+        (torch.Size([2, 3]), tensor([0, 1]))
 
     Raises:
-        DataError: samples of several types or with several sets of keys, or tensors of several shapes; what differs is named.
+        DataError: the samples differ in type, keys or shape; the message names the difference.
     """
     first = samples[0]
     if len(set(map(type, samples))) > 1:
         odd = next(sample for sample in samples if type(sample) is not type(first))
-        raise DataError(f"collate: one batch has a {type(first).__name__} and a {type(odd).__name__}; give samples of one type")
+        raise DataError(
+            f"collate: samples must have one type, got {type(first).__name__} and {type(odd).__name__} in one batch"
+        )
     try:
         if isinstance(first, Tensor):
             return _stack(list(samples))
@@ -44,7 +51,7 @@ def collate(samples: Sequence[Any]) -> Batch:
         raise
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"collate: cannot stack samples of type {type(first).__name__} ({reason}); give collate=") from error
+        raise DataError(f"collate: cannot stack samples of type {type(first).__name__} ({reason}). Pass collate=") from error
 
 
 def _collate_mappings(samples: Sequence[Any], path: str) -> Batch:
@@ -53,14 +60,15 @@ def _collate_mappings(samples: Sequence[Any], path: str) -> Batch:
         columns = {key: [sample[key] for sample in samples] for key in keys}
     except KeyError:
         columns = {}
-    if len(columns) < len(keys) or len({len(sample.keys()) for sample in samples}) > 1:  # one has less, or more
+    if len(columns) < len(keys) or len({len(sample.keys()) for sample in samples}) > 1:
         odd = next(sample for sample in samples if sample.keys() != keys)
         differ = sorted(str(key) for key in odd.keys() ^ keys)
-        raise DataError(f"collate: only some samples of a batch have {path}{differ[0]!r}; give all the same keys")
+        raise DataError(f"collate: only some samples of a batch have {path}{differ[0]!r}. Give all samples the same keys")
     stacked = {key: _collate_column(values, f"{path}{key!r}") for key, values in columns.items()}
     if not all(isinstance(column, Tensor) or is_tensordict(column) for column in stacked.values()):
         return stacked
-    from tensordict import TensorDict  # takes a second or two to import, and is needed only here
+    # The import takes a second or two.
+    from tensordict import TensorDict
 
     return TensorDict(stacked, batch_size=[len(samples)])
 
@@ -73,16 +81,18 @@ def _collate_column(values: list[Any], path: str) -> Any:
         try:
             return _stack(values) if isinstance(first, Tensor) else torch.from_numpy(np.stack(values))
         except (RuntimeError, TypeError, ValueError):
-            shapes = {tuple(one.shape) if isinstance(one, Tensor | np.ndarray) else type(one).__name__ for one in values}
+            shapes = {
+                tuple(value.shape) if isinstance(value, Tensor | np.ndarray) else type(value).__name__ for value in values
+            }
             if len(shapes) == 1:
                 raise
-            shown = " and ".join(map(str, sorted(shapes, key=str)[:2]))
-            raise DataError(f"collate: {path} is {shown} in one batch; pad or cut to one shape, or give collate=") from None
+            differing = " and ".join(map(str, sorted(shapes, key=str)[:2]))
+            raise DataError(f"collate: {path} is {differing} in one batch. Pad or cut to one shape, or pass collate=") from None
     return values if isinstance(first, str | bytes) or first is None else default_collate(values)
 
 
 def _stack(values: list[Tensor]) -> Tensor:
-    """In a worker, what is large goes straight into memory that its rank can read, as torch does it: one copy less."""
+    """Stack tensors. In a worker, ``default_collate`` stacks large tensors in shared memory, which saves a copy."""
     if get_worker_info() is None or len(values) * values[0].nbytes <= INLINE_TENSOR_BYTES:
         return torch.stack(values)
     shared: Tensor = default_collate(values)
@@ -94,13 +104,13 @@ OnError = Literal["raise", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """An order for one batch.
+    """Request for one batch.
 
     Args:
-        epoch: of its samples.
-        start: position in the epoch of this rank's first sample; with ``epoch`` it decides what is drawn at random.
-        indices: of the dataset.
-        repeats: how often the samples are to be in the batch.
+        epoch: epoch of the samples.
+        start: position of this rank's first sample in the epoch; ``epoch`` and ``start`` seed the random numbers.
+        indices: indices of the samples in the dataset.
+        repeats: number of times that the batch repeats the samples.
     """
 
     epoch: int
@@ -109,24 +119,24 @@ class BatchRequest:
     repeats: int = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As bytes: torch would put so small a tensor into shared memory of its own, which takes longer than all the rest."""
+        """Pickle the indices as bytes. torch would pickle a tensor through shared memory, which takes longer than the request."""
         return _rebuild_request, (self.epoch, self.start, self.indices.numpy().tobytes(), self.repeats)
 
 
-def _rebuild_request(epoch: int, start: int, indices: bytes, times: int) -> BatchRequest:
-    return BatchRequest(epoch, start, torch.frombuffer(bytearray(indices), dtype=torch.int64), times)
+def _rebuild_request(epoch: int, start: int, indices: bytes, repeats: int) -> BatchRequest:
+    return BatchRequest(epoch, start, torch.frombuffer(bytearray(indices), dtype=torch.int64), repeats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetcher:
-    """Reads tickets; torch's ``DataLoader`` takes it for a dataset whose samples are batches.
+    """Reader of batch requests. torch's ``DataLoader`` uses a fetcher as a dataset whose samples are batches.
 
     Args:
-        dataset: indexed.
-        seed: of what is drawn at random while samples are read.
-        collate: samples to a batch; None for ``collate``, or for nothing where the dataset is indexed by a tensor.
-        transform: of each sample, with a generator of its own.
-        on_error: what becomes of a sample that cannot be read.
+        dataset: an indexed dataset.
+        seed: seed of the random numbers that are drawn while samples are read.
+        collate: function from samples to a batch; None uses ``collate``, or no function if a tensor indexes the dataset.
+        transform: transform of each sample, with a generator per sample.
+        on_error: treatment of a sample that cannot be read.
     """
 
     dataset: Any
@@ -135,82 +145,84 @@ class Fetcher:
     transform: SampleTransform | None = None
     on_error: OnError = "raise"
 
-    def __getitem__(self, ticket: BatchRequest) -> WorkerBatch:
+    def __getitem__(self, request: BatchRequest) -> WorkerBatch:
         if get_worker_info() is None:
-            if self.is_indexed_by_tensor:  # nobody's code to draw anything
-                return WorkerBatch(self._fetch(ticket))
-            with fork_rng(self._seed_for(ticket)):
-                return WorkerBatch(self._fetch(ticket))
-        reseed(self._seed_for(ticket))  # nobody else draws in this process
-        return WorkerBatch(self._fetch(ticket)).pickle_batch()
+            # Indexing a tensor runs no user code that could draw random numbers.
+            if self.is_indexed_by_tensor:
+                return WorkerBatch(self._fetch(request))
+            with fork_rng(self._seed_for(request)):
+                return WorkerBatch(self._fetch(request))
+        # No other code draws random numbers in a worker, so no state needs to be restored.
+        reseed(self._seed_for(request))
+        return WorkerBatch(self._fetch(request)).pickle_batch()
 
     @property
     def is_indexed_by_tensor(self) -> bool:
-        """Whether a batch is ``dataset[indices]``, with nothing else to do."""
-        whole = isinstance(self.dataset, Tensor) or is_tensordict(self.dataset)
-        return whole and self.collate is None and self.transform is None
+        """True if a batch is ``dataset[indices]``, without collate and transform."""
+        is_tensor = isinstance(self.dataset, Tensor) or is_tensordict(self.dataset)
+        return is_tensor and self.collate is None and self.transform is None
 
-    def _seed_for(self, ticket: BatchRequest) -> int:
-        return derive_seed(self.seed, "batch", ticket.epoch, ticket.start)
+    def _seed_for(self, request: BatchRequest) -> int:
+        return derive_seed(self.seed, "batch", request.epoch, request.start)
 
-    def _fetch(self, ticket: BatchRequest) -> Payload:
+    def _fetch(self, request: BatchRequest) -> Payload:
         try:
             if self.is_indexed_by_tensor:
-                indices = ticket.indices if ticket.repeats == 1 else ticket.indices.repeat(ticket.repeats)
+                indices = request.indices if request.repeats == 1 else request.indices.repeat(request.repeats)
                 return Payload(batch=self.dataset[indices])
-            samples, unreadable = self._fetch_samples(ticket)
-            return Payload(
-                batch=collate_samples(self.collate, samples * ticket.repeats) if samples else None, skipped=unreadable
-            )
-        except Exception as error:  # noqa: BLE001  # the dataset, the transform and collate are the user's
+            samples, skipped = self._fetch_samples(request)
+            return Payload(batch=collate_samples(self.collate, samples * request.repeats) if samples else None, skipped=skipped)
+        except Exception as error:  # noqa: BLE001
+            # The dataset, the transform and collate are user code, so any exception can occur.
             return Payload(failure=describe_error(error), trace=traceback.format_exc())
 
-    def _fetch_samples(self, ticket: BatchRequest) -> tuple[list[Any], list[tuple[int, str]]]:
-        """The samples that can be read, and those that cannot."""
-        indices = ticket.indices.tolist()
+    def _fetch_samples(self, request: BatchRequest) -> tuple[list[Any], list[tuple[int, str]]]:
+        """Return the readable samples, and the index and error of each unreadable sample."""
+        indices = request.indices.tolist()
         try:
             many = getattr(self.dataset, "__getitems__", None)
             samples = [self.dataset[index] for index in indices] if many is None else list(many(indices))
             if self.transform is None:
                 return samples, []
-            return [self._transform_sample(sample, ticket, index) for sample, index in zip(samples, indices, strict=True)], []
+            return [self._transform_sample(sample, request, index) for sample, index in zip(samples, indices, strict=True)], []
         except ShardError:
             raise
-        except Exception:  # noqa: BLE001  # whatever it is, the next line meets it again
-            # A batch with a bad sample is read again, one by one: to leave it out, or to say which one it is.
-            return self._fetch_one_by_one(ticket, indices)
+        except Exception:  # noqa: BLE001
+            # Read the samples of the batch one by one, to skip the unreadable sample, or to name its index in the error.
+            return self._fetch_one_by_one(request, indices)
 
-    def _fetch_one_by_one(self, ticket: BatchRequest, indices: list[int]) -> tuple[list[Any], list[tuple[int, str]]]:
-        samples, unreadable = [], []
+    def _fetch_one_by_one(self, request: BatchRequest, indices: list[int]) -> tuple[list[Any], list[tuple[int, str]]]:
+        samples, skipped = [], []
         for index in indices:
             try:
-                samples.append(self._transform_sample(self.dataset[index], ticket, index))
+                samples.append(self._transform_sample(self.dataset[index], request, index))
             except Exception as error:
-                if self.on_error == "raise" or isinstance(error, ShardError):  # a server that is down is no bad sample
+                # A ShardError means that the storage fails, not that a sample is bad.
+                if self.on_error == "raise" or isinstance(error, ShardError):
                     error.add_note(f"sample {index}")
                     raise
-                unreadable.append((index, describe_error(error)))
-        return samples, unreadable
+                skipped.append((index, describe_error(error)))
+        return samples, skipped
 
-    def _transform_sample(self, sample: Any, ticket: BatchRequest, index: int) -> Any:
+    def _transform_sample(self, sample: Any, request: BatchRequest, index: int) -> Any:
         if self.transform is None:
             return sample
-        return apply_transform(self.transform, sample, seed=self.seed, epoch=ticket.epoch, index=index)
+        return apply_transform(self.transform, sample, seed=self.seed, epoch=request.epoch, index=index)
 
 
 def collate_samples(fn: Callable[[list[Any]], Batch] | None, samples: list[Any]) -> Batch:
-    """The batch that ``fn``, or ``collate``, makes of ``samples``.
+    """Collate ``samples`` with ``fn``, or with ``collate`` if ``fn`` is None.
 
     Raises:
-        DataError: it makes none; the samples would be lost without a word.
+        DataError: the function returned None.
     """
     batch = (fn or collate)(samples)
     if batch is None:
-        raise DataError("collate returned None; it must return the batch that it makes")
+        raise DataError("collate returned None. Return the batch")
     return batch
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in one line, with the sample that it came from where that is known."""
+    """Describe an error in one line, with the sample if the error's notes name the sample."""
     notes = ", ".join(" ".join(str(note).split()) for note in getattr(error, "__notes__", ()))
     return f"{notes}: {type(error).__name__}: {' '.join(str(error).split())}".removeprefix(": ")

@@ -1,7 +1,7 @@
-"""``IterableBatchSource``: handouts of a dataset that can only be read from its start.
+"""``IterableBatchSource``: loader items of an iterable dataset, which can be read from its start only.
 
-Every rank reads the whole stream and keeps its share, so global batches are the same for every number of ranks. Where the
-dataset can say and take back its own state, a resume goes straight to it; otherwise what was consumed is read and left out.
+Every rank reads the whole stream and keeps its share, so global batches are the same for every number of ranks. If the dataset
+has a state, a resume loads the state. Otherwise a resume reads the consumed samples again and drops them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dtrain.typing import Batch, Plain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """Which samples of a global batch this rank keeps: its own part, or all where the dataset is already split over ranks."""
+    """Share of a global batch that this rank keeps: a part, or all samples if the dataset is split over ranks already."""
 
     global_batch_size: int
     rank: int
@@ -46,24 +46,24 @@ class RankShare:
         return self.global_batch_size // self.ranks if self.pre_sharded else self.global_batch_size
 
     def bounds(self, count: int) -> tuple[int, int]:
-        """First and last of ``count`` samples that were read."""
+        """Return the first and last of ``count`` samples that this rank keeps."""
         return (0, count) if self.pre_sharded else rank_share(0, count, self.rank, self.ranks)
 
 
 @dataclass(slots=True)
 class InitialState:
-    """The way back to the start of a dataset that keeps its place from one iteration to the next.
+    """Initial state of a dataset that continues at its position in a new iteration, so that an epoch can rewind the dataset.
 
     Args:
-        state: of the dataset before this process read anything of it.
-        is_iterating: whether an iteration was begun, and is not known to have come to its end.
+        state: state of the dataset before this process read any sample.
+        is_iterating: True after an iteration has begun, until it reaches its end.
     """
 
     state: Plain = None
     is_iterating: bool = False
 
     def rewind(self, dataset: Any) -> None:
-        """Mutates: ``dataset``, which begins at its start, and this, as it is about to be iterated."""
+        """Rewind for a new iteration. Mutates: ``dataset``, to its start, and this object."""
         if self.is_iterating:
             dataset.load_state_dict(deepcopy(self.state))
         elif self.state is None:
@@ -72,7 +72,7 @@ class InitialState:
 
 
 class EpochReader(IterableDataset[WorkerBatch]):
-    """One epoch of an iterable dataset, as batches of this rank; for torch's ``DataLoader``."""
+    """One epoch of an iterable dataset as batches of this rank, for torch's ``DataLoader``."""
 
     def __init__(
         self,
@@ -105,28 +105,30 @@ class EpochReader(IterableDataset[WorkerBatch]):
                     source = self._skip_consumed(begin)
                 with self._seed_rng(at):
                     source = self._open_stream() if source is None else source
-                    content = self._next_payload(source, at)
-            except Exception as error:  # noqa: BLE001  # the dataset, the transform and collate are the user's
-                content = Payload(failure=describe_error(error), trace=traceback.format_exc())
-            if content is None:
+                    payload = self._next_payload(source, at)
+            except Exception as error:  # noqa: BLE001
+                # The dataset, the transform and collate are user code, so any exception can occur.
+                payload = Payload(failure=describe_error(error), trace=traceback.format_exc())
+            if payload is None:
                 self.initial_state.is_iterating = False
                 return
-            yield WorkerBatch(content) if worker is None else WorkerBatch(content).pickle_batch()
+            yield WorkerBatch(payload) if worker is None else WorkerBatch(payload).pickle_batch()
             number += step
 
     @contextmanager
     def _seed_rng(self, at: int) -> Iterator[None]:
-        """A block that draws what belongs to place ``at`` of the epoch: of this rank's, where each has samples of its own."""
+        """Seed the global generators for position ``at`` of the epoch; per rank, if each rank has samples of its own."""
         seed = derive_seed(self.seed, "batch", self.begin.epoch, at, self.share.rank if self.share.pre_sharded else -1)
         if get_worker_info() is None:
             with fork_rng(seed):
                 yield
         else:
-            reseed(seed)  # nobody else draws in this process
+            # No other code draws random numbers in a worker, so no state needs to be restored.
+            reseed(seed)
             yield
 
     def _skip_consumed(self, consumed: int) -> Iterator[Any] | None:
-        """The stream behind what was consumed, read as it was then: what it drew, perhaps its order, is drawn again."""
+        """Read the consumed samples again, with the same seeds, and return the stream after them."""
         source = None
         for at in range(0, consumed, self.share.samples_per_step):
             with self._seed_rng(at):
@@ -136,57 +138,59 @@ class EpochReader(IterableDataset[WorkerBatch]):
         return source
 
     def _open_stream(self) -> Iterator[Any]:
-        resumed = self.state is not None and self.begin.samples > 0
+        is_resumed = self.state is not None and self.begin.samples > 0
         if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self.begin.epoch)  # before it gets a state: that may hold for its own epoch only
+            # A loaded state may hold for its own epoch only, so the epoch is set first.
+            self.dataset.set_epoch(self.begin.epoch)
         if has_state(self.dataset) and not self.splits_over_workers and not restarts_each_iteration(self.dataset):
             self.initial_state.rewind(self.dataset)
-        if resumed:
-            self.dataset.load_state_dict(deepcopy(self.state))  # it may keep what it is given, and change it
+        if is_resumed:
+            # The dataset may keep and change the state that it loads.
+            self.dataset.load_state_dict(deepcopy(self.state))
         source: Iterator[Any] = iter(self.dataset)
         return source
 
     def _next_payload(self, source: Iterator[Any], at: int) -> Payload | None:
-        """The next batch, None at the end."""
+        """Return the next payload; None at the end."""
         read = list(islice(source, self.share.samples_per_step))
         if not read:
             return None
         first, last = self.share.bounds(len(read))
-        has_share = first < last
-        samples, unreadable = self._transform_samples(read[first:last] if has_share else read[:1], at + first)
-        batch = collate_samples(self.collate, samples if has_share else samples * 2) if samples else None
-        # Of samples that each rank has for itself there is no state that is the same on all ranks, as a checkpoint needs it.
+        has_samples = first < last
+        samples, skipped = self._transform_samples(read[first:last] if has_samples else read[:1], at + first)
+        batch = collate_samples(self.collate, samples if has_samples else samples * 2) if samples else None
+        # A checkpoint needs a state that is equal on all ranks. A dataset split over ranks has no such state.
         state = deepcopy(self.dataset.state_dict()) if has_state(self.dataset) and not self.share.pre_sharded else None
-        return Payload(batch=batch, skipped=unreadable, dataset_state=state, sample_count=len(read))
+        return Payload(batch=batch, skipped=skipped, dataset_state=state, sample_count=len(read))
 
     def _transform_samples(self, samples: list[Any], at: int) -> tuple[list[Any], list[tuple[int, str]]]:
         if self.transform is None:
             return samples, []
-        done, unreadable = [], []
-        for place, sample in enumerate(samples, at):
-            index = place * self.share.ranks + self.share.rank if self.share.pre_sharded else place
+        transformed, skipped = [], []
+        for position, sample in enumerate(samples, at):
+            index = position * self.share.ranks + self.share.rank if self.share.pre_sharded else position
             try:
-                done.append(apply_transform(self.transform, sample, seed=self.seed, epoch=self.begin.epoch, index=index))
+                transformed.append(apply_transform(self.transform, sample, seed=self.seed, epoch=self.begin.epoch, index=index))
             except Exception as error:
                 if self.on_error == "raise":
                     error.add_note(f"sample {index} of epoch {self.begin.epoch}")
                     raise
-                unreadable.append((index, describe_error(error)))
-        return done, unreadable
+                skipped.append((index, describe_error(error)))
+        return transformed, skipped
 
 
 def has_state(dataset: Any) -> bool:
-    """Whether an iterable dataset has a state of its own, and one that is all of it."""
+    """Return True if an iterable dataset has a complete state of its own."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict") and not drops_samples_on_resume(dataset)
 
 
 @dataclass(slots=True, kw_only=True)
 class IterableBatchSource:
-    """Handouts of an iterable dataset.
+    """Source of the items of an iterable dataset.
 
     Args:
-        pre_sharded: the dataset gives each rank samples of its own, and may end earlier on some.
-        adapter: of a dataset that also splits itself over loader workers, and resumes on other ranks.
+        pre_sharded: if True, the dataset gives each rank different samples, and may end earlier on some ranks.
+        adapter: state of a dataset that also splits itself over loader workers, and resumes on any number of ranks.
     """
 
     dataset: Any
@@ -206,44 +210,46 @@ class IterableBatchSource:
 
     @property
     def single_reader(self) -> bool:
-        """See ``Feed``."""
+        """True if the dataset has a state and is read in this process; see ``BatchSource``."""
         return self.workers.count == 0 and has_state(self.dataset)
 
     def can_skip(self) -> bool:
-        """See ``Feed``."""
+        """Return True if the loader, not the dataset, splits the samples over ranks."""
         return not self.pre_sharded
 
     def epoch_batches(self) -> EpochBatches | None:
-        """Batches of an epoch, if the dataset has a length."""
+        """Return the arithmetic of the epoch's batches; None if the dataset has no length."""
         if self.pre_sharded or not hasattr(self.dataset, "__len__"):
             return None
         return EpochBatches(size=len(self.dataset), global_batch_size=self.global_batch_size, last_batch=self.last_batch)
 
     def order_identity(self, at: Position) -> dict[str, int]:
-        """The seed of what is drawn, and over how many ranks the dataset itself is split."""
+        """Return the seed, and the number of ranks over which the dataset splits itself."""
         return {"seed": self.seed, "split": self.ranks if self.pre_sharded and self.adapter is None else 0}
 
     def resume(self, identity: Mapping[str, int], at: Position) -> None:
-        """See ``Feed``."""
+        """Check that ``identity`` agrees with this source; see ``BatchSource``."""
         check_same_state(identity, self.order_identity(at))
 
     def items(self, begin: Position, goal: Duration, *, state: Plain = None, evaluation: bool = False) -> Iterator[LoaderItem]:
-        """See ``Feed``."""
+        """Iterate over items; see ``BatchSource``."""
         at = begin
         if self.adapter is not None and state is None and begin.samples == 0 and not evaluation:
-            # The dataset counts its iterations: a loop that begins with the same batch again needs its state before the first.
+            # The dataset counts its iterations. A loop that begins with the same batch again needs the state before the batch.
             yield LoaderItem(position_after=at, position_only=True, dataset_state=self.adapter.state_at(at))
         while not is_reached(goal, at):
             epoch, before = at.epoch, at
-            for handout in self._epoch_items(at, goal, state, evaluation=evaluation):
-                yield handout
-                at = handout.position_after
+            for item in self._epoch_items(at, goal, state, evaluation=evaluation):
+                yield item
+                at = item.position_after
             if is_reached(goal, at):
                 return
-            state = None  # it was used
+            # The state holds for the first epoch only.
+            state = None
             if at is before and at.samples == 0:
-                raise ConfigError("loader: the dataset gave no sample in a whole epoch")
-            if at.epoch == epoch:  # its end could be known only now
+                raise ConfigError("loader: the dataset returned no sample in a whole epoch. Check the dataset")
+            # The dataset has no length, so the end of the epoch is known only now.
+            if at.epoch == epoch:
                 at = replace(at, epoch=epoch + 1, samples=0)
                 yield LoaderItem(
                     position_after=at,
@@ -252,38 +258,39 @@ class IterableBatchSource:
                 )
 
     def _epoch_items(self, begin: Position, goal: Duration, state: Plain, *, evaluation: bool) -> Iterator[LoaderItem]:
-        """The rest of one epoch. Each batch is held back until it is known whether another one follows."""
-        at, shapes, held = begin, EmptyBatchTemplate(self.batch_spec), None
+        """Iterate over the rest of an epoch. Each item is delayed until the reader has found out if the item is the last."""
+        at, template, delayed = begin, EmptyBatchTemplate(self.batch_spec), None
         share = RankShare(
             global_batch_size=self.global_batch_size, rank=self.rank, ranks=self.ranks, pre_sharded=self.pre_sharded
         )
         if self.adapter is not None and state is not None:
             self.adapter.load(state)
-        for parcel in load_batches(self._epoch_reader(share, begin, state), None, self.workers):
-            content = unpack_or_raise(parcel)
-            if self.last_batch == "drop" and not evaluation and content.sample_count < share.samples_per_step:
+        for worker_batch in load_batches(self._epoch_reader(share, begin, state), None, self.workers):
+            payload = unpack_or_raise(worker_batch)
+            if self.last_batch == "drop" and not evaluation and payload.sample_count < share.samples_per_step:
                 break
-            if held is not None:
-                yield held
-                if is_reached(goal, held.position_after):
-                    return  # what was read ahead is read again by the next one
-            first, last = share.bounds(content.sample_count)
-            batch, spare = shapes.fit(content, has_samples=first < last)
-            samples = self.global_batch_size if self.pre_sharded else content.sample_count
+            if delayed is not None:
+                yield delayed
+                if is_reached(goal, delayed.position_after):
+                    # The next loop reads the prefetched samples again.
+                    return
+            first, last = share.bounds(payload.sample_count)
+            batch, padding_sample = template.fit(payload, has_samples=first < last)
+            samples = self.global_batch_size if self.pre_sharded else payload.sample_count
             at = replace(at, samples=at.samples + samples, batches=at.batches + 1, total=at.total + samples)
-            remembered = content.dataset_state if self.adapter is None else self.adapter.state_at(at)
-            held = LoaderItem(
+            dataset_state = payload.dataset_state if self.adapter is None else self.adapter.state_at(at)
+            delayed = LoaderItem(
                 batch=batch,
-                padding_sample=spare,
+                padding_sample=padding_sample,
                 position_after=at,
-                skipped=content.skipped,
-                dataset_state=remembered,
+                skipped=payload.skipped,
+                dataset_state=dataset_state,
                 independent_epochs=self.pre_sharded,
             )
-        if held is None and begin.samples and self.pre_sharded and self.adapter is None and not evaluation:
-            held = self._empty_after_end(share, begin, shapes)
-        if held is not None:
-            yield from self._finish_epoch(held, shapes, goal, evaluation=evaluation)
+        if delayed is None and begin.samples and self.pre_sharded and self.adapter is None and not evaluation:
+            delayed = self._empty_after_end(share, begin, template)
+        if delayed is not None:
+            yield from self._finish_epoch(delayed, template, goal, evaluation=evaluation)
 
     def _epoch_reader(self, share: RankShare, begin: Position, state: Plain) -> EpochReader:
         return EpochReader(
@@ -300,34 +307,34 @@ class IterableBatchSource:
             on_error=self.on_error,
         )
 
-    def _empty_after_end(self, share: RankShare, begin: Position, shapes: EmptyBatchTemplate) -> LoaderItem | None:
-        """An empty batch for a rank that was resumed in an epoch of which only others have samples left.
+    def _empty_after_end(self, share: RankShare, begin: Position, template: EmptyBatchTemplate) -> LoaderItem | None:
+        """Build an empty item for a rank that was resumed in an epoch in which only other ranks have samples left.
 
-        What it looks like is seen in the first batch of the epoch.
+        The first batch of the epoch provides the shapes.
         """
-        for parcel in load_batches(
+        for worker_batch in load_batches(
             self._epoch_reader(share, replace(begin, samples=0), None), None, replace(self.workers, count=0)
         ):
-            shapes.fit(unpack_or_raise(parcel), has_samples=True)
-            return self._empty_item(begin, shapes)
+            template.fit(unpack_or_raise(worker_batch), has_samples=True)
+            return self._empty_item(begin, template)
         return None
 
-    def _empty_item(self, at: Position, shapes: EmptyBatchTemplate) -> LoaderItem:
-        more = self.global_batch_size
-        after = replace(at, samples=at.samples + more, batches=at.batches + 1, total=at.total + more)
+    def _empty_item(self, at: Position, template: EmptyBatchTemplate) -> LoaderItem:
+        samples = self.global_batch_size
+        after = replace(at, samples=at.samples + samples, batches=at.batches + 1, total=at.total + samples)
         return LoaderItem(
-            batch=shapes.empty_batch(), padding_sample=shapes.padding_sample, position_after=after, independent_epochs=True
+            batch=template.empty_batch(), padding_sample=template.padding_sample, position_after=after, independent_epochs=True
         )
 
     def _finish_epoch(
-        self, held: LoaderItem, shapes: EmptyBatchTemplate, goal: Duration, *, evaluation: bool
+        self, delayed: LoaderItem, template: EmptyBatchTemplate, goal: Duration, *, evaluation: bool
     ) -> Iterator[LoaderItem]:
-        """The end of an epoch; where ranks end it each for itself, empty batches until all are there."""
+        """Yield the last item of an epoch. If ranks end independently, yield empty batches until all ranks have ended."""
         if not self.pre_sharded:
-            after = replace(held.position_after, epoch=held.position_after.epoch + 1, samples=0)
-            yield replace(held, position_after=after, ends_epoch=True, dataset_state=None)
+            after = replace(delayed.position_after, epoch=delayed.position_after.epoch + 1, samples=0)
+            yield replace(delayed, position_after=after, ends_epoch=True, dataset_state=None)
             return
-        yield replace(held, ends_epoch=True)
-        while not evaluation and not is_reached(goal, held.position_after) and held.agreement.epoch_ended is False:
-            held = replace(self._empty_item(held.position_after, shapes), dataset_state=held.dataset_state)
-            yield replace(held, ends_epoch=True)
+        yield replace(delayed, ends_epoch=True)
+        while not evaluation and not is_reached(goal, delayed.position_after) and delayed.status.epoch_ended is False:
+            delayed = replace(self._empty_item(delayed.position_after, template), dataset_state=delayed.dataset_state)
+            yield replace(delayed, ends_epoch=True)

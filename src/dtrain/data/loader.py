@@ -1,7 +1,7 @@
-"""``Loader``: batches for this rank, with a position that is a few integers.
+"""``Loader``: batches of this rank, with a position that a checkpoint stores as a few integers.
 
-Which samples a batch holds, and how far the run has come, is decided here and in ``position``; a feed reads them. The position
-counts samples that were *handed out*, so what workers have fetched ahead is not in it.
+The loader decides the samples of each batch and advances the position; a ``BatchSource`` reads the samples. The position counts
+*issued* samples. Samples that workers have prefetched do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STATE_VERSION = 1
 
 
 class StopCondition(Protocol):
-    """A decision that ends a run before its length."""
+    """Condition that ends a run before its length."""
 
     @property
     def stopped(self) -> bool:
@@ -41,10 +41,10 @@ class StopCondition(Protocol):
 
 
 class Loader:
-    """Batches of one rank, in an order that depends on data, seed and epoch, not on ranks. Made by ``build_loader``.
+    """Batches of one rank, in an order that depends on data, seed and epoch, not on ranks. ``build_loader`` builds a loader.
 
-    Global batch ``k`` of an epoch is the same set of samples for every number of ranks; a rank gets its share of it.
-    ``state_dict`` and ``load_state_dict`` carry the position, so a loader goes into ``extra`` of a checkpoint.
+    Global batch ``k`` of an epoch has the same samples on every number of ranks, and each rank receives a share of them.
+    ``state_dict`` and ``load_state_dict`` save and restore the position: pass the loader in ``extra`` of a checkpoint.
     """
 
     def __init__(
@@ -68,166 +68,197 @@ class Loader:
         self._dataset_state: Plain = None
         self._skip_target: Position | None = None
         self._evaluations = 0
-        self.identity = object()  # in the origins of its batches
+        # The BatchInfo of each batch holds this object, so that a step recognizes the loader.
+        self.identity = object()
         self.last_batch_info: BatchInfo | None = None
         self._issued: IssuedBatch | None = None
 
     @property
     def epoch_samples(self) -> int:
-        """Samples that one epoch hands out over all ranks."""
+        """Samples that one epoch issues over all ranks."""
         return self._epoch_batches("epoch_samples").samples_per_epoch
 
     def steps_per_epoch(self) -> int:
-        """Batches in one whole epoch.
+        """Count the batches of a complete epoch.
+
+        Example:
+            >>> loader = dt.build_loader(list(range(10)), global_batch_size=4, seed=0)
+            >>> loader.steps_per_epoch()
+            3
 
         Raises:
-            ConfigError: only the end of the epoch will tell (an iterable dataset without a length).
+            ConfigError: the dataset is iterable and has no length.
         """
         return self._epoch_batches("steps_per_epoch").steps_per_epoch()
 
     def total_steps(self, length: Duration | int | str) -> int:
-        """Steps from the start of the run to ``length``, in epochs, batches or samples.
+        """Count the steps from the start of the run to ``length``, in epochs, batches or samples.
+
+        Example:
+            >>> loader = dt.build_loader(list(range(10)), global_batch_size=4, seed=0)
+            >>> loader.total_steps("2ep")
+            6
 
         Raises:
-            ConfigError: a unit that a loader cannot count (tokens, seconds), or epochs of a dataset without a length.
+            ConfigError: a loader cannot count the unit (tokens, seconds), or the dataset has no length and the unit is epochs.
         """
         goal = parse_length(length)
         return int(goal.value) if goal.unit == "ba" else self._epoch_batches("total_steps").total_steps(goal)
 
     def run_length(self, length: Duration | int | str) -> RunLength:
-        """What this loader knows of a run of ``length``: what ``"0.1dur"`` and ``"1ep"`` of it come to in steps.
+        """Return the length of a run in steps, so that schedules can convert ``"0.1dur"`` and ``"1ep"`` to steps.
 
-        Its total is ``length``; or, where the size of batches is a schedule, or samples end with a smaller batch in each epoch,
-        that in steps, since a number of samples per step would not tell it.
+        The total of the result is ``length``. The total is in steps if the samples per step vary: if the batch size is a
+        schedule, or if samples end with a smaller batch in each epoch.
 
         Raises:
-            ConfigError: a unit that a loader cannot count (tokens, seconds), or epochs of a dataset without a length.
+            ConfigError: a loader cannot count the unit (tokens, seconds), or the dataset has no length and the unit is epochs.
         """
-        goal, grid, size = parse_length(length), self.source.epoch_batches(), self.source.global_batch_size
-        if callable(size):  # no two epochs need be alike
+        goal, epoch_batches, size = parse_length(length), self.source.epoch_batches(), self.source.global_batch_size
+        # With a schedule, the epochs may have different numbers of steps.
+        if callable(size):
             return RunLength(total=self.total_steps(goal))
-        per_epoch = self.steps_per_epoch() if goal.unit == "ep" or grid is not None else None
+        per_epoch = self.steps_per_epoch() if goal.unit == "ep" or epoch_batches is not None else None
         run = RunLength(total=goal, steps_per_epoch=per_epoch, samples_per_step=size)
-        uneven = goal.unit == "sp" and grid is not None and run.steps() != self.total_steps(goal)
+        uneven = goal.unit == "sp" and epoch_batches is not None and run.steps() != self.total_steps(goal)
         return replace(run, total=Duration(self.total_steps(goal), "ba")) if uneven else run
 
     def __iter__(self) -> Iterator[Batch]:
-        """Refuse: a loop must say how long the run is, so that it ends at the same place after any resume.
+        """Refuse plain iteration, because a loop without the length of the run would end elsewhere after a resume.
 
         Raises:
-            ConfigError: always; it names the loops to write.
+            ConfigError: always; the message names the two loops to write.
         """
         raise ConfigError(
             "loader: write `for batch in loader.until('3ep')` to train for 3 epochs of the whole run, over any resume; or "
-            "`for batch in loader.one_pass()` to see each sample once without moving the position"
+            "`for batch in loader.one_epoch()` to see each sample once without moving the position"
         )
 
     def __len__(self) -> int:
-        """Batches in one whole epoch: ``steps_per_epoch()``."""
+        """Count the batches of a complete epoch: ``steps_per_epoch()``."""
         return self.steps_per_epoch()
 
     def __bool__(self) -> bool:
-        """True: also a loader whose length only the end of the epoch will tell."""
+        """Return True, also for a loader without a length."""
         return True
 
     def until(self, length: Duration | int | str, *, stop: StopCondition | Sequence[StopCondition] = ()) -> Iterator[Batch]:
-        """Batches from the current position up to ``length`` of the whole run; nothing when it is reached already.
+        """Iterate over batches from the current position to ``length`` of the whole run. If the run is complete, yield nothing.
 
-        ``stop``, an ``early_stop`` or ``threshold_stop`` or several, ends it earlier: after the batch on which the stop says
-        so, and at once in a resumed run that had stopped.
+        A batch is consumed when a step on the batch is complete, or when the loop requests the next batch. So a checkpoint
+        agrees with its state at every point of the loop body, also after Ctrl-C in the middle of a step. Without steps of
+        dtrain, a batch is consumed when it is issued. If a batch has several steps, the first step counts.
 
-        A batch counts as consumed when a step on it is complete, or when the next one is asked for. So a checkpoint agrees with
-        its state wherever it is taken in the loop body, also after Ctrl-C in the middle of a step. Where no step of dtrain is
-        made, a batch counts as consumed when it is handed out. If several steps are made on a batch, the first one counts.
+        A new loop begins after the consumed batches: after Ctrl-C in a notebook, run the cell again. ``skip(0)`` leaves out
+        the interrupted batch.
 
-        A new loop begins behind the consumed batches: after Ctrl-C in a notebook, run the cell again. ``skip(0)`` leaves out a
-        batch that must not come again.
+        The tensors of a batch carry a ``BatchInfo``, from which the step knows the epoch and checks that all ranks are at the
+        same position. New tensors (slices, copies) carry no ``BatchInfo``. In that case pass the loader to
+        ``step.init(model, optimizer, loader=loader)``.
 
-        The tensors of a batch carry its place in the data. From there a step knows which epoch the batch belongs to, and that
-        all ranks are at one place in the same data. A batch of new tensors (slices, copies) does not carry it: name the loader
-        then, ``step.init(model, optimizer, loader=loader)``.
+        Args:
+            length: length of the whole run, in epochs, batches or samples.
+            stop: an ``early_stop``, a ``threshold_stop``, or several, each of which ends the loop after the current batch. If a
+                resumed run had stopped, the loop ends at once.
+
+        Example:
+            >>> loader = dt.build_loader(list(range(10)), global_batch_size=4, seed=0, shuffle=False)
+            >>> [batch.tolist() for batch in loader.until("1ep")]
+            [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
         Raises:
-            ConfigError: a unit that a loader cannot count, or the position was moved while the loop was running.
-            DataError: samples could not be read; on several ranks the step raises it, and all ranks stop together.
+            ConfigError: a loader cannot count the unit, or another loop moved the position.
+            DataError: samples could not be read. On several ranks the step raises the error, and all ranks stop together.
         """
         goal, stops = parse_length(length), tuple(stop) if isinstance(stop, Sequence) else (stop,)
-        ended = next((one for one in stops if one.stopped), None)
+        ended = next((condition for condition in stops if condition.stopped), None)
         if ended is not None and get_dist_info().rank == 0:
-            print(f"dtrain: until: the run has ended by {ended!r}; there is nothing left to train", file=sys.stderr)
-        again = self._take_back_pending()
-        stepped = again is not None or (self._issued is not None and self._issued.is_stepped)
-        while not is_reached(goal, self.position) and not any(one.stopped for one in stops):
-            at, passes = self.position, self._evaluations
-            for handout in _time_data_waits(self._items(at, goal)):
-                if isinstance(handout, FailedBatch):
+            print(f"dtrain: until: {ended!r} has ended the run; there is nothing left to train", file=sys.stderr)
+        pending = self._take_back_pending()
+        stepped = pending is not None or (self._issued is not None and self._issued.is_stepped)
+        while not is_reached(goal, self.position) and not any(condition.stopped for condition in stops):
+            at, evaluations = self.position, self._evaluations
+            for item in _time_data_waits(self._items(at, goal)):
+                if isinstance(item, FailedBatch):
                     place = self._place(at)
                     self.last_batch_info = BatchInfo(
                         loader=self.identity, begin=place, end=place, position_hash=self._position_hash(at)
                     )
-                    yield replace(handout, info=self.last_batch_info)
-                    raise handout.error
-                before, at = at, handout.position_after
-                if handout.position_only:
-                    self._advance(handout)
+                    yield replace(item, info=self.last_batch_info)
+                    raise item.error
+                before, at = at, item.position_after
+                if item.position_only:
+                    self._advance(item)
                     continue
-                batch, last = self._mark(handout, before, again, step_expected=stepped)
-                again, self._issued = (
-                    None,
-                    last,
-                )  # then the position: after an interrupt between them the next loop has the batch
-                self._advance(handout)
+                batch, issued = self._mark(item, before, pending, step_expected=stepped)
+                # The position advances last. If an interrupt hits in between, the next loop issues the batch again.
+                pending, self._issued = None, issued
+                self._advance(item)
                 yield batch
-                handout.agreement.epoch_ended = last.agreement.epoch_ended  # the feed may wait for it
-                stepped, self._issued = last.is_stepped, None
-                if any(one.stopped for one in stops):
+                # The batch source may wait for the agreement.
+                item.status.epoch_ended = issued.status.epoch_ended
+                stepped, self._issued = issued.is_stepped, None
+                if any(condition.stopped for condition in stops):
                     return
-                # Before the next batch is read: a stretch is skipped because it cannot be, perhaps.
-                if self._skip_target is self.position or (self._evaluations != passes and self.source.single_reader):
-                    break  # skip() in the loop body, or one_pass() that has moved the dataset: go on from the position
+                # The loop restarts before the next batch is read: the samples to skip may be unreadable. It also restarts if
+                # one_epoch() has moved the dataset.
+                if self._skip_target is self.position or (self._evaluations != evaluations and self.source.single_reader):
+                    break
                 if self.position is not at:
-                    raise ConfigError("loader: its position was moved in the middle of until(); run one such loop at a time")
+                    raise ConfigError("loader: another loop moved the position during until(). Run one loop at a time")
 
     def one_epoch(self) -> Iterator[Batch]:
-        """Every sample of an epoch once, from its start, without moving the position: for evaluation.
+        """Iterate over each sample of an epoch once, without moving the position: for evaluation.
 
-        Whatever ``tail`` is, no sample is left out and none is repeated.
+        ``last_batch`` has no effect: no sample is left out, and no sample is repeated.
+
+        Example:
+            >>> loader = dt.build_loader(list(range(5)), global_batch_size=2, seed=0, shuffle=False)
+            >>> [batch.tolist() for batch in loader.one_epoch()]
+            [[0, 1], [2, 3], [4]]
         """
         at = Position(epoch=self.position.epoch)
         self._evaluations += 1
-        for handout in self._items_on_device(self.source.items(at, Duration(at.epoch + 1, "ep"), evaluation=True)):
-            self.skipped.add(handout.skipped)
-            if not handout.position_only:
-                yield handout.batch
+        for item in self._items_on_device(self.source.items(at, Duration(at.epoch + 1, "ep"), evaluation=True)):
+            self.skipped.add(item.skipped)
+            if not item.position_only:
+                yield item.batch
 
     def skip(self, samples: int) -> None:
-        """Leave out the next ``samples`` (over all ranks), as on a bad stretch of data. Call it on every rank.
+        """Skip the next ``samples`` over all ranks, for example unreadable samples. Call ``skip`` on every rank.
 
-        Skipped samples count towards the epoch, and not as batches or samples of the run. They are those behind the batch that
-        was handed out last, also if its step was interrupted. Inside ``until`` the loop goes on behind them.
+        Skipped samples count towards the epoch, but not as batches or samples of the run. They follow the batch that was
+        issued last, also if the step on that batch was interrupted. A running ``until`` continues after them.
 
         Mutates: the position.
 
+        Example:
+            >>> loader = dt.build_loader(list(range(6)), global_batch_size=2, seed=0, shuffle=False)
+            >>> loader.skip(4)
+            >>> [batch.tolist() for batch in loader.until("1ep")]
+            [[4, 5]]
+
         Raises:
-            ConfigError: not a whole number of at least 0, or a dataset that is already split over ranks.
+            ConfigError: ``samples`` is not an integer of at least 0, or the dataset is split over ranks already.
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
-            raise ConfigError(f"loader.skip: needs a whole number of samples of at least 0, got {samples!r}")
+            raise ConfigError(f"loader.skip: samples must be an integer of at least 0, got {samples!r}")
         if not self.source.can_skip():
-            raise ConfigError("loader.skip: the dataset is split over ranks, and only it knows what comes next; skip there")
-        grid = self.source.epoch_batches()
-        if grid is None:
+            raise ConfigError("loader.skip: the dataset is split over ranks, so the loader cannot skip. Skip in the dataset")
+        epoch_batches = self.source.epoch_batches()
+        if epoch_batches is None:
             self.position = replace(self.position, samples=self.position.samples + samples)
         else:
-            self.position = grid.skip(self.position, samples)
-        self._dataset_state = None  # what it remembers is before that
+            self.position = epoch_batches.skip(self.position, samples)
+        # The dataset's state is older than the new position.
+        self._dataset_state = None
         self._skip_target = self.position
 
     def state_dict(self) -> dict[str, Plain]:
-        """The position, and what it is only meaningful with: seed, shuffle, size, and a digest of the dataset's fingerprint.
+        """Return the position, the properties of the order (seed, shuffle, size), and a digest of the dataset's fingerprint.
 
-        The position is before the batch that was handed out last if a step on it is not complete: a save after an interrupt
-        skips no batch. An iterable dataset's own state is in it under ``"dataset"``, if it has one.
+        If the step on the batch issued last is not complete, the position is before that batch, so that a save after an
+        interrupt skips no batch. The key ``"dataset"`` holds the state of an iterable dataset, if the dataset has a state.
         """
         at, dataset = self._resume_point()
         state: dict[str, Plain] = {
@@ -239,38 +270,38 @@ class Loader:
         return state if dataset is None else {**state, "dataset": dataset}
 
     def load_state_dict(self, state: Mapping[str, Plain]) -> None:
-        """Continue where ``state`` was taken. The global batch size, ranks and workers may differ.
+        """Restore the position that ``state_dict`` saved. The global batch size, ranks and workers may differ.
 
         Mutates: the position.
 
         Raises:
-            CheckpointMismatchError: a state of another format version, or of other data, seed or shuffle, under which the
-                position means other samples.
+            CheckpointMismatchError: the state has another format version, or comes from other data, another seed or another
+                shuffle, with which the position means other samples.
         """
         if state.get("version") != _STATE_VERSION:
             raise CheckpointMismatchError(
-                f"loader: the saved position has format version {state.get('version')}, this release reads {_STATE_VERSION}; leave "
-                "the loader out of extra to start over"
+                f"loader: the saved position has format version {state.get('version')}, this release reads {_STATE_VERSION}. "
+                "Leave the loader out of extra to start over"
             )
         at = Position(**{field.name: _read_int(state, field.name) for field in fields(Position)})
         if not self._allow_data_change and state.get("data") != self._digest:
             raise CheckpointMismatchError(
-                f"loader: the dataset is not the one of the checkpoint (it had {state.get('size')} samples, this one has "
-                f"{self.fingerprint.get('count')}; names, sizes or shards differ); resume with the same data, or allow it with "
-                "build_loader(data_may_change=True)"
+                f"loader: the dataset differs from the dataset of the checkpoint, which had {state.get('size')} samples; this one "
+                f"has {self.fingerprint.get('count')} (names, sizes or shards differ). Resume with the same data, or pass "
+                "build_loader(allow_data_change=True)"
             )
         try:
             self.source.resume({name: value for name, value in state.items() if isinstance(value, int)}, at)
         except CheckpointMismatchError:
             if not self._allow_data_change:
                 raise
-        grid = self.source.epoch_batches()
-        self.position = at if grid is None else grid.normalize(at)
+        epoch_batches = self.source.epoch_batches()
+        self.position = at if epoch_batches is None else epoch_batches.normalize(at)
         self._dataset_state = state.get("dataset")
         self.last_batch_info, self._issued = None, None
 
     def _resume_point(self) -> tuple[Position, Plain]:
-        """Where a later loop begins, and the state of an iterable dataset there."""
+        """Return the position of the next loop, and the state of an iterable dataset at that position."""
         if self._issued is not None and self._issued.position_after is self.position and self._issued.is_pending:
             return self._issued.position_before, self._issued.dataset_state
         if self._ended_independently():
@@ -278,80 +309,81 @@ class Loader:
         return self.position, self._dataset_state
 
     def _take_back_pending(self) -> IssuedBatch | None:
-        """Return the batch whose step was interrupted, or None. The next batch of the loader is that batch again.
+        """Return the batch whose step was interrupted, or None. The loader issues that batch again.
 
-        Mutates: the position, which is where a later loop begins; the list of unreadable samples.
+        Mutates: the position, to the position of the next loop; the list of skipped samples.
         """
-        last, at = self._issued, self.position
+        issued, at = self._issued, self.position
         self.position, self._dataset_state = self._resume_point()
-        if last is None or not last.is_pending or self.position is not last.position_before:
+        if issued is None or not issued.is_pending or self.position is not issued.position_before:
             return None
-        if at is last.position_after:
-            self.skipped.remove(last.skipped)
-        return last
+        if at is issued.position_after:
+            self.skipped.remove(issued.skipped)
+        return issued
 
     def _mark(
-        self, handout: LoaderItem, before: Position, pending: IssuedBatch | None, *, step_expected: bool
+        self, item: LoaderItem, before: Position, pending: IssuedBatch | None, *, step_expected: bool
     ) -> tuple[Batch, IssuedBatch]:
-        """The batch to hand out now, with its origin; ``pending`` is the batch whose step was interrupted.
+        """Attach the ``BatchInfo`` to the batch to issue. ``pending`` is the batch whose step was interrupted.
 
-        Mutates: the batch; the origin of the last batch.
+        Mutates: the batch; the status of the pending batch.
         """
-        agreement = handout.agreement
-        if pending is not None and (pending.position_before, pending.position_after) == (before, handout.position_after):
-            agreement, pending.agreement.started = pending.agreement, False
-        self.last_batch_info = self._origin(handout, before, agreement)
-        return attach_batch_info(handout.batch, self.last_batch_info), IssuedBatch(
-            agreement=agreement,
+        status = item.status
+        if pending is not None and (pending.position_before, pending.position_after) == (before, item.position_after):
+            status, pending.status.started = pending.status, False
+        self.last_batch_info = self._batch_info(item, before, status)
+        return attach_batch_info(item.batch, self.last_batch_info), IssuedBatch(
+            status=status,
             position_before=before,
             dataset_state=self._dataset_state,
-            position_after=handout.position_after,
-            skipped=handout.skipped,
+            position_after=item.position_after,
+            skipped=item.skipped,
             step_expected=step_expected,
         )
 
-    def _origin(self, handout: LoaderItem, before: Position, agreement: BatchStatus) -> BatchInfo:
-        begin, end = self._place(before), self._place(handout.position_after)
-        if handout.independent_epochs and handout.ends_epoch:  # the position moves when all ranks have ended
+    def _batch_info(self, item: LoaderItem, before: Position, status: BatchStatus) -> BatchInfo:
+        begin, end = self._place(before), self._place(item.position_after)
+        # The ranks end their epochs independently, but the position moves when all ranks have ended.
+        if item.independent_epochs and item.ends_epoch:
             end = EpochPosition(begin.epoch + 1, 0)
         return BatchInfo(
             loader=self.identity,
             begin=begin,
             end=end,
-            independent_epochs=handout.independent_epochs,
-            position_hash=0 if handout.independent_epochs or get_dist_info().world_size == 1 else self._position_hash(before),
-            padding_sample=handout.padding_sample,
-            status=agreement,
+            independent_epochs=item.independent_epochs,
+            position_hash=0 if item.independent_epochs or get_dist_info().world_size == 1 else self._position_hash(before),
+            padding_sample=item.padding_sample,
+            status=status,
         )
 
     def _place(self, at: Position) -> EpochPosition:
-        """Epoch and batches of it. The steps count batches if their size is a schedule."""
+        """Return the epoch and the number of batches in it; None instead of the number if the batch size is a schedule."""
         size = self.source.global_batch_size
         return EpochPosition(at.epoch, None if callable(size) else -(-at.samples // size))
 
     def _ended_independently(self) -> bool:
-        """Return True if the batch handed out last was the end of the epoch for all ranks, and the position does not say so."""
-        origin = self.last_batch_info
-        if origin is None or not origin.independent_epochs or self._dataset_state is not None:
+        """Return True if the batch issued last ended the epoch on all ranks, and the position is still in that epoch."""
+        info = self.last_batch_info
+        if info is None or not info.independent_epochs or self._dataset_state is not None:
             return False
-        return origin.ends_epoch and self.position.epoch == origin.begin.epoch and origin.status.epoch_ended is not False
+        return info.ends_epoch and self.position.epoch == info.begin.epoch and info.status.epoch_ended is not False
 
     def _position_hash(self, at: Position) -> int:
-        """A number for this place in these data, below 2**48."""
+        """Hash the position, the data and the seed to a number below 2**48."""
         return derive_seed(self._digest, self.seed, at.epoch, at.samples, at.batches) % 2**48
 
-    def _epoch_batches(self, where: str) -> EpochBatches:
-        grid = self.source.epoch_batches()
-        if grid is None:
-            raise ConfigError(f"loader.{where}: an iterable dataset without a length; count in batches, as in until('1000ba')")
-        return grid
+    def _epoch_batches(self, caller: str) -> EpochBatches:
+        epoch_batches = self.source.epoch_batches()
+        if epoch_batches is None:
+            raise ConfigError(f"loader.{caller}: the dataset has no length. Count in batches, as in until('1000ba')")
+        return epoch_batches
 
-    def _advance(self, handout: LoaderItem) -> None:
-        self.skipped.add(handout.skipped)
-        self.position, self._dataset_state = handout.position_after, handout.dataset_state
+    def _advance(self, item: LoaderItem) -> None:
+        self.skipped.add(item.skipped)
+        self.position, self._dataset_state = item.position_after, item.dataset_state
 
     def _items(self, at: Position, goal: Duration) -> Iterator[LoaderItem | FailedBatch]:
-        """The feed's, on the device. A failure on one of several ranks becomes a batch: the step tells the others."""
+        """Iterate over the items, on the device. On several ranks, yield a failure as a batch: the step tells the other ranks."""
         try:
             yield from self._items_on_device(self.source.items(at, goal, state=self._dataset_state))
         except DtrainError as error:
@@ -359,13 +391,13 @@ class Loader:
                 raise
             yield FailedBatch(error)
 
-    def _items_on_device(self, handouts: Iterator[LoaderItem]) -> Iterator[LoaderItem]:
+    def _items_on_device(self, items: Iterator[LoaderItem]) -> Iterator[LoaderItem]:
         try:
             if self._device is None:
-                yield from handouts
+                yield from items
             else:
                 yield from prefetch_items(
-                    handouts,
+                    items,
                     self._device,
                     prefetch_factor=self._prefetch_factor,
                     get_batch=_get_batch,
@@ -374,7 +406,8 @@ class Loader:
                 )
         except DtrainError:
             raise
-        except Exception as error:  # of the dataset's order, a device, ...: of any kind, the other ranks wait in the step
+        except Exception as error:
+            # The dataset's order or a device may raise any error. A DataError lets the step on the other ranks stop, too.
             raise DataError(f"loader: {describe_error(error)}") from error
 
     def __repr__(self) -> str:
@@ -382,37 +415,36 @@ class Loader:
         return f"Loader(data={self.fingerprint}, epoch={at.epoch}, samples={at.samples})"
 
 
-def _time_data_waits(handouts: Iterator[LoaderItem | FailedBatch]) -> Iterator[LoaderItem | FailedBatch]:
-    """The same; the time in which the loop waits for the next one is counted."""
+def _time_data_waits(items: Iterator[LoaderItem | FailedBatch]) -> Iterator[LoaderItem | FailedBatch]:
+    """Yield the items, and measure the time in which the loop waits for the next item."""
     while True:
         spans.begin("data")
         try:
-            handout = next(handouts, None)
+            item = next(items, None)
         finally:
             spans.end("data")
-            heartbeats.heartbeat(
-                "in the loop"
-            )  # the wait is over: a rank that stops now, before it reports anything else, has data
-        if handout is None:
+            # The wait is over. A rank that stops before its next heartbeat is not waiting for data.
+            heartbeats.heartbeat("in the loop")
+        if item is None:
             return
-        yield handout
+        yield item
 
 
-def _get_batch(handout: LoaderItem) -> Batch:
-    return handout.batch
+def _get_batch(item: LoaderItem) -> Batch:
+    return item.batch
 
 
-def _is_independent_end(handout: LoaderItem) -> bool:
-    """Whether what comes next depends on the step on this one."""
-    return handout.independent_epochs and handout.ends_epoch
+def _is_independent_end(item: LoaderItem) -> bool:
+    """Return True if the next batch depends on the step on this batch."""
+    return item.independent_epochs and item.ends_epoch
 
 
-def _set_batch(handout: LoaderItem, batch: Batch) -> LoaderItem:
-    return replace(handout, batch=batch)
+def _set_batch(item: LoaderItem, batch: Batch) -> LoaderItem:
+    return replace(item, batch=batch)
 
 
 def _read_int(state: Mapping[str, Plain], name: str) -> int:
     value = state.get(name)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise CheckpointMismatchError(f"loader: the saved position has no whole number {name!r}, but {value!r}")
+        raise CheckpointMismatchError(f"loader: {name!r} of the saved position must be an integer, got {value!r}")
     return value

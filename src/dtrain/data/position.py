@@ -1,6 +1,4 @@
-"""Where a loader is: a few integers, and the arithmetic of epochs, batches and samples. Nothing here reads data.
-
-The batch that a loader handed out last, and whether its step is complete; the samples that were left out."""
+"""Loader position and the arithmetic to advance it; the batch that the loader issued last; the list of skipped samples."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ from dtrain.typing import Plain, Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """How far a loader has come: whole epochs, samples of the current one (over all ranks); batches and samples in all.
+    """Progress of a loader: complete epochs, samples of the current epoch over all ranks, and batches and samples in total.
 
-    Samples that were skipped are in ``epoch`` and ``samples``, not in ``batches`` and ``total``.
+    Skipped samples count in ``epoch`` and ``samples``, but not in ``batches`` and ``total``.
     """
 
     epoch: int = 0
@@ -28,15 +26,15 @@ class Position:
 
 
 def is_reached(goal: Duration, at: Position) -> bool:
-    """Whether a run that has come to ``at`` is as long as ``goal``, in epochs, batches or samples."""
+    """Return True if a run at ``at`` has reached ``goal``, in epochs, batches or samples."""
     return {"ep": at.epoch, "ba": at.batches, "sp": at.total}[goal.unit] >= goal.value
 
 
 def parse_length(length: Duration | int | str) -> Duration:
-    """``length`` in a unit that a loader counts.
+    """Parse ``length`` to a duration in a unit that a loader counts.
 
     Raises:
-        ConfigError: tokens or seconds.
+        ConfigError: the unit is tokens or seconds.
     """
     goal = Duration.parse(length)
     if goal.unit in ("ep", "ba", "sp"):
@@ -46,12 +44,12 @@ def parse_length(length: Duration | int | str) -> Duration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochBatches:
-    """Global batches over the positions of an epoch; one may begin anywhere, since the batch size may change on the way.
+    """Arithmetic of the global batches of an epoch. A batch may begin at any sample, since the batch size may change.
 
     Args:
         size: samples of the dataset.
-        global_batch_size: samples per batch, over all ranks; or a schedule of such, of the batch's number in the run.
-        last_batch: what becomes of a last batch that is not full.
+        global_batch_size: samples per batch, over all ranks; or a schedule of the batch's number in the run.
+        last_batch: treatment of a last batch that is not full.
     """
 
     size: int
@@ -59,10 +57,10 @@ class EpochBatches:
     last_batch: LastBatch = "short"
 
     def batch_size_at(self, at: Position) -> int:
-        """Samples of a full batch at ``at``.
+        """Return the samples of a full batch at ``at``.
 
         Raises:
-            ConfigError: a schedule gave less than 1 there.
+            ConfigError: the schedule of the batch size returns less than 1.
         """
         if not callable(self.global_batch_size):
             return self.global_batch_size
@@ -80,7 +78,7 @@ class EpochBatches:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples that a whole epoch hands out."""
+        """Samples that a complete epoch issues."""
         return (
             self.size
             if self.last_batch == "short"
@@ -88,11 +86,11 @@ class EpochBatches:
         )
 
     def steps_per_epoch(self) -> int:
-        """Batches in one whole epoch."""
+        """Count the batches of a complete epoch."""
         return batches_left(0, self.size, self._constant_batch_size("steps_per_epoch"), self.last_batch)
 
     def total_steps(self, goal: Duration) -> int:
-        """Batches from the start of a run to ``goal``, in epochs or samples."""
+        """Count the batches from the start of a run to ``goal``, in epochs or samples."""
         if callable(self.global_batch_size):
             at = Position()
             while not is_reached(goal, at):
@@ -105,25 +103,25 @@ class EpochBatches:
         return epochs * self.steps_per_epoch() + -(-rest // self.global_batch_size)
 
     def bounds(self, at: Position) -> tuple[int, int]:
-        """First and last position of the global batch at ``at``, which is one that ``after`` or ``inside`` gave."""
+        """Return the first and last sample of the global batch at ``at``, a position from ``advance`` or ``normalize``."""
         bounds = batch_bounds(at.samples, self.size, self.batch_size_at(at), self.last_batch)
         assert bounds is not None, f"no batch at {at}"
         return bounds
 
     def advance(self, at: Position) -> Position:
-        """Where the next batch begins."""
+        """Return the position of the next batch."""
         start, stop = self.bounds(at)
         here = Position(epoch=at.epoch, samples=stop, batches=at.batches + 1, total=at.total + stop - start)
         return self.normalize(here)
 
     def skip(self, at: Position, samples: int) -> Position:
-        """``at`` moved on by ``samples``, over the ends of epochs."""
+        """Move ``at`` forward by ``samples``, over the ends of epochs."""
         epochs, rest = divmod(at.samples + samples, self.samples_per_epoch)
         return self.normalize(replace(at, epoch=at.epoch + epochs, samples=rest))
 
     def normalize(self, at: Position) -> Position:
-        """``at``, or the start of the next epoch where this one has no batch left."""
-        # A schedule is not asked for the size of a batch beyond the run, of which it may know nothing.
+        """Return ``at``, or the start of the next epoch if the epoch of ``at`` has no batch left."""
+        # A schedule may be undefined beyond the end of the run. So "short", which needs no batch size, does not call it.
         size = 1 if self.last_batch == "short" else self.batch_size_at(at)
         ended = batch_bounds(at.samples, self.size, size, self.last_batch) is None
         return replace(at, epoch=at.epoch + 1, samples=0) if ended else at
@@ -134,40 +132,40 @@ _MAX_LISTED = 1000
 
 @dataclass(slots=True, kw_only=True)
 class SkippedSamples:
-    """Samples that ``on_error="skip"`` left out on this rank: how many, and the first thousand with the reason.
+    """Samples that ``on_error="skip"`` left out on this rank: the count, and the first thousand samples with the reason.
 
-    A sample is named by its index in the dataset, or by its place in the epoch where the dataset is iterable.
+    The number of a sample is its index in the dataset, or its position in the epoch if the dataset is iterable.
     """
 
     count: int = 0
     samples: list[tuple[int, str]]
 
     def add(self, more: list[tuple[int, str]]) -> None:
-        """Mutates: this list."""
+        """Append samples. Mutates: this list."""
         self.count += len(more)
         self.samples += more[: _MAX_LISTED - len(self.samples)]
 
     def remove(self, added: list[tuple[int, str]]) -> None:
-        """Remove what ``add`` was given, since the same samples will be read again. Mutates: this list."""
+        """Remove samples that ``add`` appended, since the loader reads them again. Mutates: this list."""
         self.count -= len(added)
-        self.samples = [sample for sample in self.samples if not any(sample is one for one in added)]
+        self.samples = [sample for sample in self.samples if not any(sample is removed for removed in added)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedBatch:
-    """The batch that a loader handed out last.
+    """The batch that a loader issued last.
 
     Args:
-        agreement: the answers of the step on the batch; the same object if the batch is handed out again.
+        agreement: status of the step on the batch; the same object if the loader issues the batch again.
         position_before: position before the batch.
-        dataset_state: state of an iterable dataset there.
+        dataset_state: state of an iterable dataset at ``position_before``.
         position_after: position once the batch is consumed.
-        skipped: samples of the batch that were left out.
-        step_expected: if True, a step was made on the batch before it, so a step is to be expected on this batch.
-        unplaced_steps: steps over batches without a place when it was handed out. A later one may be over a slice of this batch.
+        skipped: samples of the batch that could not be read.
+        step_expected: if True, the previous batch had a step, so a step on this batch is expected.
+        unplaced_steps: steps on untracked batches so far. A later untracked step may use a slice of this batch.
     """
 
-    agreement: BatchStatus
+    status: BatchStatus
     position_before: Position
     dataset_state: Plain
     position_after: Position
@@ -177,11 +175,11 @@ class IssuedBatch:
 
     @property
     def is_stepped(self) -> bool:
-        """True if a step on the batch, or perhaps on a slice of it, is complete."""
-        return self.agreement.consumed or self.unplaced_steps != UNTRACKED_BATCHES.steps
+        """True if a step on the batch, or possibly on a slice of it, is complete."""
+        return self.status.consumed or self.unplaced_steps != UNTRACKED_BATCHES.steps
 
     @property
     def is_pending(self) -> bool:
-        """True if a step on the batch was begun or is to be expected, and is not complete."""
+        """True if a step on the batch has started or is expected, and is not complete."""
         expected = self.step_expected and self.unplaced_steps == UNTRACKED_BATCHES.steps
-        return not self.agreement.consumed and (self.agreement.started or expected)
+        return not self.status.consumed and (self.status.started or expected)

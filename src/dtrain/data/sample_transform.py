@@ -1,16 +1,16 @@
-"""Transforms of samples as pure functions: what one draws at random belongs to the sample, not to who reads it.
+"""``SampleTransform``: transforms of a sample with a random generator that is seeded per sample.
 
-A transform is ``fn(sample, generator) -> sample``. Its generator is seeded by the run's seed, the epoch and the sample's index
-in the dataset, so augmentation is the same on any number of ranks and loader workers, with any batch size, and after a resume.
+A transform is ``fn(sample, generator) -> sample``. The seed of the run, the epoch and the sample's index in the dataset seed the
+generator. So augmentation is the same on any number of ranks and loader workers, with any batch size, and after a resume.
 
-A transform that mixes samples draws the other one from the dataset, which has no border between ranks::
+A transform that mixes two samples reads the second sample from the dataset, on any rank::
 
-    def mixed(sample, generator):
+    def mix_with_random_sample(sample, generator):
         other = dataset[int(torch.randint(len(dataset), (), generator=generator))]
         return mix(sample, other, torch.rand((), generator=generator))
 
-Mixing within a batch (``on_batch``) is cheaper, as nothing is read twice, but a rank has only its own share of the batch to
-mix, so its result does depend on the number of ranks.
+Mixing within a batch (``on_batch``) is cheaper, because no sample is read twice. But a rank mixes only its own share of the
+batch, so the result depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -29,55 +29,55 @@ SampleTransform: TypeAlias = Callable[[Any, torch.Generator], Any]
 
 
 def apply_transform(fn: SampleTransform, sample: Any, *, seed: int, epoch: int, index: int) -> Any:
-    """``fn`` of one sample, with the generator that is this sample's in this epoch; a few microseconds more than ``fn`` takes.
+    """Apply ``fn`` to a sample, with the generator of the sample in this epoch. The overhead is a few microseconds.
 
     Args:
         fn: the transform.
-        sample: whatever the dataset returned.
-        seed: of the run.
-        epoch: counted from 0.
-        index: of the sample in the dataset; in an iterable one, its place in the epoch.
+        sample: a sample of the dataset.
+        seed: seed of the run.
+        epoch: epoch, counted from 0.
+        index: index of the sample in the dataset; position in the epoch if the dataset is iterable.
 
     Raises:
         ConfigError: ``fn`` returns None.
-
     Example:
         >>> noisy = lambda x, generator: x + torch.rand((), generator=generator)
         >>> first, again, later = (apply_transform(noisy, 0.0, seed=0, epoch=epoch, index=7) for epoch in (0, 0, 1))
         >>> bool(first == again), bool(first == later)
         (True, False)
     """
-    made = fn(sample, generator("cpu", seed, "transform", epoch, index))
-    if made is None:
-        raise ConfigError(f"transform: returned None for sample {index}; it must return the sample that it makes")
-    return made
+    transformed = fn(sample, generator("cpu", seed, "transform", epoch, index))
+    if transformed is None:
+        raise ConfigError(f"transform: the transform returned None for sample {index}. Return the sample")
+    return transformed
 
 
 def seed_per_sample(fn: Callable[[Any], Any]) -> SampleTransform:
-    """A transform of a function that takes no generator, such as those of torchvision: it draws from the global ones.
+    """Convert a function without a generator argument, such as a torchvision transform, to a sample transform.
 
-    Python's, NumPy's and torch's generators (CPU) begin at a seed of the sample while ``fn`` runs, and then go on as before.
-    About 25 microseconds a sample.
+    While ``fn`` runs, the global generators of Python, NumPy and torch (CPU) have a seed of the sample. Afterwards they have
+    their former states again. The overhead is about 25 microseconds per sample.
 
     Args:
         fn: ``sample -> sample``.
 
-    Raises:
-        ConfigError: ``fn`` is no function.
-
     Example:
-        >>> flip = seeded(lambda x: x.flip(0) if torch.rand(()) < 0.5 else x)
-        >>> apply_transform(flip, torch.arange(3), seed=0, epoch=0, index=1).tolist()
-        [2, 1, 0]
+        >>> flip = dt.data.seed_per_sample(lambda x: x.flip(0) if torch.rand(()) < 0.5 else x)
+        >>> loader = dt.build_loader(torch.arange(12).view(4, 3), global_batch_size=2, seed=0, transform=flip)
+        >>> next(loader.until("1ep")).shape
+        torch.Size([2, 3])
+
+    Raises:
+        ConfigError: ``fn`` is not callable.
     """
     if not callable(fn):
-        raise ConfigError(f"seeded: needs a function of a sample, got {fn!r}")
+        raise ConfigError(f"seed_per_sample: fn must be a function of a sample, got {fn!r}")
     return _SeededTransform(fn)
 
 
 @dataclass(frozen=True, slots=True)
 class _SeededTransform:
-    """A class and no closure, so that it goes to workers that are not forked."""
+    """Callable class, because spawned workers cannot unpickle a closure."""
 
     fn: Callable[[Any], Any]
 

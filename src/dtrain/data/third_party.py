@@ -1,4 +1,4 @@
-"""Datasets of other libraries that keep a state of their own: MosaicML's ``StreamingDataset``, and torchdata's nodes."""
+"""Adapters for datasets with a state from other libraries: MosaicML's ``StreamingDataset`` and torchdata's nodes."""
 
 from __future__ import annotations
 
@@ -12,57 +12,59 @@ from dtrain.typing import Plain
 
 
 def is_mosaic(dataset: Any) -> bool:
-    """Whether ``dataset`` is a ``StreamingDataset`` of mosaicml-streaming, without importing that."""
+    """Return True if ``dataset`` is a ``StreamingDataset`` of mosaicml-streaming. The check does not import ``streaming``."""
     return _is_instance_by_name(dataset, "streaming.", "StreamingDataset")
 
 
 @dataclass(frozen=True, slots=True)
 class StatefulAdapter:
-    """The state of a ``StreamingDataset``, which it keeps in memory that its loader workers share.
+    """State of a ``StreamingDataset``, which the dataset keeps in memory that its loader workers share.
 
-    It splits its samples over ranks and workers itself, from the environment, and resumes on another number of them.
+    The dataset splits its samples over ranks and workers from environment variables. It resumes on any number of them.
     """
 
     dataset: Any
 
     def state_at(self, after: Position) -> Plain:
-        """What it needs to go on from ``after``, in the epoch that it is in or at the start of the next one."""
+        """Return the dataset's state at ``after``, in the current epoch or at the start of the next epoch."""
         state = self.dataset.state_dict(after.samples, True)
         return cast("Plain", state if after.samples else {**state, "epoch": state["epoch"] + 1, "sample_in_epoch": 0})
 
     def load(self, state: Plain) -> None:
-        """Mutates: the dataset's shared memory, which the next iteration looks at."""
+        """Load a state. Mutates: the dataset's shared memory, which the next iteration reads."""
         self.dataset.load_state_dict(state)
-        self.dataset.next_epoch = cast("dict[str, Any]", state)["epoch"]  # it takes a state of an epoch it has begun for stale
+        # The dataset ignores the state of an epoch that it has begun already.
+        self.dataset.next_epoch = cast("dict[str, Any]", state)["epoch"]
 
 
 def adapt_mosaic(dataset: Any, *, global_batch_size: int, ranks: int) -> StatefulAdapter:
-    """The state of ``dataset``, after a look at its batch size, by which it deals samples to ranks.
+    """Return the adapter of ``dataset``, after a check of the dataset's batch size per rank.
 
     Raises:
-        ConfigError: it is not this rank's part of the global batch.
+        ConfigError: the batch size is not this rank's part of the global batch.
     """
     if dataset.batch_size is None or dataset.batch_size * ranks != global_batch_size:
         raise ConfigError(
-            f"build_loader: the StreamingDataset has batch_size={dataset.batch_size} per rank, which is not "
-            f"global_batch_size={global_batch_size} over {ranks} ranks; give it batch_size={global_batch_size // ranks}"
+            f"build_loader: the StreamingDataset must have batch_size={global_batch_size // ranks}, so that {ranks} ranks make "
+            f"global_batch_size={global_batch_size}, got batch_size={dataset.batch_size}"
         )
     return StatefulAdapter(dataset)
 
 
 def as_iterable(dataset: Any) -> Any:
-    """``dataset``, or what torchdata makes of one of its nodes: something to iterate more than once, with a state."""
+    """Return ``dataset``, or a torchdata ``Loader`` of a torchdata node: an iterable with a state."""
     if not _is_instance_by_name(dataset, "torchdata.nodes.", "BaseNode"):
         return dataset
-    from torchdata.nodes import Loader  # only where somebody uses it
+    # torchdata is imported only if the user has a torchdata node.
+    from torchdata.nodes import Loader
 
     return cast("Callable[[Any], Any]", Loader)(dataset)
 
 
 def drops_samples_on_resume(dataset: Any) -> bool:
-    """Whether the state of ``dataset`` lacks samples: Hugging Face's streams leave out what lies in a shuffle buffer.
+    """Return True if a resume of ``dataset`` loses samples: Hugging Face's streams do not save their shuffle buffer.
 
-    There is no public way to ask. Where it is not found out, a resume loses a buffer of samples, and ``datasets`` says so.
+    The check reads private attributes, since there is no public one. If it fails, ``datasets`` warns about the lost samples.
     """
     if not type(dataset).__module__.startswith("datasets."):
         return False
@@ -75,7 +77,7 @@ def drops_samples_on_resume(dataset: Any) -> bool:
 
 
 def restarts_each_iteration(dataset: Any) -> bool:
-    """Whether every iteration of ``dataset`` begins at its start or at a state that was just loaded, as torchdata's do."""
+    """Return True if each iteration of ``dataset`` begins at its start or at a state just loaded, as torchdata's loaders do."""
     return _is_instance_by_name(dataset, "torchdata.nodes.", "Loader")
 
 

@@ -1,6 +1,6 @@
-"""What goes from a loader worker to its rank: a batch or the reason why there is none, pickled where it was made.
+"""``WorkerBatch``: the message from a loader worker to its rank, a batch or the reason of a failure, pickled by the worker.
 
-torch pickles results in a thread of the worker, and one that cannot be pickled is printed and lost: the rank would wait for it.
+torch pickles results in a thread of the worker. If that pickling fails, torch prints the error, and the rank waits for ever.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ INLINE_TENSOR_BYTES = 2**17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What became of one ticket.
+    """Result of one request.
 
     Args:
-        batch: this rank's samples; None when none of them could be read, or on failure.
-        skipped: what was left out: index or position, and error.
-        failure: why there is no batch, in one line; with ``trace``, where.
-        dataset_state: of an iterable dataset after this batch, if it has one.
-        sample_count: of the global batch, where only reading tells (iterable datasets).
+        batch: samples of this rank; None if no sample could be read, or on failure.
+        skipped: index or position of each skipped sample, with the error.
+        failure: reason of a failure, in one line.
+        trace: traceback of the failure.
+        dataset_state: state of an iterable dataset after this batch, if the dataset has a state.
+        sample_count: samples of the global batch, for iterable datasets, whose length is unknown before reading.
     """
 
     batch: Batch = None
@@ -42,50 +43,51 @@ class Payload:
 
 
 class WorkerBatch:
-    """A ``Content`` on its way between processes. ``pin_memory`` is called by torch, in the thread that it keeps for that."""
+    """A ``Payload`` on its way between processes. torch calls ``pin_memory`` in its pin-memory thread."""
 
-    __slots__ = ("_content", "_packed")
+    __slots__ = ("_packed", "_payload")
 
-    def __init__(self, content: Payload) -> None:
-        self._content: Payload | None = content
+    def __init__(self, payload: Payload) -> None:
+        self._payload: Payload | None = payload
         self._packed = b""
 
     def pickle_batch(self) -> WorkerBatch:
-        """Ready for another process; a batch that cannot be pickled becomes a failure that says which part of it."""
-        content = self.unpack()
+        """Pickle the payload for another process. A payload that cannot be pickled becomes a failure that names the part."""
+        payload = self.unpack()
         try:
-            self._packed = _pickle_payload(content)
-        except Exception as error:  # noqa: BLE001  # whatever the user's objects raise
-            where = find_unpicklable(content, "")
+            self._packed = _pickle_payload(payload)
+        # Pickling runs the user's classes, so any exception can occur.
+        except Exception as error:  # noqa: BLE001
+            where = find_unpicklable(payload, "")
             reason = f"{where} cannot be pickled ({type(error).__name__}: {' '.join(str(error).split())}); return it as data"
             self._packed = _pickle_payload(Payload(failure=reason))
-        self._content = None
+        self._payload = None
         return self
 
     def unpack(self) -> Payload:
-        """What was sent."""
-        if self._content is None:
-            self._content, self._packed = pickle.loads(self._packed), b""
-        return self._content
+        """Unpickle and return the payload."""
+        if self._payload is None:
+            self._payload, self._packed = pickle.loads(self._packed), b""
+        return self._payload
 
     def pin_memory(self, device: Any = None) -> WorkerBatch:
-        """Its tensors in page-locked memory."""
-        content = self.unpack()
-        self._content = replace(content, batch=pin_memory(content.batch))
+        """Copy the tensors to page-locked memory."""
+        payload = self.unpack()
+        self._payload = replace(payload, batch=pin_memory(payload.batch))
         return self
 
 
-def _pickle_payload(content: Payload) -> bytes:
+def _pickle_payload(payload: Payload) -> bytes:
     file = io.BytesIO()
-    _BatchPickler(file).dump(content)
+    _BatchPickler(file).dump(payload)
     return file.getvalue()
 
 
 class _BatchPickler(ForkingPickler):
-    """Small tensors go as bytes: the rank has to ask for each piece of shared memory, which takes longer than copying them."""
+    """Pickler that sends small tensors as bytes. A piece of shared memory per tensor takes longer than a copy."""
 
     def reducer_override(self, value: Any) -> Any:
-        """How a tensor is pickled; ``NotImplemented`` for what is pickled as usual."""
+        """Return the reduction of a small plain tensor; ``NotImplemented`` for every other object."""
         if type(value) is not Tensor or not 0 < value.nbytes <= INLINE_TENSOR_BYTES or not _is_plain_tensor(value):
             return NotImplemented
         data = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -93,8 +95,8 @@ class _BatchPickler(ForkingPickler):
 
 
 def _is_plain_tensor(tensor: Tensor) -> bool:
-    usual = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
-    return usual and not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg()
+    is_cpu_strided = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
+    return is_cpu_strided and not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _rebuild_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -102,10 +104,11 @@ def _rebuild_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> 
 
 
 def find_unpicklable(value: Any, path: str) -> str | None:
-    """The path of the innermost part of ``value`` that cannot be pickled, from ``path`` on; None if it can."""
+    """Return the path of the innermost part of ``value`` that cannot be pickled, prefixed with ``path``; None if all can."""
     try:
         ForkingPickler.dumps(value)
-    except Exception:  # noqa: BLE001  # whatever the user's objects raise
+    # Pickling runs the user's classes, so any exception can occur.
+    except Exception:  # noqa: BLE001
         inner = (find_unpicklable(item, path + step) for step, item in _children(value))
         return next((found for found in inner if found is not None), path.removeprefix(".") or type(value).__name__)
     return None

@@ -1,7 +1,7 @@
-"""Loader processes: torch's ``DataLoader`` with what a training run needs of it.
+"""Loader processes: torch's ``DataLoader`` with prompt errors and a clean shutdown.
 
-Workers leave signals to their rank, die with it, and what is wrong with one is known at once, in one line, where the rank waits
-for a batch and not in the middle of a step.
+Workers ignore signals that the rank handles, and die with their rank. If a worker dies, the rank raises an error in one line
+while it waits for a batch, not in the middle of a step.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from dtrain.errors import ConfigError, DataError
 _PR_SET_PDEATHSIG = 1
 _SHARED_MEMORY = Path("/dev/shm")
 _JOIN_TIMEOUT_S = 5.0
-_POLL_INTERVAL_S = 5.0  # how often a rank that waits looks whether its workers live: not every start method tells it of a death
+# Interval in which a waiting rank checks its workers. Some start methods do not notify the rank of a worker's death.
+_POLL_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """How a rank loads.
+    """Configuration of the loader workers of a rank.
 
     Args:
-        count: processes of this rank; 0 loads in the rank itself.
-        timeout_s: seconds without a batch after which workers count as hanging; 0 waits for ever. The rank itself has none.
+        count: loader processes of this rank; 0 loads in the rank itself.
+        timeout_s: seconds without a batch after which the workers count as hung; 0 disables the limit. With ``count=0`` there
+            is no limit.
         prefetch_factor: batches that each worker prepares in advance.
-        start_method: ``"fork"``, ``"forkserver"`` or ``"spawn"``; None is Python's own choice.
-        pin_memory: give batches in page-locked memory.
+        start_method: ``"fork"``, ``"forkserver"`` or ``"spawn"``; None uses Python's default.
+        pin_memory: if True, batches are in page-locked memory.
     """
 
     count: int = 0
@@ -57,7 +59,7 @@ class WorkerConfig:
 
 
 def workers_for_rank(total: int, local_rank: int, local_ranks: int) -> int:
-    """How many of a node's ``total`` workers belong to a rank: as many as to the others, give or take one; at least one.
+    """Return a rank's number of the node's ``total`` workers: an equal part within one, and at least one unless total is 0.
 
     >>> [workers_for_rank(8, rank, 3) for rank in range(3)], workers_for_rank(2, 3, 4), workers_for_rank(0, 0, 4)
     ([3, 3, 2], 1, 0)
@@ -67,18 +69,19 @@ def workers_for_rank(total: int, local_rank: int, local_ranks: int) -> int:
 
 
 def load_batches(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[WorkerBatch]:
-    """What ``source`` makes of each ticket, in order; ``source`` is an iterable dataset where ``requests`` is None.
+    """Load the batch of each request in order. If ``requests`` is None, ``source`` is an iterable dataset.
 
     Raises:
-        DataError: a worker died or hangs.
-        ConfigError: the dataset cannot be sent to a worker.
+        DataError: a worker dead or hangs.
+        ConfigError: the dataset cannot be pickled for a worker.
     """
     common: dict[str, Any] = {
         "sampler": requests,
         "batch_size": None,
         "collate_fn": _identity,
         "pin_memory": workers.pin_memory,
-        "generator": torch.Generator(),  # torch would draw from the global one, and what workers draw is ours to decide
+        # Without a generator, torch draws the seeds of the workers from the global generator.
+        "generator": torch.Generator(),
     }
     if workers.count == 0:
         yield from _load_in_process(source, requests, workers)
@@ -90,18 +93,20 @@ def load_batches(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[
         "multiprocessing_context": workers.start_method,
         "worker_init_fn": _init_worker,
     }
-    util.get_temp_dir()  # workers use this process's for their sockets: one that is killed could not remove its own
+    # Workers use the temporary folder of this process for their sockets, since a killed worker cannot remove a folder.
+    util.get_temp_dir()
     before = set(multiprocessing.active_children())
-    with _WorkerDeathHandler() as notices:
+    with _WorkerDeathHandler() as death_handler:
         batches = _start_workers(source, common)
-        notices.install()
+        death_handler.install()
         children = [child for child in multiprocessing.active_children() if child not in before]
         at_exit = partial(_kill_at_exit, os.getpid(), children)
         atexit.register(at_exit)
         try:
-            yield from _load_from_workers(batches, children, notices, workers)
+            yield from _load_from_workers(batches, children, death_handler, workers)
         except BaseException:
-            for child in children:  # the loop was left early: what they are busy with is for nobody
+            # The loop was left early, so nobody needs the batches in preparation.
+            for child in children:
                 child.kill()
             raise
         finally:
@@ -110,67 +115,66 @@ def load_batches(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[
             del batches
 
 
-def _identity(parcel: Any) -> Any:
-    return parcel
+def _identity(worker_batch: Any) -> Any:
+    return worker_batch
 
 
 def _load_in_process(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[WorkerBatch]:
-    """Read in this process, with a word to the launcher before each wait."""
-    made = iter(source) if requests is None else map(source.__getitem__, requests)
+    """Load in this process, with a heartbeat before each batch."""
+    batches = iter(source) if requests is None else map(source.__getitem__, requests)
     while True:
         heartbeats.heartbeat("waiting for data")
         try:
-            parcel = next(made)
+            worker_batch = next(batches)
         except StopIteration:
             return
-        yield parcel.pin_memory() if workers.pin_memory else parcel
+        yield worker_batch.pin_memory() if workers.pin_memory else worker_batch
 
 
 def _load_from_workers(
-    batches: Any, children: list[Any], notices: _WorkerDeathHandler, workers: WorkerConfig
+    batches: Any, children: list[Any], death_handler: _WorkerDeathHandler, workers: WorkerConfig
 ) -> Iterator[WorkerBatch]:
     while True:
         heartbeats.heartbeat("waiting for data")
         began = time.monotonic()
-        parcel = None
-        while parcel is None:
+        worker_batch = None
+        while worker_batch is None:
             try:
-                with notices.raise_on_death(children):
-                    parcel = next(batches)
-                    parcel.open()  # asks the worker for the memory that its tensors are in
+                with death_handler.raise_on_death(children):
+                    worker_batch = next(batches)
+                    # Unpacking requests the shared memory of the tensors from the worker.
+                    worker_batch.unpack()
             except StopIteration:
                 return
-            except (
-                RuntimeError,
-                OSError,
-                EOFError,
-            ) as error:  # torch's, or of a worker's socket; the dataset's come in a parcel
-                died = _dead_workers(children, wait=not isinstance(error, RuntimeError))
-                passed = workers.timeout_s and time.monotonic() - began >= workers.timeout_s
-                if died or passed or "timed out" not in str(error):
-                    raise DataError(_failure_message(died, workers, error)) from None
-        yield parcel
+            except (RuntimeError, OSError, EOFError) as error:
+                # torch or a worker's socket raised the error. Errors of the dataset arrive in the worker batch.
+                dead = _dead_workers(children, wait=not isinstance(error, RuntimeError))
+                is_late = workers.timeout_s and time.monotonic() - began >= workers.timeout_s
+                if dead or is_late or "timed out" not in str(error):
+                    raise DataError(_failure_message(dead, workers, error)) from None
+        yield worker_batch
 
 
 def _dead_workers(children: list[Any], *, wait: bool) -> list[Any]:
-    """Those that ended badly; a socket may be closed before its process has ended."""
+    """Return the workers that ended with an error. The socket of a worker may close before its process ends."""
     if wait:
         ended = connection.wait([child.sentinel for child in children], _JOIN_TIMEOUT_S)
         for child in children:
-            child.join(_JOIN_TIMEOUT_S if child.sentinel in ended else 0)  # that, too, closes a moment before
+            # The sentinel, too, may close a moment before the process ends.
+            child.join(_JOIN_TIMEOUT_S if child.sentinel in ended else 0)
     return [child for child in children if child.exitcode not in (None, 0)]
 
 
-def _failure_message(died: list[Any], workers: WorkerConfig, error: Exception) -> str:
-    if died:
-        code = died[0].exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        often = "; often out of memory" if code == -signal.SIGKILL else ""
-        return f"loader: worker process {died[0].pid} {how}{often}"
+def _failure_message(dead: list[Any], workers: WorkerConfig, error: Exception) -> str:
+    if dead:
+        code = dead[0].exitcode
+        cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = ". Check the memory: the usual cause is out of memory" if code == -signal.SIGKILL else ""
+        return f"loader: worker process {dead[0].pid} {cause}{hint}"
     if "timed out" in str(error):
         return (
-            f"loader: no batch from {workers.count} workers in {workers.timeout_s:g} s; a sample hangs or takes longer: see "
-            "timeout_s and workers of build_loader"
+            f"loader: no batch from {workers.count} workers in {workers.timeout_s:g} s, because a sample hangs or is slow. "
+            "Check the dataset, or raise timeout_s or num_workers of build_loader"
         )
     return f"loader: {' '.join(str(error).split())}"
 
@@ -178,22 +182,25 @@ def _failure_message(died: list[Any], workers: WorkerConfig, error: Exception) -
 def _start_workers(source: Any, options: dict[str, Any]) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "This DataLoader will create")  # torch counts cores as if there were one rank
-            warnings.filterwarnings("ignore", "Got pickle error")  # said better below
+            # torch compares the workers with the cores of the node as if the node had one rank.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            # The ConfigError below names the part that cannot be pickled.
+            warnings.filterwarnings("ignore", "Got pickle error")
             return iter(DataLoader(source, **options))
     except Exception as error:
         where = find_unpicklable(source, "")
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if where is None:
             raise ConfigError(f"loader: workers could not be started ({reason})") from error
-        raise ConfigError(f"loader: {where} cannot be sent to a worker ({reason}); open it where it is used") from error
+        raise ConfigError(f"loader: {where} cannot be sent to a worker ({reason}). Open it where it is used") from error
 
 
 def _stop_workers(batches: Any, children: list[Any]) -> None:
     shut_down = getattr(batches, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
-    for child in children:  # deaf to SIGTERM, which is what torch ends them with
+    # Workers ignore SIGTERM, which torch uses to end workers.
+    for child in children:
         if child.is_alive():
             child.kill()
         child.join()
@@ -201,7 +208,7 @@ def _stop_workers(batches: Any, children: list[Any]) -> None:
 
 
 def _remove_leaked_shared_memory(killed: set[int]) -> None:
-    """Remove the shared memory that workers had just made when they were killed; torch takes the name away a moment later."""
+    """Remove shared memory that killed workers had just created, before torch could unlink the names."""
     if killed and storage.is_folder(_SHARED_MEMORY):
         for name in storage.list_names(_SHARED_MEMORY):
             if name.startswith(tuple(f"torch_{pid}_" for pid in killed)):
@@ -209,35 +216,36 @@ def _remove_leaked_shared_memory(killed: set[int]) -> None:
 
 
 def _kill_at_exit(rank: int, children: list[Any]) -> None:
-    """Python ends them with SIGTERM, to which they are deaf, and waits: for a loop that was left without being closed."""
+    """Kill the workers of a loop that was not closed. Python ends workers with SIGTERM, which they ignore, and then waits."""
     if os.getpid() == rank:
         for child in children:
             child.kill()
 
 
 def _init_worker(worker: int) -> None:
-    """In a fresh worker. The rank decides what a signal means, and a worker that it has lost is of no use to anybody."""
+    """Initialize a worker: ignore the signals that the rank handles, and die with the rank."""
     del worker
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)
     if sys.platform == "linux":
-        # Of the rank; or of the fork server, which ends with its rank.
+        # The parent is the rank, or the fork server, which ends with its rank.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     rank = multiprocessing.parent_process()
-    if rank is None or not rank.is_alive():  # it died before that call
+    # The rank may have dead before the call of prctl.
+    if rank is None or not rank.is_alive():
         os._exit(128 + signal.SIGKILL)
 
 
 @dataclass(slots=True)
 class _SigchldState:
-    """The handler of SIGCHLD of this process, shared by all loaders that have workers; some may take turns.
+    """State of the SIGCHLD handler of this process, which all loaders with workers share.
 
     Args:
-        users: how many there are.
-        waiting: whether one of them waits for a batch just now.
-        previous_handler: the handler that was there before the first of them.
-        torch_handler: torch's, which calls that one too.
+        users: number of loaders with workers.
+        waiting: True while a loader waits for a batch.
+        previous_handler: handler before the first loader with workers.
+        torch_handler: torch's handler, which calls ``previous_handler`` too.
     """
 
     users: int = 0
@@ -257,9 +265,9 @@ def _handle_sigchld(number: int, frame: FrameType | None) -> None:
 
 
 class _WorkerDeathHandler:
-    """torch raises from a handler of SIGCHLD wherever the rank happens to be. With this it does so only where the rank waits.
+    """Context in which torch's SIGCHLD handler raises only while the rank waits for a batch, not at any point of a step.
 
-    Python runs handlers in the main thread only; elsewhere nothing is done, and a death is noticed when the rank looks.
+    Python runs signal handlers in the main thread only. In other threads, polling detects the death of a worker.
 
     Mutates: this process's handler of SIGCHLD, as long as there are workers.
     """
@@ -271,7 +279,7 @@ class _WorkerDeathHandler:
         return self
 
     def install(self) -> None:
-        """Put ourselves before torch's handler, which is there now."""
+        """Install the handler of this module in front of torch's handler."""
         current = signal.getsignal(signal.SIGCHLD)
         if _is_main_thread() and current is not _handle_sigchld:
             _SIGCHLD.torch_handler = current
@@ -279,13 +287,13 @@ class _WorkerDeathHandler:
 
     @contextmanager
     def raise_on_death(self, children: list[Any]) -> Iterator[None]:
-        """The time in which a rank waits for ``children``.
+        """Mark the block as a wait for ``children``.
 
         Raises:
-            RuntimeError: one has died already, or does so in this time.
+            RuntimeError: a worker has dead, or dies during the block.
         """
         if any(child.exitcode not in (None, 0) for child in children):
-            raise RuntimeError("a worker died")
+            raise RuntimeError("a worker dead")
         _SIGCHLD.waiting = True
         try:
             yield

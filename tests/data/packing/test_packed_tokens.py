@@ -59,7 +59,7 @@ def test_positions_count_from_the_begin_of_each_part(lengths, seq):
 @given(lengths=LENGTHS.filter(lambda lengths: sum(lengths) >= 3), seq=st.integers(1, 3))
 @settings(max_examples=100, deadline=None)
 def test_drop_leaves_out_only_a_last_block_that_is_not_full(lengths, seq):
-    whole, dropped = plain(packed(lengths, seq)), plain(packed(lengths, seq, tail="drop"))
+    whole, dropped = plain(packed(lengths, seq)), plain(packed(lengths, seq, last_block="drop"))
     assert dropped == whole[: sum(lengths) // seq]
     assert len(whole) == -(-sum(lengths) // seq)
 
@@ -172,7 +172,7 @@ def test_documents_that_offer_nothing_are_asked_for_nothing():
 def test_a_fingerprint_tells_other_blocks():
     prints = [
         packed(lengths, seq, **options).fingerprint()
-        for lengths, seq, options in [([3, 4], 2, {}), ([4, 3], 2, {}), ([3, 4], 3, {}), ([3, 4], 2, {"tail": "drop"})]
+        for lengths, seq, options in [([3, 4], 2, {}), ([4, 3], 2, {}), ([3, 4], 3, {}), ([3, 4], 2, {"last_block": "drop"})]
     ]
     assert prints[0] == packed([3, 4], 2).fingerprint()
     assert all(prints.count(each) == 1 for each in prints)
@@ -206,18 +206,18 @@ def test_a_loader_shuffles_blocks_over_ranks_and_resumes(ranks):
 class Sharded(Counted):
     """Documents that lie in shards."""
 
-    blocks = (0, 3, 1, 0, 4)  # documents of each
+    shard_sizes = (0, 3, 1, 0, 4)  # documents of each
 
     def order(self, seed: int, shuffle: bool | BlockShuffle) -> None:
         raise AssertionError("the order of documents is not that of blocks")
 
 
-@pytest.mark.parametrize("tail", ["pad", "drop"])
+@pytest.mark.parametrize("last_block", ["pad", "drop"])
 @pytest.mark.parametrize("shuffle", [BlockShuffle(window=1, streams=1), True, False], ids=["near by", "default", "none"])
-def test_documents_in_shards_are_read_shard_by_shard(shuffle, tail):
+def test_documents_in_shards_are_read_shard_by_shard(shuffle, last_block):
     """With windows of one shard, the blocks that begin in a shard stand together."""
     lengths = [5, 9, 3, 40, 2, 0, 8, 12]
-    blocks = PackedTokens(Sharded(lengths), seq=4, lengths=lengths, last_block=tail)
+    blocks = PackedTokens(Sharded(lengths), seq=4, lengths=lengths, last_block=last_block)
     order = blocks.order(0, shuffle)
     indices = order.indices(0, 0, order.size)
     assert indices.sort().values.equal(torch.arange(len(blocks)))
@@ -264,10 +264,10 @@ def test_a_block_that_is_not_there_is_an_index_error(index):
     [
         ([[1, 2]], {"seq": 0}, "seq must be a whole number of at least 1, got 0"),
         ([[1, 2]], {"seq": True}, "seq must be a whole number of at least 1, got True"),
-        ([[1, 2]], {"tail": "short"}, "tail must be 'pad' or 'drop', got 'short'"),
+        ([[1, 2]], {"last_block": "short"}, "last_block must be 'pad' or 'drop', got 'short'"),
         ([], {}, "0 tokens in 0 documents make no block of 4"),
         ([[], []], {}, "0 tokens in 2 documents make no block of 4"),
-        ([[1, 2]], {"tail": "drop"}, "2 tokens in 1 documents make no block of 4; use tail='pad'"),
+        ([[1, 2]], {"last_block": "drop"}, "2 tokens in 1 documents make no block of 4; use last_block='pad'"),
         ([[1, 2]], {"lengths": [2, 2]}, r"one number for each of 1 documents, got shape \(2,\)"),
         ([[1, 2]], {"lengths": [-2]}, "whole numbers of at least 0, got int64, least -2"),
         ([[1, 2]], {"lengths": [2.0]}, "whole numbers of at least 0, got float64"),

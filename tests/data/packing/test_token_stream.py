@@ -57,29 +57,29 @@ SOURCES: dict[str, Callable[[list[int]], Any]] = {
 }
 
 
-@given(lengths=LENGTHS, seq=SEQ, tail=TAILS)
+@given(lengths=LENGTHS, seq=SEQ, last_block=TAILS)
 @settings(max_examples=200, deadline=None)
-def test_a_stream_gives_the_blocks_of_known_lengths(lengths, seq, tail):
-    blocks = plain(pack_tokens(documents(lengths), seq=seq, last_block=tail))
-    enough = sum(lengths) >= (seq if tail == "drop" else 1)
-    assert blocks == (plain(PackedTokens(documents(lengths), seq=seq, lengths=lengths, last_block=tail)) if enough else [])
+def test_a_stream_gives_the_blocks_of_known_lengths(lengths, seq, last_block):
+    blocks = plain(pack_tokens(documents(lengths), seq=seq, last_block=last_block))
+    enough = sum(lengths) >= (seq if last_block == "drop" else 1)
+    assert blocks == (plain(PackedTokens(documents(lengths), seq=seq, lengths=lengths, last_block=last_block)) if enough else [])
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@given(lengths=LENGTHS, seq=SEQ, tail=TAILS, stops=st.lists(st.integers(0, 6), max_size=6))
+@given(lengths=LENGTHS, seq=SEQ, last_block=TAILS, stops=st.lists(st.integers(0, 6), max_size=6))
 @settings(max_examples=60, deadline=None)
-def test_any_chain_of_resumes_gives_the_same_blocks(source, lengths, seq, tail, stops):
+def test_any_chain_of_resumes_gives_the_same_blocks(source, lengths, seq, last_block, stops):
     """Each leg has a source of its own, takes some blocks, and hands its state on as text."""
     seen, state = [], None
     for stop in [*stops, None]:
-        stream = pack_tokens(SOURCES[source](lengths), seq=seq, last_block=tail)
+        stream = pack_tokens(SOURCES[source](lengths), seq=seq, last_block=last_block)
         if state is not None:
             stream.load_state_dict(json.loads(state))
         for block in stream if stop is None else taken(stream, stop):
             seen.append(block)
         state = json.dumps(stream.state_dict())
-    assert plain(seen) == plain(pack_tokens(documents(lengths), seq=seq, last_block=tail))
-    if tail == "pad":
+    assert plain(seen) == plain(pack_tokens(documents(lengths), seq=seq, last_block=last_block))
+    if last_block == "pad":
         assert unpacked(seen, len(lengths)) == documents(lengths)
 
 
@@ -225,7 +225,7 @@ def test_a_position_in_other_documents_is_refused(source, lengths, change, messa
     ("docs", "options", "message"),
     [
         ([], {"seq": 0}, "pack_tokens: seq must be a whole number of at least 1, got 0"),
-        ([], {"seq": 4, "tail": "short"}, "pack_tokens: tail must be 'pad' or 'drop', got 'short'"),
+        ([], {"seq": 4, "last_block": "short"}, "pack_tokens: last_block must be 'pad' or 'drop', got 'short'"),
         (5, {"seq": 4}, "documents must be an iterable of tokens, got a int"),
     ],
 )

@@ -14,7 +14,7 @@ OPTIONS = st.builds(
     BlockShuffle,
     window=st.integers(1, 9),
     unit=st.sampled_from(["shards", "samples"]),
-    lanes=st.sampled_from([1, 2, 3, 4, 8, 16]),
+    streams=st.sampled_from([1, 2, 3, 4, 8, 16]),
 )
 SIZES = st.lists(st.integers(0, 40) | st.integers(1000, 1100), min_size=1, max_size=20).filter(sum)
 
@@ -66,7 +66,7 @@ def test_a_rank_reads_the_shards_of_its_own_lanes_only():
     for rank in range(4):
         mine = [order.indices(0, 0, 3200)[list(rank_positions(a, a + 160, rank, 4, 8))] for a in range(0, 3200, 160)]
         read.append(set(shard_of(sizes, torch.cat(mine)).tolist()))
-    assert sum(map(len, read)) <= 64 + 7  # a shard at the border of two lanes is read in both
+    assert sum(map(len, read)) <= 64 + 7  # a shard at the border of two streams is read in both
     assert set.union(*read) == set(range(64))
 
 
@@ -147,7 +147,7 @@ def test_a_state_of_the_same_order_is_taken():
         ([3, 4, 5], 0, False, "shuffle"),
         ([3, 4, 5], 0, BlockShuffle(unit="samples"), "shuffle"),
         ([3, 4, 5], 0, BlockShuffle(window=5), "window"),
-        ([3, 4, 5], 0, BlockShuffle(streams=2), "lanes"),
+        ([3, 4, 5], 0, BlockShuffle(streams=2), "streams"),
     ],
 )
 def test_a_state_of_another_order_is_refused(sizes, seed, shuffle, named):
@@ -160,7 +160,7 @@ def test_a_state_of_another_order_is_refused(sizes, seed, shuffle, named):
     ("options", "message"),
     [
         ({"window": 0}, "window must be a whole number of at least 1, got 0"),
-        ({"lanes": True}, "lanes must be a whole number of at least 1, got True"),
+        ({"streams": True}, "streams must be a whole number of at least 1, got True"),
         ({"unit": "bytes"}, "unit must be 'shards' or 'samples', got 'bytes'"),
     ],
 )

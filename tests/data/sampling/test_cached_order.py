@@ -7,7 +7,7 @@ from dtrain.data.sampling.sample_order import CachedOrder, ElasticSampler
 class Counting:
     """An order that keeps the lengths of the stretches it is asked for."""
 
-    lanes = 1
+    streams = 1
 
     def __init__(self, size):
         self.inner, self.size, self.lengths = ElasticSampler(size=size), size, []

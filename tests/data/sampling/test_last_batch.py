@@ -6,30 +6,30 @@ from dtrain.data.sampling.last_batch import LAST_BATCH_MODES, batch_bounds, batc
 from dtrain.data.sampling.sample_order import ElasticSampler
 
 
-def batches(size, batch, tail, start=0):
+def batches(size, batch, last_batch, start=0):
     found = []
-    while (bounds := batch_bounds(start, size, batch, tail)) is not None:
+    while (bounds := batch_bounds(start, size, batch, last_batch)) is not None:
         found.append(bounds)
         start = bounds[1]
     return found
 
 
-@given(size=st.integers(1, 100), batch=st.integers(1, 120), tail=st.sampled_from(LAST_BATCH_MODES), start=st.integers(0, 120))
-def test_the_three_ways_of_counting_agree(size, batch, tail, start):
-    whole = batches(size, batch, tail)
-    assert sum(stop - first for first, stop in whole) == epoch_samples(size, batch, tail)
-    assert len(batches(size, batch, tail, start)) == batches_left(start, size, batch, tail)
+@given(size=st.integers(1, 100), batch=st.integers(1, 120), last_batch=st.sampled_from(LAST_BATCH_MODES), start=st.integers(0, 120))
+def test_the_three_ways_of_counting_agree(size, batch, last_batch, start):
+    whole = batches(size, batch, last_batch)
+    assert sum(stop - first for first, stop in whole) == epoch_samples(size, batch, last_batch)
+    assert len(batches(size, batch, last_batch, start)) == batches_left(start, size, batch, last_batch)
 
 
 @pytest.mark.parametrize(
-    ("tail", "expected"),
+    ("last_batch", "expected"),
     [("short", [(3, 7), (7, 10)]), ("drop", [(3, 7)]), ("pad", [(3, 7), (7, 11)])],
     ids=LAST_BATCH_MODES,
 )
-def test_every_tail_keeps_its_word_after_the_batch_size_changed_in_an_epoch(tail, expected):
+def test_every_tail_keeps_its_word_after_the_batch_size_changed_in_an_epoch(last_batch, expected):
     """Batches of 4 from position 3 on: none is short with "drop" and "pad", whatever was handed out before."""
-    assert batches(10, 4, tail, start=3) == expected
-    assert batches(10, 4, tail, start=2) == [(2, 6), (6, 10)]
+    assert batches(10, 4, last_batch, start=3) == expected
+    assert batches(10, 4, last_batch, start=2) == [(2, 6), (6, 10)]
 
 
 @given(size=st.integers(1, 20), start=st.integers(0, 60), count=st.integers(0, 60))

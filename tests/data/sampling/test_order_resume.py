@@ -29,7 +29,7 @@ ORDERS = {
 }
 
 
-def consumed(make, *, batch, tail, until, legs):
+def consumed(make, *, batch, last_batch, until, legs):
     """What is trained on, in order, by runs of ``(world, batches)`` one after another; each builds its order anew.
 
     A run sees the state of the one before it and nothing else. The last one goes on until ``until`` batches.
@@ -41,10 +41,10 @@ def consumed(make, *, batch, tail, until, legs):
             order = order.resumed(state, epoch, start)
         ranks = [CachedOrder(order) for _ in range(world)]
         for _ in range(min(steps, until - done)):
-            bounds = batch_bounds(start, order.size, batch, tail)
+            bounds = batch_bounds(start, order.size, batch, last_batch)
             if bounds is None:
                 epoch, start = epoch + 1, 0
-                bounds = batch_bounds(start, order.size, batch, tail)
+                bounds = batch_bounds(start, order.size, batch, last_batch)
             samples = {}
             for rank, prepared in enumerate(ranks):
                 mine = rank_positions(*bounds, rank, world, order.streams)
@@ -63,19 +63,19 @@ def consumed(make, *, batch, tail, until, legs):
     size=st.integers(1, 150),
     seed=st.integers(0, 2**40),
     batch=st.integers(1, 40),
-    tail=st.sampled_from(LAST_BATCH_MODES),
+    last_batch=st.sampled_from(LAST_BATCH_MODES),
     until=st.integers(1, 40),
     legs=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), max_size=10),
 )
 @settings(max_examples=50, deadline=None)
-def test_a_chain_of_resumes_on_changing_worlds_equals_one_run(kind, size, seed, batch, tail, until, legs):
+def test_a_chain_of_resumes_on_changing_worlds_equals_one_run(kind, size, seed, batch, last_batch, until, legs):
     def make():
         return ORDERS[kind](size, seed)
 
-    if tail == "drop":
+    if last_batch == "drop":
         batch = min(batch, make().size)
-    expected = consumed(make, batch=batch, tail=tail, until=until, legs=[])
-    assert consumed(make, batch=batch, tail=tail, until=until, legs=legs) == expected
+    expected = consumed(make, batch=batch, last_batch=last_batch, until=until, legs=[])
+    assert consumed(make, batch=batch, last_batch=last_batch, until=until, legs=legs) == expected
 
 
 @pytest.mark.parametrize("kind", ["full", "none", "blocks"])
@@ -98,7 +98,7 @@ def test_the_check_sees_an_order_that_does_not_go_on():
             return ElasticSampler(size=self.size, seed=state["seed"] + 1)
 
     runs = [
-        consumed(lambda: StartsOver(size=50), batch=4, tail="short", until=10, legs=legs) for legs in ([], [(2, 3)], [(1, 3)])
+        consumed(lambda: StartsOver(size=50), batch=4, last_batch="short", until=10, legs=legs) for legs in ([], [(2, 3)], [(1, 3)])
     ]
     assert runs[0] != runs[1]
     assert runs[1] == runs[2]

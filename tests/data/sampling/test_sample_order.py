@@ -16,11 +16,11 @@ def test_shares_are_contiguous_and_even():
         assert max(sizes) - min(sizes) <= 1
 
 
-@given(start=st.integers(0, 50), length=st.integers(0, 50), count=st.integers(1, 9), lanes=st.integers(1, 9))
-def test_a_stretch_is_dealt_to_the_ranks(start, length, count, lanes):
+@given(start=st.integers(0, 50), length=st.integers(0, 50), count=st.integers(1, 9), streams=st.integers(1, 9))
+def test_a_stretch_is_dealt_to_the_ranks(start, length, count, streams):
     positions = range(start, start + length)
-    parts = [rank_positions(start, start + length, index, count, lanes) for index in range(count)]
+    parts = [rank_positions(start, start + length, index, count, streams) for index in range(count)]
     assert sorted(itertools.chain(*parts)) == list(positions)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    if lanes > 1:
+    if streams > 1:
         assert all(at % count == index for index, part in enumerate(parts) for at in part)

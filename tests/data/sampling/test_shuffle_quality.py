@@ -31,7 +31,7 @@ def test_the_datasets_order_is_no_shuffle():
 
 
 def test_a_wider_window_and_more_lanes_mix_better():
-    rows = [quality(BlockShuffle(window=window, streams=lanes)) for window, lanes in ((1, 2), (4, 2), (4, 16), (8, 16))]
+    rows = [quality(BlockShuffle(window=window, streams=streams)) for window, streams in ((1, 2), (4, 2), (4, 16), (8, 16))]
     figures = [row.shards_per_batch for row in rows]
     assert figures == sorted(figures)
     assert figures[-1] > 0.6

@@ -50,7 +50,7 @@ def test_shards_come_whole_once(served, data, opened):
         assert ids(dataset.__getitems__(range(100))) == list(range(100))
         dataset.close()
     paths = [request.path for request in place.proxy.since(before) if is_shard(request) and not first_byte(request)]
-    assert len(paths) == len(set(paths)) == len(dataset.blocks)
+    assert len(paths) == len(set(paths)) == len(dataset.shard_sizes)
 
 
 def first_byte(request):
@@ -87,7 +87,7 @@ WRONG = [
 
 def test_a_bit_flipped_in_a_cached_shard_is_found_and_the_shard_fetched_again(served, tmp_path, opened):
     there = served(written(tmp_path / "data", hashes=["xxh64"]))
-    dataset = opened(there.url, read_ahead=0)
+    dataset = opened(there.url, prefetch_shards=0)
     assert [dataset[index] for index in range(100)] == list(samples(100))
     dataset.close()
     cached = sorted((tmp_path / "cache").glob("?" * 32))
@@ -95,7 +95,7 @@ def test_a_bit_flipped_in_a_cached_shard_is_found_and_the_shard_fetched_again(se
     content[-1] ^= 1
     cached[2].write_bytes(content)
     requests = len(there.shard_requests())
-    again = opened(there.url, read_ahead=0)
+    again = opened(there.url, prefetch_shards=0)
     assert [again[index] for index in range(100)] == list(samples(100))
     assert len({*there.shard_requests()[requests:]}) == 1
 
@@ -114,7 +114,7 @@ def test_a_bad_shard_is_named(what, message, compression, served, tmp_path, open
     dataset = opened(place.url)
     before = len(place.proxy.requests)
     with pytest.raises(DataError, match=message.format(url=place.url, name=path.name)) as caught:
-        dataset[dataset.blocks[0]]
+        dataset[dataset.shard_sizes[0]]
     assert "\n" not in str(caught.value)
     if what == "changed":
         fetched = [r.path for r in place.proxy.since(before) if is_shard(r) and not first_byte(r)]
@@ -164,7 +164,7 @@ def test_shards_are_fetched_ahead(on_s3, data, opened):
     dataset = opened(place.url)
     before = len(place.proxy.requests)
     dataset.prefetch(torch.arange(40))
-    wanted = len({index for index, end in enumerate(dataset._ends) if end - dataset.blocks[index] < 40})
+    wanted = len({index for index, end in enumerate(dataset._ends) if end - dataset.shard_sizes[index] < 40})
     wait_for(lambda: len(list(dataset._folder.glob("?" * 32))) == wanted)
     assert len(place.shard_requests(before)) == wanted
     assert ids(dataset.__getitems__(range(40))) == list(range(40))

@@ -33,8 +33,8 @@ def ids(found):
 def test_every_sample_is_found_by_its_index(folder, opened):
     dataset = opened(folder)
     assert len(dataset) == 100
-    assert sum(dataset.blocks) == 100
-    assert len(dataset.blocks) > 5
+    assert sum(dataset.shard_sizes) == 100
+    assert len(dataset.shard_sizes) > 5
     assert [dataset[index] for index in range(100)] == list(samples(100))
 
 
@@ -66,7 +66,7 @@ def test_compressed_shards_are_unpacked_into_the_cache(compression, tmp_path, op
     folder = written(tmp_path / "data", compression=compression, hashes=["sha1", "xxh3_64"])
     dataset = opened(folder)
     assert ids(dataset.__getitems__(range(100))) == list(range(100))
-    assert len([name for name in os.listdir(tmp_path / "cache") if len(name) == 32]) == len(dataset.blocks)
+    assert len([name for name in os.listdir(tmp_path / "cache") if len(name) == 32]) == len(dataset.shard_sizes)
 
 
 def test_what_others_have_unpacked_is_read_in_place(tmp_path, opened):
@@ -79,7 +79,7 @@ def test_what_others_have_unpacked_is_read_in_place(tmp_path, opened):
 
 
 def test_few_shards_stay_open(folder, opened):
-    dataset = opened(folder, open_shards=2)
+    dataset = opened(folder, max_open_shards=2)
     before = len(os.listdir("/proc/self/fd"))
     assert ids(dataset[index] for index in range(100)) == list(range(100))
     assert len(os.listdir("/proc/self/fd")) <= before + 2
@@ -144,14 +144,14 @@ def test_a_folder_without_an_index_is_counted_once(format, options, tmp_path, op
     os.remove(folder / "index.json")
     (folder / "_SUCCESS").touch()
     dataset = opened(folder)
-    assert len(dataset.blocks) == count > 1
+    assert len(dataset.shard_sizes) == count > 1
     assert len(dataset) == 50
     assert "line 31" in str(dataset[31])
     unpacked = [name for name in os.listdir(tmp_path / "cache") if len(name) == 32]
     assert len(unpacked) == (count if options else 0), "unpacked to be counted, and not again to be read"
     with monkeypatch.context() as patched:
         patched.delattr("dtrain.data.stream.find_shards._count_files")
-        assert opened(folder).blocks == dataset.blocks
+        assert opened(folder).shard_sizes == dataset.shard_sizes
     os.remove(next(folder.glob("*.*")))
     assert len(opened(folder)) < 50
 
@@ -201,20 +201,20 @@ def test_a_bad_shard_is_named(what, message, compression, tmp_path, opened):
     path = broken(written(tmp_path / "data", compression=compression), what)
     dataset = opened(tmp_path / "data")
     assert dataset[0]["id"] == 0
-    first = dataset.blocks[0]
+    first = dataset.shard_sizes[0]
     for _ in range(2):
         with pytest.raises(DataError, match=message.format(path=path)) as caught:
             dataset[first]
         assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=message.format(path=path)):
         dataset.__getitems__([0, first])
-    assert dataset[first + dataset.blocks[1]]["id"] == first + dataset.blocks[1]
+    assert dataset[first + dataset.shard_sizes[1]]["id"] == first + dataset.shard_sizes[1]
 
 
 def test_digests_in_place_may_be_trusted(tmp_path, opened):
     broken(written(tmp_path / "data"), "changed")
     dataset = opened(tmp_path / "data", verify=False)
-    assert dataset[dataset.blocks[0]]["id"] == dataset.blocks[0]
+    assert dataset[dataset.shard_sizes[0]]["id"] == dataset.shard_sizes[0]
 
 
 def test_a_raw_digest_is_checked_after_unpacking(tmp_path, opened):
@@ -266,7 +266,7 @@ def test_a_missing_shard_is_an_error_of_its_own(tmp_path, opened):
     path = broken(written(tmp_path / "data"), "missing")
     dataset = opened(tmp_path / "data")
     with pytest.raises(ShardError, match=f"{path}: is missing"):
-        dataset[dataset.blocks[0]]
+        dataset[dataset.shard_sizes[0]]
 
 
 def index_with(folder, change):
@@ -297,8 +297,8 @@ BAD = [
     ("data", {"colums": ["id"]}, r"format mds has no option 'colums'; it knows columns"),
     ("data", {"cache": "memory://cache"}, r"cache must be a folder of this machine, got memory://cache$"),
     ("data", {"cache_bytes": 0}, r"cache_bytes must be a whole number of at least 1, got 0$"),
-    ("data", {"read_ahead": -1}, r"read_ahead must be a whole number of at least 0, got -1$"),
-    ("data", {"open_shards": 1.5}, r"open_shards must be a whole number of at least 1, got 1.5$"),
+    ("data", {"prefetch_shards": -1}, r"prefetch_shards must be a whole number of at least 0, got -1$"),
+    ("data", {"max_open_shards": 1.5}, r"max_open_shards must be a whole number of at least 1, got 1.5$"),
     ("data", {"download": "half"}, r"download must be 'whole' or 'ranged', got 'half'$"),
     ("packed", {"download": "ranged"}, r"is compressed \(gz\), which has no ranges; use download='whole'$"),
     ("packed", {"cache_bytes": 99}, r"has \d+ bytes, more than cache_bytes=99; give the cache more$"),

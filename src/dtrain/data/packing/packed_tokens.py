@@ -177,7 +177,7 @@ class PackedTokens:
         if len(self) == 0:
             raise ConfigError(
                 f"{_PREFIX}: {self.tokens} tokens in {len(dataset)} documents make no block of {seq}"
-                + ("; use tail='pad'" if self.tokens else "")
+                + ("; use last_block='pad'" if self.tokens else "")
             )
 
     def __len__(self) -> int:
@@ -200,7 +200,7 @@ class PackedTokens:
         Raises:
             ConfigError: a ``BlockShuffle`` of documents without shards.
         """
-        shards = getattr(self.dataset, "blocks", None)  # documents of each
+        shards = getattr(self.dataset, "shard_sizes", None)  # documents of each
         if shards is not None and hasattr(self.dataset, "order"):
             documents = np.concatenate([[0], np.cumsum(shards)])
             tokens = np.concatenate([[0], self._ends])[documents]
@@ -224,7 +224,7 @@ class PackedTokens:
             "lengths": ends,
             "tokens": self.tokens,
             "seq": self.seq,
-            "tail": self.last_block,
+            "last_block": self.last_block,
         }
 
     def close(self) -> None:

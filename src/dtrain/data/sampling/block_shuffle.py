@@ -47,7 +47,7 @@ class BlockShuffle:
     streams: int = 8
 
     def __post_init__(self) -> None:
-        for name, value in (("window", self.window), ("lanes", self.streams)):
+        for name, value in (("window", self.window), ("streams", self.streams)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"BlockShuffle: {name} must be a whole number of at least 1, got {value!r}")
         if self.unit not in _SHUFFLE_CODES:
@@ -142,7 +142,7 @@ class BlockOrder:
             "seed": self.seed,
             "shuffle": _SHUFFLE_CODES[options.unit],
             "window": options.window,
-            "lanes": options.streams,
+            "streams": options.streams,
             "shards": len(self.sizes),
             "shard_sizes": self._digest,
         }

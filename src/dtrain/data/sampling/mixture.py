@@ -69,7 +69,7 @@ class MixtureOrder:
     _tree: SplitTree = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lanes", lcm(*(source.order.streams for source in self.sources)))
+        object.__setattr__(self, "streams", lcm(*(source.order.streams for source in self.sources)))
         object.__setattr__(self, "_tree", build_tree([source.weight for source in self.sources]))
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:

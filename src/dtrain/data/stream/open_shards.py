@@ -121,7 +121,7 @@ def _close_shards(records: list[_OpenShard]) -> None:
 
 def _is_thread_safe(shard: Shard) -> bool:
     """Whether several threads may read from it. It is not closed then, since one may be at it, but only left alone."""
-    return getattr(shard, "any_thread", False)
+    return getattr(shard, "thread_safe", False)
 
 
 _MAX_QUEUED = 256

@@ -192,9 +192,9 @@ class ShardedDataset:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ["url", "root", "entries", "_options", "_verify", "_ranged", "_read_ahead", "_open_most", "_folder", "_limit"]
-        kept += ["_follow_links", "_max_sample_bytes", "_max_shard_bytes"]
-        return {name: self.__dict__[name] for name in kept}
+        stored = ["path", "root", "entries", "_options", "_verify", "_ranged", "_read_ahead", "_open_most", "_folder", "_limit"]
+        stored += ["_follow_links", "_max_sample_bytes", "_max_shard_bytes"]
+        return {name: self.__dict__[name] for name in stored}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -314,8 +314,8 @@ class ShardedDataset:
 def _check_options(*, cache_bytes: int | None, download: str, prefetch_shards: int, max_open_shards: int) -> None:
     for name, value, least in (
         ("cache_bytes", cache_bytes, 1),
-        ("read_ahead", prefetch_shards, 0),
-        ("open_shards", max_open_shards, 1),
+        ("prefetch_shards", prefetch_shards, 0),
+        ("max_open_shards", max_open_shards, 1),
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ConfigError(f"ShardedDataset: {name} must be a whole number of at least {least}, got {value!r}")

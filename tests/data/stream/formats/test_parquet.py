@@ -87,7 +87,7 @@ def test_count_reads_the_end_only_and_a_sample_its_row_group() -> None:
 
 
 def test_row_groups_are_kept_up_to_a_bound_for_all_shards_together() -> None:
-    shards = [opened(numbers(1000, row_group_size=100), "parquet", kept_bytes=25_000) for _ in range(3)]
+    shards = [opened(numbers(1000, row_group_size=100), "parquet", row_group_cache_bytes=25_000) for _ in range(3)]
     for row in range(0, 1000, 50):
         for shard in shards:
             assert shard[row]["n"] == row
@@ -105,7 +105,7 @@ def test_row_groups_of_a_shard_that_has_gone_are_the_first_to_be_forgotten() -> 
     gone[0]
     before = BYTE_LRU.size
     del gone
-    shard = opened(numbers(200, row_group_size=100), "parquet", kept_bytes=before * 5 // 2)
+    shard = opened(numbers(200, row_group_size=100), "parquet", row_group_cache_bytes=before * 5 // 2)
     assert (shard[0]["n"], shard[100]["n"]) == (0, 100)
     assert sorted(shard.kept) == [0, 1]
     shard.close()
@@ -114,7 +114,7 @@ def test_row_groups_of_a_shard_that_has_gone_are_the_first_to_be_forgotten() -> 
 
 def test_row_group_larger_than_the_bound_is_kept_alone() -> None:
     source = Held(data := numbers(1000))
-    shard = FORMATS["parquet"].open(source, entry_for(data, "parquet"), {"kept_bytes": 1})
+    shard = FORMATS["parquet"].open(source, entry_for(data, "parquet"), {"row_group_cache_bytes": 1})
     shard[0]
     reads = source.reads
     assert [shard[row]["n"] for row in range(1000)] == list(range(1000))

@@ -88,7 +88,7 @@ class ParquetShard:
         )
         self.cached: dict[int, list[Any]] = {}
         self._group_bytes: int = options.get("group_bytes", _MAX_GROUP_BYTES)
-        self._most_bytes: int = options.get("kept_bytes", _CACHE_BYTES)
+        self._most_bytes: int = options.get("row_group_cache_bytes", _CACHE_BYTES)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -168,7 +168,7 @@ def _decode_value(scalar: Any) -> Any:
 class ParquetFormat:
     """The format; see the module.
 
-    Options: ``columns`` (names; others are not read), and ``kept_bytes`` (of row groups that a process keeps unpacked, of all
+    Options: ``columns`` (names; others are not read), and ``row_group_cache_bytes`` (of row groups that a process keeps unpacked, of all
     shards together: 256 MiB, and always the last one), and ``group_bytes`` (of a row group in memory: 256 MiB; always
     16 times its bytes in the file).
     """
@@ -176,7 +176,7 @@ class ParquetFormat:
     name = "parquet"
     suffixes = (".parquet", ".pq")
     supports_ranges = True
-    options = ("columns", "kept_bytes", "group_bytes")
+    options = ("columns", "row_group_cache_bytes", "group_bytes")
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
         """Refuse what cannot be opened; see ``Format.check``."""
