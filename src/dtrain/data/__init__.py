@@ -1,11 +1,11 @@
 """Datasets, sample orders, mixtures, sequence packing and sharded streaming, all resumable on any number of ranks.
 
     dataset = dt.data.ShardedDataset("s3://bucket/c4", cache="/tmp/cache")
-    loader = dt.build_loader(dataset, mesh, batch_size=256, seed=1)
-    for batch in loader:
+    loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=256, seed=1)
+    for batch in loader.until("1ep"):
         ...
 
-The position of a loader is part of the checkpoint. Global batch ``k`` has the same samples on every number of ranks.
+A checkpoint saves the position of a loader. Global batch ``k`` has the same samples on every number of ranks.
 """
 
 from typing import TYPE_CHECKING

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dtrain.batch import BatchSpec, narrow_batch
+from dtrain import heartbeats, spans
+from dtrain.batch import BatchSpec, FailedBatch, narrow_batch
 from dtrain.data.fetcher import BatchRequest, Fetcher, describe_error
 from dtrain.data.position import EpochBatches, Position, is_reached
 from dtrain.data.sampling.last_batch import LastBatch, batch_indices
@@ -252,3 +253,18 @@ class EmptyBatchTemplate:
     def padding_sample(self) -> Batch | None:
         """The last batch; None before the first batch."""
         return self._last
+
+
+def time_data_waits(items: Iterator[LoaderItem | FailedBatch]) -> Iterator[LoaderItem | FailedBatch]:
+    """Yield the items, and measure the time in which the loop waits for the next item."""
+    while True:
+        spans.begin("data")
+        try:
+            item = next(items, None)
+        finally:
+            spans.end("data")
+            # The wait is over. A rank that stops before its next heartbeat is not waiting for data.
+            heartbeats.heartbeat("in the loop")
+        if item is None:
+            return
+        yield item

@@ -1,4 +1,4 @@
-"""``build_loader``: the loader that fits a dataset."""
+"""``build_loader``: build the loader of an indexed or iterable dataset."""
 
 from __future__ import annotations
 
@@ -49,48 +49,56 @@ def build_loader(
     pre_sharded: bool = False,
     allow_data_change: bool = False,
 ) -> Loader:
-    """A ``Loader`` of this rank's share of ``dataset``.
+    """Build the loader of this rank's share of ``dataset``.
 
     Args:
-        dataset: indexed, with a length, and the same on every rank: a map-style dataset, a tensor, a ``TensorDict`` or a dict
-            of tensors (a sample per row), a Hugging Face ``Dataset``, a ``ShardedDataset``, a ``Mixture``. Or one that can only
-            be iterated: every rank reads it whole and keeps its share; with ``state_dict`` and ``load_state_dict`` it resumes
-            at once, without them by reading what was consumed. A MosaicML ``StreamingDataset`` keeps its own order and state.
-        mesh: its data-parallel ranks share each batch, and those along ``cp`` and ``tp`` get the same; needed when there are
-            several ranks.
-        global_batch_size: samples per step over all ranks; or a schedule of such, rounded down, of the number of the step.
-        seed: the order depends on it and on the epoch, and on nothing else; so does what is drawn while samples are read.
-        shuffle: False keeps the dataset's order; a ``BlockShuffle`` shuffles near by, for data in shards.
-        num_workers: loader processes per node, divided over its ranks; 0 loads in the ranks themselves.
-        collate: list of samples -> batch. By default tensors are stacked, and samples that are mappings of tensors become a
-            ``TensorDict``.
+        dataset: an indexed dataset with a length, equal on every rank: a map-style dataset, a tensor, a ``TensorDict``, a dict
+            of tensors (a sample per row), a Hugging Face ``Dataset``, a ``ShardedDataset``, a ``Mixture``. Or an iterable
+            dataset: every rank reads the whole stream and keeps its share. An iterable dataset with ``state_dict`` and
+            ``load_state_dict`` resumes at once, without them by reading the consumed samples again. A MosaicML
+            ``StreamingDataset`` keeps its own order and state.
+        mesh: device mesh; its data-parallel ranks share each batch, ranks along ``cp`` and ``tp`` receive the same samples.
+            Required on several ranks.
+        global_batch_size: samples per step over all ranks; or a schedule of the number of the step, rounded down.
+        seed: seed of the order and of random numbers drawn while samples are read. Both depend on the seed and epoch only.
+        shuffle: if False, the dataset's order; a ``BlockShuffle`` shuffles locally, for data in shards.
+        num_workers: loader processes per node, divided over the ranks of the node; 0 loads in the ranks themselves.
+        collate: list of samples -> batch; None stacks tensors, and mappings of tensors become a ``TensorDict``.
         transform: ``(sample, generator) -> sample``, with a generator that depends on seed, epoch and sample only.
-        last_batch: what happens to a last global batch that is not full: ``"short"`` hands it out (ranks may get one sample fewer
-            than others, or an empty batch, which ``microbatch_step`` weights correctly), ``"drop"`` leaves it out, ``"pad"``
-            fills it up with the samples that the epoch began with.
-        on_error: of a sample that cannot be read: ``"raise"``, or ``"skip"`` it and list it in ``loader.skipped``.
-            A shard that is missing or damaged always raises.
-        batch_spec: where the batch axis of what ``collate`` returns is; None takes the first one.
-        device: hand batches out on this device, copied while earlier ones are computed on; None leaves them on the host.
+        last_batch: treatment of a last global batch that is not full: ``"short"`` issues it (a rank may have one sample fewer
+            than another rank, or an empty batch, which ``microbatch_step`` weights correctly), ``"drop"`` leaves it out,
+            ``"pad"`` fills it up with the first samples of the epoch.
+        on_error: treatment of a sample that cannot be read: ``"raise"``, or ``"skip"`` and list it in ``loader.skipped``.
+            A missing or damaged shard always raises.
+        batch_spec: position of the batch axis in the result of ``collate``; None uses the first axis.
+        device: device of the batches, copied while earlier batches are in use; None leaves the batches on the host.
         prefetch_factor: batches that each worker, and the device, prepares in advance.
-        timeout_s: seconds without a batch after which a worker counts as hanging; 0 waits for ever.
-        start_method: of workers: ``"fork"``, ``"forkserver"``, ``"spawn"``; None is Python's own choice.
-        pre_sharded: an iterable dataset that gives each rank samples of its own. Ranks may run out at different times. A
-            resume, on as many ranks, reads what was consumed, as a checkpoint has one state for all ranks.
-        allow_data_change: resume also when the dataset is another than the one of the checkpoint.
+        timeout_s: seconds without a batch after which a worker counts as hung; 0 disables the limit.
+        start_method: start method of the workers: ``"fork"``, ``"forkserver"``, ``"spawn"``; None uses Python's default.
+        pre_sharded: if True, an iterable dataset gives each rank different samples, and ranks may run out at different times.
+            A resume needs the same number of ranks, and reads the consumed samples again, since a checkpoint has one state for
+            all ranks.
+        allow_data_change: if True, a resume accepts another dataset than the dataset of the checkpoint.
+
+    Example:
+        >>> import dtrain as dt
+        >>> loader = dt.build_loader(list(range(10)), global_batch_size=4, seed=0, shuffle=False)
+        >>> for batch in loader.until("1ep"):
+        ...     print(batch.tolist())
+        [0, 1, 2, 3]
+        [4, 5, 6, 7]
+        [8, 9]
 
     Raises:
-        ConfigError: no sample, a batch size below 1, no whole batch with ``last_batch="drop"``, negative workers, several ranks
-            without a mesh, a shuffle of what can only be iterated.
+        ConfigError: the dataset is empty, the batch size is below 1, ``last_batch="drop"`` leaves no batch, ``num_workers`` is
+            negative, several ranks have no mesh, or ``shuffle`` is True for an iterable dataset.
     """
     dataset = as_row_dataset(dataset)
     if callable(global_batch_size):
         if isinstance(global_batch_size, UnitSchedule) and global_batch_size.unit != "ba":
-            raise ConfigError(f"build_loader: global_batch_size is a schedule of steps, got one of {global_batch_size.unit!r}")
+            raise ConfigError(f"build_loader: global_batch_size must be a schedule of steps, got {global_batch_size.unit!r}")
         if last_batch != "short" or not is_indexed(dataset):
-            raise ConfigError(
-                "build_loader: a schedule of global_batch_size needs a dataset that is indexed, and last_batch='short'"
-            )
+            raise ConfigError("build_loader: a schedule of global_batch_size needs an indexed dataset and last_batch='short'")
     else:
         _check_at_least(global_batch_size=(global_batch_size, 1))
     _check_at_least(num_workers=(num_workers, 0), prefetch_factor=(prefetch_factor, 1))
@@ -101,11 +109,11 @@ def build_loader(
         raise ConfigError(f"build_loader: timeout_s must be at least 0, got {timeout_s!r}")
     if mesh is None and get_dist_info().world_size > 1:
         raise ConfigError(
-            f"build_loader: {get_dist_info().world_size} ranks need mesh=, or each of them would get all the data"
+            f"build_loader: {get_dist_info().world_size} ranks need a mesh. Pass mesh=, so that the ranks share each batch"
         )
     target = None if device is None else torch.device(device)
     pin = target is not None and target.type == "cuda"
-    plan = _LoaderArgs(
+    args = _LoaderArgs(
         global_batch_size=global_batch_size,
         seed=seed,
         shuffle=shuffle,
@@ -120,10 +128,10 @@ def build_loader(
         batch_spec=batch_spec,
         pre_sharded=pre_sharded,
     )
-    feed: BatchSource = _map_batch_source(dataset, plan) if is_indexed(dataset) else _iterable_batch_source(dataset, plan)
+    source: BatchSource = _map_batch_source(dataset, args) if is_indexed(dataset) else _iterable_batch_source(dataset, args)
     known_data = {} if pre_sharded else fingerprint_dataset(dataset)
     return Loader(
-        feed,
+        source,
         seed=seed,
         fingerprint=known_data,
         allow_data_change=allow_data_change,
@@ -135,12 +143,12 @@ def build_loader(
 def _check_at_least(**numbers: tuple[int, int]) -> None:
     for name, (value, least) in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"build_loader: {name} must be a whole number of at least {least}, got {value!r}")
+            raise ConfigError(f"build_loader: {name} must be an integer of at least {least}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LoaderArgs:
-    """The arguments of ``build_loader``, checked."""
+    """Checked arguments of ``build_loader``."""
 
     global_batch_size: int | Schedule
     seed: int
@@ -155,79 +163,81 @@ class _LoaderArgs:
     pre_sharded: bool
 
 
-def _map_batch_source(dataset: Any, plan: _LoaderArgs) -> MapBatchSource:
-    if plan.pre_sharded:
-        raise ConfigError("build_loader: pre_sharded is for datasets that can only be iterated; this one has indices")
-    size, batch = len(dataset), plan.global_batch_size
+def _map_batch_source(dataset: Any, args: _LoaderArgs) -> MapBatchSource:
+    if args.pre_sharded:
+        raise ConfigError("build_loader: pre_sharded needs an iterable dataset, but this dataset is indexed. Leave it out")
+    size, batch = len(dataset), args.global_batch_size
     if size < 1:
         raise ConfigError("build_loader: the dataset has no samples")
-    if is_hugging_face(dataset) and plan.collate is None and dataset.format["type"] is None:
+    if is_hugging_face(dataset) and args.collate is None and dataset.format["type"] is None:
         dataset = dataset.with_format("torch")
-    order = _sample_order(dataset, size, plan)
-    if plan.last_batch == "drop" and not callable(batch) and order.size < batch:
+    order = _sample_order(dataset, size, args)
+    if args.last_batch == "drop" and not callable(batch) and order.size < batch:
         raise ConfigError(
-            f"build_loader: {order.size} samples are less than one global batch of {batch}; use last_batch='short'"
+            f"build_loader: {order.size} samples are less than one global batch of {batch}. Use last_batch='short'"
         )
-    reader = Fetcher(dataset=dataset, seed=plan.seed, collate=plan.collate, transform=plan.transform, on_error=plan.on_error)
+    fetcher = Fetcher(dataset=dataset, seed=args.seed, collate=args.collate, transform=args.transform, on_error=args.on_error)
     return MapBatchSource(
-        fetcher=reader,
+        fetcher=fetcher,
         order=order,
         global_batch_size=batch,
-        last_batch=plan.last_batch,
-        rank=plan.data_rank[0],
-        ranks=plan.data_rank[1],
-        workers=_divide_workers(plan.workers),
-        batch_spec=plan.batch_spec,
+        last_batch=args.last_batch,
+        rank=args.data_rank[0],
+        ranks=args.data_rank[1],
+        workers=_divide_workers(args.workers),
+        batch_spec=args.batch_spec,
     )
 
 
-def _sample_order(dataset: Any, size: int, plan: _LoaderArgs) -> SampleOrder:
+def _sample_order(dataset: Any, size: int, args: _LoaderArgs) -> SampleOrder:
     if hasattr(dataset, "order"):
-        return cast("SampleOrder", dataset.order(plan.seed, plan.shuffle))
-    if isinstance(plan.shuffle, BlockShuffle):
+        return cast("SampleOrder", dataset.order(args.seed, args.shuffle))
+    if isinstance(args.shuffle, BlockShuffle):
         raise ConfigError(
-            f"build_loader: a {type(dataset).__name__} has no shards to shuffle within; give shuffle=True, or a ShardedDataset"
+            f"build_loader: a {type(dataset).__name__} has no shards to shuffle within. Use shuffle=True, or a ShardedDataset"
         )
-    return ElasticSampler(size=size, seed=plan.seed, shuffle=plan.shuffle)
+    return ElasticSampler(size=size, seed=args.seed, shuffle=args.shuffle)
 
 
-def _iterable_batch_source(dataset: Any, plan: _LoaderArgs) -> IterableBatchSource:
+def _iterable_batch_source(dataset: Any, args: _LoaderArgs) -> IterableBatchSource:
     if not hasattr(dataset, "__iter__"):
-        raise ConfigError(f"build_loader: a {type(dataset).__name__} can neither be indexed (len and []) nor iterated")
-    if plan.shuffle is not False and not is_mosaic(dataset):
-        raise ConfigError("build_loader: an iterable dataset has its own order; give shuffle=False, and shuffle in the dataset")
-    if plan.last_batch == "pad":
-        raise ConfigError("build_loader: last_batch='pad' needs a dataset that is indexed; give last_batch='short' or 'drop'")
-    (rank, ranks), batch = plan.data_rank, plan.global_batch_size
-    assert not callable(batch), "refused before"
+        raise ConfigError(f"build_loader: dataset must have len and [], or be iterable, got a {type(dataset).__name__}")
+    if args.shuffle is not False and not is_mosaic(dataset):
+        raise ConfigError("build_loader: an iterable dataset has its own order. Use shuffle=False, and shuffle in the dataset")
+    if args.last_batch == "pad":
+        raise ConfigError("build_loader: last_batch='pad' needs an indexed dataset. Use last_batch='short' or 'drop'")
+    (rank, ranks), batch = args.data_rank, args.global_batch_size
+    assert not callable(batch), "build_loader refuses a schedule for an iterable dataset"
     own = adapt_mosaic(dataset, global_batch_size=batch, ranks=ranks) if is_mosaic(dataset) else None
-    if plan.pre_sharded and batch % ranks:
-        raise ConfigError(f"build_loader: pre_sharded needs a global_batch_size that {ranks} ranks can divide, got {batch}")
+    if args.pre_sharded and batch % ranks:
+        raise ConfigError(
+            f"build_loader: pre_sharded needs a global_batch_size that is divisible by {ranks} ranks, got {batch}"
+        )
     return IterableBatchSource(
         dataset=as_iterable(dataset),
-        seed=plan.seed,
+        seed=args.seed,
         global_batch_size=batch,
-        last_batch=plan.last_batch,
+        last_batch=args.last_batch,
         rank=rank,
         ranks=ranks,
-        workers=_divide_workers(plan.workers, at_most=None if own else 1),
-        pre_sharded=plan.pre_sharded or own is not None,
+        workers=_divide_workers(args.workers, at_most=None if own else 1),
+        pre_sharded=args.pre_sharded or own is not None,
         adapter=own,
-        collate=plan.collate,
-        transform=plan.transform,
-        on_error=plan.on_error,
-        batch_spec=plan.batch_spec,
+        collate=args.collate,
+        transform=args.transform,
+        on_error=args.on_error,
+        batch_spec=args.batch_spec,
     )
 
 
 def _divide_workers(workers: WorkerConfig, *, at_most: int | None = None) -> WorkerConfig:
-    """This rank's part of a node's workers, said once per node."""
+    """Return this rank's part of the node's workers; local rank 0 prints the division."""
     info = get_dist_info()
     ranks = info.local_world_size
     shares = [workers_for_rank(workers.count, rank, ranks) for rank in range(ranks)]
     shares = [share if at_most is None else min(share, at_most) for share in shares]
     if sum(shares) != workers.count or (ranks > 1 and workers.count):
-        why = "" if at_most is None else ", since what can only be iterated is read in one order"
+        why = "" if at_most is None else ", since one worker per rank reads an iterable dataset in order"
         if info.local_rank == 0:
             print(
                 f"dtrain: build_loader: {workers.count} loader workers for this node are {', '.join(map(str, shares))} for its "
@@ -238,5 +248,5 @@ def _divide_workers(workers: WorkerConfig, *, at_most: int | None = None) -> Wor
 
 
 def is_indexed(dataset: Any) -> bool:
-    """Whether samples can be had by number, in any order."""
+    """Return True if the dataset returns samples by index, in any order."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_mosaic(dataset)

@@ -60,7 +60,7 @@ def as_row_dataset(dataset: Any) -> Any:
 
 
 def fingerprint_dataset(dataset: Any) -> dict[str, Plain]:
-    """Return names, sizes and counts: from ``dataset.fingerprint()``, or from the attributes of a well-known kind of dataset."""
+    """Return names, sizes and counts: ``dataset.fingerprint()``, or attributes of a well-known kind of dataset."""
     if hasattr(dataset, "fingerprint"):
         return cast("dict[str, Plain]", dataset.fingerprint())
     known: dict[str, Plain] = {"count": len(dataset)} if hasattr(dataset, "__len__") else {}
@@ -91,7 +91,7 @@ def is_hugging_face(dataset: Any) -> bool:
 
 
 def memory_map(path: str | Path, make: Callable[[], Any]) -> Any:
-    """Memory-map the ``TensorDict`` in ``path``. If ``path`` does not exist, local rank 0 makes and writes the TensorDict first.
+    """Memory-map the ``TensorDict`` in ``path``. If ``path`` does not exist, local rank 0 calls ``make`` and writes it first.
 
     The tensors take memory once per node, not once per rank and loader worker. Opening reads no data.
 
@@ -102,6 +102,7 @@ def memory_map(path: str | Path, make: Callable[[], Any]) -> Any:
     Collective: one exchange of JSON; all ranks must call it.
 
     Example:
+        >>> import dtrain as dt
         >>> def make():
         ...     return TensorDict({"x": torch.randn(1000, 8)}, batch_size=[1000])
         >>> dataset = dt.data.memory_map("/tmp/train_rows", make)  # doctest: +SKIP

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
 from dtrain.batch import copy_batch_info, list_tensors, pin_memory, to_device
-from dtrain.errors import ConfigError
+from dtrain.data.batch_source import LoaderItem
+from dtrain.data.fetcher import describe_error
+from dtrain.errors import ConfigError, DataError, DtrainError
 from dtrain.typing import Batch
 
 Item = TypeVar("Item")
@@ -25,6 +28,7 @@ def prefetch_to_device(batches: Iterable[Batch], device: torch.device | str, *, 
     ``loader.until(...)``, prefetching would move the position ahead of the loop.
 
     Example:
+        >>> import dtrain as dt
         >>> batches = [torch.arange(2), torch.arange(3)]
         >>> [batch.tolist() for batch in dt.prefetch_to_device(batches, "cpu")]
         [[0, 1], [0, 1, 2]]
@@ -39,6 +43,30 @@ def prefetch_to_device(batches: Iterable[Batch], device: torch.device | str, *, 
     )
 
 
+def items_on_device(items: Iterator[LoaderItem], device: torch.device | None, prefetch_factor: int) -> Iterator[LoaderItem]:
+    """Move the batches of loader items to ``device``, with prefetch; None leaves the batches on the host.
+
+    Raises:
+        DataError: the dataset or a device raised an error. All ranks raise a DataError in the step, so no rank waits.
+    """
+    try:
+        if device is None:
+            yield from items
+        else:
+            yield from prefetch_items(
+                items,
+                device,
+                prefetch_factor=prefetch_factor,
+                get_batch=_get_batch,
+                set_batch=_set_batch,
+                is_last=_is_independent_end,
+            )
+    except DtrainError:
+        raise
+    except Exception as error:
+        raise DataError(f"loader: {describe_error(error)}") from error
+
+
 def prefetch_items(
     items: Iterable[Item],
     device: torch.device,
@@ -48,7 +76,7 @@ def prefetch_items(
     set_batch: Callable[[Item, Batch], Item],
     is_last: Callable[[Item], bool] = lambda _: False,
 ) -> Iterator[Item]:
-    """Prefetch items that hold a batch, as ``prefetch_to_device`` does. No item is read ahead after an item with ``is_last``."""
+    """Prefetch items that hold a batch, as ``prefetch_to_device`` does. ``is_last`` stops read-ahead."""
     if device.type != "cuda":
         for item in items:
             yield set_batch(item, to_device(get_batch(item), device))
@@ -76,3 +104,16 @@ def _wait_for_copy(item: Item, copied: Any, device: torch.device, get_batch: Cal
 
 def _identity(batch: Batch) -> Batch:
     return batch
+
+
+def _get_batch(item: LoaderItem) -> Batch:
+    return item.batch
+
+
+def _set_batch(item: LoaderItem, batch: Batch) -> LoaderItem:
+    return replace(item, batch=batch)
+
+
+def _is_independent_end(item: LoaderItem) -> bool:
+    """Return True if the next batch depends on the step on this batch."""
+    return item.independent_epochs and item.ends_epoch

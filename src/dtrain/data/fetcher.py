@@ -28,6 +28,7 @@ def collate(samples: Sequence[Any]) -> Batch:
     the result is a dict with lists of strings. Other samples go through torch's ``default_collate``.
 
     Example:
+        >>> import dtrain as dt
         >>> batch = dt.data.collate([{"x": torch.zeros(3), "label": 0}, {"x": torch.ones(3), "label": 1}])
         >>> batch["x"].shape, batch["label"]
         (torch.Size([2, 3]), tensor([0, 1]))
@@ -119,7 +120,7 @@ class BatchRequest:
     repeats: int = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the indices as bytes. torch would pickle a tensor through shared memory, which takes longer than the request."""
+        """Pickle the indices as bytes, since torch would pickle a tensor through shared memory, which is slower."""
         return _rebuild_request, (self.epoch, self.start, self.indices.numpy().tobytes(), self.repeats)
 
 

@@ -1,31 +1,28 @@
 """``Loader``: batches of this rank, with a position that a checkpoint stores as a few integers.
 
-The loader decides the samples of each batch and advances the position; a ``BatchSource`` reads the samples. The position counts
-*issued* samples. Samples that workers have prefetched do not count.
+The loader advances the position; a ``BatchSource`` reads the samples. The position counts *issued*, not prefetched samples.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Protocol
 
 import torch
 
-from dtrain import heartbeats, spans
 from dtrain.batch import FailedBatch, attach_batch_info
 from dtrain.clock import EpochPosition
-from dtrain.data.batch_source import BatchSource, LoaderItem
+from dtrain.data.batch_source import BatchSource, LoaderItem, time_data_waits
 from dtrain.data.dataset import hash_fingerprint
-from dtrain.data.device_prefetch import prefetch_items
-from dtrain.data.fetcher import describe_error
-from dtrain.data.position import EpochBatches, IssuedBatch, Position, SkippedSamples, is_reached, parse_length
+from dtrain.data.device_prefetch import items_on_device
+from dtrain.data.position import EpochBatches, IssuedBatch, Position, SkippedSamples, is_reached, parse_length, read_position
 from dtrain.dist.batch_info import BatchInfo, BatchStatus
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
 from dtrain.durations import Duration, RunLength
-from dtrain.errors import CheckpointMismatchError, ConfigError, DataError, DtrainError
+from dtrain.errors import CheckpointMismatchError, ConfigError, DtrainError
 from dtrain.typing import Batch, Plain
 
 _STATE_VERSION = 1
@@ -82,6 +79,7 @@ class Loader:
         """Count the batches of a complete epoch.
 
         Example:
+            >>> import dtrain as dt
             >>> loader = dt.build_loader(list(range(10)), global_batch_size=4, seed=0)
             >>> loader.steps_per_epoch()
             3
@@ -95,6 +93,7 @@ class Loader:
         """Count the steps from the start of the run to ``length``, in epochs, batches or samples.
 
         Example:
+            >>> import dtrain as dt
             >>> loader = dt.build_loader(list(range(10)), global_batch_size=4, seed=0)
             >>> loader.total_steps("2ep")
             6
@@ -162,6 +161,7 @@ class Loader:
                 resumed run had stopped, the loop ends at once.
 
         Example:
+            >>> import dtrain as dt
             >>> loader = dt.build_loader(list(range(10)), global_batch_size=4, seed=0, shuffle=False)
             >>> [batch.tolist() for batch in loader.until("1ep")]
             [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -178,7 +178,7 @@ class Loader:
         stepped = pending is not None or (self._issued is not None and self._issued.is_stepped)
         while not is_reached(goal, self.position) and not any(condition.stopped for condition in stops):
             at, evaluations = self.position, self._evaluations
-            for item in _time_data_waits(self._items(at, goal)):
+            for item in time_data_waits(self._items(at, goal)):
                 if isinstance(item, FailedBatch):
                     place = self._place(at)
                     self.last_batch_info = BatchInfo(
@@ -213,13 +213,15 @@ class Loader:
         ``last_batch`` has no effect: no sample is left out, and no sample is repeated.
 
         Example:
+            >>> import dtrain as dt
             >>> loader = dt.build_loader(list(range(5)), global_batch_size=2, seed=0, shuffle=False)
             >>> [batch.tolist() for batch in loader.one_epoch()]
             [[0, 1], [2, 3], [4]]
         """
         at = Position(epoch=self.position.epoch)
         self._evaluations += 1
-        for item in self._items_on_device(self.source.items(at, Duration(at.epoch + 1, "ep"), evaluation=True)):
+        items = self.source.items(at, Duration(at.epoch + 1, "ep"), evaluation=True)
+        for item in items_on_device(items, self._device, self._prefetch_factor):
             self.skipped.add(item.skipped)
             if not item.position_only:
                 yield item.batch
@@ -233,6 +235,7 @@ class Loader:
         Mutates: the position.
 
         Example:
+            >>> import dtrain as dt
             >>> loader = dt.build_loader(list(range(6)), global_batch_size=2, seed=0, shuffle=False)
             >>> loader.skip(4)
             >>> [batch.tolist() for batch in loader.until("1ep")]
@@ -283,11 +286,11 @@ class Loader:
                 f"loader: the saved position has format version {state.get('version')}, this release reads {_STATE_VERSION}. "
                 "Leave the loader out of extra to start over"
             )
-        at = Position(**{field.name: _read_int(state, field.name) for field in fields(Position)})
+        at = read_position(state)
         if not self._allow_data_change and state.get("data") != self._digest:
             raise CheckpointMismatchError(
-                f"loader: the dataset differs from the dataset of the checkpoint, which had {state.get('size')} samples; this one "
-                f"has {self.fingerprint.get('count')} (names, sizes or shards differ). Resume with the same data, or pass "
+                f"loader: the dataset differs from the dataset of the checkpoint, which had {state.get('size')} samples; this "
+                f"one has {self.fingerprint.get('count')} (names, sizes or shards differ). Resume with the same data, or pass "
                 "build_loader(allow_data_change=True)"
             )
         try:
@@ -383,68 +386,15 @@ class Loader:
         self.position, self._dataset_state = item.position_after, item.dataset_state
 
     def _items(self, at: Position, goal: Duration) -> Iterator[LoaderItem | FailedBatch]:
-        """Iterate over the items, on the device. On several ranks, yield a failure as a batch: the step tells the other ranks."""
+        """Iterate over the items, on the device. On several ranks, a failure becomes a batch that makes all ranks raise."""
+        items = self.source.items(at, goal, state=self._dataset_state)
         try:
-            yield from self._items_on_device(self.source.items(at, goal, state=self._dataset_state))
+            yield from items_on_device(items, self._device, self._prefetch_factor)
         except DtrainError as error:
             if get_dist_info().world_size == 1:
                 raise
             yield FailedBatch(error)
 
-    def _items_on_device(self, items: Iterator[LoaderItem]) -> Iterator[LoaderItem]:
-        try:
-            if self._device is None:
-                yield from items
-            else:
-                yield from prefetch_items(
-                    items,
-                    self._device,
-                    prefetch_factor=self._prefetch_factor,
-                    get_batch=_get_batch,
-                    set_batch=_set_batch,
-                    is_last=_is_independent_end,
-                )
-        except DtrainError:
-            raise
-        except Exception as error:
-            # The dataset's order or a device may raise any error. A DataError lets the step on the other ranks stop, too.
-            raise DataError(f"loader: {describe_error(error)}") from error
-
     def __repr__(self) -> str:
         at = self.position
         return f"Loader(data={self.fingerprint}, epoch={at.epoch}, samples={at.samples})"
-
-
-def _time_data_waits(items: Iterator[LoaderItem | FailedBatch]) -> Iterator[LoaderItem | FailedBatch]:
-    """Yield the items, and measure the time in which the loop waits for the next item."""
-    while True:
-        spans.begin("data")
-        try:
-            item = next(items, None)
-        finally:
-            spans.end("data")
-            # The wait is over. A rank that stops before its next heartbeat is not waiting for data.
-            heartbeats.heartbeat("in the loop")
-        if item is None:
-            return
-        yield item
-
-
-def _get_batch(item: LoaderItem) -> Batch:
-    return item.batch
-
-
-def _is_independent_end(item: LoaderItem) -> bool:
-    """Return True if the next batch depends on the step on this batch."""
-    return item.independent_epochs and item.ends_epoch
-
-
-def _set_batch(item: LoaderItem, batch: Batch) -> LoaderItem:
-    return replace(item, batch=batch)
-
-
-def _read_int(state: Mapping[str, Plain], name: str) -> int:
-    value = state.get(name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise CheckpointMismatchError(f"loader: {name!r} of the saved position must be an integer, got {value!r}")
-    return value

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from dtrain.data.sampling.last_batch import LastBatch, batch_bounds, batches_left, epoch_samples
 from dtrain.dist.batch_info import UNTRACKED_BATCHES, BatchStatus
 from dtrain.durations import Duration
-from dtrain.errors import ConfigError
+from dtrain.errors import CheckpointMismatchError, ConfigError
 from dtrain.typing import Plain, Schedule
 
 
@@ -23,6 +25,19 @@ class Position:
     samples: int = 0
     batches: int = 0
     total: int = 0
+
+
+def read_position(state: Mapping[str, Plain]) -> Position:
+    """Read the position of a loader's saved state.
+
+    Raises:
+        CheckpointMismatchError: an entry is not an integer.
+    """
+    values = {name: state.get(name) for name in ("epoch", "samples", "batches", "total")}
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CheckpointMismatchError(f"loader: {name!r} of the saved position must be an integer, got {value!r}")
+    return Position(**cast("dict[str, int]", values))
 
 
 def is_reached(goal: Duration, at: Position) -> bool:

@@ -1,7 +1,7 @@
 """``SampleTransform``: transforms of a sample with a random generator that is seeded per sample.
 
-A transform is ``fn(sample, generator) -> sample``. The seed of the run, the epoch and the sample's index in the dataset seed the
-generator. So augmentation is the same on any number of ranks and loader workers, with any batch size, and after a resume.
+A transform is ``fn(sample, generator) -> sample``. The generator's seed comes from the seed of the run, the epoch and the
+sample's index. So augmentation is the same on any number of ranks and workers, with any batch size, and after a resume.
 
 A transform that mixes two samples reads the second sample from the dataset, on any rank::
 
@@ -62,6 +62,7 @@ def seed_per_sample(fn: Callable[[Any], Any]) -> SampleTransform:
         fn: ``sample -> sample``.
 
     Example:
+        >>> import dtrain as dt
         >>> flip = dt.data.seed_per_sample(lambda x: x.flip(0) if torch.rand(()) < 0.5 else x)
         >>> loader = dt.build_loader(torch.arange(12).view(4, 3), global_batch_size=2, seed=0, transform=flip)
         >>> next(loader.until("1ep")).shape

@@ -1,4 +1,4 @@
-"""Attention that stays inside a document, for packed blocks: as a mask, and as the bounds of variable-length attention."""
+"""Attention within documents, for packed blocks: ``document_mask``, and ``document_bounds`` for variable-length attention."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dtrain.errors import ConfigError
 
 
 class DocumentBounds(NamedTuple):
-    """Where the documents of a batch begin and end when its rows are put one after the other.
+    """Bounds of the documents in the concatenated rows of a batch, for variable-length attention.
 
-    ``cu_seqlens`` is int32 ``[parts + 1]`` on the documents' device, from 0 to the number of tokens; ``max_seqlen`` the most tokens
-    of one part. They are what variable-length attention calls ``cu_seqlens`` and ``max_seqlen``.
+    ``cu_seqlens`` is int32 ``[parts + 1]`` on the documents' device, from 0 to the number of tokens. ``max_seqlen`` is the
+    largest number of tokens of a part.
     """
 
     cu_seqlens: Tensor
@@ -22,23 +22,25 @@ class DocumentBounds(NamedTuple):
 
 
 def document_mask(documents: Tensor, *, causal: bool = True) -> Tensor:
-    """Which tokens may look at which: those of one document, and with ``causal`` only back.
+    """Build an attention mask in which a token attends to tokens of its own document only.
 
     Args:
-        documents: ``[batch, seq]`` the document of each token, as in a packed block. Padding is a document of its own, so no
+        documents: ``[batch, seq]`` document number of each token, as in a packed block. Padding is a document of its own, so no
             row of the mask is empty.
-        causal: whether a token sees those after it.
+        causal: if True, a token attends to earlier tokens only.
 
     Returns:
-        bool ``[batch, 1, seq, seq]``, True where token ``[.., .., query, key]`` may look: ``attn_mask`` of
-        ``scaled_dot_product_attention``, for all heads. A byte for each pair of tokens; ``document_bounds`` needs none.
-
-    Raises:
-        ConfigError: documents of another shape.
+        bool ``[batch, 1, seq, seq]``, True at ``[.., .., query, key]`` if token ``query`` attends to token ``key``: the
+        ``attn_mask`` of ``scaled_dot_product_attention``. The mask takes a byte per pair of tokens; ``document_bounds`` needs
+        no mask.
 
     Example:
-        >>> document_mask(torch.tensor([[4, 4, 5]])).int().squeeze().tolist()
+        >>> import dtrain as dt
+        >>> dt.data.document_mask(torch.tensor([[4, 4, 5]])).int().squeeze().tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+
+    Raises:
+        ConfigError: the shape of ``documents`` is wrong.
     """
     _check_documents(documents, "document_mask")
     same = documents[:, None, :, None] == documents[:, None, None, :]
@@ -46,30 +48,31 @@ def document_mask(documents: Tensor, *, causal: bool = True) -> Tensor:
 
 
 def document_bounds(documents: Tensor) -> DocumentBounds:
-    """Bounds of the parts of a batch that belong to one document each, for attention over ``[batch * seq]`` tokens.
+    """Compute the bounds of the documents of a batch, for attention over ``[batch * seq]`` tokens.
 
     Args:
-        documents: ``[batch, seq]`` the document of each token, as in a packed block. A document ends with its row; padding is a
-            part of its own.
+        documents: ``[batch, seq]`` document number of each token, as in a packed block. A document ends at the end of its row,
+            and padding is a document of its own.
 
-    Host sync: one, to count the parts and find the longest.
-
-    Raises:
-        ConfigError: documents of another shape.
+    Host sync: one, to count the parts and find the longest part.
 
     Example:
-        >>> offsets, longest = document_bounds(torch.tensor([[4, 4, 5], [5, 6, 6]]))
-        >>> offsets.tolist(), longest
+        >>> import dtrain as dt
+        >>> bounds = dt.data.document_bounds(torch.tensor([[4, 4, 5], [5, 6, 6]]))
+        >>> bounds.cu_seqlens.tolist(), bounds.max_seqlen
         ([0, 2, 3, 4, 6], 2)
+
+    Raises:
+        ConfigError: the shape of ``documents`` is wrong.
     """
     _check_documents(documents, "document_bounds")
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     starts = begins.flatten().nonzero().squeeze(1)
-    offsets = torch.cat([starts, starts.new_full((1,), documents.numel())]).int()
-    return DocumentBounds(offsets, int(offsets.diff().max()) if len(starts) else 0)
+    cu_seqlens = torch.cat([starts, starts.new_full((1,), documents.numel())]).int()
+    return DocumentBounds(cu_seqlens, int(cu_seqlens.diff().max()) if len(starts) else 0)
 
 
-def _check_documents(documents: Tensor, prefix: str) -> None:
+def _check_documents(documents: Tensor, caller: str) -> None:
     if documents.ndim != 2:
-        raise ConfigError(f"{prefix}: documents must be [batch, seq], got shape {tuple(documents.shape)}")
+        raise ConfigError(f"{caller}: documents must be [batch, seq], got shape {tuple(documents.shape)}")

@@ -1,6 +1,6 @@
-"""A block of ``seq`` tokens while it is filled: the one arithmetic of packing, for indexed documents and for streams.
+"""``PackedTokens``: pack documents of known lengths into blocks of ``seq`` tokens, as an indexed dataset.
 
-``PackedTokens``: blocks of documents whose lengths are known, as a dataset that is indexed."""
+``TokenBlock`` fills a block, for ``PackedTokens`` and for ``TokenStream``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
 
 IGNORE_INDEX = -100
-"""The label that no loss counts: torch's default, and ``token_cross_entropy``'s."""
+"""Label that losses ignore: the default of torch and of ``token_cross_entropy``."""
 
 PADDING_DOCUMENT = -1
-"""The document number of what is not a token of any document."""
+"""Document number of padding."""
 
 
 class TokenDocument(NamedTuple):
-    """The tokens of a document, and which of them are to be predicted: the same, or ``IGNORED`` where they are not."""
+    """Tokens and targets of a document. A target is its token, or ``IGNORE_INDEX`` if the token is not to be predicted."""
 
     tokens: Any
     targets: Any
@@ -36,14 +36,15 @@ class TokenDocument(NamedTuple):
 
 
 def as_document(sample: Any, number: int) -> TokenDocument:
-    """``sample`` as a document: its tokens, or a mapping with ``"input_ids"`` and perhaps ``"labels"``, one for each of them.
+    """Convert ``sample`` to a document: tokens, or a mapping with ``"input_ids"`` and optionally ``"labels"``.
 
     Raises:
-        DataError: neither; or labels of another number.
+        DataError: ``sample`` is neither, or the numbers of tokens and labels differ.
     """
     if hasattr(sample, "keys"):
-        if "input_ids" not in sample.keys():  # noqa: SIM118  # a TensorDict has no ``in`` of its own
-            raise DataError(f"packing: document {number} has no 'input_ids'; it has {sorted(map(str, sample.keys()))[:8]}")
+        # A TensorDict has no ``in`` of its own.
+        if "input_ids" not in sample.keys():  # noqa: SIM118
+            raise DataError(f"packing: document {number} must have 'input_ids', got {sorted(map(str, sample.keys()))[:8]}")
         tokens = sample["input_ids"]
         targets = sample["labels"] if "labels" in sample.keys() else tokens  # noqa: SIM118
     else:
@@ -51,15 +52,17 @@ def as_document(sample: Any, number: int) -> TokenDocument:
     for values in (tokens, targets):
         if isinstance(values, str | bytes) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) != 1:
             raise DataError(
-                f"packing: document {number} must be tokens, [length] whole numbers, got {_describe(values)}; tokenize it first"
+                f"packing: document {number} must be tokens, [length] integers, got {_describe(values)}. Tokenize the document"
             )
     if len(targets) != len(tokens):
-        raise DataError(f"packing: document {number} has {len(tokens)} tokens and {len(targets)} labels; give one for each")
+        raise DataError(
+            f"packing: document {number} has {len(tokens)} tokens and {len(targets)} labels. Give a label per token"
+        )
     return TokenDocument(tokens, targets)
 
 
 class TokenBlock:
-    """``seq`` places for tokens, filled from the left; what is left over is padding."""
+    """Block of ``seq`` tokens, filled from the left. The rest is padding."""
 
     __slots__ = ("_documents", "_labels", "_positions", "_tokens", "filled", "seq")
 
@@ -71,13 +74,14 @@ class TokenBlock:
         self._documents = np.full(seq, PADDING_DOCUMENT, dtype=np.int64)
 
     def add(self, number: int, document: TokenDocument, begin: int) -> int:
-        """Take what fits of ``document`` from token ``begin`` on; returns where it ends, exclusively."""
+        """Add the tokens of ``document`` that fit, from token ``begin`` on. Return the end, exclusively."""
         end = min(len(document), begin + self.seq - self.filled)
         if end <= begin:
             return end
         at, until = self.filled, self.filled + end - begin
         self._tokens[at:until] = _token_slice(document.tokens, begin, end, number)
-        known = min(end + 1, len(document))  # the last token of a document has no next one
+        # The last token of a document has no next token.
+        known = min(end + 1, len(document))
         self._labels[at : at + known - begin - 1] = _token_slice(document.targets, begin + 1, known, number)
         self._positions[at:until] -= at
         self._documents[at:until] = number
@@ -89,29 +93,32 @@ class TokenBlock:
         return self.filled == self.seq
 
     def tensors(self) -> dict[str, Tensor]:
-        """The block as a sample: four int64 tensors ``[seq]``, which share memory with it."""
+        """Return the block as a sample: four int64 tensors ``[seq]``, which share memory with the block."""
         self._positions[self.filled :] -= self.filled
         named = {"input_ids": self._tokens, "labels": self._labels, "positions": self._positions, "documents": self._documents}
         return {name: torch.from_numpy(values) for name, values in named.items()}
 
 
 def check_block_options(prefix: str, seq: int, last_block: str) -> None:
-    """Raise ``ConfigError`` unless both can be."""
+    """Raise ``ConfigError`` unless ``seq`` and ``last_block`` are valid."""
     if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1:
-        raise ConfigError(f"{prefix}: seq must be a whole number of at least 1, got {seq!r}")
+        raise ConfigError(f"{prefix}: seq must be an integer of at least 1, got {seq!r}")
     if last_block not in ("pad", "drop"):
-        raise ConfigError(f"{prefix}: tail must be 'pad' or 'drop', got {last_block!r}")
+        raise ConfigError(f"{prefix}: last_block must be 'pad' or 'drop', got {last_block!r}")
 
 
 def _token_slice(values: Any, begin: int, end: int, number: int) -> Any:
-    """A stretch of ``values`` as an array. It is cut first: a document may be a memory map of a file."""
-    if begin >= end:  # an empty list has no dtype to check
+    """Convert a range of ``values`` to an array. The slice comes first, since a document may be a memory-mapped file."""
+    # An empty list has no dtype to check.
+    if begin >= end:
         return np.empty(0, dtype=np.int64)
-    stretch = values[begin:end]
-    array = stretch.detach().cpu().numpy() if isinstance(stretch, Tensor) else np.asarray(stretch)
+    part = values[begin:end]
+    array = part.detach().cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
     if array.dtype.kind not in "iu" or array.ndim != 1:
-        shown = f"{array.dtype} of shape {array.shape}"
-        raise DataError(f"packing: document {number} must be tokens, [length] whole numbers, got {shown}; tokenize it first")
+        description = f"{array.dtype} of shape {array.shape}"
+        raise DataError(
+            f"packing: document {number} must be tokens, [length] integers, got {description}. Tokenize the document"
+        )
     return array
 
 
@@ -121,44 +128,45 @@ def _describe(values: Any) -> str:
 
 
 DocumentLengths: TypeAlias = "Sequence[int] | Tensor | np.ndarray[Any, Any] | Callable[[int], int]"
-"""Tokens of each document: ``[documents]`` whole numbers, or a function of a document's number that does not read it."""
+"""Tokens of each document: ``[documents]`` integers, or a function of a document's number that does not read the document."""
 
 _PREFIX = "PackedTokens"
 
 
 class PackedTokens:
-    """The tokens of all documents one after the other, in blocks of ``seq``: a dataset of blocks.
+    """Dataset of blocks of ``seq`` tokens, cut from the concatenated tokens of all documents.
 
-    Block ``i`` holds the tokens ``i * seq`` to ``(i + 1) * seq`` of the documents in their order, so any block is found
-    by a search among the documents' ends. All that a loader promises holds for blocks: they can be shuffled, dealt to any
-    number of ranks, and resumed. Tokens are neither lost nor repeated.
+    Block ``i`` holds the tokens ``i * seq`` to ``(i + 1) * seq`` of the documents in order. A search among the documents' ends
+    finds any block, so a loader can shuffle the blocks, split them over any number of ranks, and resume. No token is lost or
+    repeated.
 
     A sample is a mapping of int64 tensors ``[seq]``:
 
-    - ``input_ids``: the tokens; ``pad_token`` where there is none.
-    - ``labels``: the next token of the same document, also where that is in the next block; -100 for the last one of each
-      document and for padding. So no token is predicted from another document, and as many labels count as there are tokens
-      that have one before them, whatever ``seq`` is. They are already shifted: for a loss of ``labels[t]`` on ``logits[t]``.
-    - ``positions``: from 0 on in each document's part of the block, so they are below ``seq``.
+    - ``input_ids``: the tokens; ``pad_token`` in padding.
+    - ``labels``: the next token of the same document, also if that token is in the next block; -100 for the last token of each
+      document and for padding. So no token is predicted from another document, and the number of labels that count does not
+      depend on ``seq``. The labels are already shifted: a loss compares ``labels[t]`` with ``logits[t]``.
+    - ``positions``: counted from 0 in each document's part of the block, so below ``seq``.
     - ``documents``: the number of the document, -1 for padding; see ``document_mask`` and ``document_bounds``.
 
     Args:
-        dataset: indexed documents: tokens ``[length]`` as a tensor, array or list, or mappings of them with ``"input_ids"``,
-            and ``"labels"`` if not all tokens are to be predicted (``labels[t]`` is token ``t``, or -100 where it is not).
-            Nothing is put between documents: their tokens should end with one that says so.
+        dataset: indexed documents: tokens ``[length]`` as a tensor, array or list, or mappings with ``"input_ids"``, and
+            ``"labels"`` if some tokens are not to be predicted (``labels[t]`` is token ``t``, or -100). Nothing is inserted
+            between documents, so the tokens should end with an end-of-text token.
         seq: tokens in a block.
-        lengths: tokens of every document, by number. Eight bytes a document are kept. A function is called once for each.
-        last_block: what happens to the last block when it is not full: ``"pad"`` fills it up, ``"drop"`` leaves it out.
-        pad_token: what stands in ``input_ids`` where there is no token; it counts in no loss.
-
-    Raises:
-        ConfigError: no block; lengths of another number than documents, or below 0; when a block is read, ``DataError`` for a
-            document that is not as long as was said.
+        lengths: tokens of every document, by number; 8 bytes of memory per document. A function is called once per document.
+        last_block: treatment of a last block that is not full: ``"pad"`` fills it up, ``"drop"`` leaves it out.
+        pad_token: token in the padding of ``input_ids``; no loss counts it.
 
     Example:
-        >>> packed = PackedTokens([[1, 2, 3], [], [4, 5]], seq=4, lengths=[3, 0, 2])
+        >>> import dtrain as dt
+        >>> packed = dt.data.PackedTokens([[1, 2, 3], [], [4, 5]], seq=4, lengths=[3, 0, 2])
         >>> [block["input_ids"].tolist() for block in packed], packed[0]["labels"].tolist()
         ([[1, 2, 3, 4], [5, 0, 0, 0]], [2, 3, -100, 5])
+
+    Raises:
+        ConfigError: there is no block, or ``lengths`` has a wrong number of documents or a negative length.
+        DataError: a document that is read has another length than ``lengths`` says.
     """
 
     def __init__(
@@ -177,7 +185,7 @@ class PackedTokens:
         if len(self) == 0:
             raise ConfigError(
                 f"{_PREFIX}: {self.tokens} tokens in {len(dataset)} documents make no block of {seq}"
-                + ("; use last_block='pad'" if self.tokens else "")
+                + (". Use last_block='pad'" if self.tokens else "")
             )
 
     def __len__(self) -> int:
@@ -185,39 +193,40 @@ class PackedTokens:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
-            raise IndexError(f"{_PREFIX}: there are blocks 0 to {len(self) - 1}, got {index}")
+            raise IndexError(f"{_PREFIX}: index must be in 0 to {len(self) - 1}, got {index}")
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The blocks ``indices``; a document that several of them need is read once."""
+        """Read blocks. A document that several of the blocks need is read once."""
         spans = [self._documents_of(index) for index in indices]
         documents = self._read_documents(sorted({number for span in spans for number in span}))
         return [self._build_block(index, span, documents) for index, span in zip(indices, spans, strict=True)]
 
     def order(self, seed: int, shuffle: bool | BlockShuffle) -> SampleOrder:
-        """The order of an epoch of blocks. Where documents lie in shards, blocks are shuffled near by, as documents would be.
+        """Return the order of an epoch of blocks. If documents are in shards, blocks have a block shuffle by default.
 
         Raises:
-            ConfigError: a ``BlockShuffle`` of documents without shards.
+            ConfigError: ``shuffle`` is a ``BlockShuffle``, and the documents are not in shards.
         """
-        shards = getattr(self.dataset, "shard_sizes", None)  # documents of each
-        if shards is not None and hasattr(self.dataset, "order"):
-            documents = np.concatenate([[0], np.cumsum(shards)])
+        documents_per_shard = getattr(self.dataset, "shard_sizes", None)
+        if documents_per_shard is not None and hasattr(self.dataset, "order"):
+            documents = np.concatenate([[0], np.cumsum(documents_per_shard)])
             tokens = np.concatenate([[0], self._ends])[documents]
-            first = np.minimum(-(-tokens // self.seq), len(self))  # the block that begins there or next
+            # The first block that begins in the shard, or after it.
+            first = np.minimum(-(-tokens // self.seq), len(self))
             return shard_order(np.diff(first), seed=seed, shuffle=shuffle)
         if isinstance(shuffle, BlockShuffle):
-            raise ConfigError(f"{_PREFIX}: the documents have no shards to shuffle within; give shuffle=True")
+            raise ConfigError(f"{_PREFIX}: the documents have no shards to shuffle within. Use shuffle=True")
         return ElasticSampler(size=len(self), seed=seed, shuffle=shuffle)
 
     def prefetch(self, indices: Tensor) -> None:
-        """Say which blocks are read soon: a dataset that can fetch ahead is told of their documents."""
+        """Pass the documents of the blocks to the method ``prefetch`` of the dataset, if the dataset has one."""
         if hasattr(self.dataset, "prefetch"):
             numbers = dict.fromkeys(number for index in indices.tolist() for number in self._documents_of(index))
             self.dataset.prefetch(torch.tensor(list(numbers), dtype=torch.int64))
 
     def fingerprint(self) -> dict[str, Plain]:
-        """What the blocks depend on: the documents' own fingerprint, their lengths, and how they are cut."""
+        """Return the documents' fingerprint, a hash of the lengths, and the options of the blocks."""
         ends = xxhash.xxh3_64_hexdigest(self._ends.data.cast("B")) if len(self._ends) else ""
         return {
             "documents": fingerprint_dataset(self.dataset),
@@ -228,12 +237,12 @@ class PackedTokens:
         }
 
     def close(self) -> None:
-        """Close the documents, if they can be."""
+        """Close the documents, if they have a method ``close``."""
         if hasattr(self.dataset, "close"):
             self.dataset.close()
 
     def _documents_of(self, index: int) -> range:
-        """The documents with a token in block ``index``, and empty ones between them."""
+        """Return the numbers of the documents with a token in block ``index``, and of empty documents between them."""
         first = np.searchsorted(self._ends, index * self.seq, side="right")
         last = np.searchsorted(self._ends, min((index + 1) * self.seq, self.tokens), side="left")
         return range(int(first), int(last) + 1)
@@ -243,10 +252,11 @@ class PackedTokens:
         samples = many(numbers) if many is not None else [self.dataset[number] for number in numbers]
         documents = {number: as_document(sample, number) for number, sample in zip(numbers, samples, strict=True)}
         for number, document in documents.items():
-            said = int(self._ends[number]) - self._document_start(number)
-            if len(document) != said:
+            expected = int(self._ends[number]) - self._document_start(number)
+            if len(document) != expected:
                 raise DataError(
-                    f"{_PREFIX}: document {number} has {len(document)} tokens, lengths says {said}; take lengths of these"
+                    f"{_PREFIX}: document {number} has {len(document)} tokens, but lengths has {expected}. "
+                    "Compute lengths from these documents"
                 )
         return documents
 
@@ -264,13 +274,13 @@ class PackedTokens:
 
 
 def _document_ends(documents: int, lengths: DocumentLengths) -> np.ndarray[Any, Any]:
-    """Where each document ends among all tokens: ``[documents]`` int64."""
+    """Compute the end of each document among all tokens: ``[documents]`` int64."""
     if callable(lengths):
         sizes = np.fromiter((lengths(number) for number in range(documents)), dtype=np.int64, count=documents)
     else:
         sizes = lengths.numpy() if isinstance(lengths, Tensor) else np.asarray(lengths)
     if sizes.shape != (documents,):
-        raise ConfigError(f"{_PREFIX}: lengths must be one number for each of {documents} documents, got shape {sizes.shape}")
+        raise ConfigError(f"{_PREFIX}: lengths must have one number per document ({documents}), got shape {sizes.shape}")
     if documents and (sizes.dtype.kind not in "iu" or sizes.min() < 0):
-        raise ConfigError(f"{_PREFIX}: lengths must be whole numbers of at least 0, got {sizes.dtype}, least {sizes.min()}")
+        raise ConfigError(f"{_PREFIX}: lengths must be integers of at least 0, got {sizes.dtype}, least {sizes.min()}")
     return np.cumsum(sizes, dtype=np.int64)

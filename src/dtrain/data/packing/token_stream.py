@@ -1,4 +1,4 @@
-"""``pack_tokens``: blocks of documents that come one after the other, with a position that is a few integers."""
+"""``pack_tokens``: pack a stream of documents into blocks of ``seq`` tokens, with a position that a checkpoint can save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dtrain.data.packing.packed_tokens import TokenBlock, TokenDocument, as_docu
 from dtrain.errors import CheckpointMismatchError, ConfigError
 
 _PREFIX = "pack_tokens"
-_STATE_INTERVAL = 64  # documents between two questions where the source is: some sources copy much to answer
+# Number of documents between two saves of the source's state, because some sources copy much data to save.
+_STATE_INTERVAL = 64
 _EXHAUSTED = object()
 _INITIAL_STATE: dict[str, Any] = {"documents": 0, "offset": 0, "skip": 0, "source": None}
 
@@ -20,47 +21,49 @@ _INITIAL_STATE: dict[str, Any] = {"documents": 0, "offset": 0, "skip": 0, "sourc
 def pack_tokens(
     documents: Iterable[Any], *, seq: int, last_block: Literal["pad", "drop"] = "pad", pad_token: int = 0
 ) -> TokenStream:
-    """The tokens of ``documents`` one after the other, in blocks of ``seq``: the blocks of ``PackedTokens``, as a stream.
+    """Pack a stream of ``documents`` into blocks of ``seq`` tokens, the same blocks as ``PackedTokens``.
 
-    For documents whose lengths are not known, or that have no number at all; where they have, ``PackedTokens`` can be
-    shuffled and dealt to any number of ranks, and this cannot.
+    Use it for documents of unknown lengths, or without indices. Otherwise use ``PackedTokens``, because a loader can shuffle
+    its blocks and split them over any number of ranks.
 
     Args:
-        documents: tokens or mappings of them, as for ``PackedTokens``; their numbers in ``documents`` count from 0. A
-            sequence is indexed, a node of ``torchdata.nodes`` and whatever has ``state_dict`` and ``load_state_dict`` is
-            resumed with its own state, and of any other iterable what was read already is read again and dropped.
+        documents: tokens or mappings, as for ``PackedTokens``; document numbers count from 0. A sequence resumes by index. A
+            node of ``torchdata.nodes``, or an object with ``state_dict`` and ``load_state_dict``, resumes with its own state.
+            For any other iterable, a resume reads the consumed documents again.
         seq: tokens in a block.
-        last_block: what happens to the last block when it is not full: ``"pad"`` fills it up, ``"drop"`` leaves it out.
-        pad_token: what stands in ``input_ids`` where there is no token; it counts in no loss.
+        last_block: treatment of a last block that is not full: ``"pad"`` fills it up, ``"drop"`` leaves it out.
+        pad_token: token in the padding of ``input_ids``; no loss counts it.
 
     Returns:
-        Blocks to iterate over, with ``state_dict`` and ``load_state_dict``; as often as ``documents`` can be.
-
-    Raises:
-        ConfigError: a size that cannot be, or documents that are not iterable; when it is read, ``DataError`` for a document
-            that is none.
+        An iterable of blocks, with ``state_dict`` and ``load_state_dict``.
 
     Example:
-        >>> stream = pack_tokens([[1, 2, 3], [], [4, 5]], seq=4)
+        >>> import dtrain as dt
+        >>> stream = dt.data.pack_tokens([[1, 2, 3], [], [4, 5]], seq=4)
         >>> next(stream)["input_ids"].tolist(), stream.state_dict()["documents"], stream.state_dict()["offset"]
         ([1, 2, 3, 4], 2, 1)
+
+    Raises:
+        ConfigError: ``seq`` or ``last_block`` is invalid, or ``documents`` is not iterable.
+        DataError: a document that is read is invalid.
     """
     check_block_options(_PREFIX, seq, last_block)
     return TokenStream(_as_node(documents), seq=seq, last_block=last_block, pad_token=pad_token)
 
 
 class TokenStream(BaseNode):  # type: ignore[misc]  # torchdata has no types
-    """Blocks out of a stream of documents, which is stopped and resumed in the middle of a document.
+    """Stream of blocks that can stop and resume in the middle of a document. ``pack_tokens`` builds it.
 
-    Made by ``pack_tokens``. It goes into ``build_loader``, and into a pipeline of ``torchdata.nodes``, as it is a node of them.
-    ``state_dict`` is the position after the last block. A loop over it begins at the start, or at a position that was just
-    loaded; ``next`` goes on. When a document cannot be read, the position stays, and the next try begins there.
+    A token stream is a node of ``torchdata.nodes`` and a dataset for ``build_loader``. ``state_dict`` is the position after the
+    last block. A loop begins at the start, or at a position that was just loaded; ``next`` continues. If a document cannot be
+    read, the position stays, and the next attempt begins at that position.
     """
 
     def __init__(self, source: Any, *, seq: int, last_block: str, pad_token: int) -> None:
         super().__init__()
         self._source, self._seq, self._last_block, self._pad_token = source, seq, last_block, pad_token
-        self._is_reset = False  # whether the position was loaded, and nothing read since
+        # True after a position was loaded, until the first read.
+        self._is_reset = False
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if not self._is_reset:
@@ -68,19 +71,19 @@ class TokenStream(BaseNode):  # type: ignore[misc]  # torchdata has no types
         return self
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Go to where ``initial_state`` was taken, or to the start.
+        """Go to the position ``initial_state``, or to the start.
 
         Raises:
-            CheckpointMismatchError: it is no state of this, it is of blocks of another length, or in documents that the source
-                does not have.
+            CheckpointMismatchError: ``initial_state`` is invalid, has another ``seq``, or is beyond the end of the source.
         """
         super().reset(initial_state)
         state = initial_state or {"seq": self._seq, **_INITIAL_STATE}
         if state.keys() != {"seq", *_INITIAL_STATE} or state["seq"] != self._seq:
             raise CheckpointMismatchError(
-                f"{_PREFIX}: the saved position must be one in blocks of {self._seq} tokens, got {state}; resume with that seq"
+                f"{_PREFIX}: the saved position must have seq={self._seq}, got {state}. Resume with the same seq"
             )
-        self._block_state = state  # where the next block begins
+        # State at the start of the next block.
+        self._block_state = state
         self._number, self._offset, self._skip, self._source_state = (state[name] for name in _INITIAL_STATE)
         self._document: TokenDocument | None = None
         self._is_reset, self._is_interrupted = True, False
@@ -90,28 +93,29 @@ class TokenStream(BaseNode):  # type: ignore[misc]  # torchdata has no types
                 next(self._source)
         except (ValueError, StopIteration) as error:
             raise CheckpointMismatchError(
-                f"{_PREFIX}: the saved position is in document {self._number}, which the source does not come to; resume with "
+                f"{_PREFIX}: the source ends before document {self._number} of the saved position. Resume with "
                 f"the same documents {error}"
             ) from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken, with the next block; see ``reset``."""
+        """Continue at ``state`` with the next block; see ``reset``."""
         self.reset(state)
 
     def get_state(self) -> dict[str, Any]:
-        """The documents that are over, how many tokens of the next one are, and where the source was a few documents before."""
+        """Return the number of complete documents, the offset in the next document, and a recent state of the source."""
         return dict(self._block_state)
 
     def next(self) -> dict[str, Tensor]:
-        """The next block.
+        """Return the next block.
 
         Raises:
-            StopIteration: there is none.
-            DataError: a document that is not one.
+            StopIteration: the stream has ended.
+            DataError: a document is invalid.
         """
         if self._is_interrupted:
             self.reset(self._block_state)
-        self._is_reset, self._is_interrupted = False, True  # torn until it is known that nothing was lost
+        # The stream counts as interrupted until the block is complete.
+        self._is_reset, self._is_interrupted = False, True
         block = self._fill_block()
         self._block_state = {"seq": self._seq, **dict(zip(_INITIAL_STATE, self._position(), strict=True))}
         self._is_interrupted = False
@@ -129,17 +133,17 @@ class TokenStream(BaseNode):  # type: ignore[misc]  # torchdata has no types
         return block
 
     def _current_document(self) -> TokenDocument | None:
-        """The document that is not over yet; None when there is none."""
+        """Return the current document; None at the end of the stream."""
         if self._document is None:
             if self._skip >= _STATE_INTERVAL:
                 self._source_state, self._skip = self._source.state_dict(), 0
-            found = next(self._source, _EXHAUSTED)
-            self._document = None if found is _EXHAUSTED else as_document(found, self._number)
-            has = 0 if self._document is None else len(self._document)
-            if self._offset > has:
+            document = next(self._source, _EXHAUSTED)
+            self._document = None if document is _EXHAUSTED else as_document(document, self._number)
+            length = 0 if self._document is None else len(self._document)
+            if self._offset > length:
                 raise CheckpointMismatchError(
-                    f"{_PREFIX}: the saved position is behind token {self._offset} of document {self._number}, which has {has}; "
-                    "resume with the same documents"
+                    f"{_PREFIX}: the position is after token {self._offset} of document {self._number}, which has {length}. "
+                    "Resume with the same documents"
                 )
         return self._document
 
@@ -148,7 +152,7 @@ class TokenStream(BaseNode):  # type: ignore[misc]  # torchdata has no types
 
 
 class _SequenceNode(BaseNode):  # type: ignore[misc]
-    """A sequence as a node. torchdata's own would count its way to a position."""
+    """Node of a sequence that resumes by index. torchdata's wrapper would iterate up to the position."""
 
     def __init__(self, documents: Any) -> None:
         super().__init__()
@@ -170,7 +174,7 @@ class _SequenceNode(BaseNode):  # type: ignore[misc]
 
 
 def _as_node(documents: Any) -> Any:
-    """``documents`` as a node of ``torchdata.nodes``."""
+    """Convert ``documents`` to a node of ``torchdata.nodes``."""
     if isinstance(documents, BaseNode):
         return documents
     stateful = hasattr(documents, "state_dict") and hasattr(documents, "load_state_dict")

@@ -1,4 +1,4 @@
-"""Documents as windows of tokens: tokenizers by name, and the tokens of one document after the other, cut every so many."""
+"""``load_tokenizer``: load a tokenizer by name; ``TokenWindows``: cut tokenized documents into windows of equal length."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from dtrain.storage import AnyPath
 RawDocument = str | bytes
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
-_TOKENIZER_BATCH = 256  # documents that a tokenizer gets at once, for its threads
+# Number of documents per call of a tokenizer, which encodes them in threads.
+_TOKENIZER_BATCH = 256
 _MAX_CONFIG_BYTES = 2**28
 
 
 class Tokenizer(Protocol):
-    """What makes tokens of documents."""
+    """Converter from documents to tokens."""
 
     name: str
     eos_token_id: int | None
     dtype: np.dtype[np.unsignedinteger[Any]]
-    """The smallest one that has room for every token."""
+    """Smallest dtype that can hold every token."""
 
     def encode(self, documents: Sequence[RawDocument]) -> list[TokenArray]:
-        """The tokens of each document, without ``end``."""
+        """Return the tokens of each document, without the end-of-text token."""
 
 
 class ByteTokenizer:
-    """Every byte is a token."""
+    """Tokenizer with one token per byte."""
 
     def __init__(self, *, eos_token: str | None = None) -> None:
         self.name = "bytes"
         self.dtype = np.dtype(np.uint8)
         content = b"" if eos_token in (None, "none") else str(eos_token).encode()
         if len(content) > 1:
-            raise ConfigError(f"the end of a document must be one byte, got {eos_token!r}, which is {len(content)}")
+            raise ConfigError(f"eos_token must be one byte, got {eos_token!r}, which has {len(content)}")
         self.eos_token_id = content[0] if content else None
 
     def encode(self, documents: Sequence[RawDocument]) -> list[TokenArray]:
-        """The bytes of each document; of text, in UTF-8."""
+        """Return the bytes of each document; text is encoded as UTF-8."""
         return [np.frombuffer(_to_bytes(document), dtype=np.uint8) for document in documents]
 
 
@@ -64,7 +65,7 @@ def _is_text(document: RawDocument) -> bool:
 
 
 class _FastTokenizer:
-    """A tokenizer of the package tokenizers."""
+    """Tokenizer of the package ``tokenizers``."""
 
     def __init__(self, name: str, tokenizer: Any, *, eos_token_id: int | None) -> None:
         self.name, self._tokenizer, self.eos_token_id = name, tokenizer, eos_token_id
@@ -72,20 +73,20 @@ class _FastTokenizer:
 
     def encode(self, documents: Sequence[RawDocument]) -> list[TokenArray]:
         texts = [document if isinstance(document, str) else document.decode() for document in documents]
-        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(each.ids, dtype=self.dtype) for each in found]
+        loaded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in loaded]
 
 
 def load_tokenizer(name: str, *, eos_token: str | None = None) -> Tokenizer:
-    """A tokenizer.
+    """Load a tokenizer.
 
     Args:
-        name: ``bytes``; a ``tokenizer.json``, or a folder that has one; or a name that transformers knows.
-        eos_token: the token after each document; ``none`` for none; None: none of bytes, and otherwise what the tokenizer's own
-            configuration has for the end of a text.
+        name: ``bytes``; a ``tokenizer.json``, or a folder with that file; or a name that transformers knows.
+        eos_token: token after each document; ``none`` for no token; None uses no token for ``bytes``, and the end-of-text token
+            of the tokenizer's configuration otherwise.
 
     Raises:
-        ConfigError: there is no such tokenizer or token, or the package for it is not installed.
+        ConfigError: the tokenizer or the token does not exist, or the package of the tokenizer is not installed.
     """
     if name == "bytes":
         return ByteTokenizer(eos_token=eos_token)
@@ -96,8 +97,9 @@ def load_tokenizer(name: str, *, eos_token: str | None = None) -> Tokenizer:
     tokenizers = _import_package("tokenizers")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # of the package's own classes
-        raise ConfigError(f"{str(file)!r} is no tokenizer.json: {' '.join(str(error).split())}") from error
+    except Exception as error:
+        # The package raises exceptions of its own classes.
+        raise ConfigError(f"{str(file)!r} is not a tokenizer.json: {' '.join(str(error).split())}") from error
     return _FastTokenizer(
         name,
         tokenizer,
@@ -108,13 +110,13 @@ def load_tokenizer(name: str, *, eos_token: str | None = None) -> Tokenizer:
 def _load_from_transformers(name: str, eos_token: str | None) -> Tokenizer:
     transformers = _import_package("transformers")
     try:
-        found = transformers.AutoTokenizer.from_pretrained(name)
+        loaded = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer {name!r}: no such file or folder here, and {' '.join(str(error).split())}") from error
-    tokenizer = getattr(found, "backend_tokenizer", None)
+        raise ConfigError(f"tokenizer {name!r} does not exist as a file or folder: {' '.join(str(error).split())}") from error
+    tokenizer = getattr(loaded, "backend_tokenizer", None)
     if tokenizer is None:
-        raise ConfigError(f"the tokenizer {name!r} has no tokenizer.json; save one with save_pretrained and name its folder")
-    return _FastTokenizer(name, tokenizer, eos_token_id=_eos_token_id(tokenizer, name, eos_token or found.eos_token))
+        raise ConfigError(f"the tokenizer {name!r} has no tokenizer.json. Save it with save_pretrained and pass the folder")
+    return _FastTokenizer(name, tokenizer, eos_token_id=_eos_token_id(tokenizer, name, eos_token or loaded.eos_token))
 
 
 def _import_package(name: str) -> Any:
@@ -141,17 +143,19 @@ def _eos_token_id(tokenizer: Any, name: str, eos_token: str | None) -> int | Non
     if eos_token == "none":
         return None
     if eos_token is None:
-        raise ConfigError(f"the tokenizer {name!r} does not say what ends a text; name that token, or none")
+        raise ConfigError(f"the tokenizer {name!r} has no end-of-text token in its configuration. Name that token, or none")
     if (token := tokenizer.token_to_id(eos_token)) is None:
-        raise ConfigError(f"the tokenizer {name!r} has no token {eos_token!r} to end documents with; name another one, or none")
+        raise ConfigError(
+            f"the tokenizer {name!r} has no token {eos_token!r} to end documents with. Name another token, or none"
+        )
     return int(token)
 
 
 class TokenWindows:
-    """Windows of ``window_size`` tokens, cut from documents that follow each other; what does not fill the last one is left out.
+    """Windows of ``window_size`` tokens, cut from concatenated documents. An incomplete last window is left out.
 
-    Iterate over it once: ``{"tokens": [size]}``, numpy arrays of ``tokenizer.dtype``. ``documents``, ``tokens`` and ``leftover_tokens``
-    count what has been read, and after the end what was left out.
+    Iterate once: the samples are ``{"tokens": [size]}``, numpy arrays of ``tokenizer.dtype``. ``documents`` and ``tokens`` count
+    the documents and tokens read so far; ``leftover_tokens`` counts the tokens outside of windows.
     """
 
     def __init__(self, documents: Iterable[RawDocument], tokenizer: Tokenizer, window_size: int) -> None:
@@ -160,7 +164,7 @@ class TokenWindows:
 
     @property
     def leftover_tokens(self) -> int:
-        """Tokens that have been read and are in no window yet."""
+        """Tokens that were read and are not in a window yet."""
         return self.tokens - self.windows * self._size
 
     def __iter__(self) -> Iterator[dict[str, TokenArray]]:
@@ -173,17 +177,18 @@ class TokenWindows:
     def _encode_batch(self, batch: list[RawDocument]) -> list[TokenArray]:
         try:
             return self._tokenizer.encode(batch)
-        except (UnicodeError, TypeError) as error:  # halves of characters, which JSON can write
+        # JSON can contain lone surrogates, which UTF-8 cannot encode.
+        except (UnicodeError, TypeError) as error:
             for number, document in enumerate(batch, self.documents):
                 if not _is_text(document):
-                    raise DataError(f"document {number}: is no text that UTF-8 can hold") from error
+                    raise DataError(f"document {number}: text must be valid UTF-8") from error
             raise
 
     def _encode_all(self) -> Iterator[TokenArray]:
         end = self._tokenizer.eos_token_id
         while batch := list(islice(self._source, _TOKENIZER_BATCH)):
             for tokens in self._encode_batch(batch):
-                whole = tokens if end is None else np.append(tokens, np.array(end, dtype=tokens.dtype))
+                complete = tokens if end is None else np.append(tokens, np.array(end, dtype=tokens.dtype))
                 self.documents += 1
-                self.tokens += len(whole)
-                yield whole
+                self.tokens += len(complete)
+                yield complete

@@ -1,7 +1,7 @@
-"""What becomes of the last global batch of an epoch when it is not full.
+"""``LastBatch``: issue, drop or pad the last global batch of an epoch if the batch is not full.
 
-Positions are those of an ``Order``; an epoch starts at 0. The batch size may have changed in the middle of the epoch, so a
-batch may start anywhere.
+Positions are the positions of a ``SampleOrder``, and an epoch starts at 0. The batch size may change in the middle of an epoch,
+so a batch may start anywhere.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 LastBatch = Literal["short", "drop", "pad"]
-"""Hand it out as it is, leave it out, or fill it up with the samples that the epoch began with."""
+"""Issue the short batch, drop it, or pad it with the first samples of the epoch."""
 
 LAST_BATCH_MODES: tuple[LastBatch, ...] = ("short", "drop", "pad")
 
 
 def epoch_samples(size: int, global_batch_size: int, last_batch: LastBatch) -> int:
-    """Samples that an epoch of ``size`` hands out over all ranks, at one batch size.
+    """Count the samples that an epoch of ``size`` issues over all ranks, at one batch size.
 
-    >>> [epoch_samples(10, 4, tail) for tail in TAILS]
+    >>> [epoch_samples(10, 4, mode) for mode in LAST_BATCH_MODES]
     [10, 8, 12]
     """
     if last_batch == "short":
@@ -30,7 +30,7 @@ def epoch_samples(size: int, global_batch_size: int, last_batch: LastBatch) -> i
 
 
 class _IndexedOrder(Protocol):
-    """An ``Order``, or a ``Prepared`` one."""
+    """A ``SampleOrder`` or a ``CachedOrder``."""
 
     @property
     def size(self) -> int: ...
@@ -39,11 +39,11 @@ class _IndexedOrder(Protocol):
 
 
 def batch_bounds(start: int, size: int, global_batch_size: int, last_batch: LastBatch) -> tuple[int, int] | None:
-    """Positions of the global batch that begins at ``start``; None where the epoch ends before one.
+    """Return the positions of the global batch that begins at ``start``; None if the epoch has no batch left.
 
-    With ``"pad"`` they may go beyond ``size``, see ``batch_indices``.
+    With ``"pad"`` the positions may exceed ``size``, see ``batch_indices``.
 
-    >>> [batch_bounds(8, 10, 4, tail) for tail in TAILS]
+    >>> [batch_bounds(8, 10, 4, mode) for mode in LAST_BATCH_MODES]
     [(8, 10), None, (8, 12)]
     """
     stop = start + global_batch_size
@@ -53,17 +53,17 @@ def batch_bounds(start: int, size: int, global_batch_size: int, last_batch: Last
 
 
 def batches_left(start: int, size: int, global_batch_size: int, last_batch: LastBatch) -> int:
-    """How many batches the epoch has from ``start`` on.
+    """Count the batches of the epoch from ``start`` on.
 
-    >>> [batches_left(1, 10, 4, tail) for tail in TAILS]
+    >>> [batches_left(1, 10, 4, mode) for mode in LAST_BATCH_MODES]
     [3, 2, 3]
     """
-    left = max(size - start, 0)
-    return left // global_batch_size if last_batch == "drop" else -(-left // global_batch_size)
+    remaining = max(size - start, 0)
+    return remaining // global_batch_size if last_batch == "drop" else -(-remaining // global_batch_size)
 
 
 def batch_indices(order: _IndexedOrder, epoch: int, start: int, stop: int) -> Tensor:
-    """``order.indices`` for positions that may go beyond the epoch: those begin again at its start, as often as it takes."""
+    """Return ``order.indices``. Positions beyond the epoch wrap around to its start, several times if necessary."""
     if stop <= order.size:
         return order.indices(epoch, start, stop)
     parts = [order.indices(epoch, min(start, order.size), order.size)]

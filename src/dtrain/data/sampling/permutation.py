@@ -1,6 +1,6 @@
-"""``permute``: a keyed permutation of a range that is never stored; any stretch of it is one vectorised call.
+"""``permute``: evaluate a keyed permutation of a range at any positions, without storing the permutation.
 
-The arithmetic is NumPy's: it starts no threads, so it costs the same in a rank, in a thread and in a forked worker.
+The arithmetic uses NumPy, which starts no threads. So it costs the same in a rank, in a thread and in a forked worker.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from dtrain.dist.rng import derive_seed
 IntArray: TypeAlias = NDArray[np.int64]
 
 _ROUNDS = 6
-_SORT_LIMIT = 1024  # up to here a permutation is sorted out whole: halves of few bits would have few permutations
-_MEMBER_BIT, _OWNER_BIT = (
-    10,
-    42,
-)  # where in 63 bits a number below _SMALL, 32 bits of a hash and 21 bits of a range's number begin
+# Permutations up to this size are sorted: a Feistel network of so few bits has few permutations.
+_SORT_LIMIT = 1024
+# First bits of a hash (32 bits) and of a range's number (21 bits) in a 63-bit sort key. The lowest bits hold the member.
+_MEMBER_BIT, _OWNER_BIT = 10, 42
 _HASH_MASK = (1 << (_OWNER_BIT - _MEMBER_BIT)) - 1
-_GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio, as a signed 64-bit number
-_CHUNK = 1 << 15  # values worked on at once: they and what is made of them stay in the processor's cache
+# 2**64 / golden ratio, as a signed 64-bit number.
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64
+# Number of values per vectorised pass, so that the arrays fit in the processor's cache.
+_CHUNK = 1 << 15
 
 
 def permute(positions: Tensor, n: int, key: int) -> Tensor:
-    """The permutation ``key`` of ``range(n)``, evaluated at ``positions``.
+    """Evaluate the permutation ``key`` of ``range(n)`` at ``positions``.
 
     Args:
         positions: ``[k]`` int64 in ``[0, n)``.
         n: size of the permuted range, at least 1.
-        key: which permutation.
+        key: key of the permutation.
 
     Returns:
         ``[k]`` int64 in ``[0, n)``; distinct for distinct positions.
 
-    Source: a Feistel network with six rounds over the next power of two (Luby and Rackoff 1988), walked until it lands
-    inside the range (cycle walking: Black and Rogaway 2002), at most two steps on average; up to 1024 samples, the order of
-    their hashes.
+    Source: a Feistel network with six rounds over the next power of two (Luby and Rackoff 1988), with cycle walking until the
+    value is inside the range (Black and Rogaway 2002), at most two steps on average. Up to 1024 samples: the order of their
+    hashes.
     """
     return torch.from_numpy(permute_array(positions.numpy(), n, key))
 
 
 def permute_array(positions: IntArray, n: int, key: int) -> IntArray:
-    """``permute`` for arrays: ``[k]`` int64 to ``[k]`` int64, a new array."""
+    """Evaluate ``permute`` for arrays: ``[k]`` int64 to ``[k]`` int64, a new array."""
     keys = round_keys(key)
     if n <= _SORT_LIMIT:
         return np.argsort(mix_bits(mix_bits(np.arange(n), keys[0]), keys[1]), kind="stable")[positions]
@@ -58,14 +59,14 @@ def permute_array(positions: IntArray, n: int, key: int) -> IntArray:
 
 
 def permute_in_ranges(offsets: IntArray, sizes: IntArray, ids: IntArray, key: int) -> IntArray:
-    """Offsets in many ranges at once, each permuted by the permutation of its own range.
+    """Permute offsets in many ranges at once, with one permutation per range.
 
     Args:
         offsets: ``[k]`` int64, each in ``[0, size of its range)``.
-        sizes: ``[k]`` int64, the size of the range that each offset is in.
-        ids: ``[k]`` int64, which range that is: its permutation depends on ``key`` and on this. Fast where the offsets of a
-            range stand together.
-        key: of them all.
+        sizes: ``[k]`` int64, size of each offset's range.
+        ids: ``[k]`` int64, number of each offset's range; the permutation depends on ``key`` and on this number. The call is
+            fast if the offsets of a range are adjacent.
+        key: key of all permutations.
 
     Returns:
         ``[k]`` int64, the permuted offsets.
@@ -83,12 +84,12 @@ def permute_in_ranges(offsets: IntArray, sizes: IntArray, ids: IntArray, key: in
 
 
 def round_keys(key: int) -> list[int]:
-    """A signed 63-bit number per round."""
+    """Return a signed 63-bit number per round."""
     return [derive_seed("permute", key, r) - 2**62 for r in range(_ROUNDS)]
 
 
 def mix_bits(values: IntArray, key: int | IntArray) -> IntArray:
-    """A 63-bit mix of each value with ``key``: a new array; int64 arithmetic wraps around."""
+    """Mix each value with ``key`` to 63 bits, in a new array. The int64 arithmetic wraps around."""
     x = values + key
     x *= _GOLDEN_RATIO
     x ^= x >> 29
@@ -98,13 +99,14 @@ def mix_bits(values: IntArray, key: int | IntArray) -> IntArray:
 
 
 def _bit_lengths(sizes: IntArray) -> IntArray:
-    """``(n - 1).bit_length()`` of each size above 1."""
+    """Return ``(n - 1).bit_length()`` of each size above 1."""
+    # The conversion to float64 is exact below 2**53.
     exponents: IntArray = np.frexp((sizes - 1).astype(np.float64))[1].astype(np.int64)
-    return exponents  # exact below 2**53
+    return exponents
 
 
 def _cycle_walk(positions: IntArray, n: int | IntArray, bits: int | IntArray, keys: Sequence[int | IntArray]) -> IntArray:
-    """The Feistel network, applied again to values outside of ``[0, n)`` until none is left."""
+    """Apply the Feistel network again to values outside of ``[0, n)``, until all values are inside."""
     values = _feistel(positions, bits, keys)
     outside = np.flatnonzero(values >= n)
     while outside.size:
@@ -119,7 +121,7 @@ def _select(value: int | IntArray, chosen: IntArray) -> int | IntArray:
 
 
 def _feistel(values: IntArray, bits: int | IntArray, keys: Sequence[int | IntArray]) -> IntArray:
-    """A bijection of ``[0, 2**bits)``: halves of ``bits // 2`` and the rest, mixed in turn."""
+    """Permute ``[0, 2**bits)``: mix a half of ``bits // 2`` bits and the other half in turn."""
     low_bits = bits // 2
     high_bits = bits - low_bits
     low_mask, high_mask = (1 << low_bits) - 1, (1 << high_bits) - 1
@@ -136,26 +138,26 @@ def _feistel(values: IntArray, bits: int | IntArray, keys: Sequence[int | IntArr
 
 def _cycle_walk_in_ranges(offsets: IntArray, sizes: IntArray, ids: IntArray, keys: list[int]) -> IntArray:
     first, lengths = _find_runs(ids)
-    of = ids[first]
-    own = [np.repeat(mix_bits(mix_bits(of, key), keys[0]), lengths) for key in keys]
+    range_ids = ids[first]
+    own = [np.repeat(mix_bits(mix_bits(range_ids, key), keys[0]), lengths) for key in keys]
     return _cycle_walk(offsets, sizes, np.repeat(_bit_lengths(sizes[first]), lengths), own)
 
 
 def _find_runs(ids: IntArray) -> tuple[IntArray, IntArray]:
-    """Where equal ids that stand together begin, and how many there are. The same id may come again later."""
+    """Return the start and length of each run of equal ids. The same id may occur in several runs."""
     first: IntArray = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
     return first, np.diff(first, append=len(ids))
 
 
 def _sort_in_ranges(offsets: IntArray, sizes: IntArray, ids: IntArray, keys: list[int]) -> IntArray:
-    """Small ranges in the order of the hashes of their members: all members of each range are made and sorted."""
-    first, asked = _find_runs(ids)
-    of, lengths = ids[first], sizes[first]
+    """Sort all members of small ranges by the hashes of the members, and return the members at ``offsets``."""
+    first, run_lengths = _find_runs(ids)
+    range_ids, lengths = ids[first], sizes[first]
     begins = np.cumsum(lengths) - lengths
-    owner = np.repeat(np.arange(len(of)), lengths)
+    owner = np.repeat(np.arange(len(range_ids)), lengths)
     members = np.arange(len(owner)) - begins[owner]
-    hashes = mix_bits(members, mix_bits(mix_bits(of, keys[0]), keys[1])[owner])
-    # One number holds range, hash and member, and is never the same twice: sorting numbers is 3 times as fast as lexsort.
+    hashes = mix_bits(members, mix_bits(mix_bits(range_ids, keys[0]), keys[1])[owner])
+    # One number holds range, hash and member, and is unique. Sorting numbers is 3 times as fast as lexsort.
     ordered = np.sort((owner << _OWNER_BIT) | ((hashes & _HASH_MASK) << _MEMBER_BIT) | members)
-    at: IntArray = ordered[np.repeat(begins, asked) + offsets]
+    at: IntArray = ordered[np.repeat(begins, run_lengths) + offsets]
     return at & (_SORT_LIMIT - 1)

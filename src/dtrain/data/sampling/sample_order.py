@@ -1,8 +1,6 @@
-"""``Order``: which sample stands at which position of an epoch, and what a rank's part of a stretch is.
+"""``SampleOrder``: map positions of an epoch to dataset indices; ``ElasticSampler``: an order from seed and epoch.
 
-``ElasticSampler``: the order of an epoch as a function of seed and epoch, computable at any position.
-
-``Prepared``: an order with a stretch of it worked out ahead, since one call for many positions costs what few cost."""
+``CachedOrder`` computes a range of an order ahead, since one call for many positions costs about as much as a call for few."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ from dtrain.errors import CheckpointMismatchError, ConfigError
 
 
 class SampleOrder(Protocol):
-    """Positions of an epoch to dataset indices: pure functions of epoch and position.
+    """Order of the samples of an epoch: pure functions of epoch and position.
 
-    A position counts samples over all ranks. With ``streams`` above 1, the positions ``p`` with ``p % lanes == l`` are lane
-    ``l``, and rank ``r`` of ``R`` takes those with ``p % R == r``: it reads the shards of its own lanes only, where the
-    number of lanes is a multiple of the number of ranks.
+    A position counts samples over all ranks. If ``streams`` is above 1, stream ``s`` has the positions ``p`` with
+    ``p % streams == s``, and rank ``r`` of ``R`` reads the positions with ``p % R == r``. So if the number of streams is a multiple of the
+    number of ranks, a rank reads the shards of its own streams only.
     """
 
     @property
@@ -34,28 +32,28 @@ class SampleOrder(Protocol):
 
     @property
     def streams(self) -> int:
-        """1, or into how many interleaved parts the epoch is dealt."""
+        """Number of interleaved parts of the epoch; 1 if the order has no streams."""
         ...
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
-        """Dataset indices at positions ``start`` to ``stop`` of ``epoch``: ``[stop - start]`` int64."""
+        """Return the dataset indices at positions ``start`` to ``stop`` of ``epoch``: ``[stop - start]`` int64."""
         ...
 
     def state(self, epoch: int, start: int) -> dict[str, int]:
-        """What position ``start`` of ``epoch`` is only meaningful with: few integers."""
+        """Return the integers without which position ``start`` of ``epoch`` has no meaning, such as size and seed."""
         ...
 
     def at_state(self, state: Mapping[str, int], epoch: int, start: int) -> SampleOrder:
-        """The order that goes on from ``start`` of ``epoch``, where ``state`` was taken: itself, or one that remembers.
+        """Return the order that continues at ``start`` of ``epoch``, where ``state`` was saved: this order, or a new order.
 
         Raises:
-            CheckpointMismatchError: ``state`` is of other data or of another order, in which the position means other samples.
+            CheckpointMismatchError: ``state`` comes from other data or another order, so the position means other samples.
         """
         ...
 
 
 def rank_share(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
-    """The contiguous part of positions ``start`` to ``stop`` of data rank ``index`` of ``count``; sizes differ by at most one.
+    """Return the contiguous part of ``start`` to ``stop`` of data rank ``index`` of ``count``; sizes differ by at most one.
 
     >>> [rank_share(0, 8, i, 3) for i in range(3)]
     [(0, 3), (3, 6), (6, 8)]
@@ -66,9 +64,9 @@ def rank_share(start: int, stop: int, index: int, count: int) -> tuple[int, int]
 
 
 def rank_positions(start: int, stop: int, index: int, count: int, streams: int) -> range:
-    """The positions of ``start`` to ``stop`` that data rank ``index`` of ``count`` takes; sizes differ by at most one.
+    """Return the positions of ``start`` to ``stop`` of data rank ``index`` of ``count``; sizes differ by at most one.
 
-    A contiguous share with one lane; with more, every ``count``-th position of the epoch, so that a rank stays in its lanes.
+    With one stream the share is contiguous. With several streams it is every ``count``-th position of the epoch.
 
     >>> [list(rank_positions(8, 16, i, 3, streams=6)) for i in range(3)]
     [[9, 12, 15], [10, 13], [8, 11, 14]]
@@ -79,33 +77,39 @@ def rank_positions(start: int, stop: int, index: int, count: int, streams: int) 
 
 
 def check_range(name: str, size: int, start: int, stop: int) -> None:
-    """Refuse positions outside of an epoch of ``size`` samples."""
+    """Raise ConfigError for positions outside of an epoch of ``size`` samples."""
     if not 0 <= start <= stop <= size:
-        raise ConfigError(f"{name}: needs 0 <= start <= stop <= {size}, got {start=} {stop=}")
+        raise ConfigError(f"{name}: start and stop must fulfil 0 <= start <= stop <= {size}, got {start=} {stop=}")
 
 
 def check_same_state(saved: Mapping[str, int], mine: Mapping[str, int]) -> None:
-    """Refuse a state in which the position meant other samples: every entry of ``mine`` has to be in ``saved``, and equal.
+    """Check that ``saved`` has every entry of ``mine``, since the position means other samples otherwise.
 
     Raises:
-        CheckpointMismatchError: names the first that differs.
+        CheckpointMismatchError: an entry differs; the message names the first such entry.
     """
     for key, value in mine.items():
         if saved.get(key) != value:
             raise CheckpointMismatchError(
-                f"loader: the saved position was in a dataset with {key}={saved.get(key)}, this one has {key}={value}; "
-                "resume with the same data, or leave the loader out of extra to start over"
+                f"loader: the saved position was in a dataset with {key}={saved.get(key)}, this one has {key}={value}. "
+                "Resume with the same data, or leave the loader out of extra to start over"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticSampler:
-    """Which sample stands where in an epoch: a pure function of ``seed``, the epoch and the position.
+    """Sample order of an epoch as a pure function of ``seed``, the epoch and the position.
 
     Args:
         size: samples in the dataset, at least 1.
-        seed: of the shuffle.
-        shuffle: False keeps the dataset's order in every epoch.
+        seed: seed of the shuffle.
+        shuffle: if False, every epoch has the dataset's order.
+
+    Example:
+        >>> import dtrain as dt
+        >>> order = dt.data.ElasticSampler(size=100, seed=0)
+        >>> sorted(order.indices(0, 0, 100).tolist()) == list(range(100))
+        True
     """
 
     size: int
@@ -114,7 +118,7 @@ class ElasticSampler:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ConfigError(f"ElasticSampler: the dataset needs at least one sample, got size={self.size}")
+            raise ConfigError(f"ElasticSampler: size must be at least 1, got {self.size}")
 
     @property
     def streams(self) -> int:
@@ -122,7 +126,7 @@ class ElasticSampler:
         return 1
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
-        """Dataset indices at positions ``start`` to ``stop`` of ``epoch``: ``[stop - start]`` int64."""
+        """Return the dataset indices at positions ``start`` to ``stop`` of ``epoch``: ``[stop - start]`` int64."""
         check_range("ElasticSampler", self.size, start, stop)
         positions = np.arange(start, stop)
         if self.shuffle:
@@ -130,26 +134,23 @@ class ElasticSampler:
         return torch.from_numpy(positions)
 
     def state(self, epoch: int, start: int) -> dict[str, int]:
-        """What a position is only meaningful with: size, seed and shuffle."""
+        """Return size, seed and shuffle, to check a saved position."""
         return {"size": self.size, "seed": self.seed, "shuffle": int(self.shuffle)}
 
     def at_state(self, state: Mapping[str, int], epoch: int, start: int) -> ElasticSampler:
-        """Itself.
+        """Return this order after a check of ``state``.
 
         Raises:
-            CheckpointMismatchError: another size, seed or shuffle.
+            CheckpointMismatchError: ``state`` has another size, seed or shuffle.
         """
         check_same_state(state, self.state(epoch, start))
         return self
 
 
-_MIN_LENGTH, _MAX_LENGTH = (
-    1 << 10,
-    1 << 16,
-)  # positions; the first stretch is short, so that a resume has its first batch at once
-_MAX_GAP = (
-    1 << 13
-)  # a call costs as much as this many positions; a rank that leaves out more than that does not go on, it jumps
+# Number of positions per range. The first range is short, so that a resume has its first batch at once.
+_MIN_LENGTH, _MAX_LENGTH = 1 << 10, 1 << 16
+# A call costs as much as this many positions. A rank that skips more positions starts again with a short range.
+_MAX_GAP = 1 << 13
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,11 +166,11 @@ class _CachedRange:
 
 @dataclass(slots=True)
 class CachedOrder:
-    """``indices`` of ``order``, and nothing else of it, at a small cost per call when positions are asked for in turn.
+    """Cache of ``order.indices`` that makes calls with ascending positions cheap.
 
-    Each stretch is twice as long as the one before it, up to 65,536 positions (512 KiB); a jump starts over with a short one. A
-    rank leaves out what is the others' of each batch, which is no jump as long as it is little.
-    What is kept is replaced as one value, so threads and forked processes may share it: at worst they work out the same again.
+    Each range is twice as long as the previous range, up to 65,536 positions (512 KiB). A jump starts again with a short range.
+    A rank may skip the positions of other ranks, as long as the gap is small. The cached range is replaced as one value, so
+    threads and forked processes may share the cache; in the worst case they compute the same range twice.
     """
 
     order: SampleOrder
@@ -181,14 +182,14 @@ class CachedOrder:
         return self.order.size
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
-        """Dataset indices at positions ``start`` to ``stop`` of ``epoch``: ``[stop - start]`` int64, not to be written into."""
-        kept = self._cached
-        if kept is None or epoch != kept.epoch or not kept.start <= start <= stop <= kept.stop:
-            end = min(start + self._next_length(kept, epoch, start, stop), self.order.size)
-            kept = self._cached = _CachedRange(epoch, start, self.order.indices(epoch, start, max(end, stop)))
-        return kept.indices[start - kept.start : stop - kept.start]
+        """Return the dataset indices at positions ``start`` to ``stop`` of ``epoch``, read-only: ``[stop - start]`` int64."""
+        cached = self._cached
+        if cached is None or epoch != cached.epoch or not cached.start <= start <= stop <= cached.stop:
+            end = min(start + self._next_length(cached, epoch, start, stop), self.order.size)
+            cached = self._cached = _CachedRange(epoch, start, self.order.indices(epoch, start, max(end, stop)))
+        return cached.indices[start - cached.start : stop - cached.start]
 
-    def _next_length(self, kept: _CachedRange | None, epoch: int, start: int, stop: int) -> int:
-        if kept is None or epoch != kept.epoch or not kept.start <= start <= kept.stop + _MAX_GAP:
+    def _next_length(self, cached: _CachedRange | None, epoch: int, start: int, stop: int) -> int:
+        if cached is None or epoch != cached.epoch or not cached.start <= start <= cached.stop + _MAX_GAP:
             return _MIN_LENGTH
-        return min(2 * max(len(kept.indices), stop - start), _MAX_LENGTH)
+        return min(2 * max(len(cached.indices), stop - start), _MAX_LENGTH)
