@@ -1,4 +1,4 @@
-"""``dtrain hang``: what it shows, and how it refuses; what it asks is in tests/launch/hang/test_asking.py."""
+"""``dtrain hang``: what it shows, and how it refuses; what it asks is in tests/launch/hang/test_query.py."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 RUN_BY = {
     "README.md": "tests/test_readme.py",
     "docs/collectives.md": "tests/dist/test_docs.py",
-    "docs/observing.md": "tests/observe/test_page.py",
+    "docs/observing.md": "tests/pages/test_observing.py",
     "docs/parallelism.md": "tests/shard/test_docs.py",
     "docs/recipes.md": "tests/test_docstrings.py",
     "docs/schedules.md": "tests/schedules/test_pages.py",
@@ -13,7 +13,7 @@ RUN_BY = {
 
 SHOWN_BY = {
     "model = dt.surgery.convert_to_fp8(": "tests/shard/test_fp8.py",
-    "print(dt.profiling.explain_hang())": "tests/launch/hang/test_asking.py",
+    "print(dt.profiling.explain_hang())": "tests/launch/hang/test_query.py",
 }
 """First lines of blocks that need what a page's process has not, and the tests that do the same with it."""
 

@@ -39,9 +39,9 @@ def named(name: str) -> object:
     if name.startswith("dtrain."):
         module, _, attribute = name.rpartition(".")
         return getattr(importlib.import_module(module), attribute)
-    first, *rest = name.split(".")
-    assert first in dt.__all__, f"dtrain has no {first}"
-    found = getattr(dt, first)
+    (known,) = public.named_in(f"dt.{name}") or {""}
+    assert known, f"dtrain has no {name}"
+    found, rest = public.value(known.replace("dt.", "dtrain.", 1)), name.removeprefix(known[3:]).split(".")[1:]
     for part in rest:
         fields = getattr(found, "__dataclass_fields__", {})
         found = fields[part] if part in fields else getattr(found, part)

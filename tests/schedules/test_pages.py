@@ -28,9 +28,9 @@ DOES_NOT_APPLY = {"NoOpModel"}
 
 
 def here(name: str) -> bool:
-    """Whether it is a public name, or a dotted one that can be imported."""
+    """Return True for a public name, and for a dotted path that can be imported."""
     module, _, last = name.rpartition(".")
-    return hasattr(importlib.import_module(module), last) if module else name in public.short_names()
+    return public.is_public(name) or (module.startswith("dtrain.") and hasattr(importlib.import_module(module), last))
 
 
 def test_the_code_of_the_page_runs():
@@ -64,4 +64,4 @@ def test_what_composer_has_is_here_under_the_name_that_the_table_gives(name, cel
 def test_every_schedule_with_durations_is_in_the_table():
     given = " ".join(cells for _, cells in TABLES)
     names = public.names("dtrain.schedules.composer")
-    assert [name for name in names if f"`dt.schedules.composer.{name}`" not in given] == []
+    assert [name for name in names if f"`schedules.composer.{name}`" not in given] == []
