@@ -56,5 +56,7 @@ def test_nothing_is_read_ahead_of_the_step_that_says_whether_the_epoch_is_over()
     loader, counts = dt.build_loader(Stream(10), **options), []
     for batch in loader.until("2ep"):
         counts.append(len(batch))
-        sync_before_forward(samples=len(batch), tokens=0, microbatches=1, zero_weight_seen=False, batch_info=loader.last_batch_info)
+        sync_before_forward(
+            samples=len(batch), tokens=0, microbatches=1, zero_weight_seen=False, batch_info=loader.last_batch_info
+        )
     assert counts == [4, 4, 2] * 2

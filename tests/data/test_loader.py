@@ -204,7 +204,10 @@ def test_a_position_in_another_order_is_refused(options):
         ({"global_batch_size": 2.0}, "global_batch_size must be a whole number of at least 1, got 2.0"),
         ({"num_workers": -1}, "num_workers must be a whole number of at least 0, got -1"),
         ({"last_batch": "wrap"}, "last_batch must be one of 'short', 'drop', 'pad', got 'wrap'"),
-        ({"last_batch": "drop", "global_batch_size": 4}, "3 samples are less than one global batch of 4; use last_batch='short'"),
+        (
+            {"last_batch": "drop", "global_batch_size": 4},
+            "3 samples are less than one global batch of 4; use last_batch='short'",
+        ),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -62,7 +62,9 @@ SOURCES: dict[str, Callable[[list[int]], Any]] = {
 def test_a_stream_gives_the_blocks_of_known_lengths(lengths, seq, last_block):
     blocks = plain(pack_tokens(documents(lengths), seq=seq, last_block=last_block))
     enough = sum(lengths) >= (seq if last_block == "drop" else 1)
-    assert blocks == (plain(PackedTokens(documents(lengths), seq=seq, lengths=lengths, last_block=last_block)) if enough else [])
+    assert blocks == (
+        plain(PackedTokens(documents(lengths), seq=seq, lengths=lengths, last_block=last_block)) if enough else []
+    )
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -14,7 +14,9 @@ def batches(size, batch, last_batch, start=0):
     return found
 
 
-@given(size=st.integers(1, 100), batch=st.integers(1, 120), last_batch=st.sampled_from(LAST_BATCH_MODES), start=st.integers(0, 120))
+@given(
+    size=st.integers(1, 100), batch=st.integers(1, 120), last_batch=st.sampled_from(LAST_BATCH_MODES), start=st.integers(0, 120)
+)
 def test_the_three_ways_of_counting_agree(size, batch, last_batch, start):
     whole = batches(size, batch, last_batch)
     assert sum(stop - first for first, stop in whole) == epoch_samples(size, batch, last_batch)

@@ -98,7 +98,8 @@ def test_the_check_sees_an_order_that_does_not_go_on():
             return ElasticSampler(size=self.size, seed=state["seed"] + 1)
 
     runs = [
-        consumed(lambda: StartsOver(size=50), batch=4, last_batch="short", until=10, legs=legs) for legs in ([], [(2, 3)], [(1, 3)])
+        consumed(lambda: StartsOver(size=50), batch=4, last_batch="short", until=10, legs=legs)
+        for legs in ([], [(2, 3)], [(1, 3)])
     ]
     assert runs[0] != runs[1]
     assert runs[1] == runs[2]

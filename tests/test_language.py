@@ -1,0 +1,50 @@
+"""The English of the package: figures that a change may not make worse.
+
+A summary says what an object is or does. A question word at its start, and "what" or "it" in place of a noun, make text hard to read.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import dtrain
+
+SOURCE = Path(dtrain.__file__).parent
+QUESTION = re.compile(r"(What|Whether|Where|Who|Whose|Which|How|When|Why)\b")
+MOST_PER_1000 = {"what": 1.0, "it": 5.0}
+MOST_QUESTIONS = 0.01
+
+
+def docstrings(source: str) -> list[str]:
+    """Return the docstrings of a module, its classes and its functions."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return [text for node in ast.walk(ast.parse(source)) if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+
+
+def share_of_questions(texts: list[str]) -> float:
+    return sum(bool(QUESTION.match(text)) for text in texts) / len(texts)
+
+
+def per_1000_words(word: str, texts: list[str]) -> float:
+    words = re.findall(r"\w+", " ".join(texts).lower())
+    return 1000 * words.count(word) / len(words)
+
+
+PACKAGE = [text for path in sorted(SOURCE.rglob("*.py")) for text in docstrings(path.read_text())]
+
+
+def test_summaries_do_not_begin_with_a_question_word():
+    asking = [text.split("\n")[0] for text in PACKAGE if QUESTION.match(text)]
+    assert share_of_questions(PACKAGE) <= MOST_QUESTIONS, asking
+
+
+def test_nouns_are_named():
+    found = {word: round(per_1000_words(word, PACKAGE), 2) for word in MOST_PER_1000}
+    assert {word: n for word, n in found.items() if n > MOST_PER_1000[word]} == {}
+
+
+def test_the_figures_count_what_they_say():
+    texts = docstrings('"""What it is."""\ndef f():\n    """Return it."""\nx = """it"""\n')
+    assert texts == ["What it is.", "Return it."]
+    assert share_of_questions(texts) == 0.5
+    assert per_1000_words("it", texts) == 400.0
