@@ -375,4 +375,4 @@ def batch_method_that_fails(rank: int) -> list[str]:
 def test_a_batch_function_that_fails_on_one_rank_raises_on_all(ranks):
     answers = ranks(2).run(batch_method_that_fails, 1)
     assert answers[1] == ["ValueError", "no partner for this sample"]
-    assert answers[0] == ["PeerError", "step: rank 1 could not use its batch (1 of 2 ranks); see its own error"]
+    assert answers[0] == ["PeerError", "step: rank 1 could not use its batch (1 of 2 ranks). See the error of that rank."]

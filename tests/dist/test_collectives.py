@@ -88,7 +88,7 @@ def too_large_on_rank_1(name: str) -> list:
 
 @pytest.mark.parametrize("name", FROM_RANK_1)
 def test_what_is_too_large_on_one_rank_raises_on_all(ranks, name):
-    reason = f"ConfigError: {name}: 1002 bytes of JSON, at most 1000 are taken; put it into a file"
+    reason = f"ConfigError: {name}: JSON must have at most 1000 bytes, got 1002. Put the data into a file."
     peer = [f"PeerError: {name}: rank 1 failed: {reason}", True]
     assert ranks(3).run(too_large_on_rank_1, name) == [peer, [reason, True], peer]
 

@@ -75,7 +75,7 @@ def test_cuda_that_has_started_otherwise_is_refused_and_nothing_is_changed(one_g
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     before = switches()
     with pytest.raises(
-        ConfigError, match="use_deterministic: CUDA has started with CUBLAS_WORKSPACE_CONFIG=''; set it to ':4096:8'"
+        ConfigError, match=r"use_deterministic: CUDA has started with CUBLAS_WORKSPACE_CONFIG=''. Set the variable to ':4096:8'"
     ):
         use_deterministic()
     assert switches() == before

@@ -80,9 +80,9 @@ def test_one_process_needs_no_groups():
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.ones(2, dtype=torch.int64), "takes floating tensors with rows, got torch.int64 of shape .2,."),
-        (torch.ones(()), "takes floating tensors with rows, got torch.float32 of shape .."),
-        ([1.0], "takes a tensor, got list"),
+        (torch.ones(2, dtype=torch.int64), "x must be a floating tensor with rows, got torch.int64 of shape .2,."),
+        (torch.ones(()), "x must be a floating tensor with rows, got torch.float32 of shape .."),
+        ([1.0], "x must be a tensor, got list"),
     ],
 )
 def test_what_has_no_rows_is_refused(x, message):
@@ -112,12 +112,16 @@ def gather_unequal(case: str) -> str:
     [
         (
             "dtype",
-            "ranks differ in dtype or shape after the first dimension (this rank: torch.float32, (2, 3), requires_grad=True",
+            "dtype or shape after the first dimension must be equal on all ranks, got torch.float32, (2, 3), requires_grad",
             "",
         ),
-        ("shape", "ranks differ in dtype or shape after the first dimension", "(this rank: torch.float32, (2, 4)"),
-        ("grad", "ranks differ in whether a gradient is required", "rank 0 differs); give all the same"),
-        ("bad", "rank 1 has a tensor that cannot be gathered; see its error", "takes floating tensors with rows"),
+        ("shape", "dtype or shape after the first dimension must be equal on all ranks", "got torch.float32, (2, 4)"),
+        ("grad", "requires_grad must be equal on all ranks", "on this rank. Rank 0 differs."),
+        (
+            "bad",
+            "rank 1 has a tensor that cannot be gathered. See the error of rank 1.",
+            "x must be a floating tensor with rows",
+        ),
     ],
 )
 def test_ranks_that_differ_are_told_on_all(ranks, case, first, second):
@@ -142,7 +146,7 @@ def gather_a_dtensor() -> str:
 def test_a_dtensor_is_refused(ranks):
     assert (
         ranks(2).run(gather_a_dtensor)
-        == ["all_gather_with_grad: takes a plain tensor, got a DTensor; pass this rank's own rows"] * 2
+        == ["all_gather_with_grad: x must be a plain tensor, got a DTensor. Pass this rank's own rows."] * 2
     )
 
 

@@ -222,4 +222,4 @@ def test_full_disk_costs_the_record_only(tmp_path, question, capfd):
         os.write(question[1], b"?")
         wait_for(lambda: not threads())
         stop_dump_thread()
-    assert "rank 0 could not write down its collectives" in capfd.readouterr().err
+    assert "rank 0 could not write its last collectives" in capfd.readouterr().err

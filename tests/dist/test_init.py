@@ -93,7 +93,7 @@ def test_an_environment_that_contradicts_the_open_group_is_refused(alone, monkey
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(ConfigError, match="WORLD_SIZE=2, but the open process group says 1"):
+        with pytest.raises(ConfigError, match=r"WORLD_SIZE must match the open process group .1., got 2"):
             init_dist()
     finally:
         dist.destroy_process_group()
@@ -113,11 +113,11 @@ def test_info_is_frozen():
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE is not set but its partner is"),
-        ({"WORLD_SIZE": "2"}, "RANK is not set but its partner is"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "needs 0 <= RANK < WORLD_SIZE, got RANK=2 WORLD_SIZE=2"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "not a whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "2 ranks need MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "0"}, "must be set together, but WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "must be set together, but RANK is not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be from 0 to WORLD_SIZE - 1, got RANK=2 WORLD_SIZE=2"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "must be whole numbers"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT must be set for 2 ranks"),
     ],
 )
 def test_contradictory_environment_is_refused(alone, monkeypatch, env, message):
@@ -144,7 +144,7 @@ def test_bad_options_are_refused(alone, options, message):
 
 def test_asking_for_gpus_that_are_not_there_is_refused(alone, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(ConfigError, match="device='cuda' needs a GPU per rank, but this node has 0 for 1 ranks"):
+    with pytest.raises(ConfigError, match="device='cuda' needs one GPU per rank, got 0 GPUs for 1 ranks on this node"):
         init_dist(device="cuda")
 
 
@@ -258,8 +258,14 @@ def test_one_process_can_close_and_open_again(alone):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "cuda"}, "init_dist: device='cuda', but the open groups use 'cpu'; close them first, or leave it out"),
-        ({"backend": "nccl"}, "init_dist: backend='nccl', but the open groups use 'gloo'; close them first, or leave it out"),
+        (
+            {"device": "cuda"},
+            "init_dist: device must be 'cpu' like the open groups, got 'cuda'. Close the groups first or omit device.",
+        ),
+        (
+            {"backend": "nccl"},
+            "init_dist: backend must be 'gloo' like the open groups, got 'nccl'. Close the groups first or omit backend.",
+        ),
     ],
 )
 def test_arguments_that_contradict_the_open_groups_are_refused(alone, options, message):
@@ -300,7 +306,7 @@ def test_nccl_groups_of_a_failed_run_are_not_taken_over(alone):
         with pytest.raises(KeyError), of_nccl:
             raise KeyError("x")
         with pytest.raises(
-            DistError, match="init_dist: NCCL groups of a failed run are still open in this process; start a new"
+            DistError, match=r"init_dist: NCCL groups of a failed run are still open in this process. Start a new"
         ):
             init_dist()
     finally:
@@ -322,7 +328,7 @@ def test_ranks_that_come_one_after_the_other_meet_in_a_later_try(forked):
                 texts.append(str(error))
         return texts
 
-    missing = "init_dist: 1 of 2 ranks did not arrive within 1 s: missing [1]; look at their output, or raise init_timeout_s"
+    missing = "init_dist: 1 of 2 ranks did not arrive within 1 s: missing [1]. Look at their output, or raise init_timeout_s."
     assert forked.run(body, 2, results_of=[0, 1]) == {0: [[missing], 2], 1: [[], 2]}
 
 
@@ -340,7 +346,7 @@ def test_a_rank_that_waits_notices_that_a_try_has_failed(forked):
 
     (text,) = forked.run(lambda rank: body(rank) if rank < 2 else time.sleep(60), 3, results_of=[1]).values()
     assert text == (
-        "init_dist: 2 of 3 ranks did not arrive within 2 s: missing [0, 2]; look at their output, or raise init_timeout_s"
+        "init_dist: 2 of 3 ranks did not arrive within 2 s: missing [0, 2]. Look at their output, or raise init_timeout_s."
     )
 
 
@@ -366,7 +372,7 @@ def test_two_processes_of_one_rank_are_refused(forked):
             return "opened"
 
     answers = sorted(forked.run(body, 3, results_of=[0, 1, 2]).values())
-    assert answers[0] == "ConfigError: init_dist: two processes say that they are rank 1 of 3; give each a RANK of its own"
+    assert answers[0] == "ConfigError: init_dist: each process must have its own RANK, but two processes have RANK=1 of 3"
     # The last one may have begun to wait so much later that rank 0 has given up, and is gone.
     said = ["1 of 3 ranks did not arrive within 3 s: missing [2]", "rank 0, which serves the store of 3 ranks, has ended"]
     assert [any(text in answer for text in said) for answer in answers[1:]] == [True, True], answers
@@ -410,7 +416,7 @@ def test_a_stopped_rank_0_does_not_hold_up_those_that_connect(forked, monkeypatc
 
     (answer,) = forked.run(body, 2, results_of=[1]).values()
     assert answer.startswith("DistError: init_dist: rank 0 at 127.0.0.1:")
-    assert answer.endswith("does not answer rank 1 within 1 s; is it stopped?")
+    assert answer.endswith("does not answer rank 1 within 1 s. Check that rank 0 is not stopped.")
 
 
 def test_a_mesh_is_made_once_and_anew_after_closing(forked):

@@ -86,7 +86,9 @@ def test_the_first_ones_error_is_raised_though_nobody_is_left_to_hear_it(forked)
         return "no error"
 
     (text,) = forked.run(body, 2, results_of=[0]).values()
-    assert text.startswith("mine; prepare: the other ranks could not be told: prepare: ranks [1] of 2 did not arrive"), text
+    assert text.startswith(
+        "mine; prepare: could not report the error to the other ranks: prepare: ranks [1] of 2 did not arrive"
+    ), text
 
 
 def fail_later() -> str:

@@ -156,9 +156,9 @@ def complaint(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "own", "others"),
     [
-        ("dtype", "ConfigError: all_gather_ragged: ranks differ in what they have: rank 0 {'mapping'", "ConfigError"),
-        ("shape", "ConfigError: all_gather_ragged: ranks differ in what they have", "ConfigError"),
-        ("structure", "ConfigError: all_gather_ragged: ranks differ in what they have", "ConfigError"),
+        ("dtype", "ConfigError: all_gather_ragged: ranks differ in their rows: rank 0 {'mapping'", "ConfigError"),
+        ("shape", "ConfigError: all_gather_ragged: ranks differ in their rows", "ConfigError"),
+        ("structure", "ConfigError: all_gather_ragged: ranks differ in their rows", "ConfigError"),
         ("no rows", "ConfigError: all_gather_ragged: takes dense tensors with rows, got shape ()", "PeerError"),
         ("text", "got str", "PeerError: all_gather_ragged: rank 1 failed: all_gather_ragged: takes tensors"),
         ("heights", "the same number of rows, got shapes [(2, 3), (3,)]", "PeerError"),

@@ -77,12 +77,12 @@ def test_one_process_needs_no_groups(reduce):
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.tensor([True]), "takes floating or integer tensors, got torch.bool"),
-        (torch.tensor([1j]), "takes floating or integer tensors, got torch.complex64"),
-        (torch.ones(2).to_sparse(), r"takes dense tensors, got torch.sparse_coo; pass x.to_dense\(\)"),
-        (True, "takes a tensor or a number, got bool"),
-        (None, "takes a tensor or a number, got NoneType"),
-        ([1.0], "takes a tensor or a number, got list"),
+        (torch.tensor([True]), "x must be a floating or integer tensor, got torch.bool"),
+        (torch.tensor([1j]), "x must be a floating or integer tensor, got torch.complex64"),
+        (torch.ones(2).to_sparse(), r"x must be a dense tensor, got torch.sparse_coo. Pass x.to_dense\(\)"),
+        (True, "x must be a tensor or a number, got bool"),
+        (None, "x must be a tensor or a number, got NoneType"),
+        ([1.0], "x must be a tensor or a number, got list"),
     ],
 )
 def test_what_cannot_be_reduced_is_refused(reduce, x, message):
@@ -92,7 +92,7 @@ def test_what_cannot_be_reduced_is_refused(reduce, x, message):
 
 def test_the_mean_of_integers_is_refused():
     with pytest.raises(
-        ConfigError, match=r"reduce_mean: the mean of torch.int64 has no dtype; convert it first, .*x.double\(\)"
+        ConfigError, match=r"reduce_mean: the mean of torch.int64 has no dtype. Convert x first, .*x.double\(\)"
     ):
         reduce_mean(torch.ones(2, dtype=torch.int64))
 
@@ -117,5 +117,5 @@ def reduce_a_dtensor() -> str:
 def test_a_dtensor_is_refused(ranks):
     assert (
         ranks(2).run(reduce_a_dtensor)
-        == ["reduce_sum: takes a plain tensor, got a DTensor; pass x.full_tensor() or x.to_local()"] * 2
+        == ["reduce_sum: x must be a plain tensor, got a DTensor. Pass x.full_tensor() or x.to_local()."] * 2
     )

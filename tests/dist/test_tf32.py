@@ -52,5 +52,5 @@ def test_torchs_newer_switches_are_read_and_set_too():
 
 @pytest.mark.parametrize("settings", [None, "high", 1])
 def test_other_values_are_refused(settings):
-    with pytest.raises(ConfigError, match="use_tf32: takes True, False, or what it returned before, got"):
+    with pytest.raises(ConfigError, match="use_tf32: settings must be True, False or the result of an earlier call, got"):
         use_tf32(settings)

@@ -102,7 +102,7 @@ def test_rank_0_is_named_although_it_serves_the_store(forked, number):
     answers = forked.run(lambda rank: vote(rank, 0, lambda: os.kill(os.getpid(), number)), 3, results_of=[1, 2])
     for text in answers.values():
         assert text.startswith("DistError: vote: ranks [0] of 3 did not arrive"), text
-        assert "it serves the store" in text
+        assert "this rank serves the store" in text
 
 
 def test_two_stopped_ranks_are_both_named(forked):
@@ -117,7 +117,7 @@ def test_a_rank_that_comes_late_is_named_on_itself_too(forked, monkeypatch):
     monkeypatch.setattr(timeout_report, "GRACE_S", 20.0)
     answers = forked.run(lambda rank: vote(rank, 2, lambda: time.sleep(TIMEOUT_S + 1)), 3, results_of=[0, 1, 2])
     for text in answers.values():
-        assert text.startswith("DistError: vote: ranks [2] of 3 came too late, the first had given up after 2"), text
+        assert text.startswith("DistError: vote: ranks [2] of 3 came too late. The first rank gave up after 2"), text
 
 
 def test_the_error_with_which_a_rank_left_is_passed_on(forked):
@@ -128,7 +128,7 @@ def test_the_error_with_which_a_rank_left_is_passed_on(forked):
     assert second == "ValueError: disk\nfull"
     for text in (first, third):
         assert text.startswith("DistError: vote: ranks [1] of 3 did not arrive, connection lost"), text
-        assert "; rank 1 had left with ValueError: disk full; look" in text
+        assert ". Rank 1 left with ValueError: disk full. Look" in text
 
 
 def test_groups_of_the_users_own_are_watched_too(forked):
@@ -210,23 +210,26 @@ def test_errors_of_torchs_communication_are_told_by_class_and_place():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"marks": {0: 9.5, 2: 0.1}}, "w: ranks [1, 3] of 4 did not arrive within 9.5 s; look at their output, or raise"),
+        ({"waits_s": {0: 9.5, 2: 0.1}}, "w: ranks [1, 3] of 4 did not arrive within 9.5 s. Look at their output, or raise"),
         (
-            {"marks": {0: 0.2}, "notes": {3: "E: x"}},
-            "w: ranks [1, 2, 3] of 4 did not arrive, connection lost after 0.2 s; rank 3 had",
+            {"waits_s": {0: 0.2}, "notes": {3: "E: x"}},
+            "w: ranks [1, 2, 3] of 4 did not arrive, connection lost after 0.2 s. Rank 3 left",
         ),
-        ({"marks": {0: 10, 1: 9, 2: 10, 3: 0.0}}, "w: ranks [3] of 4 came too late, the first had given up after 10 s; look"),
-        ({"marks": dict.fromkeys(range(4), 10.0)}, "w: all 4 ranks came, but nothing passed between them for 10 s; is"),
+        ({"waits_s": {0: 10, 1: 9, 2: 10, 3: 0.0}}, "w: ranks [3] of 4 came too late. The first rank gave up after 10 s. Look"),
+        ({"waits_s": dict.fromkeys(range(4), 10.0)}, "w: all 4 ranks arrived, but no data passed between them for 10 s. Check"),
         (
-            {"marks": dict.fromkeys(range(4), 10.0), "places": {0: "w", 1: "leaving init_dist", 2: "x"}},
-            "w: rank 1 was at 'leaving init_dist' instead, and they waited for each other for 10 s; let all ranks take",
+            {"waits_s": dict.fromkeys(range(4), 10.0), "callers": {0: "w", 1: "leaving init_dist", 2: "x"}},
+            "w: rank 1 was at 'leaving init_dist' instead, and the ranks waited for each other for 10 s. Let all ranks take",
         ),
-        ({"marks": {1: 10}, "answered": False}, "w: ranks [0] of 4 did not arrive within 10 s (it serves the store that knows"),
         (
-            {"marks": {1: 10}, "answered": False, "server": None},
-            "w: some ranks did not arrive within 10 s, and the rendezvous store",
+            {"waits_s": {1: 10}, "store_answered": False},
+            "w: ranks [0] of 4 did not arrive within 10 s (this rank serves the store",
         ),
-        ({"marks": dict.fromkeys(range(4), 0.1)}, None),
+        (
+            {"waits_s": {1: 10}, "store_answered": False, "server_rank": None},
+            "w: some ranks did not arrive within 10 s. The rendezvous store",
+        ),
+        ({"waits_s": dict.fromkeys(range(4), 0.1)}, None),
     ],
 )
 def test_the_message_follows_from_what_the_store_knows(given, text):

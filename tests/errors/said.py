@@ -39,9 +39,9 @@ SAID = {
     ),
     "A loss that is NaN from some step on": Said(
         here=(
-            "NonFiniteError: step: the loss was infinite or NaN in 10 steps in a row, from step 3 on; parameters that were "
-            "updated by them are spoiled, so load a checkpoint of step 2 or before, then lower the learning rate, clip, or "
-            "look at the batches; dt.transforms.nonfinite leaves such updates out, and changes how many stop the run",
+            "NonFiniteError: step: the loss was infinite or NaN in 10 steps in a row, from step 3 on. The updates have "
+            "spoiled the parameters, so load a checkpoint of step 2 or before, then lower the learning rate, clip, or look at "
+            "the batches. dt.transforms.nonfinite skips such updates, and changes the number of steps that stops the run.",
         ),
     ),
     "First contact": Said(
@@ -55,7 +55,7 @@ SAID = {
             'dt.mean_loss(loss_fn, weight=lambda batch: len(batch["labels"])); if it is a sum, return '
             "dt.LossSum(total=loss, weight=count)",
             "ConfigError: init: this process is one of 4 ranks (WORLD_SIZE=4), but init_dist is not open, so every rank would "
-            "train alone; put the loop into `with dt.init_dist() as info:`",
+            "train alone. Put the loop into `with dt.init_dist() as info:`.",
         ),
     ),
     "The batch size of a custom batch": Said(
@@ -73,8 +73,8 @@ SAID = {
             "torch.distributed.DistStoreError: Timed out after ... seconds waiting for clients. 1/2 clients joined.",
         ),
         here=(
-            "DistError: init_dist: 1 of 2 ranks did not arrive within 1 s: missing [1]; look at their output, or raise "
-            "init_timeout_s",
+            "DistError: init_dist: 1 of 2 ranks did not arrive within 1 s: missing [1]. Look at their output, or raise "
+            "init_timeout_s.",
             "dtrain: launch: node 1 (...) did not reach node 0 at 127.0.0.1:... in 1 s, last: connection refused; check that "
             "node 0 runs, and --master-addr and --master-port, which this node tried by interface lo; GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME choose the interface of the ranks",
@@ -97,8 +97,8 @@ SAID = {
     "Training hangs after the first epoch": Said(
         by_hand=("RuntimeError: [...] Timed out waiting 1000ms for recv operation to complete",),
         here=(
-            "DistError: step: rank 1 was at 'leaving init_dist' instead, and they waited for each other for ... s; let all "
-            "ranks take the same steps, as loader.until does, and run collectives in one order",
+            "DistError: step: rank 1 was at 'leaving init_dist' instead, and the ranks waited for each other for ... s. Let "
+            "all ranks take the same steps, as loader.until does, and run collectives in one order.",
         ),
     ),
     "A corrupt sample": Said(
@@ -130,9 +130,9 @@ SAID = {
             "..., useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
         ),
         here=(
-            "DistError: init_dist: rank 0 cannot open the meeting place at 127.0.0.1:... (The server socket has failed to "
-            "listen ... address already in use); give all ranks another MASTER_PORT, or start them with dtrain launch, which "
-            "finds a free one",
+            "DistError: init_dist: rank 0 cannot open the rendezvous at 127.0.0.1:... (The server socket has failed to "
+            "listen ... address already in use). Give all ranks another MASTER_PORT, or start them with dtrain launch, which "
+            "finds a free port.",
             "dtrain: launch: node 0 cannot listen at 127.0.0.1:...: address already in use; choose another --master-port, or "
             "--master-addr, the same on each node",
         ),

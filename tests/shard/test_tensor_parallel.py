@@ -244,8 +244,11 @@ def test_ranks_of_one_batch_drop_alike(ranks):
 @pytest.mark.parametrize(
     ("seeds", "message"),
     [
-        ("rank", "but drew different random numbers in it, as for dropout; dt.seed_all(seed, dt.dist.data_rank(mesh)[0])"),
-        ("batch", "but have 1 and 2 samples, 0 and 0 tokens; build the loader with mesh="),
+        (
+            "rank",
+            "but drew different random numbers in the step, as for dropout. Call dt.seed_all(seed, dt.dist.data_rank(mesh)[0])",
+        ),
+        ("batch", "but have 1 and 2 samples, 0 and 0 tokens. Build the loader with mesh="),
     ],
 )
 def test_ranks_of_one_batch_that_would_not_compute_alike_are_refused(ranks, seeds, message):

@@ -45,17 +45,14 @@ def test_the_step_after_ten_losses_that_are_not_finite_raises(bad):
     at, said = stopped_at(*begin(), [FINE] * 3 + [bad] * 20)
     assert at == 13
     assert said == (
-        "step: the loss was infinite or NaN in 10 steps in a row, from step 3 on; parameters that were updated by them are "
-        "spoiled, so load a checkpoint of step 2 or before, then lower the learning rate, clip, or look at the batches; "
-        "dt.transforms.nonfinite leaves such updates out, and changes how many stop the run"
+        "step: the loss was infinite or NaN in 10 steps in a row, from step 3 on. The updates have spoiled the "
+        "parameters, so load a checkpoint of step 2 or before, then lower the learning rate, clip, or look at the batches. "
+        "dt.transforms.nonfinite skips such updates, and changes the number of steps that stops the run."
     )
 
 
 def test_from_the_first_step_on_there_is_no_checkpoint_to_load():
-    assert (
-        "from step 0 on; parameters that were updated by them are spoiled, so start again"
-        in stopped_at(*begin(), [NAN] * 20)[1]
-    )
+    assert "from step 0 on. The updates have spoiled the parameters, so start again" in stopped_at(*begin(), [NAN] * 20)[1]
 
 
 def spoiled_once() -> dt.Transform:

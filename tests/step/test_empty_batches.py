@@ -8,7 +8,7 @@ import torch
 import dtrain as dt
 from dtrain.dist.init import get_dist_info
 
-LINE = "step: no rank has a sample in this batch; skip the step where a batch may be empty on all ranks, or end the loop there"
+LINE = "step: no rank has a sample in this batch. Skip the step if a batch may be empty on all ranks, or end the loop."
 
 
 def loss_fn(model, batch):

@@ -174,8 +174,8 @@ def test_a_rank_of_a_launcher_without_init_dist_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     line = (
-        r"init: this process is one of 4 ranks \(WORLD_SIZE=4\), but init_dist is not open, so every rank would train alone; "
-        r"put the loop into `with dt.init_dist\(\) as info:`"
+        r"init: this process is one of 4 ranks \(WORLD_SIZE=4\), but init_dist is not open, so every rank would train alone. "
+        r"Put the loop into `with dt.init_dist\(\) as info:`"
     )
     with pytest.raises(ConfigError, match=line):
         begun()

@@ -101,7 +101,7 @@ def bad_batch_on_rank_1(where: str) -> list[str]:
 def test_a_batch_that_one_rank_cannot_use_raises_on_all(ranks, where):
     first, second = ranks(2).run(bad_batch_on_rank_1, where)
     assert second == ["ValueError", f"{where} of rank 1"]
-    assert first == ["PeerError", "step: rank 1 could not use its batch (1 of 2 ranks); see its own error"]
+    assert first == ["PeerError", "step: rank 1 could not use its batch (1 of 2 ranks). See the error of that rank."]
 
 
 @pytest.mark.parametrize(

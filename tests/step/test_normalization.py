@@ -163,7 +163,7 @@ def other_terms_on_rank_1(case: str) -> str:
 @pytest.mark.parametrize("case", ["other", "fewer", "none"])
 def test_terms_that_differ_between_ranks_are_an_error_before_they_are_added_up(ranks, case):
     first, second = ranks(2).run(other_terms_on_rank_1, case, timeout_s=30)
-    assert "step: the weight_fn of rank 1 gives weights of other terms than that of rank 0" in first
+    assert "step: the weight_fn of rank 1 gives weights of other terms than the weight_fn of rank 0" in first
     assert first == second
 
 

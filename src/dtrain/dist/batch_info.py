@@ -1,4 +1,4 @@
-"""``Origin``: the facts about a batch that its loader knows and a step needs, and the loaders that a state follows."""
+"""Describe a batch's place in its loader's data (``BatchInfo``) and the loaders that a training state has used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtrain.typing import Batch
 
 @dataclass(slots=True, eq=False)
 class BatchStatus:
-    """The answers of a step about its batch, for the batch's loader.
+    """Progress of the step on one batch. The step writes the status, the batch's loader reads it.
 
     Args:
         epoch_ended: True if the epoch ended with the batch for all ranks, None before a step on the batch.
@@ -27,16 +27,16 @@ class BatchStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchInfo:
-    """The facts about one batch that its loader knows. They travel with the batch; see ``dtrain.batch.attach_batch_info``.
+    """Facts about one batch that its loader knows. They travel with the batch; see ``dtrain.batch.attach_batch_info``.
 
     Args:
-        loader: identifies the loader.
-        begin: place in the loader's data before the batch.
-        end: place once the batch is consumed.
-        independent_epochs: if True, ranks end their epochs separately; the epoch is over when all ranks have ended it.
-        position_hash: a number below 2**48 that is equal on all ranks if they are at the same place in the same data.
-        padding_sample: a real sample for a rank that has no sample in this batch.
-        status: written by the step, read by the loader. It also identifies the batch.
+        loader: identity of the loader.
+        begin: position in the loader's data before the batch.
+        end: position in the loader's data after the batch.
+        independent_epochs: if True, ranks end their epochs separately. The epoch is over when all ranks have ended it.
+        position_hash: number below 2**48; equal on all ranks if they are at the same position in the same data.
+        padding_sample: real sample for a rank that has no sample in this batch.
+        status: progress of the step on the batch, written by the step. The status also identifies the batch.
     """
 
     loader: object
@@ -53,53 +53,57 @@ class BatchInfo:
         return self.end.epoch > self.begin.epoch
 
     def encode(self) -> int:
-        """Stamp and end of the epoch as one number, not 0, that float64 holds exactly; the place after if ``alone``."""
-        stamp = (
+        """Encode position and end of the epoch as one number, not 0, that float64 holds exactly.
+
+        The position is ``end`` if ``independent_epochs``, else ``position_hash``.
+        """
+        position = (
             self.end.epoch << BATCH_INDEX_BITS | (self.end.batch or 0) if self.independent_epochs else self.position_hash or 1
         )
-        return stamp * 4 + 2 * self.independent_epochs + self.ends_epoch
+        return position * 4 + 2 * self.independent_epochs + self.ends_epoch
 
     def __deepcopy__(self, memo: object) -> BatchInfo:
-        """The same origin: a copy of a batch is still this batch."""
+        """Return the same object: a copy of a batch is the same batch of the loader."""
         return self
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """An empty mapping: a batch that is saved or sent to another process has no origin, and loads without dtrain."""
+        """Reduce to an empty mapping, so that a batch sent to another process or saved loads without dtrain."""
         return OrderedDict, ()
 
 
 @dataclass(slots=True)
 class _UntrackedBatches:
-    """The steps of this process over batches that know no loader."""
+    """Number of steps of this process on batches without a ``BatchInfo``."""
 
     steps: int = 0
 
 
 UNTRACKED_BATCHES = _UntrackedBatches()
-BATCH_INDEX_BITS = 28  # for the batches of an epoch; 20 bits of a stamp remain for epochs
+# The remaining 20 bits of the position hold the epoch.
+BATCH_INDEX_BITS = 28
 
 
 class TrackedLoader(Protocol):
-    """A loader, as far as a state knows it."""
+    """Interface of the loaders whose epochs a ``Clock`` can count."""
 
     last_batch_info: BatchInfo | None
-    """The origin of the batch that it handed out last, None before the first."""
+    """Info of the last batch that the loader returned, None before the first batch."""
 
     @property
     def identity(self) -> object:
-        """The mark of this loader in the origins of its batches."""
+        """Identity of this loader, as in ``BatchInfo.loader``."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """The batch of the step in progress.
+    """Batch of the step in progress.
 
     Args:
-        info: place of the batch in its loader's data, None if it is not a loader's.
+        info: facts about the batch, None if no loader returned the batch.
         repeated: if True, the last step was on the same batch.
-        clock_before: the clock before the step.
-        statuses: of all batches of loaders that the batch is made of.
+        clock_before: clock before the step.
+        statuses: statuses of all loader batches that the batch is made of.
     """
 
     info: BatchInfo | None
@@ -110,12 +114,12 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderHistory:
-    """The loaders that the batches of a state came from.
+    """Loaders that returned the batches of a state.
 
     Args:
-        loaders: their marks, in the order of their first batches.
-        epoch_offset: epochs that were done before the current loader's first one.
-        last_batch: identifies the batch of the last step.
+        loaders: identities of the loaders, in the order of their first batches.
+        epoch_offset: epochs completed before the current loader's first epoch.
+        last_batch: identity of the batch of the last step.
     """
 
     loaders: tuple[object, ...] = ()

@@ -1,21 +1,21 @@
 """Keep the collectives of all ranks paired when a rank fails in the middle of a step.
 
-A rank that leaves its step early must not leave its peers waiting, and must not let them meet one of its later collectives.
-A guarded run prevents both. It stands in front of every collective of the process, in one of two modes:
+A rank that leaves its step early must not leave its peers waiting. Its peers must not pair with one of its later collectives.
+A guarded run prevents both. The guard intercepts every collective of the process, in one of two modes:
 
-*Checked*. Before each collective the ranks exchange a record on the control group: the failure of this rank, or the collective
-that it is about to issue. If a rank has failed, all ranks leave before the collective is issued. If the collectives do not
-belong together, all ranks raise. If the run ends well on all ranks, its sequence of collectives is kept: the *trace* of its
+*Checked*. Before each collective the ranks exchange a record on the control group: a failure of this rank, or the collective
+that this rank is about to issue. If a rank has failed, all ranks leave before the collective is issued. If the collectives do
+not match, all ranks raise. If the run succeeds on all ranks, the guard stores its sequence of collectives: the *trace* of the
 plan.
 
 *Traced*. If all ranks hold the traces of the same checked runs, the next run of that plan exchanges nothing. Each rank compares
-each collective with its trace before it issues it. A rank that fails, or whose next collective is not that of the trace, leaves
-the model's code and issues the rest of the trace with zeros. So each rank issues exactly the trace, whatever happens, and a
-wrong pairing cannot occur. The vote after the run says that it is void.
+each collective with the trace before issuing the collective. If a rank fails, or its next collective differs from the trace,
+the rank leaves the model's code and issues the rest of the trace with zeros. So each rank issues exactly the trace, and a wrong
+pairing cannot occur. The exchange after the run tells all ranks that the run is void.
 
-A trace is no prediction of what a plan does: where it turns out to be wrong the run is void, the trace is dropped, and the run
-is made again in checked mode. FSDP2, for one, gathers other units in a later microbatch than in an earlier one, and other ones
-again in a step of more microbatches, because each backward also prefetches for the forward before it.
+A trace does not have to predict the plan correctly. If the trace is wrong, the run is void, the trace is dropped, and the run
+is repeated in checked mode. For example, FSDP2 gathers different units in later microbatches and in steps of more microbatches,
+because each backward also prefetches for the next forward.
 """
 
 from __future__ import annotations
@@ -46,22 +46,24 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import StepError
 
-_MAX_TRACES = 32  # plans; ragged batches make one for each number of microbatches
-_MAX_WRONG_TRACES = 5  # traces that turn out to be wrong before a model is checked for good
+# Plans. Ragged batches make one plan for each number of microbatches.
+_MAX_TRACES = 32
+# Wrong traces before every run of a model is checked.
+_MAX_WRONG_TRACES = 5
 _RUNNING, _RUNNING_VARIABLE_SIZE, _FAILED = range(3)
 
 
 class PeerFailed(Exception):  # internal: users never see it
-    """Another rank has failed and has told so before a collective that this rank was about to issue."""
+    """Another rank reported a failure before a collective that this rank was about to issue."""
 
 
 class CollectivesChanged(Exception):  # internal: users never see it
-    """This rank was about to issue another collective than the trace has next."""
+    """This rank was about to issue a collective that differs from the next collective of the trace."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CollectiveTrace:
-    """The collectives of a checked run on this rank, and a digest of those of all ranks, which is equal on all."""
+    """Collectives of a checked run on this rank, and a digest of the collectives of all ranks, equal on all ranks."""
 
     calls: tuple[CollectiveSpec, ...]
     digest: int
@@ -69,9 +71,9 @@ class CollectiveTrace:
 
 @dataclass(slots=True, eq=False)
 class TraceCache:
-    """The traces of one training run, by plan: a plan is whatever the collectives of a step depend on.
+    """Traces of one training run by plan. A plan is everything that the collectives of a step depend on.
 
-    A plan that leaves something out costs time, never correctness.
+    An incomplete plan costs time, never correctness.
 
     Args:
         always_check: if True, no run is traced.
@@ -85,39 +87,40 @@ class TraceCache:
         return len(self._traces)
 
     def digest(self, *conditions: int | str) -> int:
-        """A number below 2**52, never 0, equal on all ranks that hold the same traces under the same ``conditions``."""
+        """Return a number below 2**52, never 0, equal on all ranks with the same traces and the same ``conditions``."""
         known = [trace.digest for trace in self._traces.values()]
         return 1 + derive_seed(*conditions, int(self.always_check), *known) % (FLOAT64_EXACT - 1)
 
     def find(self, plan: object) -> CollectiveTrace | None:
-        """The trace of ``plan``, if there is one that may be relied on. Every rank must ask alike."""
+        """Return the trace of ``plan``, or None if there is no reliable trace. Every rank must call with the same plan."""
         if self.always_check or plan not in self._traces:
             return None
         self._traces.move_to_end(plan)
         return self._traces[plan]
 
     def add(self, plan: object, trace: CollectiveTrace) -> None:
-        """Rely on ``trace`` in the next run of ``plan``. Every rank must, or none."""
+        """Use ``trace`` in the next run of ``plan``. Every rank must call, or no rank."""
         self._traces[plan] = trace
         while len(self._traces) > _MAX_TRACES:
             self._traces.popitem(last=False)
 
     def drop(self, plan: object) -> None:
-        """The trace of ``plan`` was wrong on some rank. Every rank must drop it, or none."""
+        """Drop the trace of ``plan``, which was wrong on some rank. Every rank must call, or no rank."""
         self._traces.pop(plan, None)
         self._wrong_traces_left -= 1
         self.always_check |= self._wrong_traces_left <= 0
 
     def clear(self) -> None:
-        """Drop all traces. Every rank must, or none."""
+        """Drop all traces. Every rank must call, or no rank."""
         self._traces.clear()
 
 
 class CollectiveGuard(ABC):
-    """This rank's part in one run: it stands in front of each collective. ``open_guard`` makes one.
+    """Interceptor of every collective of this rank in one run. ``open_guard`` makes a guard.
 
     Attributes:
-        exit_reason: the reason why this rank must not go on; raised again at each further collective, should the loss catch it.
+        exit_reason: reason why this rank must leave the run. Each further collective raises the reason again, in case that the
+            loss function catches the exception.
     """
 
     exit_reason: Exception | None = None
@@ -125,11 +128,12 @@ class CollectiveGuard(ABC):
     def __init__(self, traces: TraceCache, plan: object) -> None:
         self._traces, self._plan = traces, plan
         self._issuing: tuple[CollectiveSpec, int] | None = None
-        self._exchanging = False  # this rank exchanges a record of its own
+        # True while the guard exchanges its own record.
+        self._exchanging = False
 
     @contextmanager
     def intercept(self) -> Iterator[None]:
-        """A context in which every collective passes this guard, but those of checkpoint threads."""
+        """Route every collective through this guard, except collectives of the background group."""
         background = get_dist_info().background
 
         def listener(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], issue: IssueFn) -> Any:
@@ -140,7 +144,7 @@ class CollectiveGuard(ABC):
                 return issue()
             if self.exit_reason is not None:
                 raise self.exit_reason
-            call = self._admit(operation, args, kwargs, group)
+            call = self._admit_collective(operation, args, kwargs, group)
             self._issuing = call, sequence_number(group)
             result = issue()
             self._issuing = None
@@ -151,45 +155,47 @@ class CollectiveGuard(ABC):
 
     @property
     def collective_index(self) -> int:
-        """The number of collectives after which other ranks may have computed with this rank's zeros, if it fails now."""
+        """Number of collectives after which other ranks may have used this rank's zeros, if this rank fails now."""
         return 0
 
     @abstractmethod
     def finish(self) -> None:
-        """Say that this rank has come to the end of the run.
+        """Report that this rank has completed the run.
 
         Raises:
-            PeerFailed: another rank has not.
-            Deviated: the trace goes on.
+            PeerFailed: another rank failed.
+            CollectivesChanged: the trace has further collectives.
             StepError: other ranks are about to issue a collective; on all ranks.
         """
 
     @abstractmethod
     def issue_remaining(self) -> None:
-        """After a failure, and after this rank has dropped what it held: let the other ranks come to the end.
+        """Let the other ranks complete the run after a failure on this rank. Call once this rank has freed its memory.
 
-        Collective: as each mode says.
+        Collective: depends on the mode.
         """
 
     @abstractmethod
     def update_traces(self, *, failed: bool, collectives_changed: bool) -> None:
-        """After the vote: learn from the run. Every rank must call it with the same outcome.
+        """Store or drop a trace after the ranks have exchanged the outcome. Every rank must pass the same outcome.
 
         Args:
-            failed: the run is void.
-            collectives_changed: on some rank because of the trace.
+            failed: if True, the run is void.
+            collectives_changed: if True, the collectives of some rank differed from the trace.
         """
 
     @abstractmethod
-    def _admit(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> CollectiveSpec:
-        """Let a collective be issued, or raise."""
+    def _admit_collective(
+        self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup
+    ) -> CollectiveSpec:
+        """Return the collective that may be issued, or raise."""
 
     def _abort(self, reason: Exception) -> Exception:
         self.exit_reason = reason
         return reason
 
     def _take_interrupted(self) -> CollectiveSpec | None:
-        """The collective that this rank has announced or begun, but not issued: memory ran out in it."""
+        """Return the collective that this rank announced but did not issue, because memory ran out inside of the call."""
         interrupted, self._issuing = self._issuing, None
         if interrupted is None or sequence_number(interrupted[0].group) != interrupted[1]:
             return None
@@ -197,15 +203,18 @@ class CollectiveGuard(ABC):
 
 
 class CheckedGuard(CollectiveGuard):
-    """Exchange one record before each collective."""
+    """Guard that exchanges one record before each collective."""
 
     def __init__(self, traces: TraceCache, plan: object) -> None:
         super().__init__(traces, plan)
-        self._run_is_over = False  # all ranks know that the run is over
+        # True once all ranks know that the run is over.
+        self._run_is_over = False
         self._has_variable_sizes = False
         self._calls: list[CollectiveSpec] = []
-        self._call_cache: dict[tuple[object, ...], CollectiveSpec] = {}  # a step has many collectives of few kinds
-        self._digest = hashlib.blake2b(digest_size=6)  # of the records of all ranks
+        # A step has many collectives of few signatures.
+        self._call_cache: dict[tuple[object, ...], CollectiveSpec] = {}
+        # Digest of the records of all ranks.
+        self._digest = hashlib.blake2b(digest_size=6)
 
     def finish(self) -> None:
         if self.exit_reason is not None:
@@ -213,7 +222,10 @@ class CheckedGuard(CollectiveGuard):
         self._exchange(None)
 
     def issue_remaining(self) -> None:
-        """Collective: the one that this rank had announced when it failed, and one record."""
+        """Issue the announced collective with zeros, then report the failure.
+
+        Collective: the announced collective and one record.
+        """
         interrupted = self._take_interrupted()
         if interrupted is not None:
             interrupted.issue_zeros()
@@ -226,22 +238,24 @@ class CheckedGuard(CollectiveGuard):
             digest = int.from_bytes(self._digest.digest(), "little")
             self._traces.add(self._plan, CollectiveTrace(tuple(self._calls), digest))
 
-    def _admit(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> CollectiveSpec:
-        kind = call_signature(operation, args, group)
-        call = self._call_cache.get(kind) or self._call_cache.setdefault(
-            kind, describe_collective(operation, args, kwargs, group, kind)
+    def _admit_collective(
+        self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup
+    ) -> CollectiveSpec:
+        signature = call_signature(operation, args, group)
+        call = self._call_cache.get(signature) or self._call_cache.setdefault(
+            signature, describe_collective(operation, args, kwargs, group, signature)
         )
         self._exchange(call)
         self._calls.append(call)
         return call
 
     def _exchange(self, call: CollectiveSpec | None) -> None:
-        """Tell the other ranks of ``call``, or of the end of the run; raise if all ranks must leave."""
+        """Report ``call``, or the end of the run if ``call`` is None. Raise if all ranks must leave."""
         status = _RUNNING_VARIABLE_SIZE if call is not None and call.has_variable_sizes else _RUNNING
-        identity = [0, get_dist_info().world_size, 0] if call is None else call.fingerprint()
+        fingerprint = [0, get_dist_info().world_size, 0] if call is None else call.fingerprint()
         self._exchanging = True
         try:
-            rows = all_gather_numbers([status, *identity], caller="step")
+            rows = all_gather_numbers([status, *fingerprint], caller="step")
             if any(row[0] == _FAILED for row in rows):
                 self._run_is_over = True
                 raise self._abort(PeerFailed())
@@ -256,7 +270,7 @@ class CheckedGuard(CollectiveGuard):
 
 
 class TracedGuard(CollectiveGuard):
-    """Compare each collective with the trace; exchange nothing."""
+    """Guard that compares each collective with the trace and exchanges nothing."""
 
     def __init__(self, traces: TraceCache, plan: object, trace: CollectiveTrace) -> None:
         super().__init__(traces, plan)
@@ -274,18 +288,24 @@ class TracedGuard(CollectiveGuard):
             raise self._abort(CollectivesChanged())
 
     def issue_remaining(self) -> None:
-        """Collective: the rest of the trace."""
+        """Issue the rest of the trace with zeros.
+
+        Collective: the rest of the trace.
+        """
         if self._take_interrupted() is not None:
             self._issued -= 1
         rest = self._calls[self._issued :]
         for call in rest:
-            call.issue_zeros()  # one at a time: there is no memory to spare
+            # One call at a time, because memory is short.
+            call.issue_zeros()
 
     def update_traces(self, *, failed: bool, collectives_changed: bool) -> None:
         if collectives_changed:
             self._traces.drop(self._plan)
 
-    def _admit(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup) -> CollectiveSpec:
+    def _admit_collective(
+        self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup
+    ) -> CollectiveSpec:
         if self._issued == len(self._calls) or call_signature(operation, args, group) != self._calls[self._issued].signature:
             raise self._abort(CollectivesChanged())
         self._issued += 1
@@ -293,13 +313,13 @@ class TracedGuard(CollectiveGuard):
 
 
 def open_guard(traces: TraceCache, plan: object) -> CollectiveGuard:
-    """Begin a run of ``plan`` on this rank. Every rank must, with the same plan and the same traces."""
+    """Start a run of ``plan`` on this rank. Every rank must call with the same plan and the same traces."""
     trace = traces.find(plan)
     return CheckedGuard(traces, plan) if trace is None else TracedGuard(traces, plan, trace)
 
 
 def _calls_match(rows: Sequence[Sequence[float]]) -> bool:
-    """Return True if all ranks of each group that was announced have announced the same collective of that group."""
+    """Return True if all ranks of each announced group have announced the same collective of that group."""
     by_group: dict[float, list[Sequence[float]]] = {}
     for row in rows:
         by_group.setdefault(row[1], []).append(row[2:])
@@ -307,11 +327,11 @@ def _calls_match(rows: Sequence[Sequence[float]]) -> bool:
 
 
 def _mismatch_error(call: CollectiveSpec | None, number: int) -> StepError:
-    """The error of ranks whose next collectives do not belong together; the same on all. Collective: an exchange of JSON."""
+    """Make the error for ranks whose next collectives do not match, equal on all ranks. Collective: an exchange of JSON."""
     mine = "the end of the step" if call is None else str(call)
-    said = cast("list[str]", all_gather_json(mine, caller="step"))
-    other = next((rank for rank, text in enumerate(said) if text != said[0]), len(said) - 1)
+    announced = cast("list[str]", all_gather_json(mine, caller="step"))
+    other = next((rank for rank, text in enumerate(announced) if text != announced[0]), len(announced) - 1)
     return StepError(
-        f"step: ranks came to different collectives, and none of them was issued: rank 0 to {said[0]}, rank {other} to "
-        f"{said[other]}, after {number} that were alike. Run the same modules in the same order on all ranks."
+        f"step: ranks came to different collectives, and none of them was issued: rank 0 to {announced[0]}, rank {other} to "
+        f"{announced[other]}, after {number} that were alike. Run the same modules in the same order on all ranks."
     )

@@ -1,10 +1,9 @@
-"""Small agreements between ranks: JSON and numbers on a gloo group, never pickle.
+"""Exchange JSON and numbers between ranks on a gloo group, without pickle, and order the ranks of a node.
 
 Each function is a collective: every rank must call it, in the same order. ``group`` names one of the two gloo groups of
-``DistInfo``; without ``init_dist`` there is one rank, and each function returns at once. A rank that does not come is named
-in the error (``DistError``) of the others.
-
-``local_rank_zero_first``: one rank of each node prepares what the others then find."""
+``DistInfo``. Without ``init_dist`` there is one rank, and each function returns at once. If a rank does not call a function in
+time, the other ranks raise a ``DistError`` that names the missing rank.
+"""
 
 from __future__ import annotations
 
@@ -26,32 +25,57 @@ from dtrain.errors import ConfigError, DistError, PeerError
 from dtrain.typing import Plain
 
 GroupName: TypeAlias = Literal["control", "background"]
-MAX_JSON_BYTES = 64 * 2**20  # of one rank's JSON; what is larger belongs into a file
+# Limit for the JSON of one rank. Larger data belongs into a file.
+MAX_JSON_BYTES = 64 * 2**20
 
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+# torch 2.13 renamed the function.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def all_gather_json(obj: Plain, *, group: GroupName = "control", caller: str = "all_gather_json") -> list[Plain]:
-    """Every rank's ``obj``, by rank, on every rank.
+    """Gather every rank's ``obj`` on all ranks, in the order of ranks.
+
+    Args:
+        obj: plain data.
+        group: gloo group that carries the data.
+        caller: prefix of error messages.
 
     Collective: two all-gathers (lengths, then padded bytes).
 
+    Example:
+        >>> import dtrain as dt
+        >>> dt.dist.all_gather_json({"samples": 7})  # one rank
+        [{'samples': 7}]
+
     Raises:
         ConfigError: ``obj`` is not plain data, or its JSON is larger than 64 MiB.
-        PeerError: so on another rank.
+        PeerError: the same on another rank.
     """
     text, lengths = _exchange_lengths(obj, group, caller)
     return _parse_json(_all_gather_bytes(text, lengths, group, caller))
 
 
 def gather_json(obj: Plain, *, dst: int = 0, group: GroupName = "control", caller: str = "gather_json") -> list[Plain] | None:
-    """Every rank's ``obj``, by rank, on rank ``dst``; None on the others.
+    """Gather every rank's ``obj`` on rank ``dst``, in the order of ranks; return None on the other ranks.
 
-    Collective: an all-gather of lengths, then one gather of padded bytes; ``dst`` holds the largest text once per rank.
+    Args:
+        obj: plain data.
+        dst: rank that receives the data.
+        group: gloo group that carries the data.
+        caller: prefix of error messages.
+
+    Collective: an all-gather of lengths, then one gather of padded bytes. Rank ``dst`` holds the largest text once per rank.
+
+    Example:
+        >>> import dtrain as dt
+        >>> hosts = dt.dist.gather_json({"host": "node-1"})
+        >>> if hosts is not None:  # rank 0
+        ...     print(hosts)
+        [{'host': 'node-1'}]
 
     Raises:
-        ConfigError: ``obj`` is not plain data, its JSON is larger than 64 MiB, or there is no rank ``dst``.
-        PeerError: so on another rank.
+        ConfigError: ``obj`` is not plain data, its JSON is larger than 64 MiB, or ``dst`` is not a rank.
+        PeerError: the same on another rank.
     """
     info = check_rank(caller, "dst", dst)
     text, lengths = _exchange_lengths(obj, group, caller)
@@ -65,13 +89,24 @@ def gather_json(obj: Plain, *, dst: int = 0, group: GroupName = "control", calle
 
 
 def broadcast_json(obj: Plain, *, src: int = 0, group: GroupName = "control", caller: str = "broadcast_json") -> Plain:
-    """The ``obj`` of rank ``src``, on every rank; what the other ranks pass is ignored.
+    """Broadcast the ``obj`` of rank ``src`` to all ranks. The values of the other ranks are ignored.
+
+    Args:
+        obj: plain data.
+        src: rank that sends the data.
+        group: gloo group that carries the data.
+        caller: prefix of error messages.
 
     Collective: an all-gather of lengths, then one broadcast.
 
+    Example:
+        >>> import dtrain as dt
+        >>> dt.dist.broadcast_json({"run": "baseline"})
+        {'run': 'baseline'}
+
     Raises:
-        ConfigError: on rank ``src``, ``obj`` is not plain data or too large; or there is no rank ``src``.
-        PeerError: so on rank ``src``, seen by the others.
+        ConfigError: on rank ``src``, ``obj`` is not plain data or too large; or ``src`` is not a rank.
+        PeerError: the same on rank ``src``, raised on the other ranks.
     """
     info = check_rank(caller, "src", src)
     text, lengths = _exchange_lengths(obj if info.rank == src else None, group, caller)
@@ -86,10 +121,10 @@ def broadcast_json(obj: Plain, *, src: int = 0, group: GroupName = "control", ca
 def all_gather_numbers(
     numbers: Sequence[float], *, group: GroupName = "control", caller: str = "all_gather_numbers"
 ) -> list[list[float]]:
-    """Every rank's row of numbers, by rank, on every rank. The fast way for a record of fixed length (float64).
+    """Gather every rank's row of numbers on all ranks, in the order of ranks. Fast path for float64 records of fixed length.
 
-    Collective: one all-gather; every rank must pass as many numbers.
-    Host sync: none; the numbers never are on a device.
+    Collective: one all-gather. Every rank must pass the same number of numbers.
+    Host sync: none. The numbers are never on a device.
     """
     info = get_dist_info()
     if info.world_size == 1:
@@ -102,9 +137,11 @@ def all_gather_numbers(
 
 
 def all_gather_with_timeout(number: int, *, timeout_s: float) -> list[int] | None:
-    """Every rank's ``number``, by rank; None if some rank does not call this in time. Nobody may use the control group then.
+    """Gather every rank's ``number``, in the order of ranks; return None if some rank does not call this in time.
 
-    Collective: one all-gather on the control group, for the ranks that come.
+    After a timeout no rank may use the control group.
+
+    Collective: one all-gather on the control group.
     """
     info = get_dist_info()
     sent = torch.tensor([number], dtype=torch.int64)
@@ -113,26 +150,27 @@ def all_gather_with_timeout(number: int, *, timeout_s: float) -> list[int] | Non
     assert work is not None
     try:
         work.wait(timedelta(seconds=timeout_s))
-    except RuntimeError:  # of gloo: in time, or because a rank is gone
+    # gloo raises RuntimeError on a timeout and if a rank is gone.
+    except RuntimeError:
         return None
     return [int(value) for value in received]
 
 
 @lru_cache(maxsize=32)
 def _number_buffers(group: GroupName, world_size: int, n: int) -> tuple[Any, Any, Tensor, Tensor]:
-    """NumPy views of a row to send and of the rows received, and their tensors; made once, used for every record of ``n``.
+    """Return NumPy views of the row to send and of the received rows, and their tensors.
 
-    One vote is on the path of every training step. Reuse is safe: a group belongs to one thread, and a call has read its rows
-    before it returns.
+    The buffers are cached because every training step exchanges a record. Reuse is safe: a group belongs to one thread, and a
+    call has read its rows before the call returns.
     """
     sent, received = (torch.zeros(size, dtype=torch.float64, device="cpu") for size in (n, world_size * n))
     return sent.numpy(), received.numpy().reshape(world_size, n), sent, received
 
 
 def raise_if_any_failed(error: Exception | None, *, caller: str, group: GroupName = "control") -> None:
-    """Raise on every rank if any rank came with an ``error``: a failure that depends on the rank is agreed on first.
+    """Raise on every rank if any rank passes an ``error``.
 
-    The ranks that failed raise their own error, the others a ``PeerError`` that names the first of them.
+    Failed ranks raise their own error. The other ranks raise a ``PeerError`` that names the first failed rank.
 
     Collective: one exchange of JSON.
     """
@@ -146,15 +184,15 @@ def raise_if_any_failed(error: Exception | None, *, caller: str, group: GroupNam
 
 
 def format_error_line(error: BaseException) -> str:
-    """An error as text that can travel: its class and message, on one line of at most 2000 characters."""
+    """Format the class and message of an error on one line of at most 2000 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000]
 
 
 def check_rank(caller: str, name: str, rank: int) -> DistInfo:
-    """The open ``DistInfo``, after a check that ``rank`` is one of its ranks.
+    """Return the open ``DistInfo`` after checking that ``rank`` is one of its ranks.
 
     Raises:
-        ConfigError: it is not; on all ranks alike, since all pass the same.
+        ConfigError: ``rank`` is out of range; on all ranks, because all ranks pass the same value.
     """
     info = get_dist_info()
     if not 0 <= rank < info.world_size:
@@ -163,7 +201,7 @@ def check_rank(caller: str, name: str, rank: int) -> DistInfo:
 
 
 def _exchange_lengths(obj: Plain, group: GroupName, caller: str) -> tuple[bytes, list[int]]:
-    """This rank's text, and the lengths of all; a rank that has none tells the others why, and all raise."""
+    """Return this rank's text and the lengths of all texts. Raise on all ranks if a rank has no text."""
     text, error = _encode_json(obj, caller)
     lengths = [
         int(row[0]) for row in all_gather_numbers([len(text) if error is None else -len(text)], group=group, caller=caller)
@@ -178,7 +216,7 @@ def _exchange_lengths(obj: Plain, group: GroupName, caller: str) -> tuple[bytes,
 
 
 def _encode_json(obj: Plain, caller: str) -> tuple[bytes, ConfigError | None]:
-    """The JSON of ``obj``, or the reason why there is none, as text and as an error."""
+    """Encode ``obj`` as JSON. If that fails, return the error as text and as an exception."""
     error: ConfigError
     try:
         text = json.dumps(obj, allow_nan=False).encode()
@@ -187,7 +225,9 @@ def _encode_json(obj: Plain, caller: str) -> tuple[bytes, ConfigError | None]:
     else:
         if len(text) <= MAX_JSON_BYTES:
             return text, None
-        error = ConfigError(f"{caller}: {len(text)} bytes of JSON, at most {MAX_JSON_BYTES} are taken; put it into a file")
+        error = ConfigError(
+            f"{caller}: JSON must have at most {MAX_JSON_BYTES} bytes, got {len(text)}. Put the data into a file."
+        )
     return format_error_line(error).encode(), error
 
 
@@ -222,20 +262,25 @@ def _group_by_name(info: DistInfo, name: GroupName) -> dist.ProcessGroup:
 
 @contextmanager
 def local_rank_zero_first(caller: str = "local_rank_zero_first") -> Iterator[bool]:
-    """A block that local rank 0 of each node runs first, and the other ranks when all of those are done.
+    """Run a block on local rank 0 of each node first, then on the other ranks.
 
-    For what is done once per node and then found by everybody: a download, a cache that is built. The block must hold no
-    collective, since its ranks are not in it at the same time. It must end within ``timeout_s`` of ``init_dist``.
+    For work that is done once per node, such as a download or a cache. The block must contain no collective, because its ranks
+    are not inside at the same time. The block must end within ``timeout_s`` of ``init_dist``. The context gives True on the
+    ranks that run first.
 
-        with dt.dist.local_rank_zero_first("tokenise") as first:
-            tokens = tokenise_or_read_cache(path)  # first: this rank is one of those that go ahead
+    Args:
+        caller: prefix of error messages.
 
-    Collective: one exchange of JSON on the control group, at the end of the block for the ranks that go first, and at its
-        beginning for the others.
+    Collective: one exchange of JSON on the control group, at the end of the block for the ranks that run first, and at its
+        beginning for the other ranks.
+
+    Example:
+        with dt.dist.local_rank_zero_first("tokenize") as first:
+            tokens = tokenize_or_read_cache(path)
 
     Raises:
-        PeerError: the block raised on a rank that went first (anything, Ctrl-C and ``sys.exit`` too); that rank is named, and
-            raises its own error. The others do not enter the block.
+        PeerError: the block raised on a rank that runs first (any exception, also Ctrl-C and ``sys.exit``). That rank raises
+            its own error. The other ranks do not enter the block.
     """
     first = get_dist_info().local_rank == 0
     if not first:
@@ -258,8 +303,8 @@ def _wait_for_first_ranks(caller: str, report: str | None) -> None:
 
 
 def _report_failure(caller: str, error: BaseException) -> None:
-    """Release the ranks that wait with the reason; ``error`` is raised afterwards, whatever comes of this."""
+    """Send the reason to the waiting ranks. The caller raises ``error`` afterwards, even if sending fails."""
     try:
         all_gather_json(format_error_line(error), caller=caller)
-    except DistError as trouble:
-        error.add_note(f"{caller}: the other ranks could not be told: {trouble}")
+    except DistError as failure:
+        error.add_note(f"{caller}: could not report the error to the other ranks: {failure}")

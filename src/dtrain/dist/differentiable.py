@@ -1,6 +1,4 @@
-"""``all_gather_with_grad``: everybody's rows in everybody's loss, with the exact gradient.
-
-The cross entropy of logits whose vocabulary is cut over ranks, without putting it together on any of them."""
+"""Differentiable collectives: an all-gather with the exact gradient, and cross entropy over a vocabulary-parallel head."""
 
 from __future__ import annotations
 
@@ -18,31 +16,36 @@ from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError
 
 _CALLER = "all_gather_with_grad"
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+# torch 2.13 renamed the function.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather_with_grad(x: Tensor) -> Tensor:
-    """The rows of all ranks, ``[sum of n, ...]`` in the order of ranks, for a loss over all of them (contrastive losses).
+    """Gather the rows of all ranks as ``[sum of n, ...]``, in the order of ranks, with the exact gradient.
 
-    The gradient is that of the loss *summed* over ranks, which is what a step of this library divides by the global weight:
-    each rank's rows get the sum of what all ranks' losses say about them. So a loss over this rank's rows against everybody's,
-    with their number as its weight, trains like one process with the whole batch. ``grad_cache_step`` is the step for
-    it: in ``microbatch_step`` each microbatch would gather rows of its own, and those that a rank repeats for want of samples.
-
-        z = dt.dist.all_gather_with_grad(model(batch))  # [n, dim] -> [sum of n, dim]
+    The gradient is the gradient of the loss *summed* over ranks: a step divides that sum by the global weight. So a contrastive
+    loss of this rank's rows against the rows of all ranks, weighted by this rank's number of rows, trains like one process with
+    the whole batch. Use ``grad_cache_step`` for such losses. In ``microbatch_step`` each microbatch would gather only its own
+    rows, and also the padding rows of ranks without samples.
 
     Args:
-        x: ``[n, ...]``, plain, floating, on the device of the training group. ``n`` may differ between ranks, down to 0; the
-            other dimensions and the dtype are the same on all. It must require a gradient on all ranks or on none; a rank
-            without rows still calls this, and backward.
+        x: ``[n, ...]``, plain, floating, on the device of the training group. ``n`` may differ between ranks, down to 0. The
+            other dimensions, the dtype and ``requires_grad`` must be equal on all ranks. A rank without rows must also call
+            this function and run backward.
 
     Collective: a record of three numbers on the control group, and one all-gather of ``world_size * max(n)`` rows on the
-        training group; in backward one reduce-scatter of the same size. Every rank must run backward through the result.
+        training group. In backward one reduce-scatter of the same size. Every rank must run backward through the result.
     Host sync: none.
 
+    Example:
+        def loss_fn(model, batch):
+            queries, keys = model(batch)  # [n, dim] each
+            keys = dt.dist.all_gather_with_grad(keys)  # [sum of n, dim]
+            return dt.LossSum(total=contrastive_loss(queries, keys), weight=len(queries))
+
     Raises:
-        ConfigError: a DTensor; a dtype that is not floating; no dimension; or ranks that differ in what they must not; on all
-            ranks.
+        ConfigError: a DTensor; a dtype that is not floating; no dimension; or dtype, shape or ``requires_grad`` differ between
+            ranks; on all ranks.
     """
     problem = _find_problem(x)
     mine = [-1.0, 0.0, 0.0] if problem else [float(len(x)), float(x.requires_grad and torch.is_grad_enabled()), _layout_hash(x)]
@@ -51,11 +54,13 @@ def all_gather_with_grad(x: Tensor) -> Tensor:
         raise ConfigError(f"{_CALLER}: {problem}")
     for rank, row in enumerate(rows):
         if row[0] < 0:
-            raise ConfigError(f"{_CALLER}: rank {rank} has a tensor that cannot be gathered; see its error")
+            raise ConfigError(f"{_CALLER}: rank {rank} has a tensor that cannot be gathered. See the error of rank {rank}.")
         if row[1:] != mine[1:]:
-            what = "dtype or shape after the first dimension" if row[2] != mine[2] else "whether a gradient is required"
-            raise ConfigError(f"{_CALLER}: ranks differ in {what} (this rank: {x.dtype}, {tuple(x.shape)}, "
-                              f"requires_grad={bool(mine[1])}; rank {rank} differs); give all the same")  # fmt: skip
+            difference = "dtype or shape after the first dimension" if row[2] != mine[2] else "requires_grad"
+            raise ConfigError(
+                f"{_CALLER}: {difference} must be equal on all ranks, got {x.dtype}, {tuple(x.shape)}, "
+                f"requires_grad={bool(mine[1])} on this rank. Rank {rank} differs."
+            )
     if len(rows) == 1:
         return x.view_as(x)
     return cast(Tensor, _AllGatherRows.apply(x, [int(row[0]) for row in rows]))  # type: ignore[no-untyped-call]
@@ -63,23 +68,22 @@ def all_gather_with_grad(x: Tensor) -> Tensor:
 
 def _find_problem(x: Tensor) -> str | None:
     if not isinstance(x, Tensor):
-        return f"takes a tensor, got {type(x).__name__}"
-    if hasattr(x, "placements"):  # a DTensor, which only dtrain.dtensor looks into
-        return "takes a plain tensor, got a DTensor; pass this rank's own rows"
+        return f"x must be a tensor, got {type(x).__name__}"
+    # Only dtrain.dtensor may use the attributes of a DTensor.
+    if hasattr(x, "placements"):
+        return "x must be a plain tensor, got a DTensor. Pass this rank's own rows."
     if not x.is_floating_point() or x.dim() == 0:
-        return (
-            f"takes floating tensors with rows, got {x.dtype} of shape {tuple(x.shape)}; labels need no gradient: convert them"
-        )
+        return f"x must be a floating tensor with rows, got {x.dtype} of shape {tuple(x.shape)}. Convert labels."
     return None
 
 
 def _layout_hash(x: Tensor) -> float:
-    """A number that differs when dtype or row shape do; below 2**53, so that it travels exactly."""
+    """Hash dtype and row shape to a number below 2**53, which float64 holds exactly."""
     return float(derive_seed(str(x.dtype), *x.shape[1:]) >> 10)
 
 
 class _AllGatherRows(torch.autograd.Function):
-    """Rows travel padded to the longest rank's, in one collective each way."""
+    """All-gather of rows, padded to the largest number of rows of a rank; reduce-scatter in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int]) -> Tensor:
@@ -112,16 +116,17 @@ class _AllGatherRows(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, *, vocab_start: int, group: dist.ProcessGroup, ignore_index: int
 ) -> Tensor:
-    """The summed cross entropy ``[]``, the same on all ranks of ``group``.
+    """Compute the summed cross entropy ``[]`` of logits that are sharded over the vocabulary, without gathering the logits.
+
+    The result is equal on all ranks of ``group``. Backward computes the gradient of one such sum, not of one sum per rank, as
+    is usual for tensor parallelism.
 
     Args:
-        logits: ``[n, part]``, this rank's columns, from column ``vocab_start`` of the whole; at least one of them.
-        targets: ``[n]`` int64, columns of the whole, the same on all ranks. One that no rank has makes the sum NaN.
-        vocab_start: as above.
-        group: the ranks that have the other columns.
-        ignore_index: the target that is left out.
-
-    Backward takes the gradient of one such sum, not of as many as there are ranks, as tensor parallelism does.
+        logits: ``[n, part]``, this rank's columns of the whole logits, at least one.
+        targets: ``[n]`` int64, columns of the whole logits, equal on all ranks. A target out of range makes the sum NaN.
+        vocab_start: index of this rank's first column.
+        group: ranks that hold the other columns.
+        ignore_index: target that does not count.
 
     Collective: one all-reduce of ``[n]``, one of ``[3, n]``; none in backward.
     """
@@ -129,7 +134,7 @@ def vocab_parallel_cross_entropy(
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """``sum(log(sum_j exp(z_j)) - z_target)``, with the largest logit taken off for the exponentials."""
+    """``sum(log(sum_j exp(z_j)) - z_target)``, computed after subtracting the largest logit."""
 
     @staticmethod
     def forward(

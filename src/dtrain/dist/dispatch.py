@@ -1,6 +1,4 @@
-"""See the operations of a program: every operation of a thread, or every collective of the process before it is issued.
-
-Describe a collective without its tensors: to compare it with others, and to issue it again with zeros."""
+"""Intercept collectives and operations before they run, and describe a collective without its tensors."""
 
 from __future__ import annotations
 
@@ -21,13 +19,14 @@ from torch.utils._pytree import tree_map
 from dtrain.dist.rng import derive_seed
 
 OpCallback = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-"""Gets the operation, its arguments and keyword arguments."""
+"""Called with the operation, its arguments and its keyword arguments."""
 
 
 class OpObserver(TorchDispatchMode):
-    """A context in which ``callback`` is called before each operation of this thread and of the backwards it starts."""
+    """Context manager that calls ``callback`` before each operation of this thread, and of backwards started in this thread."""
 
-    supports_higher_order_operators = True  # of compiled code: torch refuses them inside of a mode that does not say so
+    # torch refuses compiled code inside of a mode without this attribute.
+    supports_higher_order_operators = True
 
     def __init__(self, callback: OpCallback) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,46 +35,47 @@ class OpObserver(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator) or FakeTensor in types:
-            return func(*args, **kwargs)  # compiled code; or nothing is computed: DTensor finds out the shape of a result
+            # Compiled code, or DTensor's shape inference, which computes nothing.
+            return func(*args, **kwargs)
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            # A DTensor or the like comes first: it unpacks itself, and the operations that it runs for that come back here.
+            # A tensor subclass such as DTensor unpacks itself first. The operations on its parts then reach this method.
             return NotImplemented
         self._callback(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 def is_collective(func: Any) -> bool:
-    """Whether ``func`` is of the namespaces of torch's collectives; some operations there talk to nobody."""
+    """Return True if ``func`` is in a namespace of torch's collectives. Some operations there do not communicate."""
     return func.namespace in ("c10d", "_c10d_functional")
 
 
 def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
+    """Return the arguments of a call by name."""
     return {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
 
 
-def group_from_arguments(given: dict[str, Any]) -> dist.ProcessGroup | None:
-    """The group that a c10d operation (boxed) or a functional one (by name, or itself) was given; None where there is none."""
-    handle = given.get("process_group", given.get("group_name"))
+def group_from_arguments(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
+    """Return the process group among the named arguments of a c10d or functional collective, or None."""
+    handle = arguments.get("process_group", arguments.get("group_name"))
     if handle is None or isinstance(handle, dist.ProcessGroup):
         return handle
     by_name: Any = dist.distributed_c10d._resolve_process_group
-    found: dist.ProcessGroup = by_name(handle) if isinstance(handle, str) else dist.ProcessGroup.unbox(handle)
-    return found
+    group: dist.ProcessGroup = by_name(handle) if isinstance(handle, str) else dist.ProcessGroup.unbox(handle)
+    return group
 
 
 IssueFn = Callable[[], Any]
-"""Runs the collective that was intercepted."""
+"""Issues the intercepted collective."""
 CollectiveListener = Callable[[Any, tuple[Any, ...], dict[str, Any], IssueFn], Any]
-"""Gets a c10d operation, its arguments and keyword arguments, and the call that issues it; returns its result."""
+"""Called with a c10d operation, its arguments, its keyword arguments, and the function that issues the collective. Returns the
+result of the collective."""
 
 
 class CollectiveInterceptor:
-    """Python code in front of every c10d operation of this process, on any thread and at any depth.
+    """Hook that runs Python code before every c10d operation of this process, on any thread.
 
-    A ``TorchDispatchMode`` sees each operation of a step and costs microseconds for each. This costs nothing but for
-    collectives. All of them pass here: those of ``torch.distributed``, functional ones, and those that C++ code issues.
-    ``interceptor`` makes the only one.
+    A ``TorchDispatchMode`` adds microseconds to every operation. This hook adds time only to collectives: collectives of
+    ``torch.distributed``, functional collectives, and collectives issued by C++ code. ``get_interceptor`` returns the only one.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class CollectiveInterceptor:
 
     @contextmanager
     def listen(self, listener: CollectiveListener) -> Iterator[None]:
-        """A context in which ``listener`` stands in front of every c10d operation. Mutates: this interceptor, meanwhile."""
+        """Call ``listener`` before every c10d operation inside of the context. Mutates: this interceptor."""
         before, self._listener = self._listener, listener
         try:
             yield
@@ -108,12 +108,12 @@ class CollectiveInterceptor:
 
 @lru_cache(maxsize=1)
 def get_interceptor() -> CollectiveInterceptor:
-    """The interceptor of this process; installed by the first call, for good."""
+    """Return the interceptor of this process. The first call installs the interceptor permanently."""
     return CollectiveInterceptor()
 
 
 def _group_operations() -> Iterator[Any]:
-    """Every c10d operation that has a group: others communicate with nobody."""
+    """Yield every c10d operation with a process group. Operations without a group do not communicate."""
     names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")}
     for name in sorted(names):
         packet = getattr(torch.ops.c10d, name.removeprefix("c10d::"))
@@ -123,9 +123,10 @@ def _group_operations() -> Iterator[Any]:
                 yield operation
 
 
-FLOAT64_EXACT = 2**52  # whole numbers below are exact in float64
+# Float64 holds all smaller whole numbers exactly.
+FLOAT64_EXACT = 2**52
 
-# Operations whose sizes may differ between ranks. A run with one of them has no trace.
+# Operations whose tensor sizes may differ between ranks. A run with such an operation has no trace.
 _VARIABLE_SIZE_OPS = {
     "allgather_",
     "allgather_coalesced_",
@@ -143,7 +144,7 @@ _POINT_TO_POINT_OPS = {"recv_", "recv_any_source_", "send"}
 
 @dataclass(frozen=True, slots=True)
 class _TensorSpec:
-    """The place of a tensor among the arguments of a collective."""
+    """Shape, dtype and device of a tensor argument of a collective."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -155,13 +156,13 @@ class _TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CollectiveSpec:
-    """One collective without its tensors: those of a step are large.
+    """Description of one collective without its tensors.
 
     Args:
-        operation: a c10d operation.
-        args: its arguments, with a hole for each tensor.
-        group: its process group.
-        signature: operation, group, root, shapes, dtypes and devices: collectives of one kind may stand for each other.
+        operation: c10d operation.
+        args: arguments, each tensor replaced by its shape, dtype and device.
+        group: process group.
+        signature: operation, group, root, shapes, dtypes and devices. Collectives with equal signatures are interchangeable.
     """
 
     operation: Any
@@ -170,7 +171,7 @@ class CollectiveSpec:
     signature: tuple[object, ...]
 
     def issue_zeros(self) -> None:
-        """Issue the collective with zeros, and wait for it. Collective."""
+        """Issue the collective with zeros and wait for the result. Collective."""
         _wait_for(
             self.operation(*tree_map(lambda value: value.zeros() if isinstance(value, _TensorSpec) else value, self.args))
         )
@@ -181,7 +182,7 @@ class CollectiveSpec:
         return _op_name(self.operation) in _VARIABLE_SIZE_OPS
 
     def fingerprint(self) -> list[float]:
-        """Numbers that are equal on all ranks of the group if their collectives belong together: group, its size, call."""
+        """Return numbers for group, group size and call, equal on all ranks of the group if their collectives match."""
         name = _op_name(self.operation)
         call = (
             "point to point"
@@ -193,9 +194,9 @@ class CollectiveSpec:
         return [derive_seed(self.group.group_name) % FLOAT64_EXACT, self.group.size(), derive_seed(call) % FLOAT64_EXACT]
 
     def __str__(self) -> str:
-        holes: list[_TensorSpec] = []
-        tree_map(lambda value: holes.append(value) if isinstance(value, _TensorSpec) else None, self.args)
-        sizes = ", ".join(f"{str(hole.dtype).removeprefix('torch.')}{list(hole.shape)}" for hole in holes)
+        specs: list[_TensorSpec] = []
+        tree_map(lambda value: specs.append(value) if isinstance(value, _TensorSpec) else None, self.args)
+        sizes = ", ".join(f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}" for spec in specs)
         return f"{_op_name(self.operation).strip('_')} of {sizes} in a group of {self.group.size()}"
 
 
@@ -206,25 +207,25 @@ def _op_name(operation: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _argument_positions(operation: Any) -> tuple[int, int | None]:
-    """The positions of the group and of the root among the arguments of ``operation``."""
+    """Return the positions of the group and of the root among the arguments of ``operation``."""
     names = [argument.name for argument in operation._schema.arguments]
     return names.index("process_group"), names.index("root_rank") if "root_rank" in names else None
 
 
 def group_from_call(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.ProcessGroup:
-    """The process group of a collective."""
+    """Return the process group of a collective."""
     at, _ = _argument_positions(operation)
     handle: Any = args[at] if at < len(args) else kwargs["process_group"]
     return handle if isinstance(handle, dist.ProcessGroup) else dist.ProcessGroup.unbox(handle)
 
 
 def call_signature(operation: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> tuple[object, ...]:
-    """The ``kind`` of a collective; see ``Call``. Cheap, since it is on the path of every collective of a step."""
+    """Return the signature of a collective; see ``CollectiveSpec``. Fast, because every collective of a step needs one."""
     _, root = _argument_positions(operation)
-    kind: list[object] = [operation, group.group_name, None if root is None else args[root]]
+    signature: list[object] = [operation, group.group_name, None if root is None else args[root]]
     for value in args:
-        _add_tensors(kind, value)
-    return tuple(kind)
+        _add_tensors(signature, value)
+    return tuple(signature)
 
 
 def _add_tensors(signature: list[object], value: Any) -> None:
@@ -238,20 +239,20 @@ def _add_tensors(signature: list[object], value: Any) -> None:
 def describe_collective(
     operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup, signature: tuple[object, ...]
 ) -> CollectiveSpec:
-    """A collective as a ``Call``."""
+    """Describe a collective as a ``CollectiveSpec``."""
     names = [argument.name for argument in operation._schema.arguments]
     whole = (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
-    holed = tree_map(lambda v: _TensorSpec(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else v, whole)
-    return CollectiveSpec(operation, holed, group, signature)
+    described = tree_map(lambda v: _TensorSpec(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else v, whole)
+    return CollectiveSpec(operation, described, group, signature)
 
 
 def sequence_number(group: dist.ProcessGroup) -> int:
-    """The number of collectives that this rank has issued on ``group``; torch's types do not have it."""
+    """Return the number of collectives that this rank has issued on ``group``. torch's type stubs lack the method."""
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 def _wait_for(result: Any) -> None:
-    """Wait for a collective that was issued: its tensors must live so long."""
+    """Wait for an issued collective, so that its tensors stay alive until then."""
     for value in result if isinstance(result, tuple | list) else (result,):
         if isinstance(value, torch.ScriptObject):
             dist.Work.unbox(value).wait()

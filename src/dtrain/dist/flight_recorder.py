@@ -1,7 +1,7 @@
-"""What this rank was doing, written down when the launcher asks: its stacks, its last collectives, and where it had come.
+"""Write this rank's stacks, last collectives and progress to files when the launcher asks, for reports of hangs.
 
-The main thread cannot be asked, since it may wait in a collective for ever. So one thread sleeps on a pipe of the launcher's,
-and takes no part in anything before that pipe can be read. The collectives are those of torch's flight recorder.
+The main thread may wait in a collective forever, so a separate thread writes the files. The thread sleeps until it can read a
+pipe of the launcher. The collectives come from torch's flight recorder.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ if TYPE_CHECKING:
     from dtrain.dist.init import DistInfo
 
 COLLECTIVES_PER_GROUP = 20
-"""How many collectives of each group are written, besides those that wait."""
+"""Number of collectives that are written per group, in addition to pending collectives."""
 
-_JOIN_TIMEOUT_S = 5.0  # for a thread that is just writing
-_POLL_INTERVAL_MS = 200  # once the launcher has asked: the pipe has something to read from then on
-_DUMP_FUNCTIONS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo and of NCCL; which exist depends on the build
-# What NCCL calls them, and how the functions are called that a reader finds in his program.
+# Time for a thread that is just writing.
+_JOIN_TIMEOUT_S = 5.0
+# After the first request the pipe stays readable, so the thread polls.
+_POLL_INTERVAL_MS = 200
+# Functions of gloo and of NCCL. The build of torch decides which exist.
+_DUMP_FUNCTIONS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+# NCCL's names, and the names of the functions in a user's program.
 _TORCH_NAMES = {
     "allgather_base": "all_gather_into_tensor",
     "all_gather_base": "all_gather_into_tensor",
@@ -47,15 +50,19 @@ _TORCH_NAMES = {
 @dataclass(slots=True, kw_only=True)
 class _DumpThread:
     thread: threading.Thread
-    stop_fd: int  # written to when the thread is to end
+    # The thread ends when this pipe is closed.
+    stop_fd: int
     pid: int
 
 
 @dataclass(slots=True)
 class _FlightRecorderState:
-    request_fd: int | None = None  # the launcher's pipe
-    requests_served: int = 0  # how many questions of the launcher's
-    ignore_before_ns: int = 0  # what was recorded before is of groups that are closed; torch gives their names to later ones
+    # The launcher's pipe.
+    request_fd: int | None = None
+    # Number of the launcher's requests that were served.
+    requests_served: int = 0
+    # Earlier records belong to closed groups, whose names torch reuses.
+    ignore_before_ns: int = 0
     dump_thread: _DumpThread | None = None
 
 
@@ -63,14 +70,14 @@ _STATE = _FlightRecorderState()
 
 
 def start_dump_thread(environment: MutableMapping[str, str], info: DistInfo) -> None:
-    """Be ready to write down what this rank does. Nothing without a launcher that may ask.
+    """Start the thread that serves the launcher's requests. Do nothing without a launcher that may ask.
 
     Args:
-        environment: that of this rank. The variable of the pipe is taken out: what this rank starts would inherit it, and not
-            the pipe.
-        info: this rank and its groups, which are open.
+        environment: environment of this rank. The pipe's variable is removed, because processes started by this rank would
+            inherit the variable but not the pipe.
+        info: this rank and its open groups.
 
-    Mutates: ``environment``, and the pipe, which programs that this process starts do not inherit any more; starts a thread.
+    Mutates: ``environment``, and the pipe, which processes started by this process no longer inherit; starts a thread.
     """
     number, run_dir = environment.pop(launch_protocol.DUMP_REQUEST_FD, ""), environment.get(launch_protocol.RUN_DIR)
     if number.isdecimal() and _is_pipe(int(number)):
@@ -78,24 +85,24 @@ def start_dump_thread(environment: MutableMapping[str, str], info: DistInfo) -> 
         os.set_inheritable(_STATE.request_fd, False)
     if _STATE.request_fd is None or _STATE.dump_thread is not None or run_dir is None:
         return
-    end, wake = os.pipe()
-    args = (_STATE.request_fd, end, Path(run_dir), info)
+    stop_read, stop_write = os.pipe()
+    args = (_STATE.request_fd, stop_read, Path(run_dir), info)
     thread = threading.Thread(target=_serve_requests, args=args, daemon=True, name="dtrain-flight-recorder")
     thread.start()
-    _STATE.dump_thread = _DumpThread(thread=thread, stop_fd=wake, pid=os.getpid())
+    _STATE.dump_thread = _DumpThread(thread=thread, stop_fd=stop_write, pid=os.getpid())
 
 
 def stop_dump_thread() -> None:
-    """End the thread. Nothing without one, or in a fork of the rank, which has none."""
-    box, _STATE.dump_thread = _STATE.dump_thread, None
-    if box is not None and box.pid == os.getpid():
-        os.close(box.stop_fd)
-        box.thread.join(_JOIN_TIMEOUT_S)
+    """Stop the thread. Do nothing without a thread, or in a fork of the rank, which has no thread."""
+    dump_thread, _STATE.dump_thread = _STATE.dump_thread, None
+    if dump_thread is not None and dump_thread.pid == os.getpid():
+        os.close(dump_thread.stop_fd)
+        dump_thread.thread.join(_JOIN_TIMEOUT_S)
         _STATE.ignore_before_ns = time.time_ns()
 
 
 def _is_pipe(fd: int) -> bool:
-    """Whether ``fd`` can be the launcher's, and not something that took the number of a pipe that is gone."""
+    """Return True if ``fd`` is a pipe. If the launcher's pipe is gone, its number may belong to another file."""
     try:
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
     except OSError:
@@ -103,38 +110,38 @@ def _is_pipe(fd: int) -> bool:
 
 
 def _serve_requests(request_fd: int, stop_fd: int, run_dir: Path, info: DistInfo) -> None:
-    """Write as often as the launcher asks, until this rank leaves the block. Not when it has died: then it asks nothing."""
+    """Serve the launcher's requests until this rank leaves ``init_dist``'s block, or until the launcher dies."""
     poll = select.poll()
     poll.register(request_fd, select.POLLIN if _STATE.requests_served == 0 else 0)
     poll.register(stop_fd, select.POLLIN)
     try:
         while True:
             events = dict(poll.poll(None if _STATE.requests_served == 0 else _POLL_INTERVAL_MS))
-            questions = _count_requests(request_fd)
-            if stop_fd not in events and questions > _STATE.requests_served:
-                _STATE.requests_served = questions
+            requests = _count_requests(request_fd)
+            if stop_fd not in events and requests > _STATE.requests_served:
+                _STATE.requests_served = requests
                 write_stacks(launch_protocol.stacks_file(run_dir, info.rank))
-                write_flight_record(
-                    launch_protocol.flight_record_file(run_dir, info.rank), info
-                )  # last: with it the launcher has all it asked for
-                poll.modify(request_fd, 0)  # it can be read for good now: look from time to time whether there is more
+                # The launcher takes this file as the sign that all files are complete, so it is written last.
+                write_flight_record(launch_protocol.flight_record_file(run_dir, info.rank), info)
+                # The pipe stays readable from now on, so the loop polls for further requests.
+                poll.modify(request_fd, 0)
             if events.get(stop_fd) or events.get(request_fd, 0) & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
                 return
-    except Exception as problem:  # noqa: BLE001 - a record only improves a message
-        print(f"dtrain: rank {info.rank} could not write down its collectives: {problem!r}", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001 - a record only improves a message
+        print(f"dtrain: rank {info.rank} could not write its last collectives: {error!r}", file=sys.stderr)
     finally:
         os.close(stop_fd)
 
 
 def _count_requests(request_fd: int) -> int:
-    """How many there have been: each is a byte in the pipe, which all ranks of the node share, and which nobody reads."""
+    """Return the number of requests. Each is one byte in a pipe that all ranks of the node share, and that nobody reads."""
     return int(struct.unpack("i", fcntl.ioctl(request_fd, termios.FIONREAD, bytes(4)))[0])
 
 
 def write_stacks(path: Path) -> None:
-    """Add the Python stacks of the other threads to ``path``, the main thread last, in the form that faulthandler writes.
+    """Append the Python stacks of the other threads to ``path``, the main thread last, in faulthandler's format.
 
-    This thread has the interpreter meanwhile, so no other changes its frames while they are read.
+    This thread holds the interpreter lock, so no frame changes while it is read.
 
     Raises:
         OSError: the folder is gone, or the disk is full.
@@ -153,56 +160,56 @@ def _format_frames(frame: FrameType | None) -> Iterator[str]:
 
 
 def write_flight_record(path: Path, info: DistInfo) -> None:
-    """Write what this rank was doing to ``path``, atomically, so that nobody reads half of it.
+    """Write progress and collectives of this rank to ``path``, atomically, so that no reader sees half of the file.
 
     Raises:
         OSError: the folder is gone, or the disk is full.
     """
-    passed, doing = heartbeats.last_progress()
-    record = {"rank": info.rank, "passed": passed, "doing": doing, "groups": list(_describe_groups(info))}
+    count, activity = heartbeats.last_progress()
+    record = {"rank": info.rank, "passed": count, "doing": activity, "groups": list(_describe_groups(info))}
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(record), encoding="utf-8")
     os.replace(partial, path)
 
 
 def _describe_groups(info: DistInfo) -> Iterator[dict[str, Any]]:
-    """Each group of this rank that has run a collective, once for each backend that did."""
+    """Describe each group of this rank that has run a collective, once for each backend."""
     entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for entry in read_flight_recorder():
         backend, _, _ = entry["profiling_name"].partition(":")
         if not entry["is_p2p"] and entry["time_created_ns"] > _STATE.ignore_before_ns:
             entries.setdefault((entry["process_group"][0], backend), []).append(entry)
-    known = {
-        str(group.group_name): group for group in dist.distributed_c10d._world.pg_map.copy()
-    }  # the main thread may open one
-    for (name, backend), found in entries.items():
-        if name in known:  # closed ones wait for nobody
+    # Copied, because the main thread may open a group at the same time.
+    open_groups = {str(group.group_name): group for group in dist.distributed_c10d._world.pg_map.copy()}
+    for (name, backend), group_entries in entries.items():
+        # Closed groups have no pending collectives.
+        if name in open_groups:
             yield {
                 "id": name,
                 "backend": backend,
-                "name": _group_name(known[name], info),
-                "ranks": dist.get_process_group_ranks(known[name]),
-                "last": max(entry["collective_seq_id"] for entry in found),
+                "name": _group_name(open_groups[name], info),
+                "ranks": dist.get_process_group_ranks(open_groups[name]),
+                "last": max(entry["collective_seq_id"] for entry in group_entries),
                 "collectives": [
                     _describe_collective(entry)
-                    for i, entry in enumerate(found)
-                    if i >= len(found) - COLLECTIVES_PER_GROUP or _is_pending(entry)
+                    for i, entry in enumerate(group_entries)
+                    if i >= len(group_entries) - COLLECTIVES_PER_GROUP or _is_pending(entry)
                 ],
             }
 
 
 def _group_name(group: dist.ProcessGroup, info: DistInfo) -> str:
-    """What the documentation calls a group: the axis for one of a mesh, whose name torch writes into the description."""
+    """Return the documented name of a group. For a group of a mesh, the axis, which torch writes into the description."""
     if group == dist.group.WORLD:
         return "training"
     if group in (info.control, info.background):
         return "control" if group == info.control else "background"
-    described = group.group_desc
-    return group.group_name if described in ("", "undefined") else described.removeprefix("mesh_")
+    description = group.group_desc
+    return group.group_name if description in ("", "undefined") else description.removeprefix("mesh_")
 
 
 def read_flight_recorder() -> list[dict[str, Any]]:
-    """What torch's flight recorders remember, oldest first; nothing where this build of torch has none, or they are off."""
+    """Return the entries of torch's flight recorders, oldest first; empty if the recorders are missing or off."""
     entries: list[dict[str, Any]] = []
     for name in _DUMP_FUNCTIONS:
         dump = getattr(torch._C._distributed_c10d, name, None)
@@ -212,7 +219,7 @@ def read_flight_recorder() -> list[dict[str, Any]]:
 
 
 def _entry_key(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """Two recorders may tell of the same collective."""
+    """Return the identity of an entry, because two recorders may record the same collective."""
     return (entry["profiling_name"], *entry["process_group"], entry["collective_seq_id"], entry["is_p2p"], entry["record_id"])
 
 
@@ -227,5 +234,5 @@ def _describe_collective(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_pending(entry: dict[str, Any]) -> bool:
-    """gloo's recorder knows only ``retired``; NCCL's says ``completed`` before its watchdog retires an entry."""
+    """Return True if the collective is pending. gloo records only ``retired``, NCCL sets ``completed`` before ``retired``."""
     return not entry["retired"] and entry["state"] != "completed"

@@ -1,7 +1,7 @@
-"""``init_dist``: the process groups, and the facts about this rank.
+"""Open and close the process groups of this process (``init_dist``), and describe this rank (``DistInfo``).
 
-It works under ``dtrain launch``, under torchrun, and in a plain ``python loop.py`` (one process, no environment needed). This
-module and ``place`` are the only ones that read the environment of a rank.
+``init_dist`` works under ``dtrain launch``, under torchrun, and in a plain ``python loop.py`` (one process, no environment).
+Only this module and ``dtrain.dist.env`` read the environment of a rank.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ from dtrain.errors import ConfigError, DistError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DistInfo:
-    """This rank and its process groups; a context manager that closes what ``init_dist`` made.
+    """This rank and its process groups. A context manager that closes the groups opened by ``init_dist``.
 
-    ``control`` is a gloo group for agreements of the main thread, ``background`` one for checkpoint traffic; the default
-    group carries the training. No group is used from two threads. The groups are None in a process that never called
-    ``init_dist``, where everything is one rank. ``run_dir`` is the launcher's folder of this launch, None without it.
+    ``control`` is a gloo group for exchanges of the main thread, ``background`` a gloo group for checkpoints. The default group
+    carries the training. No group is used from two threads. The groups are None in a process that never called ``init_dist``,
+    which is a world of one rank. ``run_dir`` is the launcher's folder of this launch, None without a launcher.
 
-    Leaving the context waits for saves that are under way in the background, and raises what went wrong with them. After an
-    exception it runs no collective besides theirs, so a failed rank never waits for what the others would do next. Leaving it
-    after ``should_stop`` was true and a state was saved since, by ``sys.exit()`` as well, exits with code 75: preempted and
-    saved.
+    Leaving the context waits for background saves, and raises their errors. After an exception the exit runs no collective
+    except those of the saves, so a failed rank never waits for its peers. If ``should_stop`` was true and a state was saved
+    afterwards, leaving the context exits with code 75 (preempted and saved), also after ``sys.exit()``.
     """
 
     rank: int = 0
@@ -69,7 +68,8 @@ class DistInfo:
             try:
                 run_shutdown_hooks(error)
                 if preemption.is_saved() and isinstance(error, SystemExit) and error.code in (None, 0):
-                    error = None  # sys.exit() is a way to leave, too: all ranks were asked to, and all have saved
+                    # All ranks were asked to stop and have saved, so sys.exit() is a regular way to leave.
+                    error = None
             except BaseException as failure:
                 error = failure
                 raise
@@ -84,25 +84,30 @@ class DistInfo:
 
 @dataclass(slots=True)
 class _DistContext:
-    """What a process has open: there is one default group per process, so there is one of these."""
+    """Process groups and other resources of this process. There is one default group per process, and one context."""
 
     info: DistInfo | None = None
-    rendezvous: RendezvousConfig | None = None  # the last one
-    store: dist.Store | None = None  # of the last meeting
-    reused_groups: int = 0  # how many times a group of the user's own was taken over
-    set_gloo_interface: bool = False  # gloo's variable was set here, and is to be taken back
-    # NCCL groups of a failed run that could not be closed. Weak: nothing here keeps a group, because one that is freed later in
-    # a fork of this process waits for threads that only this process has.
+    rendezvous: RendezvousConfig | None = None
+    # Store of the last rendezvous.
+    store: dist.Store | None = None
+    # Number of default groups opened by the user that init_dist has used.
+    reused_groups: int = 0
+    # True if init_dist set gloo's interface variable, which closing removes.
+    set_gloo_interface: bool = False
+    # NCCL groups of a failed run that could not be closed. The reference is weak, because a fork of this process that destroys
+    # the groups would wait for threads that exist only in this process.
     abandoned_group: weakref.ref[dist.ProcessGroup] | None = None
-    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)  # on the open groups
+    # Meshes on the open groups.
+    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
 
 
 _CONTEXT = _DistContext()
-_GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"  # what a rank with a GPU gets: CPU tensors travel, too
+# Backend of a rank with a GPU. gloo carries CPU tensors.
+_GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 
 
 def get_dist_info() -> DistInfo:
-    """The open ``DistInfo``, or that of a single rank without groups when ``init_dist`` was not called.
+    """Return the open ``DistInfo``; without ``init_dist``, the info of a single rank without groups.
 
     Raises:
         DistError: torch.distributed runs with several ranks, but ``init_dist`` was not called.
@@ -110,31 +115,32 @@ def get_dist_info() -> DistInfo:
     if _CONTEXT.info is not None:
         return _CONTEXT.info
     if dist.is_initialized() and dist.get_world_size() > 1:
-        raise DistError("dist: torch.distributed is running, but dtrain's own groups are not; call dt.init_dist() first")
+        raise DistError("dist: torch.distributed is initialized, but the groups of dtrain are not. Call dt.init_dist() first.")
     return _SINGLE_PROCESS
 
 
-_SINGLE_PROCESS = DistInfo()  # asked for several times a step
+# Made once, because a step reads the info several times.
+_SINGLE_PROCESS = DistInfo()
 
 
 def check_init_dist_called(caller: str) -> None:
-    """Refuse a rank of a launcher that has opened no groups: it would train alone, and so would all others.
+    """Refuse a rank of a launcher that has not called ``init_dist``: each rank would train alone.
 
     Raises:
-        ConfigError: the environment says that there are several ranks, and ``init_dist`` is not open.
+        ConfigError: the environment names several ranks, and ``init_dist`` is not open.
     """
     ranks = os.environ.get(launch_protocol.WORLD_SIZE, "")
     if _CONTEXT.info is None and not dist.is_initialized() and ranks.isdecimal() and int(ranks) > 1:
         raise ConfigError(
-            f"{caller}: this process is one of {ranks} ranks ({launch_protocol.WORLD_SIZE}={ranks}), but init_dist is not open, so every "
-            "rank would train alone; put the loop into `with dt.init_dist() as info:`"
+            f"{caller}: this process is one of {ranks} ranks ({launch_protocol.WORLD_SIZE}={ranks}), but init_dist is not "
+            "open, so every rank would train alone. Put the loop into `with dt.init_dist() as info:`."
         )
 
 
 def mesh_cache() -> dict[tuple[tuple[str, int], ...], DeviceMesh]:
-    """The meshes made on the open groups, by axes and degrees: to be added to, and dropped when ``init_dist``'s block ends.
+    """Return the meshes on the open groups by axes and degrees. Callers add meshes, and closing the groups drops all.
 
-    A fresh dictionary without ``init_dist``: nobody says when groups of the user's own are closed.
+    Without ``init_dist`` the result is a new dictionary, because nothing reports when the user closes a group.
     """
     return _CONTEXT.meshes if _CONTEXT.info is not None else {}
 
@@ -148,24 +154,30 @@ def init_dist(
     timeout_s: float = 600.0,
     init_timeout_s: float = 300.0,
 ) -> DistInfo:
-    """Join the other ranks and return who this one is.
+    """Open the process groups and describe this rank.
 
     Args:
-        backend: ``"gloo"`` or ``"nccl"`` for the training group; by default what the device needs.
-        device: ``"cpu"`` or ``"cuda"``; by default CUDA when every rank of the node can have a GPU of its own.
-        init_method: a torch rendezvous address (``"tcp://host:port"``, ``"file:///path"``); by default the launcher's.
-        timeout_s: how long a collective waits for a rank before it raises, in seconds.
-        init_timeout_s: how long to wait here for all ranks to arrive, in seconds.
+        backend: ``"gloo"`` or ``"nccl"`` for the training group; None selects the backend of the device.
+        device: ``"cpu"`` or ``"cuda"``; None selects CUDA if the node has a GPU for each of its ranks.
+        init_method: torch rendezvous address (``"tcp://host:port"``, ``"file:///path"``); None uses the launcher's address.
+        timeout_s: time that a collective waits for a rank before raising, in seconds.
+        init_timeout_s: time that ``init_dist`` waits for all ranks, in seconds.
 
     Returns:
-        A frozen ``DistInfo``. Called again it returns the open one, which only the first call's context closes, and which keeps
-        its address and time-outs; called after closing, or after it failed, it meets the others anew.
+        A frozen ``DistInfo``. A second call returns the open info, with its address and timeouts; only the first call's context
+        closes the groups. A call after closing, or after a failure, starts a new rendezvous.
 
     Collective: every rank must call it. A process without a launcher is a world of one.
 
+    Example:
+        with dt.init_dist() as info:
+            mesh = dt.build_mesh()
+            model, spec = dt.shard_model(build_model().to(info.device), mesh)
+            train(model, spec)
+
     Raises:
-        ConfigError: a contradictory environment, a device that is not there, or a device or backend other than those of the
-            groups that are open.
+        ConfigError: a contradictory environment, an unavailable device, or a device or backend that differs from the open
+            groups.
         DistError: ranks that did not arrive in time, by number.
     """
     _check_options(backend, device, timeout_s, init_timeout_s)
@@ -173,45 +185,45 @@ def init_dist(
         _check_matches_open_groups(_CONTEXT.info, backend, device)
         return replace(_CONTEXT.info, owner=False)
     if dist.is_initialized() and _CONTEXT.abandoned_group is not None and _CONTEXT.abandoned_group() is dist.group.WORLD:
-        raise DistError("init_dist: NCCL groups of a failed run are still open in this process; start a new one")
-    place, stop_signals = read_rank_from_env(), read_stop_signals()
-    chosen = select_device(device, place)
-    if backend == "nccl" and chosen.type != "cuda":
-        raise ConfigError("init_dist: backend='nccl' needs GPUs, but this rank runs on the CPU; leave it out or take 'gloo'")
-    backend = backend or (_GLOO_AND_NCCL if chosen.type == "cuda" else "gloo")
+        raise DistError("init_dist: NCCL groups of a failed run are still open in this process. Start a new process.")
+    rank_info, stop_signals = read_rank_from_env(), read_stop_signals()
+    rank_device = select_device(device, rank_info)
+    if backend == "nccl" and rank_device.type != "cuda":
+        raise ConfigError("init_dist: backend='nccl' needs GPUs, but this rank runs on the CPU. Use backend='gloo' or None.")
+    backend = backend or (_GLOO_AND_NCCL if rank_device.type == "cuda" else "gloo")
     opened_group = not dist.is_initialized()
-    store, lookout = (
-        _join_rendezvous(place, init_method, timeout_s, init_timeout_s)
+    store, reporter = (
+        _join_rendezvous(rank_info, init_method, timeout_s, init_timeout_s)
         if opened_group
-        else _reuse_default_group(place, timeout_s)
+        else _reuse_default_group(rank_info, timeout_s)
     )
-    install_reporter(lookout)
+    install_reporter(reporter)
     try:
         with report_missing_ranks("init_dist"):
             if opened_group:
-                _open_default_group(place, store, backend, chosen, timeout_s)
-            _CONTEXT.info = _open_gloo_groups(place, backend, chosen, timeout_s, opened_group)
+                _open_default_group(rank_info, store, backend, rank_device, timeout_s)
+            _CONTEXT.info = _open_gloo_groups(rank_info, backend, rank_device, timeout_s, opened_group)
     except BaseException:
         _reset(destroy=opened_group and dist.is_initialized())
         raise
     run_dir = os.environ.get(launch_protocol.RUN_DIR)
     preemption.configure(stop_signals, job_failed_file=launch_protocol.job_failed_file(Path(run_dir)) if run_dir else None)
-    _report_to_launcher(place["rank"])
+    _report_to_launcher(rank_info["rank"])
     start_dump_thread(os.environ, _CONTEXT.info)
     return _CONTEXT.info
 
 
 @contextmanager
 def fake_dist_info(info: DistInfo) -> Iterator[None]:
-    """Let ``info`` be this process's place among the ranks while the block runs: for groups that only pretend to be some.
+    """Use ``info`` as the info of this process inside of the context, for simulated process groups.
 
-    Mutates: this process's record, which is as before afterwards.
+    Mutates: this process's context, which is restored on exit.
 
     Raises:
-        DistError: ``init_dist`` has made real ones.
+        DistError: ``init_dist`` has opened real groups.
     """
     if _CONTEXT.info is not None:
-        raise DistError("dist: init_dist has opened groups in this process; leave its block before others stand in for them")
+        raise DistError("dist: init_dist has opened groups in this process. Leave its block before simulating other groups.")
     _CONTEXT.info, _CONTEXT.meshes = info, {}
     try:
         yield
@@ -230,44 +242,46 @@ def _check_options(backend: str | None, device: str | None, timeout_s: float, in
 
 
 def _check_matches_open_groups(info: DistInfo, backend: str | None, device: str | None) -> None:
-    """Refuse arguments that the open groups do not fulfil."""
+    """Refuse arguments that differ from the open groups."""
     training = "nccl" if info.backend == _GLOO_AND_NCCL else info.backend
-    for name, asked, have in (("device", device, info.device.type), ("backend", backend, training)):
-        if asked not in (None, have):
+    for name, value, current in (("device", device, info.device.type), ("backend", backend, training)):
+        if value not in (None, current):
             raise ConfigError(
-                f"init_dist: {name}={asked!r}, but the open groups use {have!r}; close them first, or leave it out"
+                f"init_dist: {name} must be {current!r} like the open groups, got {value!r}. "
+                f"Close the groups first or omit {name}."
             )
 
 
 def _join_rendezvous(
     rank_info: dict[str, int], init_method: str | None, timeout_s: float, init_timeout_s: float
 ) -> tuple[dist.Store, MissingRankReporter | None]:
-    """The store of a new default group, after all ranks have come; and the lookout for those that go missing later."""
+    """Wait for all ranks; return the store of the new default group and the reporter of missing ranks."""
     rank, world = rank_info["rank"], rank_info["world_size"]
-    meeting = RendezvousConfig(
+    config = RendezvousConfig(
         rank=rank, world_size=world, address=read_master_address(rank, world) if init_method is None else init_method
     )
-    if meeting != _CONTEXT.rendezvous:
-        _CONTEXT.rendezvous, _CONTEXT.store = meeting, None
-    # Opening again after closing meets at the same store: rank 0 cannot listen on its port a second time.
+    if config != _CONTEXT.rendezvous:
+        _CONTEXT.rendezvous, _CONTEXT.store = config, None
+    # A second init_dist reuses the store, because rank 0 cannot listen on its port a second time.
     if _CONTEXT.store is None:
-        _CONTEXT.store = connect_store(meeting, timeout_s=init_timeout_s)
+        _CONTEXT.store = connect_store(config, timeout_s=init_timeout_s)
     try:
-        store, room = join_rendezvous(_CONTEXT.store, meeting, prefix=_store_prefix(), timeout_s=init_timeout_s)
+        store, prefix = join_rendezvous(_CONTEXT.store, config, prefix=_store_prefix(), timeout_s=init_timeout_s)
     except BaseException:
-        if rank != 0:  # a later try begins with a new connection, in case that this one was lost
+        # The next attempt opens a new connection, because this one may be lost.
+        if rank != 0:
             _CONTEXT.store = None
         raise
-    serves = isinstance(meeting.address, str) or (
-        meeting.address is not None and os.environ.get(launch_protocol.AGENT_STORE) != "True"
+    served_by_rank = isinstance(config.address, str) or (
+        config.address is not None and os.environ.get(launch_protocol.AGENT_STORE) != "True"
     )
     return store, _make_missing_rank_reporter(
-        rank_info, store=_CONTEXT.store, prefix=room, timeout_s=timeout_s, server=0 if serves else None
+        rank_info, store=_CONTEXT.store, prefix=prefix, timeout_s=timeout_s, server=0 if served_by_rank else None
     )
 
 
 def _reuse_default_group(rank_info: dict[str, int], timeout_s: float) -> tuple[dist.Store, MissingRankReporter | None]:
-    """The store of a default group that the user has opened, and a lookout."""
+    """Return the store of a default group that the user has opened, and the reporter of missing ranks."""
     _CONTEXT.reused_groups += 1
     store: dist.Store = dist.distributed_c10d._get_default_store()
     prefix = f"{_store_prefix()}/adopted/{_CONTEXT.reused_groups}"
@@ -275,7 +289,7 @@ def _reuse_default_group(rank_info: dict[str, int], timeout_s: float) -> tuple[d
 
 
 def _store_prefix() -> str:
-    """Of all keys: a launcher that restarts ranks may keep the store, with what the last ones wrote."""
+    """Return the prefix of all keys of this launch. A launcher that restarts ranks may keep the store with its old keys."""
     return f"dtrain/{os.environ.get(launch_protocol.RESTART_COUNT, '0')}"
 
 
@@ -283,7 +297,8 @@ def _make_missing_rank_reporter(
     rank_info: dict[str, int], *, store: dist.Store, prefix: str, timeout_s: float, server: int | None
 ) -> MissingRankReporter | None:
     if rank_info["world_size"] == 1:
-        return None  # nobody can be missing
+        # A single rank has no peer that could be missing.
+        return None
     return MissingRankReporter(
         store=store,
         prefix=f"{prefix}/missing",
@@ -298,7 +313,7 @@ def _open_default_group(
     rank_info: dict[str, int], store: dist.Store, backend: str, device: torch.device, timeout_s: float
 ) -> None:
     if rank_info["world_size"] == 1 and launch_protocol.GLOO_INTERFACE not in os.environ:
-        # One process talks to nobody: keep gloo's listener on loopback whatever the host name resolves to.
+        # A single process has no peers. Listen on loopback only, so that an unresolvable host name does no harm.
         os.environ[launch_protocol.GLOO_INTERFACE] = "lo0" if sys.platform == "darwin" else "lo"
         _CONTEXT.set_gloo_interface = True
     dist.init_process_group(
@@ -329,27 +344,26 @@ def _open_gloo_groups(
 
 
 def _report_to_launcher(rank: int) -> None:
-    heartbeats.connect_from_env(
-        os.environ, rank
-    )  # where the launcher's bootstrap has not done so: it has started a program of another kind
+    # The launcher's bootstrap connects Python scripts. Other programs that start a rank are connected here.
+    heartbeats.connect_from_env(os.environ, rank)
     heartbeats.report(heartbeats.ProgressKind.OPENED, os.getpid())
 
 
 def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None:
-    """Close what ``info`` opened. With an ``error`` no collective is run: the others may never come."""
+    """Close the groups of ``info``. After an ``error`` run no collective, because the other ranks may never call it."""
     try:
         if error is not None:
             leave_error_note(error)
         elif dist.is_initialized():
             heartbeats.report(heartbeats.ProgressKind.LEAVING)
-            # The last collective of a peer may still be in flight: nobody takes its sockets away before all are here.
+            # The last collective of a peer may still be in flight. The barrier keeps its connections open until all are done.
             with report_missing_ranks("leaving init_dist", group="control"):
                 dist.barrier(group=info.control)
     except BaseException as failure:
         error = failure
         raise
     finally:
-        # After a failure NCCL's teardown may wait for peers that never come; the process is about to end anyway.
+        # After a failure NCCL's teardown may wait forever for other ranks. The process is about to end anyway.
         stuck = error is not None and info.device.type == "cuda" and info.world_size > 1
         if not info.opened_group and dist.is_initialized():
             for group in (info.control, info.background):
@@ -361,7 +375,7 @@ def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None
 
 
 def _reset(*, destroy: bool) -> None:
-    """Back to a process without groups; ``destroy``: close torch's, too."""
+    """Reset the context to a process without groups. If ``destroy``, destroy torch's groups, too."""
     _CONTEXT.info = None
     _CONTEXT.meshes = {}
     install_reporter(None)

@@ -1,6 +1,4 @@
-"""``use_deterministic``: the same bits from the same run, at the price of speed, by an explicit call that can be undone.
-
-``use_tf32``: float32 products in the 10 bits of TensorFloat-32, by an explicit call that can be undone."""
+"""Switch torch to deterministic algorithms (``use_deterministic``) or TensorFloat-32 products (``use_tf32``), reversibly."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Determinism:
-    """torch's settings that decide whether equal runs give equal bits."""
+    """Settings of torch that control bitwise reproducibility."""
 
     algorithms: bool
     warn_only: bool
@@ -27,24 +25,26 @@ class Determinism:
 
 
 def use_deterministic(settings: bool | Determinism = True) -> Determinism:
-    """The settings that held before; from now on torch computes deterministically, or as ``settings`` say.
+    """Make torch deterministic, or restore ``settings``; return the previous settings.
 
-    >>> before = use_deterministic()
-    >>> use_deterministic(before).algorithms
-    True
-
-    Operations without a deterministic implementation raise. Seeds are not touched: see ``seed_all``.
+    Operations without a deterministic implementation raise. Seeds are not changed; see ``seed_all``.
 
     Args:
-        settings: True for deterministic algorithms everywhere, False for torch's defaults, or what an earlier call returned,
-            which undoes it.
+        settings: True for deterministic algorithms everywhere, False for torch's defaults, or the result of an earlier call,
+            which restores the earlier settings.
 
     Mutates: torch's global switches (``torch.use_deterministic_algorithms``, ``torch.utils.deterministic``,
-        ``torch.backends.cudnn``); where there is a GPU and CUDA has not started, the variable ``CUBLAS_WORKSPACE_CONFIG`` of
-        this process, which stays.
+        ``torch.backends.cudnn``). If there is a GPU and CUDA has not started, also the variable ``CUBLAS_WORKSPACE_CONFIG`` of
+        this process, which is not restored.
+
+    Example:
+        >>> import dtrain as dt
+        >>> before = dt.dist.use_deterministic()
+        >>> dt.dist.use_deterministic(before).algorithms
+        True
 
     Raises:
-        ConfigError: CUDA has started without ``CUBLAS_WORKSPACE_CONFIG``, which it reads only then.
+        ConfigError: CUDA has started without ``CUBLAS_WORKSPACE_CONFIG``. cuBLAS reads the variable only at the start.
 
     Source: the page "Reproducibility" of PyTorch's documentation.
     """
@@ -77,24 +77,24 @@ def _read_determinism() -> Determinism:
 
 
 def _reserve_workspace() -> None:
-    """cuBLAS sums in a fixed order only with workspaces of a fixed size, which it is told by a variable when it starts."""
+    """Set the variable for cuBLAS workspaces of a fixed size. Without them, cuBLAS does not sum in a fixed order."""
     if torch.cuda.device_count() == 0 or os.environ.get(_CUBLAS_WORKSPACE) in _DETERMINISTIC_WORKSPACES:
         return
     if torch.cuda.is_initialized():
         raise ConfigError(
-            f"use_deterministic: CUDA has started with {_CUBLAS_WORKSPACE}={os.environ.get(_CUBLAS_WORKSPACE)!r}; "
-            f"set it to {_DETERMINISTIC_WORKSPACES[0]!r} before the script starts, or call this first"
+            f"use_deterministic: CUDA has started with {_CUBLAS_WORKSPACE}={os.environ.get(_CUBLAS_WORKSPACE)!r}. "
+            f"Set the variable to {_DETERMINISTIC_WORKSPACES[0]!r} before the script starts, or call use_deterministic first."
         )
     os.environ[_CUBLAS_WORKSPACE] = _DETERMINISTIC_WORKSPACES[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tf32:
-    """Where NVIDIA GPUs (Ampere and newer) may compute products of float32 numbers in TensorFloat-32.
+    """Settings for TensorFloat-32 in products of float32 numbers, on NVIDIA GPUs of the Ampere generation or newer.
 
     Args:
-        matmul: in matrix products of cuBLAS.
-        cudnn: in convolutions and recurrent layers of cuDNN.
+        matmul: if True, matrix products of cuBLAS use TensorFloat-32.
+        cudnn: if True, convolutions and recurrent layers of cuDNN use TensorFloat-32.
     """
 
     matmul: bool
@@ -102,33 +102,36 @@ class Tf32:
 
 
 def use_tf32(settings: bool | Tf32 = True) -> Tf32:
-    """The settings that held before; from now on TensorFloat-32 is used everywhere, nowhere, or as ``settings`` say.
+    """Switch TensorFloat-32 products on or off, or restore ``settings``; return the previous settings.
 
-    >>> before = use_tf32()
-    >>> use_tf32(before)
-    Tf32(matmul=True, cudnn=True)
-
-    Sums stay in float32; products lose 13 of float32's 23 bits and are up to 8 times as fast. It concerns tensors that are
-    float32, so nothing that ``Precision`` or ``autocast`` computes in 16 bits. Without such a GPU it has no effect. torch
-    begins with ``Tf32(matmul=False, cudnn=True)``.
+    Products lose 13 of float32's 23 bits and are up to 8 times as fast. Sums stay in float32. Only float32 tensors are
+    affected, so nothing that ``Precision`` or ``autocast`` computes in 16 bits. torch starts with
+    ``Tf32(matmul=False, cudnn=True)``.
 
     Args:
-        settings: True or False for both, or what an earlier call returned, which undoes it.
+        settings: True or False for both kinds of products, or the result of an earlier call, which restores the earlier
+            settings.
 
-    Mutates: torch's global switches ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.backends.cudnn.allow_tf32``, where
+    Mutates: torch's global switches ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.backends.cudnn.allow_tf32``, if
         they change.
 
+    Example:
+        >>> import dtrain as dt
+        >>> before = dt.dist.use_tf32()
+        >>> dt.dist.use_tf32(before)
+        Tf32(matmul=True, cudnn=True)
+
     Raises:
-        ConfigError: neither a bool nor a ``Tf32``.
+        ConfigError: ``settings`` is neither a bool nor a ``Tf32``.
 
     Source: the page "CUDA semantics" of PyTorch's documentation.
     """
     if isinstance(settings, bool):
         settings = Tf32(matmul=settings, cudnn=settings)
     if not isinstance(settings, Tf32):
-        raise ConfigError(f"use_tf32: takes True, False, or what it returned before, got {settings!r}")
+        raise ConfigError(f"use_tf32: settings must be True, False or the result of an earlier call, got {settings!r}")
     before = _read_tf32()
-    # These switches set torch's newer ones (fp32_precision) as well; the other way round torch refuses to read them again.
+    # These switches also set torch's newer ones (fp32_precision). After setting the newer ones, torch refuses to read these.
     if settings.matmul != before.matmul:
         torch.backends.cuda.matmul.allow_tf32 = settings.matmul
     if settings.cudnn != before.cudnn:
@@ -137,7 +140,7 @@ def use_tf32(settings: bool | Tf32 = True) -> Tf32:
 
 
 def _read_tf32() -> Tf32:
-    # Read from the newer switches: they can be read whichever have been set.
+    # The newer switches can be read at any time.
     cudnn = torch.backends.cudnn
     kinds = [cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]  # type: ignore[attr-defined]
     return Tf32(matmul=torch.backends.cuda.matmul.fp32_precision == "tf32", cudnn=all(kind == "tf32" for kind in kinds))

@@ -1,7 +1,7 @@
-"""Preemption: the signal that asks this rank to save and stop, what the ranks agreed about it, and whether it was saved since.
+"""Handle preemption: record the stop signal, the agreement of the ranks to stop, and whether a state was saved afterwards.
 
-The handler sets a flag and nothing else. The flag travels in the record that ranks exchange before a step (``control``), so all
-of them learn of it in the same step, whichever of them got the signal. These are facts of the process, like its groups.
+The signal handler only sets a flag. The flag is part of the record that ranks exchange before a step (``step_sync``), so all
+ranks learn of the signal in the same step. The state belongs to the process, like its process groups.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, NoReturn
 from dtrain import spans
 
 DUPLICATE_SIGNAL_S = 2.0
-"""Signals of one number that come within so many seconds are one request: a scheduler may signal the launcher, which forwards
-it, and the ranks as well."""
+"""Interval in which repeated signals of one number count once, in seconds. A scheduler may signal both the ranks and the
+launcher, which forwards the signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StopAgreement:
-    """In which step of which run all ranks learned of the signal ``signal_number``."""
+    """Step of a run in which all ranks learned of the signal ``signal_number``."""
 
     signal_number: int
     run_key: int
@@ -34,16 +34,21 @@ class _StopAgreement:
 
 @dataclass(slots=True)
 class _PreemptionState:
-    """What this process knows while ``init_dist``'s block is open; ``owner_pid`` is its pid then, 0 otherwise."""
+    """State of this process while ``init_dist``'s block is open. ``owner_pid`` is the pid of the process, else 0."""
 
     owner_pid: int = 0
     signals: tuple[int, ...] = ()
-    job_failed_file: Path | None = None  # a file that is there once the job has failed
-    previous_handlers: dict[int, Any] = field(default_factory=dict)  # handlers in whose place ours is
-    received: dict[int, float] = field(default_factory=dict)  # when a signal came first
+    # File that exists once the job has failed.
+    job_failed_file: Path | None = None
+    # Handlers that our handler has replaced.
+    previous_handlers: dict[int, Any] = field(default_factory=dict)
+    # Time at which each signal first arrived.
+    received: dict[int, float] = field(default_factory=dict)
     agreement: _StopAgreement | None = None
-    loop_polls: bool = False  # the loop calls should_stop
-    reported: bool = False  # it was told to stop
+    # True if the loop calls should_stop.
+    loop_polls: bool = False
+    # True if the loop was asked to stop.
+    reported: bool = False
     saved: bool = False
 
 
@@ -51,22 +56,23 @@ _STATE = _PreemptionState()
 
 
 def configure(signals: Sequence[int], *, job_failed_file: Path | None = None) -> None:
-    """Note which signals ask this process to stop; nothing is installed yet.
+    """Set the signals that ask this process to stop. No handler is installed yet.
 
     Args:
-        signals: their numbers.
-        job_failed_file: a file that the launcher makes when a rank has failed: the signals mean the end then, since nobody can save.
+        signals: signal numbers.
+        job_failed_file: file that the launcher makes when a rank has failed. Then a signal ends the process, because a
+            checkpoint needs all ranks.
 
-    Mutates: this process's record.
+    Mutates: this process's preemption state.
     """
     _STATE.owner_pid, _STATE.signals, _STATE.job_failed_file = os.getpid(), tuple(dict.fromkeys(signals)), job_failed_file
 
 
 def install_handlers() -> None:
-    """Take the signals in hand, from now on until the end of ``init_dist``'s block: there is a state that could be saved.
+    """Install the signal handlers until the end of ``init_dist``'s block, once there is a state to save.
 
-    A signal that has a handler of the user's own is left to it. Nothing happens without ``init_dist``, in a fork of the rank,
-    or outside the main thread.
+    A signal with a handler of the user is left alone. Nothing happens without ``init_dist``, in a fork of the rank, or outside
+    the main thread.
 
     Mutates: this process's signal handling.
     """
@@ -78,22 +84,22 @@ def install_handlers() -> None:
 
 
 def pending_signal() -> int:
-    """The signal that has asked this rank to stop, 0 when none has."""
+    """Return the signal that asked this rank to stop, 0 without a signal."""
     return next(iter(_STATE.received), 0)
 
 
 def record(signal_number: int, *, run_key: int, step: int) -> None:
-    """Note what all ranks have heard in the record of a step.
+    """Record the signal that all ranks learned of in the record of a step.
 
-    Where they had agreed to stop in an earlier step of the run, and the loop has never asked, nobody will save: this rank ends
-    as the signal would have ended it, and so do the others.
+    If the ranks agreed to stop in an earlier step of the run and the loop never calls ``should_stop``, nothing will be saved.
+    Then the default action of the signal ends this rank, and all other ranks.
 
     Args:
-        signal_number: a signal that some rank has got, 0 when none has.
-        run_key: tells apart what trains in turns in one process (a GAN's two states).
-        step: of the run; a step may exchange its record several times.
+        signal_number: signal that some rank has received, 0 without a signal.
+        run_key: identity of the run, for several runs that train in turns in one process (a GAN's two states).
+        step: step of the run. A step may exchange its record several times.
 
-    Mutates: this process's record.
+    Mutates: this process's preemption state.
     """
     before = _STATE.agreement
     if before is None:
@@ -103,12 +109,12 @@ def record(signal_number: int, *, run_key: int, step: int) -> None:
 
 
 def is_agreed() -> bool:
-    """Whether the ranks have agreed to stop."""
+    """Return True if the ranks have agreed to stop."""
     return _STATE.agreement is not None
 
 
 def poll() -> bool:
-    """``agreed``, for a loop: it has a way to stop. Mutates: this process's record."""
+    """Return ``is_agreed()``, and note that the loop can stop by itself. Mutates: this process's preemption state."""
     if is_agreed() and not _STATE.reported:
         _STATE.reported = True
         spans.record_event("stop", step=spans.position()[0])
@@ -117,29 +123,29 @@ def poll() -> bool:
 
 
 def record_save(*, after_agreement: bool) -> None:
-    """Note that a state is durable on all ranks.
+    """Record that a state is durable on all ranks.
 
     Args:
-        after_agreement: it was taken after they had agreed to stop.
+        after_agreement: if True, the state was saved after the ranks had agreed to stop.
 
-    Mutates: this process's record.
+    Mutates: this process's preemption state.
     """
     _STATE.saved = _STATE.saved or after_agreement
 
 
 def is_saved() -> bool:
-    """Whether the ranks have agreed to stop, and have saved since."""
+    """Return True if the ranks have agreed to stop and have saved afterwards."""
     return _STATE.saved
 
 
 def reset(*, preempted: bool) -> None:
-    """Forget it all, and put the previous handlers back.
+    """Reset the state and restore the previous handlers.
 
     Args:
-        preempted: this process ends now, to be started again. Its handlers stay: not all ranks get a signal at the same time,
-            and one that comes late must not kill a rank that has done what it asks for. A second one ends it, as ever.
+        preempted: if True, this process ends now and is restarted later. The handlers stay installed: ranks get the signal at
+            different times, and a late signal must not kill a rank that has saved. A second signal ends the process.
 
-    Mutates: this process's record and signal handling.
+    Mutates: this process's preemption state and signal handling.
     """
     _STATE.received.clear()
     _STATE.agreement, _STATE.loop_polls, _STATE.reported, _STATE.saved = None, False, False, False
@@ -147,22 +153,25 @@ def reset(*, preempted: bool) -> None:
         return
     _STATE.owner_pid = 0
     for number, handler in _STATE.previous_handlers.items():
-        if signal.getsignal(number) is _handle_signal:  # not one that the user has put on top since
+        # Keep a handler that the user has installed since.
+        if signal.getsignal(number) is _handle_signal:
             signal.signal(number, handler)
     _STATE.previous_handlers.clear()
 
 
 def _handle_signal(number: int, frame: FrameType | None) -> None:
     now = time.monotonic()
-    again = now - _STATE.received.setdefault(number, now) > DUPLICATE_SIGNAL_S
-    # A fork of the rank has its handlers, but nobody there looks at the flag.
-    if again or os.getpid() != _STATE.owner_pid or (_STATE.job_failed_file is not None and _STATE.job_failed_file.exists()):
+    repeated = now - _STATE.received.setdefault(number, now) > DUPLICATE_SIGNAL_S
+    job_failed = _STATE.job_failed_file is not None and _STATE.job_failed_file.exists()
+    # A fork of the rank inherits the handler, but nothing in the fork reads the flag.
+    if repeated or os.getpid() != _STATE.owner_pid or job_failed:
         _die_by_signal(number)
 
 
 def _die_by_signal(signal_number: int) -> NoReturn:
-    """End this process as the signal does that nobody handles."""
+    """End this process by the default action of the signal."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal_number, signal.SIG_DFL)
         signal.raise_signal(signal_number)
-    os._exit(128 + signal_number)  # a signal that is blocked, or ends nothing by default
+    # The signal may be blocked, or its default action may not end the process.
+    os._exit(128 + signal_number)

@@ -1,7 +1,7 @@
-"""``all_gather_ragged``, ``gather_ragged`` and ``all_gather_by_rank``: the rows of all ranks, however many each of them has.
+"""Gather any number of rows per rank: ``all_gather_ragged``, ``gather_ragged``, ``all_gather_by_rank``.
 
-Everything travels as bytes, in one collective whatever the number of tensors and their dtypes: a row is the bytes of its part
-of each tensor, one after the other. Ranks with fewer rows send padding, which is cut off.
+All tensors of a structure are sent as bytes in one collective: each row is the concatenated bytes of its tensors. Ranks with
+fewer rows send padding, which is removed.
 """
 
 from __future__ import annotations
@@ -25,35 +25,38 @@ from dtrain.errors import ConfigError, PeerError
 from dtrain.typing import Plain, is_tensordict
 
 Rows: TypeAlias = Any
-"""A tensor ``[n, ...]``; or mappings with text as keys, lists, tuples and TensorDicts of such, all with the same ``n``."""
+"""A tensor ``[n, ...]``, or a mapping with text keys, list, tuple or TensorDict of such tensors with the same ``n``."""
 
 
 def all_gather_ragged(rows: Rows | None, *, order: Tensor | None = None, mesh: DeviceMesh | None = None) -> Rows:
-    """The rows of all ranks, on every rank: ``[sum of n, ...]``, in the order of ranks or in a given one.
-
-    So predictions of an evaluation come together, whatever share of the samples each rank had::
-
-        scores = dt.dist.all_gather_ragged(torch.cat(scores), order=torch.cat(indices), mesh=mesh)  # [len(dataset), ...]
+    """Gather the rows of all ranks on every rank: ``[sum of n, ...]``, in the order of ranks, or sorted by ``order``.
 
     Args:
-        rows: this rank's: a tensor ``[n, ...]``, or mappings, lists, tuples or TensorDicts of such with the same ``n``, all on
-            the CPU or all on this rank's device. ``n`` may differ between ranks, down to 0; all else is the same on all of
-            them. Any dtype. None on a rank that has nothing and does not know what the others have.
-        order: ``[n]`` whole numbers; rows come sorted by them. Give the samples' indices, and the result is in the dataset's
-            order, whatever the number of ranks.
-        mesh: of its ranks that work on one batch together (along ``cp`` and ``tp``) the first counts; without it every rank
-            does.
+        rows: this rank's rows: a tensor ``[n, ...]``, or mappings, lists, tuples or TensorDicts of such tensors with the same
+            ``n``, all on the CPU or all on this rank's device, of any dtype. ``n`` may differ between ranks, down to 0. The
+            structure, the dtypes and the other dimensions must be equal on all ranks. None on a rank that has no rows and does
+            not know the structure.
+        order: ``[n]`` whole numbers to sort the rows by. The indices of the samples give the order of the dataset, with any
+            number of ranks.
+        mesh: mesh whose ranks along ``cp`` and ``tp`` share a batch, of which only the first rank counts; None counts every
+            rank.
 
     Returns:
-        New tensors, in the structure of ``rows``, on the same kind of device; no gradient flows through them.
+        New tensors without gradient, in the structure of ``rows``, on the same kind of device.
 
-    Collective: one exchange of JSON, and one all-gather of ``world_size * max(n)`` rows, on the control group for what is on
-        the CPU, otherwise on the training group.
+    Collective: one exchange of JSON, and one all-gather of ``world_size * max(n)`` rows; on the control group for CPU tensors,
+        else on the training group.
     Host sync: none.
 
+    Example:
+        for indices, batch in loader:
+            scores.append(model(batch))
+            order.append(indices)
+        scores = dt.dist.all_gather_ragged(torch.cat(scores), order=torch.cat(order), mesh=mesh)  # [len(dataset), ...]
+
     Raises:
-        ConfigError: tensors that do not fit the above, or that differ between ranks; no rank has any.
-        PeerError: on another rank they do not.
+        ConfigError: unsupported tensors, tensors that differ between ranks, or no rank has any.
+        PeerError: unsupported tensors on another rank.
     """
     return _concatenate(_gather_rows("all_gather_ragged", rows, order, mesh, dst=None), "all_gather_ragged")
 
@@ -61,13 +64,24 @@ def all_gather_ragged(rows: Rows | None, *, order: Tensor | None = None, mesh: D
 def gather_ragged(
     rows: Rows | None, *, dst: int = 0, order: Tensor | None = None, mesh: DeviceMesh | None = None
 ) -> Rows | None:
-    """The rows of all ranks on rank ``dst``, None on the others; see ``all_gather_ragged``.
+    """Gather the rows of all ranks on rank ``dst``; return None on the other ranks. See ``all_gather_ragged``.
 
-    Collective: one exchange of JSON, and one gather; only ``dst`` holds what ranks send.
+    Args:
+        rows: as in ``all_gather_ragged``.
+        dst: rank that receives the rows.
+        order: as in ``all_gather_ragged``.
+        mesh: as in ``all_gather_ragged``.
+
+    Collective: one exchange of JSON, and one gather. Only ``dst`` holds the rows of all ranks.
+
+    Example:
+        scores = dt.dist.gather_ragged(scores, order=indices)  # [n, ...] on each rank
+        if scores is not None:  # rank 0
+            torch.save(scores, "scores.pt")
 
     Raises:
-        ConfigError: as there; or there is no rank ``dst``.
-        PeerError: as there.
+        ConfigError: as in ``all_gather_ragged``; or ``dst`` is not a rank.
+        PeerError: as in ``all_gather_ragged``.
     """
     check_rank("gather_ragged", "dst", dst)
     found = _gather_rows("gather_ragged", rows, order, mesh, dst=dst)
@@ -75,12 +89,20 @@ def gather_ragged(
 
 
 def all_gather_by_rank(rows: Rows | None, *, mesh: DeviceMesh | None = None) -> list[Rows]:
-    """The rows of each rank, by rank (with a mesh, by its place among those that see different data), on every rank.
+    """Gather the rows of each rank on every rank as a list, in the order of ranks.
+
+    Args:
+        rows: as in ``all_gather_ragged``.
+        mesh: as in ``all_gather_ragged``. With a mesh, the list is in the order of ``data_rank``.
 
     Returns:
-        One entry a rank, also for those without rows; an empty list when no rank has any.
+        One entry per rank, also for ranks without rows; an empty list if no rank has rows.
 
-    Collective: that of ``all_gather_ragged``, whose arguments and errors it has.
+    Collective: as ``all_gather_ragged``, with the same errors.
+
+    Example:
+        lengths = dt.dist.all_gather_by_rank(torch.tensor([len(sample) for sample in samples]))
+        print([len(part) for part in lengths])  # samples of each rank
     """
     found = _gather_rows("all_gather_by_rank", rows, None, mesh, dst=None)
     return [_unpack_rows(found.tree, block) for block in found.blocks or ()]
@@ -88,7 +110,7 @@ def all_gather_by_rank(rows: Rows | None, *, mesh: DeviceMesh | None = None) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
-    """A tensor's part of a row."""
+    """Dtype and row shape of one tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -100,7 +122,7 @@ class _Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _GatheredRows:
-    """The bytes of every rank that counts, by place, and what they are; None on a rank that gets none."""
+    """Rows of all ranks as bytes, and their structure. ``blocks`` is None on a rank that receives no rows."""
 
     tree: Any
     blocks: list[Tensor] | None
@@ -131,14 +153,14 @@ def _gather_rows(
 
 
 def _concatenate(found: _GatheredRows, caller: str) -> Rows:
-    """All rows, sorted by their order where they have one."""
+    """Concatenate the blocks, and sort the rows if the structure has an order."""
     if not found.blocks:
-        raise ConfigError(f"{caller}: no rank has any rows; it must be given a tensor on one of them at least")
+        raise ConfigError(f"{caller}: no rank has any rows. Pass a tensor on at least one rank.")
     return _unpack_rows(found.tree, torch.cat(found.blocks))
 
 
 def _check_same_structure(caller: str, reports: list[Any]) -> tuple[Any, str]:
-    """What every rank that has rows says of them, and on which kind of device they are; None if none has."""
+    """Return the common structure and device type of all ranks with rows; the structure is None if no rank has rows."""
     for rank, report in enumerate(reports):
         if report["problem"]:
             raise PeerError(f"{caller}: rank {rank} failed: {report['problem']}")
@@ -147,17 +169,17 @@ def _check_same_structure(caller: str, reports: list[Any]) -> tuple[Any, str]:
         return None, "cpu"
     first, shape = known[0]
     for rank, report in known[1:]:
-        for what in ("tree", "device"):
-            if report[what] != shape[what]:
+        for key in ("tree", "device"):
+            if report[key] != shape[key]:
                 raise ConfigError(
-                    f"{caller}: ranks differ in what they have: rank {first} {shape[what]}, rank {rank} {report[what]}; give "
-                    "tensors of one structure, dtype and shape after the first axis"
+                    f"{caller}: ranks differ in their rows: rank {first} {shape[key]}, rank {rank} {report[key]}. Give tensors "
+                    "of one structure, dtype and shape after the first axis."
                 )
     return shape["tree"], shape["device"]
 
 
 def _exchange_bytes(caller: str, sent: Tensor, counts: list[int], info: DistInfo, dst: int | None) -> list[Tensor] | None:
-    """The bytes of every rank; None on a rank that gets none."""
+    """Return the bytes of every rank, None on a rank that receives no rows."""
     if info.world_size == 1:
         return [sent]
     name = "control" if sent.device.type == "cpu" else "training"
@@ -178,31 +200,34 @@ def _exchange_bytes(caller: str, sent: Tensor, counts: list[int], info: DistInfo
 def _make_report(
     rows: Rows | None, order: Tensor | None, mesh: DeviceMesh | None, info: DistInfo, leaves: list[Tensor]
 ) -> dict[str, Plain]:
-    """What the other ranks must know of this one's rows; the tensors are appended to ``leaves``."""
+    """Describe this rank's rows for the other ranks, and append the tensors to ``leaves``."""
     if order is not None and (order.ndim != 1 or order.is_floating_point() or order.is_complex()):
         raise ConfigError(f"order must be [n] whole numbers, got {order.dtype} of shape {tuple(order.shape)}")
     both = {"rows": rows} if order is None else {"rows": rows, "order": order}
     return {
         "tree": None if rows is None else _describe_structure(both, leaves),
         "n": _row_count(leaves),
-        "device": _device_type(leaves if order is None else leaves[1:], info),  # keys are sorted: the order is the first
+        # Keys are sorted, so the order is the first tensor.
+        "device": _device_type(leaves if order is None else leaves[1:], info),
         "place": _output_index(mesh, info),
     }
 
 
 def _describe_structure(rows: Rows, leaves: list[Tensor]) -> Plain:
-    """The structure of ``rows`` as plain data; its tensors are appended to ``leaves``."""
+    """Describe the structure of ``rows`` as plain data, and append the tensors to ``leaves``."""
     if isinstance(rows, Tensor):
-        if hasattr(rows, "placements"):  # a DTensor, which only dtrain.dtensor looks into
-            raise ConfigError("takes plain tensors, got a DTensor; pass this rank's own rows")
+        # Only dtrain.dtensor may use the attributes of a DTensor.
+        if hasattr(rows, "placements"):
+            raise ConfigError("takes plain tensors, got a DTensor. Pass this rank's own rows.")
         if rows.dim() == 0 or rows.layout is not torch.strided:
-            raise ConfigError(f"takes dense tensors with rows, got shape {tuple(rows.shape)}, {rows.layout}; stack them first")
+            raise ConfigError(f"takes dense tensors with rows, got shape {tuple(rows.shape)}, {rows.layout}. Stack them first.")
         leaves.append(rows.detach())
         return {"tensor": str(rows.dtype).removeprefix("torch."), "shape": list(rows.shape[1:])}
     if isinstance(rows, Mapping) or is_tensordict(rows):
-        keys = list(rows.keys())  # a TensorDict iterates over its rows
-        if odd := [key for key in keys if not isinstance(key, str)]:
-            raise ConfigError(f"keys must be text, got {odd[0]!r}")
+        # Iterating over a TensorDict gives rows, not keys.
+        keys = list(rows.keys())
+        if invalid := [key for key in keys if not isinstance(key, str)]:
+            raise ConfigError(f"keys must be text, got {invalid[0]!r}")
         kind = "tensordict" if is_tensordict(rows) else "mapping"
         return {kind: {key: _describe_structure(rows[key], leaves) for key in sorted(keys)}}
     if isinstance(rows, list | tuple):
@@ -211,7 +236,7 @@ def _describe_structure(rows: Rows, leaves: list[Tensor]) -> Plain:
 
 
 def _columns(tree: Any) -> list[_Column]:
-    """The tensors of a described structure, in the order of ``leaves``."""
+    """Return dtype and row shape of each tensor of a described structure, in the order of ``leaves``."""
     (kind, content), *_ = tree.items()
     if kind == "tensor":
         return [_Column(dtype=getattr(torch, content), shape=tuple(tree["shape"]))]
@@ -220,30 +245,30 @@ def _columns(tree: Any) -> list[_Column]:
 
 
 def _row_count(leaves: list[Tensor]) -> int:
-    heights = {len(leaf) for leaf in leaves}
-    if len(heights) > 1:
+    counts = {len(leaf) for leaf in leaves}
+    if len(counts) > 1:
         raise ConfigError(f"all tensors must have the same number of rows, got shapes {[tuple(leaf.shape) for leaf in leaves]}")
-    return heights.pop() if heights else 0
+    return counts.pop() if counts else 0
 
 
 def _device_type(leaves: list[Tensor], info: DistInfo) -> str:
     kinds = {leaf.device.type for leaf in leaves} or {"cpu"}
     if len(kinds) > 1 or not kinds <= {"cpu", info.device.type}:
-        raise ConfigError(f"all tensors must be on the CPU or all on {info.device}, got {sorted(kinds)}; move them")
+        raise ConfigError(f"all tensors must be on the CPU or all on {info.device}, got {sorted(kinds)}. Move them.")
     return kinds.pop()
 
 
 def _output_index(mesh: DeviceMesh | None, info: DistInfo) -> int | None:
-    """Where this rank's rows go among those of the others; None when they are those of a rank beside it."""
+    """Return the position of this rank's block, None if another rank with the same batch sends the block."""
     if mesh is None:
         return info.rank
     coordinate = mesh.get_coordinate() or ()
-    beside = any(at for name, at in zip(mesh.mesh_dim_names or (), coordinate, strict=False) if name in MODEL_AXES)
-    return None if beside else data_rank(mesh)[0]
+    duplicate = any(at for name, at in zip(mesh.mesh_dim_names or (), coordinate, strict=False) if name in MODEL_AXES)
+    return None if duplicate else data_rank(mesh)[0]
 
 
 def _pack_rows(leaves: list[Tensor], columns: list[_Column], device: torch.device) -> Tensor:
-    """The bytes of all rows: ``[n, bytes of a row]`` uint8."""
+    """Return the bytes of all rows: ``[n, bytes of a row]`` uint8."""
     width = sum(column.width for column in columns)
     if not leaves:
         return torch.empty(0, width, dtype=torch.uint8, device=device)
@@ -255,7 +280,7 @@ def _pack_rows(leaves: list[Tensor], columns: list[_Column], device: torch.devic
 
 
 def _unpack_rows(tree: Any, rows: Tensor) -> Rows:
-    """The structure again, sorted by its order where it has one."""
+    """Rebuild the structure from bytes, sorted by the order if the structure has one."""
     columns = _columns(tree)
     parts = rows.split([column.width for column in columns], dim=1)
     leaves = [
@@ -265,12 +290,12 @@ def _unpack_rows(tree: Any, rows: Tensor) -> Rows:
     found = _rebuild_structure(tree, iter(leaves), len(rows))
     if "order" not in found:
         return found["rows"]
-    places = found["order"].argsort(stable=True)
-    return _rebuild_structure(tree, iter([leaf[places] for leaf in leaves]), len(rows))["rows"]
+    permutation = found["order"].argsort(stable=True)
+    return _rebuild_structure(tree, iter([leaf[permutation] for leaf in leaves]), len(rows))["rows"]
 
 
 def _flatten_copy(x: Tensor) -> Tensor:
-    """``x`` as one row that can be viewed in any dtype: a copy, as a slice may begin where a wider dtype cannot."""
+    """Copy ``x`` to one dimension. A view of a slice in a wider dtype may be misaligned, a copy is aligned."""
     return x.clone(memory_format=torch.contiguous_format).view(-1)
 
 

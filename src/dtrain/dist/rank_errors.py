@@ -1,4 +1,4 @@
-"""Failures and decisions that ranks agree on: what fails on one rank fails on all, what rank 0 decides holds for all."""
+"""Raise errors on all ranks together (``RaiseOnAllRanks``), and broadcast decisions of rank 0 (``broadcast_decision``)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from dtrain.typing import Plain
 
 
 class RaiseOnAllRanks:
-    """A block after which all ranks go on together, or all raise: ``with Agreed("save_sharded: write"): ...``.
+    """Context manager after which all ranks continue, or all ranks raise: ``with RaiseOnAllRanks("save_sharded: write"): ...``.
 
-    The ranks that failed raise their own error (an ``OSError`` as a ``CheckpointError`` with ``advice``), the others a
-    ``PeerError`` that names the first of them. There must be no other collective in the block.
+    Failed ranks raise their own error, an ``OSError`` as a ``CheckpointError`` with ``advice``. The other ranks raise a
+    ``PeerError`` that names the first failed rank. The context must contain no other collective.
 
-    Collective: one exchange of JSON on leaving, however the block ends (not for KeyboardInterrupt and its like).
+    Args:
+        caller: prefix of error messages.
+        group: gloo group that carries the exchange.
+        advice: text after the message of an ``OSError``.
+
+    Collective: one exchange of JSON on exit, except after exceptions like KeyboardInterrupt.
     """
 
-    def __init__(self, where: str, *, group: GroupName = "control", advice: str = "") -> None:
-        self._where, self._group, self._advice = where, group, advice
+    def __init__(self, caller: str, *, group: GroupName = "control", advice: str = "") -> None:
+        self._caller, self._group, self._advice = caller, group, advice
 
     def __enter__(self) -> None:
         return None
@@ -30,17 +35,17 @@ class RaiseOnAllRanks:
         if error is not None and not isinstance(error, Exception):
             return
         if isinstance(error, OSError):
-            error = CheckpointError(f"{self._where}: {error}{self._advice}").with_traceback(trace)
-        raise_if_any_failed(error, caller=self._where, group=self._group)
+            error = CheckpointError(f"{self._caller}: {error}{self._advice}").with_traceback(trace)
+        raise_if_any_failed(error, caller=self._caller, group=self._group)
 
 
-def broadcast_decision(where: str, decide: Callable[[], Plain], *, group: GroupName = "control", advice: str = "") -> Plain:
-    """What ``decide`` returns on rank 0, where alone it is called, on every rank; if it raises, all ranks do.
+def broadcast_decision(caller: str, decide: Callable[[], Plain], *, group: GroupName = "control", advice: str = "") -> Plain:
+    """Call ``decide`` on rank 0, and return its result on every rank. If ``decide`` raises, all ranks raise.
 
     Collective: two exchanges of JSON.
     """
     decision: Plain = None
-    with RaiseOnAllRanks(where, group=group, advice=advice):
+    with RaiseOnAllRanks(caller, group=group, advice=advice):
         if get_dist_info().rank == 0:
             decision = decide()
-    return broadcast_json(decision, group=group, caller=where)
+    return broadcast_json(decision, group=group, caller=caller)

@@ -1,4 +1,4 @@
-"""``reduce_sum``, ``reduce_mean`` and ``reduce_max``: one number or tensor out of one on every rank."""
+"""Reduce one number or tensor per rank over all ranks: ``reduce_sum``, ``reduce_mean`` and ``reduce_max``."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ def reduce_sum(x: Tensor, dst: int) -> Tensor | None: ...
 @overload
 def reduce_sum(x: float, dst: int) -> float | None: ...
 def reduce_sum(x: Tensor | float, dst: int | None = None) -> Tensor | float | None:
-    """The sum of ``x`` over all ranks.
-
-    >>> reduce_sum(2.5)
-    2.5
+    """Sum ``x`` over all ranks.
 
     Args:
-        x: a plain tensor of one shape and dtype on every rank, floating or integer, on the device of the training group; or a
-            Python number. It is not changed, and no gradient flows through the result.
-        dst: the rank that gets the result; by default all do.
+        x: plain tensor of one shape and dtype on every rank, floating or integer, on the device of the training group; or a
+            Python number. ``x`` is not changed, and no gradient flows through the result.
+        dst: rank that receives the result; None gives the result to all ranks.
 
     Returns:
-        A new tensor of ``x``'s shape and dtype, on its device; for a number a float (exact for integers below 2**53). None on
+        A new tensor of ``x``'s shape and dtype, on its device. For a number a float, exact for integers below 2**53. None on
         ranks other than ``dst``.
 
-    Collective: for a tensor one all-reduce, with ``dst`` one reduce, on the training group; for a number one all-gather of one
+    Collective: for a tensor one all-reduce, with ``dst`` one reduce, on the training group. For a number one all-gather of one
         float64 on the control group.
     Host sync: none.
 
+    Example:
+        >>> import dtrain as dt
+        >>> dt.dist.reduce_sum(2.5)  # one rank
+        2.5
+
     Raises:
-        ConfigError: a DTensor, or one that is not dense; bool, complex, or no number; no rank ``dst``.
+        ConfigError: a DTensor, a tensor that is not dense, bool, complex, or not a number; or ``dst`` is not a rank.
     """
     return _reduce("reduce_sum", x, dst, numbers=sum, tensors=_sum_tensor)
 
@@ -58,18 +60,27 @@ def reduce_mean(x: Tensor, dst: int) -> Tensor | None: ...
 @overload
 def reduce_mean(x: float, dst: int) -> float | None: ...
 def reduce_mean(x: Tensor | float, dst: int | None = None) -> Tensor | float | None:
-    """The mean of ``x`` over all ranks, each rank counted once; see ``reduce_sum``.
+    """Average ``x`` over all ranks, each rank counted once; see ``reduce_sum``.
 
-    A mean of per-rank means is not the mean over samples when ranks hold different numbers of them: sum totals and weights with
+    If ranks have different numbers of samples, the mean of means is not the mean over samples. Then sum totals and weights with
     ``reduce_sum`` and divide, or use ``reduce_metrics``.
+
+    Args:
+        x: as in ``reduce_sum``, but not an integer tensor.
+        dst: as in ``reduce_sum``.
 
     Collective: as ``reduce_sum``.
 
+    Example:
+        >>> import dtrain as dt
+        >>> dt.dist.reduce_mean(torch.tensor([1.0, 3.0]))
+        tensor([1., 3.])
+
     Raises:
-        ConfigError: as ``reduce_sum``; and an integer tensor, whose mean has no dtype (convert it, as for ``torch.mean``).
+        ConfigError: as in ``reduce_sum``; or an integer tensor, whose mean would need another dtype.
     """
     if isinstance(x, Tensor) and not (x.is_floating_point() or x.dtype in _UNSUPPORTED_DTYPES):
-        raise ConfigError(f"reduce_mean: the mean of {x.dtype} has no dtype; convert it first, for example x.double()")
+        raise ConfigError(f"reduce_mean: the mean of {x.dtype} has no dtype. Convert x first, for example x.double().")
     total = _reduce("reduce_mean", x, dst, numbers=sum, tensors=_sum_tensor)
     world = check_rank("reduce_mean", "dst", 0).world_size
     return total if total is None else total / world
@@ -84,10 +95,22 @@ def reduce_max(x: Tensor, dst: int) -> Tensor | None: ...
 @overload
 def reduce_max(x: float, dst: int) -> float | None: ...
 def reduce_max(x: Tensor | float, dst: int | None = None) -> Tensor | float | None:
-    """The largest ``x`` of all ranks, element by element; see ``reduce_sum``. NaN on any rank gives NaN.
+    """Return the elementwise maximum of ``x`` over all ranks; see ``reduce_sum``. NaN on any rank gives NaN.
 
-    Collective: as ``reduce_sum``, but a floating tensor travels twice, the second time to say where it is NaN: backends differ
-    in what they make of one.
+    Args:
+        x: as in ``reduce_sum``.
+        dst: as in ``reduce_sum``.
+
+    Collective: as ``reduce_sum``, but twice the size for a floating tensor. The second half marks NaN, because backends differ
+        in the maximum of NaN.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.dist.reduce_max(7)
+        7.0
+
+    Raises:
+        ConfigError: as in ``reduce_sum``.
     """
     return _reduce("reduce_max", x, dst, numbers=_max_number, tensors=_max_tensor)
 
@@ -108,7 +131,7 @@ def _reduce(
     heartbeats.heartbeat(caller)
     if not isinstance(x, Tensor):
         if isinstance(x, bool) or not isinstance(x, int | float):
-            raise ConfigError(f"{caller}: takes a tensor or a number, got {type(x).__name__}; bool and None are neither")
+            raise ConfigError(f"{caller}: x must be a tensor or a number, got {type(x).__name__}")
         result = numbers(row[0] for row in all_gather_numbers([x], caller=caller))
         return result if wanted else None
     _check_tensor(caller, x)
@@ -127,12 +150,13 @@ def _reduce(
 
 
 def _check_tensor(caller: str, x: Tensor) -> None:
-    if hasattr(x, "placements"):  # a DTensor, which only dtrain.dtensor looks into
-        raise ConfigError(f"{caller}: takes a plain tensor, got a DTensor; pass x.full_tensor() or x.to_local()")
+    # Only dtrain.dtensor may use the attributes of a DTensor.
+    if hasattr(x, "placements"):
+        raise ConfigError(f"{caller}: x must be a plain tensor, got a DTensor. Pass x.full_tensor() or x.to_local().")
     if x.dtype in _UNSUPPORTED_DTYPES:
-        raise ConfigError(f"{caller}: takes floating or integer tensors, got {x.dtype}; convert it, for example x.int()")
+        raise ConfigError(f"{caller}: x must be a floating or integer tensor, got {x.dtype}. Convert x, for example x.int().")
     if x.layout is not torch.strided:
-        raise ConfigError(f"{caller}: takes dense tensors, got {x.layout}; pass x.to_dense()")
+        raise ConfigError(f"{caller}: x must be a dense tensor, got {x.layout}. Pass x.to_dense().")
 
 
 def _sum_tensor(x: Tensor, exchange: Callable[[Tensor, dist.ReduceOp.RedOpType], None]) -> Tensor:
@@ -146,8 +170,8 @@ def _max_tensor(x: Tensor, exchange: Callable[[Tensor, dist.ReduceOp.RedOpType],
         largest = x.clone(memory_format=torch.contiguous_format)
         exchange(largest, dist.ReduceOp.MAX)
         return largest
-    missing = x.isnan()
-    both = torch.stack([x.masked_fill(missing, -math.inf), missing.to(x.dtype)])
+    nan = x.isnan()
+    both = torch.stack([x.masked_fill(nan, -math.inf), nan.to(x.dtype)])
     exchange(both, dist.ReduceOp.MAX)
     return both[0].masked_fill(both[1] > 0, math.nan)
 

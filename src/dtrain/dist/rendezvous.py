@@ -1,4 +1,4 @@
-"""Where ranks find each other: the store, and the agreement that all of them are here."""
+"""Rendezvous of the ranks: connect to the key-value store, and wait until all ranks have arrived."""
 
 from __future__ import annotations
 
@@ -15,15 +15,25 @@ from dtrain.dist.timeout_report import call_with_timeout, clone_store
 from dtrain.errors import ConfigError, DistError
 
 _OPEN, _FAILED, _OVER = b"open", b"failed", b"over"
-_MIN_RETRY_FRACTION = 0.1  # of the time that was given, for another try
-_STORE_MARGIN_S = 5.0  # a store call that takes so much longer than its own time-out has lost its server
-_TORCH_RETRY_S = 5.0  # torch connects once more when its time is over, after a pause of its own: up to 2.4 s were seen
+# Fraction of the timeout that must remain for another attempt.
+_MIN_RETRY_FRACTION = 0.1
+# A store call that exceeds its own timeout by this margin has lost its server.
+_STORE_MARGIN_S = 5.0
+# torch tries to connect once more after the timeout, after a pause of up to 2.4 s in our tests.
+_TORCH_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAddress:
-    """Where the store is. ``is_server``: this process serves it; ``loopback_only``: it may listen on loopback only; ``served_by_launcher``: no
-    rank serves it, but a process of the launcher's."""
+    """Address of the store.
+
+    Args:
+        host: host name or address.
+        port: TCP port.
+        is_server: if True, this process serves the store.
+        loopback_only: if True, the server may listen on loopback only.
+        served_by_launcher: if True, a process of the launcher serves the store, and no rank does.
+    """
 
     host: str
     port: int
@@ -34,9 +44,9 @@ class StoreAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousConfig:
-    """One opening of the groups: who meets, where, and within which time. Frozen and comparable: equal ones share a store.
+    """Rank, world size and store address of one rendezvous. Equal configs share a store.
 
-    ``address`` is that of the store, a torch rendezvous address (``"file:///path"``), or None in a world of one.
+    ``address`` is the address of the store, a torch rendezvous address (``"file:///path"``), or None in a world of one.
     """
 
     rank: int
@@ -45,21 +55,24 @@ class RendezvousConfig:
 
     @property
     def server_name(self) -> str:
-        """Who serves the store."""
+        """Name of the process that serves the store, for messages."""
         return "the launcher" if isinstance(self.address, StoreAddress) and self.address.served_by_launcher else "rank 0"
 
 
 def connect_store(rendezvous: RendezvousConfig, *, timeout_s: float) -> dist.Store:
-    """The store of ``rendezvous``, served from here when that is this rank's part.
+    """Connect to the store of ``rendezvous``. The rank that serves the store starts the server.
 
     Raises:
-        DistError: rank 0 could not be reached, or does not answer; on rank 0, it cannot listen there.
+        DistError: rank 0 could not be reached, or does not answer; on rank 0, the port cannot be opened.
     """
     limit, address, server = timedelta(seconds=timeout_s), rendezvous.address, rendezvous.server_name
     if address is None:
         return dist.HashStore()
-    shown = address if isinstance(address, str) else f"{address.host}:{address.port}"
-    silent = f"init_dist: {server} at {shown} does not answer rank {rendezvous.rank} within {timeout_s:g} s; is it stopped?"
+    location = address if isinstance(address, str) else f"{address.host}:{address.port}"
+    silent = (
+        f"init_dist: {server} at {location} does not answer rank {rendezvous.rank} within {timeout_s:g} s. "
+        f"Check that {server} is not stopped."
+    )
     try:
         return call_with_timeout(
             lambda: _open_store(address, rendezvous, limit),
@@ -68,14 +81,15 @@ def connect_store(rendezvous: RendezvousConfig, *, timeout_s: float) -> dist.Sto
         )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
-        if isinstance(address, StoreAddress) and address.is_server:  # so it is about listening there
+        # The server itself failed, so the port could not be opened.
+        if isinstance(address, StoreAddress) and address.is_server:
             raise DistError(
-                f"init_dist: rank {rendezvous.rank} cannot open the meeting place at {shown} ({reason}); give all ranks another "
-                "MASTER_PORT, or start them with dtrain launch, which finds a free one"
+                f"init_dist: rank {rendezvous.rank} cannot open the rendezvous at {location} ({reason}). Give all ranks "
+                "another MASTER_PORT, or start them with dtrain launch, which finds a free port."
             ) from None
         raise DistError(
-            f"init_dist: rank {rendezvous.rank} could not reach {server} at {shown} within {timeout_s:g} s ({reason}); "
-            f"is {server} running, and is the port reachable from here?"
+            f"init_dist: rank {rendezvous.rank} could not reach {server} at {location} within {timeout_s:g} s ({reason}). "
+            f"Check that {server} is running and that the port is reachable from this host."
         ) from None
 
 
@@ -90,9 +104,10 @@ def _open_store(address: StoreAddress | str, rendezvous: RendezvousConfig, limit
 
 
 def _listen_on_loopback(address: StoreAddress) -> int:
-    """A listening socket on loopback only: torch's own store would listen on every interface, without authentication."""
+    """Open a listening socket on loopback only. torch's own store listens on every interface, without authentication."""
     listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the launcher holds the port with an idle socket
+    # The launcher reserves the port with an idle socket.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((address.host, address.port))
     listener.listen(1024)
     return listener.detach()
@@ -101,75 +116,75 @@ def _listen_on_loopback(address: StoreAddress) -> int:
 def join_rendezvous(
     store: dist.Store, rendezvous: RendezvousConfig, *, prefix: str, timeout_s: float
 ) -> tuple[dist.Store, str]:
-    """Wait until every rank is here; the part of the store that belongs to this opening alone, and the prefix of its keys.
+    """Wait until every rank has arrived; return the part of the store for this rendezvous, and the prefix of its keys.
 
-    A try ends with one verdict for all, written once: *open* by the rank that comes last, *failed* by the first one that is
-    tired of waiting. Ranks that come after the verdict, or wait for it and hear of a failure, go on to the next try. So nobody
-    has to count, a rank that tries again meets the others, and nobody opens groups with a rank that has left.
+    Each attempt has one outcome for all ranks, written once. The last rank to arrive writes *open*. The first rank that times
+    out writes *failed*. Ranks that arrive after the outcome, or that read *failed*, start the next attempt. So a rank that
+    retries joins the other ranks, and no rank opens groups with a rank that has left.
 
     Args:
-        store: from ``connect``.
-        rendezvous: who meets.
-        prefix: of the keys of all tries, the same on all ranks.
-        timeout_s: how long to wait, in seconds.
+        store: store from ``connect_store``.
+        rendezvous: this rank and its store address.
+        prefix: prefix of the keys of all attempts, equal on all ranks.
+        timeout_s: time to wait, in seconds.
 
     Raises:
-        ConfigError: two processes say that they are this rank.
-        DistError: ranks that did not arrive in time, by number; or the rank that serves the store was stopped or has ended.
+        ConfigError: two processes have the same rank.
+        DistError: ranks that did not arrive in time, by number; or the process that serves the store was stopped or has ended.
     """
-    begun = time.monotonic()
-    lost = f"init_dist: {rendezvous.server_name}, which serves the store of {rendezvous.world_size} ranks,"
+    start = time.monotonic()
+    server = f"init_dist: {rendezvous.server_name}, which serves the store of {rendezvous.world_size} ranks,"
     for attempt in itertools.count():
-        room = f"{prefix}/{attempt}"
-        left_s = max(0.001, begun + timeout_s - time.monotonic())
-        trial = partial(_try_rendezvous, dist.PrefixStore(room, store), rendezvous, left_s=left_s, timeout_s=timeout_s)
+        attempt_prefix = f"{prefix}/{attempt}"
+        remaining_s = max(0.001, start + timeout_s - time.monotonic())
+        attempt_store = dist.PrefixStore(attempt_prefix, store)
+        trial = partial(_try_rendezvous, attempt_store, rendezvous, remaining_s=remaining_s, timeout_s=timeout_s)
         try:
-            verdict = call_with_timeout(
-                trial, timeout_s=left_s + _STORE_MARGIN_S, message=f"{lost} stopped answering; look at its output"
+            outcome = call_with_timeout(
+                trial, timeout_s=remaining_s + _STORE_MARGIN_S, message=f"{server} stopped answering. Look at its output."
             )
         except dist.DistError:
-            raise DistError(f"{lost} has ended; look at its output") from None
+            raise DistError(f"{server} has ended. Look at its output.") from None
         except KeyboardInterrupt:
-            _withdraw(store, room)
+            _withdraw(store, attempt_prefix)
             raise
-        if verdict == _OPEN:
-            return dist.PrefixStore(room, store), room
+        if outcome == _OPEN:
+            return dist.PrefixStore(attempt_prefix, store), attempt_prefix
     raise AssertionError("the count of attempts has no end")
 
 
-def _try_rendezvous(store: dist.Store, rendezvous: RendezvousConfig, *, left_s: float, timeout_s: float) -> bytes:
-    """The verdict of one try."""
+def _try_rendezvous(store: dist.Store, rendezvous: RendezvousConfig, *, remaining_s: float, timeout_s: float) -> bytes:
+    """Make one attempt, and return its outcome."""
     rank, world = rendezvous.rank, rendezvous.world_size
-    if store.check(["verdict"]):
+    if store.check(["outcome"]):
         return _OVER
     if store.add(f"here/{rank}", 1) > 1:
-        raise ConfigError(f"init_dist: two processes say that they are rank {rank} of {world}; give each a RANK of its own")
+        raise ConfigError(f"init_dist: each process must have its own RANK, but two processes have RANK={rank} of {world}")
     if store.add("arrived", 1) == world:
-        store.compare_set("verdict", "", _OPEN.decode())
-    begun, tired = time.monotonic(), False
+        store.compare_set("outcome", "", _OPEN.decode())
+    start, timed_out = time.monotonic(), False
     try:
-        store.wait(["verdict"], timedelta(seconds=left_s))
+        store.wait(["outcome"], timedelta(seconds=remaining_s))
     except dist.DistStoreError:
-        tired = store.compare_set("verdict", "", _FAILED.decode()) == _FAILED
-    verdict = bytes(store.get("verdict"))
-    left_s -= time.monotonic() - begun
-    # Ranks that were started together tire together: the second one to do so has no time for another try.
-    if verdict == _FAILED and (tired or left_s < _MIN_RETRY_FRACTION * timeout_s):
+        timed_out = store.compare_set("outcome", "", _FAILED.decode()) == _FAILED
+    outcome = bytes(store.get("outcome"))
+    remaining_s -= time.monotonic() - start
+    # Ranks that started together time out together. The second rank to time out has no time for another attempt.
+    if outcome == _FAILED and (timed_out or remaining_s < _MIN_RETRY_FRACTION * timeout_s):
         missing = [peer for peer in range(world) if not store.check([f"here/{peer}"])]
         raise DistError(
             f"init_dist: {len(missing)} of {world} ranks did not arrive within {timeout_s:g} s: "
-            f"missing {missing}; look at their output, or raise init_timeout_s"
+            f"missing {missing}. Look at their output, or raise init_timeout_s."
         )
-    return verdict
+    return outcome
 
 
 def _withdraw(store: dist.Store, prefix: str) -> None:
-    """Let a try fail that this rank leaves: its thread would go on to stand for a rank that is not there."""
+    """Fail an attempt that this rank leaves, because the thread of the attempt would still count as this rank."""
 
     def withdraw() -> None:
-        # The thread holds its connection while it waits.
-        dist.PrefixStore(prefix, clone_store(store)).compare_set("verdict", "", _FAILED.decode())
+        # The waiting thread occupies the connection of ``store``.
+        dist.PrefixStore(prefix, clone_store(store)).compare_set("outcome", "", _FAILED.decode())
 
-    call_with_timeout(
-        withdraw, timeout_s=_STORE_MARGIN_S, message="init_dist: interrupted, and rank 0 does not answer; is it stopped?"
-    )
+    message = "init_dist: interrupted, and rank 0 does not answer. Check that rank 0 is not stopped."
+    call_with_timeout(withdraw, timeout_s=_STORE_MARGIN_S, message=message)

@@ -1,4 +1,4 @@
-"""Random numbers: seeds derived from names, generators of their own, and all RNG state out and in as plain data."""
+"""Derive seeds from names, make generators from seeds, and save, restore and fork the global random number generators."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ import torch
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on every part and on their order; the same on every machine and Python version.
+    """Derive a 63-bit seed from all parts and their order, equal on every machine and Python version.
 
-    >>> derive_seed(0, "ema", 1) == derive_seed(0, "ema", 1), derive_seed(0, "ema", 1) == derive_seed(0, "ema", 2)
-    (True, False)
+    Args:
+        parts: whole numbers and text.
+
+    Example:
+        >>> import dtrain as dt
+        >>> first, second = dt.dist.derive_seed(0, "ema", 1), dt.dist.derive_seed(0, "ema", 2)
+        >>> first == second
+        False
 
     Source: the first 8 bytes of BLAKE2b over the length-prefixed parts.
     """
@@ -29,12 +35,32 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def generator(device: torch.device | str, *parts: int | str) -> torch.Generator:
-    """A fresh generator on ``device``, seeded by ``parts``: no generator state has to be saved."""
+    """Make a generator on ``device`` seeded by ``parts``, so that no generator state has to be saved.
+
+    Args:
+        device: device of the generator.
+        parts: as in ``derive_seed``.
+
+    Example:
+        >>> import dtrain as dt
+        >>> noise = torch.randn(8, generator=dt.dist.generator("cpu", 1, "noise"))
+        >>> noise.equal(torch.randn(8, generator=dt.dist.generator("cpu", 1, "noise")))
+        True
+    """
     return torch.Generator(device=device).manual_seed(derive_seed(*parts))
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of the global generators of Python, NumPy, torch and the current CUDA device, as plain data and tensors."""
+    """Return the state of the global generators of Python, NumPy, torch and the current CUDA device as plain data and tensors.
+
+    Example:
+        >>> import dtrain as dt
+        >>> state = dt.dist.rng_state()
+        >>> first = torch.rand(4)
+        >>> dt.dist.set_rng_state(state)
+        >>> first.equal(torch.rand(4))
+        True
+    """
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -54,10 +80,10 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: dict[str, Any]) -> None:
-    """See whether ``set_rng_state`` would take this, with generators that nobody uses.
+    """Check a state for ``set_rng_state`` with temporary generators.
 
     Raises:
-        ValueError: it would not, or not all of it.
+        ValueError: ``set_rng_state`` would not accept the state.
     """
     try:
         python, numpy = state["python"], state["numpy"]
@@ -70,9 +96,17 @@ def check_rng_state(state: dict[str, Any]) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what ``rng_state`` returned.
+    """Restore the state of the global generators from the result of ``rng_state``.
+
+    Args:
+        state: result of ``rng_state``.
 
     Mutates: the global generators of Python, NumPy, torch and the current CUDA device.
+
+    Example:
+        state = dt.dist.rng_state()
+        preview = sample(model)  # consumes random numbers
+        dt.dist.set_rng_state(state)
     """
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
@@ -84,9 +118,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def hash_rng_state(device: torch.device) -> int:
-    """A number that differs where torch's next random numbers on the CPU or on ``device`` do; below 2**52.
+    """Hash torch's RNG state on the CPU and on ``device`` to a number below 2**52.
 
-    Host sync: none; a device's generator keeps its state on the host.
+    Host sync: none. The state of a device's generator is in host memory.
     """
     states = [torch.get_rng_state()]
     if device.type == "cuda":
@@ -98,13 +132,20 @@ def hash_rng_state(device: torch.device) -> int:
 
 
 def seed_all(*parts: int | str) -> None:
-    """Seed the global generators of Python, NumPy, torch and CUDA from ``parts``, each with a stream of its own.
+    """Seed the global generators of Python, NumPy, torch and CUDA from ``parts``, each with its own seed.
 
-    ``seed_all(seed, dist.rank)`` at the start of a run lets dropout and augmentation differ between ranks; on a mesh with
-    ``tp`` or ``cp``, whose ranks work on one batch together, ``seed_all(seed, data_rank(mesh)[0])``. A checkpoint carries the
-    streams on.
+    Pass the rank for dropout and augmentation that differ between ranks. On a mesh with ``tp`` or ``cp``, pass
+    ``dt.dist.data_rank(mesh)[0]`` instead, because ranks that share a batch must draw equal numbers. Checkpoints include the
+    state of the generators.
 
-    Mutates: those generators.
+    Args:
+        parts: as in ``derive_seed``.
+
+    Mutates: the global generators of Python, NumPy, torch and CUDA.
+
+    Example:
+        with dt.init_dist() as info:
+            dt.seed_all(seed, info.rank)
     """
     random.seed(derive_seed("python", *parts))
     np.random.seed(derive_seed("numpy", *parts) % 2**32)
@@ -112,7 +153,7 @@ def seed_all(*parts: int | str) -> None:
 
 
 class RNGSnapshot:
-    """The global generators of Python, NumPy, torch and every CUDA device as they were, to go back to."""
+    """Snapshot of the global generators of Python, NumPy, torch and every CUDA device."""
 
     __slots__ = ("_cuda", "_numpy", "_python", "_torch")
 
@@ -122,7 +163,7 @@ class RNGSnapshot:
         self._cuda = [(generator, generator.get_state()) for generator in generators]
 
     def restore(self) -> None:
-        """Mutates: those generators."""
+        """Restore the generators. Mutates: the global generators of Python, NumPy, torch and every CUDA device."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
@@ -130,12 +171,13 @@ class RNGSnapshot:
             generator.set_state(state)
 
 
-_MT19937_BYTES = 624 * 4 + 4  # the words of its state, and the position in them
+# 624 words of state and the position in the state.
+_MT19937_BYTES = 624 * 4 + 4
 
 
 @dataclass(slots=True)
 class _NumpyStateCache:
-    """The state that was read last, and the memory of the generator at that time."""
+    """Last state that was read, and the generator's memory at that time."""
 
     raw: bytes = b""
     state: Any = None
@@ -145,9 +187,10 @@ _NUMPY_CACHE = _NumpyStateCache()
 
 
 def _read_numpy_state() -> Any:
-    """NumPy's state: the one read last if nothing was drawn since. Reading it takes longer than all else in this module.
+    """Return NumPy's state, from the cache if no number was drawn since the last read, because reading is slow.
 
-    The generator keeps the second of a pair of normal numbers outside of that memory, so a state that has one is read anew.
+    NumPy stores the second number of a pair of normal numbers outside of the compared memory. So a state with such a number is
+    never taken from the cache.
     """
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
@@ -159,17 +202,17 @@ def _read_numpy_state() -> Any:
 
 
 def fork_rng(seed: int) -> AbstractContextManager[None]:
-    """A block in which Python, NumPy and torch draw on the CPU from streams that begin at ``seed``; then they go on as before.
+    """Seed Python, NumPy and torch (CPU) with ``seed`` inside of a context, and restore their states afterwards.
 
-    About 25 microseconds, as long as NumPy is not used outside of such blocks.
+    Takes about 25 microseconds if NumPy is used only inside of such contexts.
 
-    Mutates: the global generators of Python, NumPy and torch (CPU), for the time of the block.
+    Mutates: the global generators of Python, NumPy and torch (CPU), inside of the context.
     """
     return _ForkedRNG(seed)
 
 
 class _ForkedRNG:
-    """A class, since it is entered once per batch: a generator would take as long again as two of the three states."""
+    """Context manager of ``fork_rng``. A class, because a generator function would double the time per batch."""
 
     __slots__ = ("_numpy", "_python", "_seed", "_torch")
 
@@ -187,9 +230,9 @@ class _ForkedRNG:
 
 
 def reseed(seed: int) -> None:
-    """Let Python, NumPy and torch draw on the CPU from streams that begin at ``seed``.
+    """Seed the global generators of Python, NumPy and torch on the CPU with ``seed``.
 
-    ``seed_all`` gives each its own seed, and devices too; here that would take as long as reading a small batch.
+    Faster than ``seed_all``, which uses different seeds and also seeds devices. Called once per batch.
 
     Mutates: the global generators of Python, NumPy and torch (CPU).
     """
@@ -203,5 +246,6 @@ def _restore_numpy_state(state: Any) -> None:
     if not isinstance(generator, np.random.MT19937) or state is not _NUMPY_CACHE.state or state["has_gauss"]:
         np.random.set_state(state)
         return
-    np.random.seed(0)  # forgets the second of a pair of normal numbers, which is not in that memory
+    # Seeding discards the second number of a pair of normal numbers, which is not in the copied memory.
+    np.random.seed(0)
     ctypes.memmove(generator.ctypes.state_address, _NUMPY_CACHE.raw, _MT19937_BYTES)

@@ -192,7 +192,7 @@ def _host_entries(
 
 
 def _clock_counts(clock: Clock) -> dict[str, Any]:
-    return {key: value for key, value in clock.state_dict().items() if key != "before"}
+    return {key: value for key, value in clock.state_dict().items() if key != "previous"}
 
 
 def _plain_content(key: str, thing: Any) -> Plain:
