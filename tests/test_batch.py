@@ -107,8 +107,8 @@ def test_zeros_like_samples_has_two_samples_of_the_same_kind():
     ("batch", "message"),
     [
         ({"x": rows(4), "y": rows(5)}, r"batch\['x'\]\[4, 3\], batch\['y'\]\[5, 3\]"),
-        ("text", "found no tensor to cut in a str"),
-        ({"scale": torch.tensor(1.0)}, "found no tensor to cut in a dict"),
+        ("text", "found no tensor to split in a str"),
+        ({"scale": torch.tensor(1.0)}, "found no tensor to split in a dict"),
     ],
 )
 def test_count_refuses(batch, message):
@@ -144,7 +144,7 @@ def test_spec_works_on_a_tensordict():
     ("batch", "message"),
     [
         ({"ids": torch.zeros(3, 4)}, "has no 'label'; it has .*ids"),
-        ({"ids": torch.zeros(3), "label": torch.zeros(4)}, r"'ids' should be \[seq, batch\], got shape \(3,\)"),
+        ({"ids": torch.zeros(3), "label": torch.zeros(4)}, r"'ids' must be \[seq, batch\], got shape \(3,\)"),
         ({"ids": torch.zeros(3, 4), "label": torch.zeros(5)}, "axis 'batch' is 4 in 'ids' but 5 in 'label'"),
         (torch.zeros(3), "needs a mapping of tensors, got a Tensor"),
     ],

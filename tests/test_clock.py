@@ -91,7 +91,7 @@ def test_a_share_that_is_whole_epochs_needs_no_steps():
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (None, r"clock: 0.1dur is a share of the run, whose length is not known; .*step.init\(model, optimizer, run="),
+        (None, r"clock: 0.1dur is a share of the run, whose length is not known. .*step.init\(model, optimizer, run="),
         (RunLength(steps_per_epoch=5), "whose length is not known"),
         (
             RunLength(total="3ep"),
@@ -119,5 +119,5 @@ def test_a_point_is_reached_and_stays_so(point):
 def test_counts_by_unit():
     clock = Clock(step=1, epoch=2, samples=3, tokens=4, seconds=5.0, run=RunLength(total=4))
     assert [clock.count(unit) for unit in ("ba", "ep", "sp", "tok", "sec", "dur")] == [1, 2, 3, 4, 5.0, 0.25]
-    with pytest.raises(ConfigError, match="clock: counts ep, ba, sp, tok, sec and dur, got 'min'"):
+    with pytest.raises(ConfigError, match="clock: unit must be one of ep, ba, sp, tok, sec or dur, got 'min'"):
         clock.count("min")

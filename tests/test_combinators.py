@@ -256,8 +256,8 @@ def test_a_mask_that_is_none_is_refused(where):
             lambda: every(dt.transforms.ema(0.5), 10),
             r"every: needs a Transform, got 10; as in dt\.every\(10, dt\.ema\(0\.999\)\)",
         ),
-        (lambda: between(5, 5, dt.transforms.ema(0.5)), "between: needs start < end, got start='5ba', end='5ba'"),
-        (lambda: between("3ep", "2ep", dt.transforms.ema(0.5)), "between: needs start < end, got start='3ep', end='2ep'"),
+        (lambda: between(5, 5, dt.transforms.ema(0.5)), "between: start must be before end, got start='5ba', end='5ba'"),
+        (lambda: between("3ep", "2ep", dt.transforms.ema(0.5)), "between: start must be before end, got start='3ep', end='2ep'"),
         (lambda: between(0, 0, dt.transforms.ema(0.5)), "needs at least 1 ba, got 0"),
         (lambda: between(-1, 5, dt.transforms.ema(0.5)), "needs at least 0, got -1 ba"),
         (lambda: between(False, 5, dt.transforms.ema(0.5)), "needs a whole number of ba, got False ba"),
@@ -317,7 +317,7 @@ def test_a_batch_function_draws_from_seed_name_step_and_rank_alike_when_it_is_ca
 def test_a_batch_function_that_returns_nothing_is_refused():
     step = dt.compose_step(LOSS, [on_batch(lambda batch, source: None, name="inplace")])
     with pytest.raises(
-        ConfigError, match="on_batch: the function of 'inplace' returned None; it must return the batch it makes"
+        ConfigError, match="on_batch: the function of 'inplace' returned None. Return the new batch"
     ):
         step(begin(step), BATCH)
 

@@ -38,15 +38,15 @@ def test_a_duration_parses_and_prints_what_parses_alike(text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("3 fortnights", r"unknown unit 'fortnights'; use one of ep, ba, sp, tok, sec, dur \(as in '3ep', '100ba'\)"),
+        ("3 fortnights", r"unknown unit 'fortnights'. Use one of ep, ba, sp, tok, sec, dur \(as in '3ep', '100ba'\)"),
         ("1.5ep", "needs a whole number of ep, got '1.5ep'"),
-        ("1.5sec", "needs a whole number of sec, got '1.5sec'; .* as in '1h20m40s'"),
+        ("1.5sec", "needs a whole number of sec, got '1.5sec'. .* as in '1h20m40s'"),
         ("0ba", "needs at least 1 ba, got '0ba'"),
         ("0dur", "needs more than 0 of the run, as in '0.1dur'"),
         (0, "needs at least 1 ba, got 0"),
         (-3, "needs at least 0, got -3 ba"),
         (True, "needs a whole number of ba, got True ba"),
-        ("ep", "cannot read 'ep'; write one number and one unit of ep, ba, sp, tok, sec, dur"),
+        ("ep", "cannot read 'ep'. Write one number and one unit of ep, ba, sp, tok, sec, dur"),
         ("5", "cannot read '5'"),
         ("", "cannot read ''"),
         (None, "cannot read None"),
@@ -72,7 +72,7 @@ def test_a_point_in_time_may_be_the_beginning(text):
 def test_durations_add_within_a_unit_and_in_no_other_case():
     assert Duration.parse("3ep") + "2ep" == Duration(5, "ep")
     assert Duration.parse("0.1dur") + "0.2dur" == Duration(0.3, "dur"), "as it is written, not 0.30000000000000004"
-    with pytest.raises(ConfigError, match=r"cannot add 2ba to 3ep: units must agree; convert both with .steps\(run\)"):
+    with pytest.raises(ConfigError, match=r"cannot add 2ba to 3ep, units must be equal. Convert both with .steps\(run\)"):
         Duration.parse("3ep") + "2ba"
 
 
@@ -87,12 +87,12 @@ def test_steps_are_the_first_count_that_is_enough(text, steps):
 @pytest.mark.parametrize(
     ("text", "run", "message"),
     [
-        ("3ep", None, r"3ep in steps needs steps_per_epoch; give RunLength\(steps_per_epoch=...\), or loader.run_length"),
+        ("3ep", None, r"3ep in steps needs steps_per_epoch. Give RunLength\(steps_per_epoch=...\), or loader.run_length"),
         ("3sp", RunLength(total=3), "needs samples_per_step"),
         ("3tok", RunLength(total=3), "needs tokens_per_step"),
-        ("0.5dur", RunLength(steps_per_epoch=3), r"needs the length of the run; give RunLength\(total=...\)"),
-        ("0.5dur", RunLength(total="1h"), "3600sec cannot be told in steps"),
-        ("90sec", RUN, "90sec cannot be told in steps: how long a step takes is not known before"),
+        ("0.5dur", RunLength(steps_per_epoch=3), r"needs the length of the run. Give RunLength\(total=...\)"),
+        ("0.5dur", RunLength(total="1h"), "3600sec cannot be converted to steps"),
+        ("90sec", RUN, "90sec cannot be converted to steps, because the time of a step is unknown"),
     ],
 )
 def test_steps_that_cannot_be_told_are_refused(text, run, message):
@@ -103,7 +103,7 @@ def test_steps_that_cannot_be_told_are_refused(text, run, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"total": "1dur"}, "'dur' is a share of the total, got total='1dur'"),
+        ({"total": "1dur"}, "total must be in another unit than 'dur', a share of the total, got '1dur'"),
         ({"total": 0}, "needs at least 1 ba, got 0"),
         ({"steps_per_epoch": 1.5}, "steps_per_epoch must be a whole number, got 1.5"),
         ({"steps_per_epoch": 0}, "steps_per_epoch must be a positive number, got 0"),

@@ -113,7 +113,7 @@ def cut(case):
 def test_logits_that_are_cut_along_the_classes_score_alike(ranks, case):
     for whole, found, error in ranks(2).run(cut, case):
         assert found == [whole] * 2
-        assert error.startswith("token_accuracy: takes a DTensor whose last dim is cut evenly over one axis")
+        assert error.startswith("token_accuracy: takes a DTensor whose last dim is sharded evenly over one axis")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""What a batch is: how to count it, cut it into microbatches, and move it to a device.
+"""Count the samples of a batch, split the batch into microbatches, and move the batch to a device.
 
-A batch is a tensor, or mappings, sequences, dataclass-free nests and TensorDicts of them. By default the batch axis is the
-first one of every tensor; ``batch_spec`` describes batches where it is not, and lets tokens be counted.
+A batch is a tensor, or a nested mapping, sequence or TensorDict of tensors. By default the batch axis is the first axis of
+every tensor. ``batch_spec`` describes batches with other axes, and is needed to count tokens.
 """
 
 from __future__ import annotations
@@ -17,57 +17,59 @@ from dtrain.dist.batch_info import BatchInfo
 from dtrain.errors import ConfigError
 from dtrain.typing import Batch, is_tensordict
 
-_BATCH_INFO = "_dtrain_batch_info"  # the attribute of a batch's tensors that holds its origin
-_SEQUENCE_TYPES = (list, tuple)  # a sequence without tensors holds one entry per sample (ids, file names)
+# Attribute of a batch's tensors that holds the BatchInfo.
+_BATCH_INFO = "_dtrain_batch_info"
+# A sequence without tensors holds one entry per sample (ids, file names).
+_SEQUENCE_TYPES = (list, tuple)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
-    """An einops-like description of the tensors of a batch: key -> axis names. Made by ``batch_spec``.
+    """Names of the axes of a batch's tensors by key, like einops patterns. ``batch_spec`` makes one.
 
-    The axis called ``batch`` counts samples. A sample's tokens are counted where there is an axis called ``seq``.
+    The axis ``batch`` counts samples, the axis ``seq`` counts the tokens of a sample.
     """
 
     axes: Mapping[str, tuple[str, ...]]
 
     def axis_sizes(self, batch: Batch) -> dict[str, int]:
-        """The size of every named axis.
+        """Return the size of every named axis.
 
         Raises:
-            ConfigError: a missing key, a wrong number of axes, or two sizes of one axis; naming key and axis.
+            ConfigError: a missing key, a wrong number of axes, or two sizes of one axis. The message names key and axis.
         """
         sizes: dict[str, tuple[int, str]] = {}
         for key, axes in self.axes.items():
             if not _has_key(batch, key):
-                raise ConfigError(f"batch_spec: the batch has no {key!r}; it has {sorted(str(k) for k in _batch_keys(batch))}")
+                raise ConfigError(f"batch_spec: the batch has no {key!r}, only {sorted(str(k) for k in _batch_keys(batch))}")
             shape = tuple(batch[key].shape)
             if len(shape) != len(axes):
-                raise ConfigError(f"batch_spec: {key!r} should be [{', '.join(axes)}], got shape {shape}")
+                raise ConfigError(f"batch_spec: {key!r} must be [{', '.join(axes)}], got shape {shape}")
             for axis, size in zip(axes, shape, strict=True):
-                known, where = sizes.setdefault(axis, (size, key))
+                known, first_key = sizes.setdefault(axis, (size, key))
                 if known != size:
                     raise ConfigError(
-                        f"batch_spec: axis {axis!r} is {known} in {where!r} but {size} in {key!r} (shape {shape})"
+                        f"batch_spec: axis {axis!r} is {known} in {first_key!r} but {size} in {key!r} (shape {shape})"
                     )
         return {axis: size for axis, (size, _) in sizes.items()}
 
     def count(self, batch: Batch) -> tuple[int, int]:
-        """Samples and tokens of ``batch``; tokens are 0 without an axis called ``seq``."""
+        """Return the number of samples and tokens of ``batch``. Tokens are 0 without an axis ``seq``."""
         sizes = self.axis_sizes(batch)
         return sizes["batch"], sizes["batch"] * sizes.get("seq", 0)
 
     def narrow(self, batch: Batch, start: int, length: int) -> Batch:
-        """``length`` samples of ``batch`` from ``start`` on, as views; what the spec does not name is kept whole."""
+        """Return ``length`` samples of ``batch`` from ``start`` on, as views. Keys that are not in the spec are kept whole."""
         return self._map_batch_axis(
             batch, lambda leaf, axis: leaf.narrow(axis, start, length), lambda whole: whole[start : start + length]
         )
 
     def select(self, batch: Batch, indices: Tensor) -> Batch:
-        """The samples at ``indices`` ``[picked]``, in that order, as copies; what the spec does not name is kept whole."""
+        """Return copies of the samples at ``indices`` ``[k]``, in that order. Keys that are not in the spec are kept whole."""
         return self._map_batch_axis(batch, lambda leaf, axis: leaf.index_select(axis, indices), lambda whole: whole[indices])
 
     def _map_batch_axis(self, batch: Batch, cut: Callable[[Tensor, int], Tensor], cut_first: Callable[[Any], Any]) -> Batch:
-        """``batch`` with each named tensor ``cut`` along its batch axis; ``cut_first`` does it to a TensorDict as a whole."""
+        """Apply ``cut`` to each named tensor and its batch axis, or ``cut_first`` to a TensorDict as a whole."""
         axis = {key: axes.index("batch") for key, axes in self.axes.items() if "batch" in axes}
         if is_tensordict(batch) and batch.batch_dims and not any(axis.values()):
             return cut_first(batch)
@@ -75,19 +77,25 @@ class BatchSpec:
         if not is_tensordict(batch):
             return {key: parts.get(key, value) for key, value in batch.items()}
         part = batch.copy()
-        part.batch_size = []  # the axis of the batch is not the first one everywhere
+        # The batch axis is not the first axis of every tensor.
+        part.batch_size = []
         return part.update(parts)
 
 
 def batch_spec(axes: Mapping[str, str]) -> BatchSpec:
     """Describe a batch by the axes of its tensors.
 
-    >>> spec = batch_spec({"input_ids": "batch seq", "label": "batch"})
-    >>> spec.count({"input_ids": torch.zeros(4, 16), "label": torch.zeros(4)})
-    (4, 64)
+    Args:
+        axes: names of the axes of each tensor, separated by spaces, by key. ``batch`` counts samples, ``seq`` tokens.
+
+    Example:
+        >>> import dtrain as dt
+        >>> spec = dt.batch_spec({"input_ids": "batch seq", "label": "batch"})
+        >>> spec.count({"input_ids": torch.zeros(4, 16), "label": torch.zeros(4)})
+        (4, 64)
 
     Raises:
-        ConfigError: no axis called ``batch``, or an axis twice in one tensor.
+        ConfigError: no axis ``batch``, or an axis twice in one tensor.
     """
     parsed = {key: tuple(pattern.split()) for key, pattern in axes.items()}
     for key, names in parsed.items():
@@ -99,33 +107,33 @@ def batch_spec(axes: Mapping[str, str]) -> BatchSpec:
 
 
 def count_samples(batch: Batch) -> int:
-    """How many samples ``batch`` holds: the common size of the first axis of its tensors.
+    """Return the number of samples: the common size of the first axis of all tensors.
 
     Raises:
-        ConfigError: no tensor, or tensors that disagree; with the shapes.
+        ConfigError: no tensor, or tensors of different sizes. The message shows the shapes.
     """
     sizes = {leaf.shape[0] for leaf in list_tensors(batch) if leaf.ndim > 0}
     if len(sizes) == 1:
         return sizes.pop()
     if not sizes:
         raise ConfigError(
-            f"batch: found no tensor to cut in a {type(batch).__name__}; give tensors, mappings or sequences "
-            "of them, describe the batch with batch_spec, or pass count= and split="
+            f"batch: found no tensor to split in a {type(batch).__name__}. Give tensors, mappings or sequences of tensors, "
+            "describe the batch with batch_spec, or pass count= and split=."
         )
     shown = ", ".join(f"{path}{list(leaf.shape)}" for path, leaf in _named_tensors(batch, "batch") if leaf.ndim > 0)
     raise ConfigError(
-        f"batch: the first axis must be the batch axis in every tensor, got {shown}; describe it with batch_spec, or pass "
-        "count= and split="
+        f"batch: the first axis must be the batch axis in every tensor, got {shown}. Describe the batch with batch_spec, or "
+        "pass count= and split=."
     )
 
 
 def count_samples_and_tokens(batch: Batch, batch_spec: BatchSpec | None = None) -> tuple[int, int]:
-    """Samples and tokens of a batch; without a spec tokens are not counted (0)."""
+    """Return the number of samples and tokens of a batch. Without a spec, tokens are 0."""
     return batch_spec.count(batch) if batch_spec is not None else (count_samples(batch), 0)
 
 
 def narrow_batch(batch: Batch, start: int, length: int, batch_spec: BatchSpec | None = None) -> Batch:
-    """``length`` samples of ``batch`` from ``start`` on; tensors are views."""
+    """Return ``length`` samples of ``batch`` from ``start`` on; tensors are views."""
     if batch_spec is not None:
         return batch_spec.narrow(batch, start, length)
     total = count_samples(batch)
@@ -141,50 +149,58 @@ def narrow_batch(batch: Batch, start: int, length: int, batch_spec: BatchSpec | 
 
 
 def select_samples(batch: Batch, indices: Tensor, batch_spec: BatchSpec | None = None) -> Batch:
-    """The samples of ``batch`` at ``indices`` ``[picked]`` (int64, on the batch's device), in that order; tensors are copies.
+    """Return the samples of ``batch`` at ``indices`` ``[k]`` (int64, on the batch's device), in that order; tensors are copies.
 
     >>> select_samples({"x": torch.tensor([1, 2, 3]), "id": ["a", "b", "c"]}, torch.tensor([2, 0]))
     {'x': tensor([3, 1]), 'id': ['c', 'a']}
 
-    Host sync: none; one for each sequence that has an entry per sample.
+    Host sync: none; one for each sequence with an entry per sample.
     """
     if batch_spec is not None:
         return batch_spec.select(batch, indices)
     total = count_samples(batch)
 
-    def pick(leaf: Any) -> Any:
+    def select(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.index_select(0, indices) if leaf.ndim > 0 else leaf
         if isinstance(leaf, _SEQUENCE_TYPES) and len(leaf) == total:
             return type(leaf)(leaf[index] for index in indices.tolist())
         return leaf
 
-    return _map_leaves(batch, pick, lambda tensors: tensors[indices])
+    return _map_leaves(batch, select, lambda tensors: tensors[indices])
 
 
 def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | None = None) -> list[Batch]:
-    """Microbatches of at most ``microbatch_size`` samples, in order, as views; none for an empty batch.
+    """Split a batch into microbatches of at most ``microbatch_size`` samples, in order, as views.
 
-    Tensors are cut along the batch axis, sequences without tensors per sample; everything else goes into each microbatch.
+    Tensors are split along the batch axis, and sequences without tensors by sample. All other values are in each microbatch. An
+    empty batch gives an empty list.
 
-    >>> [part["x"].tolist() for part in split_batch({"x": torch.arange(5)}, 2)]
-    [[0, 1], [2, 3], [4]]
+    Args:
+        batch: batch to split.
+        microbatch_size: samples per microbatch; the last microbatch may be smaller.
+        batch_spec: axes of the tensors; None takes the first axis as the batch axis.
+
+    Example:
+        >>> import dtrain as dt
+        >>> [part["x"].tolist() for part in dt.split_batch({"x": torch.arange(5)}, 2)]
+        [[0, 1], [2, 3], [4]]
 
     Raises:
         ConfigError: ``microbatch_size`` below 1, or a batch whose samples cannot be counted.
     """
     check_microbatch_size(microbatch_size)
-    parts, found = (
+    parts, infos = (
         split_into_microbatches(batch, microbatch_size, count_samples_and_tokens(batch, batch_spec)[0], batch_spec),
         get_batch_infos(batch),
     )
-    return [attach_batch_info(part, found[0]) for part in parts] if len(found) == 1 else parts
+    return [attach_batch_info(part, infos[0]) for part in parts] if len(infos) == 1 else parts
 
 
 def split_into_microbatches(batch: Batch, microbatch_size: int, samples: int, batch_spec: BatchSpec | None) -> list[Batch]:
-    """``split_batch`` of a batch that is known to hold ``samples``."""
+    """Split a batch of ``samples`` samples; see ``split_batch``."""
     if batch_spec is None and samples and type(batch) is dict and _all_splittable(batch.values()):
-        # The usual batch, in one call per tensor.
+        # Fast path for a dictionary of tensors: one call per tensor.
         rows = zip(*[leaf.split(microbatch_size) for leaf in batch.values()], strict=True)
         return [dict(zip(batch, row, strict=True)) for row in rows]
     starts = range(0, samples, microbatch_size)
@@ -192,16 +208,16 @@ def split_into_microbatches(batch: Batch, microbatch_size: int, samples: int, ba
 
 
 def check_microbatch_size(microbatch_size: int) -> None:
-    """Raise ``ConfigError`` unless it is a whole number of at least 1."""
+    """Raise ``ConfigError`` unless ``microbatch_size`` is a whole number of at least 1."""
     if isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1:
         raise ConfigError(f"split_batch: needs a whole number of at least 1, got {microbatch_size=}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FailedBatch:
-    """In place of a batch that could not be made on this rank: ``microbatch_step`` raises ``error`` once all ranks know.
+    """Placeholder for a batch that failed on this rank. ``microbatch_step`` raises ``error`` once all ranks know.
 
-    A loop that looks into it before the step gets the error at once.
+    A loop that reads the batch before the step gets the error at once.
     """
 
     error: Exception
@@ -215,11 +231,12 @@ class FailedBatch:
 
 
 def _all_splittable(leaves: Iterable[Any]) -> bool:
-    return all([isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves])  # noqa: C419  # a list is faster for a few
+    # A list is faster than a generator for a few tensors.
+    return all([isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves])  # noqa: C419
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """``batch`` with every tensor on ``device``; those that are there already are the same objects."""
+    """Move every tensor of ``batch`` to ``device``. Tensors on ``device`` are returned unchanged."""
 
     def move(leaf: Any) -> Any:
         return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
@@ -228,7 +245,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def pin_memory(batch: Batch) -> Batch:
-    """``batch`` with every tensor that is on the host in page-locked memory, from which a device copies without the host."""
+    """Copy every CPU tensor of ``batch`` to page-locked memory, so that copies to a GPU are asynchronous."""
 
     def pin(leaf: Any) -> Any:
         return leaf.pin_memory() if isinstance(leaf, Tensor) and leaf.device.type == "cpu" else leaf
@@ -239,8 +256,8 @@ def pin_memory(batch: Batch) -> Batch:
 def attach_batch_info(batch: Batch, info: BatchInfo) -> Batch:
     """Attach ``info`` to ``batch``, and return ``batch``.
 
-    The mark is an attribute of the tensor objects. So it survives other containers around the same tensors, and any number of
-    batches; a slice or a copy of a tensor has none. A batch without tensors carries it itself, if it can.
+    The info is an attribute of the tensor objects. So all containers of the same tensors share the info.
+    A slice or a copy of a tensor has no info. A batch without tensors gets the attribute itself, if possible.
 
     Mutates: one attribute of each tensor.
     """
@@ -253,25 +270,25 @@ def attach_batch_info(batch: Batch, info: BatchInfo) -> Batch:
 
 
 def get_batch_infos(batch: Batch) -> list[BatchInfo]:
-    """The origins that the tensors of ``batch`` carry: none, one, or several if loaders were zipped."""
+    """Return the infos of the tensors of ``batch``: none, one, or several if the batch combines several loaders."""
     if isinstance(batch, FailedBatch):
         return [] if batch.info is None else [batch.info]
-    found: list[BatchInfo] = []
+    infos: list[BatchInfo] = []
     for leaf in list_tensors(batch) or [batch]:
-        origin = getattr(leaf, _BATCH_INFO, None)
-        if origin is not None and origin not in found:
-            found.append(origin)
-    return found
+        info = getattr(leaf, _BATCH_INFO, None)
+        if info is not None and info not in infos:
+            infos.append(info)
+    return infos
 
 
 def copy_batch_info(source: Batch, target: Batch) -> Batch:
-    """``target`` with the origin of ``source``, which it was made from. Mutates: the tensors of ``target``."""
-    found = get_batch_infos(source)
-    return attach_batch_info(target, found[0]) if len(found) == 1 else target
+    """Copy the info of ``source`` to ``target``, a batch made from ``source``. Mutates: the tensors of ``target``."""
+    infos = get_batch_infos(source)
+    return attach_batch_info(target, infos[0]) if len(infos) == 1 else target
 
 
 def make_zero_samples(batch: Batch) -> Batch:
-    """A batch of two samples of zeros shaped like those of the (empty) ``batch``. BatchNorm cannot run on one."""
+    """Make a batch of two zero samples in the shapes of the (empty) ``batch``. BatchNorm fails on one sample."""
 
     def fill(leaf: Any) -> Any:
         return leaf.new_zeros((2, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf
@@ -283,7 +300,7 @@ def make_zero_samples(batch: Batch) -> Batch:
 
 
 def _map_leaves(value: Any, fn: Callable[[Any], Any], of_tensordict: Callable[[Any], Any]) -> Any:
-    """``value`` with ``fn`` applied to tensors and what holds none, and ``of_tensordict`` to whole TensorDicts."""
+    """Apply ``fn`` to tensors and to values without tensors, and ``of_tensordict`` to whole TensorDicts."""
     if isinstance(value, Tensor):
         return fn(value)
     if is_tensordict(value):
@@ -298,7 +315,7 @@ def _map_leaves(value: Any, fn: Callable[[Any], Any], of_tensordict: Callable[[A
 
 
 def list_tensors(value: Any) -> list[Tensor]:
-    """Every tensor in a batch."""
+    """List every tensor of a batch."""
     if isinstance(value, Tensor):
         return [value]
     if type(value) is dict or isinstance(value, Mapping) or is_tensordict(value):

@@ -1,6 +1,6 @@
-"""The only place that looks inside a DTensor: local shards, where they lie, norms over meshes, in-place arithmetic.
+"""Work with DTensors and plain tensors alike: local shards, their place in the whole tensor, norms, in-place arithmetic.
 
-Everything takes plain tensors and DTensors alike, so the code above needs no case distinction.
+Only this module uses the attributes of a DTensor. All functions take plain tensors and DTensors.
 """
 
 from __future__ import annotations
@@ -24,66 +24,64 @@ from dtrain.typing import index_tensor
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether ``tensor`` lies on a mesh, cut or copied."""
+    """Return True if ``tensor`` is on a mesh, sharded or replicated."""
     return isinstance(tensor, DTensor)
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """The shard that this rank holds (sharing storage), or the tensor itself when it is not distributed."""
+    """Return this rank's shard (sharing storage); for a plain tensor, the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def from_local_like(like: Tensor, shard: Tensor) -> Tensor:
-    """A tensor of the shape and layout of ``like`` whose part on this rank is ``shard``: of another dtype, perhaps.
-
-    For a plain ``like`` that is ``shard`` itself.
-    """
+    """Make a tensor placed like ``like`` with local shard ``shard``, of any dtype. For a plain ``like``, return ``shard``."""
     if not isinstance(like, DTensor):
         return shard
     spec = like._spec
     if shard.dtype != like.dtype:
         meta = TensorMeta(shape=like.shape, stride=like.stride(), dtype=shard.dtype)
         spec = DTensorSpec(mesh=spec.mesh, placements=spec.placements, tensor_meta=meta)
-    return DTensor(shard, spec, requires_grad=False)  # a tenth of what from_local costs, which is made for autograd
+    # Ten times as fast as from_local, which supports autograd.
+    return DTensor(shard, spec, requires_grad=False)
 
 
 def replicate_like(like: Tensor, whole: Tensor) -> Tensor:
-    """``whole``, which all ranks hold, as a tensor on the mesh of ``like``; for a plain ``like`` that is ``whole`` itself."""
+    """Place ``whole``, which all ranks hold, on the mesh of ``like``. For a plain ``like``, return ``whole``."""
     if not isinstance(like, DTensor):
         return whole
     return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a distributed tensor, as a plain one; the tensor itself when it is not distributed.
+    """Gather a distributed tensor to a plain tensor; a plain tensor is returned unchanged.
 
-    Collective: one all-gather per mesh axis that it is sharded on.
+    Collective: one all-gather per mesh axis that the tensor is sharded on.
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    # What was cut last is put together first: where FSDP2 has cut over tensor parallelism that is not the order of the axes,
-    # and torch warns when it is to find that out by itself.
-    left = list(tensor.placements)
+    # Gather the axis that was sharded last first. With FSDP2 over tensor parallelism this is not the order of the axes, and
+    # torch warns if it has to find the order by itself.
+    placements = list(tensor.placements)
     for axis, _ in reversed(_sharding_order(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements)[1:]):
-        left[axis] = Replicate()
-        tensor = tensor.redistribute(placements=left)
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
 
 
 def describe_placement(tensor: Tensor) -> str:
-    """Where a tensor lies, for people: ``"whole"``, or by mesh axis, such as ``"cut on dim 0 over dp_shard=2"``."""
+    """Describe the placement of a tensor for messages: ``"whole"``, or by mesh axis, as ``"cut on dim 0 over dp_shard=2"``."""
     if not isinstance(tensor, DTensor):
         return "whole"
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
-    how = ["copied" if (dim := _sharded_dim(place)) is None else f"cut on dim {dim}" for place in tensor.placements]
-    axes = zip(how, names, mesh.shape, strict=True)
-    return ", ".join(f"{what} over {name}={size}" for what, name, size in axes if size > 1) or "whole"
+    kinds = ["copied" if (dim := _sharded_dim(place)) is None else f"cut on dim {dim}" for place in tensor.placements]
+    axes = zip(kinds, names, mesh.shape, strict=True)
+    return ", ".join(f"{kind} over {name}={size}" for kind, name, size in axes if size > 1) or "whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardBox:
-    """The box of a global tensor that one rank holds. ``replica`` of ``num_replicas`` ranks hold this very box."""
+    """Box of a global tensor that one rank holds. The rank is number ``replica`` of ``num_replicas`` ranks with this box."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -94,54 +92,53 @@ class ShardBox:
 
 @lru_cache(maxsize=4096)
 def full_box(shape: tuple[int, ...], replica: int = 0, num_replicas: int = 1) -> ShardBox:
-    """All of a tensor, which so many ranks hold."""
+    """Return the box of a whole tensor, held by ``num_replicas`` ranks."""
     return ShardBox(shape=shape, offset=(0,) * len(shape), size=shape, replica=replica, num_replicas=num_replicas)
 
 
 def shard_box(tensor: Tensor) -> ShardBox:
-    """Where this rank's shard of ``tensor`` lies in the global tensor. A plain tensor is its own only copy."""
+    """Return the box of this rank's shard in the global tensor. A plain tensor is its own only replica."""
     if not isinstance(tensor, DTensor):
         return full_box(tuple(tensor.shape))
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ConfigError(f"tensor of shape {tuple(tensor.shape)} lives on a mesh that this rank is not part of")
     box = compute_shard_box(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements)
-    beside, places = _submesh_position(mesh)
-    return box if places == 1 else replace(box, replica=box.replica * places + beside, num_replicas=box.num_replicas * places)
+    index, count = _submesh_position(mesh)
+    return box if count == 1 else replace(box, replica=box.replica * count + index, num_replicas=box.num_replicas * count)
 
 
 def _submesh_position(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank's place among those that hold the same of a tensor on ``mesh`` because ``mesh`` is a part of a larger one.
+    """Return index and number of the ranks that hold equal shards because ``mesh`` is part of a larger mesh.
 
-    A mesh of data-parallel ranks beside an axis of tensor parallelism is such a part: there is one for each place on that axis,
-    and a tensor that only FSDP2 has cut lies on all of them alike.
-
-    Returns:
-        The place, and how many there are.
+    For example, with tensor parallelism there is one mesh of data-parallel ranks per index along ``tp``. A tensor that only
+    FSDP2 has sharded is equal on all of them.
     """
     root = mesh._get_root_mesh()
     if root.size() == mesh.size():
         return 0, 1
-    inside = (root.mesh.unsqueeze(-1) == mesh.mesh.reshape(-1)).any(-1).nonzero()  # coordinates of its ranks in the root mesh
+    # Coordinates of the mesh's ranks in the root mesh.
+    inside = (root.mesh.unsqueeze(-1) == mesh.mesh.reshape(-1)).any(-1).nonzero()
     fixed = [axis for axis in range(root.ndim) if inside[:, axis].unique().numel() == 1]
-    place, places = 0, 1
+    index, count = 0, 1
     for axis in fixed:
-        place, places = place * root.size(axis) + int(inside[0, axis]), places * root.size(axis)
-    if places * mesh.size() != root.size():
+        index, count = index * root.size(axis) + int(inside[0, axis]), count * root.size(axis)
+    if count * mesh.size() != root.size():
         raise ConfigError(f"tensors: a mesh of {mesh.size()} ranks is no part of the mesh {tuple(root.shape)} along its axes")
-    return place, places
+    return index, count
 
 
-@lru_cache(maxsize=4096)  # of the many tensors of a model few have a shape of their own
+# Cached, because most tensors of a model share their shape with other tensors.
+@lru_cache(maxsize=4096)
 def compute_shard_box(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
 ) -> ShardBox:
-    """The box at ``coordinate`` of a tensor placed on a mesh, a pure function.
+    """Compute the box at ``coordinate`` of a tensor on a mesh. Pure.
 
-    ``Shard(d)`` cuts as ``torch.chunk`` does: pieces of ``ceil(n / k)`` rows, the last ones shorter or empty.
+    ``Shard(d)`` splits like ``torch.chunk``: pieces of ``ceil(n / k)`` rows, the last pieces shorter or empty.
 
     Raises:
-        ConfigError: a placement other than ``Replicate``, ``Shard``, and FSDP2's over tensor parallelism.
+        ConfigError: a placement other than ``Replicate``, ``Shard``, and FSDP2's placement over tensor parallelism.
     """
     offset, size = [0] * len(shape), list(shape)
     copy, copies = 0, 1
@@ -157,9 +154,9 @@ def compute_shard_box(
 
 
 def _sharding_order(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> list[tuple[int, int]]:
-    """Which mesh axis cuts which dim, one after another: from left to right, but for FSDP2 over tensor parallelism.
+    """Return pairs (mesh axis, dim) in the order of sharding: from left to right, except for FSDP2 over tensor parallelism.
 
-    There an axis to the left cuts what axes to its right have made of the dim, and says of how many pieces (``split_factor``).
+    There an axis to the left shards the result of axes to its right. ``split_factor`` is the number of pieces before it.
     """
     order: list[tuple[int, int]] = []
     for axis in reversed(range(len(placements))):
@@ -177,18 +174,18 @@ def _sharding_order(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placeme
 
 
 def tensor_mesh(tensor: Tensor) -> DeviceMesh | None:
-    """The mesh that ``tensor`` lies on, None when it is not distributed."""
+    """Return the mesh of ``tensor``, None for a plain tensor."""
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 def local_slice(like: Tensor, whole: Tensor) -> Tensor:
-    """The part of ``whole``, a plain tensor, that this rank has of ``like``: a view."""
+    """Return the part of the plain tensor ``whole`` that corresponds to this rank's shard of ``like``, as a view."""
     box = shard_box(like)
     return whole[tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))]
 
 
 def row_sharding(tensor: Tensor) -> tuple[dist.ProcessGroup, tuple[int, ...]] | None:
-    """The ranks that have the rows of ``tensor`` between them, and how many each; None when it is whole, or cut otherwise."""
+    """Return the group of ranks that the rows are sharded over, and the rows of each; None if whole or sharded otherwise."""
     if not isinstance(tensor, DTensor):
         return None
     mesh = tensor.device_mesh
@@ -203,7 +200,7 @@ def row_sharding(tensor: Tensor) -> tuple[dist.ProcessGroup, tuple[int, ...]] | 
 
 
 def chunks_per_dim(tensor: Tensor) -> dict[int, int]:
-    """Into how many pieces each dim is cut, those that are not left out."""
+    """Return the number of pieces per dim, without unsharded dims."""
     found: dict[int, int] = {}
     if isinstance(tensor, DTensor):
         for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
@@ -214,18 +211,19 @@ def chunks_per_dim(tensor: Tensor) -> dict[int, int]:
 
 
 def _sharded_dim(placement: Any) -> int | None:
-    """The dim that a placement cuts, None for one that cuts none."""
+    """Return the dim that a placement shards, None for other placements."""
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
 def local_last_dim(tensor: Tensor, *, caller: str) -> tuple[Tensor, int, dist.ProcessGroup | None]:
-    """This rank's part of the last dim, as a plain tensor through which gradients flow.
+    """Return this rank's part of the last dim as a plain tensor, with gradients.
 
     Returns:
-        The part, the index that it begins at, and the ranks that have the others; all of a tensor, 0 and None when it is whole.
+        The part, the index of its first element, and the ranks that hold the other parts. For a whole tensor: the tensor, 0 and
+        None.
 
     Raises:
-        ConfigError: a DTensor on several axes, one that is cut along another dim or not evenly, or sums yet to be made.
+        ConfigError: a DTensor on several axes, a DTensor that is sharded along another dim or unevenly, or partial sums.
     """
     if not isinstance(tensor, DTensor):
         return tensor, 0, None
@@ -235,14 +233,14 @@ def local_last_dim(tensor: Tensor, *, caller: str) -> tuple[Tensor, int, dist.Pr
     rows, rest = divmod(tensor.shape[-1], mesh.size())
     if others or rest or not isinstance(place, Shard) or place.dim not in (-1, tensor.ndim - 1):
         raise ConfigError(
-            f"{caller}: takes a DTensor whose last dim is cut evenly over one axis, got shape {tuple(tensor.shape)} placed "
-            f"{tensor.placements} on {mesh.size()} ranks; give the layer output_layouts=Shard(-1)"
+            f"{caller}: takes a DTensor whose last dim is sharded evenly over one axis, got shape {tuple(tensor.shape)} placed "
+            f"{tensor.placements} on {mesh.size()} ranks. Give the layer output_layouts=Shard(-1)."
         )
     return tensor.to_local(), rows * mesh.get_local_rank(), mesh.get_group()
 
 
 def lerp_(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
-    """``target += weight * (source - target)`` for each pair, on the local shards.
+    """Compute ``target += weight * (source - target)`` for each pair, on the local shards.
 
     Mutates: ``targets``.
     """
@@ -253,42 +251,43 @@ def lerp_(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every tensor by the scalar ``factor`` ``[]``, in each tensor's own dtype, without a host sync.
 
-    Mutates: ``tensors``. Host sync: one for tensors that are on the CPU (offloaded) with a factor that is not.
+    Mutates: ``tensors``. Host sync: one for CPU (offloaded) tensors if the factor is on another device.
     """
     shards = [to_local(tensor) for tensor in tensors]
     kinds = {(shard.dtype, shard.device) for shard in shards}
     for dtype, device in kinds:
         same = shards if len(kinds) == 1 else [s for s in shards if s.dtype == dtype and s.device == device]
-        torch._foreach_mul_(same, factor.to(device, dtype))  # by a tensor: by a number it takes three times as long on a CPU
+        # By a tensor, because a multiplication by a number takes three times as long on a CPU.
+        torch._foreach_mul_(same, factor.to(device, dtype))
 
 
 def add_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: Tensor) -> None:
-    """``tensor += factor * other`` for each pair, on the local shards, with a scalar ``factor`` ``[]``; no host sync.
+    """Compute ``tensor += factor * other`` for each pair, on the local shards, with a scalar ``factor`` ``[]``.
 
-    The product is made in the wider of their dtypes: of a small float16 tensor the factor may be more than float16 holds.
+    The product is computed in the wider dtype, because the factor may exceed the range of float16.
 
-    Mutates: ``tensors``. Host sync: one for tensors that are on the CPU (offloaded) with a factor that is not.
+    Mutates: ``tensors``. Host sync: one for CPU (offloaded) tensors if the factor is on another device.
     """
     for tensor, other in zip(tensors, others, strict=True):
-        shard, way, by = to_local(tensor), to_local(other), factor.to(tensor.device)
-        wide = torch.promote_types(way.dtype, by.dtype)
+        shard, addend, scale = to_local(tensor), to_local(other), factor.to(tensor.device)
+        wide = torch.promote_types(addend.dtype, scale.dtype)
         if wide == shard.dtype:
-            shard.addcmul_(way, by.to(wide))
+            shard.addcmul_(addend, scale.to(wide))
         else:
-            shard.add_((way.to(wide) * by.to(wide)).to(shard.dtype))
+            shard.add_((addend.to(wide) * scale.to(wide)).to(shard.dtype))
 
 
 def all_reduce_partial_(parts: Sequence[Tensor], of: Sequence[Tensor], dims: Sequence[Sequence[int]]) -> None:
-    """Make sums over some dims of a shard sums over those dims of the whole tensor.
+    """All-reduce sums over some dims of a shard to sums over these dims of the whole tensor.
 
     Args:
-        parts: for each tensor a plain one, what this rank has summed of its own shard.
-        of: the tensors, plain or DTensor.
-        dims: for each tensor those that were summed over.
+        parts: for each tensor, the plain sum of this rank's shard.
+        of: tensors, plain or DTensor.
+        dims: for each tensor, the dims of the sum.
 
     Mutates: ``parts``.
-    Collective: for the tensors that are cut along a dim that was summed over, one all-reduce per mesh axis, set of such axes
-    and dtype; none where only other dims are cut.
+    Collective: one all-reduce per set of mesh axes, axis and dtype of the tensors that are sharded along a dim of the sum; none
+        for other tensors.
     """
     groups: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
     for part, tensor, summed in zip(parts, of, dims, strict=True):
@@ -298,11 +297,12 @@ def all_reduce_partial_(parts: Sequence[Tensor], of: Sequence[Tensor], dims: Seq
             if axes:
                 groups[mesh, axes, part.dtype].append(part)
     for (mesh, axes, _), sums in groups.items():
-        flat = torch.cat([part.flatten() for part in sums]).to(mesh.device_type)  # offloaded ones: as in _all_reduce_square
+        # The groups of the mesh take tensors on the mesh's device. Offloaded tensors are on the CPU.
+        flat = torch.cat([part.flatten() for part in sums]).to(mesh.device_type)
         for axis in axes:
             dist.all_reduce(flat, group=mesh.get_group(axis))
-        for part, found in zip(sums, flat.split([part.numel() for part in sums]), strict=True):
-            part.copy_(found.view_as(part))
+        for part, total in zip(sums, flat.split([part.numel() for part in sums]), strict=True):
+            part.copy_(total.view_as(part))
 
 
 def mul_(tensors: Sequence[Tensor], factor: float) -> None:
@@ -316,22 +316,27 @@ def mul_(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The L2 norm over all elements of all tensors, each global element counted once.
+    """Compute the L2 norm over all elements of all tensors, each element of a global tensor counted once.
 
     Args:
         tensors: plain tensors (equal on all ranks) and DTensors, on any number of meshes.
 
     Returns:
-        Scalar ``[]``, at least float32, on the device of the tensors, of their mesh if they are offloaded; the same on every
-        rank of the meshes; 0 for no tensors.
+        Scalar ``[]``, at least float32, equal on all ranks, on the device of the tensors (offloaded: of their mesh). 0 without
+        tensors.
 
     Collective: one all-reduce of a scalar per mesh axis that tensors are sharded on.
     Host sync: none.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.transforms.global_norm([torch.tensor([3.0, 0.0]), torch.tensor(4.0)])
+        tensor(5.)
     """
     given = list(tensors)
     if given and not any([isinstance(tensor, DTensor) for tensor in given]):  # noqa: C419  # a list is faster for a few
-        whole: Tensor = torch.linalg.vector_norm(torch.stack(_foreach_norms(given)))
-        return whole
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(_foreach_norms(given)))
+        return norm
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = defaultdict(list)
     for tensor in given:
         groups[_sharded_axes(tensor)].append(to_local(tensor))
@@ -340,7 +345,7 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _sharded_axes(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh and those of its axes that ``tensor`` is cut along, or None when each rank holds all of it."""
+    """Return the mesh and the axes that ``tensor`` is sharded along, None if each rank holds the whole tensor."""
     if not isinstance(tensor, DTensor):
         return None
     axes = [axis for axis, placement in enumerate(tensor.placements) if _sharded_dim(placement) is not None]
@@ -348,7 +353,7 @@ def _sharded_axes(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
 
 
 def _foreach_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Their norms, in one dtype that is at least float32."""
+    """Compute the norms of the tensors in one dtype, at least float32."""
     dtypes = {tensor.dtype for tensor in tensors}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     norms = torch._foreach_norm(tensors) if dtypes == {wide} else torch._foreach_norm(tensors, 2.0, dtype=wide)
@@ -360,7 +365,7 @@ def _all_reduce_square(shards: list[Tensor], where: tuple[DeviceMesh, tuple[int,
     if where is not None:
         mesh, axes = where
         if square.device.type != mesh.device_type:
-            square = square.to(mesh.device_type)  # offloaded: its groups are for what is on their device
+            square = square.to(mesh.device_type)
         for axis in axes:
             if mesh.size(axis) > 1:
                 dist.all_reduce(square, group=mesh.get_group(axis))
@@ -368,29 +373,29 @@ def _all_reduce_square(shards: list[Tensor], where: tuple[DeviceMesh, tuple[int,
 
 
 def local_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The L2 norm of this rank's part of each tensor: scalars ``[]``, at least float32, where the tensors are."""
+    """Compute the L2 norm of this rank's part of each tensor: scalars ``[]``, at least float32, on the device of the tensor."""
     return _foreach_norms([to_local(tensor).detach() for tensor in tensors]) if tensors else []
 
 
 def all_reduce_partial_scalars_(sums: Tensor, of: Sequence[Tensor]) -> None:
-    """Make sums over this rank's part of some tensors sums over all of each.
+    """All-reduce sums over this rank's part of tensors to sums over the whole tensors.
 
     Args:
         sums: ``[n]``, on the device of the tensors' meshes.
         of: the ``n`` tensors, plain or DTensor.
 
     Mutates: ``sums``.
-    Collective: one all-reduce per mesh axis and set of such axes that tensors are cut along, whatever their number.
+    Collective: one all-reduce per set of mesh axes and axis that tensors are sharded along, for any number of tensors.
     """
     groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = defaultdict(list)
-    for at, tensor in enumerate(of):
+    for index, tensor in enumerate(of):
         if (where := _sharded_axes(tensor)) is not None:
-            groups[where].append(at)
-    for (mesh, axes), places in groups.items():
-        index = None if len(places) == len(of) else index_tensor(places, sums.device)
-        part = sums if index is None else sums[index]
+            groups[where].append(index)
+    for (mesh, axes), positions in groups.items():
+        selection = None if len(positions) == len(of) else index_tensor(positions, sums.device)
+        part = sums if selection is None else sums[selection]
         for axis in axes:
             if mesh.size(axis) > 1:
                 dist.all_reduce(part, group=mesh.get_group(axis))
-        if index is not None:
-            sums[index] = part
+        if selection is not None:
+            sums[selection] = part

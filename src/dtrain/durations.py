@@ -1,4 +1,4 @@
-"""Lengths of training: ``"3ep"``, ``"100ba"``, ``"0.1dur"``, ``"1h20m40s"``; and what they come to in a run of known length."""
+"""Parse durations of training such as ``"3ep"``, ``"100ba"``, ``"0.1dur"`` or ``"1h20m40s"``, and convert them to steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dtrain.errors import ConfigError
 
 UNITS = {
     "ep": "epochs",
-    "ba": "batches, which are steps",
+    "ba": "batches (steps)",
     "sp": "samples",
     "tok": "tokens",
     "sec": "seconds",
-    "dur": "the share of the whole run",
+    "dur": "share of the whole run",
 }
 _PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,2})?)\s*([a-z]+)\s*")
 _TIME_PATTERN = re.compile(r"\s*(?:([0-9]+)d)?\s*(?:([0-9]+)h)?\s*(?:([0-9]+)m)?\s*(?:([0-9]+)s)?\s*")
@@ -24,11 +24,16 @@ _UNIT_SECONDS = (86400, 3600, 60, 1)
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """A length of training in one unit: ``Duration(3, "ep")``, ``Duration.parse("100ba")``.
+    """Duration of training in one unit: ``Duration(3, "ep")``, ``Duration.parse("100ba")``.
 
     Args:
-        value: how many, a whole number of at least 0; for ``dur`` a finite number of at least 0, such as ``0.1``.
+        value: whole number of at least 0; for ``dur`` a finite number of at least 0, such as ``0.1``.
         unit: ``ep``, ``ba``, ``sp``, ``tok``, ``sec`` or ``dur``.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.Duration.parse("3ep") + "2ep"
+        Duration(value=5, unit='ep')
     """
 
     value: int | float
@@ -36,38 +41,40 @@ class Duration:
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
-            raise ConfigError(f"duration: unknown unit {self.unit!r}; use one of {', '.join(UNITS)} (as in '3ep', '100ba')")
+            raise ConfigError(f"duration: unknown unit {self.unit!r}. Use one of {', '.join(UNITS)} (as in '3ep', '100ba').")
         whole = self.unit != "dur"
         if type(self.value) is not int and (whole or type(self.value) is not float or not math.isfinite(self.value)):
-            what = "a whole number" if whole else "a finite number"
-            hint = "; a time of day is written as in '1h20m40s'" if self.unit == "sec" else ""
-            raise ConfigError(f"duration: needs {what} of {self.unit}, got {self.value!r} {self.unit}{hint}")
+            kind = "a whole number" if whole else "a finite number"
+            hint = ". Write a time as in '1h20m40s'." if self.unit == "sec" else ""
+            raise ConfigError(f"duration: needs {kind} of {self.unit}, got {self.value!r} {self.unit}{hint}")
         if self.value < 0:
             raise ConfigError(f"duration: needs at least 0, got {self.value!r} {self.unit}")
 
     @classmethod
     def parse(cls, text: Duration | int | str, *, allow_zero: bool = False) -> Duration:
-        """The duration that ``text`` names; a plain integer counts steps.
-
-        >>> Duration.parse("5_000sp"), Duration.parse("1e9tok"), Duration.parse(10)
-        (Duration(value=5000, unit='sp'), Duration(value=1000000000, unit='tok'), Duration(value=10, unit='ba'))
-        >>> Duration.parse("1h20m40s"), Duration.parse("0.1dur")
-        (Duration(value=4840, unit='sec'), Duration(value=0.1, unit='dur'))
+        """Parse a duration. A plain integer counts steps.
 
         Args:
             text: a number and a unit; days, hours, minutes and seconds in this order; an integer; or a duration.
-            allow_zero: whether none at all (``"0ba"``) is a length, too: it is for a point in time, not for an interval.
+            allow_zero: if True, zero (``"0ba"``) is allowed, for a point in time instead of an interval.
+
+        Example:
+            >>> import dtrain as dt
+            >>> dt.Duration.parse("5_000sp"), dt.Duration.parse("1e9tok"), dt.Duration.parse(10)
+            (Duration(value=5000, unit='sp'), Duration(value=1000000000, unit='tok'), Duration(value=10, unit='ba'))
+            >>> dt.Duration.parse("1h20m40s"), dt.Duration.parse("0.1dur")
+            (Duration(value=4840, unit='sec'), Duration(value=0.1, unit='dur'))
 
         Raises:
-            ConfigError: not a number and a unit, several units, an unknown one, a fraction of what is counted in whole numbers,
-                or nothing where ``allow_zero`` is False.
+            ConfigError: not a number and a unit, several units, an unknown unit, a fraction of a whole number, or zero if
+                ``allow_zero`` is False.
         """
-        made = cls._parse(text)
-        if made.value == 0 and not allow_zero:
+        duration = cls._parse(text)
+        if duration.value == 0 and not allow_zero:
             raise ConfigError(
-                f"duration: needs at least 1 {made.unit}, got {text!r}" if made.unit != "dur" else _ZERO_FRACTION_ERROR
+                f"duration: needs at least 1 {duration.unit}, got {text!r}" if duration.unit != "dur" else _ZERO_FRACTION_ERROR
             )
-        return made
+        return duration
 
     @classmethod
     def _parse(cls, text: Duration | int | str) -> Duration:
@@ -80,27 +87,31 @@ class Duration:
                 if match[2] in UNITS:
                     return cls(_parse_number(match[1], match[2], text), match[2])
                 if match[2] not in "dhms":
-                    cls(1, match[2])  # which refuses the unit
+                    # Raises the error for an unknown unit.
+                    cls(1, match[2])
             if (match := _TIME_PATTERN.fullmatch(text)) and any(match.groups()):
                 return cls(sum(int(part or 0) * size for part, size in zip(match.groups(), _UNIT_SECONDS, strict=True)), "sec")
         raise ConfigError(
-            f"duration: cannot read {text!r}; write one number and one unit of {', '.join(UNITS)}, as in '3ep', '100ba', "
-            "'1e9tok', '0.1dur', '90sec', or a time as in '1h20m40s'"
+            f"duration: cannot read {text!r}. Write one number and one unit of {', '.join(UNITS)}, as in '3ep', '100ba', "
+            "'1e9tok', '0.1dur', '90sec', or a time as in '1h20m40s'."
         )
 
     def steps(self, run: RunLength | None = None) -> int:
-        """The first step count at which a run has come this far.
-
-        >>> Duration.parse("3ep").steps(RunLength(steps_per_epoch=100))
-        300
-        >>> Duration.parse("1_000sp").steps(RunLength(samples_per_step=256))
-        4
+        """Return the first step count at which a run has completed this duration.
 
         Args:
-            run: what is known of it: an epoch needs its steps, samples and tokens their number in a step, ``dur`` the total.
+            run: length of the run. ``ep`` needs ``steps_per_epoch``, ``sp`` and ``tok`` their number per step, ``dur`` the
+                total.
+
+        Example:
+            >>> import dtrain as dt
+            >>> dt.Duration.parse("3ep").steps(dt.RunLength(steps_per_epoch=100))
+            300
+            >>> dt.Duration.parse("1_000sp").steps(dt.RunLength(samples_per_step=256))
+            4
 
         Raises:
-            ConfigError: ``run`` lacks what this unit needs, or the unit is seconds: nobody knows how many steps those are.
+            ConfigError: ``run`` lacks a field that this unit needs, or the unit is seconds, which have no number of steps.
         """
         return math.ceil(self._exact_steps(run if run is not None else RunLength()))
 
@@ -108,36 +119,35 @@ class Duration:
         if self.unit == "ba":
             return Fraction(self.value)
         if self.unit == "sec":
-            raise ConfigError(f"duration: {self} cannot be told in steps: how long a step takes is not known before")
+            raise ConfigError(
+                f"duration: {self} cannot be converted to steps, because the time of a step is unknown. Use another unit."
+            )
         if self.unit == "dur":
             if run.total is None:
-                raise ConfigError(f"duration: {self} needs the length of the run; {_run_length_advice('total=...')}")
+                raise ConfigError(f"duration: {self} needs the length of the run. {_run_length_advice('total=...')}")
             return self.fraction * run.total._exact_steps(run)
         name = {"ep": "steps_per_epoch", "sp": "samples_per_step", "tok": "tokens_per_step"}[self.unit]
         per = getattr(run, name)
         if per is None:
-            raise ConfigError(f"duration: {self} in steps needs {name}; {_run_length_advice(name + '=...')}")
+            raise ConfigError(f"duration: {self} in steps needs {name}. {_run_length_advice(name + '=...')}")
         return Fraction(self.value) * per if self.unit == "ep" else Fraction(self.value) / Fraction(per)
 
     @property
     def fraction(self) -> Fraction:
-        """The value as it is written: ``0.1`` is a tenth, and not the nearest binary number."""
+        """Exact decimal value: ``0.1`` is a tenth, not the nearest binary number."""
         return Fraction(str(self.value))
 
     def __add__(self, other: Duration | int | str) -> Duration:
-        """The sum, within one unit.
-
-        >>> str(Duration.parse("3ep") + "2ep")
-        '5ep'
+        """Add a duration of the same unit.
 
         Raises:
             ConfigError: another unit.
         """
-        more = Duration.parse(other, allow_zero=True)
-        if more.unit != self.unit:
-            raise ConfigError(f"duration: cannot add {more} to {self}: units must agree; convert both with .steps(run)")
-        both = self.fraction + more.fraction
-        return Duration(float(both) if self.unit == "dur" else int(both), self.unit)
+        addend = Duration.parse(other, allow_zero=True)
+        if addend.unit != self.unit:
+            raise ConfigError(f"duration: cannot add {addend} to {self}, units must be equal. Convert both with .steps(run).")
+        total = self.fraction + addend.fraction
+        return Duration(float(total) if self.unit == "dur" else int(total), self.unit)
 
     def __str__(self) -> str:
         return f"{self.value}{self.unit}"
@@ -145,13 +155,18 @@ class Duration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
-    """How long a run is to be, and how its units go into each other, as far as that is known.
+    """Length of a run, and conversion factors between units, as far as known.
 
     Args:
-        total: the whole run, what ``"1dur"`` is: ``"3ep"``, ``10_000``. Read as by ``Duration.parse``.
+        total: whole run, equal to ``"1dur"``: ``"3ep"``, ``10_000``, or any argument of ``Duration.parse``.
         steps_per_epoch: batches of an epoch.
-        samples_per_step: the global batch size.
+        samples_per_step: global batch size.
         tokens_per_step: tokens of a global batch.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.RunLength(total="3ep", steps_per_epoch=100).steps()
+        300
     """
 
     total: Duration | None = None
@@ -170,7 +185,7 @@ class RunLength:
         put = object.__setattr__
         put(self, "total", None if total is None else Duration.parse(total))
         if self.total is not None and self.total.unit == "dur":
-            raise ConfigError(f"RunLength: 'dur' is a share of the total, got total={str(total)!r}; give it in another unit")
+            raise ConfigError(f"RunLength: total must be in another unit than 'dur', a share of the total, got {str(total)!r}")
         if steps_per_epoch is not None and type(steps_per_epoch) is not int:
             raise ConfigError(f"RunLength: steps_per_epoch must be a whole number, got {steps_per_epoch!r}")
         put(self, "steps_per_epoch", steps_per_epoch)
@@ -182,10 +197,10 @@ class RunLength:
                 raise ConfigError(f"RunLength: {name} must be a positive number, got {value!r}")
 
     def steps(self) -> int:
-        """The whole run in steps.
+        """Return the whole run in steps.
 
         Raises:
-            ConfigError: it cannot be told from what is known.
+            ConfigError: the known fields do not give the number of steps.
         """
         return Duration(1, "dur").steps(self)
 
@@ -194,15 +209,15 @@ _ZERO_FRACTION_ERROR = "duration: needs more than 0 of the run, as in '0.1dur'"
 
 
 def _run_length_advice(field: str) -> str:
-    return f"give RunLength({field}), or loader.run_length('3ep'), which knows"
+    return f"Give RunLength({field}), or loader.run_length('3ep')."
 
 
 def _parse_number(digits: str, unit: str, text: str) -> int | float:
-    """The number in front of a unit, exact however large it is."""
+    """Parse the number before a unit exactly."""
     exact = Fraction(digits.replace("_", ""))
     if unit == "dur":
         return float(exact)
     if exact.denominator != 1:
-        hint = "; seconds of a longer time are written as in '1h20m40s'" if unit == "sec" else ""
+        hint = ". Write a time as in '1h20m40s'." if unit == "sec" else ""
         raise ConfigError(f"duration: needs a whole number of {unit}, got {text!r}{hint}")
     return int(exact)

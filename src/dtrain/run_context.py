@@ -1,6 +1,4 @@
-"""``AsyncScalar``: a device scalar on its way to the host.
-
-``Shared``: the one mutable part of a state, common to all states of a run."""
+"""Hold the mutable state that all states of a run share (``RunContext``), and copy scalars asynchronously (``AsyncScalar``)."""
 
 from __future__ import annotations
 
@@ -16,58 +14,60 @@ from dtrain.typing import TransformState
 
 
 class AsyncScalar:
-    """A device scalar on its way to the host, read without waiting for the device.
+    """Device scalar that is copied to the host asynchronously.
 
-    ``copy_from`` starts a copy into a host buffer that was made once; ``try_read`` returns the value if it has arrived, on a CPU it
-    always has; ``wait`` is for one that should have arrived long ago.
+    ``copy_from`` starts a copy into a host buffer. ``try_read`` returns the value if the copy is complete, always on a CPU.
+    ``wait`` waits for a copy that should be complete by now.
     """
 
-    __slots__ = ("_buffer", "_event", "_posted", "_view")
+    __slots__ = ("_buffer", "_event", "_pending", "_view")
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self._buffer = torch.zeros((), dtype=torch.float64, pin_memory=cuda)
         self._view = self._buffer.numpy()
         self._event = torch.cuda.Event() if cuda else None
-        self._posted = False
+        self._pending = False
 
     def copy_from(self, value: Tensor) -> None:
-        """Start copying the scalar ``value`` ``[]``."""
+        """Start a copy of the scalar ``value`` ``[]``."""
         self._buffer.copy_(value, non_blocking=True)
-        self._posted = True
+        self._pending = True
         if self._event is not None:
             self._event.record()
 
     def clear(self) -> None:
-        """Forget what was posted."""
-        self._posted = False
+        """Discard the value."""
+        self._pending = False
 
     def try_read(self) -> float | None:
-        """The last posted value, or None when nothing was posted or it is still on its way."""
-        if not self._posted or (self._event is not None and not self._event.query()):
+        """Return the last value, or None without a value or if the copy is not complete."""
+        if not self._pending or (self._event is not None and not self._event.query()):
             return None
         return float(self._view)
 
     def wait(self) -> float | None:
-        """The last posted value, once it has arrived; None when nothing was posted."""
-        if self._event is not None and self._posted:
+        """Wait for the copy and return the last value, or None without a value."""
+        if self._event is not None and self._pending:
             self._event.synchronize()
         return self.try_read()
 
 
-_EQUAL_BATCHES_TO_WARN = 3  # one batch could be equal by chance, as the first of a stream
-_STEPS_TO_COMPARE = 16  # a loop may make several steps of a batch
+# A single equal batch may be a coincidence, as the first batch of a stream.
+_EQUAL_BATCHES_TO_WARN = 3
+# A loop may run several steps on one batch.
+_STEPS_TO_COMPARE = 16
 
 
 @dataclass(slots=True, eq=False)
 class EqualBatchCheck:
-    """The comparison of a run's first batches with those of other ranks.
+    """Comparison of a run's first batches with the batches of other ranks.
 
     Args:
-        remaining_matches: equal batches that are still to be found before the warning.
-        steps_left: steps that may still be compared; 0 ends the comparison.
-        last_step: the last step that was compared. A second gradient of it, or a rehearsal, has the same batch.
-        last_hash: the hash of the last batch that was equal on all ranks. A loop that overfits one batch is not warned.
+        remaining_matches: number of further equal batches before the warning.
+        steps_left: number of steps that may still be compared; 0 ends the comparison.
+        last_step: last compared step. A repeated gradient of the step, or a simulated step, has the same batch.
+        last_hash: hash of the last batch that was equal on all ranks. A loop that overfits one batch gets no warning.
     """
 
     remaining_matches: int = _EQUAL_BATCHES_TO_WARN
@@ -78,20 +78,26 @@ class EqualBatchCheck:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RunContext:
-    """The one mutable part of a state, shared by all states of a run: what must not be copied to be true.
+    """Mutable state of a run, shared by all its ``TrainState`` objects.
 
-    ``generation`` is that of the newest state; ``pending_weight`` is the global weight of the last step on its way to the host. The
-    rest is the run's place among checkpoints: its identity, the folder that this process resumed from, by root the steps that
-    it committed or loaded, in that order, each with what it holds, and by root what keeps other jobs out as long as this lives.
-    ``init_transform_states`` makes the slices of all transforms for a state, as ``Step.init`` did: for weights loaded into a new run.
-    ``transform_cache`` is what a transform keeps from step to step outside of checkpoints, by its name. ``partially_stepped`` is whether the
-    optimizer has run on some parameters already in the step in progress, and their gradients are gone. ``use_average`` names the
-    average that is in the place of the parameters just now. ``equal_batch_check`` is how far the run has compared its batches with
-    those of other ranks. ``newest_fields`` holds the fields of the newest state that is between two steps, without this object, so
-    that no cycle keeps a dropped run alive. ``interrupted_write`` says
-    which update or load was interrupted while it wrote parameters, None otherwise. ``loader`` is the one whose epochs count, if
-    given. ``last_step_started_at`` is when the last step began, by this process's monotonic clock. ``extra_saved_steps`` is, by the id of
-    an object in ``extra``, the step at which a save took its state last.
+    Args:
+        generation: generation of the newest state.
+        pending_weight: global weight of the last step, while it is copied to the host.
+        run_id: identity of the run in its checkpoints.
+        resumed_from: folder of the checkpoint that this process resumed from.
+        committed_steps: by checkpoint root, the steps that the run committed or loaded, in that order, and their contents.
+        locks: by checkpoint root, the lock that excludes other jobs as long as this object lives.
+        init_transform_states: function that makes the states of all transforms, to load weights into a new run.
+        transform_cache: by transform name, values that a transform keeps between steps but not in checkpoints.
+        partially_stepped: if True, the optimizer has run on some parameters in the current step, and their gradients are gone.
+        swapped_average: name of the average that currently replaces the parameters.
+        equal_batch_check: progress of the comparison of batches between ranks.
+        newest_fields: fields of the newest state between two steps, without this object, so that no reference cycle keeps a
+            dropped run alive.
+        interrupted_write: message about an update or load that was interrupted while writing parameters, else None.
+        loader: loader whose epochs the clock counts, if given.
+        last_step_started_at: time of this process's monotonic clock at which the last step began.
+        extra_saved_steps: by id of an object in ``extra``, the step of the last save of its state.
     """
 
     generation: int = 0

@@ -83,7 +83,7 @@ def test_ranks_of_torchs_groups_alone_are_told_to_open_dtrains(alone):
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     try:
         for collective in (lambda: reduce_sum(1.0), lambda: all_gather_json([])):
-            with pytest.raises(DistError, match=r"torch.distributed is running, .*; call dt.init_dist\(\) first"):
+            with pytest.raises(DistError, match=r"torch.distributed is initialized, .*\. Call dt.init_dist\(\) first"):
                 collective()
     finally:
         dist.destroy_process_group()
@@ -389,14 +389,14 @@ def test_a_rank_0_that_serves_the_store_and_goes_is_named(forked, monkeypatch, n
             connect = rendezvous.connect_store
             monkeypatch.setattr(
                 init,
-                "connect",
+                "connect_store",
                 lambda *args, **options: [connect(*args, **options), time.sleep(1), os.kill(os.getpid(), number)],
             )
         with init_dist(device="cpu", init_timeout_s=2):
             return "opened"
 
     (answer,) = forked.run(body, 2, results_of=[1]).values()
-    assert answer == f"DistError: init_dist: rank 0, which serves the store of 2 ranks, {text}; look at its output"
+    assert answer == f"DistError: init_dist: rank 0, which serves the store of 2 ranks, {text}. Look at its output."
 
 
 def test_a_stopped_rank_0_does_not_hold_up_those_that_connect(forked, monkeypatch):
@@ -453,9 +453,9 @@ def test_mesh_degrees_are_filled():
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
-        ((3, -1), "world_size=8 is not a multiple of 3"),
-        ((2, 2), r"dp_replicate=2 \* dp_shard=2 = 4, world_size=8; set one to -1"),
-        ((-1, -1), "at most one of them -1"),
+        ((3, -1), "world_size=8 must be a multiple of 3"),
+        ((2, 2), r"dp_replicate=2 \* dp_shard=2 = 4. Set one degree to -1"),
+        ((-1, -1), "at most one degree may be -1"),
         ((0, 8), "must be at least 1"),
     ],
 )
@@ -465,7 +465,7 @@ def test_mesh_degrees_that_cannot_be_right_are_refused(degrees, message):
 
 
 def test_mesh_before_init_is_refused():
-    with pytest.raises(DistError, match=r"call dt.init_dist\(\) first"):
+    with pytest.raises(DistError, match=r"Call dt.init_dist\(\) first"):
         build_mesh()
 
 
@@ -500,7 +500,7 @@ def test_ranks_along_cp_and_tp_have_one_place_in_the_data(ranks, case):
 
 def test_degrees_that_do_not_multiply_to_the_ranks_name_those_given():
     with pytest.raises(
-        ConfigError, match=r"needs dp_replicate \* dp_shard \* tp = world_size, got dp_replicate=1 .*set one to"
+        ConfigError, match=r"dp_replicate \* dp_shard \* tp must be world_size=8, got dp_replicate=1 .*Set one degree to"
     ):
         _fill_degrees({"dp_replicate": 1, "dp_shard": 3, "tp": 2}, 8)
     with pytest.raises(ConfigError, match=r"world_size=6 is not a multiple of 4 \(dp_replicate=1 \* dp_shard=-1 \* tp=4\)"):

@@ -94,7 +94,7 @@ def test_a_rank_that_sleeps_is_named(forked):
     answers = forked.run(lambda rank: vote(rank, 1, lambda: time.sleep(NEVER_S)), 3, results_of=[0, 2])
     for text in answers.values():
         assert text.startswith("DistError: vote: ranks [1] of 3 did not arrive within 2"), text
-        assert text.endswith("or raise timeout_s of init_dist if they are only slow")
+        assert text.endswith("or raise timeout_s of init_dist if they are only slow.")
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])

@@ -60,10 +60,10 @@ SAID = {
     ),
     "The batch size of a custom batch": Said(
         here=(
-            "ConfigError: batch: found no tensor to cut in a Documents; give tensors, mappings or sequences of them, describe "
-            "the batch with batch_spec, or pass count= and split=",
-            "ConfigError: batch: the first axis must be the batch axis in every tensor, got batch['x'][8, 3], batch['y'][6]; "
-            "describe it with batch_spec, or pass count= and split=",
+            "ConfigError: batch: found no tensor to split in a Documents. Give tensors, mappings or sequences of "
+            "tensors, describe the batch with batch_spec, or pass count= and split=.",
+            "ConfigError: batch: the first axis must be the batch axis in every tensor, got batch['x'][8, 3], batch['y'][6]. "
+            "Describe the batch with batch_spec, or pass count= and split=.",
         ),
     ),
     "A barrier that times out": Said(

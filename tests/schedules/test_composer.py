@@ -175,19 +175,19 @@ REFUSED = {
     ),
     "no total": (
         lambda: composer.cosine(RunLength(steps_per_epoch=5)),
-        "composer.cosine: t_max=1.0dur: 1.0dur is a share of the run, whose length is not known; give RunLength",
+        "composer.cosine: t_max=1.0dur: 1.0dur is a share of the run, whose length is not known. Give RunLength",
     ),
     "no steps per epoch": (
         lambda: composer.cosine(RunLength(total="3ep")),
-        "composer.cosine: t_max=1.0dur: duration: .* in steps needs steps_per_epoch; give RunLength",
+        "composer.cosine: t_max=1.0dur: duration: .* in steps needs steps_per_epoch. Give RunLength",
     ),
     "no tokens per step": (
         lambda: composer.cosine_with_warmup(RunLength(total="100ba"), "1e6tok"),
-        "t_warmup=1000000tok, t_max=1.0dur: .*needs tokens_per_step; give .* which knows; or give all of them in one unit",
+        "t_warmup=1000000tok, t_max=1.0dur: .*needs tokens_per_step. Give .* Or give all durations in one unit.",
     ),
     "seconds and steps": (
         lambda: composer.cosine_with_warmup(RunLength(total="1h"), "10ba"),
-        "cannot be told in steps: .*; or give all of them in one unit",
+        "cannot be converted to steps, .* Or give all durations in one unit.",
     ),
     "no duration": (lambda: composer.exponential(RUN, 0.5, "1min"), "duration: unknown unit 'min'"),
     "no length": (lambda: composer.step(RUN, 0), "duration: needs at least 1 ba, got 0"),

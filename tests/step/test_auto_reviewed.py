@@ -220,7 +220,7 @@ def uncountable() -> str:
 def test_a_batch_that_one_rank_cannot_count_is_known_to_all(ranks):
     first, second = ranks(2).run(uncountable, timeout_s=CAP_S)
     assert first.startswith("PeerError: auto_batch_eval: rank 1 cannot count its batch")
-    assert second.startswith("ConfigError: batch: found no tensor to cut")
+    assert second.startswith("ConfigError: batch: found no tensor to split")
 
 
 def in_eights() -> list:

@@ -178,7 +178,7 @@ def test_a_loop_without_a_loader_has_no_epochs(use):
     for batch in torch.utils.data.DataLoader(rows(), batch_size=2):
         state, _ = step(state, batch)
     with pytest.raises(
-        dt.errors.ConfigError, match=r"counted in epochs, and this loop has none: .*dt.build_loader.*or count in steps"
+        dt.errors.ConfigError, match=r"counted in epochs, and this loop has none: .*dt.build_loader.*Or count in steps"
     ):
         use(state)
     assert state.crossed("10ba")

@@ -102,7 +102,7 @@ def broken():
             "uncountable",
             [
                 "StepError: evaluate: rank 1 (1 of 2 ranks) cannot read or count",
-                "ConfigError: batch: found no tensor to cut in a str",
+                "ConfigError: batch: found no tensor to split in a str",
             ],
         ),
         ("broken", ["StepError: evaluate: rank 1 (1 of 2 ranks) cannot read or count", "OSError: disk"]),

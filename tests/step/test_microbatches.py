@@ -71,7 +71,7 @@ def test_a_count_alone_is_enough_without_microbatches():
 
 
 def test_an_unknown_batch_names_the_ways_out():
-    with pytest.raises(ConfigError, match=r"found no tensor to cut in a Graphs; .* batch_spec, or pass count= and split="):
+    with pytest.raises(ConfigError, match=r"found no tensor to split in a Graphs. .* batch_spec, or pass count= and split="):
         microbatch_step(plain(), some(2), loss_fn=loss_fn)
 
 

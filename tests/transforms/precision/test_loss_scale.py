@@ -386,7 +386,7 @@ def test_parameters_that_are_stored_in_float16_are_refused():
 
 
 def test_a_part_of_the_gradient_cannot_have_a_scale_of_its_own():
-    with pytest.raises(ConfigError, match="masked: 'loss_scale' acts on the whole gradient, not on a part of it"):
+    with pytest.raises(ConfigError, match="masked: 'loss_scale' acts on the whole gradient, not on a part"):
         dt.transforms.masked(loss_scale(), "0.*")
 
 

@@ -145,7 +145,7 @@ def test_a_model_that_is_frozen_as_a_whole_cannot_be_trained():
         (lambda: freeze_layers(level=1.5), r"freeze_layers: needs 0 <= level <= 1, got level=1\.5"),
         (lambda: freeze_layers(level="all"), "freeze_layers: needs 0 <= level <= 1, got level='all'"),
         (lambda: freeze("a", start="soon"), "duration: cannot read 'soon'"),
-        (lambda: freeze(3), r"masked: where is a pattern of names, several, or a function"),
+        (lambda: freeze(3), r"masked: where must be a pattern of names, a list of patterns, or a function"),
         (lambda: start(freeze("encoder.**")), r"masked: the pattern 'encoder\.\*\*' fits none of 6 parameters"),
         (lambda: start(freeze("0.*", start="0.5dur")), r"clock: 0\.5dur is a share of the run, whose length is not known"),
         (lambda: start(freeze_layers()), "clock: dur is a share of the run, whose length is not known"),

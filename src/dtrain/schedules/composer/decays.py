@@ -54,7 +54,7 @@ def parse_lengths(caller: str, run: RunLength, given: Mapping[str, Length]) -> L
         return Lengths(unit=STEP_UNIT, fractions={name: _in_steps(length, run) for name, length in parsed.items()})
     except ConfigError as error:
         told = ", ".join(f"{name}={length}" for name, length in parsed.items())
-        one = "; or give all of them in one unit" if len({length.unit for length in parsed.values()}) > 1 else ""
+        one = " Or give all durations in one unit." if len({length.unit for length in parsed.values()}) > 1 else ""
         raise ConfigError(f"{caller}: {told}: {error}{one}") from None
 
 
@@ -93,7 +93,7 @@ def _to_absolute(length: Duration, run: RunLength) -> tuple[Fraction, str]:
     if length.unit != "dur":
         return length.fraction, length.unit
     if run.total is None:
-        raise ConfigError(f"{length} is a share of the run, whose length is not known; give RunLength(total=...)")
+        raise ConfigError(f"{length} is a share of the run, whose length is not known. Give RunLength(total=...).")
     return length.fraction * run.total.fraction, run.total.unit
 
 
