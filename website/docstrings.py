@@ -29,6 +29,13 @@ def as_markdown(text: str) -> str:
             out += ["Examples:", *(f"    {line}" for line in lines[at:end])]
             at = end
             continue
+        if lines[at] == "Examples:" and at + 1 < len(lines) and not lines[at + 1].lstrip().startswith((">>> ", "```")):
+            later = range(at + 1, len(lines))
+            end = next((k for k in later if lines[k].strip() and not lines[k].startswith("    ")), len(lines))
+            code = textwrap.dedent("\n".join(lines[at + 1 : end])).strip()
+            out += ["", "```python", *code.splitlines(), "```", ""]
+            at = end
+            continue
         if match is None:
             out.append(lines[at])
             at += 1

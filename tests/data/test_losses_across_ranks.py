@@ -69,7 +69,7 @@ def evaluated_with_trouble() -> str:
 
 def test_all_ranks_stop_when_one_cannot_read_in_an_evaluation(ranks):
     first, second = ranks(2).run(evaluated_with_trouble)
-    assert "rank 1 (1 of 2 ranks) cannot read or count its batch" in first
+    assert "rank 1 (1 of 2 ranks) cannot read or count its batch." in first
     assert second.startswith("DataError: loader: sample 21: ValueError")
 
 

@@ -142,7 +142,7 @@ def test_what_cannot_fit_says_so_on_all_ranks_in_one_line(ranks):
         "rank 0",
         "Tried to allocate",
         "MiB",
-        "held by others",
+        "used by others",
         "shard_grad_op",
         "full_shard",
         "checkpoint",
@@ -472,9 +472,9 @@ def test_the_state_of_a_custom_optimizer_is_assumed_and_the_size_found_again():
         ({"initial": 0}, "initial must be a whole number"),
         ({"minimum": 2.5}, "minimum must be a whole number"),
         ({"divisor": -1}, "divisor must be a whole number"),
-        ({"initial": 2, "minimum": 4}, "below minimum"),
-        ({"headroom": 1.0}, "headroom is the share"),
-        ({"probe": 1}, "probe counts microbatches"),
+        ({"initial": 2, "minimum": 4}, "initial must be at least minimum"),
+        ({"headroom": 1.0}, "headroom must be a share"),
+        ({"probe": 1}, "probe must be a number of microbatches"),
         ({"grow": "1 fortnight"}, "duration"),
     ],
 )
@@ -488,7 +488,7 @@ def test_a_size_from_elsewhere_is_refused():
     sized = auto_microbatch().grad(partial(microbatch_step, loss_fn=loss_fn))
     step = compose_step(loss_fn, [auto_microbatch()])
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match="finds the size itself"):
+    with pytest.raises(ConfigError, match="from another transform"):
         sized(state, torch.ones(4, WIDTH), microbatch_size=2)
 
 

@@ -183,13 +183,13 @@ def test_a_spent_state_is_refused_without_touching_the_gradient_of_the_newest_on
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((None,), r"loss_fn must be a function \(model, batch\) -> LossSum, got None; as in compose_step\(loss_fn, \["),
+        ((None,), r"loss_fn must be a function \(model, batch\) -> LossSum, got None. Write compose_step\(loss_fn, \["),
         (([dt.transforms.ema(0.9)],), r"loss_fn must be a function .*, got \[Transform\(name='ema'"),
         (
             (LOSS, dt.transforms.ema(0.9)),
-            r"transforms is a list, got the Transform 'ema'; as in compose_step\(loss_fn, \[dt\.ema",
+            r"transforms must be a list, got the Transform 'ema'. Write compose_step\(loss_fn, \[dt\.transforms\.ema",
         ),
-        ((LOSS, None), "transforms is a list, got None"),
+        ((LOSS, None), "transforms must be a list, got None"),
         (
             (LOSS, [dt.transforms.ema]),
             r"got the function ema, not what it makes; call it: compose_step\(loss_fn, \[dt\.ema\(\.\.\.\)\]\)",
@@ -206,7 +206,7 @@ def test_parts_that_are_none_are_refused(given, message):
 
 @pytest.mark.parametrize("part", ["grad", "update"])
 def test_a_half_that_is_no_function_is_refused(part):
-    with pytest.raises(ConfigError, match=f"compose_step: {part} must be a function .*, got 8; as in"):
+    with pytest.raises(ConfigError, match=f"compose_step: {part} must be a function .*, got 8. Write"):
         dt.compose_step(LOSS, **{part: 8})
 
 
@@ -222,7 +222,7 @@ def test_a_name_must_be_fit_for_a_key():
 
 def test_a_state_of_another_step_is_refused():
     state = begin(dt.compose_step(LOSS))
-    with pytest.raises(ConfigError, match=r"the state has no slice for \['ema'\]"):
+    with pytest.raises(ConfigError, match=r"the state has no transform state for \['ema'\]"):
         dt.compose_step(LOSS, [dt.transforms.ema(0.9)])(state, BATCH)
 
 
@@ -313,7 +313,7 @@ def test_what_only_observes_keeps_nothing_and_may_come_and_go_between_starts(tmp
     looks = Transform(name="looks", init=lambda state: {"kept": 1}, update=lambda inner: inner, read_only=True)
     step, state = build([looks])
     state, _ = step(state, torch.ones(2, 3))
-    assert state.slices == {}
+    assert state.transform_states == {}
     dt.save_sharded(tmp_path / "with", state)
     plain, fresh = build([])
     resumed = dt.load_sharded(tmp_path / "with", fresh).state

@@ -119,7 +119,7 @@ def test_a_skipping_update_stops_as_well_by_gradients_alone():
     at, said = stopped_at(step, state, [FINE] * 20)
     assert at == 9
     assert "apply_gradients: step 9: a gradient is not finite, 10 steps in a row (on this rank: weight)" in said
-    assert "so the parameters are sound" in said
+    assert "so the parameters are intact" in said
     assert state.model.weight.isfinite().all()
 
 

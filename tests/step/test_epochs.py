@@ -150,7 +150,7 @@ def test_batches_of_two_loaders_in_turns_need_a_name():
         state, _ = step(state, theirs)
         last = step(state, mine)[0]
         break
-    with pytest.raises(dt.errors.ConfigError, match="batches of several loaders came in turns"):
+    with pytest.raises(dt.errors.ConfigError, match="batches of several loaders alternate"):
         last.crossed("1ep")
 
 
@@ -240,7 +240,7 @@ def test_a_schedule_of_epochs_follows_the_loader(loop):
 @pytest.mark.parametrize("loop", LOOPS)
 def test_an_average_takes_one_sample_an_epoch(loop):
     state, _ = run_of(loop, loader(), dt.transforms.swa(start="1ep", interval="1ep", end="3ep"))
-    assert state.slices["swa"]["averaged"] == 3
+    assert state.transform_states["swa"]["averaged"] == 3
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -292,7 +292,7 @@ def test_a_run_resumed_in_the_middle_counts_as_one_that_was_not(loop, stop_at, t
     state, after = go(state, step, source, "3ep")
     assert after == [at for at in crossed if at > saved]
     assert timeless(state) == timeless(whole)
-    assert state.slices["swa"]["averaged"] == whole.slices["swa"]["averaged"]
+    assert state.transform_states["swa"]["averaged"] == whole.transform_states["swa"]["averaged"]
 
 
 def test_a_checkpoint_keeps_its_epochs_where_the_loader_is_new(tmp_path):

@@ -71,9 +71,9 @@ def fed(kind: str) -> list[str]:
 def test_a_loader_without_a_sampler_for_ranks_is_noticed_once(ranks):
     first, second = ranks(2).run(fed, "plain loader")
     assert first == [
-        "step: all 2 data-parallel ranks came with equal batches in the first steps, so they train on the same samples; give "
-        "each rank its own, with dt.build_loader(..., mesh=mesh) or torch's DistributedSampler, or, if this is intended, "
-        "step.init(..., equal_batches=True)"
+        "step: the first batches of all 2 data-parallel ranks are equal, so the ranks train on the same samples. Give each rank "
+        "its own samples, with dt.build_loader(..., mesh=mesh) or torch's DistributedSampler. If equal batches are intended, "
+        "pass step.init(..., allow_equal_batches=True)."
     ]
     assert second == []  # once for the job
     for kind in ("nested batches", "permuted views", "four steps on each batch"):

@@ -97,7 +97,7 @@ def broken():
 @pytest.mark.parametrize(
     ("case", "messages"),
     [
-        ("nothing", ["StepError: evaluate: rank 1 (1 of 2 ranks) has no batch at all to take part with"] * 2),
+        ("nothing", ["StepError: evaluate: rank 1 (1 of 2 ranks) has no batch to repeat. Use build_loader."] * 2),
         (
             "uncountable",
             [
@@ -152,7 +152,7 @@ def test_the_batch_axis_may_be_another_one(ranks):
 
 
 def test_a_loader_without_batches_is_refused():
-    with pytest.raises(StepError, match="the loader gave no batch on any rank"):
+    with pytest.raises(StepError, match="the loader returned no batch on any rank"):
         evaluate(model(), [], LOSS)
 
 

@@ -72,7 +72,7 @@ def over_mean(fn: Callable) -> Callable:
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "batch before state": (
         lambda: STEP(BATCH, begun()),
-        "step: got (dict, TrainState), the batch before the state; swap them: `state, metrics = step(state, batch)`",
+        "step: the arguments must be (state, batch), got (dict, TrainState). Swap them: `state, metrics = step(state, batch)`.",
     ),
     "module instead of a state": (
         lambda: STEP(net(), BATCH),
@@ -124,32 +124,32 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "plain mean": (
         lost(lambda mean: mean),
-        "microbatch_step: loss_fn must return a LossSum, got Tensor []; if it is a mean, wrap it in dt.mean_loss(loss_fn, "
-        'weight=lambda batch: len(batch["labels"])); if it is a sum, return dt.LossSum(total=loss, weight=count)',
+        "microbatch_step: loss_fn must return a LossSum, got Tensor []. For a mean, wrap loss_fn in dt.mean_loss(loss_fn, "
+        'weight=lambda batch: len(batch["labels"])); for a sum, return dt.LossSum(total=loss, weight=count).',
     ),
     "detached mean": (
         lost(lambda mean: mean.detach()),
-        "loss_fn must return a LossSum, got Tensor [] without a graph; leave out .detach() and no_grad, and if it is a mean,",
+        "loss_fn must return a LossSum, got Tensor [] without a graph. Leave out .detach() and no_grad; for a mean,",
     ),
     "float": (
         lost(lambda mean: mean.item()),
-        ", which has no graph; return the tensor without .item(), and if it is a mean, wrap it in dt.mean_loss(loss_fn,",
+        ", which has no graph. Return the tensor without .item(); for a mean, wrap loss_fn in dt.mean_loss(loss_fn,",
     ),
     "tuple": (
         lost(lambda mean: (mean, {"accuracy": 1.0})),
-        "got tuple of 2; return dt.LossSum(total=loss, weight=count, aux={'accuracy': (right, count)})",
+        "got tuple of 2. Return dt.LossSum(total=loss, weight=count, aux={'accuracy': (right, count)})",
     ),
     "no return": (
         lost(lambda mean: None),
-        "loss_fn must return a LossSum, got None; end it with `return dt.LossSum(total=loss, weight=count)`",
+        "loss_fn must return a LossSum, got None. End loss_fn with `return dt.LossSum(total=loss, weight=count)`",
     ),
     "output of transformers": (
         lost(lambda mean: ModelOutput(loss=mean, logits=mean)),
-        "got ModelOutput; take the mean loss from it: dt.mean_loss(lambda model, batch: model(**batch).loss, weight=count)",
+        "got ModelOutput. Take the mean loss from it: dt.mean_loss(lambda model, batch: model(**batch).loss, weight=count)",
     ),
     "dictionary of losses": (
         lost(lambda mean: {"loss": mean}),
-        "loss_fn must return a LossSum, got dict; return dt.LossSum(total=loss, weight=count), or if it returns a mean, wrap",
+        "loss_fn must return a LossSum, got dict. Return dt.LossSum(total=loss, weight=count); for a mean, wrap",
     ),
     "output of transformers in mean_loss": (
         lost(lambda mean: ModelOutput(loss=mean), over_mean),

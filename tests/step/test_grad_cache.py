@@ -387,13 +387,13 @@ def first_output(model: nn.Module, batch: dict) -> LossSum:
 @pytest.mark.parametrize(
     ("net", "loss", "message"),
     [
-        (Encoder, needs_grad, "an argument of model.{5} needs a gradient, which would stop there; call the model on data"),
-        (Encoder, by_method, "the loss never called model.{5} for a gradient, so there is nothing to cut"),
-        (Encoder, of_unlike_rows, r"must have one number of rows \(first axis\), got shapes \[11, 5\], \[4\]; give each"),
-        (Encoder, of_no_tensor, r"must have one number of rows \(first axis\), got shapes of no tensor; give each"),
+        (Encoder, needs_grad, "arguments of model.{5} must not need a gradient, which would stop there. Call the model on data"),
+        (Encoder, by_method, "loss_fn must call model.{5} for a gradient, and never did, so nothing can be split"),
+        (Encoder, of_unlike_rows, r"must have one number of rows \(first axis\), got shapes \[11, 5\], \[4\]. Give each"),
+        (Encoder, of_no_tensor, r"must have one number of rows \(first axis\), got shapes of no tensor. Give each"),
         (Encoder, no_loss_sum, "loss_fn must return a LossSum, got Tensor"),
-        (Summing, first_output, r"a row for each row that it was called with \(4\), got shape \[\]; return embeddings"),
-        (Odd, first_output, r"a row for each row that it was called with \(4\), got a object; return embeddings"),
+        (Summing, first_output, r"one row per input row \(4\), got shape \[\]. Return embeddings"),
+        (Odd, first_output, r"one row per input row \(4\), got a object. Return embeddings"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_and_leaves_no_gradient(net, loss, message):
@@ -425,7 +425,7 @@ def unit_by_hand() -> list:
 
 def test_a_sharded_unit_that_the_loss_runs_by_itself_is_refused_and_the_next_step_is_right(ranks):
     for text, error in ranks(2).run(unit_by_hand):
-        assert text.startswith("grad_cache_step: the loss ran a sharded part of the model in another way than by model(")
+        assert text.startswith("grad_cache_step: the loss ran a sharded part of the model without model(")
         assert error <= FLOAT64_REORDERING
 
 

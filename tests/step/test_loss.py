@@ -29,24 +29,24 @@ def loss_of(**options: Any) -> Callable[[nn.Module, torch.Tensor], Any]:
 WRONG = {
     "mean": (
         lambda net, x: net(x).mean(),
-        r"loss_fn must return a LossSum, got Tensor \[\]; if it is a mean, wrap it in dt.mean",
+        r"loss_fn must return a LossSum, got Tensor \[\]. For a mean, wrap loss_fn in dt.mean",
     ),
     "nothing": (lambda net, x: None, "loss_fn must return a LossSum, got None"),
     "pair": (lambda net, x: (net(x).sum(), 1.0), "loss_fn must return a LossSum, got tuple"),
-    "vector": (loss_of(total=torch.ones(4)), r"LossSum.total must be one number \(a tensor \[\]\), got shape \(4,\); sum it"),
+    "vector": (loss_of(total=torch.ones(4)), r"LossSum.total must be one number \(a tensor \[\]\), got shape \(4,\). Sum it."),
     "number": (loss_of(total=3.0), r"LossSum.total must be one number \(a tensor \[\]\), got 3.0"),
-    "weights": (loss_of(weight=torch.ones(4)), r"LossSum.weight must be one number, got shape \(4,\); sum it"),
+    "weights": (loss_of(weight=torch.ones(4)), r"LossSum.weight must be one number, got shape \(4,\). Sum it."),
     "no weight": (loss_of(weight=None), "LossSum.weight must be one number, got None"),
     "aux": (loss_of(aux={"a": 3.0}), r"LossSum.aux\['a'\] must be \(total, weight\), got 3.0"),
     "aux vector": (
         loss_of(aux={"a": (torch.ones(4), 1.0)}),
-        r"LossSum.aux\['a'\] must be of single numbers, got shape \(4,\); sum it",
+        r"LossSum.aux\['a'\] must be single numbers, got shape \(4,\). Sum it.",
     ),
-    "aux called loss": (loss_of(aux={"loss": (1.0, 1.0)}), "'loss' is the name of the main loss"),
-    "term called loss": (loss_of(terms={"loss": (torch.ones(()), 1.0)}), "'loss' is the name of the main loss"),
+    "aux called loss": (loss_of(aux={"loss": (1.0, 1.0)}), "the name 'loss' belongs to the main loss"),
+    "term called loss": (loss_of(terms={"loss": (torch.ones(()), 1.0)}), "the name 'loss' belongs to the main loss"),
     "one name twice": (
         loss_of(terms={"a": (torch.ones(()), 1.0)}, aux={"a": (1.0, 1.0)}),
-        "'a' is the name of a term and of an aux",
+        "'a' names a term and an aux",
     ),
 }
 

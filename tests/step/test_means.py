@@ -64,7 +64,7 @@ def step_with(loss):
 
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_is_noticed(name):
-    with pytest.warns(UserWarning, match="microbatch_step: total of the LossSum is a mean, and its weight is"):
+    with pytest.warns(UserWarning, match="microbatch_step: total of the LossSum must be a sum, got a mean with the weight"):
         step_with(MEANS[name])
 
 

@@ -110,7 +110,7 @@ class Arrived:
 
 def test_a_weight_of_zero_that_arrives_late_raises_in_the_next_step_once():
     state = plain_state()
-    state.shared.weight = Arrived(0.0)
+    state.run_context.pending_weight = Arrived(0.0)
     with pytest.raises(StepError, match="an earlier step had weight 0"):
         microbatch_step(state, ragged_batch(), loss_fn=loss_fn)
     microbatch_step(state, ragged_batch(), loss_fn=loss_fn)
@@ -166,7 +166,7 @@ def unsharded_on_two_ranks() -> str:
 
 def test_a_plain_model_on_several_ranks_is_refused(ranks):
     for message in ranks(2).run(unsharded_on_two_ranks):
-        assert "2 ranks, but the model is on none of their meshes" in message
+        assert "2 ranks run, but the model is on no mesh" in message
 
 
 def test_loss_and_weight_may_be_plain_numbers():

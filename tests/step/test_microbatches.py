@@ -76,7 +76,7 @@ def test_an_unknown_batch_names_the_ways_out():
 
 
 def test_a_split_that_gives_nothing_is_refused():
-    with pytest.raises(ConfigError, match="split gave no microbatch for a batch of 2 samples"):
+    with pytest.raises(ConfigError, match="split must return at least one microbatch for 2 samples"):
         microbatch_step(plain(), some(2), loss_fn=loss_fn, microbatch_size=1, split=lambda batch, size: [], count=count)
 
 
@@ -110,7 +110,7 @@ def test_a_batch_that_one_rank_cannot_use_raises_on_all(ranks, where):
     ids=["float", "none", "negative", "bool", "three", "half", "tokens", "text"],
 )
 def test_a_count_that_is_no_number_of_samples_is_refused(found):
-    with pytest.raises(ConfigError, match=r"count must give samples, or \(samples, tokens\), as whole numbers, got "):
+    with pytest.raises(ConfigError, match=r"count must return samples, or \(samples, tokens\), as whole numbers, got "):
         microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=split, count=lambda batch: found)
 
 
@@ -122,5 +122,5 @@ def test_whole_numbers_of_any_kind_are_counts(found):
 
 @pytest.mark.parametrize("found", [None, 3, "text", {"a": 1}], ids=["none", "number", "text", "mapping"])
 def test_a_split_that_is_no_list_of_microbatches_is_refused(found):
-    with pytest.raises(ConfigError, match="split must give a list of microbatches, got "):
+    with pytest.raises(ConfigError, match="split must return a list of microbatches, got "):
         microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=lambda batch, size: found, count=count)

@@ -92,7 +92,7 @@ def in_every_way() -> dict[str, object]:
 def test_a_backward_in_the_loss_of_a_sharded_model_is_one_line_and_gradients_of_inputs_are_right(ranks):
     found = ranks(2).run(in_every_way)[0]
     assert found.pop("largest error") <= 1e-12
-    own = "microbatch_step: the loss function has called backward()"
+    own = "microbatch_step: loss_fn must not call backward(), because the step calls backward itself"
     twice = (
         "microbatch_step: the loss differentiates a gradient (create_graph=True), and FSDP2 frees weights between the two "
         "backwards, under every strategy ('replicate' too)"
@@ -103,7 +103,7 @@ def test_a_backward_in_the_loss_of_a_sharded_model_is_one_line_and_gradients_of_
 @pytest.mark.parametrize("size", [None, 1])
 @pytest.mark.parametrize("loss_fn", [with_backward, with_two_forwards])
 def test_a_backward_in_the_loss_of_a_plain_model_is_one_line(loss_fn, size):
-    with pytest.raises(ConfigError, match=r"the loss function has called backward\(\). The step calls backward itself; return"):
+    with pytest.raises(ConfigError, match=r"loss_fn must not call backward\(\), because the step calls backward itself. Return"):
         gradient(make(), loss_fn, size)
 
 
@@ -111,7 +111,7 @@ def test_a_backward_in_the_loss_of_a_plain_model_is_one_line(loss_fn, size):
 def test_a_backward_in_a_loss_that_is_not_cut_is_one_line(size):
     net = make()
     state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match=r"grad_cache_step: the loss function has called backward\(\). The step calls"):
+    with pytest.raises(ConfigError, match=r"grad_cache_step: loss_fn must not call backward\(\), because the step calls"):
         grad_cache_step(state, BATCH, loss_fn=with_backward, microbatch_size=size)
 
 

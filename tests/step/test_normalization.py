@@ -100,16 +100,16 @@ def test_a_term_that_nothing_counts_leaves_the_others_alone():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"weight_fn": None}, ConfigError, r"the loss has further terms \(flat\) with weights of their own; pass weight_fn="),
+        ({"weight_fn": None}, ConfigError, r"the loss has further terms \(flat\) with their own weights. Pass weight_fn="),
         (
             {"weight_fn": lambda whole: 3.0},
             ConfigError,
-            r"weight_fn has weights for \['loss'\], the loss has terms \['flat', 'loss'\]",
+            r"weight_fn must return a weight per loss term, got \['loss'\] for \['flat', 'loss'\]",
         ),
         (
             {"weight_fn": lambda whole: {"flat": 1.0}},
             ConfigError,
-            r"must give a weight for 'loss', the main term; got \['flat'\]",
+            r"must return a weight for 'loss', the main term, got \['flat'\]",
         ),
         (
             {"weight_fn": lambda whole: {"loss": 7.0, "flat": 1.0}},
@@ -127,10 +127,10 @@ def test_weights_that_do_not_fit_the_loss_are_refused(options, error, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (torch.ones(3), r"weight_fn must give one number for 'loss', got shape \(3,\); sum it"),
-        (None, "weight_fn must give one number for 'loss', got None"),
-        ("seven", "weight_fn must give one number for 'loss', got 'seven'"),
-        ({"loss": 7.0, "flat": None}, "weight_fn must give one number for 'flat', got None"),
+        (torch.ones(3), r"weight_fn must return one number for 'loss', got shape \(3,\). Sum the weight"),
+        (None, "weight_fn must return one number for 'loss', got None"),
+        ("seven", "weight_fn must return one number for 'loss', got 'seven'"),
+        ({"loss": 7.0, "flat": None}, "weight_fn must return one number for 'flat', got None"),
     ],
     ids=["vector", "none", "text", "term"],
 )

@@ -73,7 +73,7 @@ def bits(state):
     found = dict(state.params)
     for param, kept in state.optimizer.state.items():
         found |= {f"{named[id(param)]} {key}": value for key, value in kept.items() if isinstance(value, torch.Tensor)}
-    found |= {f"{name} average": value for name, value in state.slices["ema"]["params"].items()}
+    found |= {f"{name} average": value for name, value in state.transform_states["ema"]["params"].items()}
     return {
         name: full_tensor(found[name].detach()).clone() for name in sorted(found)
     }  # ranks may have stepped in another order
@@ -220,8 +220,8 @@ def broken(kind):
 @pytest.mark.parametrize(("kind", "error"), [("in backward", "ValueError"), ("weight", "StepError")])
 def test_error_after_the_optimizer_has_run_says_so_and_spends_the_state(ranks, kind, error):
     note = (
-        "optimizer_in_backward: the optimizer had already run on a part of the parameters, so this step can be neither finished nor "
-        "tried again; build the state anew and load the last checkpoint"
+        "optimizer_in_backward: the optimizer had already run on some of the parameters, so this step can be neither finished nor "
+        "repeated. Build a new state and load the last checkpoint."
     )
     (found,) = ranks(1).run(broken, kind)
     assert found == [error, note, "spent", True, []]
@@ -241,7 +241,7 @@ def test_error_before_backward_leaves_the_state():
 
 
 def test_parameter_that_gets_a_gradient_after_its_step_is_refused(ranks):
-    assert ranks(1).run(used_outside_of_its_unit) == ["optimizer_in_backward: a parameter got a further gradient"]
+    assert ranks(1).run(used_outside_of_its_unit) == ["optimizer_in_backward: a parameter got a second gradient"]
 
 
 def used_outside_of_its_unit():
@@ -278,7 +278,7 @@ def refused_step(transforms=(), weight_fn=len):
             id="grad-step",
         ),
         pytest.param(lambda: refused_step(weight_fn=None), "weight_fn must be a function", id="no-weight"),
-        pytest.param(lambda: refused_step(ema(0.9)), r"optimizer_in_backward: transforms is a list", id="no-list"),
+        pytest.param(lambda: refused_step(ema(0.9)), r"optimizer_in_backward: transforms must be a list", id="no-list"),
         pytest.param(
             lambda: refused_step([ema(0.9), ema(0.8)]), "optimizer_in_backward: transform names must differ", id="twice"
         ),
@@ -293,15 +293,15 @@ def test_ranks_that_share_a_batch_are_refused():
     net = nn.Linear(WIDTH, 1)
     step = refused_step()
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match="not with tensor or context parallelism"):
-        step(state._replace(spec=replace(state.spec, copies=2)), torch.ones(2, WIDTH))
+    with pytest.raises(ConfigError, match="tensor and context parallelism are not supported"):
+        step(state._replace(spec=replace(state.spec, ranks_per_batch=2)), torch.ones(2, WIDTH))
 
 
 def test_optimizer_that_looks_at_all_parameters_is_refused():
     net = nn.Linear(WIDTH, 1)
     step = refused_step()
     state = step.init(net, torch.optim.LBFGS(net.parameters()))
-    with pytest.raises(ConfigError, match="LBFGS looks at all parameters together"):
+    with pytest.raises(ConfigError, match="LBFGS needs all parameters together"):
         step(state, torch.ones(2, WIDTH))
 
 

@@ -1,4 +1,4 @@
-"""``compose_step``: a loss, a list of transforms, and the two halves of a step, made into one function."""
+"""Compose a training step from a loss function, a list of transforms, a gradient function and an update function."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from dtrain.typing import Batch, LossFn, Metrics, TransformState
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Step:
-    """A pair of functions: ``init`` makes the first state, calling it makes the next one from a batch.
+    """Training step with an ``init`` for its state, returned by ``compose_step``.
 
-    Made by ``compose_step``. ``step(state, batch)`` returns the next state and the step's metrics (local sums).
+    ``step(state, batch)`` returns the next state and the step's metrics (local sums).
     """
 
     transforms: tuple[Transform, ...]
@@ -46,30 +46,35 @@ class Step:
         allow_equal_batches: bool = False,
         loader: TrackedLoader | None = None,
     ) -> TrainState:
-        """Make the state at step 0.
+        """Return the state at step 0.
 
         Args:
-            model: sharded and materialized; a plain module works in one process.
-            optimizer: built from this model's parameters, after sharding.
-            seed: start of the random streams of transforms.
+            model: sharded and materialized model; a plain module works in one process.
+            optimizer: optimizer of this model's parameters, built after sharding.
+            seed: seed of the random streams of transforms.
             run_length: length of the run, for intervals that are a share of it (``"0.1dur"``): ``loader.run_length("3ep")``.
             partial: if True, the optimizer may hold only some of the trainable parameters, because another state trains the
-                rest. Parameters that nobody trains are frozen with ``requires_grad_(False)`` instead.
-            allow_equal_batches: if True, data-parallel ranks may train on equal batches; if False, a warning says that they do.
-            loader: the loader whose epochs the clock counts. Batches of a loader know their place themselves; name the loader
-                if they cannot: a step on slices or copies of a batch (minibatches of a rollout), or on batches of two loaders.
-                The place is then that of the batch that the loader handed out last. It is in no checkpoint.
+                rest. Freeze parameters that no state trains with ``requires_grad_(False)``.
+            allow_equal_batches: if True, data-parallel ranks may train on equal batches; if False, equal batches warn.
+            loader: loader whose epochs the clock counts. It is needed only if batches cannot carry their position: a step on
+                slices or copies of a batch (minibatches of a rollout), or on batches of two loaders. The position is then the
+                position of the loader's last batch. Checkpoints do not contain the loader.
 
-        Mutates: what SIGTERM does to this process, until the end of ``init_dist``'s block: from now on there is something to
-        save, and ``should_stop`` says when.
+        Mutates: this process's handling of SIGTERM, until the end of ``init_dist``'s block: from now on a SIGTERM makes
+        ``should_stop`` return True.
+
+        Example:
+            step = dt.compose_step(loss_fn, [dt.transforms.ema(0.999)])
+            state = step.init(model, optimizer, run_length=loader.run_length("3ep"))
+            for batch in loader:
+                state, metrics = step(state, batch)
 
         Raises:
-            ConfigError: something else in place of the model or the optimizer; parameters on the meta device; an optimizer that
-                holds others than the model's, or not all that are trainable; a rank of a launcher without ``init_dist``. With
-                ``run_length``, a schedule of a transform whose value is not allowed in some step of the run; or a ``loader``
-                of another library.
+            ConfigError: an argument that is not a model or an optimizer; parameters on the meta device; an optimizer with
+                parameters of another model, or without some trainable parameters; a rank of a launcher without ``init_dist``;
+                a ``loader`` of another library. With ``run_length``, a schedule whose value is invalid in some step of the run.
 
-        Warns: UserWarning, on rank 0, without ``run_length``: a schedule whose value is not allowed once a run is long enough.
+        Warns: UserWarning, on rank 0, without ``run_length``: a schedule whose value is invalid once a run is long enough.
         """
         time_compilation()
         state = init_state(model, optimizer, seed=seed, run=run_length, partial=partial, loader=loader)
@@ -80,19 +85,18 @@ class Step:
         return state._replace(transform_states=self._init_transform_states(state))
 
     def _init_transform_states(self, state: TrainState) -> dict[str, TransformState]:
-        made = [(t, t.init(state)) for t in self.transforms]
-        return {t.name: content for t, content in made if not t.read_only}
+        states = [(t, t.init(state)) for t in self.transforms]
+        return {t.name: transform_state for t, transform_state in states if not t.read_only}
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One step over ``batch``: gradients, update, and one tick of the clock. Spends ``state``.
+        """Run one step over ``batch``: gradients, update, and one tick of the clock. Spends ``state``.
 
-        It leaves no gradient behind, also when a transform skips the update, or when it raises.
-
-        Ctrl-C waits for the end of an update that has begun; see ``TrainState.newest``.
+        Gradients are dropped at the end, also if a transform skips the update or raises. Ctrl-C waits for the end of an update
+        that has begun; see ``TrainState.newest``.
 
         Raises:
             StaleStateError: ``state`` was stepped already.
-            ConfigError: the state was made by the ``init`` of another step, or is none.
+            ConfigError: ``state`` is not a state of this step's ``init``.
         """
         return self.run(state, batch)
 
@@ -114,40 +118,47 @@ def compose_step(
     grad: GradStep = microbatch_step,
     update: UpdateFn = apply_gradients,
 ) -> Step:
-    """One training step from its parts. The first transform listed is outermost.
+    """Compose one training step. The first transform in the list is outermost.
+
+    The clock ticks exactly once per call, even if a transform calls its inner function several times.
 
     Args:
         loss_fn: ``(model, microbatch) -> LossSum``.
-        transforms: algorithms, each name once.
-        grad: computes gradients; a fixed size is ``partial(microbatch_step, microbatch_size=8)``.
-        update: applies them.
+        transforms: transforms with different names.
+        grad: function that computes gradients; ``partial(dt.microbatch_step, microbatch_size=8)`` fixes the size.
+        update: function that applies gradients.
 
-    The clock ticks exactly once per call, however often a transform calls what it wraps.
+    Example:
+        transforms = [dt.transforms.clip_by_norm(1.0), dt.auto_microbatch()]
+        step = dt.compose_step(loss_fn, transforms)
+        state = step.init(model, optimizer)
+        for batch in loader:
+            state, metrics = step(state, batch)
 
     Raises:
-        ConfigError: something else in place of a function or a transform, or two transforms with one name.
+        ConfigError: an argument that is not a function or a transform, or two transforms with one name.
     """
     check_step_parts("compose_step", loss_fn, transforms, grad, update)
     compute, apply = wrap_grad(loss_fn, transforms, grad), wrap_update(transforms, update)
 
-    def halves(state: TrainState, batch: Batch, held: DelayedInterrupt) -> tuple[TrainState, Metrics]:
+    def body(state: TrainState, batch: Batch, interrupt: DelayedInterrupt) -> tuple[TrainState, Metrics]:
         state, metrics = compute(state, batch)
-        held.begin()
+        interrupt.begin()
         return apply(state, metrics)
 
-    return make_step(transforms, halves)
+    return make_step(transforms, body)
 
 
 class StepBody(Protocol):
-    """Compute gradients and apply them."""
+    """Function that computes gradients and applies them."""
 
-    def __call__(self, state: TrainState, batch: Batch, held: DelayedInterrupt) -> tuple[TrainState, Metrics]:
-        """Return the state before its tick, and call ``held.begin`` before parameters change."""
+    def __call__(self, state: TrainState, batch: Batch, interrupt: DelayedInterrupt) -> tuple[TrainState, Metrics]:
+        """Return the state before its tick, and call ``interrupt.begin`` before parameters change."""
         ...
 
 
 def make_step(transforms: Sequence[Transform], body: StepBody) -> Step:
-    """``body``, which compute gradients and apply them, as a ``Step``: with its checks, and one tick of the clock."""
+    """Return ``body`` as a ``Step`` that checks its arguments and advances the clock by one step."""
     names = [t.name for t in transforms if not t.read_only]
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -155,12 +166,13 @@ def make_step(transforms: Sequence[Transform], body: StepBody) -> Step:
         state._check_not_stale("step")
         missing = [name for name in names if name not in state.transform_states]
         if missing:
-            raise ConfigError(f"step: the state has no slice for {missing}; make it with this step's own init")
-        with DelayedInterrupt() as held:
+            raise ConfigError(f"step: the state has no transform state for {missing}. Create it with this step's own init.")
+        with DelayedInterrupt() as interrupt:
             spans.begin("step", 0)
             try:
-                state, metrics = body(begin_step(state, batch), batch, held)
-            finally:  # those of an update that was skipped, or that raised, go too
+                state, metrics = body(begin_step(state, batch), batch, interrupt)
+            # An update that was skipped or that raised leaves gradients.
+            finally:
                 state.drop_gradients()
                 spans.end("step")
             return tick(state), metrics
@@ -171,14 +183,14 @@ def make_step(transforms: Sequence[Transform], body: StepBody) -> Step:
 def _check_call(state: object, batch: object) -> None:
     if not isinstance(state, TrainState) and isinstance(batch, TrainState):
         raise ConfigError(
-            f"step: got ({type(state).__name__}, TrainState), the batch before the state; swap them: "
-            "`state, metrics = step(state, batch)`"
+            f"step: the arguments must be (state, batch), got ({type(state).__name__}, TrainState). Swap them: "
+            "`state, metrics = step(state, batch)`."
         )
     check_state(state, "step", "state, metrics = step(state, batch)")
 
 
 def wrap_grad(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:
-    """``grad`` with its loss, in the transforms' wrappers of both; the first one listed is outermost."""
+    """Return ``grad`` with its loss, wrapped by the transforms; the first transform is outermost."""
     for transform in reversed(transforms):
         grad = transform.grad_step(grad) if transform.grad_step else grad
     compute = _bind_loss(loss_fn, transforms, grad)
@@ -188,36 +200,35 @@ def wrap_grad(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) 
 
 
 def wrap_update(transforms: Sequence[Transform], update: UpdateFn) -> UpdateFn:
-    """``update`` in the transforms' wrappers; the first one listed is outermost."""
+    """Return ``update`` wrapped by the transforms; the first transform is outermost."""
     for transform in reversed(transforms):
         update = transform.update(update) if transform.update else update
     return update
 
 
 def check_step_parts(caller: str, loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep, update: UpdateFn) -> None:
-    """Refuse what is no part of a step.
+    """Check the arguments of a function that composes a step.
 
     Raises:
-        ConfigError: something else in place of a function or a transform, or two transforms with one name.
+        ConfigError: an argument that is not a function or a transform, or two transforms with one name.
     """
+    example = f"{caller}(loss_fn, [dt.transforms.ema(0.999)])"
     for name, function, shape in (
         ("loss_fn", loss_fn, "(model, batch) -> LossSum"),
         ("grad", grad, "(state, batch, *, loss_fn, microbatch_size) -> (state, metrics)"),
         ("update", update, "(state, metrics) -> (state, metrics)"),
     ):
         if not callable(function):
-            raise ConfigError(
-                f"{caller}: {name} must be a function {shape}, got {function!r}; as in {caller}(loss_fn, [dt.transforms.ema(0.999)])"
-            )
+            raise ConfigError(f"{caller}: {name} must be a function {shape}, got {function!r}. Write {example}.")
     if isinstance(transforms, Transform) or not isinstance(transforms, Sequence):
         got = f"the Transform {transforms.name!r}" if isinstance(transforms, Transform) else repr(transforms)
-        raise ConfigError(f"{caller}: transforms is a list, got {got}; as in {caller}(loss_fn, [dt.transforms.ema(0.999)])")
+        raise ConfigError(f"{caller}: transforms must be a list, got {got}. Write {example}.")
     for transform in transforms:
         check_transform(transform, caller, f"{caller}(loss_fn, [{{}}])")
     names = [t.name for t in transforms]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"{caller}: transform names must differ (they key slices and checkpoints), got {twice[0]!r} twice")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ConfigError(f"{caller}: transform names must differ (they key transform states), got {repeated[0]!r} twice.")
 
 
 def _bind_loss(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:

@@ -1,6 +1,7 @@
-"""How large a microbatch may be, and the search for the largest that fits, by rehearsals of a step.
+"""Search the largest microbatch size that fits, with probes of a step.
 
-Reserve memory for optimizer state before the optimizer allocates it, so that the microbatch search accounts for it."""
+Optimizer state is reserved before the optimizer allocates it, so that the search accounts for it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from dtrain.typing import Batch, LossFn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchConfig:
-    """What ``auto_microbatch`` was asked for; see there."""
+    """Parsed arguments of ``auto_microbatch``; see its documentation."""
 
     initial: int | None = None
     minimum: int = 1
@@ -46,7 +47,7 @@ class SearchConfig:
     snapshot_path: str | Path | None = None
 
     def bounds(self, largest_batch: int, *, measurable: bool, accumulation_bytes: int) -> SizeBounds:
-        """What a size may be for batches of ``largest_batch`` samples."""
+        """Return the limits of a size for batches of ``largest_batch`` samples."""
         return SizeBounds(
             minimum=min(self.minimum, largest_batch),
             largest_batch=largest_batch,
@@ -67,23 +68,23 @@ def parse_search_config(
     probe: int,
     snapshot_path: str | Path | None,
 ) -> SearchConfig:
-    """What was asked for, as limits; the minimum is rounded up to a multiple of the divisor. ``caller`` begins a message.
+    """Return the arguments of a search as a ``SearchConfig``; the minimum is rounded up to a multiple of the divisor.
 
     Raises:
-        ConfigError: something that cannot be right.
+        ConfigError: an invalid argument; the message begins with ``caller``.
     """
     for name, value in (("initial", initial), ("minimum", minimum), ("divisor", divisor)):
         if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{caller}: {name} must be a whole number of at least 1, got {value!r}")
+            raise ConfigError(f"{caller}: {name} must be a whole number of at least 1, got {value!r}.")
     if initial is not None and initial < minimum:
-        raise ConfigError(f"{caller}: {initial=} is below {minimum=}; a size is at least the minimum")
+        raise ConfigError(f"{caller}: initial must be at least minimum, got {initial=} and {minimum=}.")
     if isinstance(headroom, bool) or not isinstance(headroom, int | float) or not 0 <= headroom < 1:
-        raise ConfigError(f"{caller}: headroom is the share of memory left free, in [0, 1), got {headroom!r}")
+        raise ConfigError(f"{caller}: headroom must be a share of memory in [0, 1), got {headroom!r}.")
     if type(probe) is not int or probe < 2:
-        raise ConfigError(f"{caller}: probe counts microbatches, at least 2, got {probe!r}")
+        raise ConfigError(f"{caller}: probe must be a number of microbatches of at least 2, got {probe!r}.")
     divisor = divisor or 1
     if initial is not None and initial % divisor:
-        raise ConfigError(f"{caller}: {initial=} is no multiple of {divisor=}; sizes are, but for the whole batch")
+        raise ConfigError(f"{caller}: initial must be a multiple of divisor, got {initial=} and {divisor=}.")
     return SearchConfig(
         initial=initial,
         minimum=-(-minimum // divisor) * divisor,
@@ -105,37 +106,38 @@ def search_microbatch_size(
     *,
     caller: str = "auto_microbatch",
 ) -> tuple[int | None, TrainState]:
-    """Rehearse sizes until the largest that fits is known; None is the whole local batch. ``caller`` begins the message.
+    """Probe sizes until the largest that fits is known; return None for the whole local batch.
 
-    Mutates: ``probes``, which gets those made here.
+    Mutates: ``probes``, which receives the new probes.
 
     Raises:
-        OutOfMemoryError: nothing fits, on all ranks.
+        OutOfMemoryError: no size fits, on all ranks; the message begins with ``caller``.
     """
 
     def bounds() -> SizeBounds:
-        spared = sum(param.numel() * param.element_size() for param in state.params.values() if param.requires_grad)
-        return config.bounds(prober.largest_batch, measurable=prober.measurable, accumulation_bytes=spared)
+        grad_bytes = sum(param.numel() * param.element_size() for param in state.params.values() if param.requires_grad)
+        return config.bounds(prober.largest_batch, measurable=prober.measurable, accumulation_bytes=grad_bytes)
 
     if probes:
         size = next_size(probes, bounds())
     elif prober.measurable:
         size = config.minimum
-    else:  # nothing is known, not even how many samples there are
-        tried, state = prober.probe(inner, state, batch, None, microbatches=config.probe)
-        probes.append(tried)
+    else:
+        # Nothing is known yet, not even the number of samples, so the first probe runs the whole batch.
+        result, state = prober.probe(inner, state, batch, None, microbatches=config.probe)
+        probes.append(result)
         size = next_size(probes, bounds())
     while size is not None:
         prober.on_oom = (
             None if size > config.minimum or config.snapshot_path is None else _snapshot_writer(config.snapshot_path)
         )
-        tried, state = prober.probe(inner, state, batch, size, microbatches=config.probe)
-        probes.append(replace(tried, size=min(size, prober.largest_batch)))
+        result, state = prober.probe(inner, state, batch, size, microbatches=config.probe)
+        probes.append(replace(result, size=min(size, prober.largest_batch)))
         size = next_size(probes, bounds())
     if any(t.fits and t.size >= prober.largest_batch for t in probes):
         return None, state
-    worked, _ = split_by_fit(probes)
-    if not worked:
+    fitting, _ = split_by_fit(probes)
+    if not fitting:
         raise_does_not_fit(
             f"{caller}: step {state.step}:",
             device=state.device,
@@ -143,30 +145,30 @@ def search_microbatch_size(
             oom_message=prober.oom_message,
             subject=f"a microbatch of {min(config.minimum, prober.largest_batch)}",
         )
-    return worked[-1].size, state
+    return fitting[-1].size, state
 
 
 def _snapshot_writer(path: str | Path) -> Callable[[], None]:
-    """Write what holds the memory; a disk that is full as well must not keep this rank from telling the others."""
+    """Return a function that writes a memory snapshot. It reports errors on stderr only, so that all ranks learn of the OOM."""
 
     def write() -> None:
         try:
             write_snapshot(path)
         except (ConfigError, OSError) as problem:
-            print(f"dtrain: rank {get_dist_info().rank}: no snapshot of the memory: {problem}", file=sys.stderr)
+            print(f"dtrain: rank {get_dist_info().rank}: no snapshot of the memory was written: {problem}", file=sys.stderr)
 
     return write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchSearchResult:
-    """What ``find_microbatch_size`` has found.
+    """Result of ``find_microbatch_size``.
 
     Args:
-        size: the largest microbatch that fits, in samples per rank.
-        largest_batch: samples of the fullest rank's batch: more is of no use.
-        probes: each size tried, in order, whether it fitted, and the memory of every rank where it can be measured.
-        seconds: how long the search took on this rank.
+        size: largest microbatch that fits, in samples per rank.
+        largest_batch: samples of the rank with the largest batch; a larger microbatch has no effect.
+        probes: probed sizes in order, with the memory of every rank if it can be measured.
+        seconds: duration of the search on this rank.
     """
 
     size: int
@@ -186,96 +188,109 @@ def find_microbatch_size(
     headroom: float = 0.05,
     probe: int = 2,
 ) -> MicrobatchSearchResult:
-    """The largest microbatch that fits, by the search of ``auto_microbatch`` alone; no step is made.
+    """Find the largest microbatch that fits, with the search of ``auto_microbatch``. No step is made.
 
     Args:
-        state: not spent, and not changed.
-        batch: this rank's samples, of the largest kind that will come.
-        loss_fn: as of ``microbatch_step``.
-        grad: what is called with ``microbatch_size``; a ``partial`` may describe the batch.
-        minimum, divisor, headroom, probe: as of ``auto_microbatch``.
+        state: state of the run; it stays valid and does not change.
+        batch: this rank's samples, as large as the largest batch of the run.
+        loss_fn: function that returns the summed loss and the weight of one microbatch.
+        grad: gradient function with a ``microbatch_size``; a ``partial`` may set its ``batch_spec``.
+        minimum, divisor, headroom, probe: as in ``auto_microbatch``.
 
-    Mutates: nothing that lasts: gradients, buffers and the global random generators are as before. The device's peak memory
-    statistics start again.
-    Collective: those of ``microbatch_step`` for ``probe`` microbatches a try, and two small records.
+    Mutates: nothing that lasts: gradients, buffers and the global random generators are restored. The device's peak memory
+    statistics are reset.
+    Collective: as ``microbatch_step`` for ``probe`` microbatches per probe, and two small records.
+
+    Example:
+        result = dt.memory.find_microbatch_size(state, batch, loss_fn=loss_fn)
+        step = dt.compose_step(loss_fn, grad=partial(dt.microbatch_step, microbatch_size=result.size))
 
     Raises:
-        ConfigError: arguments that cannot be right.
+        ConfigError: invalid arguments.
         OutOfMemoryError: ``minimum`` does not fit; on all ranks.
     """
-    where = "find_microbatch_size"
-    limits = parse_search_config(where, None, minimum, divisor, headroom, None, probe, None)
-    trials, begun = make_prober(state), time.monotonic()
-    tries: list[ProbeResult] = []
+    caller = "find_microbatch_size"
+    config = parse_search_config(caller, None, minimum, divisor, headroom, None, probe, None)
+    prober, started = make_prober(state), time.monotonic()
+    probes: list[ProbeResult] = []
     inner: GradFn = partial(grad, loss_fn=loss_fn)
-    trials.measurable = all(row[0] for row in all_gather_numbers([trials.device_memory is not None], caller=where))
-    ballast = reserve_optimizer_state(f"{where}: step {state.step}:", state)  # held until the search is over
-    best, _ = search_microbatch_size(limits, trials, inner, state, batch, tries, caller=where)
-    del ballast
+    prober.measurable = all(row[0] for row in all_gather_numbers([prober.device_memory is not None], caller=caller))
+    # The reserved memory must exist until the search is over.
+    reserved = reserve_optimizer_state(f"{caller}: step {state.step}:", state)
+    best, _ = search_microbatch_size(config, prober, inner, state, batch, probes, caller=caller)
+    del reserved
     return MicrobatchSearchResult(
-        size=best or trials.largest_batch,
-        largest_batch=trials.largest_batch,
-        probes=tuple(tries),
-        seconds=time.monotonic() - begun,
+        size=best or prober.largest_batch,
+        largest_batch=prober.largest_batch,
+        probes=tuple(probes),
+        seconds=time.monotonic() - started,
     )
 
 
-_PROBE_SHAPE = (2, 2)  # the smallest shape that optimizers for matrices take too
-_KNOWN_MODULES = ("torch.optim.", "dtrain.")  # modules whose optimizers change nothing in a step but state and parameters
-_ASSUMED_STATE_TENSORS = 2  # state tensors for each parameter of any other optimizer: as many as Adam has
-_IGNORED_METHODS = {"__init__", "__repr__"}  # a step calls neither
+# The smallest shape that optimizers for matrices accept, too.
+_PROBE_SHAPE = (2, 2)
+# Optimizers of these modules change only state and parameters in a step.
+_KNOWN_MODULES = ("torch.optim.", "dtrain.")
+# State tensors per parameter of any other optimizer: as many as Adam has.
+_ASSUMED_STATE_TENSORS = 2
+# A step calls neither of these methods.
+_IGNORED_METHODS = {"__init__", "__repr__"}
 
 
 def reserve_optimizer_state(prefix: str, state: TrainState) -> list[Tensor]:
-    """``allocate_missing_state`` the optimizer of ``state`` on every rank, or on none.
+    """Allocate tensors as large as the missing optimizer state, on every rank or on no rank.
 
-    Assumed state that has no room is left out: the optimizer may need less.
+    Assumed state that does not fit is left out, because the optimizer may need less.
 
     Collective: one small record.
 
     Raises:
-        OutOfMemoryError: there is no room for it; on all ranks.
+        OutOfMemoryError: the state does not fit; on all ranks.
     """
-    ballast, refused = [], ""
+    reserved, oom_message = [], ""
     try:
-        ballast = allocate_missing_state(state.optimizer)
+        reserved = allocate_missing_state(state.optimizer)
     except Exception as problem:
         if not is_out_of_memory(problem):
             raise
-        refused = str(problem) or type(problem).__name__
-    if any(row[0] for row in all_gather_numbers([bool(refused)], caller=prefix.partition(":")[0])):
-        ballast.clear()
+        oom_message = str(problem) or type(problem).__name__
+    if any(row[0] for row in all_gather_numbers([bool(oom_message)], caller=prefix.partition(":")[0])):
+        reserved.clear()
         if has_unknown_state(state.optimizer):
-            return ballast
+            return reserved
         raise_does_not_fit(
-            prefix, device=state.device, strategy=state.spec.strategy, oom_message=refused, subject="the optimizer's state"
+            prefix,
+            device=state.device,
+            strategy=state.spec.strategy,
+            oom_message=oom_message,
+            subject="the optimizer's state",
         )
-    return ballast
+    return reserved
 
 
 def allocate_missing_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Tensors as large as the state that ``optimizer`` does not have yet; none when it has all of it.
+    """Return tensors as large as the state that ``optimizer`` does not have yet.
 
-    The state of an optimizer of torch or dtrain is found by a step of a twin on a parameter of four numbers. The optimizer
-    itself is not touched: state of zeros is not the same as none if the first step is special (SGD with dampening). A step of
-    any other optimizer may change whatever its code can reach, so none is made: two tensors are assumed for each parameter.
+    For an optimizer of torch or dtrain, a copy of the optimizer runs a step on a parameter of four numbers. The optimizer
+    itself does not change: state of zeros differs from no state if the first step is special (SGD with dampening). A step of
+    any other optimizer may change objects outside of the optimizer, so two tensors are assumed for each parameter.
 
     Raises:
-        torch.OutOfMemoryError: there is no room for it.
+        torch.OutOfMemoryError: the tensors do not fit.
     """
-    ballast: list[Tensor] = []
+    reserved: list[Tensor] = []
     for group in optimizer.param_groups:
         new = [param for param in group["params"] if param.requires_grad and not optimizer.state.get(param)]
-        find = _assumed_dtypes if has_unknown_state(optimizer) else _probe_state_dtypes
-        copies = {param.dtype: find(optimizer, group, param) for param in {p.dtype: p for p in new}.values()}
+        find_dtypes = _assumed_dtypes if has_unknown_state(optimizer) else _probe_state_dtypes
+        dtypes = {param.dtype: find_dtypes(optimizer, group, param) for param in {p.dtype: p for p in new}.values()}
         for param in new:
             shard = to_local(param)
-            ballast += [torch.empty_like(shard, dtype=dtype) for dtype in copies[param.dtype]]
-    return ballast
+            reserved += [torch.empty_like(shard, dtype=dtype) for dtype in dtypes[param.dtype]]
+    return reserved
 
 
 def has_unknown_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the state of ``optimizer`` is not known before its first step: some of its methods are the user's."""
+    """Return True if the state of ``optimizer`` is unknown before its first step, because the user defines its methods."""
     for base in type(optimizer).__mro__:
         if base.__module__.startswith(_KNOWN_MODULES):
             return False
@@ -289,19 +304,22 @@ def _assumed_dtypes(optimizer: torch.optim.Optimizer, group: dict[str, Any], par
 
 
 def _probe_state_dtypes(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> list[torch.dtype]:
-    """The dtypes of the state tensors that have a parameter's shape, for a parameter like ``param``."""
+    """Return the dtypes of the state tensors that have a parameter's shape, for a parameter like ``param``."""
     probe = torch.nn.Parameter(torch.zeros(_PROBE_SHAPE, dtype=param.dtype, device=to_local(param).device))
     probe.grad = torch.zeros_like(probe)
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[{**group, "params": [probe]}])
+    # The undecorated method runs no hooks, because this is no step of the run.
     step: Any = type(optimizer).step
-    step = getattr(step, "__wrapped__", step)  # past the hooks: nobody has asked for a step
-    randomness = RNGSnapshot()  # an optimizer may draw
+    step = getattr(step, "__wrapped__", step)
+    # An optimizer may use random numbers.
+    rng_snapshot = RNGSnapshot()
     try:
         with torch.no_grad():
             step(twin)
-    except Exception:  # noqa: BLE001  # an optimizer that needs more than this to make a step: its state is not known before
+    # The state of an optimizer that cannot run this step is unknown.
+    except Exception:  # noqa: BLE001
         return []
     finally:
-        randomness.restore()
+        rng_snapshot.restore()
     return [value.dtype for value in twin.state[probe].values() if isinstance(value, Tensor) and value.shape == probe.shape]

@@ -19,8 +19,10 @@ from dtrain.state import TrainState
 from dtrain.typing import Params
 
 MAX_NONFINITE_STEPS = 10
-"""Steps without a finite loss, one after another, that stop a run by default. An update with NaN spoils the parameters for
-good, so a run never recovers from it, and ten steps cost little. Ten skipped updates are far more than a bad batch or two.
+"""Default number of steps in a row without a finite loss that stop a run.
+
+An update with NaN damages the parameters permanently, so the run cannot recover. Ten skipped updates are more than a few bad
+batches.
 """
 _KEY = "nonfinite"
 
@@ -29,11 +31,11 @@ _KEY = "nonfinite"
 class NonfiniteLossCounter:
     """Count the steps in a row in which this rank's loss was not finite, on the device, and read the count without a wait.
 
-    A count is sent to the host only when the one before has arrived, so none is lost however far the device is behind.
+    A new count is sent to the host after the previous count has arrived, so no count is lost.
 
     Args:
-        limit: the count that is too many; None counts nothing.
-        skipped_updates: updates that were left out one after another, where the host knows.
+        limit: number of steps that stops the run; None counts nothing.
+        skipped_updates: number of updates in a row that were skipped, if the host knows them.
     """
 
     limit: int | None = MAX_NONFINITE_STEPS
@@ -45,7 +47,7 @@ class NonfiniteLossCounter:
     _host: list[AsyncScalar] = field(default_factory=list)
 
     def record(self, step: int, total: Tensor) -> None:
-        """Count the loss ``total`` ``[]`` of ``step``; a further one of the same step takes its place. Host sync: none."""
+        """Count the loss ``total`` ``[]`` of ``step``; a second loss of one step replaces the first. Host sync: none."""
         if self.limit is None:
             return
         if step != self._step:
@@ -59,7 +61,7 @@ class NonfiniteLossCounter:
             self._sent_step = step
 
     def first_failed_step(self) -> int | None:
-        """Return the step with which too many began; None if they are fewer, or nothing is known yet. Host sync: none."""
+        """Return the first of too many nonfinite steps; None if there are fewer or the count is unknown. Host sync: none."""
         count = None if self._sent_step is None else self._host[0].try_read()
         if count is None or self._sent_step is None or self.limit is None:
             return None
@@ -67,39 +69,40 @@ class NonfiniteLossCounter:
         return sent - int(count) + 1 if count >= self.limit else None
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         self._count = self._previous = self._sent_step = None
         self._step, self.skipped_updates = -1, 0
 
 
 def nonfinite_loss_counter(state: TrainState) -> NonfiniteLossCounter:
-    """The run's ``NonfiniteLossCounter``, made on first use."""
-    found: NonfiniteLossCounter = state.run_context.transform_cache.setdefault(_KEY, NonfiniteLossCounter())
-    return found
+    """Return the run's ``NonfiniteLossCounter``, created on first use."""
+    counter: NonfiniteLossCounter = state.run_context.transform_cache.setdefault(_KEY, NonfiniteLossCounter())
+    return counter
 
 
 def set_nonfinite_limit(state: TrainState, limit: int | None) -> None:
-    """Let ``limit`` steps without a finite loss stop the run; None lets it go on. Mutates: ``state.shared``."""
+    """Stop the run after ``limit`` steps without a finite loss; None never stops it. Mutates: ``state.run_context``."""
     state.run_context.transform_cache[_KEY] = NonfiniteLossCounter(limit=limit)
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device, *, caller: str = "all_finite") -> Tensor:
-    """Whether no element of any tensor is infinite or NaN on any rank: bool ``[]``, the same on every rank.
+    """Return True (bool ``[]``, equal on every rank) if no element of any tensor is infinite or NaN on any rank.
 
     Args:
-        tensors: plain ones and DTensors, of any dtype.
-        device: where the answer is to be: that of the training group.
-        caller: who asks, for the error if ranks do not come.
+        tensors: plain tensors and DTensors, of any dtype.
+        device: device of the result, which is the device of the training group.
+        caller: function named in the error if ranks are missing.
 
     Collective: one all-reduce of float32 ``[]`` over all ranks. Host sync: none, except for tensors on another device.
     """
-    kinds = defaultdict(list)
+    shards_by_kind = defaultdict(list)
     for tensor in tensors:
         shard = to_local(tensor)
-        if shard.numel():  # nothing has no largest element
-            kinds[shard.dtype, shard.device].append(shard)
+        # torch._foreach_norm fails on empty tensors.
+        if shard.numel():
+            shards_by_kind[shard.dtype, shard.device].append(shard)
     broken = torch.zeros((), device=device)
-    for shards in kinds.values():
+    for shards in shards_by_kind.values():
         largest = torch.stack(torch._foreach_norm(shards, math.inf))
         broken += (~torch.isfinite(largest)).sum().to(device)
     if get_dist_info().world_size > 1:
@@ -109,7 +112,7 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device, *, caller: str =
 
 
 def nonfinite_param_names(params: Params) -> str:
-    """The names of parameters whose gradient is infinite or NaN on this rank, for a message: the first three, or ``none``.
+    """Return the names of parameters whose gradient is infinite or NaN on this rank: the first three, or ``none``.
 
     Host sync: one for each parameter.
     """

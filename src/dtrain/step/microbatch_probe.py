@@ -1,4 +1,4 @@
-"""One try of a step at one size, and what it leaves: the step, or nothing at all."""
+"""Run one training step at a given microbatch size; roll back if any rank runs out of memory."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from dtrain.typing import Batch, Metrics
 
 @dataclass(slots=True, eq=False)
 class MicrobatchProber:
-    """What one run's tries have in common, from step to step. Kept by the process, not in checkpoints.
+    """Runner of guarded steps, shared by the steps of one run. The process keeps it; checkpoints do not contain it.
 
     Args:
-        traces: of the model's collectives.
-        buffers: the model's, to go back to.
-        device: whose memory it is.
-        on_oom: called on a rank that runs out of memory, before anything is given back.
-        allocator_retries: of the allocator, when last seen.
-        samples: of this rank, in the last try.
-        largest_batch: samples of the fullest rank, when last measured.
-        measurable: every rank has a gauge.
-        oom_message: what this rank's allocator said in the last try; empty where it did not refuse.
+        traces: traces of the model's collectives.
+        buffers: snapshot of the model's buffers, for the rollback.
+        device: device whose memory is measured.
+        on_oom: function called on a rank that runs out of memory, before any memory is freed.
+        allocator_retries: last count of the allocator's retries.
+        samples: this rank's samples in the last step.
+        largest_batch: samples of the rank with the most samples, when last measured.
+        measurable: if True, every rank can measure its memory.
+        oom_message: message of this rank's allocator in the last step; empty if the step fitted.
     """
 
     traces: TraceCache
@@ -55,120 +55,121 @@ class MicrobatchProber:
 
     @property
     def device_memory(self) -> DeviceMemory | None:
-        """Of the device; None where nothing is known of its memory."""
+        """Device memory; None if the memory of the device cannot be measured."""
         return get_device_memory(self.device)
 
     def run_guarded(
         self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, *, max_microbatches: int | None = None
     ) -> GuardedStepResult:
-        """Try a step with microbatches of ``size`` samples (None: the whole local batch).
+        """Run a step with microbatches of ``size`` samples (None: the whole local batch).
 
-        If its collectives differ from their trace, the step is tried once more, in checked mode.
+        If the collectives differ from their trace, the step runs once more, and ranks check each collective.
 
         Args:
-            inner: leaves the gradient; called once.
-            max_microbatches: a rehearsal of so many microbatches, after which nothing is left, whether it fits or not.
+            inner: function that leaves the gradient; called once per run.
+            max_microbatches: number of microbatches of a probe, which is always rolled back; None runs a full step.
 
-        Mutates: as ``inner``; where it is a rehearsal or fails on any rank, nothing.
-        Collective: as ``inner``, and its vote.
+        Mutates: as ``inner``; nothing if it is a probe or fails on any rank.
+        Collective: as ``inner``, and the exchange of statuses.
 
         Raises:
-            StepError: the loss function writes into its batch, so that it cannot be tried again.
+            StepError: the loss function writes into its batch, so the step cannot be repeated.
         """
         while True:
-            trial = self._run_guarded_once(inner, state, batch, size, max_microbatches)
-            if not trial.guard.retry:
-                return trial
-            state = trial.state  # the trace is dropped, so the next try has none to differ from
+            result = self._run_guarded_once(inner, state, batch, size, max_microbatches)
+            if not result.guard.retry:
+                return result
+            # The trace was dropped, so the next run has no trace to differ from.
+            state = result.state
 
     def _run_guarded_once(
         self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, max_microbatches: int | None
     ) -> GuardedStepResult:
-        shared = state.spec.mesh is not None and get_dist_info().world_size > 1
-        kept, before = RNGSnapshot(), _tensor_versions(batch)
-        if not shared:
+        multi_rank = state.spec.mesh is not None and get_dist_info().world_size > 1
+        rng_snapshot, versions = RNGSnapshot(), _tensor_versions(batch)
+        if not multi_rank:
             self.buffers.capture()
-        attempt = StepGuard(
+        guard = StepGuard(
             owner=state.run_context,
             traces=self.traces,
-            multi_rank=shared,
+            multi_rank=multi_rank,
             max_microbatches=max_microbatches,
-            prepare=self.buffers.capture if shared else None,
+            prepare=self.buffers.capture if multi_rank else None,
             on_oom=self.on_oom,
             allocator_retried=self.allocator_retried,
             read_live_bytes=None
-            if max_microbatches is None or (gauge := self.device_memory) is None
-            else lambda: gauge.read().live,
+            if max_microbatches is None or (memory := self.device_memory) is None
+            else lambda: memory.read().live,
         )
-        begun, made = time.monotonic(), None
+        started, output = time.monotonic(), None
         try:
-            with use_guard(attempt):
-                made = inner(state, batch, **({} if size is None else {"microbatch_size": size}))
-            tally = made[0].step_counts
-        except StepAborted as abandoned:
-            tally = abandoned.counts
+            with use_guard(guard):
+                output = inner(state, batch, **({} if size is None else {"microbatch_size": size}))
+            counts = output[0].step_counts
+        except StepAborted as aborted:
+            counts = aborted.counts
         except Exception as error:
-            if shared or not is_out_of_memory(error):
-                self._restore(state, kept)
+            if multi_rank or not is_out_of_memory(error):
+                self._restore(state, rng_snapshot)
                 raise
-            # A grad function of the user's own, which knows of no attempts; alone, there is nobody to agree with.
-            tally = state.step_counts
-            attempt.record_failure(error)
-            attempt.samples = count_samples(batch)
-        trial = GuardedStepResult(
-            fits=made is not None,
-            output=made if max_microbatches is None else None,
-            guard=attempt,
-            state=state._replace(step_counts=tally),
-            seconds=time.monotonic() - begun,
+            # The user's own grad function does not use the guard; a single rank needs no agreement.
+            counts = state.step_counts
+            guard.record_failure(error)
+            guard.samples = count_samples(batch)
+        result = GuardedStepResult(
+            fits=output is not None,
+            output=output if max_microbatches is None else None,
+            guard=guard,
+            state=state._replace(step_counts=counts),
+            seconds=time.monotonic() - started,
         )
-        self.oom_message, self.samples = attempt.oom_message, attempt.samples
-        if trial.output is None:
-            self._restore(state, kept)
-            _check_batch_unchanged(batch, before, state.step)
-        return trial
+        self.oom_message, self.samples = guard.oom_message, guard.samples
+        if result.output is None:
+            self._restore(state, rng_snapshot)
+            _check_batch_unchanged(batch, versions, state.step)
+        return result
 
-    def _restore(self, state: TrainState, kept: RNGSnapshot) -> None:
+    def _restore(self, state: TrainState, rng_snapshot: RNGSnapshot) -> None:
         state.drop_gradients()
         self.buffers.restore()
-        kept.restore()
+        rng_snapshot.restore()
 
     def probe(
         self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, *, microbatches: int
     ) -> tuple[ProbeResult, TrainState]:
-        """Whether ``size`` fits, and how much memory it takes; the state knows of the time that it took.
+        """Measure whether ``size`` fits and how much memory it takes; the returned state includes the time of the probe.
 
-        Mutates: the peak of the device's memory statistics starts again.
+        Mutates: the device's peak memory statistics start again.
         Collective: as a step, and one record on the control group.
         """
-        move, before = spans.reassign_later("step"), 0
-        if (gauge := self.device_memory) is not None:
-            gauge.reset()
-            before = gauge.read().live
-        trial = self.run_guarded(inner, state, batch, size, max_microbatches=microbatches)
-        move("search")
-        ranks = self.gather_memory(before, trial.guard.forward_bytes)
-        tried = ProbeResult(
+        reassign, before = spans.reassign_later("step"), 0
+        if (memory := self.device_memory) is not None:
+            memory.reset()
+            before = memory.read().live
+        result = self.run_guarded(inner, state, batch, size, max_microbatches=microbatches)
+        reassign("search")
+        ranks = self.gather_memory(before, result.guard.forward_bytes)
+        probe = ProbeResult(
             size=self.largest_batch if size is None else size,
-            fits=trial.fits,
-            rank_memory=ranks if trial.fits else (),
-            seconds=trial.seconds,
+            fits=result.fits,
+            rank_memory=ranks if result.fits else (),
+            seconds=result.seconds,
         )
-        return tried, trial.state
+        return probe, result.state
 
     def gather_memory(self, before: int, forward_bytes: int = 0) -> tuple[RankMemory, ...]:
-        """What every rank has measured since the last reset; nothing where one cannot measure.
+        """Return the measurements of every rank since the last reset; empty if one rank cannot measure.
 
-        Collective: one record on the control group. Mutates: ``largest``, the samples of the fullest rank.
+        Collective: one record on the control group. Mutates: ``largest_batch``.
         """
-        reading = gauge.read() if (gauge := self.device_memory) is not None else None
+        stats = memory.read() if (memory := self.device_memory) is not None else None
         row = [
             self.samples,
-            reading is not None,
+            stats is not None,
             forward_bytes,
             before,
-            reading.peak if reading else 0,
-            reading.capacity if reading else 0,
+            stats.peak if stats else 0,
+            stats.capacity if stats else 0,
         ]
         rows = all_gather_numbers(row, caller="auto_microbatch")
         self.largest_batch = int(max(row[0] for row in rows))
@@ -179,22 +180,22 @@ class MicrobatchProber:
         )
 
     def gather_largest_batch(self) -> None:
-        """Learn how many samples the fullest rank has. Collective: one record on the control group. Mutates: ``largest``."""
+        """Update ``largest_batch``. Collective: one record on the control group. Mutates: ``largest_batch``."""
         self.largest_batch = int(max(row[0] for row in all_gather_numbers([self.samples], caller="auto_microbatch")))
 
     def allocator_retried(self) -> bool:
-        """Whether the allocator of this rank had to flush its cache since the last time that this was asked."""
+        """Return True if this rank's allocator flushed its cache since the last call."""
         if self.device.type != "cuda":
             return False
-        # All that a reading holds would take longer to read.
+        # DeviceMemory.read() would take longer, because it reads all statistics.
         retries = int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0))
-        thrashed, self.allocator_retries = retries > self.allocator_retries, retries
-        return thrashed
+        retried, self.allocator_retries = retries > self.allocator_retries, retries
+        return retried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GuardedStepResult:
-    """What became of a try: the step ``output``, if it fitted and was no rehearsal; ``state`` to try again from."""
+    """Outcome of a guarded step: ``output`` if the step fits and is not a probe, and ``state`` for the next run."""
 
     fits: bool
     output: tuple[TrainState, Metrics] | None
@@ -204,29 +205,28 @@ class GuardedStepResult:
 
     @property
     def allocator_retried(self) -> bool:
-        """Whether it fitted on some rank only because its allocator gave memory back."""
-        return any(RankStatus.ALLOCATOR_RETRIED in verdict for verdict in self.guard.statuses)
+        """Return True if the step fits on some rank only because its allocator freed cached memory."""
+        return any(RankStatus.ALLOCATOR_RETRIED in status for status in self.guard.statuses)
 
 
 def make_prober(state: TrainState) -> MicrobatchProber:
-    """The tries of a run begin."""
-    trials = MicrobatchProber(
-        traces=TraceCache(always_check=state.spec.ranks_per_batch > 1), buffers=BufferSnapshot(state.model), device=state.device
-    )
-    # What ranks exchange inside a batch is as large as the batch, and so unknown before.
-    trials.allocator_retried()  # what was before does not count
-    return trials
+    """Return the prober of a new run."""
+    # Inside a tp or cp group, ranks exchange tensors as large as the batch, so every collective is checked.
+    traces = TraceCache(always_check=state.spec.ranks_per_batch > 1)
+    prober = MicrobatchProber(traces=traces, buffers=BufferSnapshot(state.model), device=state.device)
+    # Earlier retries of the allocator do not count.
+    prober.allocator_retried()
+    return prober
 
 
 def _tensor_versions(batch: Batch) -> Sequence[tuple[Tensor, int]]:
     return [(tensor, tensor._version) for tensor in list_tensors(batch)]
 
 
-def _check_batch_unchanged(batch: Batch, before: Sequence[tuple[Tensor, int]], step: int) -> None:
-    changed = [tensor for tensor, version in before if tensor._version != version]
+def _check_batch_unchanged(batch: Batch, versions: Sequence[tuple[Tensor, int]], step: int) -> None:
+    changed = [tensor for tensor, version in versions if tensor._version != version]
     if changed:
         raise StepError(
-            f"auto_microbatch: step {step}: the loss function wrote into its batch (a tensor of shape "
-            f"{tuple(changed[0].shape)}), so the step cannot be tried again with smaller microbatches; clone what "
-            "it changes"
+            f"auto_microbatch: step {step}: loss_fn wrote into its batch (a tensor of shape {tuple(changed[0].shape)}), so the "
+            "step cannot be repeated with smaller microbatches. Clone tensors before loss_fn changes them."
         )

@@ -1,4 +1,4 @@
-"""The search for the largest microbatch that fits, as a pure function of the tries so far: every rank proposes the same."""
+"""Choose the next microbatch size to probe, as a pure function of the earlier probes: every rank computes the same size."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-_BACKOFF = 0.75  # of the way to a size that failed by a little
-_FULL_BATCH_MARGIN = 1.25  # the whole batch is worth a try if so much less of it would fit
-_TOLERANCE = 0.05  # relative: a size that much below the largest is not worth another try
+# Next size = best + _BACKOFF * (failed - best), after a predicted size failed.
+_BACKOFF = 0.75
+# The whole batch is probed if the prediction allows at least 1 / _FULL_BATCH_MARGIN of it.
+_FULL_BATCH_MARGIN = 1.25
+# Relative: a size that is larger by less than this is not worth a further probe.
+_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes on one rank in one try.
+    """Memory of one rank in one probe, in bytes.
 
     Args:
-        before: held before it.
-        forward_bytes: what the first forward left for its backward: activations, and parameters that it gathered.
-        peak: the most that was held.
-        capacity: what the rank may hold.
+        before: bytes in use before the probe.
+        forward_bytes: bytes that the first forward keeps for backward: activations and gathered parameters.
+        peak: most bytes in use at once.
+        capacity: bytes that the rank may use.
     """
 
     before: int
@@ -30,13 +33,13 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """A try of one size on all ranks.
+    """Outcome of one probe on all ranks.
 
     Args:
-        size: samples in a microbatch.
-        fits: no rank ran out of memory.
-        rank_memory: by rank; empty where nothing is known of a device.
-        seconds: how long it took on this rank.
+        size: samples per microbatch.
+        fits: if True, no rank ran out of memory.
+        rank_memory: memory by rank; empty if the device's memory cannot be measured.
+        seconds: duration of the probe on this rank.
     """
 
     size: int
@@ -47,10 +50,15 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeBounds:
-    """What a size may be: at least ``minimum``, at most ``largest_batch`` (samples of the fullest rank), a multiple of ``divisor``.
+    """Limits of a microbatch size.
 
-    ``headroom`` is the share of a device's memory that is to stay free; ``measurable``: every rank can tell how much it holds;
-    ``accumulation_bytes``: bytes that a step of one microbatch does not need, since it adds up no gradients.
+    Args:
+        minimum: smallest size.
+        largest_batch: largest size: samples of the rank with the most samples.
+        divisor: divisor of every size except ``largest_batch``.
+        headroom: share of a device's memory that stays free.
+        measurable: if True, every rank can measure its memory.
+        accumulation_bytes: bytes that a step of one microbatch saves, because it accumulates no gradients.
     """
 
     minimum: int
@@ -61,24 +69,24 @@ class SizeBounds:
     accumulation_bytes: int = 0
 
     def round_down(self, size: float) -> int:
-        """The largest size allowed that is not above ``size``, or the smallest there is. The whole batch needs no divisor."""
+        """Return the largest allowed size up to ``size``, or the minimum. The whole batch needs no divisor."""
         if size >= self.largest_batch:
             return self.largest_batch
         return max(self.minimum, math.floor(size / self.divisor) * self.divisor)
 
     @property
     def max_probes(self) -> int:
-        """How many tries a search may take."""
+        """Largest number of probes in one search."""
         return int(math.log2(self.largest_batch)) + 2
 
 
 def next_size(probes: Sequence[ProbeResult], bounds: SizeBounds) -> int | None:
-    """The next size to try; None when the search is over: the answer is the largest that fitted.
+    """Return the next size to probe; None if the search is over, with the largest size that fits as its result.
 
-    The smallest size shows how much a sample takes at most. A second one makes a line of memory over size, and the size where
-    it meets the least room of any rank is tried. Where that fails, or nothing is known of the memory, the gap between the
-    largest that worked and the smallest that did not is narrowed. At last the whole batch at once, if it may need less than its
-    parts.
+    The minimum shows the memory per sample. A second size gives a line of memory over size; the search probes the size at
+    which the line reaches the smallest free memory of any rank. If that size fails, or memory cannot be measured, the search
+    narrows the interval between the largest size that fits and the smallest that fails. At the end the search probes the whole
+    batch, because a single microbatch needs no accumulated gradients.
     """
     if any(t.fits and t.size >= bounds.largest_batch for t in probes):
         return None
@@ -89,34 +97,36 @@ def next_size(probes: Sequence[ProbeResult], bounds: SizeBounds) -> int | None:
 
 
 def split_by_fit(probes: Sequence[ProbeResult]) -> tuple[list[ProbeResult], int | None]:
-    """The tries that worked, the smallest first, and the smallest size that failed: what is not below that no longer counts."""
+    """Return the probes that fit, smallest first, and the smallest size that fails; probes above that size are ignored."""
     failed = min((t.size for t in probes if not t.fits), default=None)
     return sorted((t for t in probes if t.fits and (failed is None or t.size < failed)), key=lambda t: t.size), failed
 
 
 def _next_partial_size(probes: Sequence[ProbeResult], bounds: SizeBounds) -> int | None:
-    worked, failed = split_by_fit(probes)
-    best = worked[-1].size if worked else 0
+    fitting, failed = split_by_fit(probes)
+    best = fitting[-1].size if fitting else 0
     if failed is not None and failed <= bounds.minimum:
         return None
     if len(probes) >= bounds.max_probes:
-        return None if worked else bounds.minimum
-    if not worked:
+        return None if fitting else bounds.minimum
+    if not fitting:
         return _next_size_before_first_fit(failed, bounds)
-    measured = [t for t in worked if t.rank_memory]
-    enough = best + int(best * (_TOLERANCE if len(measured) != 2 else _TOLERANCE / 4))  # two may not be on one line yet
+    measured = [t for t in fitting if t.rank_memory]
+    # Two measured sizes may not be on one line yet, so a smaller improvement justifies a third probe.
+    enough = best + int(best * (_TOLERANCE if len(measured) != 2 else _TOLERANCE / 4))
     if measured:
-        guess = bounds.round_down(
-            min(_predict_max_size(measured, rank, bounds.headroom) for rank in range(len(measured[-1].rank_memory)))
-        )
+        ranks = range(len(measured[-1].rank_memory))
+        guess = bounds.round_down(min(_predict_max_size(measured, rank, bounds.headroom) for rank in ranks))
+        # A single size predicts too little, so the second probe is at least twice as large.
         if len(measured) == 1:
-            guess = max(guess, bounds.round_down(2 * best))  # one size says too little about what more would take
+            guess = max(guess, bounds.round_down(2 * best))
         if guess <= enough:
             return None
         if failed is None or guess < failed:
             return guess
-        nearer = bounds.round_down(best + (failed - best) * _BACKOFF)  # the line was a little too hopeful
-        return nearer if enough < nearer < failed else None
+        # The prediction was slightly too large.
+        backoff = bounds.round_down(best + (failed - best) * _BACKOFF)
+        return backoff if enough < backoff < failed else None
     if failed is None:
         return bounds.round_down(2 * best)
     middle = bounds.round_down((best + failed) / 2)
@@ -124,7 +134,7 @@ def _next_partial_size(probes: Sequence[ProbeResult], bounds: SizeBounds) -> int
 
 
 def _full_batch_may_fit(probes: Sequence[ProbeResult], bounds: SizeBounds) -> bool:
-    """Whether the whole batch was not tried yet, and would fit by the line less what it spares."""
+    """Return True if the whole batch was not probed yet and is predicted to fit without accumulated gradients."""
     measured = sorted((t for t in probes if t.fits and t.rank_memory), key=lambda t: t.size)
     if not measured or any(t.size >= bounds.largest_batch for t in probes):
         return False
@@ -137,17 +147,17 @@ def _full_batch_may_fit(probes: Sequence[ProbeResult], bounds: SizeBounds) -> bo
 
 
 def _next_size_before_first_fit(failed: int | None, bounds: SizeBounds) -> int:
-    """Nothing has worked yet. Where memory can be measured it begins small, else with everything."""
+    """Return a size before any size fits: the minimum if memory can be measured, else the whole batch and its halves."""
     if bounds.measurable:
         return bounds.minimum
     return bounds.largest_batch if failed is None else bounds.round_down(failed / 2)
 
 
 def _predict_max_size(measured: Sequence[ProbeResult], rank: int, headroom: float) -> float:
-    """How large a microbatch the line through the two largest sizes allows on ``rank``.
+    """Return the size at which the line through the two largest sizes reaches the free memory of ``rank``.
 
-    Peaks of small sizes may be of something else than samples (a reduction, say), and then do not grow. What a forward keeps
-    does, so the line is at least as steep as that.
+    The peaks of small sizes may come from work without samples (such as a reduction) and then do not grow with the size. The
+    memory kept by a forward grows, so the line is at least as steep as this memory.
     """
     last = measured[-1]
     memory = last.rank_memory[rank]
@@ -157,9 +167,8 @@ def _predict_max_size(measured: Sequence[ProbeResult], rank: int, headroom: floa
         grown = max(memory.peak - other.rank_memory[rank].peak, memory.forward_bytes - other.rank_memory[rank].forward_bytes)
         slope = grown / (last.size - other.size)
     else:
-        slope = (
-            memory.forward_bytes or memory.peak - memory.before
-        ) / last.size  # as if samples took it all: rather too careful
+        # One measurement: assume that samples use all of the added memory, which predicts a size that is too small.
+        slope = (memory.forward_bytes or memory.peak - memory.before) / last.size
     if slope <= 0:
         return math.inf if memory.peak <= room else last.size
     return last.size + (room - memory.peak) / slope

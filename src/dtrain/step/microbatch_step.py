@@ -1,4 +1,4 @@
-"""``microbatch_step``: the gradient of the global weighted mean loss, for any split into microbatches and ranks."""
+"""Compute the gradient of the global weighted mean loss, for any split into microbatches and ranks."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from dtrain.step.step_clock import begin_step, with_agreed_position
 from dtrain.typing import Batch, LossFn, LossSum, Metrics, WeightFn
 
 _BACKWARD_CALLED = (
-    "microbatch_step: the loss function has called backward(). The step calls backward itself; return the LossSum alone "
-    "(torch.autograd.grad with respect to inputs is allowed)"
+    "microbatch_step: loss_fn must not call backward(), because the step calls backward itself. Return the LossSum alone "
+    "(torch.autograd.grad with respect to inputs is allowed)."
 )
 
 
@@ -63,45 +63,50 @@ def microbatch_step(
 ) -> tuple[TrainState, Metrics]:
     """Leave the gradient of the mean loss over the global batch in ``.grad``, and return the state and local metrics.
 
-    The mean is the sum of ``LossSum.total`` over all microbatches and ranks, divided by the sum of ``LossSum.weight``: the
-    same for every microbatch size, world size and split, up to rounding. With ``terms`` it is the sum of such means. A rank
-    may have fewer samples than the others, or none: it repeats a microbatch with weight zero, so that all ranks run the same
-    number of forwards and backwards. Between ``split_replicas`` and ``join_replicas`` it is the mean over the samples of this
-    rank's copy of the model. A loss that gathers the samples of other ranks would see that repetition: take
-    ``grad_cache_step`` for it, where a rank has no row that is not in the batch.
+    The mean is the sum of ``LossSum.total`` over all microbatches and ranks, divided by the sum of ``LossSum.weight``. Up to
+    rounding, it does not depend on the microbatch size, the world size or the split. With ``terms`` the loss is the sum of one
+    such mean per term. Between ``split_replicas`` and ``join_replicas`` the mean is over the samples of this rank's replica.
+
+    Ranks may have different numbers of samples, or none. A rank that runs out of microbatches repeats one at weight zero, so
+    that all ranks run the same number of forwards and backwards. A loss that gathers the samples of all ranks would see the
+    repeated samples; use ``grad_cache_step`` for such a loss.
 
     Args:
-        state: not spent; its parameters are not changed.
+        state: the newest state of the run; it stays valid, and its parameters do not change.
         batch: this rank's samples, on any device; microbatches are moved to the model's device.
-        loss_fn: summed loss and weight of one microbatch.
-        microbatch_size: samples per forward and backward; None takes the whole local batch at once.
-        batch_spec: where the batch axis is and how tokens are counted; None takes the first axis and counts no tokens.
-        split: cuts a batch that neither describes: ``(batch, microbatch_size) -> microbatches``.
-        count: counts one: ``batch -> samples``, or ``(samples, tokens)``.
+        loss_fn: function that returns the summed loss and the weight of one microbatch.
+        microbatch_size: samples per forward and backward; None uses the whole local batch.
+        batch_spec: position of the batch axis and count of tokens; None uses the first axis and counts no tokens.
+        split: ``(batch, microbatch_size) -> microbatches``, for a batch without a ``batch_spec`` or tensors to split.
+        count: ``batch -> samples``, or ``(samples, tokens)``, for a batch that only you can count.
         weight_fn: this rank's weight of a whole batch, a number or ``[]``, or by term (``{"loss": ..., "router": ...}``).
-            Losses with ``terms`` need it; it must count what the losses count.
+            Losses with ``terms`` need it; it must count the same things as the losses.
 
     Returns:
-        ``state`` with the ranks' agreed tally, and metrics ``loss``, the terms, and the loss function's ``aux``, as local sums.
+        ``state`` with the counts that ranks agreed on, and metrics ``loss``, the terms and ``aux``, as local sums.
 
-    Mutates: ``.grad`` of the parameters; what was there before is dropped. Buffers that the model's forward changes, which are
-    then made equal on all ranks as ``shard_model(buffers=...)`` says.
-    Collective: one record on the control group before, and for a sharded model on several ranks one after backward; the
-    model's own gathers; in the first step of a model whose parameters are cut one record per unit, which compares the order of
-    units; one reduction of gradients per unit (in the last microbatch's backward; with ``accumulate="sharded"``
-    in each); one all-reduce of weights (float64); one of gradients that were left out of sharding; one or two of changed
-    buffers.
-    Host sync: none, but for some values of the first batches on several ranks, if they are on a device: ranks that train on
-    equal batches are told; see ``Step.init(equal_batches=)``.
+    Mutates: ``.grad`` of the parameters; earlier gradients are dropped. Buffers that the model's forward changes, which are
+    then synchronized across ranks as ``shard_model(buffers=...)`` says.
+    Collective: one record on the control group before forward, and for a sharded model on several ranks one after backward;
+    the model's own gathers; in the first step of a sharded model one record per unit, which compares the order of units; one
+    reduction of gradients per unit (in the last microbatch's backward; with ``accumulate="sharded"`` in each backward); one
+    all-reduce of weights (float64); one of the gradients of ignored parameters; one or two of changed buffers.
+    Host sync: none, except some values of the first batches on several ranks, if the batches are on a device. These values
+    detect ranks that train on equal batches; see ``Step.init(allow_equal_batches=)``.
+
+    Example:
+        state, metrics = dt.microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=8)
+        dt.clip_grad_norm_(state.params, 1.0)
+        state, metrics = dt.optimizer_step(state, metrics)
 
     Raises:
         StaleStateError: ``state`` was stepped already.
-        Exception: whatever ``loss_fn`` or the model raises; no gradient of the broken step is left then, so it may be tried
-            again if all ranks do.
-        ConfigError: a batch that cannot be counted or cut, a loss that is no ``LossSum`` of single numbers, a loss and a
-            ``weight_fn`` that do not fit.
-        PeerError: so on another rank.
-        DistError: a collective timed out or lost a peer; it names the ranks that did not come.
+        Exception: any error of ``loss_fn`` or the model. The gradients are dropped, so the step may be tried again if all ranks
+            try it.
+        ConfigError: a batch that cannot be counted or split, a loss that is not a ``LossSum`` of single numbers, or a loss and
+            a ``weight_fn`` with different terms.
+        PeerError: another rank raised one of these errors.
+        DistError: a collective timed out or lost a peer; the message names the missing ranks.
         NonFiniteError: the losses of ten steps in a row were infinite or NaN on some rank. All ranks raise, in a later step,
             because nothing waits for the device. ``dt.transforms.nonfinite`` changes the number, or stops the check.
         StepError: no rank has a sample, no parameter got a gradient, ranks ran different units or have weights of different
@@ -121,13 +126,17 @@ def microbatch_step(
 
 
 class AccumulateFn(Protocol):
-    """What a step runs between the ranks' two records: forwards and backwards that leave the gradient of the summed loss."""
+    """Function that runs all forwards and backwards of a step, and leaves the gradient of the summed loss."""
 
     def __call__(
-        self, state: TrainState, parts: Microbatches, microbatches: int, normalizer: LossNormalizer, guard: StepGuard | None
+        self,
+        state: TrainState,
+        microbatches: Microbatches,
+        num_microbatches: int,
+        normalizer: LossNormalizer,
+        guard: StepGuard | None,
     ) -> Metrics:
-        """Run ``microbatches``, or as many of them as the ``guard`` asks for, and tell it which part of the step begins."""
-        ...
+        """Run ``num_microbatches``, or fewer if ``guard`` limits them, and report each phase of the step to ``guard``."""
 
 
 def run_step(
@@ -138,12 +147,12 @@ def run_step(
     *,
     caller: str,
 ) -> tuple[TrainState, Metrics]:
-    """The frame of a gradient step around ``accumulate``: what ranks agree on, the reduction, and that failures leave nothing.
+    """Run ``accumulate`` between the two synchronizations of ranks, reduce its gradients, and roll back if it fails.
 
     Args:
-        batch: this rank's, which knows its place in its loader's data.
-        prepare: counts this rank's batch, and says its promised weights; its errors reach all ranks.
-        caller: the name of the step, for messages.
+        batch: this rank's samples, with their position in the loader.
+        prepare: function that counts this rank's batch and returns its declared weights; its errors reach all ranks.
+        caller: name of the step, for messages.
     """
     spans.begin("step", 0)
     try:
@@ -153,30 +162,31 @@ def run_step(
         state = state if state.step_batch is not None else begin_step(state, batch)
         error: Exception | None = None
         try:
-            parts, weights = prepare()
-        except Exception as problem:  # noqa: BLE001  # of any kind: these are the user's functions; raised below, on all ranks
-            parts, weights, error = Microbatches(batch=None), {}, problem
-        attempt = current_guard(state.run_context)
-        tally = _sync_before_forward(state, parts, list(weights), error, attempt)
+            microbatches, weights = prepare()
+        # User functions may raise any exception; it is raised below, on all ranks.
+        except Exception as problem:  # noqa: BLE001
+            microbatches, weights, error = Microbatches(batch=None), {}, problem
+        guard = current_guard(state.run_context)
+        counts = _sync_before_forward(state, microbatches, list(weights), error, guard)
         state.drop_gradients()
-        reduction, buffers = grad_sync_of(state.model), buffer_sync_of(state.model)
-        reduction.begin_step(within_replica=state.spec.replica_info is not None)
+        grad_sync, buffers = grad_sync_of(state.model), buffer_sync_of(state.model)
+        grad_sync.begin_step(within_replica=state.spec.replica_info is not None)
         buffers.begin_step()
         try:
-            with report_missing_ranks(caller):  # the model's collectives and ours: if one fails, because of whom
-                known, metrics = _forward_backward(state, parts, tally, accumulate, weights, attempt)
-                outcome = _sync_after_backward(state, reduction, buffers, known, metrics, attempt, tally)
-                reduction.confirm_order()
-                if attempt is None or attempt.max_microbatches is None:
-                    check_rng_in_sync(tally, state.device)
-                    _finish_gradients(state, buffers, outcome, known, metrics)
+            with report_missing_ranks(caller):
+                normalizer, metrics = _forward_backward(state, microbatches, counts, accumulate, weights, guard)
+                outcome = _sync_after_backward(state, grad_sync, buffers, normalizer, metrics, guard, counts)
+                grad_sync.confirm_order()
+                if guard is None or guard.max_microbatches is None:
+                    check_rng_in_sync(counts, state.device)
+                    _finish_gradients(state, buffers, outcome, normalizer, metrics)
                     nonfinite_loss_counter(state).record(state.step, metrics["loss"].total)
         except BaseException:
-            reduction.abort()
+            grad_sync.abort()
             state.drop_gradients()
             raise
-        reduction.end_step()
-        return with_agreed_position(state._replace(step_counts=tally)), metrics
+        grad_sync.end_step()
+        return with_agreed_position(state._replace(step_counts=counts)), metrics
     finally:
         spans.end("step")
 
@@ -184,54 +194,53 @@ def run_step(
 def _check_sharded(state: TrainState, caller: str) -> None:
     if state.spec.mesh is None and get_dist_info().world_size > 1:
         raise ConfigError(
-            f"{caller}: {get_dist_info().world_size} ranks, but the model is on none of their meshes, so gradients would not "
-            "be reduced; call dt.shard_model before Step.init"
+            f"{caller}: {get_dist_info().world_size} ranks run, but the model is on no mesh, so gradients would not be "
+            "reduced. Call dt.shard_model before Step.init."
         )
 
 
 def _sync_before_forward(
-    state: TrainState, parts: Microbatches, terms: Sequence[str], error: Exception | None, guard: StepGuard | None
+    state: TrainState, microbatches: Microbatches, terms: Sequence[str], error: Exception | None, guard: StepGuard | None
 ) -> StepCounts:
     weight = state.run_context.pending_weight
     value = weight.try_read() if weight is not None else None
     weightless = value is not None and not value > 0
     if weightless and weight is not None:
-        weight.clear()  # said once; the next step is judged by its own weight
-    watch = nonfinite_loss_counter(state)
-    first = watch.first_failed_step()
-    shared, now = state.run_context, time.monotonic()
-    seconds, shared.last_step_started_at = (
-        0.0 if shared.last_step_started_at is None else now - shared.last_step_started_at,
-        now,
-    )
-    content = hash_first_batch(state, parts.batch) if error is None and parts.samples else 0
-    tally = sync_before_forward(
-        samples=parts.samples,
-        tokens=parts.tokens,
-        microbatches=len(parts),
+        # Report a zero weight once; the next step reports its own weight.
+        weight.clear()
+    loss_counter = nonfinite_loss_counter(state)
+    first = loss_counter.first_failed_step()
+    context, now = state.run_context, time.monotonic()
+    seconds = 0.0 if context.last_step_started_at is None else now - context.last_step_started_at
+    context.last_step_started_at = now
+    batch_hash = hash_first_batch(state, microbatches.batch) if error is None and microbatches.samples else 0
+    counts = sync_before_forward(
+        samples=microbatches.samples,
+        tokens=microbatches.tokens,
+        microbatches=len(microbatches),
         zero_weight_seen=weightless,
         diverged_at=0 if first is None else first + 1,
-        nonfinite_limit=watch.limit or 0,
+        nonfinite_limit=loss_counter.limit or 0,
         loss_terms=terms,
         error=error,
         run_key=id(state.run_context),
         step=state.step,
         ranks_per_batch=state.spec.ranks_per_batch,
         rng_hash=hash_rng_state(state.device) if state.spec.ranks_per_batch > 1 else 0,
-        batch_hash=content,
+        batch_hash=batch_hash,
         plan_digest=0 if guard is None else guard.traces.digest(*_replay_conditions(state), guard.max_microbatches or 0),
         batch_info=state.step_batch.info if state.step_batch is not None else None,
         elapsed_s=seconds,
     )
-    warn_if_equal_batches(state, tally, content)
-    if guard is not None and not tally.same_plan:
+    warn_if_equal_batches(state, counts, batch_hash)
+    if guard is not None and not counts.same_plan:
         guard.traces.clear()
-    # A second call for one step (a retry, a method that needs two gradients) adds its time to that of the first.
-    return replace(tally, seconds=tally.seconds + state.step_counts.seconds) if state.step_counts else tally
+    # A second call for one step (a retry, a method with two gradients) adds its time to the time of the first call.
+    return replace(counts, seconds=counts.seconds + state.step_counts.seconds) if state.step_counts else counts
 
 
 def _replay_conditions(state: TrainState) -> list[int]:
-    """What the collectives of a step depend on, beside the number of microbatches: parameters may be frozen, or thawed."""
+    """Return the facts that decide the collectives of a step: the mode of the model and the frozen parameters."""
     return [
         state.model.training,
         state.spec.replica_info is not None,
@@ -241,111 +250,114 @@ def _replay_conditions(state: TrainState) -> list[int]:
 
 def _forward_backward(
     state: TrainState,
-    parts: Microbatches,
-    tally: StepCounts,
+    microbatches: Microbatches,
+    counts: StepCounts,
     accumulate: AccumulateFn,
     weights: Mapping[str, Tensor | float],
     guard: StepGuard | None,
 ) -> tuple[LossNormalizer, Metrics]:
-    """Forward and backward of the whole step; with an ``guard`` its failure is noted there, and nothing of it is left."""
+    """Run forward and backward of the whole step; if a ``guard`` is set, it records a failure and the step is undone."""
     if guard is None:
-        known = build_normalizer(weights, state.device, state.spec)
-        return known, accumulate(state, parts, tally.microbatches, known, None)
+        normalizer = build_normalizer(weights, state.device, state.spec)
+        return normalizer, accumulate(state, microbatches, counts.microbatches, normalizer, None)
 
     def body() -> tuple[LossNormalizer, Metrics]:
         guard.enter_phase("before")
-        known = build_normalizer(weights, state.device, state.spec)
-        metrics = accumulate(state, parts, tally.microbatches, known, guard)
+        normalizer = build_normalizer(weights, state.device, state.spec)
+        metrics = accumulate(state, microbatches, counts.microbatches, normalizer, guard)
         _check_reduction_memory(state, buffer_sync_of(state.model))
-        return known, metrics
+        return normalizer, metrics
 
     def undo() -> None:
         grad_sync_of(state.model).abort_all()
         state.drop_gradients()
         release_cached_memory(state.device)
 
-    guard.samples = parts.samples
-    # Of what is agreed alone: ranks with different plans would run in different modes.
-    plan = (min(tally.microbatches, guard.max_microbatches or tally.microbatches), *_replay_conditions(state))
+    guard.samples = microbatches.samples
+    # The plan holds only facts that ranks agree on: ranks with different plans would run in different modes.
+    plan = (min(counts.microbatches, guard.max_microbatches or counts.microbatches), *_replay_conditions(state))
     return guard.execute(body, plan=plan, undo=undo) or (LossNormalizer(local_weights={}, factors={}), {})
 
 
 def _accumulate(
     loss_fn: LossFn,
     state: TrainState,
-    parts: Microbatches,
-    microbatches: int,
+    microbatches: Microbatches,
+    num_microbatches: int,
     normalizer: LossNormalizer,
     guard: StepGuard | None,
 ) -> Metrics:
-    """Forward and backward of every microbatch; those beyond this rank's own count nothing."""
-    device, reduction = state.device, grad_sync_of(state.model)
-    microbatches = microbatches if guard is None else guard.limit_microbatches(microbatches)
-    away = not parts.is_on(device)
+    """Run forward and backward for every microbatch. Padding microbatches contribute zero loss."""
+    device, grad_sync = state.device, grad_sync_of(state.model)
+    num_microbatches = num_microbatches if guard is None else guard.limit_microbatches(num_microbatches)
+    needs_copy = not microbatches.is_on(device)
     sums = MetricAccumulator(device)
-    reduction.follow_plan(lambda: tuple(_replay_conditions(state)), compare=guard is None or not guard.multi_rank)
-    for index in range(microbatches):
-        last = index == microbatches - 1
-        reduction.before_microbatch(last=last, params=state.params.values())
+    grad_sync.follow_plan(lambda: tuple(_replay_conditions(state)), compare=guard is None or not guard.multi_rank)
+    for index in range(num_microbatches):
+        last = index == num_microbatches - 1
+        grad_sync.before_microbatch(last=last, params=state.params.values())
         if guard is not None:
             guard.enter_phase("forward, later" if index else "forward, first")
-        if index < len(parts):
-            part = parts.batches[index]
-            loss = loss_fn(state.model, to_device(part, device) if away else part)
-            if index == 0:  # the others are of the same function
+        if index < len(microbatches):
+            microbatch = microbatches.batches[index]
+            loss = loss_fn(state.model, to_device(microbatch, device) if needs_copy else microbatch)
+            # The first loss is checked; later losses come from the same function.
+            if index == 0:
                 check_loss(loss, caller="microbatch_step")
-                if reduction.has_grads(state.params.values()):
+                if grad_sync.has_grads(state.params.values()):
                     raise ConfigError(_BACKWARD_CALLED)
                 if state.step == 0:
                     warn_if_mean(loss, "microbatch_step")
-            objective = normalizer.scaled_loss(_attach_skipped_units(loss, reduction))
+            objective = normalizer.scaled_loss(_attach_skipped_units(loss, grad_sync))
             if guard is not None:
                 guard.enter_phase("backward, last" if last else "backward, early")
             objective.backward()
             sums.add(loss)
         else:
-            with restore_buffers(state.model):  # it must not leave its mark in BatchNorm's statistics
+            # Padding must not change the statistics of BatchNorm.
+            with restore_buffers(state.model):
                 loss = check_loss(
-                    loss_fn(state.model, to_device(parts.padding_microbatch(state.padding_sample), device)),
+                    loss_fn(state.model, to_device(microbatches.padding_microbatch(state.padding_sample), device)),
                     caller="microbatch_step",
                 )
-                objective = normalizer.scaled_loss(_attach_skipped_units(loss, reduction)) * 0.0
+                objective = normalizer.scaled_loss(_attach_skipped_units(loss, grad_sync)) * 0.0
                 if guard is not None:
                     guard.enter_phase("backward, last" if last else "backward, early")
                 objective.backward()
             sums.add_names(loss)
-    reduction.add_stashed_grads(state.params.values())
+    grad_sync.add_stashed_grads(state.params.values())
     return sums.metrics()
 
 
-def _attach_skipped_units(loss: LossSum, reduction: GradSync) -> LossSum:
-    total = reduction.complete_forward(loss.total)
+def _attach_skipped_units(loss: LossSum, grad_sync: GradSync) -> LossSum:
+    total = grad_sync.complete_forward(loss.total)
     return loss if total is loss.total else replace(loss, total=total)
 
 
 def _sync_after_backward(
     state: TrainState,
-    reduction: GradSync,
+    grad_sync: GradSync,
     buffers: BufferSync,
     normalizer: LossNormalizer,
     metrics: Metrics,
     guard: StepGuard | None,
     counts: StepCounts,
 ) -> BackwardSync:
-    """After backward: what it left on all ranks. An attempt that failed on any of them ends here."""
-    verdict = RankStatus.OK if guard is None else guard.status
-    whole = guard is None or guard.max_microbatches is None  # a rehearsal has not seen all that the weights are of
-    fault = whole and not verdict.failed and bool(metrics) and normalizer.weights_mismatch(state, metrics)
-    outcome = BackwardSync(statuses=[verdict])
-    if state.spec.mesh is not None or fault:
-        missing = reduction.params_without_grad(state)
+    """Exchange the outcome of backward between ranks. A guarded step that failed on any rank ends here."""
+    status = RankStatus.OK if guard is None else guard.status
+    # A probe has not run all microbatches that the weights belong to.
+    complete = guard is None or guard.max_microbatches is None
+    mismatch = complete and not status.failed and bool(metrics) and normalizer.weights_mismatch(state, metrics)
+    outcome = BackwardSync(statuses=[status])
+    if state.spec.mesh is not None or mismatch:
+        missing = grad_sync.params_without_grad(state)
         changed = buffers.changed_modules()
         outcome = sync_after_backward(
-            unit_order=reduction.reduction_order,
+            unit_order=grad_sync.reduction_order,
             params_without_grad=missing,
             changed_buffers=changed,
-            weights_mismatch=fault,
-            status=verdict,
+            weights_mismatch=mismatch,
+            status=status,
             collective_index=0 if guard is None else guard.collectives_issued,
         )
     if guard is not None:
@@ -356,7 +368,7 @@ def _sync_after_backward(
 def _finish_gradients(
     state: TrainState, buffers: BufferSync, outcome: BackwardSync, normalizer: LossNormalizer, metrics: Metrics
 ) -> None:
-    """Reduce what FSDP2 does not, divide by the global weight."""
+    """Reduce the gradients of ignored parameters, which FSDP2 does not reduce, and divide by the global weight."""
     for name in outcome.unused_params:
         state.params[name].grad = None
     if state.spec.mesh is not None:
@@ -364,18 +376,16 @@ def _finish_gradients(
         buffers.sync_(outcome.changed_buffers)
     grads = [param.grad for param in state.params.values() if param.grad is not None]
     if not grads and not state.run_context.partially_stepped:
-        raise StepError(
-            "microbatch_step: no parameter got a gradient; does the loss depend on the model, and is any parameter trainable?"
-        )
+        raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
     normalize_grads_(grads, state, normalizer, metrics)
 
 
 def _check_reduction_memory(state: TrainState, buffers: BufferSync) -> None:
-    """Have what comes after the vote fail before it: nobody could stand in for a rank that runs out of memory then."""
-    whole = [state.params[name] for name in state.spec.ignored_params if state.params[name].requires_grad]
-    if state.spec.mesh is not None and (whole or buffers.num_bytes):
-        missing = [torch.empty_like(param) for param in whole if param.grad is None]
-        largest = max(2 * sum(param.numel() * param.element_size() for param in whole), 3 * buffers.num_bytes)
+    """Allocate the memory of the final reductions once, so that a shortage raises before ranks exchange their outcome."""
+    ignored = [state.params[name] for name in state.spec.ignored_params if state.params[name].requires_grad]
+    if state.spec.mesh is not None and (ignored or buffers.num_bytes):
+        missing = [torch.empty_like(param) for param in ignored if param.grad is None]
+        largest = max(2 * sum(param.numel() * param.element_size() for param in ignored), 3 * buffers.num_bytes)
         flat = torch.empty(largest, dtype=torch.uint8, device=state.device)
         del missing, flat
 

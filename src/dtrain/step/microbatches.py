@@ -1,4 +1,4 @@
-"""A rank's batch as microbatches: how it is counted and cut, and what a rank runs that has none left."""
+"""Count a rank's batch and split it into microbatches; supply a padding microbatch for ranks without samples."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SplitFn: TypeAlias = Callable[[Batch, int], Sequence[Batch]]
 """``(batch, microbatch_size) -> microbatches`` of at most that many samples, in order."""
 
 CountFn: TypeAlias = "Callable[[Batch], int | tuple[int, int]]"
-"""Samples of a batch, or samples and tokens."""
+"""``batch -> samples``, or ``batch -> (samples, tokens)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Microbatches:
-    """The microbatches of this rank's batch, and what they count."""
+    """The microbatches of this rank's batch, with its number of samples and tokens."""
 
     batch: Batch
     batches: Sequence[Batch] = ()
@@ -41,14 +41,15 @@ class Microbatches:
         return len(self.batches)
 
     def is_on(self, device: torch.device) -> bool:
-        """Whether every tensor of the batch, and so of its parts, is on ``device``."""
+        """Return True if every tensor of the batch is on ``device``."""
         return all(leaf.device == device for leaf in list_tensors(self.batch))
 
     def padding_microbatch(self, padding_sample: Batch | None) -> Batch:
-        """A microbatch to run at weight zero: this batch's first, else ``padding_sample`` (``state.spare``), else one of zeros.
+        """Return a microbatch to run at weight zero.
 
-        It depends on the position in the data alone, not on what this process ran before: dropout draws from the global
-        generator for it too, and a resumed run must draw alike.
+        It is this batch's first microbatch; else ``padding_sample`` (``state.padding_sample``); else zeros. The choice depends
+        on the position in the data alone. Dropout draws from the global generator for padding, too, so a resumed run must make
+        the same choice.
         """
         if self.batches:
             return self.batches[0]
@@ -56,37 +57,38 @@ class Microbatches:
 
 
 def count_batch(batch: Batch, *, batch_spec: BatchSpec | None, count: CountFn | None) -> tuple[int, int]:
-    """What ``batch`` counts: as ``count`` says, else by the description, else by its tensors (0 tokens).
+    """Return the samples and tokens of ``batch``: from ``count``, else from ``batch_spec``, else from its tensors (0 tokens).
 
     Raises:
-        ConfigError: a batch that cannot be counted, or a ``count`` that gives no whole numbers.
+        ConfigError: ``batch`` cannot be counted, or ``count`` returns no whole numbers.
     """
     if count is None:
         return count_samples_and_tokens(batch, batch_spec)
     counted = count(batch)
     numbers = [_to_int(number) for number in (counted if isinstance(counted, tuple | list) else (counted, 0))]
     if len(numbers) != 2 or min(numbers) < 0:
-        raise ConfigError(f"batch: count must give samples, or (samples, tokens), as whole numbers, got {counted!r}")
+        raise ConfigError(f"batch: count must return samples, or (samples, tokens), as whole numbers, got {counted!r}.")
     return numbers[0], numbers[1]
 
 
 def _to_int(value: object) -> int:
-    """``value``, an integer of whatever library, as one of Python's; -1 for anything else."""
+    """Return ``value`` as a Python integer; -1 if it is not an integer of any library."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return -1
     try:
         return index(value)
-    except TypeError:  # a tensor of something else
+    # A tensor that holds no single integer raises in index().
+    except TypeError:
         return -1
 
 
 def split_microbatches(
     batch: Batch, microbatch_size: int | None, *, batch_spec: BatchSpec | None, split: SplitFn | None, count: CountFn | None
 ) -> Microbatches:
-    """Count ``batch`` and cut it; without a size it is one microbatch.
+    """Count ``batch`` and split it; without a size the batch is one microbatch.
 
     Raises:
-        ConfigError: a batch that cannot be counted or cut, or a ``split`` that gives no microbatch for some samples.
+        ConfigError: ``batch`` cannot be counted or split, or ``split`` returns no microbatch for a batch with samples.
     """
     if isinstance(batch, FailedBatch):
         raise batch.error
@@ -97,12 +99,12 @@ def split_microbatches(
         return Microbatches(batch=batch, batches=[batch], samples=samples, tokens=tokens)
     check_microbatch_size(microbatch_size)
     if split is None:
-        parts: Sequence[Batch] = split_into_microbatches(batch, microbatch_size, samples, batch_spec)
+        microbatches: Sequence[Batch] = split_into_microbatches(batch, microbatch_size, samples, batch_spec)
     else:
-        given = split(batch, microbatch_size)
-        if not isinstance(given, Iterable) or isinstance(given, str | Mapping | torch.Tensor):
-            raise ConfigError(f"microbatch_step: split must give a list of microbatches, got {type(given).__name__}")
-        parts = list(given)
-        if not parts:
-            raise ConfigError(f"microbatch_step: split gave no microbatch for a batch of {samples} samples")
-    return Microbatches(batch=batch, batches=parts, samples=samples, tokens=tokens)
+        result = split(batch, microbatch_size)
+        if not isinstance(result, Iterable) or isinstance(result, str | Mapping | torch.Tensor):
+            raise ConfigError(f"microbatch_step: split must return a list of microbatches, got {type(result).__name__}.")
+        microbatches = list(result)
+        if not microbatches:
+            raise ConfigError(f"microbatch_step: split must return at least one microbatch for {samples} samples, got none.")
+    return Microbatches(batch=batch, batches=microbatches, samples=samples, tokens=tokens)

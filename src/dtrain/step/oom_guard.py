@@ -1,6 +1,7 @@
-"""``Attempt``: one call of ``microbatch_step`` that may run out of memory on any rank, and leaves nothing when it did.
+"""Run one gradient step so that an out-of-memory error on any rank undoes the step on all ranks.
 
-The last word when not even the smallest microbatch fits: what was missing, where, and what to try."""
+``raise_does_not_fit`` reports a minimum size that does not fit, with suggestions.
+"""
 
 from __future__ import annotations
 
@@ -26,38 +27,41 @@ from dtrain.typing import Plain
 T = TypeVar("T")
 
 
-class StepAborted(Exception):  # between two modules of this room, never a user's
-    """A try of a step has failed for want of memory on some rank, and all ranks have left it.
+# Only the modules of this package see this error; no user catches it.
+class StepAborted(Exception):
+    """All ranks have aborted a step, because memory ran out on some rank or the step must be repeated.
 
     Args:
-        counts: what the ranks had agreed before it.
-        statuses: how it went, by rank.
+        counts: counts that ranks agreed on before the step.
+        statuses: status of every rank.
     """
 
     def __init__(self, counts: StepCounts, statuses: Sequence[RankStatus]) -> None:
-        super().__init__("a try of a step was abandoned")
+        super().__init__("a guarded step was aborted")
         self.counts, self.statuses = counts, tuple(statuses)
 
 
 @dataclass(slots=True, eq=False)
 class StepGuard:
-    """What the caller asks of one try, and what it hears of it.
+    """Options and outcome of one guarded step. Fields marked "out" are written by the step.
 
     Args:
-        owner: whose step it is, an object that only this run has.
-        traces: of the model's collectives, kept from try to try.
-        multi_rank: whether there are other ranks, who must not be left waiting.
-        max_microbatches: run no more microbatches than these, and leave no gradient: a rehearsal. None runs them all.
-        prepare: called before anything else; it may run out of memory like the rest.
-        on_oom: called where memory ran out, before anything is given back.
-        allocator_retried: called at the end of a try that fitted: whether it did so only because memory was given back in between.
-        read_live_bytes: reads how many bytes are held now; None where that is of no interest.
-        forward_bytes: out: what the first forward has left, in bytes.
+        owner: run context of the step, an object that belongs to one run.
+        traces: traces of the model's collectives, shared by the steps of a run.
+        multi_rank: if True, the model runs on several ranks, and no rank may be left waiting.
+        max_microbatches: number of microbatches of a probe, which leaves no gradient; None runs all microbatches.
+        prepare: function called first; it may run out of memory, too.
+        on_oom: function called when memory runs out, before any memory is freed.
+        allocator_retried: function called after a step that fits; True if it fits only because the allocator freed memory.
+        read_live_bytes: function that returns the bytes in use; None skips the measurement.
+        forward_bytes: out: bytes kept by the first forward.
         samples: out: this rank's samples.
-        oom_message: out: the words of the allocator that refused on this rank.
-        status: out: how the try went on this rank; ``statuses`` on all of them.
-        collectives_issued: out: the number of collectives before this rank's failure.
-        retry: out: the try says nothing about memory, and is to be made again.
+        oom_message: out: message of the allocator on this rank.
+        status: out: status of this rank.
+        statuses: out: status of every rank.
+        error: out: error of this rank that is not out of memory.
+        collectives_issued: out: number of collectives before this rank's failure.
+        retry: out: True if the step says nothing about memory and must be repeated.
     """
 
     owner: object
@@ -78,30 +82,30 @@ class StepGuard:
     collectives_issued: int = 0
     retry: bool = False
 
-    def limit_microbatches(self, wanted: int) -> int:
-        """How many to run of those that the step needs."""
-        return wanted if self.max_microbatches is None else min(wanted, self.max_microbatches)
+    def limit_microbatches(self, required: int) -> int:
+        """Return the number of microbatches to run out of ``required``."""
+        return required if self.max_microbatches is None else min(required, self.max_microbatches)
 
     def enter_phase(self, name: str) -> None:
-        """A part of the step begins; the memory that the first forward leaves is measured between two of them."""
+        """Enter a phase of the step; the memory kept by the first forward is measured between two phases."""
         if self.read_live_bytes is not None and name == "forward, first":
             self.forward_bytes = -self.read_live_bytes()
         elif self.read_live_bytes is not None and self.forward_bytes < 0:
             self.forward_bytes += self.read_live_bytes()
 
     def execute(self, body: Callable[[], T], *, plan: object, undo: Callable[[], None]) -> T | None:
-        """What ``body`` returns; None when it failed here or elsewhere: then nothing of it is left, and ``diagnose`` says why.
+        """Return the result of ``body``; undo it and return None if it fails on this rank or another rank.
 
         Args:
-            body: forwards and backwards, up to the vote.
-            plan: what the collectives of ``body`` depend on; equal on all ranks.
-            undo: gives back what a failed try holds; runs outside of it, so that its frames hold nothing any more.
+            body: forwards and backwards, up to the exchange of statuses.
+            plan: facts that decide the collectives of ``body``; equal on all ranks.
+            undo: function that frees what a failed step holds; it runs after the frames of ``body`` are gone.
 
-        Collective: those of ``body``, on every rank, also on one that failed; see ``dist/collective_replay.py``.
+        Collective: the collectives of ``body``, on every rank, also after a failure; see ``dist/collective_replay.py``.
 
         Raises:
-            DistError: a collective failed: there is nobody to wait for any more.
-            OutOfMemoryError: this rank cannot even stand in for what it has not issued; the others lose it.
+            DistError: a collective failed, so this rank waits for no other rank.
+            OutOfMemoryError: this rank has no memory to issue its remaining collectives; the other ranks lose this rank.
         """
         self.collective_guard = open_guard(self.traces, plan) if self.multi_rank else None
         value, failed = None, False
@@ -113,17 +117,15 @@ class StepGuard:
             if is_collective_error(error):
                 raise
             failed = True
-            # The loss may have made another error of the reason why this rank had to leave.
-            self.record_failure(
-                error
-                if self.collective_guard is None or self.collective_guard.exit_reason is None
-                else self.collective_guard.exit_reason
-            )
+            # The loss may have replaced the reason for which this rank had to abort by an error of its own.
+            reason = None if self.collective_guard is None else self.collective_guard.exit_reason
+            self.record_failure(error if reason is None else reason)
         if not failed:
             if self.allocator_retried is not None and self.allocator_retried():
                 self.status |= RankStatus.ALLOCATOR_RETRIED
             return value
-        gc.collect()  # an exception and its frames are a cycle, and hold what the frames hold
+        # An exception and its frames form a cycle that keeps the tensors of the frames.
+        gc.collect()
         undo()
         if self.collective_guard is not None:
             _issue_remaining(self.collective_guard)
@@ -131,7 +133,7 @@ class StepGuard:
         return None
 
     def record_failure(self, error: Exception) -> None:
-        """Take note that this rank has failed. Mutates: this attempt; frees what the frames behind ``error`` hold."""
+        """Record that this rank has failed. Mutates: this guard; frees the tensors in the frames of ``error``."""
         if isinstance(error, PeerFailed | CollectivesChanged):
             self.status |= RankStatus.COLLECTIVES_CHANGED if isinstance(error, CollectivesChanged) else RankStatus.OK
             _free_frames(error)
@@ -146,26 +148,27 @@ class StepGuard:
             self.error = error
 
     def raise_if_failed(self, outcome: BackwardSync, counts: StepCounts) -> None:
-        """After the vote: go on, or leave the step on all ranks.
+        """Return if no rank failed; otherwise abort the step on all ranks.
 
-        The ranks that failed first decide: those that failed later may have computed with the zeros of the first.
+        The ranks that failed first decide: a rank that failed later may have computed with zeros in place of their results.
 
         Args:
-            outcome: of the vote.
+            outcome: statuses of all ranks.
+            counts: counts of the step, for ``StepAborted``.
 
         Raises:
-            Abandoned: memory ran out on some rank, or the try is to be repeated; nothing worse happened.
-            PeerError: something else happened to another rank. This rank's own error, if it is this one.
+            StepAborted: memory ran out on some rank, or the step must be repeated, and no rank had another error.
+            PeerError: another rank had another error. The rank with the error raises its own error.
         """
         self.statuses = outcome.statuses
-        failed = [rank for rank, verdict in enumerate(self.statuses) if verdict.failed]
+        failed = [rank for rank, status in enumerate(self.statuses) if status.failed]
         if self.collective_guard is not None:
-            deviated = any(RankStatus.COLLECTIVES_CHANGED in verdict for verdict in self.statuses)
-            self.collective_guard.update_traces(failed=bool(failed), collectives_changed=deviated)
+            changed = any(RankStatus.COLLECTIVES_CHANGED in status for status in self.statuses)
+            self.collective_guard.update_traces(failed=bool(failed), collectives_changed=changed)
         if not failed:
             return
-        places = outcome.collective_indices or [0] * len(self.statuses)
-        first = [rank for rank in failed if places[rank] == min(places[rank] for rank in failed)]
+        indices = outcome.collective_indices or [0] * len(self.statuses)
+        first = [rank for rank in failed if indices[rank] == min(indices[rank] for rank in failed)]
         broken = [rank for rank in first if RankStatus.ERROR in self.statuses[rank]]
         error, self.error = self.error, None
         if error is not None and get_dist_info().rank in broken:
@@ -174,7 +177,7 @@ class StepGuard:
             _free_frames(error)
         if broken:
             raise PeerError(
-                f"step: rank {broken[0]} failed ({len(broken)} of {len(self.statuses)} ranks did); see its own error"
+                f"step: rank {broken[0]} failed ({len(broken)} of {len(self.statuses)} ranks did). See its own error."
             )
         self.retry = not any(RankStatus.OUT_OF_MEMORY in self.statuses[rank] for rank in first)
         raise StepAborted(counts, self.statuses)
@@ -194,13 +197,13 @@ def _issue_remaining(guard: CollectiveGuard) -> None:
         if is_collective_error(error) or not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
-            f"step: rank {get_dist_info().rank} has no memory left, not even to take part in the collectives that the others wait in "
-            f"({error}), so it leaves them; look for what has taken the memory, and start again from the last checkpoint"
+            f"step: rank {get_dist_info().rank} is out of memory and cannot issue the collectives that the other ranks wait in "
+            f"({error}), so it leaves them. Find what uses the memory, and start again from the last checkpoint."
         ) from error
 
 
 def _free_frames(error: BaseException) -> None:
-    """Free what the frames of a failed try hold, whoever keeps the error. Mutates: ``error`` and those it came from."""
+    """Free the tensors in the frames of ``error``, even if the error is kept. Mutates: ``error`` and its causes."""
     chain: BaseException | None = error
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
@@ -217,21 +220,21 @@ _CURRENT = _CurrentGuard()
 
 @contextmanager
 def use_guard(guard: StepGuard) -> Iterator[None]:
-    """Let the next ``microbatch_step`` of its run be this attempt. Mutates: this process's record, while the block runs."""
-    before, _CURRENT.guard = _CURRENT.guard, guard
+    """Guard the next ``microbatch_step`` of the guard's run. Mutates: this process's current guard, while the block runs."""
+    previous, _CURRENT.guard = _CURRENT.guard, guard
     try:
         yield
     finally:
-        _CURRENT.guard = before
+        _CURRENT.guard = previous
 
 
 def current_guard(owner: object) -> StepGuard | None:
-    """The attempt that a step of ``owner`` is, if it is one."""
-    attempt = _CURRENT.guard
-    return attempt if attempt is not None and attempt.owner is owner else None
+    """Return the current guard if it belongs to ``owner``."""
+    guard = _CURRENT.guard
+    return guard if guard is not None and guard.owner is owner else None
 
 
-# In the order of what they cost.
+# In the order of their cost: (remedy, strategies that it replaces; none means that it always applies).
 _REMEDIES = (
     ("strategy='shard_grad_op'", ("none", "replicate")),
     ("strategy='full_shard'", ("none", "replicate", "shard_grad_op", "hybrid_shard")),
@@ -242,39 +245,39 @@ _REMEDIES = (
 
 
 def raise_does_not_fit(prefix: str, *, device: torch.device, strategy: str, oom_message: str, subject: str) -> NoReturn:
-    """Raise on every rank alike; each must come here.
+    """Raise ``OutOfMemoryError`` with suggestions because ``subject`` does not fit. Every rank must call the function.
 
     Args:
-        prefix: begins the message.
-        device: whose memory it is.
-        strategy: what may still be tried depends on it.
-        oom_message: what this rank's allocator said when it refused; empty on a rank that did not run out.
-        subject: that does not fit, for the message.
+        prefix: start of the message.
+        device: device whose memory ran out.
+        strategy: current strategy, which limits the suggestions.
+        oom_message: message of this rank's allocator; empty on a rank that did not run out of memory.
+        subject: name of what does not fit, for the message.
 
     Collective: one exchange of JSON.
 
     Raises:
         OutOfMemoryError: always.
     """
-    gauge = get_device_memory(device)
-    reading = gauge.read() if gauge is not None else None
-    mine: dict[str, Plain] = {"asked": " ".join(oom_message.split())[:300]}
-    if reading is not None:
-        mine |= {"capacity": reading.capacity, "live": reading.live, "free": reading.free, "others": reading.used_by_others}
-    reports = cast("list[dict[str, Plain]]", all_gather_json(mine, caller=prefix.partition(":")[0]))
-    rank = next((rank for rank, report in enumerate(reports) if report["asked"]), get_dist_info().rank)
+    device_memory = get_device_memory(device)
+    stats = device_memory.read() if device_memory is not None else None
+    own: dict[str, Plain] = {"oom_message": " ".join(oom_message.split())[:300]}
+    if stats is not None:
+        own |= {"capacity": stats.capacity, "live": stats.live, "free": stats.free, "used_by_others": stats.used_by_others}
+    reports = cast("list[dict[str, Plain]]", all_gather_json(own, caller=prefix.partition(":")[0]))
+    rank = next((rank for rank, report in enumerate(reports) if report["oom_message"]), get_dist_info().rank)
     report = reports[rank]
-    known = (
-        f" (of {_format_mib(report['capacity'])}, {_format_mib(report['live'])} held and {_format_mib(report['free'])} free without it, "
-        f"{_format_mib(report['others'])} held by others)"
+    memory = (
+        f" (of {_format_mib(report['capacity'])}, {_format_mib(report['live'])} in use and {_format_mib(report['free'])} free "
+        f"without it, {_format_mib(report['used_by_others'])} used by others)"
         if "capacity" in report
         else ""
     )
-    said = str(report["asked"]).rstrip(".")
-    remedies = [text for text, instead_of in _REMEDIES if not instead_of or strategy in instead_of]
+    message = str(report["oom_message"]).rstrip(".")
+    remedies = [text for text, replaced in _REMEDIES if not replaced or strategy in replaced]
     raise OutOfMemoryError(
-        f"{prefix} {subject} does not fit on rank {rank}: {said or 'out of memory'}{known}; "
-        f"try, in this order: {', '.join(remedies)}"
+        f"{prefix} {subject} does not fit on rank {rank}: {message or 'out of memory'}{memory}. "
+        f"Try, in this order: {', '.join(remedies)}."
     )
 
 

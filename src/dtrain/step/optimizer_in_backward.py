@@ -1,8 +1,7 @@
-"""``optimizer_in_backward``: the optimizer runs on each unit as soon as its gradient is there, so few gradients are there at once.
+"""Run the optimizer on each unit's gradient during backward, so that few gradients are in memory at once.
 
-The two halves of a step are one here: backward applies what it computes. So the transforms that wrap the update are around
-it, and see no gradient before or after. That is right for a learning rate or an average of parameters; what needs the whole
-gradient is refused.
+Backward and update are one call here. Transforms that wrap the update wrap the whole step, and see no gradient before or after.
+This is correct for a learning rate or an average of parameters. Transforms that need the whole gradient are refused.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from dtrain.transform import Transform
 from dtrain.typing import Batch, LossFn, Metrics, WeightFn
 
 _STATE_LOST = (
-    "optimizer_in_backward: the optimizer had already run on a part of the parameters, so this step can be neither finished nor "
-    "tried again; build the state anew and load the last checkpoint"
+    "optimizer_in_backward: the optimizer had already run on some of the parameters, so this step can be neither finished nor "
+    "repeated. Build a new state and load the last checkpoint."
 )
 
 
@@ -42,60 +41,67 @@ def optimizer_in_backward(
     split: SplitFn | None = None,
     count: CountFn | None = None,
 ) -> Step:
-    """A step like ``compose_step``'s, with the same result, that holds the gradients of one unit instead of all.
+    """Compose a step like ``compose_step``, with the same result, that keeps the gradients of one unit instead of all.
 
     In the backward of the last microbatch, a unit's gradient is applied and dropped as soon as it is reduced; in a plain model
-    that goes parameter by parameter. It saves this rank's gradients, and what the optimizer makes of all of them at once: its
-    ``foreach`` form takes their size once more. Under ``"replicate"`` and ``"shard_grad_op"`` a step takes no less than the
-    gathered parameters, which make room for gradients as they go. With several microbatches, gradients that wait for the
-    last one take their memory as ever (``accumulate="local"``: whole ones; ``"sharded"``: shards).
+    this happens per parameter. The step saves the memory of this rank's gradients, and of the optimizer's temporary tensors,
+    whose ``foreach`` form needs the size of the gradients once more. Under ``"replicate"`` and ``"shard_grad_op"`` the peak is
+    at least the gathered parameters, which are freed as gradients arrive. With several microbatches, gradients that wait for
+    the last microbatch use memory as usual (``accumulate="local"``: full gradients; ``"sharded"``: shards).
+
+    The optimizer must update every parameter independently, as torch's optimizers do (except LBFGS). Its ``step`` and the hooks
+    of ``step`` run once per unit. These parameters are updated after backward: parameters that this rank's samples did not
+    reach, ignored parameters, and units with a forward but no backward.
+
+    An error before backward leaves the state unchanged. A later error (in the model's backward, on another rank, or a loss with
+    another weight than declared) leaves some parameters updated. The error has a note that says so, and the state is spent.
 
     Args:
         loss_fn: ``(model, microbatch) -> LossSum``.
-        transforms: those that do without the gradient: ``scale_lr``, ``ema``, ``on_batch``, what wraps the loss, and any other
-            that says ``sees_gradient=False``. The update that they wrap is the whole step, so they get no metrics before it.
-        weight_fn: this rank's weight of a whole batch, known before its first backward: after it the gradient could not be
-            divided any more. As in ``microbatch_step``, which also explains the other arguments.
+        transforms: transforms that do not read the gradient: ``scale_lr``, ``ema``, ``on_batch``, transforms that wrap the
+            loss, and any transform with ``uses_grad=False``. They wrap the whole step as its update, without earlier metrics.
+        weight_fn: this rank's weight of a whole batch, required before the first backward because the gradient cannot be
+            divided afterwards.
+        microbatch_size, batch_spec, split, count: as in ``microbatch_step``.
 
-    The optimizer must treat every parameter on its own, as torch's do (not LBFGS); its ``step``, and what is hooked to that,
-    runs once per unit. Only when backward is over come parameters that this rank's samples did not reach, those left out of
-    sharding, and units of which a forward was not followed by a backward.
-
-    An error before backward leaves the state as it was. One that comes later (in a model's backward, in a peer, losses with
-    another weight than was promised) leaves parameters of which some have changed: it says so in a note, and spends the state.
+    Example:
+        step = dt.optimizer_in_backward(loss_fn, weight_fn=lambda batch: len(batch["labels"]), microbatch_size=8)
+        state = step.init(model, optimizer)
+        for batch in loader:
+            state, metrics = step(state, batch)
 
     Raises:
-        ConfigError: no ``weight_fn``, a transform that needs the gradient, or what ``compose_step`` refuses; in a step, a model
-            with tensor or context parallelism, or LBFGS.
-        StepError: in a step, a unit whose gradient came in parts that could not be told apart.
+        ConfigError: no ``weight_fn``, a transform that needs the gradient, or arguments that ``compose_step`` refuses; in a
+            step, a model with tensor or context parallelism, or LBFGS.
+        StepError: in a step, a unit whose gradient arrived in several parts.
     """
     check_step_parts("optimizer_in_backward", loss_fn, transforms, microbatch_step, apply_gradients)
     _check_transforms(transforms, weight_fn)
     grad = partial(microbatch_step, weight_fn=weight_fn, batch_spec=batch_spec, split=split, count=count)
     compute = wrap_grad(loss_fn, transforms, partial(grad, microbatch_size=microbatch_size))
 
-    def whole(state: TrainState, batch: Batch, held: DelayedInterrupt) -> tuple[TrainState, Metrics]:
-        held.begin()
+    def body(state: TrainState, batch: Batch, interrupt: DelayedInterrupt) -> tuple[TrainState, Metrics]:
+        interrupt.begin()
 
-        def update(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             return _compute_and_apply(state, metrics, lambda: compute(state, batch))
 
-        return wrap_update(transforms, update)(state, {})
+        return wrap_update(transforms, update_fn)(state, {})
 
-    return make_step(transforms, whole)
+    return make_step(transforms, body)
 
 
 def _check_transforms(transforms: Sequence[Transform], weight_fn: WeightFn) -> None:
     if not callable(weight_fn):
         raise ConfigError(
-            f"optimizer_in_backward: weight_fn must be a function (batch) -> weight, got {weight_fn!r}; the gradient is applied "
-            "before the weight of the losses is known"
+            f"optimizer_in_backward: weight_fn must be a function (batch) -> weight, got {weight_fn!r}. The gradient is "
+            "applied before the weight of the losses is known."
         )
     for transform in transforms:
         if transform.grad_step or (transform.uses_grad and (transform.grad or transform.update)):
             raise ConfigError(
-                f"optimizer_in_backward: the transform {transform.name!r} may need the gradient, which is never whole here; use "
-                "dt.compose_step, or leave it out (one that does without .grad says so: Transform(sees_gradient=False))"
+                f"optimizer_in_backward: the transform {transform.name!r} may need the gradient, which is never complete here. "
+                "Use dt.compose_step, or leave it out. A transform that does not read .grad sets Transform(uses_grad=False)."
             )
 
 
@@ -103,18 +109,20 @@ def _compute_and_apply(
     state: TrainState, metrics: Metrics, compute: Callable[[], tuple[TrainState, Metrics]]
 ) -> tuple[TrainState, Metrics]:
     if state.spec.ranks_per_batch > 1:
-        raise ConfigError("optimizer_in_backward: not with tensor or context parallelism; use dt.compose_step")
+        raise ConfigError("optimizer_in_backward: tensor and context parallelism are not supported. Use dt.compose_step.")
     if isinstance(state.optimizer, torch.optim.LBFGS):
-        raise ConfigError("optimizer_in_backward: LBFGS looks at all parameters together; use another optimizer")
+        raise ConfigError("optimizer_in_backward: LBFGS needs all parameters together. Use another optimizer.")
     done: set[int] = set()
     with _invalidate_state_on_error(state):
         with grad_sync_of(state.model).on_grad_ready(list(state.params.values()), partial(_apply, state, done)):
-            state, found = compute()
-        left = [param for param in state.params.values() if param.grad is not None]
-        grad_sync_of(state.model).reshard()  # as apply_gradients does
-        for kind in (True, False):  # an optimizer's foreach form takes no mix
-            _apply(state, done, [param for param in left if is_dtensor(param) == kind])
-    return state._next(), {**metrics, **found}
+            state, step_metrics = compute()
+        remaining = [param for param in state.params.values() if param.grad is not None]
+        # A forward outside of the step left parameters unsharded, as in apply_gradients.
+        grad_sync_of(state.model).reshard()
+        # The foreach form of an optimizer accepts no mix of DTensors and plain tensors.
+        for kind in (True, False):
+            _apply(state, done, [param for param in remaining if is_dtensor(param) == kind])
+    return state._next(), {**metrics, **step_metrics}
 
 
 def _apply(state: TrainState, done: set[int], params: Sequence[Tensor]) -> None:
@@ -124,45 +132,46 @@ def _apply(state: TrainState, done: set[int], params: Sequence[Tensor]) -> None:
     """
     if not done.isdisjoint(map(id, params)):
         raise StepError(
-            "optimizer_in_backward: a parameter got a further gradient after the optimizer had run on it: it is used outside of the "
-            "unit that holds it; use dt.compose_step"
+            "optimizer_in_backward: a parameter got a second gradient after the optimizer had run on it, because it is used "
+            "outside of its unit. Use dt.compose_step."
         )
     if not params:
         return
     done.update(map(id, params))
     state.run_context.partially_stepped = True
     grads = [to_local(param.grad) for param in params if param.grad is not None]
-    with _restrict_optimizer_to(state.optimizer, {id(param) for param in params}) as some:
-        if some:
+    with _restrict_optimizer_to(state.optimizer, {id(param) for param in params}) as nonempty:
+        if nonempty:
             state.optimizer.step()
     for param, grad in zip(params, grads, strict=True):
-        if grad.is_cuda:  # FSDP2 may have made it in another stream, which would use its memory again too early
+        # FSDP2 may have allocated the gradient in another stream, which would reuse the memory too early.
+        if grad.is_cuda:
             grad.record_stream(torch.cuda.current_stream(grad.device))
         param.grad = None
 
 
 @contextmanager
 def _restrict_optimizer_to(optimizer: torch.optim.Optimizer, chosen: set[int]) -> Iterator[bool]:
-    """A context in which ``optimizer`` has the ``chosen`` parameters only; whether these are any.
+    """Restrict ``optimizer`` to the ``chosen`` parameters inside a context; yield True if the optimizer has any of them.
 
-    Mutates: ``optimizer.param_groups`` and the ``params`` of each, while it lasts.
+    Mutates: ``optimizer.param_groups`` and the ``params`` of each group, inside the context.
     """
     groups = optimizer.param_groups
-    whole = [group["params"] for group in groups]
+    all_params = [group["params"] for group in groups]
     try:
-        for group, params in zip(groups, whole, strict=True):
+        for group, params in zip(groups, all_params, strict=True):
             group["params"] = [param for param in params if id(param) in chosen]
         optimizer.param_groups = [group for group in groups if group["params"]]
         yield bool(optimizer.param_groups)
     finally:
         optimizer.param_groups = groups
-        for group, params in zip(groups, whole, strict=True):
+        for group, params in zip(groups, all_params, strict=True):
             group["params"] = params
 
 
 @contextmanager
 def _invalidate_state_on_error(state: TrainState) -> Iterator[None]:
-    """A context of one step: when an error ends it after the optimizer has run, nobody shall go on with ``state``."""
+    """Spend ``state`` if an error ends the context after the optimizer has run on some parameters."""
     state.run_context.partially_stepped = False
     try:
         yield

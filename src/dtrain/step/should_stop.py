@@ -1,4 +1,4 @@
-"""``should_stop``: whether this run is to save and stop now."""
+"""Ask if the run was told to save and stop, with the same answer on every rank."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from dtrain.state import TrainState
 
 
 def should_stop(state: TrainState) -> bool:
-    """Whether a rank was asked to stop before the step that led to ``state``: the same answer on every rank.
+    """Return True if a rank was told to stop before the step that led to ``state``; the result is equal on every rank.
 
-    SIGTERM asks, and the signal that ``dtrain launch --stop-signal`` names. Ask in every iteration; where it is true, save and
-    leave ``init_dist``'s block. When a save was committed since, the block exits with code 75 on every rank::
-
-        stop = dt.should_stop(state)
-        if stop or state.crossed("1ep"):
-            dt.save_sharded("ckpt", state, extra={"loader": loader})
-        if stop:
-            break
+    A run is told to stop by SIGTERM, or by the signal of ``dtrain launch --stop-signal``. Call the function in every iteration.
+    If it returns True, save and leave ``init_dist``'s block. If a save was committed since, the block exits with code 75 on
+    every rank.
 
     Args:
         state: the newest state of the run.
 
     Collective: none; the ranks agree in the record that they exchange before each step.
+
+    Example:
+        stop = dt.should_stop(state)
+        if stop or state.crossed("1ep"):
+            dt.save_sharded("ckpt", state, extra={"loader": loader})
+        if stop:
+            break
 
     Raises:
         StaleStateError: ``state`` was stepped already.

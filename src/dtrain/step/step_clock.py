@@ -1,4 +1,4 @@
-"""Find the batch's place in its loader's data when a step starts, and move the clock there when it ends."""
+"""Find the batch's position in its loader's data when a step starts, and advance the clock when the step ends."""
 
 from __future__ import annotations
 
@@ -12,120 +12,122 @@ from dtrain.errors import StepError
 from dtrain.state import TrainState
 from dtrain.typing import Batch
 
-_NO_ORIGIN = (
-    "the last batch is not one that a loader of dt.build_loader handed out, or it was made of new tensors (slices, copies)"
-)
+_NO_ORIGIN = "the last batch does not come from a loader of dt.build_loader, or it was made of new tensors (slices, copies)"
 _SEVERAL_LOADERS = "the last batch has tensors of {} loaders"
-_ALTERNATING_LOADERS = "batches of several loaders came in turns"
+_ALTERNATING_LOADERS = "batches of several loaders alternate"
 _UNKNOWN_ON_SOME_RANKS = "on some ranks the last batch was made of new tensors (slices, copies)"
-_NO_BATCH_YET = "the loader that step.init was given has handed out no batch yet"
+_NO_BATCH_YET = "the loader that step.init received has returned no batch yet"
 
 
 def begin_step(state: TrainState, batch: Batch) -> TrainState:
-    """``state`` at the start of a step over ``batch``: with the origin of the batch, and the clock at its place.
+    """Return ``state`` at the start of a step over ``batch``, with the origin of the batch and the clock at its position.
 
-    Methods that the step calls see this clock: its epoch is the one that the batch belongs to, also in the second step on the
-    last batch of an epoch. Collective: none. Mutates: the agreements of the batch.
+    Transforms see this clock. Its epoch is the epoch of the batch, also in a second step on the last batch of an epoch.
+    Collective: none. Mutates: the statuses of the batch.
     """
-    found = get_batch_infos(batch)
-    origin, reason = _find_origin(state, found)
-    agreements = _mark_begun(found if origin is None else [*found, origin])
+    infos = get_batch_infos(batch)
+    origin, reason = _find_origin(state, infos)
+    statuses = _mark_begun(infos if origin is None else [*infos, origin])
     if origin is None:
         clock = state.clock if isinstance(batch, FailedBatch) else state.clock.without_epochs(reason)
-        return state._replace(
-            step_batch=StepBatch(info=None, repeated=False, clock_before=state.clock, statuses=agreements), clock=clock
-        )
-    followed = state.loader_history
-    again = origin.status is followed.last_batch
-    if not followed.loaders or origin.loader is not followed.loaders[-1]:
-        if origin.loader in followed.loaders and state.run_context.loader is None:
+        step_batch = StepBatch(info=None, repeated=False, clock_before=state.clock, statuses=statuses)
+        return state._replace(step_batch=step_batch, clock=clock)
+    history = state.loader_history
+    repeated = origin.status is history.last_batch
+    if not history.loaders or origin.loader is not history.loaders[-1]:
+        if origin.loader in history.loaders and state.run_context.loader is None:
             clock = state.clock.without_epochs(_ALTERNATING_LOADERS)
-            begun = StepBatch(info=origin, repeated=False, clock_before=state.clock, statuses=agreements)
-            return state._replace(step_batch=begun, clock=clock)
-        followed = _follow_loader(followed, origin, state.clock)
-    if not again:
-        followed = LoaderHistory(loaders=followed.loaders, epoch_offset=followed.epoch_offset, last_batch=origin.status)
-    clock = state.clock.begin_batch(_position_before(origin, state.clock, followed.epoch_offset, again=again), repeated=again)
-    begun = StepBatch(info=origin, repeated=again, clock_before=state.clock, statuses=agreements)
-    return state._replace(step_batch=begun, loader_history=followed, clock=clock)
+            step_batch = StepBatch(info=origin, repeated=False, clock_before=state.clock, statuses=statuses)
+            return state._replace(step_batch=step_batch, clock=clock)
+        history = _follow_loader(history, origin, state.clock)
+    if not repeated:
+        history = LoaderHistory(loaders=history.loaders, epoch_offset=history.epoch_offset, last_batch=origin.status)
+    position = _position_before(origin, state.clock, history.epoch_offset, repeated=repeated)
+    step_batch = StepBatch(info=origin, repeated=repeated, clock_before=state.clock, statuses=statuses)
+    return state._replace(
+        step_batch=step_batch, loader_history=history, clock=state.clock.begin_batch(position, repeated=repeated)
+    )
 
 
 def with_agreed_position(state: TrainState) -> TrainState:
-    """``state`` in a step once the ranks have agreed. If some rank does not know its place, no rank goes by its own."""
-    tally, begun = state.step_counts, state.step_batch
-    if tally is None or begun is None or begun.info is None or tally.position is not None:
+    """Return ``state`` after the ranks agreed. If some rank does not know its position, no rank counts epochs."""
+    counts, step_batch = state.step_counts, state.step_batch
+    if counts is None or step_batch is None or step_batch.info is None or counts.position is not None:
         return state
-    return state._replace(clock=begun.clock_before.without_epochs(_UNKNOWN_ON_SOME_RANKS))
+    return state._replace(clock=step_batch.clock_before.without_epochs(_UNKNOWN_ON_SOME_RANKS))
 
 
 def _mark_begun(origins: list[BatchInfo]) -> tuple[BatchStatus, ...]:
-    """The agreements of ``origins``, for the end of the step. Mutates: them; a step on their batches has begun."""
-    agreements = tuple(dict.fromkeys(origin.status for origin in origins))
-    for agreement in agreements:
-        agreement.started = True
-    return agreements
+    """Return the statuses of ``origins``, for the end of the step. Mutates: the statuses, which are marked as started."""
+    statuses = tuple(dict.fromkeys(origin.status for origin in origins))
+    for status in statuses:
+        status.started = True
+    return statuses
 
 
-def _find_origin(state: TrainState, found: list[BatchInfo]) -> tuple[BatchInfo | None, str]:
-    """The one of ``found`` whose epochs count, or the reason why there is none."""
+def _find_origin(state: TrainState, infos: list[BatchInfo]) -> tuple[BatchInfo | None, str]:
+    """Return the element of ``infos`` whose epochs count, or the reason why there is none."""
     loader = state.run_context.loader
     if loader is not None:
-        found = [origin for origin in found if origin.loader is loader.identity]
-        if not found:
+        infos = [info for info in infos if info.loader is loader.identity]
+        if not infos:
             last = loader.last_batch_info
             return (None, _NO_BATCH_YET) if last is None else (_without_padding_sample(last), "")
-    if len(found) == 1:
-        return found[0], ""
-    loaders = len({id(origin.loader) for origin in found})
-    if loaders == 1:  # batches of one loader, made one
-        return _without_padding_sample(max(found, key=lambda origin: (origin.end.epoch, origin.end.batch or 0))), ""
-    return None, _SEVERAL_LOADERS.format(loaders) if found else _NO_ORIGIN
+    if len(infos) == 1:
+        return infos[0], ""
+    loaders = len({id(info.loader) for info in infos})
+    # Several batches of one loader were joined; the last one decides.
+    if loaders == 1:
+        return _without_padding_sample(max(infos, key=lambda info: (info.end.epoch, info.end.batch or 0))), ""
+    return None, _SEVERAL_LOADERS.format(loaders) if infos else _NO_ORIGIN
 
 
 def _without_padding_sample(origin: BatchInfo) -> BatchInfo:
-    """``origin`` of a batch that was made of the loader's: the spare sample may not look like it."""
+    """Return ``origin`` without its padding sample, which may differ in shape from a batch made of the loader's tensors."""
     return origin if origin.padding_sample is None else replace(origin, padding_sample=None)
 
 
-def _follow_loader(followed: LoaderHistory, origin: BatchInfo, clock: Clock) -> LoaderHistory:
-    """A loader's first batch in this state. Epochs go on from the clock; a resumed loader is where the clock is already."""
-    base = clock.epoch - origin.begin.epoch
-    return LoaderHistory(loaders=(*followed.loaders, origin.loader), epoch_offset=base if followed.loaders else max(0, base))
+def _follow_loader(history: LoaderHistory, origin: BatchInfo, clock: Clock) -> LoaderHistory:
+    """Return the history with a new loader. Its epochs continue those of the clock, except if the loader was resumed."""
+    offset = clock.epoch - origin.begin.epoch
+    offset = offset if history.loaders else max(0, offset)
+    return LoaderHistory(loaders=(*history.loaders, origin.loader), epoch_offset=offset)
 
 
-def _position_before(origin: BatchInfo, clock: Clock, base: int, *, again: bool) -> EpochPosition:
-    """The place before the batch. Ranks that end epochs separately take the place that they agreed on last."""
+def _position_before(origin: BatchInfo, clock: Clock, epoch_offset: int, *, repeated: bool) -> EpochPosition:
+    """Return the position before the batch. Ranks that end epochs separately use the last position that they agreed on."""
     if origin.independent_epochs:
-        return clock.previous.position if again and clock.previous is not None else clock.position
-    return EpochPosition(origin.begin.epoch + base, origin.begin.batch)
+        return clock.previous.position if repeated and clock.previous is not None else clock.position
+    return EpochPosition(origin.begin.epoch + epoch_offset, origin.begin.batch)
 
 
 def next_clock(state: TrainState) -> Clock:
-    """The clock after the step in progress: what a transform goes by that has something to do at the end of an interval.
+    """Return the clock after the step in progress, for a transform that acts at the end of an interval.
 
     Raises:
         StepError: no step is in progress.
     """
-    tally, begun = state.step_counts, state.step_batch
-    if tally is None:
-        raise StepError("tick: no step is in progress; the state must come from microbatch_step, which counts the batch")
-    place = tally.position
-    if place is not None:
-        place = EpochPosition(place.epoch + state.loader_history.epoch_offset, place.batch)
-    if begun is not None and state.clock.no_epochs_reason is not None:
-        place = None
-    return state.clock.tick(samples=tally.samples, tokens=tally.tokens, seconds=tally.seconds, position=place)
+    counts, step_batch = state.step_counts, state.step_batch
+    if counts is None:
+        raise StepError("tick: no step is in progress. Pass a state of microbatch_step, which counts the batch.")
+    position = counts.position
+    if position is not None:
+        position = EpochPosition(position.epoch + state.loader_history.epoch_offset, position.batch)
+    if step_batch is not None and state.clock.no_epochs_reason is not None:
+        position = None
+    return state.clock.tick(samples=counts.samples, tokens=counts.tokens, seconds=counts.seconds, position=position)
 
 
 def ends_interval(state: TrainState, interval: Duration) -> bool:
-    """Return True if the step in progress ends an ``interval``: what ``state.crossed`` will say after it.
+    """Return True if the step in progress ends an ``interval``; ``state.crossed`` returns the same after the step.
 
     If a batch takes several steps, an epoch ends once: in the first step on its last batch.
 
     Raises:
-        StepError: no step is in progress, and the interval is not one of steps.
+        StepError: no step is in progress, and the unit of the interval is not steps.
     """
-    if interval.unit == "ba":  # most are, and the clock of the next step takes longer to make
+    # Most intervals count steps, and this comparison is faster than the clock of the next step.
+    if interval.unit == "ba":
         return state.clock.step // int(interval.value) < (state.clock.step + 1) // int(interval.value)
     if state.step_batch is not None and state.step_batch.repeated and state.clock.uses_epochs(interval):
         return False
