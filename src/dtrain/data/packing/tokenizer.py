@@ -154,8 +154,8 @@ def _eos_token_id(tokenizer: Any, name: str, eos_token: str | None) -> int | Non
 class TokenWindows:
     """Windows of ``window_size`` tokens, cut from concatenated documents. An incomplete last window is left out.
 
-    Iterate once: the samples are ``{"tokens": [size]}``, numpy arrays of ``tokenizer.dtype``. ``documents`` and ``tokens`` count
-    the documents and tokens read so far; ``leftover_tokens`` counts the tokens outside of windows.
+    Iterate once: the samples are ``{"tokens": [size]}``, numpy arrays of ``tokenizer.dtype``. ``documents`` and ``tokens``
+    count the documents and tokens read so far; ``leftover_tokens`` counts the tokens outside of windows.
     """
 
     def __init__(self, documents: Iterable[RawDocument], tokenizer: Tokenizer, window_size: int) -> None:

@@ -3,12 +3,12 @@
 Two sources with weights ``p : q - p``: the first source has ``floor(n p / q + 1/2)`` of the first ``n`` positions. More than
 two: a binary tree of such splits, least weights first (Huffman's tree). Each split counts only the positions that reach it.
 
-Error bound of the count of a source of weight ``w`` against ``n w``: a split adds at most 1/2, and scales the error of
-its parent by its share. Along the path from the source (weight ``v0``) to the root (``v1``, ``v2``, ...) the sum is ``1/2 sum(v0 / vj)``
-without the root. In Huffman's tree ``v(j+2) >= v(j+1) + v(j)``, because the node merged with ``v(j+1)`` was no less than
-``v(j)``. So the terms fall like 1, 1, 1/2, 1/3, 1/5, ..., and the sum is below 3.36. In the first ``n`` positions a source
-deviates from its share by at most 1/2 with two sources, less than 1 with three, and less than 1.68 with any number. In any
-other range the deviation is less than twice that.
+Error bound of the count of a source of weight ``w`` against ``n w``: a split adds at most 1/2, and scales the error of its
+parent by its share. Along the path from the source (weight ``v0``) to the root (``v1``, ``v2``, ...) the sum is
+``1/2 sum(v0 / vj)`` without the root. In Huffman's tree ``v(j+2) >= v(j+1) + v(j)``, because the node merged with ``v(j+1)``
+was no less than ``v(j)``. So the terms fall like 1, 1, 1/2, 1/3, 1/5, ..., and the sum is below 3.36. In the first ``n``
+positions a source deviates from its share by at most 1/2 with two sources, less than 1 with three, and less than 1.68 with
+any number. In any other range the deviation is less than twice that.
 """
 
 from __future__ import annotations

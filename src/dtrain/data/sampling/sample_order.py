@@ -21,8 +21,8 @@ class SampleOrder(Protocol):
     """Order of the samples of an epoch: pure functions of epoch and position.
 
     A position counts samples over all ranks. If ``streams`` is above 1, stream ``s`` has the positions ``p`` with
-    ``p % streams == s``, and rank ``r`` of ``R`` reads the positions with ``p % R == r``. So if the number of streams is a multiple of the
-    number of ranks, a rank reads the shards of its own streams only.
+    ``p % streams == s``, and rank ``r`` of ``R`` reads the positions with ``p % R == r``. So if the number of streams is a
+    multiple of the number of ranks, a rank reads the shards of its own streams only.
     """
 
     @property

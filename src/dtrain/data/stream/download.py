@@ -1,4 +1,4 @@
-"""The raw bytes of a shard's file: fetched, unpacked on the way, and held against every digest that the index gives."""
+"""Download and decompress the file of a shard, and verify its size and digests against the index."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from dtrain.data.stream.shard_index import new_hash
 from dtrain.errors import DataError
 from dtrain.storage import AnyPath, Buffer, FileReader
 
-_CHUNK_BYTES = 32 * 2**20  # held at a time; to a server four requests
+# Number of bytes in memory at a time, which are four requests to a server.
+_CHUNK_BYTES = 32 * 2**20
 
 
 class DownloadStoppedError(Exception):
-    """The download was told to stop."""
+    """The download was stopped by ``stopped``."""
 
 
 def download(
@@ -27,19 +28,19 @@ def download(
     stopped: Callable[[], bool] = lambda: False,
     limit: int | None = None,
 ) -> None:
-    """Hand the raw bytes of a file to ``write``, from the first to the last.
+    """Pass the raw bytes of a file to ``write``, in order.
 
     Args:
-        place: where the file is.
-        file: what the index says of it.
-        write: takes each piece before the next one is fetched.
-        clear: forgets what was written. What came wrong is fetched once more, since it may be the network's fault.
-        stopped: asked between pieces.
-        limit: bytes after decompression, where the index does not say them.
+        place: path of the file.
+        file: entry of the index.
+        write: function that consumes a chunk before the next chunk is fetched.
+        clear: function that discards the bytes written so far. A damaged file is fetched once more, in case the network failed.
+        stopped: function that is called between chunks; True stops the download.
+        limit: maximum of bytes after decompression, if the index does not have that number.
 
     Raises:
-        DataError: the file is missing, or cannot be read; it has another size or digest than the index says, twice.
-        DownloadStoppedError: ``stopped()``.
+        DataError: the file is missing or unreadable, or has twice a size or digest that differs from the index.
+        DownloadStoppedError: ``stopped`` returned True.
     """
     try:
         _write_raw(write, place, file, stopped, limit)
@@ -49,7 +50,7 @@ def download(
 
 
 class ShardIntegrityError(DataError):
-    """What came is not what the index says."""
+    """Downloaded bytes that differ from the index."""
 
 
 def _write_raw(
@@ -57,8 +58,8 @@ def _write_raw(
 ) -> None:
     stored = ByteVerifier(place, "", file.size, file.digests).verify(_read_chunks(place, file, stopped))
     if file.compression is None:
-        for piece in stored:
-            write(piece)
+        for chunk in stored:
+            write(chunk)
         return
     raw = ByteVerifier(place, "unpacked ", file.raw_size, file.raw_digests)
     try:
@@ -69,31 +70,33 @@ def _write_raw(
     except ShardIntegrityError:
         raise
     except DataError as error:
-        if isinstance(error.__cause__, OSError):  # the file itself could not be read: it is said already
+        # An OSError means that the file could not be read, which the error says already.
+        if isinstance(error.__cause__, OSError):
             raise
-        for _ in stored:  # a wrong digest says more than what a wrong byte did to the unpacking
+        # Read the rest, because a wrong digest is a better error than the decompression error that it causes.
+        for _ in stored:
             pass
         raise ShardIntegrityError(f"{place}: {error}") from error
 
 
 def _read_chunks(place: AnyPath, file: ShardFile, stopped: Callable[[], bool]) -> Iterator[memoryview]:
-    """The stored bytes. Each piece is good until the next one is asked for."""
+    """Yield the stored bytes. A chunk is valid until the next chunk is requested."""
     with wrap_os_errors(place), FileReader(place, quiet=True) as reader:
         if reader.size != file.size:
-            raise ShardIntegrityError(f"{place}: has {reader.size} bytes, the index says {file.size}")
+            raise ShardIntegrityError(f"{place}: has {reader.size} bytes, the index has {file.size}")
         step = min(_CHUNK_BYTES, reader.size) if reader.ranges else reader.size
         out = memoryview(bytearray(step))
         for begin in range(0, reader.size, max(1, step)):
             if stopped():
                 raise DownloadStoppedError
-            piece = out[: min(step, reader.size - begin)]
-            if (got := reader.read_into(begin, piece)) != len(piece):
-                raise ShardIntegrityError(f"{place}: ends after {begin + got} of {reader.size} bytes")
-            yield piece
+            chunk = out[: min(step, reader.size - begin)]
+            if (count := reader.read_into(begin, chunk)) != len(chunk):
+                raise ShardIntegrityError(f"{place}: ends after {begin + count} of {reader.size} bytes")
+            yield chunk
 
 
-class wrap_os_errors:  # reads as a statement: with unreadable(place)
-    """A context in which an ``OSError`` becomes a ``DataError`` that says what could not be read."""
+class wrap_os_errors:
+    """Context that converts an ``OSError`` to a ``DataError`` with the path."""
 
     def __init__(self, place: AnyPath) -> None:
         self._place = place
@@ -101,39 +104,39 @@ class wrap_os_errors:  # reads as a statement: with unreadable(place)
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, FileNotFoundError):
-            raise DataError(f"{self._place}: is missing; the index names it") from error
+            raise DataError(f"{self._place}: is missing, but the index has it") from error
         if isinstance(error, OSError):
             raise DataError(f"{self._place}: cannot be read: {error.strerror or error}") from error
 
 
 class ByteVerifier:
-    """Holds bytes that go by against a size and digests, at their end.
+    """Check of a stream of bytes against a size and digests, at the end of the stream.
 
     Raises:
-        ConfigError: a digest of an algorithm that is not known.
+        ConfigError: the algorithm of a digest is unknown.
     """
 
-    def __init__(self, place: AnyPath, what: str, size: int | None, digests: Mapping[str, str]) -> None:
-        self._place, self._what, self._size, self._digests = place, what, size, digests
+    def __init__(self, place: AnyPath, kind: str, size: int | None, digests: Mapping[str, str]) -> None:
+        self._place, self._kind, self._size, self._digests = place, kind, size, digests
         self._states: dict[str, Any] = {algorithm: new_hash(algorithm) for algorithm in digests}
-        self._done = 0
+        self._byte_count = 0
 
-    def verify(self, pieces: Iterable[Any]) -> Iterator[Any]:
-        """The same pieces.
+    def verify(self, chunks: Iterable[Any]) -> Iterator[Any]:
+        """Yield the chunks unchanged.
 
         Raises:
-            ShardIntegrityError: at the end, when they are not what they should be.
+            ShardIntegrityError: at the end, the size or a digest differs.
         """
-        for piece in pieces:
+        for chunk in chunks:
             for state in self._states.values():
-                state.update(piece)
-            self._done += len(piece)
-            yield piece
-        if self._size is not None and self._done != self._size:
-            raise ShardIntegrityError(f"{self._place}: has {self._done} {self._what}bytes, the index says {self._size}")
+                state.update(chunk)
+            self._byte_count += len(chunk)
+            yield chunk
+        if self._size is not None and self._byte_count != self._size:
+            raise ShardIntegrityError(f"{self._place}: has {self._byte_count} {self._kind}bytes, the index has {self._size}")
         for algorithm, state in self._states.items():
-            if (came := state.hexdigest()) != self._digests[algorithm].lower():
+            if (actual := state.hexdigest()) != self._digests[algorithm].lower():
                 expected = self._digests[algorithm]
-                raise ShardIntegrityError(f"{self._place}: {self._what}{algorithm} is {came}, the index says {expected}")
+                raise ShardIntegrityError(f"{self._place}: {self._kind}{algorithm} is {actual}, the index has {expected}")

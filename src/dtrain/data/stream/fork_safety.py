@@ -1,4 +1,4 @@
-"""What a process holds that its children must not: open handles whose locks are shared with the child, and threads."""
+"""``ForkRegistry``: close file handles and reset threads in a forked child, because the child shares the locks of handles."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from weakref import WeakSet
 
 
 class ForkAware(Protocol):
-    """Something with handles or threads."""
+    """Object with file handles or threads."""
 
     def after_fork(self) -> None:
-        """Called in the child: close its copies of the handles, and begin without threads."""
+        """Reset the object in a forked child: close its copies of handles, and start without threads."""
 
 
 class ForkRegistry:
-    """Tells what asks for it of a fork. One per process; the hook cannot be taken back, so it is set at the first use."""
+    """Registry of objects to reset after a fork, one per process. The first use installs a hook, which is permanent."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Held while a handle is opened or closed: no fork happens then, so a handle is known or not there."""
+        """Lock for opening and closing a handle. A fork waits for it, so every handle is either registered or not open."""
         self._registered: WeakSet[ForkAware] = WeakSet()
         self._hooked = False
 
-    def register(self, thing: ForkAware) -> None:
+    def register(self, instance: ForkAware) -> None:
         """Call ``thing.after_fork()`` in every child that is forked from now on, for as long as ``thing`` lives."""
         with self.lock:
-            self._registered.add(thing)
+            self._registered.add(instance)
             if not self._hooked:
                 self._hooked = True
                 os.register_at_fork(
@@ -38,8 +38,8 @@ class ForkRegistry:
 
     def _after_fork_in_child(self) -> None:
         self.lock = threading.RLock()
-        for thing in list(self._registered):
-            thing.after_fork()
+        for instance in list(self._registered):
+            instance.after_fork()
 
 
 FORK_REGISTRY = ForkRegistry()

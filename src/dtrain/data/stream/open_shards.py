@@ -1,6 +1,4 @@
-"""The shards that a process has open: a few, those that were used last.
-
-Threads that fetch shards before they are needed. They are there only while there is something to fetch."""
+"""``OpenShardCache``: keep the most recently used shards of a process open; ``ShardPrefetcher``: fetch shards in threads."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ ShardOpener = Callable[[int], tuple[Shard, int]]
 
 
 class _OpenShard:
-    """A shard and the bytes that it keeps in use. Its lock is held to open, read and close it: one thread at a time."""
+    """A shard, and the bytes of the cache that it uses. A thread holds the lock to open, read or close the shard."""
 
     __slots__ = ("lock", "shard", "size")
 
@@ -28,13 +26,13 @@ class _OpenShard:
 
 
 class OpenShardCache:
-    """Reads samples from shards, and opens these when they are first needed.
+    """Reader of samples that opens shards on first use.
 
     Args:
-        open_shard: number of a shard -> the shard, and how many bytes it keeps others from removing.
-        name_of: number of a shard -> what it is called in errors.
-        max_open: shards that are open at a time.
-        max_bytes: that they keep in use together; one shard may have more.
+        open_shard: number of a shard -> the shard, and the bytes of the cache that it keeps in use.
+        name_of: number of a shard -> name of the shard in errors.
+        max_open: maximum of open shards.
+        max_bytes: maximum of bytes that open shards keep in use; a single shard may have more.
     """
 
     def __init__(self, open_shard: ShardOpener, name_of: Callable[[int], str], *, max_open: int, max_bytes: int | None) -> None:
@@ -47,10 +45,11 @@ class OpenShardCache:
         return number in self._records
 
     def read(self, number: int, rows: Sequence[int]) -> list[Any]:
-        """The samples in these rows of a shard.
+        """Read the samples in ``rows`` of a shard.
 
         Raises:
-            ShardError: the shard cannot be opened, or its bytes do not come. DataError: a sample cannot be decoded.
+            ShardError: the shard cannot be opened, or its bytes cannot be read.
+            DataError: a sample cannot be decoded.
         """
         record = self._record(number)
         with record.lock:
@@ -70,12 +69,13 @@ class OpenShardCache:
         try:
             for row in rows:
                 samples.append(shard[row])
-        except DataError as error:  # its bytes do not come
+        except DataError as error:
+            # The bytes of the shard cannot be read.
             raise ShardError(str(error)) from error
         except Exception as error:
             first = next(iter(str(error).strip().splitlines()), "")
-            what = f"sample {rows[len(samples)]} cannot be decoded: {type(error).__name__}: {one_line(first)}"
-            raise DataError(f"{self._name_of(number)}: {what}") from error
+            reason = f"sample {rows[len(samples)]} cannot be decoded: {type(error).__name__}: {one_line(first)}"
+            raise DataError(f"{self._name_of(number)}: {reason}") from error
         return samples
 
     def _record(self, number: int) -> _OpenShard:
@@ -85,27 +85,27 @@ class OpenShardCache:
                 self._records.move_to_end(number)
                 return record
             record = self._records[number] = _OpenShard()
-            surplus = self._evict()
-        _close_shards(surplus)
+            evicted = self._evict()
+        _close_shards(evicted)
         return record
 
     def _evict(self) -> list[_OpenShard]:
-        """Takes out what is too much, the newest one never. Only under the lock."""
-        gone = []
+        """Remove and return the least recently used shards beyond the limits, except the newest shard. Requires the lock."""
+        removed = []
         used = sum(record.size for record in self._records.values())
         while len(self._records) > 1 and (
             len(self._records) > self._max_open or (self._max_bytes is not None and used > self._max_bytes)
         ):
-            gone.append(self._records.popitem(last=False)[1])
-            used -= gone[-1].size
-        return gone
+            removed.append(self._records.popitem(last=False)[1])
+            used -= removed[-1].size
+        return removed
 
     def close(self) -> None:
-        """Let go of all shards that no thread reads at this moment; those are closed when nobody has them any more."""
+        """Close all shards that no thread reads. A shard in use is closed when its last reader drops it."""
         with self._lock:
-            gone = list(self._records.values())
+            removed = list(self._records.values())
             self._records.clear()
-        _close_shards(gone)
+        _close_shards(removed)
 
 
 def _close_shards(records: list[_OpenShard]) -> None:
@@ -120,7 +120,7 @@ def _close_shards(records: list[_OpenShard]) -> None:
 
 
 def _is_thread_safe(shard: Shard) -> bool:
-    """Whether several threads may read from it. It is not closed then, since one may be at it, but only left alone."""
+    """Return True if several threads may read the shard. Such a shard is dropped, not closed, since a thread may be reading."""
     return getattr(shard, "thread_safe", False)
 
 
@@ -129,12 +129,12 @@ _JOIN_TIMEOUT_S = 10.0
 
 
 class ShardPrefetcher:
-    """Fetches what was asked for, in that order, a few at a time.
+    """Threads that fetch shards in the order of requests. The threads exist only while there are requests.
 
     Args:
-        fetch: number of a shard, and whether to stop -> nothing. What it raises is forgotten: whoever reads the shard will
-            come upon the same.
-        threads: at most so many.
+        fetch: function of the number of a shard and a stop function. Its exceptions are dropped, because the reader of the
+            shard raises the same exception.
+        threads: maximum of threads.
     """
 
     def __init__(self, fetch: Callable[[int, Callable[[], bool]], None], threads: int) -> None:
@@ -147,16 +147,17 @@ class ShardPrefetcher:
         self._stopped = False
 
     def request(self, numbers: Iterable[int]) -> None:
-        """Fetch these, too. Returns at once."""
+        """Request shards, and return at once."""
         with self._lock:
             if self._stopped:
                 return
             self._queue += [number for number in numbers if number not in self._working and number not in self._queue]
-            while len(self._queue) > _MAX_QUEUED:  # whoever reads has come to the first ones by now
+            # The readers have reached the oldest requests in the meantime.
+            while len(self._queue) > _MAX_QUEUED:
                 self._queue.popleft()
-            missing = min(self._max_threads - self._running, len(self._queue))
+            new_threads = min(self._max_threads - self._running, len(self._queue))
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-            for _ in range(missing):
+            for _ in range(new_threads):
                 thread = threading.Thread(target=self._work, name="dtrain-ahead", daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -175,19 +176,21 @@ class ShardPrefetcher:
         while (number := self._next_shard()) is not None:
             try:
                 self._fetch(number, lambda: self._stopped)
-            except Exception:  # noqa: BLE001  # the reader says it, if there is one
+            # The reader of the shard raises the same exception.
+            except Exception:  # noqa: BLE001
                 pass
             finally:
                 with self._lock:
                     self._working.discard(number)
 
     def close(self) -> None:
-        """Fetch no more. Returns when the threads have ended, or when one hangs on a server for too long."""
+        """Stop fetching. Wait for the threads to end, except for a thread that hangs on a server."""
         with self._lock:
             self._stopped = True
             self._queue.clear()
             threads = list(self._threads)
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
         for thread in threads:
-            if thread is not threading.current_thread():  # which drops the last mention of the dataset
+            # The current thread may drop the last reference to the dataset.
+            if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,11 +1,10 @@
-"""A folder of shards as they are after download and decompression, bounded in bytes, shared by all processes of a machine.
+"""``ShardCache``: a folder of downloaded and decompressed shards, bounded in bytes, shared by all processes of a machine.
 
-A whole shard has a name of 32 digits; other files in the folder are neither touched nor counted. One that is being made is
-``NAME.BYTES.part``: that many bytes are reserved for it, and whoever makes it holds the lock of the file. So a part without a
-lock has no owner any more, and whoever comes by removes it. Whoever reads a whole shard holds its lock with others, and only
-what nobody holds is removed to make room. All decisions about what is in the folder are made under the lock of ``.lock``, for
-as long as it takes to list the folder; nothing is downloaded meanwhile. The locks are the system's: they end with the process,
-however it ends.
+A complete shard has a name of 32 hex digits; other files of the folder are neither touched nor counted. An incomplete shard is
+``NAME.BYTES.part``: the cache reserves that many bytes for it, and its writer holds the lock of the file. If the lock is free,
+the writer is dead, and any process may remove the file. A reader holds a shared lock of a complete shard. Only files that no
+process locks are removed to make room. Every change of the folder happens under the lock of ``.lock``, which is held while
+the folder is listed, not during a download. The locks are the operating system's, so they end with the process.
 """
 
 from __future__ import annotations
@@ -28,20 +27,23 @@ from dtrain.storage import Buffer, FolderEntry, LockableFile
 _SHARD_NAME = re.compile(r"[0-9a-f]{32}")
 _PARTIAL_NAME = re.compile(r"([0-9a-f]{32})\.([0-9]+)\.part")
 _LOCK_NAME = ".lock"
-_RESERVE_STEP_BYTES = 64 * 2**20  # by which a reservation grows where the size is not known before
-_WRITER_TIMEOUT_S = 300.0  # so long another process may take for a shard
-_SPACE_TIMEOUT_S = 5.0  # so long others may keep everything in use
+# Step of a reservation of unknown final size.
+_RESERVE_STEP_BYTES = 64 * 2**20
+# Time limit for another process that writes the shard.
+_WRITER_TIMEOUT_S = 300.0
+# Time limit for other processes to free space.
+_SPACE_TIMEOUT_S = 5.0
 
 _CacheState = Literal["ready", "busy", "full", "damaged"]
 
 
 class CacheFullError(Exception):
-    """There is no room: what is in the folder is in use."""
+    """The cache has no room, because all of its shards are in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CacheContents:
-    """What is there: whole shards, from the one that was used longest ago; names of those that are made; bytes in all."""
+    """Contents of the folder: complete shards, least recently used first; names of incomplete shards; bytes in total."""
 
     shards: list[FolderEntry]
     parts: list[str]
@@ -49,13 +51,13 @@ class _CacheContents:
 
 
 class ShardCache:
-    """Whole shards by name. Any process, thread and fork may use the same folder at the same time.
+    """Complete shards by name. Any process, thread and fork may use the same folder at the same time.
 
     Args:
-        folder: of the cache; made when it is first needed.
-        max_bytes: bytes that all files in it have at most, with what is reserved for those that are being made.
-        private: the folder that it is in, if only this user may have a say there.
-        release: called when there is no room: lets go of shards that this process has open and does not need now.
+        folder: folder of the cache, created on first use.
+        max_bytes: maximum of bytes of all files, including reservations for incomplete shards.
+        release: function that closes shards that this process has open but does not need; called if there is no room.
+        private: parent folder that only this user may write to; None if there is no such folder.
     """
 
     def __init__(
@@ -63,29 +65,30 @@ class ShardCache:
     ) -> None:
         self.folder, self.limit, self._release, self._private = folder, max_bytes, release, private
         self._trusted = private is None
-        self._held: set[LockableFile] = set()
+        self._open_files: set[LockableFile] = set()
         self.writer_timeout_s, self.space_timeout_s = _WRITER_TIMEOUT_S, _SPACE_TIMEOUT_S
-        self._is_crowded = False  # somebody has waited for room in vain: nobody does for as long as none is found
+        # True after a wait for room has failed. The cache does not wait again until there is room.
+        self._is_crowded = False
         FORK_REGISTRY.register(self)
 
     def after_fork(self) -> None:
-        """In a child: its copies of the handles would keep locks that are the parent's."""
-        for file in self._held:
+        """Close a forked child's copies of the handles, because they would keep the parent's locks."""
+        for file in self._open_files:
             file.close()
-        self._held = set()
+        self._open_files = set()
 
     def check_owner(self) -> None:
-        """Before anything in a folder for this user alone is believed: what others may have put there is not checked again.
+        """Check the owner of a private folder before its contents are used, since the contents are not verified again.
 
         Raises:
-            ConfigError: it is somebody else's.
+            ConfigError: the folder belongs to another user.
         """
         if not self._trusted and self._private is not None:
             storage.make_private_folder(self._private)
             self._trusted = True
 
     def contains(self, name: str) -> bool:
-        """Whether the whole shard is there now."""
+        """Return True if the complete shard is in the cache."""
         return storage.exists(self.folder / name)
 
     def get(
@@ -96,38 +99,38 @@ class ShardCache:
         *,
         is_sound: Callable[[memoryview], bool] = lambda view: True,
     ) -> memoryview | None:
-        """The bytes of a shard, mapped; made by ``make`` if nobody has it yet.
+        """Return the bytes of a shard, memory-mapped. If the shard is missing, ``make`` writes it.
 
         Args:
-            name: of the shard.
-            size: bytes that it will have.
-            make: writes them into the part it is given. At most one caller of all processes does so at a time.
-            is_sound: returns False for bytes in the folder that are damaged; that shard is removed and made again.
+            name: name of the shard.
+            size: bytes of the complete shard.
+            make: function that writes the shard to a ``PartialFile``. Only one process runs it for a shard at a time.
+            is_sound: function that returns False for damaged bytes. A damaged shard is removed and made again.
 
         Returns:
-            The bytes. It cannot be removed while the view, or a slice of it, lives. None where others have so much in use that
-            there is no room, or where another process holds the shard for very long, or has a damaged one open: do without the
-            cache.
+            The bytes. The shard cannot be removed while the view, or a slice of the view, exists. None if the caller should
+            read without the cache: there is no room, or another process takes too long to write the shard, or has a damaged
+            copy open.
 
         Raises:
-            DataError: it is larger than the whole cache.
-            Exception: what ``make`` raises. Nothing is left of the shard then.
+            DataError: the shard is larger than the whole cache.
+            Exception: an exception of ``make``. The incomplete shard is removed.
         """
-        begun = time.monotonic()
-        pause, released = 0.002, False
-        room_s = 0.0 if self._is_crowded else self.space_timeout_s
+        start = time.monotonic()
+        pause, has_released = 0.002, False
+        space_timeout_s = 0.0 if self._is_crowded else self.space_timeout_s
         while True:
             view, state = self._try(name, size, make, is_sound)
             if state == "ready":
                 self._is_crowded = False
                 return view
-            if state == "full" and not released:
+            if state == "full" and not has_released:
                 self._release()
-                released = True
+                has_released = True
                 continue
             if (
-                time.monotonic() - begun
-                > {"busy": self.writer_timeout_s, "full": room_s, "damaged": self.space_timeout_s}[state]
+                time.monotonic() - start
+                > {"busy": self.writer_timeout_s, "full": space_timeout_s, "damaged": self.space_timeout_s}[state]
             ):
                 self._is_crowded = state == "full"
                 return None
@@ -135,10 +138,11 @@ class ShardCache:
             pause = min(0.05, 2 * pause)
 
     def fill(self, name: str, size: int, make: Callable[[PartialFile], None]) -> None:
-        """Have the shard in the folder if that is possible at once: not when another process makes it, or without room."""
+        """Write the shard to the cache, unless another process is writing it or there is no room."""
         if self.contains(name):
             with contextlib.suppress(OSError), self._open_file(self.folder / name) as file:
-                file.touch()  # it is wanted soon, so it is not the one to go
+                # The shard is needed soon, so it must not be the least recently used.
+                file.touch()
             return
         self._try(name, size, make, lambda view: True)
 
@@ -151,7 +155,8 @@ class ShardCache:
         try:
             part = self._reserve(name, size)
             return self._make(part, make) if isinstance(part, PartialFile) else (None, part)
-        except FileNotFoundError:  # somebody has removed the folder meanwhile: begin again
+        except FileNotFoundError:
+            # Another process has removed the folder, so the caller tries again.
             return None, "busy"
 
     def _make(self, part: PartialFile, make: Callable[[PartialFile], None]) -> tuple[memoryview | None, _CacheState]:
@@ -164,9 +169,10 @@ class ShardCache:
             part.close()
 
     def _open_complete(self, name: str, is_sound: Callable[[memoryview], bool]) -> tuple[memoryview | None, _CacheState | None]:
-        """The shard that is in the folder; no state if there is none."""
+        """Open the shard if it is complete. The state is None if the shard is missing."""
         self.check_owner()
-        with FORK_REGISTRY.lock:  # a view has a handle of its own, which ends with it in a child, too
+        # The view keeps a handle of its own, which ends with the view in a forked child, too.
+        with FORK_REGISTRY.lock:
             try:
                 file = LockableFile(self.folder / name)
             except FileNotFoundError:
@@ -174,29 +180,33 @@ class ShardCache:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                file = None  # a link, or something else that no process of ours has put there
+                # The name is a link or another object that this library did not create.
+                file = None
             if file is None:
                 with self.index_lock():
                     storage.remove_file(self.folder / name)
                 return None, None
             with file:
+                # The lock is not free if the shard is being removed.
                 if not file.lock(shared=True) or not file.is_linked:
-                    return None, None  # it is being removed
+                    return None, None
                 file.touch()
                 view = file.map_memory()
         if is_sound(view):
             return view, "ready"
-        del view  # and its lock
+        # Deleting the view releases its lock.
+        del view
         with self.index_lock():
             return None, None if self._remove_unused(name, unless=is_sound) else "damaged"
 
     def _reserve(self, name: str, size: int) -> PartialFile | _CacheState:
-        """A part for the shard with room for it, or why there is none."""
+        """Reserve room for a shard, and return the partial file or the reason of a failure."""
         if size > self.limit:
-            raise DataError(f"a shard needs {size} bytes, the cache {self.folder} has cache_bytes={self.limit}; give it more")
+            raise DataError(f"a shard needs {size} bytes, but the cache {self.folder} has cache_bytes={self.limit}. Raise it")
         with self.index_lock():
+            # Another process has completed the shard in the meantime, so the caller tries again.
             if self.contains(name):
-                return "busy"  # no more: it came meanwhile
+                return "busy"
             contents = self._scan()
             if name in contents.parts:
                 return "busy"
@@ -205,13 +215,13 @@ class ShardCache:
             path = self.folder / f"{name}.{size}.part"
             with FORK_REGISTRY.lock:
                 file = LockableFile(path, "new")
-                self._held.add(file)
+                self._open_files.add(file)
             if not file.lock():
-                raise AssertionError(f"{path} is new, and locked by somebody else")
+                raise AssertionError(f"{path} is new, but locked by another process")
             return PartialFile(self, name, size, file)
 
     def _scan(self) -> _CacheContents:
-        """What is there. Removes what dead processes have left. Only under the lock."""
+        """List the folder, and remove partial files of dead processes. Requires the lock."""
         shards, parts, used = [], [], 0
         for entry in storage.scan_folder(self.folder):
             if _SHARD_NAME.fullmatch(entry.name):
@@ -224,7 +234,7 @@ class ShardCache:
         return _CacheContents(shards=shards, parts=parts, used=used)
 
     def _is_being_written(self, name: str) -> bool:
-        """Whether somebody is making this part; nobody is when its lock can be had."""
+        """Return True if a process writes this partial file, which holds the lock. Otherwise remove the file."""
         try:
             with self._open_file(self.folder / name) as file:
                 if not file.lock():
@@ -233,11 +243,12 @@ class ShardCache:
         except FileNotFoundError:
             pass
         except PermissionError:
-            return True  # another user's, in a folder where only owners remove: it takes up room
+            # In a folder where only owners may remove files, another user's file takes up room.
+            return True
         return False
 
     def _make_space(self, contents: _CacheContents, wanted: int) -> bool:
-        """Whether there is room for so many more bytes, when what nobody uses has been removed as far as necessary."""
+        """Remove unused shards as far as necessary, and return True if there is room for ``wanted`` more bytes."""
         used = contents.used
         for entry in contents.shards:
             if used + wanted <= self.limit:
@@ -247,7 +258,7 @@ class ShardCache:
         return used + wanted <= self.limit
 
     def _remove_unused(self, name: str, *, unless: Callable[[memoryview], bool] | None = None) -> bool:
-        """Remove a shard that nobody uses. Returns whether it is gone, or, if another process has made it again, is sound."""
+        """Remove a shard that no process uses. Return True if the shard is gone, or if a new copy fulfils ``unless``."""
         try:
             with self._open_file(self.folder / name) as file:
                 if not file.lock():
@@ -263,43 +274,45 @@ class ShardCache:
 
     @contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """One at a time of all that give this name to it, which stays in the folder."""
+        """Hold an exclusive lock of the file ``name``, which stays in the folder."""
         while True:
-            self._trusted = self._private is None  # it may have been removed, and be another one
+            # The folder may have been removed and created again by another user.
+            self._trusted = self._private is None
             self.check_owner()
             storage.make_folders(self.folder)
             with self._open_file(self.folder / name, lock=True) as file:
                 file.lock(wait=True)
-                if file.is_linked:  # or somebody has removed the folder, and others lock another file
+                # If the folder was removed, other processes lock another file.
+                if file.is_linked:
                     yield
                     return
 
     def index_lock(self) -> AbstractContextManager[None]:
-        """The lock of the folder: what is in it does not change but by the holder. For short."""
+        """Return the lock of the folder. While it is held, no other process changes the folder. Hold it briefly."""
         return self.locked(_LOCK_NAME)
 
     @contextmanager
     def _open_file(self, path: Path, *, lock: bool = False) -> Iterator[LockableFile]:
-        """A file that a child of a fork in the meantime does not keep."""
+        """Open a file whose handle a forked child closes."""
         with FORK_REGISTRY.lock:
             file = LockableFile(path, "lock" if lock else "read")
-            self._held.add(file)
+            self._open_files.add(file)
         try:
             yield file
         finally:
             self.close_file(file)
 
     def close_file(self, file: LockableFile) -> None:
-        """Close a handle, here and for children."""
+        """Close a handle, and remove it from the handles that a forked child closes."""
         with FORK_REGISTRY.lock:
-            self._held.discard(file)
+            self._open_files.discard(file)
             file.close()
 
     def grow(self, part: PartialFile, size: int) -> Path:
-        """Reserve more for a part, which gets another name by that."""
+        """Raise the reservation of a partial file, which renames the file."""
         if size > self.limit:
             raise DataError(
-                f"a shard needs at least {size} bytes, the cache {self.folder} has cache_bytes={self.limit}; give it more"
+                f"a shard needs at least {size} bytes, but the cache {self.folder} has cache_bytes={self.limit}. Raise it"
             )
         with self.index_lock():
             if not self._make_space(self._scan(), size - part.reserved):
@@ -310,41 +323,42 @@ class ShardCache:
 
 
 class PartialFile:
-    """A shard that is being made, by this process alone."""
+    """Incomplete shard that this process writes."""
 
     def __init__(self, cache: ShardCache, name: str, reserved: int, file: LockableFile) -> None:
         self.name, self.reserved = name, reserved
         self.path = cache.folder / f"{name}.{reserved}.part"
         self._cache, self._file = cache, file
         self._written = 0
-        self._done = False
+        self._committed = False
 
     def write(self, data: Buffer) -> None:
-        """Append all of ``data``; what was reserved grows where that is not enough."""
-        more = self._written + len(memoryview(data).cast("B"))
-        if more > self.reserved:
-            wanted = min(self._cache.limit, more + _RESERVE_STEP_BYTES) if more <= self._cache.limit else more
+        """Append all of ``data``, and raise the reservation if necessary."""
+        new_size = self._written + len(memoryview(data).cast("B"))
+        if new_size > self.reserved:
+            wanted = min(self._cache.limit, new_size + _RESERVE_STEP_BYTES) if new_size <= self._cache.limit else new_size
             self.path = self._cache.grow(self, wanted)
             self.reserved = wanted
         self._file.write(data)
-        self._written = more
+        self._written = new_size
 
     def clear(self) -> None:
-        """Begin again."""
+        """Discard the bytes written so far."""
         self._file.truncate()
         self._written = 0
 
     def commit(self) -> memoryview:
-        """Make it a whole shard, which cannot be removed while the view lives."""
-        with self._cache.index_lock():  # nobody removes it between the two locks that it is held with
+        """Make the shard complete, and return a view that keeps the shard in the cache."""
+        # The lock of the folder keeps other processes from removing the shard while its lock changes to a shared lock.
+        with self._cache.index_lock():
             storage.rename(self.path, self._cache.folder / self.name)
-            self._done = True
+            self._committed = True
             self._file.lock(shared=True)
             return self._file.map_memory()
 
     def close(self) -> None:
-        """Let go of it; what was not committed is gone."""
-        if not self._done:
+        """Close the file, and remove it unless it was committed."""
+        if not self._committed:
             with contextlib.suppress(FileNotFoundError):
                 storage.remove_file(self.path)
         self._cache.close_file(self._file)

@@ -1,6 +1,4 @@
-"""Where the raw bytes of an opened shard come from: memory, mapped or not, or ranges of a file on a server.
-
-How the bytes of a shard are had: in place, from the cache, or by ranges of a file on a server."""
+"""``ShardStore``: open a shard from local disk, from the cache, or with remote range reads."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from dtrain.storage import AnyPath, FileReader, LockableFile, RemotePath
 
 
 class MemorySource:
-    """Bytes that are there: a file's, mapped."""
+    """Source of a memory-mapped file, or of bytes in memory."""
 
     __slots__ = ("_view", "size")
 
@@ -32,12 +30,12 @@ class MemorySource:
         self.size = len(view)
 
     def read(self, begin: int, end: int) -> memoryview:
-        """The bytes from ``begin`` up to ``end``, not copied."""
+        """Return the bytes from ``begin`` to ``end``, without a copy."""
         return self._view[begin:end]
 
 
 class RangeSource:
-    """A file of which only what is asked for is read, one request each time."""
+    """Source of a file on a server that requests ranges of the file."""
 
     __slots__ = ("_place", "_reader", "size")
 
@@ -47,55 +45,55 @@ class RangeSource:
             self._reader = FileReader(place, quiet=True)
         self.size = self._reader.size
         if self.size != file.size:
-            raise DataError(f"{place}: has {self.size} bytes, the index says {file.size}")
+            raise DataError(f"{place}: has {self.size} bytes, the index has {file.size}")
         if not self._reader.ranges:
-            raise DataError(f"{place}: the server gives whole files only; use download='whole'")
+            raise DataError(f"{place}: the server has no range requests. Use download='whole'")
 
     def read(self, begin: int, end: int) -> bytes:
-        """The bytes from ``begin`` up to ``end``; fewer only where the file ends."""
+        """Return the bytes from ``begin`` to ``end``; fewer at the end of the file."""
         out = bytearray(max(0, min(end, self.size) - begin))
         with wrap_os_errors(self._place):
-            got = self._reader.read_into(begin, memoryview(out))
-        return bytes(memoryview(out)[:got])
+            count = self._reader.read_into(begin, memoryview(out))
+        return bytes(memoryview(out)[:count])
 
 
 MAX_SHARD_BYTES = 16 * 2**30
-"""Bytes of a compressed shard after decompression, unless the user allows more."""
+"""Default limit of a shard's bytes after decompression."""
 
 _MAX_CACHE_BYTES = 64 * 2**30
 _CHUNK_BYTES = 2**24
 
 
 def default_cache_folder(root: AnyPath) -> Path:
-    """Where the cache of a dataset is: in a folder of this user's in the one for temporary files, named by the URL's hash."""
+    """Return the default cache of a dataset: a private folder in the folder for temporary files, named by a hash of the URL."""
     return Path(tempfile.gettempdir()) / f"dtrain-cache-{getuid()}" / xxhash.xxh3_128_hexdigest(str(root).encode())
 
 
 def default_cache_bytes(folder: Path) -> int:
-    """64 GiB, or three quarters of what the disk has for it, if that is less."""
+    """Return 64 GiB, or three quarters of the disk space for the cache, if that is less."""
     free = storage.free_bytes(folder)
-    mine = sum(entry.size for entry in storage.scan_folder(folder)) if storage.is_folder(folder) else 0
-    return _MAX_CACHE_BYTES if free is None else min(_MAX_CACHE_BYTES, (free + mine) * 3 // 4)
+    cached = sum(entry.size for entry in storage.scan_folder(folder)) if storage.is_folder(folder) else 0
+    return _MAX_CACHE_BYTES if free is None else min(_MAX_CACHE_BYTES, (free + cached) * 3 // 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedBytes:
-    """A source, and how many bytes of the cache it keeps in use."""
+    """A source, and the bytes of the cache that it keeps in use."""
 
     source: ByteSource
     cached_bytes: int = 0
 
 
 class ShardStore:
-    """The shards of one dataset.
+    """Shards of one dataset.
 
     Args:
-        root: the dataset's folder.
-        cache: for what is not read in place.
-        ranged: whether only the bytes of samples are read, where that is possible.
-        verify: whether digests are checked of files that are there, in place or in the cache; downloads are always checked.
-        follow_links: whether links may lead out of a folder of this machine.
-        max_shard_bytes: of a compressed shard after decompression.
+        root: folder of the dataset.
+        cache: cache of shards that are not read in place.
+        ranged: if True, only the bytes of samples are read from a server.
+        verify: if True, digests of local and cached files are checked; downloads are always checked.
+        follow_links: if True, links may lead out of a local folder.
+        max_shard_bytes: maximum of a compressed shard's bytes after decompression.
     """
 
     def __init__(
@@ -112,38 +110,38 @@ class ShardStore:
         self.max_shard_bytes = max_shard_bytes
         self._real_root = None if isinstance(root, RemotePath) else storage.real_path(root)
         self._verified: set[str] = set()
-        self._warned = False
+        self._has_warned = False
 
     def resolve(self, name: str) -> AnyPath:
-        """Where a file of the dataset is, with links of this machine resolved.
+        """Return the path of a file of the dataset, with local links resolved.
 
         Raises:
-            DataError: a link leads out of the folder, and links are not followed.
+            DataError: a link leads out of the folder, and ``follow_links`` is False.
         """
         if self._real_root is None:
             return self.root / name
         real = storage.real_path(self._real_root / name)
         if not self.follow_links and not real.is_relative_to(self._real_root):
             raise DataError(
-                f"{self.root / name}: is a link to {real}, out of the dataset's folder; pass follow_links=True if you trust it"
+                f"{self.root / name}: is a link to {real}, out of the dataset's folder. Pass follow_links=True to trust it"
             )
         return real
 
     def uses_cache(self, file: ShardFile) -> bool:
-        """Whether the shard is fetched or unpacked before it is read."""
+        """Return True if the shard is downloaded or decompressed to the cache."""
         if isinstance(self.root, RemotePath):
             return not self.ranged
         return file.compression is not None and self._unpacked_copy(file) is None
 
     def is_available(self, file: ShardFile) -> bool:
-        """Whether the shard can be read at once."""
+        """Return True if the shard can be read at once."""
         return not self.uses_cache(file) or self.cache.contains(self._cache_key(file))
 
     def open(self, entry: ShardEntry) -> OpenedBytes:
-        """The raw bytes of a shard.
+        """Open the raw bytes of a shard.
 
         Raises:
-            DataError: they cannot be had, or are not what the index says.
+            DataError: the bytes cannot be read, or differ from the index.
         """
         file = entry.file
         if not self.uses_cache(file):
@@ -152,15 +150,16 @@ class ShardStore:
             return OpenedBytes(source=MemorySource(self._open_in_place(file)))
         try:
             view = self._open_cached(file)
-        except OSError as error:  # of the cache's disk
-            raise DataError(f"{self.cache.folder}: no place for {file.name}: {error.strerror or error}") from error
+        except OSError as error:
+            # The disk of the cache failed.
+            raise DataError(f"{self.cache.folder}: cannot store {file.name}: {error.strerror or error}") from error
         if view is None:
             self._warn_cache_full(file)
             return OpenedBytes(source=MemorySource(self._read_into_memory(file)))
         return OpenedBytes(source=MemorySource(view), cached_bytes=len(view))
 
     def _open_cached(self, file: ShardFile) -> memoryview | None:
-        """The shard in the cache; None without room, or while another process has a damaged copy open."""
+        """Open the shard in the cache; None if there is no room, or if another process has a damaged copy open."""
         return self.cache.get(
             self._cache_key(file),
             bytes_to_reserve(file),
@@ -169,7 +168,7 @@ class ShardStore:
         )
 
     def _is_sound(self, file: ShardFile, view: memoryview) -> bool:
-        """Return False if the bytes of a shard in the cache are not those of the index."""
+        """Return False if the bytes of a cached shard differ from the index."""
         try:
             self._verify(self.cache.folder / self._cache_key(file), file, view)
         except ShardIntegrityError:
@@ -178,22 +177,24 @@ class ShardStore:
         return True
 
     def _verify(self, path: Path, file: ShardFile, view: memoryview) -> None:
-        """Hold the raw bytes of a file against the index: their number always, the digests once."""
-        again = not self.verify or file.name in self._verified
-        pieces = (view[begin : begin + _CHUNK_BYTES] for begin in range(0, len(view), _CHUNK_BYTES))
-        for _ in ByteVerifier(path, "", file.raw_size, {} if again else file.raw_digests).verify((view,) if again else pieces):
+        """Compare a file with the index: the number of raw bytes always, the digests once."""
+        skip_digests = not self.verify or file.name in self._verified
+        chunks = (view[begin : begin + _CHUNK_BYTES] for begin in range(0, len(view), _CHUNK_BYTES))
+        for _ in ByteVerifier(path, "", file.raw_size, {} if skip_digests else file.raw_digests).verify(
+            (view,) if skip_digests else chunks
+        ):
             pass
         self._verified.add(file.name)
 
     def prefetch(self, file: ShardFile, stopped: Callable[[], bool]) -> None:
-        """Fetch the shard into the cache, if nobody does, and there is room."""
+        """Fetch the shard into the cache, unless another process does so, or there is no room."""
         self.cache.fill(self._cache_key(file), bytes_to_reserve(file), lambda part: self._download(file, part, stopped))
 
     def _place(self, file: ShardFile) -> AnyPath:
         return self.root / file.name
 
     def _cache_key(self, file: ShardFile) -> str:
-        """The name in the cache: the same for all who mean the same bytes. Without digests, the time tells a changed file."""
+        """Return the shard's name in the cache, equal for equal bytes. Without digests, the modification time is part of it."""
         digests: object = sorted(file.digests.items()), sorted(file.raw_digests.items())
         place = self._place(file)
         if not (file.digests or file.raw_digests or isinstance(place, RemotePath)):
@@ -206,7 +207,7 @@ class ShardStore:
         self._verified.add(file.name)
 
     def _read_into_memory(self, file: ShardFile) -> memoryview:
-        """The shard in memory, where there is no room in the cache."""
+        """Read the shard into memory, because the cache has no room."""
         content = bytearray()
         download(
             self.resolve(file.name),
@@ -218,30 +219,30 @@ class ShardStore:
         return memoryview(content).toreadonly()
 
     def _warn_cache_full(self, file: ShardFile) -> None:
-        if self._warned:
+        if self._has_warned:
             return
-        self._warned = True
+        self._has_warned = True
         warnings.warn(
-            f"{self.root}: everything in the cache of {self.cache.limit} bytes is in use by other processes (or a damaged copy "
-            f"is), so {file.name} is read into memory; give more cache_bytes, or fewer open_shards",
+            f"{self.root}: other processes use all {self.cache.limit} bytes of the cache, or have a damaged copy open, so "
+            f"{file.name} is read into memory. Raise cache_bytes, or lower max_open_shards",
             stacklevel=2,
         )
 
     def _unpacked_copy(self, file: ShardFile) -> Path | None:
-        """The file beside a compressed one that other readers have left, with its raw bytes."""
-        assert not isinstance(self.root, RemotePath), "only here"
+        """Return the decompressed copy that another reader has left beside a compressed file; None if there is no such copy."""
+        assert not isinstance(self.root, RemotePath), "the copy is a local file"
         if file.raw_name is None or file.raw_name == file.name or file.raw_size is None:
             return None
         path = self.root / file.raw_name
         return path if storage.file_size(path) == file.raw_size else None
 
     def _open_in_place(self, file: ShardFile) -> memoryview:
-        """A file of this machine, mapped."""
-        assert not isinstance(self.root, RemotePath), "only here"
+        """Memory-map a local file."""
+        assert not isinstance(self.root, RemotePath), "the file is a local file"
         is_unpacked = file.compression is not None and self._unpacked_copy(file) is not None
         name = file.raw_name if is_unpacked and file.raw_name is not None else file.name
         path, real = self.root / name, self.resolve(name)
-        assert isinstance(real, Path), "only here"
+        assert isinstance(real, Path), "the file is a local file"
         with wrap_os_errors(path), FORK_REGISTRY.lock, LockableFile(real) as opened:
             view = opened.map_memory()
         self._verify(path, file, view)
@@ -249,5 +250,5 @@ class ShardStore:
 
 
 def bytes_to_reserve(file: ShardFile) -> int:
-    """Bytes to reserve; more are when they come, where the index does not say."""
+    """Return the bytes to reserve in the cache. The reservation grows later if the index has no raw size."""
     return file.size if file.raw_size is None else file.raw_size

@@ -1,4 +1,4 @@
-"""``ShardedDataset``: samples of a dataset that lies in shards, here or on a server, by index."""
+"""``ShardedDataset``: read samples of a dataset in shards by index, from local disk or from a server."""
 
 from __future__ import annotations
 
@@ -49,39 +49,48 @@ if TYPE_CHECKING:
 
 DownloadMode = Literal["whole", "ranged"]
 
-_MAX_REQUESTS = 16  # for samples, side by side
-_REQUEST_AGAIN_S = 2.0  # for so long a shard that was asked for is not asked for again
-_CACHE_FRACTION = 8  # a process keeps at most this part of the cache in use: others are to find room
+# Number of parallel requests for samples.
+_MAX_REQUESTS = 16
+# Time in which a shard is not requested again.
+_REQUEST_AGAIN_S = 2.0
+# A process uses at most 1 / _CACHE_FRACTION of the cache, so that other processes have room.
+_CACHE_FRACTION = 8
 
 
 class ShardedDataset:
-    """A dataset in shards: MDS, Parquet, JSON lines, text, or tar, in a folder or at a URL.
+    """Dataset in shards: MDS, Parquet, JSON lines, text, or tar, in a folder or at a URL.
 
-    ``dataset[i]``, ``len(dataset)`` and ``build_loader(dataset, ...)`` as of any other. Shards on a server, and compressed
-    ones, come whole into a cache on this machine, which all its processes share; other files of this machine are read in place.
+    Use it as any indexed dataset: ``dataset[i]``, ``len(dataset)``, ``build_loader(dataset, ...)``. Remote and compressed
+    shards are stored in a cache on this machine, which all its processes share. Other local files are read in place.
 
     Args:
-        path: of the folder with the shards: a path, or ``s3://``, ``gs://``, ``az://``, ``oci://``, ``sftp://``, ``http(s)://``.
-            A folder without an ``index.json`` is listed, and its samples are counted once. One file of data is fine, too.
-        format: of the shards; None to go by the index, or by their names.
-        cache: folder on a disk of this machine. By default ``dtrain-cache-UID/HASH-OF-URL`` where temporary files are.
-        cache_bytes: that it has at most, with what is being downloaded; the same in all processes that share it. None is 64
-            GiB, or three quarters of what the disk has for it if that is less.
-        download: ``"whole"`` shards, or ``"ranged"``: of a file on a server only the bytes of the samples, and nothing is kept.
-            That costs a request for each sample, and digests cannot be checked; not for compressed shards.
-        prefetch_shards: shards that are downloaded at a time before they are needed; 0 for none.
-        max_open_shards: that a process keeps open.
-        verify: if False, digests are checked while a shard is downloaded, and not of files in place or in the cache. If True, a
-            process checks each file when it first opens it; a damaged one in the cache is fetched again.
-        follow_links: if True, symbolic links may lead out of a folder of this machine; if False, they are refused.
-        max_sample_bytes: of a decoded sample; one that would have more is refused before it is decoded.
-        max_shard_bytes: of a compressed shard after decompression, which stops there.
-        options: of the format, as ``columns=[...]``, or ``allow_pickle=True`` for MDS with pickled columns.
+        path: folder of the shards: a path, or ``s3://``, ``gs://``, ``az://``, ``oci://``, ``sftp://``, ``http(s)://``. Without
+            an ``index.json`` the folder is listed, and its samples are counted once. Or a single file with data.
+        format: format of the shards; None uses the index or the names of the files.
+        cache: folder on a disk of this machine; None uses ``dtrain-cache-UID/HASH-OF-URL`` in the folder for temporary files.
+        cache_bytes: maximum of the cache's bytes, including downloads; equal in all processes that share the cache. None uses
+            64 GiB, or three quarters of the disk space for the cache if that is less.
+        download: ``"whole"`` shards, or ``"ranged"``: only the bytes of the samples, without cache. A ranged read costs a
+            request per sample, cannot check digests, and does not support compressed shards.
+        prefetch_shards: shards that are downloaded ahead in parallel; 0 disables the prefetch.
+        max_open_shards: shards that a process keeps open.
+        verify: if True, a process checks the digests of each file on first use, and fetches a damaged file of the cache again.
+            If False, digests are checked during downloads only.
+        follow_links: if True, symbolic links may lead out of a local folder; if False, such links are refused.
+        max_sample_bytes: maximum of a decoded sample; a larger sample is refused before it is decoded.
+        max_shard_bytes: maximum of a compressed shard after decompression, which stops at that size.
+        options: options of the format, as ``columns=[...]``, or ``allow_pickle=True`` for MDS with pickled columns.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dataset = dt.data.ShardedDataset("s3://bucket/c4", cache="/tmp/cache")  # doctest: +SKIP
+        >>> loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=256, seed=1)  # doctest: +SKIP
 
     Raises:
-        ConfigError: no data at the URL, an unknown format, option or digest, a shard larger than the cache, or ranges of what
-            has none.
-        DataError: the index cannot be read; later, a sample cannot be decoded. ShardError: a shard is missing or damaged.
+        ConfigError: the path has no data, a format, option or digest is unknown, a shard is larger than the cache, or ranged
+            reads are impossible.
+        DataError: the index cannot be read; on a read, a sample cannot be decoded.
+        ShardError: on a read, a shard is missing or damaged.
     """
 
     def __init__(
@@ -106,12 +115,13 @@ class ShardedDataset:
         _check_positive(max_sample_bytes=max_sample_bytes, max_shard_bytes=max_shard_bytes)
         self._max_sample_bytes, self._max_shard_bytes = max_sample_bytes, max_shard_bytes
         if not (text := str(path)):
-            raise ConfigError("ShardedDataset: the URL is empty; name the folder that shards are in")
+            raise ConfigError("ShardedDataset: path must not be empty. Pass the folder of the shards")
         self.path = text
         self.root, only = _split_file(storage.resolve_path(path))
-        self._follow_links = follow_links or only is not None  # the user has named that file
+        # The user has named the file, so a link is trusted.
+        self._follow_links = follow_links or only is not None
         self._options, self._verify = options, verify
-        self._ranged, self._read_ahead, self._open_most = download == "ranged", prefetch_shards, max_open_shards
+        self._ranged, self._prefetch_shards, self._max_open_shards = download == "ranged", prefetch_shards, max_open_shards
         self._folder = _cache_folder(cache, self.root)
         self._limit = default_cache_bytes(self._folder) if cache_bytes is None else cache_bytes
         self._open_store()
@@ -124,7 +134,7 @@ class ShardedDataset:
 
     def _set_entries(self, entries: tuple[ShardEntry, ...]) -> None:
         self.entries = entries
-        """The shards, in the order of the index."""
+        """Shards in the order of the index."""
         self.shard_sizes = [entry.samples for entry in entries]
         """Samples of each shard."""
         self._bounds = list(accumulate(self.shard_sizes, initial=0))
@@ -132,7 +142,8 @@ class ShardedDataset:
         self._begins, self._ends = np.array(self._bounds[:-1]), np.array(self._bounds[1:])
 
     def _open_store(self) -> None:
-        release = weakref.WeakMethod(self._release_shards)  # what ends with the dataset must not keep it alive
+        # A weak reference, so that the cache does not keep the dataset alive.
+        release = weakref.WeakMethod(self._release_shards)
         private = self._folder.parent if self._folder == default_cache_folder(self.root) else None
         cache = ShardCache(self._folder, self._limit, lambda: (method := release()) and method(), private=private)
         self._store = ShardStore(
@@ -145,55 +156,70 @@ class ShardedDataset:
         )
 
     def _start_process_state(self) -> None:
-        """What a process has of its own, and a child of a fork anew."""
-        access, entries, options = self._store, self.entries, self._options  # nothing here keeps the dataset itself alive
-        most = self._max_sample_bytes
+        """Initialize the state of this process. A forked child initializes its own state."""
+        # The closures hold these locals, not self, so that they do not keep the dataset alive.
+        store, entries, options = self._store, self.entries, self._options
+        max_sample_bytes = self._max_sample_bytes
         self._opened = OpenShardCache(
-            lambda number: _open_shard(access, entries[number], options, most),
-            lambda number: str(access.root / entries[number].file.name),
-            max_open=self._open_most,
+            lambda number: _open_shard(store, entries[number], options, max_sample_bytes),
+            lambda number: str(store.root / entries[number].file.name),
+            max_open=self._max_open_shards,
             max_bytes=self._limit // _CACHE_FRACTION,
         )
         self._prefetcher = ShardPrefetcher(
-            lambda number, stopped: access.prefetch(entries[number].file, stopped), self._read_ahead
+            lambda number, stopped: store.prefetch(entries[number].file, stopped), self._prefetch_shards
         )
         self._requested_at: dict[int, float] = {}
         self._request_lock = threading.Lock()
-        self._end = weakref.finalize(self, self._prefetcher.close)  # before the interpreter goes
+        # A finalizer also runs before the interpreter exits.
+        self._end = weakref.finalize(self, self._prefetcher.close)
 
     def after_fork(self) -> None:
-        """In a child: shards that the parent has open are let go of, so that they can be removed from the cache."""
+        """Reset the state in a forked child, so that the shards that the parent has open can be removed from the cache."""
         self._end.detach()
         self._start_process_state()
 
     def _release_shards(self) -> None:
-        if "_opened" in self.__dict__:  # not while it counts
+        # The attribute is missing while the constructor counts samples.
+        if "_opened" in self.__dict__:
             self._opened.close()
 
     def _check_entries(self) -> None:
         seen: set[int] = set()
         for entry in self.entries:
-            form = get_format(entry.format)
+            shard_format = get_format(entry.format)
             if id(entry.details) not in seen:
                 seen.add(id(entry.details))
-                _check_entry(form, entry, self._options)
-            if self._ranged and (entry.file.compression is not None or not form.supports_ranges):
-                what = f"compressed ({entry.file.compression})" if entry.file.compression else f"of format {entry.format}"
-                raise ConfigError(f"{self.root / entry.file.name}: is {what}, which has no ranges; use download='whole'")
+                _check_entry(shard_format, entry, self._options)
+            if self._ranged and (entry.file.compression is not None or not shard_format.supports_ranges):
+                description = (
+                    f"compressed ({entry.file.compression})" if entry.file.compression else f"of format {entry.format}"
+                )
+                raise ConfigError(f"{self.root / entry.file.name}: is {description}, without range reads. Use download='whole'")
             size = bytes_to_reserve(entry.file)
             if entry.file.compression is not None and size > self._max_shard_bytes:
                 raise ConfigError(
                     f"{self.root / entry.file.name}: has {size} bytes after decompression, more than max_shard_bytes="
-                    f"{self._max_shard_bytes}; allow more if you trust the data"
+                    f"{self._max_shard_bytes}. Raise it to trust the data"
                 )
             if size > self._limit and self._store.uses_cache(entry.file):
                 raise ConfigError(
-                    f"{self.root / entry.file.name}: has {size} bytes, more than cache_bytes={self._limit}; give the cache more"
+                    f"{self.root / entry.file.name}: has {size} bytes, more than cache_bytes={self._limit}. Raise cache_bytes"
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        stored = ["path", "root", "entries", "_options", "_verify", "_ranged", "_read_ahead", "_open_most", "_folder", "_limit"]
-        stored += ["_follow_links", "_max_sample_bytes", "_max_shard_bytes"]
+        stored = [
+            "path",
+            "root",
+            "entries",
+            "_options",
+            "_verify",
+            "_ranged",
+            "_prefetch_shards",
+            "_max_open_shards",
+            "_folder",
+        ]
+        stored += ["_limit", "_follow_links", "_max_sample_bytes", "_max_shard_bytes"]
         return {name: self.__dict__[name] for name in stored}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -207,65 +233,71 @@ class ShardedDataset:
         return self._size
 
     def __getitem__(self, index: int, /) -> Any:
-        """Sample ``index``, decoded.
+        """Read and decode sample ``index``.
 
         Raises:
-            IndexError: there is none.
-            ShardError: its shard cannot be had. DataError: it cannot be decoded.
+            IndexError: ``index`` is out of range.
+            ShardError: the shard cannot be read.
+            DataError: the sample cannot be decoded.
         """
         if not 0 <= index < self._size:
-            raise IndexError(f"{self.path}: has {self._size} samples, there is none with index {index}")
-        number = bisect_right(self._bounds, index) - 1  # of one number, far faster than with an array
+            raise IndexError(f"{self.path}: index must be in 0 to {self._size - 1}, got {index}")
+        # For a single index, bisect is far faster than NumPy.
+        number = bisect_right(self._bounds, index) - 1
         return self._opened.read(number, (index - self._bounds[number],))[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The samples with these indices, in this order; those of one shard are read together."""
+        """Read samples in the order of ``indices``. Samples of one shard are read together."""
         numbers, rows = self._locate(indices)
-        places: dict[int, list[int]] = {}
-        for place, number in enumerate(numbers):
-            places.setdefault(number, []).append(place)
+        positions_by_shard: dict[int, list[int]] = {}
+        for position, number in enumerate(numbers):
+            positions_by_shard.setdefault(number, []).append(position)
         samples: list[Any] = [None] * len(numbers)
-        parts = list(self._read_tasks(places))
+        tasks = list(self._read_tasks(positions_by_shard))
 
         def read(part: int) -> None:
-            number, chosen = parts[part]
-            for place, sample in zip(chosen, self._opened.read(number, [rows[place] for place in chosen]), strict=True):
-                samples[place] = sample
+            number, positions = tasks[part]
+            for position, sample in zip(
+                positions, self._opened.read(number, [rows[position] for position in positions]), strict=True
+            ):
+                samples[position] = sample
 
-        for_each_part(len(parts), read, threads=_MAX_REQUESTS if self._uses_range_requests else 1, name="dtrain-read")
+        for_each_part(len(tasks), read, threads=_MAX_REQUESTS if self._uses_range_requests else 1, name="dtrain-read")
         return samples
 
-    def _read_tasks(self, places: dict[int, list[int]]) -> list[tuple[int, list[int]]]:
-        """What is read by one thread: a shard's samples, or where each is a request one sample."""
+    def _read_tasks(self, positions_by_shard: dict[int, list[int]]) -> list[tuple[int, list[int]]]:
+        """Return the reads per thread: the samples of a shard, or a single sample if a sample is a request."""
         if self._uses_range_requests:
-            return [(number, [place]) for number, chosen in places.items() for place in chosen]
-        away = [n for n in places if n not in self._opened and not self._store.is_available(self.entries[n].file)]
-        if len(away) > 1:
-            self._prefetcher.request(away[1:])  # while the first is fetched by whoever reads it
-        late = set(away)  # those that are here are read before they may have to make room
-        return sorted(places.items(), key=lambda part: part[0] in late)
+            return [(number, [position]) for number, positions in positions_by_shard.items() for position in positions]
+        unavailable = [
+            n for n in positions_by_shard if n not in self._opened and not self._store.is_available(self.entries[n].file)
+        ]
+        if len(unavailable) > 1:
+            # The reader fetches the first shard itself.
+            self._prefetcher.request(unavailable[1:])
+        # Available shards are read first, before they may be removed to make room.
+        late = set(unavailable)
+        return sorted(positions_by_shard.items(), key=lambda part: part[0] in late)
 
     @property
     def _uses_range_requests(self) -> bool:
         return self._ranged and isinstance(self.root, RemotePath)
 
     def _locate(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Shard, and row in it, of each sample."""
+        """Return the shard of each sample, and the row in the shard."""
         wanted = np.asarray(indices, dtype=np.int64)
         if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= self._size):
-            raise IndexError(
-                f"{self.path}: has {self._size} samples, there is none with index {wanted.min()} or {wanted.max()}"
-            )
+            raise IndexError(f"{self.path}: indices must be in 0 to {self._size - 1}, got {wanted.min()} to {wanted.max()}")
         numbers = self._ends.searchsorted(wanted, side="right")
         return numbers.tolist(), (wanted - self._begins[numbers]).tolist()
 
     def prefetch(self, indices: Tensor) -> None:
-        """Download the shards of these samples in the background, in the order in which they come. Returns at once.
+        """Download the shards of these samples in the background, in order. Return at once.
 
         Args:
-            indices: ``[k]`` int64, what this rank reads soon.
+            indices: ``[k]`` int64, the samples that this rank reads soon.
         """
-        if not self._read_ahead or not len(indices):
+        if not self._prefetch_shards or not len(indices):
             return
         numbers, first = np.unique(self._ends.searchsorted(np.asarray(indices), side="right"), return_index=True)
         now = time.monotonic()
@@ -281,13 +313,13 @@ class ShardedDataset:
             self._prefetcher.request(wanted)
 
     def order(self, seed: int, shuffle: bool | BlockShuffle) -> SampleOrder:
-        """The order of an epoch: shards as they come or at random, and samples of a few of them mixed; see ``BlockShuffle``."""
+        """Return the order of an epoch, with a block shuffle over the shards; see ``BlockShuffle``."""
         from dtrain.data.sampling.block_shuffle import shard_order
 
         return shard_order(self.shard_sizes, seed=seed, shuffle=shuffle)
 
     def fingerprint(self) -> dict[str, Plain]:
-        """What the data are, by the index: equal for the same data at another place."""
+        """Return properties of the data from the index. A copy of the data has an equal fingerprint."""
         digest = xxhash.xxh3_128()
         for entry in self.entries:
             file = entry.file
@@ -302,7 +334,7 @@ class ShardedDataset:
         }
 
     def close(self) -> None:
-        """Let go of open shards, and end the downloads in the background. The next use opens them again."""
+        """Close open shards, and end background downloads. The next use opens the shards again."""
         self._end()
         self._opened.close()
         self._start_process_state()
@@ -318,7 +350,7 @@ def _check_options(*, cache_bytes: int | None, download: str, prefetch_shards: i
         ("max_open_shards", max_open_shards, 1),
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ConfigError(f"ShardedDataset: {name} must be a whole number of at least {least}, got {value!r}")
+            raise ConfigError(f"ShardedDataset: {name} must be an integer of at least {least}, got {value!r}")
     if download not in get_args(DownloadMode):
         raise ConfigError(f"ShardedDataset: download must be 'whole' or 'ranged', got {download!r}")
 
@@ -326,31 +358,33 @@ def _check_options(*, cache_bytes: int | None, download: str, prefetch_shards: i
 def _check_positive(**values: object) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"ShardedDataset: {name} must be a whole number of at least 1, got {value!r}")
+            raise ConfigError(f"ShardedDataset: {name} must be an integer of at least 1, got {value!r}")
 
 
-def _check_entry(form: ShardFormat, entry: ShardEntry, options: Mapping[str, Any]) -> None:
+def _check_entry(shard_format: ShardFormat, entry: ShardEntry, options: Mapping[str, Any]) -> None:
     try:
-        form.check(entry, options)
+        shard_format.check(entry, options)
     except DtrainError as error:
         raise type(error)(one_line(error)) from error
 
 
-def _open_shard(access: ShardStore, entry: ShardEntry, options: Mapping[str, Any], most: int) -> tuple[Shard, int]:
-    """The shard, and how many bytes of the cache it keeps in use."""
-    with wrap_shard_errors(str(access.root / entry.file.name)):
-        reached = access.open(entry)
+def _open_shard(store: ShardStore, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int) -> tuple[Shard, int]:
+    """Open a shard, and return the shard and the bytes of the cache that it keeps in use."""
+    with wrap_shard_errors(str(store.root / entry.file.name)):
+        opened = store.open(entry)
         try:
-            return get_format(entry.format).open(reached.source, entry, options, max_sample_bytes=most), reached.cached_bytes
+            return get_format(entry.format).open(
+                opened.source, entry, options, max_sample_bytes=max_sample_bytes
+            ), opened.cached_bytes
         except DataError as error:
-            raise DataError(f"{access.root}/{error}") from error
+            raise DataError(f"{store.root}/{error}") from error
 
 
-def _split_file(place: AnyPath) -> tuple[AnyPath, str | None]:
-    """The dataset's folder; and the file's name, where the URL is that of one file with data."""
-    if guess_format(place.name) is not None and storage.file_size(place) is not None:
-        return place.parent, place.name
-    return place, None
+def _split_file(position: AnyPath) -> tuple[AnyPath, str | None]:
+    """Return the folder of the dataset, and the name of the file if the path is a single file with data."""
+    if guess_format(position.name) is not None and storage.file_size(position) is not None:
+        return position.parent, position.name
+    return position, None
 
 
 def _cache_folder(cache: str | Path | None, root: AnyPath) -> Path:

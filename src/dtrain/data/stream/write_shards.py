@@ -1,6 +1,4 @@
-"""The writer of each format.
-
-A dataset from samples: shards one after the other, and the index last, so that a dataset is there whole or not at all."""
+"""``write_shards``: write samples to a new dataset in shards. The index is written last and marks a complete dataset."""
 
 from __future__ import annotations
 
@@ -40,16 +38,16 @@ def make_writer(
     hashes: Sequence[str],
     limit: int | None,
 ) -> ShardWriter:
-    """The writer of a dataset whose first sample this is.
+    """Create the writer of a dataset with this first sample.
 
     Raises:
-        ConfigError: there is no such format, or it cannot keep such columns.
+        ConfigError: the format is unknown, or cannot store such columns.
     """
     get_format(form)
     if columns is not None and not columns:
-        raise ConfigError("columns={} leaves nothing to write; leave it out to have the first sample's")
+        raise ConfigError("columns={} leaves nothing to write. Leave out columns to use the first sample's columns")
     if form in ("jsonl", "text", "tar") and columns is not None:
-        raise ConfigError(f"format {form} has no columns with a type, got columns={dict(columns)}; leave it out")
+        raise ConfigError(f"format {form} has no typed columns, got columns={dict(columns)}. Leave out columns")
     settings: dict[str, Plain] = {"compression": compression, "hashes": [*hashes], "size_limit": limit}
     if form == "mds":
         return MdsWriter(first, columns, settings)
@@ -65,13 +63,13 @@ _COMPRESSION_SUFFIX = {"br": ".br", "bz2": ".bz2", "gz": ".gz", "snappy": ".snap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteShardsResult:
-    """What ``write_shards`` has written.
+    """Result of ``write_shards``.
 
     Args:
-        path: the dataset's folder.
-        format: of its shards.
-        shards: how many there are.
-        samples: in all of them.
+        path: folder of the dataset.
+        format: format of the shards.
+        shards: number of shards.
+        samples: number of samples in all shards.
         stored_bytes: bytes of all shards as stored.
         raw_bytes: bytes of all shards before compression.
     """
@@ -95,27 +93,33 @@ def write_shards(
     size_limit: int | None = 2**26,
     progress: Callable[[int, int], None] | None = None,
 ) -> WriteShardsResult:
-    """A dataset of these samples in a new folder, which ``ShardedDataset`` reads; of MDS, mosaicml-streaming, too.
+    """Write samples to a new dataset for ``ShardedDataset``. mosaicml-streaming can read the format MDS, too.
 
-    One shard at a time is held in memory. What was written is removed again when a sample, or the place, is at fault.
+    The writer keeps one shard at a time in memory. After an error, it removes the files written so far.
 
     Args:
-        samples: mappings of column to value, of which the first one tells the columns and their types.
-        path: a folder, or a URL; empty or not there yet.
-        format: ``"mds"``, ``"parquet"``, ``"jsonl"``, ``"text"`` (the one column ``text``), or ``"tar"`` (columns are named as
-            files are after the dot: ``jpg``, ``tokens.npy``).
-        columns: of MDS, column to encoding; of Parquet, column to type, as ``"int64"`` or ``"list<int32>"``; others have none.
-        compression: ``"br"``, ``"bz2"``, ``"gz"``, ``"snappy"`` or ``"zstd"``, with a level if wanted (``"zstd:7"``); in
-            Parquet, that of the parts of a file. None: stored raw.
-        hashes: digests to keep of each shard, and to check when it is read.
-        size_limit: raw bytes that a shard has at most, unless one sample is larger; None makes one shard of all.
-        progress: called after each sample with the samples and the raw bytes so far.
+        samples: mappings from column to value; the first sample determines the columns and their types.
+        path: new or empty folder, or a URL.
+        format: ``"mds"``, ``"parquet"``, ``"jsonl"``, ``"text"`` (with the single column ``text``), or ``"tar"`` (columns are
+            named like file extensions: ``jpg``, ``tokens.npy``).
+        columns: encoding of each column for MDS; type of each column for Parquet, as ``"int64"`` or ``"list<int32>"``.
+        compression: ``"br"``, ``"bz2"``, ``"gz"``, ``"snappy"`` or ``"zstd"``, optionally with a level (``"zstd:7"``). Parquet
+            compresses parts of a file. None stores raw bytes.
+        hashes: algorithms of the digests of each shard, which readers check.
+        size_limit: maximum of a shard's raw bytes, unless a single sample is larger; None writes one shard.
+        progress: function of the numbers of samples and raw bytes so far, called after each sample.
 
     Returns:
         Counts and sizes.
 
+    Example:
+        >>> import dtrain as dt
+        >>> samples = ({"text": f"document {i}"} for i in range(1000))
+        >>> result = dt.data.write_shards(samples, "/tmp/corpus", format="mds", compression="zstd")  # doctest: +SKIP
+        >>> dataset = dt.data.ShardedDataset("/tmp/corpus")  # doctest: +SKIP
+
     Raises:
-        ConfigError: the folder is not empty, there are no samples, or one that the format cannot keep, by its number.
+        ConfigError: the folder is not empty, there are no samples, or the format cannot store a sample, which is named.
         DataError: a file cannot be written.
     """
     hashes = sorted(set(hashes))
@@ -123,45 +127,45 @@ def write_shards(
         new_hash(algorithm)
     check_compression(compression)
     if size_limit is not None and not 1 <= size_limit < 2**32:
-        raise ConfigError(f"{size_limit=} is not from 1 to 4 GiB (without 4 GiB itself); None makes one shard")
+        raise ConfigError(f"{size_limit=} must be at least 1 and below 4 GiB. Pass None to write one shard")
     folder = resolve_path(path)
-    rest = iter(samples)
-    first = next(rest, None)
+    remaining = iter(samples)
+    first = next(remaining, None)
     if first is None:
-        raise ConfigError(f"{folder}: there are no samples to write")
+        raise ConfigError(f"{folder}: samples must not be empty")
     writer = make_writer(format, first, columns, compression, hashes, size_limit)
-    make = _DatasetWriter(folder, format, writer, compression, hashes)
+    dataset_writer = _DatasetWriter(folder, format, writer, compression, hashes)
     try:
         with _wrap_write_errors(folder):
-            make.begin()
-        for number, shard in _group_into_shards(chain([first], rest), writer, size_limit, progress):
+            dataset_writer.begin()
+        for number, shard in _group_into_shards(chain([first], remaining), writer, size_limit, progress):
             with _wrap_write_errors(folder):
-                make.add(number, shard)
+                dataset_writer.add(number, shard)
         with _wrap_write_errors(folder):
-            return make.finish()
+            return dataset_writer.finish()
     except BaseException:
-        make.rollback()
+        dataset_writer.rollback()
         raise
 
 
 def _group_into_shards(
     samples: Iterable[Sample], writer: ShardWriter, limit: int | None, progress: Callable[[int, int], None] | None
 ) -> Iterable[tuple[int, list[Any]]]:
-    """Numbered lists of encoded samples that make a shard each."""
-    held: list[Any] = []
+    """Group encoded samples to shards, and yield the number and the samples of each shard."""
+    shard: list[Any] = []
     number, size, total = 0, writer.shard_bytes, 0
     for count, sample in enumerate(samples):
         encoded = writer.encode(sample, count)
-        more = writer.size(encoded) + writer.sample_bytes
-        if held and limit is not None and size + more > limit:
-            yield number, held
-            number, held, size = number + 1, [], writer.shard_bytes
-        held.append(encoded)
-        size += more
-        total += more
+        sample_bytes = writer.size(encoded) + writer.sample_bytes
+        if shard and limit is not None and size + sample_bytes > limit:
+            yield number, shard
+            number, shard, size = number + 1, [], writer.shard_bytes
+        shard.append(encoded)
+        size += sample_bytes
+        total += sample_bytes
         if progress is not None:
             progress(count + 1, total)
-    yield number, held
+    yield number, shard
 
 
 @contextlib.contextmanager
@@ -173,37 +177,39 @@ def _wrap_write_errors(folder: AnyPath) -> Any:
 
 
 class _DatasetWriter:
-    """The files of a dataset that is being written."""
+    """Writer of a dataset's files."""
 
     def __init__(self, folder: AnyPath, form: str, writer: ShardWriter, compression: str | None, hashes: Sequence[str]) -> None:
         self._folder, self._form, self._writer, self._hashes = folder, form, writer, hashes
-        self._compression = compression if form != "parquet" else None  # of whole files
+        # Parquet compresses parts of a file, not whole files.
+        self._compression = compression if form != "parquet" else None
         self._entries: list[ShardEntry] = []
         self._created: list[AnyPath] = []
 
     def begin(self) -> None:
         if is_folder(self._folder) and (names := list_names(self._folder)):
-            what = "has a dataset already" if INDEX_NAME in names else f"is not empty (there is {names[0]!r})"
+            reason = "has a dataset already" if INDEX_NAME in names else f"is not empty (there is {names[0]!r})"
             if UNFINISHED_NAME in names and INDEX_NAME not in names:
-                what = "has a dataset that is being written, or whose writer was killed"
-            raise ConfigError(f"{self._folder}: {what}; name a new folder, or remove this one first")
+                reason = "has a dataset that is incomplete, because its writer still runs or was killed"
+            raise ConfigError(f"{self._folder}: {reason}. Name a new folder, or remove this folder first")
         make_folders(self._folder)
-        self._create_file(UNFINISHED_NAME, b"")  # shards without an index are not taken for a whole dataset
+        # The marker keeps readers from using shards without an index as a complete dataset.
+        self._create_file(UNFINISHED_NAME, b"")
 
     def add(self, number: int, encoded: Sequence[Any]) -> None:
         raw = self._writer.pack(encoded)
         raw_name = name = f"shard.{number:05}{self._writer.suffix}"
-        stored, kind = raw, None
+        stored, algorithm = raw, None
         if self._compression is not None:
-            stored, kind = compress(self._compression, raw), parse_compression(self._compression)[0]
-            name += f".{kind}" if self._form == "mds" else _COMPRESSION_SUFFIX[kind]
+            stored, algorithm = compress(self._compression, raw), parse_compression(self._compression)[0]
+            name += f".{algorithm}" if self._form == "mds" else _COMPRESSION_SUFFIX[algorithm]
         digests = compute_digests(stored, self._hashes)
         file = ShardFile(
             name=name,
             size=len(stored),
             raw_size=len(raw),
             raw_name=raw_name,
-            compression=kind,
+            compression=algorithm,
             digests=digests,
             raw_digests=digests if stored is raw else compute_digests(raw, self._hashes),
         )
@@ -228,19 +234,21 @@ class _DatasetWriter:
         try:
             _write_file(self._created[-1], data)
         except FileExistsError:
-            del self._created[-1]  # somebody else writes there, too
+            # Another process writes to the folder, too, so its file must not be removed.
+            del self._created[-1]
             raise
 
     def rollback(self) -> None:
-        """Remove what was written, the index first; what is left of that keeps its shards."""
+        """Remove the written files, the index first, so that a remaining index always has its shards."""
         with contextlib.suppress(OSError):
             for path in reversed(self._created):
-                with contextlib.suppress(FileNotFoundError):  # it was never finished
+                # The last file may never have been created.
+                with contextlib.suppress(FileNotFoundError):
                     remove_file(path)
 
 
 def _write_file(path: AnyPath, data: bytes) -> None:
-    """Create a file, durably; of several that try, one succeeds."""
+    """Create a file durably. If several processes try to create it, one succeeds."""
     if len(data) <= _UPLOAD_PART_BYTES:
         create_file(path, data)
         return

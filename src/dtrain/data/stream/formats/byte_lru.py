@@ -1,4 +1,4 @@
-"""What a process keeps of what it has unpacked, for all its open shards together: what was used last, up to a bound."""
+"""``ByteLRU``: bound the bytes of decoded data that a process caches, least recently used first, over all its open shards."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dtrain.data.stream.fork_safety import FORK_REGISTRY
 
 
 class LRUOwner(Protocol):
-    """Has the values, so that they go when it does."""
+    """Owner of cached values, which are freed with the owner."""
 
     cached: dict[int, Any]
 
 
 class ByteLRU:
-    """Tells owners which of their values to drop. Any thread may use it; the child of a fork begins with an empty one."""
+    """Bookkeeping of owners' cached values. Any thread may use it; a forked child starts with an empty one."""
 
     def __init__(self) -> None:
         self._is_registered = False
@@ -26,22 +26,23 @@ class ByteLRU:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[tuple[int, int], tuple[ref[LRUOwner], int]] = OrderedDict()  # what was used last comes last
+        # The most recently used value is last.
+        self._sizes: OrderedDict[tuple[int, int], tuple[ref[LRUOwner], int]] = OrderedDict()
         self.size = 0
-        """Bytes of all values; those of an owner that has gone count until it is their turn."""
+        """Bytes of all values. The values of a deleted owner count until they are evicted."""
 
     def after_fork(self) -> None:
-        """The lock may have been held, by a thread that is not here."""
+        """Replace the lock in a forked child, because a thread of the parent may have held it."""
         self._reset()
 
     def get(self, owner: LRUOwner, number: int, make: Callable[[], tuple[Any, int]], *, max_bytes: int) -> Any:
-        """The owner's value, made by ``make``, with its bytes, if it is not there. Those used longest ago make room.
+        """Return the owner's value. If it is missing, ``make`` makes the value and its size, and old values are evicted.
 
         Args:
-            owner: of the value; one thread at a time asks for what is its.
-            number: of the value.
-            make: called without the lock.
-            max_bytes: of all values of all owners; the one that is returned may be larger.
+            owner: owner of the value; one thread at a time uses an owner.
+            number: number of the value.
+            make: function that makes the value and its size; called without the lock.
+            max_bytes: maximum of all values of all owners; the returned value may be larger.
         """
         key = (id(owner), number)
         with self._lock:
@@ -55,24 +56,25 @@ class ByteLRU:
                 self._is_registered = True
                 FORK_REGISTRY.register(self)
             owner.cached[number] = value
-            self._drop(key)  # of one that had this address before
+            # A deleted owner may have had the same id.
+            self._drop(key)
             self._sizes[key] = ref(owner), size
             self.size += size
             while self.size > max_bytes and len(self._sizes) > 1:
                 first = next(iter(self._sizes))
-                if (other := self._drop(first)) is not None:
-                    other.cached.pop(first[1], None)
+                if (owner_of_first := self._drop(first)) is not None:
+                    owner_of_first.cached.pop(first[1], None)
         return value
 
     def _drop(self, key: tuple[int, int]) -> LRUOwner | None:
-        found = self._sizes.pop(key, None)
-        if found is None:
+        entry = self._sizes.pop(key, None)
+        if entry is None:
             return None
-        self.size -= found[1]
-        return found[0]()
+        self.size -= entry[1]
+        return entry[0]()
 
     def drop_owner(self, owner: LRUOwner) -> None:
-        """Drop all values of one owner."""
+        """Drop all values of an owner."""
         with self._lock:
             for number in list(owner.cached):
                 self._drop((id(owner), number))

@@ -1,4 +1,4 @@
-"""Images in shards, by pillow, which is imported where it is used."""
+"""Encode and decode images in shards with pillow, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from dtrain.optional_dependencies import missing_extra_error
 from dtrain.storage import exists, read_file, resolve_path
 
-_MAX_FILE_BYTES = 2**32 - 1  # of a file; where samples lie in a shard is counted in four bytes
+# Limit of an image file. Offsets in a shard have 4 bytes.
+_MAX_FILE_BYTES = 2**32 - 1
 
 
 def _import_pillow() -> Any:
@@ -24,7 +25,8 @@ def _import_pillow() -> Any:
 
 
 def check_pillow() -> None:
-    """
+    """Check that pillow is installed.
+
     Raises:
         ConfigError: pillow is not installed.
     """
@@ -32,43 +34,44 @@ def check_pillow() -> None:
 
 
 def decode_image(view: memoryview) -> Any:
-    """The image of a file's bytes, decoded: damage shows here, and not where the image is first used."""
+    """Decode an image file completely, so that damage raises here and not on first use."""
     image = _import_pillow().open(BytesIO(view))
     image.load()
     return image
 
 
 def decoded_bytes(view: memoryview) -> int:
-    """The bytes that the image of a file's bytes has in memory, by its header."""
+    """Return the bytes that an image takes in memory, from the header of its file."""
     image = _import_pillow().open(BytesIO(view))
     return _pixel_bytes(image.width, image.height, image.mode)
 
 
 def decoded_raw_bytes(view: memoryview) -> int:
-    """The same of what ``decode_raw`` takes."""
+    """Return the bytes that an image in the form of ``encode_raw`` takes in memory."""
     width, height, length = np.frombuffer(view, "<u4", 3).tolist()
     return _pixel_bytes(width, height, str(view[12 : 12 + length], "ascii"))
 
 
 def _pixel_bytes(width: int, height: int, mode: str) -> int:
-    return width * height * (1 if mode in ("1", "L", "P") else 4)  # as Pillow keeps them
+    # Pillow uses 1 or 4 bytes per pixel.
+    return width * height * (1 if mode in ("1", "L", "P") else 4)
 
 
 def decode_raw(view: memoryview) -> Any:
-    """The image of width, height and length of the mode, in four bytes each, the mode, and the pixels."""
+    """Decode an image in the form of ``encode_raw``."""
     width, height, length = np.frombuffer(view, "<u4", 3).tolist()
     return _import_pillow().frombytes(str(view[12 : 12 + length], "ascii"), (width, height), bytes(view[12 + length :]))
 
 
 def encode_raw(image: Any) -> bytes:
-    """What ``decode_raw`` takes."""
+    """Encode an image as width, height and length of the mode (4 bytes each), the mode, and the pixels."""
     mode = _require_image(image).mode.encode()
     head: bytes = np.array([*image.size, len(mode)], "<u4").tobytes() + mode
     return head + bytes(image.tobytes())
 
 
 def encode_image(kind: str, image: Any) -> bytes:
-    """The image as a file of this kind. Bytes are taken as such a file, and a JPEG out of a file stays what it is."""
+    """Encode an image as a file of this kind. Bytes are returned unchanged, and a JPEG from a file is copied."""
     if isinstance(image, bytes):
         return image
     name = getattr(_require_image(image), "filename", "")
@@ -80,7 +83,7 @@ def encode_image(kind: str, image: Any) -> bytes:
 
 
 def infer_image_encoding(value: Any) -> str:
-    """The MDS encoding that keeps an image as it is; empty for what is none."""
+    """Return the MDS encoding that stores an image without loss; empty if the value is not an image."""
     if "PIL.Image" not in sys.modules or not isinstance(value, _import_pillow().Image):
         return ""
     return "jpeg" if value.format == "JPEG" else "png" if value.mode in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA") else "pil"
@@ -88,5 +91,5 @@ def infer_image_encoding(value: Any) -> str:
 
 def _require_image(value: Any) -> Any:
     if not isinstance(value, _import_pillow().Image):
-        raise TypeError(f"image or bytes of one wanted, got {type(value).__name__}")
+        raise TypeError(f"must be an image or the bytes of an image, got {type(value).__name__}")
     return value

@@ -1,6 +1,6 @@
-"""JSON and text by lines. A line ends with ``\n`` or ``\r\n``, and with nothing else; the last one needs no end.
+"""``LineFormat``: read and write a sample per line, as JSON or text. Only ``\n`` and ``\r\n`` end a line.
 
-Writes JSON and text by lines."""
+The last line may lack a line end."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
 
 _CHUNK_BYTES = 2**22
-_MAX_LINES = 2**27  # of a file, of which each takes 8 bytes in memory, or 16
+# Limit of lines per file. A line takes 8 or 16 bytes of memory.
+_MAX_LINES = 2**27
 _BLANK = b" \t\r"
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs put it before UTF-8
+# Some programs write it before UTF-8.
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def _read_chunks(source: ByteSource) -> Iterator[tuple[int, NDArray[np.uint8]]]:
@@ -46,31 +48,32 @@ OffsetArray = NDArray[np.unsignedinteger[Any]]
 
 
 def _find_lines(source: ByteSource, *, skip_blank: bool) -> tuple[OffsetArray, OffsetArray]:
-    """Find where lines begin, and where they end (without the line end).
+    """Return the starts and the ends of lines, without the line ends.
 
     Raises:
-        DataError: more lines than ``_MOST_LINES``.
+        DataError: the file has more than ``_MAX_LINES`` lines.
     """
     dtype = np.uint32 if source.size < 2**32 else np.uint64
     starts, stops = [np.zeros(0, dtype)], [np.zeros(0, dtype)]
-    begun, is_blank, kept = 0, True, 0  # of the line that goes on in the next piece
+    # Start of the line that continues in the next chunk, whether it is blank so far, and the number of lines.
+    start, is_blank, line_count = 0, True, 0
     for begin, data in _read_chunks(source):
         ends = np.flatnonzero(data == 10)
         first = data[: ends[0]] if ends.size else data
         is_blank = is_blank and _is_all_blank(first)
         if not ends.size:
             continue
-        ours, theirs = np.concatenate(([begun], ends[:-1] + (begin + 1))), ends + begin
+        line_starts, line_ends = np.concatenate(([start], ends[:-1] + (begin + 1))), ends + begin
         if skip_blank:
-            keep = np.concatenate(([not is_blank], _has_content(data, ends[:-1] + 1, ends[1:])))
-            ours, theirs = ours[keep], theirs[keep]
-        starts.append(ours.astype(dtype))
-        stops.append(theirs.astype(dtype))
-        if (kept := kept + ours.size) > _MAX_LINES:
-            raise DataError(f"file: has more than {_MAX_LINES} lines; cut it into several files")
-        begun, is_blank = begin + int(ends[-1]) + 1, _is_all_blank(data[ends[-1] + 1 :])
-    if begun < source.size and not (skip_blank and is_blank):
-        starts.append(np.array([begun], dtype))
+            has_content = np.concatenate(([not is_blank], _has_content(data, ends[:-1] + 1, ends[1:])))
+            line_starts, line_ends = line_starts[has_content], line_ends[has_content]
+        starts.append(line_starts.astype(dtype))
+        stops.append(line_ends.astype(dtype))
+        if (line_count := line_count + line_starts.size) > _MAX_LINES:
+            raise DataError(f"file: has more than {_MAX_LINES} lines. Split it into several files")
+        start, is_blank = begin + int(ends[-1]) + 1, _is_all_blank(data[ends[-1] + 1 :])
+    if start < source.size and not (skip_blank and is_blank):
+        starts.append(np.array([start], dtype))
         stops.append(np.array([source.size], dtype))
     return np.concatenate(starts), np.concatenate(stops)
 
@@ -80,27 +83,27 @@ def _is_all_blank(data: NDArray[np.uint8]) -> bool:
 
 
 def _has_content(data: NDArray[np.uint8], begins: NDArray[Any], ends: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return False for the lines of nothing but blanks. Only lines that begin with a blank are looked at."""
-    found = begins < ends
-    doubtful = np.flatnonzero(found & _IS_BLANK[data[begins]])
-    if doubtful.size:
-        bounds = np.stack([begins[doubtful], ends[doubtful]], axis=1).reshape(-1)
-        found[doubtful] = np.logical_or.reduceat(~_IS_BLANK[data], bounds)[::2]
-    return found
+    """Return a mask that is False for blank lines. Only lines that begin with a blank are examined."""
+    has_content = begins < ends
+    candidates = np.flatnonzero(has_content & _IS_BLANK[data[begins]])
+    if candidates.size:
+        bounds = np.stack([begins[candidates], ends[candidates]], axis=1).reshape(-1)
+        has_content[candidates] = np.logical_or.reduceat(~_IS_BLANK[data], bounds)[::2]
+    return has_content
 
 
 def _is_blank_line(source: ByteSource, begin: int, end: int) -> bool:
-    pieces = (source.read(at, min(end, at + _CHUNK_BYTES)) for at in range(begin, end, _CHUNK_BYTES))
-    return not any(bytes(piece).strip(_BLANK) for piece in pieces)
+    chunks = (source.read(at, min(end, at + _CHUNK_BYTES)) for at in range(begin, end, _CHUNK_BYTES))
+    return not any(bytes(chunk).strip(_BLANK) for chunk in chunks)
 
 
 class LineShard:
-    """The lines of one file. Where they begin is found once."""
+    """Lines of one file. The constructor finds the starts of the lines."""
 
-    def __init__(self, source: ByteSource, form: LineFormat, max_sample_bytes: int) -> None:
+    def __init__(self, source: ByteSource, line_format: LineFormat, max_sample_bytes: int) -> None:
         self._source: ByteSource | None = source
-        self._form, self._max_sample_bytes = form, max_sample_bytes
-        starts, stops = form.bounds(source)
+        self._line_format, self._max_sample_bytes = line_format, max_sample_bytes
+        starts, stops = line_format.bounds(source)
         self._starts, self._stops = starts.data, stops.data
 
     def __len__(self) -> int:
@@ -111,22 +114,22 @@ class LineShard:
             raise IndexError(f"row {row} of {len(self)}, {'closed' if self._source is None else 'open'}")
         begin, end = self._starts[row], self._stops[row]
         check_sample_bytes(end - begin, self._max_sample_bytes)
-        return self._form.decode(str(self._source.read(begin, end), "utf-8"))
+        return self._line_format.decode(str(self._source.read(begin, end), "utf-8"))
 
     def close(self) -> None:
-        """Let go of the source."""
+        """Release the source."""
         self._source = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineFormat:
-    """A format of one sample per line, without options.
+    """Format of one sample per line, without options.
 
     Args:
-        name: of the format.
-        suffixes: of names.
-        decode: the sample of a line.
-        skip_blank: whether lines of nothing but blanks are no samples; a byte order mark before the first is left out, too.
+        name: name of the format.
+        suffixes: suffixes of file names.
+        decode: function from a line to a sample.
+        skip_blank: if True, blank lines are not samples, and a byte order mark at the start is dropped.
     """
 
     name: str
@@ -137,7 +140,7 @@ class LineFormat:
     options: tuple[str, ...] = ()
 
     def bounds(self, source: ByteSource) -> tuple[OffsetArray, OffsetArray]:
-        """Where samples begin and end."""
+        """Return the starts and the ends of samples."""
         starts, stops = _find_lines(source, skip_blank=self.skip_blank)
         if self.skip_blank and starts.size and starts[0] == 0 and bytes(source.read(0, 3)) == _BYTE_ORDER_MARK:
             starts[0] = 3
@@ -146,25 +149,25 @@ class LineFormat:
         return starts, stops
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
-        """Refuse what cannot be opened; see ``Format.check``."""
+        """Check the options and the line ends; see ``ShardFormat.check``."""
         check_options(self, options)
         if entry.details.get("newline", "\n") not in ("\n", "\r\n"):
-            raise DataError(f"{entry.file.name}: lines end with {entry.details['newline']!r}; \\n and \\r\\n can be read")
+            raise DataError(f"{entry.file.name}: newline must be \\n or \\r\\n, got {entry.details['newline']!r}")
 
     def open(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
     ) -> LineShard:
-        """See ``Format.open``. Reads the whole file once."""
+        """Open a shard; see ``ShardFormat.open``. Reads the whole file once."""
         self.check(entry, options)
         shard = LineShard(source, self, max_sample_bytes)
         if len(shard) != entry.samples:
             raise DataError(
-                f"{entry.file.name}: has {len(shard)} lines, its index says {entry.samples}; it is truncated, or changed"
+                f"{entry.file.name}: has {len(shard)} lines, but the index has {entry.samples}. It is truncated or changed"
             )
         return shard
 
     def count(self, source: ByteSource) -> tuple[int, dict[str, Plain]]:
-        """See ``Format.count``. Reads the whole file."""
+        """Count the samples; see ``ShardFormat.count``. Reads the whole file."""
         return len(self.bounds(source)[0]), {}
 
 
@@ -177,27 +180,27 @@ TEXT = LineFormat(name="text", suffixes=(".txt", ".text"), decode=_text_sample, 
 
 
 class LineWriter:
-    """See ``Writer``."""
+    """Writer of lines; see ``ShardWriter``."""
 
     sample_bytes = 0
     shard_bytes = 0
 
-    def __init__(self, form: str, settings: dict[str, Plain]) -> None:
-        self.suffix = ".jsonl" if form == "jsonl" else ".txt"
+    def __init__(self, line_format: str, settings: dict[str, Plain]) -> None:
+        self.suffix = ".jsonl" if line_format == "jsonl" else ".txt"
         self.details = settings
-        self._line = _encode_json_line if form == "jsonl" else _encode_text_line
+        self._line = _encode_json_line if line_format == "jsonl" else _encode_text_line
 
     def encode(self, sample: Sample, number: int, /) -> bytes:
-        """The line with its end."""
+        """Encode a sample as a line with its line end."""
         check_sample(sample, number)
         return self._line(sample, number) + b"\n"
 
     def size(self, encoded: bytes, /) -> int:
-        """Its bytes."""
+        """Return the bytes of a line."""
         return len(encoded)
 
     def pack(self, encoded: Sequence[bytes], /) -> bytes:
-        """The lines."""
+        """Join the lines."""
         return b"".join(encoded)
 
 
@@ -206,11 +209,11 @@ def _encode_json_line(sample: Sample, number: int) -> bytes:
         text = json.dumps(dict(sample), ensure_ascii=False, allow_nan=False)
         return text.encode() if _is_unicode(text) else json.dumps(dict(sample)).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"sample {number}: JSON cannot hold it: {error}") from error
+        raise ConfigError(f"sample {number}: JSON cannot store it: {error}") from error
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, which JSON can hold only as an escape."""
+    """Return False for text with lone surrogates, which JSON can contain only as escapes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -221,10 +224,8 @@ def _is_unicode(text: str) -> bool:
 def _encode_text_line(sample: Sample, number: int) -> bytes:
     text = sample.get("text")
     if not isinstance(text, str) or len(sample) != 1:
-        raise ConfigError(
-            f"sample {number}: text by lines has the one column 'text', a str, got {', '.join(sample)}; use jsonl"
-        )
+        raise ConfigError(f"sample {number}: text must have one column 'text' of type str, got {', '.join(sample)}. Use jsonl")
     if "\n" in text or text.endswith("\r"):
-        raise ConfigError(f"sample {number}: has a line end in its text; use jsonl")
+        raise ConfigError(f"sample {number}: the text contains a line end. Use jsonl")
     with ColumnErrors("text", number):
         return text.encode()

@@ -1,9 +1,7 @@
-"""MDS, the format of mosaicml-streaming: samples of named columns one after the other, and a table of where each begins.
+"""``MdsFormat``: read and write MDS, the shard format of mosaicml-streaming, byte for byte as mosaicml-streaming does.
 
-A shard is: samples (4 bytes), where each begins and the last one ends (4 bytes each), the columns as JSON, and the samples. A
-sample is the sizes of its values that have no fixed one (4 bytes each), and then its values.
-
-Writes MDS: byte for byte what mosaicml-streaming writes of the same samples with the same options."""
+A shard is: the number of samples (4 bytes), the start of each sample and the end of the last sample (4 bytes each), the columns
+as JSON, and the samples. A sample is the sizes of its values without a fixed size (4 bytes each), and the values."""
 
 from __future__ import annotations
 
@@ -35,9 +33,10 @@ _IMAGE_ENCODINGS = ("pil", "jpeg", "png")
 
 
 class MdsShard:
-    """The samples of one shard, as mappings of column to value."""
+    """Samples of one shard, as mappings from column to value."""
 
-    thread_safe = True  # nothing changes while a sample is read
+    # Reading changes no state.
+    thread_safe = True
 
     def __init__(self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int) -> None:
         self._source: ByteSource | None = source
@@ -46,7 +45,7 @@ class MdsShard:
         self._sizes = struct.Struct(f"<{sum(size is None for _, size, _, _ in self._columns)}I")
         self._bounds, _ = _read_offsets(source, entry.file.name)
         if len(self) != entry.samples:
-            raise DataError(f"{entry.file.name}: has {len(self)} samples, its index says {entry.samples}")
+            raise DataError(f"{entry.file.name}: has {len(self)} samples, but the index has {entry.samples}")
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -54,38 +53,38 @@ class MdsShard:
     def __getitem__(self, row: int, /) -> dict[str, Any]:
         if not 0 <= row < len(self) or self._source is None:
             raise IndexError(f"row {row} of {len(self)}, {'closed' if self._source is None else 'open'}")
-        taken = self._bounds[row + 1] - self._bounds[row]
-        check_sample_bytes(taken, self._max_sample_bytes)
+        byte_count = self._bounds[row + 1] - self._bounds[row]
+        check_sample_bytes(byte_count, self._max_sample_bytes)
         view = memoryview(self._source.read(self._bounds[row], self._bounds[row + 1]))
         sizes = iter(self._sizes.unpack_from(view))
         at = self._sizes.size
         sample = {}
-        for name, size, decode, expands in self._columns:
+        for name, size, decode, decoded_bytes in self._columns:
             end = at + (next(sizes) if size is None else size)
             if decode is not None:
-                if expands is not None:
-                    taken += expands(view[at:end])
-                    check_sample_bytes(taken, self._max_sample_bytes)
+                if decoded_bytes is not None:
+                    byte_count += decoded_bytes(view[at:end])
+                    check_sample_bytes(byte_count, self._max_sample_bytes)
                 sample[name] = decode(view[at:end])
             at = end
         if at != len(view):
-            raise ValueError(f"it has {len(view)} bytes, its values have {at}")
+            raise ValueError(f"it has {len(view)} bytes, but its values have {at}")
         return sample
 
     def close(self) -> None:
-        """Let go of the source."""
+        """Release the source."""
         self._source = None
 
 
 MdsColumn = tuple[str, int | None, Callable[[memoryview], Any] | None, Callable[[memoryview], int] | None]
-"""Name, bytes if fixed, how to decode it (None where it is not wanted), and the bytes of a value that grows by that."""
+"""Name, fixed size or None, decoder or None for an unused column, and the decoded size of values that grow when decoded."""
 
 
 def _parse_columns(entry: ShardEntry) -> list[tuple[str, int | None, MdsEncoding]]:
-    lists = [entry.details.get(f"column_{what}") for what in ("names", "sizes", "encodings")]
-    names, sizes, encodings = (found if isinstance(found, list) else [] for found in lists)
+    lists = [entry.details.get(f"column_{field}") for field in ("names", "sizes", "encodings")]
+    names, sizes, encodings = (values if isinstance(values, list) else [] for values in lists)
     if not names or not len(names) == len(sizes) == len(encodings) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{entry.file.name}: its index has no list of column names, sizes and encodings, of one length each")
+        raise DataError(f"{entry.file.name}: the index must have column names, sizes and encodings, lists of one length")
     columns: list[tuple[str, int | None, MdsEncoding]] = []
     for name, size, text in zip(names, sizes, encodings, strict=True):
         try:
@@ -93,21 +92,21 @@ def _parse_columns(entry: ShardEntry) -> list[tuple[str, int | None, MdsEncoding
         except ConfigError as error:
             raise DataError(f"{entry.file.name}: column {name!r}: {error}") from None
         if (size or None) != encoding.size:
-            raise DataError(f"{entry.file.name}: column {name!r} has {size!r} bytes, {text} has {encoding.size}")
+            raise DataError(f"{entry.file.name}: column {name!r} has {size!r} bytes, but {text} has {encoding.size}")
         columns.append((str(name), encoding.size, encoding))
     return columns
 
 
 def _select_columns(columns: list[tuple[str, int | None, MdsEncoding]], options: Mapping[str, Any]) -> list[MdsColumn]:
-    wanted = options.get("columns")
+    selected = options.get("columns")
     return [
-        (name, size, coder.decode if wanted is None or name in wanted else None, coder.decoded_bytes)
+        (name, size, coder.decode if selected is None or name in selected else None, coder.decoded_bytes)
         for name, size, coder in columns
     ]
 
 
 def _read_offsets(source: ByteSource, name: str) -> tuple[memoryview, int]:
-    """Where samples begin, and the last one ends; and where the table itself ends.
+    """Read the starts of samples and the end of the last sample; also return the end of the table.
 
     Raises:
         DataError: the numbers do not fit the file.
@@ -116,17 +115,17 @@ def _read_offsets(source: ByteSource, name: str) -> tuple[memoryview, int]:
     end = 4 * (samples + 2)
     table = source.read(4, end) if 8 <= end <= source.size else b""
     if len(table) != end - 4:
-        raise DataError(f"{name}: is no MDS shard, or truncated: {source.size} bytes, {samples} samples")
+        raise DataError(f"{name}: is not an MDS shard, or truncated: {source.size} bytes, {samples} samples")
     bounds = np.frombuffer(table, "<u4").astype(np.uint32)
     if bounds[0] < end or bounds[-1] != source.size or (bounds[1:] < bounds[:-1]).any():
-        raise DataError(f"{name}: is damaged: samples end at byte {bounds[-1]} of {source.size}, or in a strange order")
+        raise DataError(f"{name}: is damaged: samples end at byte {bounds[-1]} of {source.size}, or are out of order")
     return bounds.data, end
 
 
 class MdsFormat:
-    """The format; see the module.
+    """MDS; see the module.
 
-    Options: ``columns`` (names; others are left out), and ``allow_pickle`` (whether columns encoded as ``pkl`` may be read).
+    Options: ``columns`` (names of the columns to read), and ``allow_pickle`` (if True, columns encoded as ``pkl`` may be read).
     """
 
     name = "mds"
@@ -135,20 +134,20 @@ class MdsFormat:
     options = ("columns", "allow_pickle")
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
-        """Refuse what cannot be opened; see ``Format.check``."""
+        """Check the options and the columns; see ``ShardFormat.check``."""
         check_options(self, options)
-        wanted = options.get("columns")
+        selected = options.get("columns")
         columns = _parse_columns(entry)
-        if wanted is not None and (missing := [name for name in wanted if name not in {name for name, _, _ in columns}]):
+        if selected is not None and (missing := [name for name in selected if name not in {name for name, _, _ in columns}]):
             names = ", ".join(name for name, _, _ in columns)
-            raise ConfigError(f"{entry.file.name}: no column {missing[0]!r}; there are {names}")
+            raise ConfigError(f"{entry.file.name}: no column {missing[0]!r}; the columns are {names}")
         for name, _, encoding in columns:
-            if wanted is not None and name not in wanted:
+            if selected is not None and name not in selected:
                 continue
             if encoding.unsafe and options.get("allow_pickle") is not True:
                 raise ConfigError(
-                    f"{entry.file.name}: column {name!r} is pickled, and reading it runs what the file says; "
-                    "leave it out with columns, or trust the data with allow_pickle=True"
+                    f"{entry.file.name}: column {name!r} is pickled, and unpickling runs code from the file. "
+                    "Leave it out with columns, or trust the data with allow_pickle=True"
                 )
         texts = [str(text) for text in entry.details["column_encodings"]]  # type: ignore[union-attr]
         if any(kind in text for text in texts for kind in _IMAGE_ENCODINGS):
@@ -157,28 +156,28 @@ class MdsFormat:
     def open(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
     ) -> MdsShard:
-        """See ``Format.open``."""
+        """Open a shard; see ``ShardFormat.open``."""
         self.check(entry, options)
         return MdsShard(source, entry, options, max_sample_bytes)
 
     def count(self, source: ByteSource) -> tuple[int, dict[str, Plain]]:
-        """See ``Format.count``. The columns are in the shard, too."""
+        """Count the samples, and read the columns from the shard; see ``ShardFormat.count``."""
         bounds, end = _read_offsets(source, "file")
         try:
             config = json.loads(bytes(source.read(end, bounds[0])))
         except ValueError as error:
-            raise DataError(f"no columns between byte {end} and the samples: {error}") from None
-        wanted = ("column_names", "column_encodings", "column_sizes")
+            raise DataError(f"there are no columns between byte {end} and the samples: {error}") from None
+        selected = ("column_names", "column_encodings", "column_sizes")
         if not isinstance(config, dict):
-            raise DataError(f"columns are {type(config).__name__}, not an object")
-        return len(bounds) - 1, {key: config[key] for key in wanted if key in config}
+            raise DataError(f"columns must be an object, got {type(config).__name__}")
+        return len(bounds) - 1, {key: config[key] for key in selected if key in config}
 
 
 MDS = MdsFormat()
 
 
 class MdsWriter:
-    """See ``Writer``."""
+    """Writer of MDS; see ``ShardWriter``."""
 
     suffix = ".mds"
     sample_bytes = 4
@@ -200,7 +199,7 @@ class MdsWriter:
         self.shard_bytes = 8 + len(self._config)
 
     def encode(self, sample: Sample, number: int, /) -> bytes:
-        """The sizes of the values that have no fixed one, and the values."""
+        """Encode the sizes of values without a fixed size, and the values."""
         check_columns(sample, number, self._names)
         sizes, values = [], []
         with ColumnErrors(number=number) as at:
@@ -211,15 +210,17 @@ class MdsWriter:
         return np.array(sizes, "<u4").tobytes() + b"".join(values)
 
     def size(self, encoded: bytes, /) -> int:
-        """Its bytes."""
+        """Return the bytes of an encoded sample."""
         return len(encoded)
 
     def pack(self, encoded: Sequence[bytes], /) -> bytes:
-        """The shard."""
+        """Encode a shard."""
         begin = 4 * (len(encoded) + 2) + len(self._config)
         bounds = np.cumsum([begin, *map(len, encoded)])
         if bounds[-1] >= 2**32:
-            raise ConfigError(f"a shard of {bounds[-1]} bytes cannot be MDS, which counts them in four; make samples smaller")
+            raise ConfigError(
+                f"a shard of {bounds[-1]} bytes is too large for MDS, which has 4-byte offsets. Use smaller samples"
+            )
         return b"".join([np.uint32(len(encoded)).tobytes(), bounds.astype("<u4").tobytes(), self._config, *encoded])
 
 

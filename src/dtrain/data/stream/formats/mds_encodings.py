@@ -1,4 +1,4 @@
-"""Encodings of MDS: how one value of a column lies in a sample. Those of mosaicml-streaming, bit for bit."""
+"""``MdsEncoding``: encode and decode the values of MDS columns, bit for bit as mosaicml-streaming does."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _MAX_AXES = 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MdsEncoding:
-    """One way to make bytes of a value.
+    """Encoding of values as bytes.
 
     Args:
-        size: bytes of every value; None where they differ.
-        encode: a value's bytes. Raises ``TypeError`` or ``ValueError`` for one that it cannot keep.
-        decode: the value of bytes, which are not kept.
-        unsafe: whether decoding runs what the bytes say.
-        decoded_bytes: the bytes of a decoded value, by its header, where they may be many more than those that it comes from.
+        size: bytes of every value; None if the size varies.
+        encode: function from a value to bytes; raises ``TypeError`` or ``ValueError`` for a value that it cannot encode.
+        decode: function from bytes to a value, which does not refer to the bytes.
+        unsafe: if True, decoding runs code from the bytes.
+        decoded_bytes: function from bytes to the size of the decoded value, for values that may grow when decoded.
     """
 
     size: int | None = None
@@ -57,30 +57,30 @@ class MdsEncoding:
 
 
 def parse_encoding(text: str) -> MdsEncoding:
-    """The encoding with this name; ``ndarray`` may be followed by ``:dtype`` and ``:size,size``.
+    """Return the encoding of a name; ``ndarray`` may be followed by ``:dtype`` and ``:size,size``.
 
     Raises:
-        ConfigError: a name, dtype or shape that is not known.
+        ConfigError: the name, dtype or shape is unknown.
     """
     if text in ENCODINGS:
         return ENCODINGS[text]
     name, _, config = text.partition(":")
     if name != "ndarray":
-        raise ConfigError(f"encoding {text!r} is not known; known: {', '.join(ENCODINGS)}")
+        raise ConfigError(f"encoding {text!r} is unknown; known: {', '.join(ENCODINGS)}")
     dtype, colon, shape = config.partition(":")
     if dtype and dtype not in _NUMBER_OF:
-        raise ConfigError(f"encoding {text!r}: dtype {dtype!r} is not known; known: {', '.join(_NUMBER_OF)}")
+        raise ConfigError(f"encoding {text!r}: dtype {dtype!r} is unknown; known: {', '.join(_NUMBER_OF)}")
     sizes = shape.split(",") if colon else []
     if (colon and not dtype) or not all(size.isdecimal() and int(size) >= 1 for size in sizes):
-        raise ConfigError(f"encoding {text!r}: an array is 'ndarray', 'ndarray:dtype' or 'ndarray:dtype:size,size,...'")
+        raise ConfigError(f"encoding {text!r}: must be 'ndarray', 'ndarray:dtype' or 'ndarray:dtype:size,size,...'")
     return _array_encoding(dtype or None, tuple(map(int, sizes)) or None)
 
 
 def infer_encoding(value: Any) -> str:
-    """The encoding that keeps values like this one.
+    """Infer the encoding for values like ``value``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the type has no encoding.
     """
     if isinstance(value, np.ndarray) and value.ndim:
         name = f"ndarray:{value.dtype.name}"
@@ -91,18 +91,18 @@ def infer_encoding(value: Any) -> str:
             (name for kind, name in _ENCODING_OF_TYPE.items() if type(value) is kind), ""
         ) or images.infer_image_encoding(value)
     if name.partition(":")[2] not in ("", *_NUMBER_OF) or (name not in ENCODINGS and not name.startswith("ndarray")):
-        raise ConfigError(f"a value of type {type(value).__name__} has no encoding of its own; give columns={{name: encoding}}")
+        raise ConfigError(f"a value of type {type(value).__name__} has no default encoding. Pass columns={{name: encoding}}")
     return name
 
 
 def _require_type(value: Any, *kinds: type) -> Any:
     if not isinstance(value, kinds):
-        raise TypeError(f"{' or '.join(kind.__name__ for kind in kinds)} wanted, got {type(value).__name__}")
+        raise TypeError(f"must be {' or '.join(kind.__name__ for kind in kinds)}, got {type(value).__name__}")
     return value
 
 
 def _digits_encoding(kind: Callable[[str], Any], *kinds: type) -> MdsEncoding:
-    """A number as its digits: of any size, and exact."""
+    """Encode a number as digits, exact and of any size."""
     return MdsEncoding(
         encode=lambda value: str(_require_type(value, *kinds)).encode(), decode=lambda view: kind(str(view, "utf-8"))
     )
@@ -112,12 +112,13 @@ def _scalar_encoding(name: str) -> MdsEncoding:
     dtype = np.dtype(name).newbyteorder("<")
 
     def encode(value: Any) -> bytes:
-        kept = dtype.type(value)
-        if dtype.kind != "f" and kept != value:
-            raise ValueError(f"{value!r} is not of type {name}")
-        return bytes(np.array(kept, dtype).tobytes())
+        converted = dtype.type(value)
+        if dtype.kind != "f" and converted != value:
+            raise ValueError(f"must be of type {name}, got {value!r}")
+        return bytes(np.array(converted, dtype).tobytes())
 
-    unpack = struct.Struct("<" + _STRUCT[f"{dtype.kind}{dtype.itemsize}"]).unpack  # half the time of an array of one
+    # struct takes half the time of an array with one element.
+    unpack = struct.Struct("<" + _STRUCT[f"{dtype.kind}{dtype.itemsize}"]).unpack
     return MdsEncoding(size=dtype.itemsize, encode=encode, decode=lambda view: dtype.type(*unpack(view)))
 
 
@@ -126,7 +127,7 @@ def _encode_int64(value: Any) -> bytes:
 
 
 def _array_encoding(dtype: str | None, shape: tuple[int, ...] | None) -> MdsEncoding:
-    """Values, before them the sizes unless all arrays have the same, before those the dtype unless it is the same."""
+    """Encode an array: the dtype unless it is fixed, the shape unless it is fixed, and the values."""
     item = None if dtype is None else np.dtype(dtype).newbyteorder("<")
     size = None if item is None or shape is None else item.itemsize * math.prod(shape)
     return MdsEncoding(size=size, encode=partial(_encode_array, dtype, shape), decode=partial(_decode_array, item, shape))
@@ -135,11 +136,11 @@ def _array_encoding(dtype: str | None, shape: tuple[int, ...] | None) -> MdsEnco
 def _encode_array(dtype: str | None, shape: tuple[int, ...] | None, value: Any) -> bytes:
     _require_type(value, np.ndarray)
     if value.dtype.name not in _NUMBER_OF or dtype not in (None, value.dtype.name):
-        raise TypeError(f"array of dtype {dtype or ', '.join(_NUMBER_OF)} wanted, got {value.dtype.name}")
+        raise TypeError(f"dtype must be {dtype or ', '.join(_NUMBER_OF)}, got {value.dtype.name}")
     if shape not in (None, value.shape):
-        raise ValueError(f"array of shape {shape} wanted, got {value.shape}")
+        raise ValueError(f"shape must be {shape}, got {value.shape}")
     if not value.size or not 1 <= value.ndim <= _MAX_AXES:
-        raise ValueError(f"array of 1 to {_MAX_AXES} axes and at least one element wanted, got shape {value.shape}")
+        raise ValueError(f"an array must have 1 to {_MAX_AXES} axes and at least one element, got shape {value.shape}")
     head = b"" if dtype else bytes([_NUMBER_OF[value.dtype.name]])
     if shape is None:
         width = next(width for width in range(4) if max(value.shape) < 1 << (8 << width))
@@ -148,7 +149,7 @@ def _encode_array(dtype: str | None, shape: tuple[int, ...] | None, value: Any) 
 
 
 def _decode_array(item: np.dtype[Any] | None, shape: tuple[int, ...] | None, view: memoryview) -> Any:
-    """A copy: what is mapped from a file neither stays alive for it nor is written to."""
+    """Decode a copy of the array, which is writable and does not keep a memory-mapped file open."""
     begin = 0
     if item is None:
         item, begin = np.dtype(_DTYPE_OF[view[0]]), 1
@@ -164,7 +165,7 @@ def _encode_json(value: Any) -> bytes:
 
 
 def _join_parts(parts: list[bytes]) -> bytes:
-    """How many, how large each, and they."""
+    """Encode the number of parts, the size of each part, and the parts."""
     return np.array([len(parts), *map(len, parts)], "<u4").tobytes() + b"".join(parts)
 
 
@@ -173,28 +174,28 @@ def _split_parts(view: memoryview) -> list[memoryview]:
     ends = 4 + 4 * count + np.cumsum(np.frombuffer(view, "<u4", count, 4), dtype=np.int64)
     bounds = [4 + 4 * count, *ends.tolist()]
     if bounds[-1] != len(view):
-        raise ValueError(f"{count} parts of {bounds[-1]} bytes in {len(view)} bytes")
+        raise ValueError(f"{count} parts must have {len(view)} bytes, got {bounds[-1]}")
     return [view[begin:end] for begin, end in pairwise(bounds)]
 
 
-def _list_encoding(of: MdsEncoding) -> MdsEncoding:
-    """Four bytes that nobody uses, then the parts."""
+def _list_encoding(item_encoding: MdsEncoding) -> MdsEncoding:
+    """Encode a list: four unused bytes, and the parts."""
     return MdsEncoding(
-        encode=lambda value: bytes(4) + _join_parts([of.encode(item) for item in _require_type(value, list)]),
-        decode=lambda view: [of.decode(part) for part in _split_parts(view[4:])],
-        decoded_bytes=_decoded_bytes_of_parts(of, 4),
+        encode=lambda value: bytes(4) + _join_parts([item_encoding.encode(item) for item in _require_type(value, list)]),
+        decode=lambda view: [item_encoding.decode(part) for part in _split_parts(view[4:])],
+        decoded_bytes=_decoded_bytes_of_parts(item_encoding, 4),
     )
 
 
-def _decoded_bytes_of_parts(of: MdsEncoding, begin: int) -> Callable[[memoryview], int] | None:
-    expands = of.decoded_bytes
-    return None if expands is None else lambda view: sum(map(expands, _split_parts(view[begin:])))
+def _decoded_bytes_of_parts(item_encoding: MdsEncoding, begin: int) -> Callable[[memoryview], int] | None:
+    decoded_bytes = item_encoding.decoded_bytes
+    return None if decoded_bytes is None else lambda view: sum(map(decoded_bytes, _split_parts(view[begin:])))
 
 
 def _encode_jpegs(value: Any) -> bytes:
-    """Already compressed ones. None at all could be written, but mosaicml-streaming could not read it."""
+    """Encode compressed images. An empty list is refused, because mosaicml-streaming cannot read it."""
     if not _require_type(value, list, tuple):
-        raise ValueError("jpeg_array of no image")
+        raise ValueError("jpeg_array must have an image")
     return _join_parts([bytes(_require_type(item, bytes, bytearray)) for item in value])
 
 
@@ -228,7 +229,7 @@ ENCODINGS: Mapping[str, MdsEncoding] = {
     "jpegarray": _JPEGS,
     "pkl": MdsEncoding(encode=unsafe_pickle.dumps, decode=unsafe_pickle.loads, unsafe=True),
 }
-"""Every encoding without a parameter."""
+"""All encodings without a parameter."""
 
 _ENCODING_OF_TYPE = {
     str: "str",

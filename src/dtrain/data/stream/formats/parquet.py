@@ -1,6 +1,6 @@
-"""Parquet, by pyarrow: one row is one sample. A list of numbers comes as an array, all else as plain Python.
+"""``ParquetFormat``: read and write Parquet with pyarrow. A row is a sample; a list of numbers becomes an array.
 
-Writes Parquet, by pyarrow. Row groups are small, so that a sample somewhere in the middle can be had for little."""
+The writer uses small row groups, so that a reader can fetch a sample at low cost."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ from dtrain.typing import Plain
 
 _CACHE_BYTES = 2**28
 _MAX_GROUP_BYTES = 2**28
-_MAX_EXPANSION = 16  # times the bytes in the file: above that, values are repeated on purpose
+# Limit of the ratio of decoded to stored bytes. A larger ratio means values that are repeated on purpose.
+_MAX_EXPANSION = 16
 _BATCH_ROWS = 2**12
+# Upper bounds of the bytes of a value in memory.
 _VALUE_BYTES = {
     "BOOLEAN": 1,
     "INT32": 8,
@@ -41,14 +43,14 @@ _VALUE_BYTES = {
     "INT96": 16,
     "FLOAT": 4,
     "DOUBLE": 8,
-}  # bytes of a value in memory, at most
+}
 
 
 def import_pyarrow() -> Any:
-    """pyarrow, with its part for this format.
+    """Import pyarrow and its Parquet module.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: pyarrow is not installed.
     """
     try:
         import pyarrow.parquet
@@ -62,7 +64,7 @@ def _open_file(source: ByteSource, name: str) -> Any:
     try:
         return arrow.parquet.ParquetFile(arrow.PythonFile(ByteSourceFile(source), mode="r"), pre_buffer=False)
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{name}: is no Parquet file, or truncated: {_error_line(error)}") from error
+        raise DataError(f"{name}: is not a Parquet file, or truncated: {_error_line(error)}") from error
 
 
 def _error_line(error: Exception) -> str:
@@ -70,17 +72,17 @@ def _error_line(error: Exception) -> str:
 
 
 class ParquetShard:
-    """The rows of one file. Of row groups, those that were read last are kept; see ``Kept``."""
+    """Rows of one file. The most recently used row groups are cached; see ``ByteLRU``."""
 
     def __init__(self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any]) -> None:
         self._file: Any = _open_file(source, entry.file.name)
-        wanted = options.get("columns")
+        expected = options.get("columns")
         names = self._file.schema_arrow.names
         if len(set(names)) != len(names):
-            raise DataError(f"{entry.file.name}: two columns have one name: {', '.join(names)}")
-        if wanted is not None and (missing := [name for name in wanted if name not in names]):
-            raise ConfigError(f"{entry.file.name}: no column {missing[0]!r}; there are {', '.join(names)}")
-        self._names = names if wanted is None else [name for name in names if name in wanted]
+            raise DataError(f"{entry.file.name}: column names must be unique, got {', '.join(names)}")
+        if expected is not None and (missing := [name for name in expected if name not in names]):
+            raise ConfigError(f"{entry.file.name}: no column {missing[0]!r}; the columns are {', '.join(names)}")
+        self._names = names if expected is None else [name for name in names if name in expected]
         self._value_of = {name: _value_decoder(self._file.schema_arrow.field(name).type) for name in self._names}
         meta = self._file.metadata
         self._starts: list[int] = list(
@@ -88,7 +90,7 @@ class ParquetShard:
         )
         self.cached: dict[int, list[Any]] = {}
         self._group_bytes: int = options.get("group_bytes", _MAX_GROUP_BYTES)
-        self._most_bytes: int = options.get("row_group_cache_bytes", _CACHE_BYTES)
+        self._cache_bytes: int = options.get("row_group_cache_bytes", _CACHE_BYTES)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -97,53 +99,55 @@ class ParquetShard:
         if not 0 <= row < len(self) or self._file is None:
             raise IndexError(f"row {row} of {len(self)}, {'closed' if self._file is None else 'open'}")
         group = bisect_right(self._starts, row) - 1
-        columns = BYTE_LRU.get(self, group, lambda: self._read_group(group), max_bytes=self._most_bytes)
+        columns = BYTE_LRU.get(self, group, lambda: self._read_group(group), max_bytes=self._cache_bytes)
         at = row - self._starts[group]
         return {name: self._value_of[name](column[at]) for name, column in zip(self._names, columns, strict=True)}
 
     def _read_group(self, number: int) -> tuple[list[Any], int]:
-        """The columns of a row group and their bytes. Values that repeat lie once in a file, and so many times in memory.
+        """Read the columns of a row group, and their bytes. A repeated value is stored once, but takes memory for each row.
 
         Raises:
-            ValueError: more than ``group_bytes``.
+            ValueError: the row group has more than ``group_bytes``.
         """
         group = self._file.metadata.row_group(number)
-        packed, stored, most = _column_bytes(group, self._names)
-        limit = max(self._group_bytes, _MAX_EXPANSION * packed)
+        compressed, stored, upper_bound = _column_bytes(group, self._names)
+        limit = max(self._group_bytes, _MAX_EXPANSION * compressed)
         _check_group_bytes(number, stored, limit)
-        if most <= limit:
-            table = self._file.read_row_group(number, columns=self._names, use_threads=False)  # no threads: a worker is a fork
+        if upper_bound <= limit:
+            # Threads of pyarrow do not survive a fork, and a worker may be a fork.
+            table = self._file.read_row_group(number, columns=self._names, use_threads=False)
         else:
-            batches, taken = [], 0
-            rows = max(1, min(_BATCH_ROWS, limit // max(1, stored)))  # each row may repeat all that is stored
+            batches, byte_count = [], 0
+            # In the worst case, each row repeats all stored bytes.
+            rows = max(1, min(_BATCH_ROWS, limit // max(1, stored)))
             for batch in self._file.iter_batches(rows, row_groups=[number], columns=self._names, use_threads=False):
-                taken += batch.nbytes
-                _check_group_bytes(number, taken, limit)
+                byte_count += batch.nbytes
+                _check_group_bytes(number, byte_count, limit)
                 batches.append(batch)
             table = import_pyarrow().Table.from_batches(batches)
         return [table.column(name).combine_chunks() for name in self._names], table.nbytes
 
     def close(self) -> None:
-        """Let go of the source and of what was read."""
+        """Release the source and the cached row groups."""
         BYTE_LRU.drop_owner(self)
         self._file = None
 
 
 def _check_group_bytes(number: int, size: int, limit: int) -> None:
     if size > limit:
-        raise ValueError(f"row group {number} has {size} bytes or more, above group_bytes={limit}; allow more if trusted")
+        raise ValueError(f"row group {number} has {size} bytes or more, above group_bytes={limit}. Raise it to trust the data")
 
 
 def _column_bytes(group: Any, names: list[str]) -> tuple[int, int, int]:
-    """Bytes of a row group's columns in the file, before they are decoded, and the most that they may have in memory."""
-    packed = stored = most = 0
+    """Return the bytes of a row group's columns: compressed, uncompressed, and an upper bound in memory."""
+    compressed = stored = upper_bound = 0
     for index in range(group.num_columns):
         column = group.column(index)
         if column.path_in_schema.split(".")[0] in names:
-            packed += column.total_compressed_size
+            compressed += column.total_compressed_size
             stored += column.total_uncompressed_size
-            most += column.num_values * _VALUE_BYTES.get(column.physical_type, column.total_uncompressed_size)
-    return packed, stored, most
+            upper_bound += column.num_values * _VALUE_BYTES.get(column.physical_type, column.total_uncompressed_size)
+    return compressed, stored, upper_bound
 
 
 def _value_decoder(kind: Any) -> Callable[[Any], Any]:
@@ -157,8 +161,10 @@ def _value_decoder(kind: Any) -> Callable[[Any], Any]:
 def _decode_array(scalar: Any) -> Any:
     values = scalar.values
     if values is None or values.null_count:
-        return scalar.as_py()  # an array has no place for a value that is not there
-    return np.array(values.to_numpy(zero_copy_only=False))  # a copy, which may be written to
+        # An array cannot hold a missing value.
+        return scalar.as_py()
+    # The copy is writable.
+    return np.array(values.to_numpy(zero_copy_only=False))
 
 
 def _decode_value(scalar: Any) -> Any:
@@ -166,11 +172,14 @@ def _decode_value(scalar: Any) -> Any:
 
 
 class ParquetFormat:
-    """The format; see the module.
+    """Parquet; see the module.
 
-    Options: ``columns`` (names; others are not read), and ``row_group_cache_bytes`` (of row groups that a process keeps unpacked, of all
-    shards together: 256 MiB, and always the last one), and ``group_bytes`` (of a row group in memory: 256 MiB; always
-    16 times its bytes in the file).
+    Options:
+
+    - ``columns``: names of the columns to read.
+    - ``row_group_cache_bytes``: maximum of decoded row groups that a process caches, over all shards (256 MiB). The most recent
+      row group is always cached.
+    - ``group_bytes``: maximum of a decoded row group (256 MiB), at least 16 times its bytes in the file.
     """
 
     name = "parquet"
@@ -179,22 +188,22 @@ class ParquetFormat:
     options = ("columns", "row_group_cache_bytes", "group_bytes")
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
-        """Refuse what cannot be opened; see ``Format.check``."""
+        """Check the options; see ``ShardFormat.check``."""
         check_options(self, options)
         import_pyarrow()
 
     def open(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
     ) -> ParquetShard:
-        """See ``Format.open``. Reads the end of the file."""
+        """Open a shard; see ``ShardFormat.open``. Reads the end of the file."""
         self.check(entry, options)
         shard = ParquetShard(source, entry, options)
         if len(shard) != entry.samples:
-            raise DataError(f"{entry.file.name}: has {len(shard)} rows, its index says {entry.samples}")
+            raise DataError(f"{entry.file.name}: has {len(shard)} rows, but the index has {entry.samples}")
         return shard
 
     def count(self, source: ByteSource) -> tuple[int, dict[str, Plain]]:
-        """See ``Format.count``. Reads the end of the file."""
+        """Count the samples; see ``ShardFormat.count``. Reads the end of the file."""
         return int(_open_file(source, "file").metadata.num_rows), {}
 
 
@@ -205,7 +214,7 @@ _WRITE_GROUP_BYTES = 2**22
 
 
 class ParquetWriter:
-    """See ``Writer``."""
+    """Writer of Parquet; see ``ShardWriter``."""
 
     suffix = ".parquet"
     sample_bytes = 0
@@ -225,11 +234,11 @@ class ParquetWriter:
         self.details = settings
 
     def _infer_type(self, value: Any) -> Any:
-        """The type of one value."""
-        found = self._arrow.array([value]).type
-        if self._arrow.types.is_null(found) or "null" in str(found):
-            raise TypeError(f"{value!r} does not tell a type; give columns={{name: type}}")
-        return found
+        """Infer the type of a value."""
+        inferred = self._arrow.array([value]).type
+        if self._arrow.types.is_null(inferred) or "null" in str(inferred):
+            raise TypeError(f"{value!r} has no definite type. Pass columns={{name: type}}")
+        return inferred
 
     def _parse_type(self, text: str) -> Any:
         if text.startswith("list<") and text.endswith(">"):
@@ -237,7 +246,7 @@ class ParquetWriter:
         return self._arrow.type_for_alias(text)
 
     def encode(self, sample: Sample, number: int, /) -> tuple[dict[str, Any], int]:
-        """The row, and about how many bytes it has."""
+        """Check a sample, and estimate its bytes."""
         check_columns(sample, number, self._schema.names)
         row = {name: to_numpy(sample[name]) for name in self._schema.names}
         with ColumnErrors(number=number) as at:
@@ -247,38 +256,38 @@ class ParquetWriter:
         return row, sum(map(_estimate_bytes, row.values()))
 
     def _check(self, value: Any, kind: Any) -> None:
-        """Refuse what the library would make something else of, or leave out, and not say so."""
+        """Refuse values that pyarrow would convert or drop without an error."""
         types = self._arrow.types
         if value is None:
             return
         if types.is_struct(kind):
             names = [field.name for field in kind]
             if not isinstance(value, Mapping) or value.keys() != set(names):
-                raise TypeError(f"mapping of {', '.join(names)} wanted, got {str(value)[:60]!r}")
+                raise TypeError(f"must be a mapping of {', '.join(names)}, got {str(value)[:60]!r}")
             for field in kind:
                 self._check(value[field.name], field.type)
         elif types.is_list(kind) and types.is_nested(kind.value_type):
             for item in value:
                 self._check(item, kind.value_type)
         elif not types.is_nested(kind):
-            wanted = next((wanted for test, wanted in _PYTHON_TYPES.items() if getattr(types, test)(kind)), object)
-            if not isinstance(value, wanted) or (isinstance(value, bool) and wanted not in (bool, object)):
-                raise TypeError(f"{kind} wanted, got {type(value).__name__}")
+            expected = next((expected for test, expected in _PYTHON_TYPES.items() if getattr(types, test)(kind)), object)
+            if not isinstance(value, expected) or (isinstance(value, bool) and expected not in (bool, object)):
+                raise TypeError(f"must be of type {kind}, got {type(value).__name__}")
 
     def size(self, encoded: tuple[dict[str, Any], int], /) -> int:
-        """About its bytes."""
+        """Return the estimated bytes of a row."""
         return encoded[1]
 
     def pack(self, encoded: Sequence[tuple[dict[str, Any], int]], /) -> bytes:
-        """The file."""
+        """Encode a file."""
         columns = []
         for field in self._schema:
             with ColumnErrors(field.name):
                 columns.append(self._arrow.array([row[field.name] for row, _ in encoded], field.type))
         table = self._arrow.Table.from_arrays(columns, schema=self._schema)
-        each = max(1, sum(size for _, size in encoded) // len(encoded))
+        row_bytes = max(1, sum(size for _, size in encoded) // len(encoded))
         out = io.BytesIO()
-        self._arrow.parquet.write_table(table, out, row_group_size=max(1, _WRITE_GROUP_BYTES // each), **self._codec)
+        self._arrow.parquet.write_table(table, out, row_group_size=max(1, _WRITE_GROUP_BYTES // row_bytes), **self._codec)
         return out.getvalue()
 
 
@@ -302,11 +311,11 @@ def _estimate_bytes(value: Any) -> int:
 
 
 def _codec_options(compression: Any) -> dict[str, Any]:
-    """What the library calls it. It is of the parts of a file: as a whole, ranges of it could not be read."""
+    """Return pyarrow's options for a compression. It applies to parts of a file, so that ranges can be read."""
     if compression is None:
         return {"compression": "none"}
     name, level = parse_compression(compression)
     if name == "bz2":
-        raise ConfigError("parquet knows no bz2; zstd, gz, br and snappy can be had")
+        raise ConfigError("Parquet does not support bz2. Use zstd, gz, br or snappy")
     kind = {"gz": "gzip", "br": "brotli"}.get(name, name)
     return {"compression": kind} if name == "snappy" else {"compression": kind, "compression_level": level}

@@ -1,8 +1,6 @@
-"""What a shard is to whoever reads it: bytes, an entry of the index, and samples by row. The formats fill this in.
+"""``ShardFormat``: the protocols of shard formats, their readers and writers; ``FORMATS``: the registry of formats.
 
-A source as a file object, for libraries that want one.
-
-Samples on their way into a shard: what they must look like, and where one is wrong."""
+Helpers of the formats check samples, wrap errors, and present a source of bytes as a file object."""
 
 from __future__ import annotations
 
@@ -19,45 +17,45 @@ from dtrain.errors import ConfigError, DtrainError, ShardError, escape_unprintab
 from dtrain.typing import Plain
 
 MAX_SAMPLE_BYTES = 2**29
-"""Bytes of a decoded sample, unless the user allows more."""
+"""Default limit of a decoded sample."""
 
 
 class ByteSource(Protocol):
-    """The raw (not compressed) bytes of one file: a memory-mapped file of this machine, or ranges of one on a server."""
+    """Raw (decompressed) bytes of a file: a memory-mapped local file, or ranges of a remote file."""
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Total number of bytes."""
 
     def read(self, begin: int, end: int) -> bytes | memoryview:
-        """The bytes from ``begin`` up to ``end``; fewer only where the file ends."""
+        """Return the bytes from ``begin`` to ``end``; fewer at the end of the file."""
 
 
 class Shard(Protocol):
-    """An opened shard. Used by one thread at a time; what it holds of the source is let go of by ``close``."""
+    """Open shard, for one thread at a time. ``close`` releases its source."""
 
     def __len__(self) -> int:
-        """Samples in it."""
+        """Count the samples of the shard."""
 
     def __getitem__(self, row: int, /) -> Any:
-        """The decoded sample. Whatever this raises, of which class it may be, means that it cannot be decoded."""
+        """Return the decoded sample. An exception of any class means that the sample cannot be decoded."""
 
     def close(self) -> None:
-        """Let go of everything; no sample is read after this."""
+        """Release all resources. No sample is read afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFile:
-    """A file of a dataset, as it is stored.
+    """Stored file of a dataset.
 
     Args:
-        name: relative to the dataset's root, with ``/``.
-        size: bytes as stored.
-        raw_size: bytes after decompression; None if that is not known. Equal to ``size`` for what is not compressed.
-        raw_name: the name that other readers give to the decompressed file beside the stored one; None if there is none.
-        compression: one of ``compression.COMPRESSIONS``; None for what is stored raw.
+        name: path relative to the dataset's root, with ``/``.
+        size: stored bytes.
+        raw_size: bytes after decompression; None if unknown. Equal to ``size`` without compression.
+        raw_name: name that other readers give to a decompressed copy beside the file; None if there is no such name.
+        compression: one of ``compression.COMPRESSIONS``; None for a raw file.
         digests: algorithm -> hex digest of the stored bytes; may be empty.
-        raw_digests: likewise of the raw bytes.
+        raw_digests: algorithm -> hex digest of the raw bytes; may be empty.
     """
 
     name: str
@@ -71,13 +69,13 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """One shard of an index.
+    """Entry of a shard in an index.
 
     Args:
-        file: where its bytes are.
-        samples: how many it has.
+        file: file of the shard.
+        samples: number of samples.
         format: a key of ``FORMATS``.
-        details: what the format needs to open it, plain data; MDS: names and encodings of the columns.
+        details: plain data that the format needs to open the shard; MDS: names and encodings of the columns.
     """
 
     file: ShardFile
@@ -87,45 +85,44 @@ class ShardEntry:
 
 
 class ShardFormat(Protocol):
-    """How the samples lie in a file. One object per format, without state."""
+    """Reader of a file format. One object per format, without state."""
 
     @property
     def name(self) -> str:
-        """Its key in ``FORMATS``, and in an index."""
+        """Key of the format in ``FORMATS``, and name in an index."""
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """How names end in a folder without an index, before the suffix of a compression; empty: only an index tells."""
+        """Suffixes of file names without the suffix of a compression; empty if only an index identifies the format."""
 
     @property
     def supports_ranges(self) -> bool:
-        """Whether a sample can be found without reading the whole file, so that ranges of it are worth asking a server for."""
+        """True if a sample can be found without the whole file, so that range requests to a server are worthwhile."""
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The names that ``open`` knows in its ``options``."""
+        """Names of the ``options`` of ``open``."""
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
-        """Find what ``open`` would refuse, as far as the entry tells without a byte of the shard.
+        """Check the options and the entry as far as possible without a byte of the shard.
 
         Raises:
-            ConfigError: an option or a value that the format does not know, a package that is not installed, or data that
-                would run code when they are read.
-            DataError: details that make no sense.
+            ConfigError: an option or its value is unknown, a package is not installed, or reading the data would run code.
+            DataError: the details are invalid.
         """
 
     def open(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
     ) -> Shard:
-        """The shard whose raw bytes are ``source``. A sample that would have more than ``max_sample_bytes`` is not decoded.
+        """Open the shard with the raw bytes ``source``. A sample of more than ``max_sample_bytes`` is not decoded.
 
         Raises:
-            DataError: the bytes are not of this format, or hold another number of samples than the entry says.
-            ConfigError: an option that the format does not know, or a package that is not installed.
+            DataError: the bytes are not of this format, or the number of samples differs from the entry.
+            ConfigError: an option is unknown, or a package is not installed.
         """
 
     def count(self, source: ByteSource) -> tuple[int, dict[str, Plain]]:
-        """Samples and details of a file that no index describes. Reads as little as the format allows.
+        """Return the number of samples and the details of a file without an index. Read as little as the format allows.
 
         Raises:
             DataError: the bytes are not of this format.
@@ -136,7 +133,7 @@ _FORMAT_MODULES = {"mds": "mds", "parquet": "parquet", "jsonl": "json_lines", "t
 
 
 class _FormatRegistry(Mapping[str, ShardFormat]):
-    """Mapping from a format's name to the format. The module of a format, and its package, are imported on first use."""
+    """Mapping from a name to a format. The module and the package of a format are imported on first use."""
 
     def __getitem__(self, name: str) -> ShardFormat:
         if name not in _FORMAT_MODULES:
@@ -162,32 +159,34 @@ def get_format(name: str) -> ShardFormat:
         ConfigError: the name is unknown.
     """
     if name not in FORMATS:
-        raise ConfigError(f"format {name!r} is not known; known: {', '.join(FORMATS)}")
+        raise ConfigError(f"format {name!r} is unknown; known: {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
-def check_options(form: ShardFormat, options: Mapping[str, Any]) -> None:
-    """
+def check_options(shard_format: ShardFormat, options: Mapping[str, Any]) -> None:
+    """Check the names of the options of a format.
+
     Raises:
-        ConfigError: an option that ``form`` does not know.
+        ConfigError: the format does not have an option of that name.
     """
-    if unknown := sorted(set(options) - set(form.options)):
-        known = f"it knows {', '.join(form.options)}" if form.options else "it has none"
-        raise ConfigError(f"format {form.name} has no option {unknown[0]!r}; {known}")
+    if unknown := sorted(set(options) - set(shard_format.options)):
+        known = f"its options are {', '.join(shard_format.options)}" if shard_format.options else "it has no options"
+        raise ConfigError(f"format {shard_format.name} has no option {unknown[0]!r}; {known}")
 
 
-def check_sample_bytes(found: int, limit: int) -> None:
-    """
+def check_sample_bytes(actual: int, limit: int) -> None:
+    """Check the number of bytes that a sample takes in memory.
+
     Raises:
-        ValueError: the sample would have more bytes in memory than it may.
+        ValueError: the number is above the limit.
     """
-    if found > limit:
-        raise ValueError(f"it has {found} bytes, more than max_sample_bytes={limit}; allow more if you trust the data")
+    if actual > limit:
+        raise ValueError(f"it has {actual} bytes, more than max_sample_bytes={limit}. Raise it to trust the data")
 
 
 @contextmanager
 def wrap_shard_errors(file_name: str) -> Iterator[None]:
-    """Turn an exception that foreign bytes cause, and that is none of dtrain's, into a ``ShardError`` of one line.
+    """Convert an exception from foreign bytes to a ``ShardError`` of one line. Exceptions of dtrain propagate unchanged.
 
     Args:
         file_name: name of the file.
@@ -197,56 +196,55 @@ def wrap_shard_errors(file_name: str) -> Iterator[None]:
     except DtrainError:
         raise
     except Exception as error:
-        raise ShardError(
-            f"{one_line(file_name)}: is damaged, or no such file: {type(error).__name__}: {one_line(error)}"
-        ) from error
+        raise ShardError(f"{one_line(file_name)}: is damaged or missing: {type(error).__name__}: {one_line(error)}") from error
 
 
-_MAX_MESSAGE = 500  # characters of a message
+# Limit of a message in characters.
+_MAX_MESSAGE = 500
 
 
 def one_line(message: object) -> str:
-    """Return a message that quotes foreign data as one line that every terminal and log file can hold."""
+    """Format a message that quotes foreign data as one line of printable characters."""
     text = " ".join(str(message).split()) or "no message"
     text = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
     return escape_unprintable(text)
 
 
 class ByteSourceFile(io.RawIOBase):
-    """Reads the bytes of a ``Source``; it has a position, and no buffer."""
+    """File object that reads the bytes of a ``ByteSource``, with a position, without a buffer."""
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
         self._at = 0
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """The position."""
+        """Return the position."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Go there."""
+        """Move to a position."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """At most so many bytes; all that are left if none or a negative number is given."""
-        left = max(0, self._source.size - self._at)
-        count = left if size is None or size < 0 else min(size, left)
+        """Read at most ``size`` bytes; all remaining bytes if ``size`` is None or negative."""
+        remaining = max(0, self._source.size - self._at)
+        count = remaining if size is None or size < 0 else min(size, remaining)
         data = bytes(self._source.read(self._at, self._at + count)) if count else b""
         self._at += len(data)
         return data
 
     def readinto(self, out: Any, /) -> int:
-        """Fill ``out``, as far as there are bytes."""
+        """Fill ``out`` as far as there are bytes."""
         view = memoryview(out).cast("B")
         data = self.read(len(view))
         view[: len(data)] = data
@@ -257,39 +255,39 @@ Sample = Mapping[str, Any]
 
 
 class ShardWriter(Protocol):
-    """Makes the shards of one dataset. What it cannot keep it refuses; tuples become lists, and tensors arrays."""
+    """Writer of a dataset's shards. It refuses values that it cannot store. Tuples become lists, and tensors become arrays."""
 
     @property
     def suffix(self) -> str:
-        """Of the names of its files."""
+        """Suffix of file names."""
 
     @property
     def shard_bytes(self) -> int:
-        """What a shard takes before its first sample."""
+        """Bytes of a shard without samples."""
 
     @property
     def sample_bytes(self) -> int:
-        """What a sample takes besides its own bytes."""
+        """Overhead of a sample in bytes."""
 
     @property
     def details(self) -> dict[str, Plain]:
-        """Of the entries in the index."""
+        """Details of the entries in the index."""
 
     def encode(self, sample: Sample, number: int, /) -> Any:
-        """The sample, checked, and encoded if the format can do that one by one.
+        """Check a sample, and encode it if the format encodes samples one by one.
 
         Raises:
-            ConfigError: the sample does not fit the columns, or the format cannot keep it.
+            ConfigError: the sample does not have the columns of the dataset, or the format cannot store it.
         """
 
     def size(self, encoded: Any, /) -> int:
-        """Its bytes, or about that."""
+        """Return the bytes of an encoded sample, possibly an estimate."""
 
     def pack(self, encoded: Sequence[Any], /) -> bytes:
-        """The shard.
+        """Encode a shard.
 
         Raises:
-            ConfigError: the samples do not make one.
+            ConfigError: the samples do not fit in one shard.
         """
 
 
@@ -297,11 +295,11 @@ _VALUE_ERRORS = (ConfigError, TypeError, ValueError, OverflowError, AttributeErr
 
 
 class ColumnErrors:
-    """A context that puts the column, and the sample, into what is found wrong with a value.
+    """Context that adds the column and the sample to the error of a value.
 
     Args:
-        column: changed by whoever goes through several.
-        number: of the sample, if it is of one.
+        column: name of the column; callers change the attribute for each column.
+        number: number of the sample; None if the error does not belong to a sample.
     """
 
     __slots__ = ("column", "number")
@@ -319,25 +317,27 @@ class ColumnErrors:
 
 
 def check_sample(sample: Any, number: int) -> None:
-    """
+    """Check the type of a sample.
+
     Raises:
-        ConfigError: no mapping of names to values, or an empty one.
+        ConfigError: the sample is not a mapping of names to values, or is empty.
     """
     if not isinstance(sample, Mapping) or not sample or not all(isinstance(name, str) for name in sample):
-        found = f"{type(sample).__name__}: {str(sample)[:60]!r}"
-        raise ConfigError(f"sample {number}: a mapping of names to values is wanted, got {found}")
+        actual = f"{type(sample).__name__}: {str(sample)[:60]!r}"
+        raise ConfigError(f"sample {number}: must be a mapping of names to values, got {actual}")
 
 
 def check_columns(sample: Any, number: int, names: Sequence[str]) -> None:
-    """
+    """Check the columns of a sample.
+
     Raises:
-        ConfigError: a column too many, or too few.
+        ConfigError: a column is missing, or is not in the dataset.
     """
     check_sample(sample, number)
     if sample.keys() != set(names):
-        raise ConfigError(f"sample {number}: has columns {', '.join(sorted(sample))}; the dataset has {', '.join(names)}")
+        raise ConfigError(f"sample {number}: columns must be {', '.join(names)}, got {', '.join(sorted(sample))}")
 
 
 def to_numpy(value: Any) -> Any:
-    """Tensors as arrays."""
+    """Convert a tensor to an array; return any other value unchanged."""
     return value.detach().cpu().numpy() if hasattr(value, "detach") else value

@@ -1,8 +1,7 @@
-"""Tar archives as WebDataset has them: a sample is members in a row whose names differ in what comes after the first dot.
+"""``TarFormat``: read and write tar archives in WebDataset's layout.
 
-Nothing is unpacked to a disk. The archive's headers are read once, when it is opened.
-
-Writes archives as WebDataset reads them. Column names are what comes after the dot; equal samples give equal archives."""
+A sample is a run of members whose names are equal up to the first dot. The rest of a name is the column. Nothing is unpacked to
+a disk: opening an archive reads the headers of its members. Equal samples give equal archives."""
 
 from __future__ import annotations
 
@@ -37,46 +36,48 @@ _MEMBER_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 _BLOCK = 512
 
 TarMembers = list[tuple[str, int, int]]
-"""Of one sample: what comes after the dot, and where its bytes begin and end."""
+"""Members of one sample: column, start and end of the bytes."""
 
 
 def _index_samples(source: ByteSource, name: str) -> list[tuple[str, TarMembers]]:
-    """The keys in the archive's order, each with its members.
+    """Return the keys in the archive's order, each with its members.
 
     Raises:
-        DataError: no tar archive, a truncated or damaged one, or two members of one name in a sample.
+        DataError: the file is not a tar archive, is truncated or damaged, or a sample has two members of one name.
     """
     samples: list[tuple[str, TarMembers]] = []
     try:
         with tarfile.open(fileobj=ByteSourceFile(source), mode="r:", encoding="utf-8") as archive:
             for member in archive:
                 _add_member(samples, member, source.size, name)
-                archive.members = []  # type: ignore[attr-defined]  # it would keep them all
+                # Without this, tarfile keeps all members in memory.
+                archive.members = []  # type: ignore[attr-defined]
             end = archive.offset
     except tarfile.TarError as error:
         if source.size == 0:
             return []
-        raise DataError(f"{name}: is no tar archive, or truncated: {error}") from error
+        raise DataError(f"{name}: is not a tar archive, or truncated: {error}") from error
     rest = bytes(source.read(end, min(source.size, end + _BLOCK)))
     if rest.strip(b"\0"):
-        raise DataError(f"{name}: is damaged at byte {end}, where the header of a member should be")
+        raise DataError(f"{name}: is damaged at byte {end}, which must be the header of a member")
     return samples
 
 
 def _add_member(samples: list[tuple[str, TarMembers]], member: tarfile.TarInfo, size: int, name: str) -> None:
-    if member.size < 0:  # to go on would mean to go back, and to meet it again
-        raise DataError(f"{name}: member {member.name!r} has {member.size} bytes, which cannot be")
-    found = _MEMBER_NAME.fullmatch(member.name)
-    if not member.isreg() or found is None or member.name.startswith("__"):
+    # A negative size would move tarfile backwards, into an endless loop.
+    if member.size < 0:
+        raise DataError(f"{name}: member {member.name!r} has an impossible size of {member.size} bytes")
+    match = _MEMBER_NAME.fullmatch(member.name)
+    if not member.isreg() or match is None or member.name.startswith("__"):
         return
     if member.issparse() or member.offset_data + member.size > size:
-        raise DataError(f"{name}: member {member.name!r} is sparse, or ends after the archive does")
-    key, column = found[1], found[2].lower()
+        raise DataError(f"{name}: member {member.name!r} is sparse, or ends after the archive")
+    key, column = match[1], match[2].lower()
     if not samples or samples[-1][0] != key:
         samples.append((key, []))
     members = samples[-1][1]
-    if any(column == other for other, _, _ in members):
-        raise DataError(f"{name}: member {member.name!r} is in its sample twice")
+    if any(column == existing for existing, _, _ in members):
+        raise DataError(f"{name}: member {member.name!r} occurs twice in its sample")
     members.append((column, member.offset_data, member.offset_data + member.size))
 
 
@@ -102,12 +103,12 @@ IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "webp", "bmp", "tif
 
 
 def member_kind(column: str) -> str:
-    """What tells how a member is decoded: what comes after the last dot."""
+    """Return the suffix after the last dot, which determines the decoder."""
     return column.rpartition(".")[2]
 
 
 class TarShard:
-    """The samples of one archive: mappings of what comes after the dot to the decoded member, and ``__key__``."""
+    """Samples of one archive, as mappings from column to decoded member, and ``__key__``."""
 
     def __init__(self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int) -> None:
         self._source: ByteSource | None = source
@@ -120,8 +121,8 @@ class TarShard:
                 for column, _, _ in members:
                     if member_kind(column) in PICKLE_SUFFIXES and self._wants(column):
                         raise ConfigError(
-                            f"{entry.file.name}: member {key}.{column} is pickled, and reading it runs what the file says; "
-                            "leave it out with columns, or trust the data with allow_pickle=True"
+                            f"{entry.file.name}: member {key}.{column} is pickled, and unpickling runs code from the file. "
+                            "Leave it out with columns, or trust the data with allow_pickle=True"
                         )
 
     def _wants(self, column: str) -> bool:
@@ -135,18 +136,18 @@ class TarShard:
             raise IndexError(f"row {row} of {len(self)}, {'closed' if self._source is None else 'open'}")
         key, members = self._samples[row]
         sample: dict[str, Any] = {KEY_COLUMN: key}
-        taken = 0
+        byte_count = 0
         for column, begin, end in members:
             if self._wants(column):
-                check_sample_bytes(taken + end - begin, self._max_sample_bytes)
+                check_sample_bytes(byte_count + end - begin, self._max_sample_bytes)
                 view = memoryview(self._source.read(begin, end))
-                taken += max(end - begin, self._decoded_bytes(column, view))
-                check_sample_bytes(taken, self._max_sample_bytes)
+                byte_count += max(end - begin, self._decoded_bytes(column, view))
+                check_sample_bytes(byte_count, self._max_sample_bytes)
                 sample[column] = self._decode(column, view, end - begin)
         return sample
 
     def _decoded_bytes(self, column: str, view: memoryview) -> int:
-        """The bytes of a decoded member that may be many more than those that it comes from; 0 for others."""
+        """Return the size of a decoded member that may grow when decoded; 0 for other members."""
         kind = member_kind(column)
         if self._images and kind in IMAGE_SUFFIXES:
             return images.decoded_bytes(view)
@@ -157,24 +158,24 @@ class TarShard:
 
     def _decode(self, column: str, view: memoryview, size: int) -> Any:
         if len(view) != size:
-            raise ValueError(f"{column} has {len(view)} bytes of {size}")
+            raise ValueError(f"{column} must have {size} bytes, got {len(view)}")
         kind = member_kind(column)
         if self._images and kind in IMAGE_SUFFIXES:
             return images.decode_image(view)
         return _DECODERS.get(kind, bytes)(view)
 
     def close(self) -> None:
-        """Let go of the source."""
+        """Release the source."""
         self._source = None
 
 
 class TarFormat:
-    """The format; see the module.
+    """Tar; see the module.
 
-    What comes after the last dot says how a member is decoded: ``json``, ``txt``, ``cls``, ``npy`` and their other names; all
-    others are bytes.
+    The suffix after the last dot determines the decoder: ``json``, ``txt``, ``cls``, ``npy`` and their synonyms. All other
+    members are bytes.
 
-    Options: ``columns`` (others are left out), ``images`` (whether images are decoded, by pillow), and ``allow_pickle``.
+    Options: ``columns`` (names of the columns to read), ``images`` (if True, pillow decodes images), and ``allow_pickle``.
     """
 
     name = "tar"
@@ -183,7 +184,7 @@ class TarFormat:
     options = ("columns", "images", "allow_pickle")
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
-        """Refuse what cannot be opened; see ``Format.check``."""
+        """Check the options; see ``ShardFormat.check``."""
         check_options(self, options)
         if options.get("images"):
             images.check_pillow()
@@ -191,17 +192,17 @@ class TarFormat:
     def open(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
     ) -> TarShard:
-        """See ``Format.open``. Reads the headers of all members."""
+        """Open a shard; see ``ShardFormat.open``. Reads the headers of all members."""
         self.check(entry, options)
         shard = TarShard(source, entry, options, max_sample_bytes)
         if len(shard) != entry.samples:
             raise DataError(
-                f"{entry.file.name}: has {len(shard)} samples, its index says {entry.samples}; it is truncated, or changed"
+                f"{entry.file.name}: has {len(shard)} samples, but the index has {entry.samples}. It is truncated or changed"
             )
         return shard
 
     def count(self, source: ByteSource) -> tuple[int, dict[str, Plain]]:
-        """See ``Format.count``. Reads the headers of all members."""
+        """Count the samples; see ``ShardFormat.count``. Reads the headers of all members."""
         return len(_index_samples(source, "file")), {}
 
 
@@ -209,7 +210,7 @@ TAR = TarFormat()
 
 
 class TarWriter:
-    """See ``Writer``."""
+    """Writer of tar archives; see ``ShardWriter``."""
 
     suffix = ".tar"
     sample_bytes = 0
@@ -220,27 +221,25 @@ class TarWriter:
         self._last_key: str | None = None
 
     def encode(self, sample: Sample, number: int, /) -> bytes:
-        """The sample's members, one after the other."""
+        """Encode the members of a sample."""
         check_sample(sample, number)
         key = sample.get(KEY_COLUMN, f"{number:09}")
         if not isinstance(key, str) or not _is_valid_key(key):
-            raise ConfigError(
-                f"sample {number}: {KEY_COLUMN}={key!r} is no name of files; it has no dot in its last part, and no empty one"
-            )
+            raise ConfigError(f"sample {number}: {KEY_COLUMN} must be a file name without a dot in its last part, got {key!r}")
         if key == self._last_key:
-            raise ConfigError(f"sample {number}: {KEY_COLUMN}={key!r} is that of the sample before; the two would become one")
+            raise ConfigError(f"sample {number}: {KEY_COLUMN}={key!r} must differ from the previous sample. Use unique keys")
         self._last_key = key
         columns = [name for name in sample if name != KEY_COLUMN]
         if not columns:
-            raise ConfigError(f"sample {number}: has no column besides {KEY_COLUMN}")
+            raise ConfigError(f"sample {number}: must have a column besides {KEY_COLUMN}")
         return b"".join(_encode_member(f"{key}.{name}", _encode_value(name, sample[name], number)) for name in columns)
 
     def size(self, encoded: bytes, /) -> int:
-        """Its bytes."""
+        """Return the bytes of an encoded sample."""
         return len(encoded)
 
     def pack(self, encoded: Sequence[bytes], /) -> bytes:
-        """The archive, which two empty blocks end."""
+        """Encode the archive, which ends with two empty blocks."""
         return b"".join([*encoded, bytes(1024)])
 
 
@@ -263,11 +262,11 @@ def _encode_member(name: str, data: bytes) -> bytes:
 
 def _encode_value(name: str, value: Any, number: int) -> bytes:
     if not name or name != name.lower() or "/" in name or "\0" in name:
-        raise ConfigError(f"sample {number}, column {name!r}: is no name after a dot, which is in small letters and without /")
+        raise ConfigError(f"sample {number}, column {name!r}: must be a file suffix in lower case without /")
     kind, value = member_kind(name), to_numpy(value)
     if kind in PICKLE_SUFFIXES:
         raise ConfigError(
-            f"sample {number}, column {name!r}: would be read as a pickle, which runs code; name it .json or .npy"
+            f"sample {number}, column {name!r}: a reader would unpickle it, which runs code. Name it .json or .npy"
         )
     if kind in _ENCODERS:
         with ColumnErrors(name, number):
@@ -275,15 +274,14 @@ def _encode_value(name: str, value: Any, number: int) -> bytes:
     if not isinstance(value, bytes):
         known = ", ".join(_ENCODERS)
         raise ConfigError(
-            f"sample {number}, column {name!r}: {type(value).__name__} has no encoding by that name; "
-            f"{known} have, others are bytes"
+            f"sample {number}, column {name!r}: {type(value).__name__} has no encoding of that name. Pass bytes, or use {known}"
         )
     return value
 
 
 def _encode_npy(value: Any) -> bytes:
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"array wanted, got {type(value).__name__}")
+        raise TypeError(f"must be an array, got {type(value).__name__}")
     out = io.BytesIO()
     np.save(out, value, allow_pickle=False)
     return out.getvalue()
@@ -297,13 +295,13 @@ def _encode_npz(value: Any) -> bytes:
 
 def _encode_int(value: Any) -> bytes:
     if not isinstance(value, int | np.integer):
-        raise TypeError(f"int wanted, got {type(value).__name__}")
+        raise TypeError(f"must be an int, got {type(value).__name__}")
     return str(int(value)).encode()
 
 
 def _encode_text(value: Any) -> bytes:
     if not isinstance(value, str):
-        raise TypeError(f"str wanted, got {type(value).__name__}")
+        raise TypeError(f"must be a str, got {type(value).__name__}")
     return value.encode()
 
 

@@ -1,4 +1,4 @@
-"""Pickled values, which run code when they are read: formats refuse shards that have them unless ``allow_pickle=True``."""
+"""Pickle and unpickle values. Unpickling runs code, so formats refuse pickled values unless ``allow_pickle=True``."""
 
 from __future__ import annotations
 
