@@ -141,7 +141,7 @@ ROWS: dict[str, Row] = {
         of=("DecoupledSGDW",),
         points=_sgdw_points,
     ),
-    "groups": Row(make=_by_group, of=("param_groups", "Group"), points=_group_points),
+    "groups": Row(make=_by_group, of=("param_groups", "ParamGroup"), points=_group_points),
     "muon": Row(make=_muon, of=("Muon",), points=_muon_points),
     "muon-groups": Row(
         make=lambda model: _muon(model, matrices=["middle.weight"]), of=("muon_groups",), points=_muon_group_points

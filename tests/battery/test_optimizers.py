@@ -23,7 +23,7 @@ def test_every_optimizer_and_what_makes_groups_for_them_has_a_row_with_points():
     classes = {name for name, value in own.items() if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)}
     assert classes >= {"DecoupledAdamW", "DecoupledSGDW", "Muon"}
     shown = set(itertools.chain.from_iterable(row.of for row in ROWS.values() if row.points is not None))
-    assert shown == classes | {"Group", "param_groups", "muon_groups", "orthogonalize"}
+    assert shown == classes | {"ParamGroup", "param_groups", "muon_groups", "orthogonalize"}
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.points is not None])

@@ -222,7 +222,7 @@ def test_parameters_without_a_gradient_do_not_decay(kind):
 
 def sharded_forms(mixed: bool) -> list:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    options = {"leave_out": ["1.*"]} if mixed else {}
+    options = {"ignored_params": ["1.*"]} if mixed else {}
     model = dt.shard_model(model, dt.build_mesh(), blocks=(nn.Linear,), **options)
     found = []
     for kind in (DecoupledAdamW, DecoupledSGDW):

@@ -213,21 +213,24 @@ CASES = {
     "by predicate": Case(make=Stack, options={"blocks": lambda name, module: name.endswith("up")}, units=4),
     "nested": Case(make=Stack, options={"blocks": (Block, nn.Linear)}, units=7),
     "methods": Case(
-        make=Coder, options={"blocks": (Block, Tools), "methods": ("encode", "decode", "tools.twice")}, loss=coded, units=3
+        make=Coder,
+        options={"blocks": (Block, Tools), "forward_methods": ("encode", "decode", "tools.twice")},
+        loss=coded,
+        units=3,
     ),
     "tied": Case(make=Tied, options={"blocks": (Block,)}, ids=True, units=3),
     "tied across blocks": Case(make=Tied, options={"blocks": ("first", "last")}, ids=True, units=3),
     "tied blocks": Case(make=Tied, options={"blocks": (nn.Embedding, nn.Linear)}, ids=True, units=5),
     "tied inside each other": Case(make=Masked, options={"blocks": ("embed", "cls")}, ids=True, units=3),
     "frozen": Case(make=frozen_stack, options={"blocks": (Block,)}, units=4),
-    "left out": Case(make=Scaled, options={"blocks": (Block,), "leave_out": ("head.bias", "block.up.*")}, units=2),
+    "left out": Case(make=Scaled, options={"blocks": (Block,), "ignored_params": ("head.bias", "block.up.*")}, units=2),
     "some unused": Case(make=Forked, options={"blocks": (Fork,)}, units=2),
     "everything": Case(
         make=Everything,
         options={
             "blocks": (Block, Tools, nn.Embedding),
-            "methods": ("encode", "tools.twice"),
-            "leave_out": ("block.down.bias",),
+            "forward_methods": ("encode", "tools.twice"),
+            "ignored_params": ("block.down.bias",),
         },
         loss=everything,
         ids=True,

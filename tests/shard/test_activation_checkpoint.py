@@ -78,7 +78,7 @@ def moved(net: nn.Module) -> nn.Module:
     shelf = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     for module in net.modules():
         if isinstance(module, KINDS):
-            activation_checkpoint._update_settings(module, shelf=shelf)
+            activation_checkpoint._update_settings(module, offloader=shelf)
     return net
 
 
@@ -344,16 +344,19 @@ def test_random_numbers_of_the_process_go_on_as_without_it():
     ("call", "message"),
     [
         (lambda net: checkpoint_activations(net, blocks=nn.Conv2d), "checkpoint_activations: blocks names Conv2d, but the"),
-        (lambda net: checkpoint_activations(net, blocks=()), "checkpoint_activations: blocks=.* picks no module inside the"),
-        (lambda net: checkpoint_activations(net, blocks=Net), "picks no module inside the model"),
-        (lambda net: again(net, every=0), "every must be a whole number of at least 1, got 0"),
-        (lambda net: again(net, every=True), "every must be a whole number of at least 1, got True"),
+        (lambda net: checkpoint_activations(net, blocks=()), "checkpoint_activations: blocks=.* selects no module inside the"),
+        (lambda net: checkpoint_activations(net, blocks=Net), "selects no module inside the model"),
+        (lambda net: again(net, every=0), "every must be an integer >= 1, got 0"),
+        (lambda net: again(net, every=True), "every must be an integer >= 1, got True"),
         (lambda net: again(net, keep="all"), "keep must be 'nothing', 'matmuls' or a function"),
-        (lambda net: again(again(net)), "4 of these blocks are checkpointed already .first: a Quiet.; call it once"),
-        (lambda net: offload_activations(net, blocks=Quiet, min_bytes=-1), "offload_activations: min_bytes must be a whole"),
+        (
+            lambda net: again(again(net)),
+            "4 of the blocks are checkpointed already .first: a Quiet.. Call checkpoint_activations once",
+        ),
+        (lambda net: offload_activations(net, blocks=Quiet, min_bytes=-1), "offload_activations: min_bytes must be an integer"),
         (lambda net: offload_activations(net, blocks="x"), "offload_activations: blocks names 'x'"),
         (lambda net: offload_activations(offload_activations(net, blocks=Quiet), blocks=Quiet), "are offloaded already"),
-        (lambda net: again(compiled(net)), "these blocks are compiled already; call it before compile_blocks"),
+        (lambda net: again(compiled(net)), "blocks are compiled already. Call checkpoint_activations before compile_blocks"),
     ],
 )
 def test_what_cannot_be_done_is_refused(call, message):

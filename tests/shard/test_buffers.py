@@ -192,7 +192,7 @@ def sync_batch_norm() -> str:
 
 
 def test_sync_batch_norm_is_refused_on_a_cpu_before_it_fails(ranks):
-    assert "SyncBatchNorm runs on GPUs only; on the CPU use BatchNorm with buffers='mean'" in ranks(2).run(sync_batch_norm)[1]
+    assert "SyncBatchNorm runs on GPUs only. On the CPU use BatchNorm with buffers='mean'." in ranks(2).run(sync_batch_norm)[1]
 
 
 @pytest.mark.gpu

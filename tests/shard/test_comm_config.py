@@ -103,12 +103,12 @@ def test_units_are_told_their_neighbours(options, forward, backward):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"forward_prefetch": -1}, "forward_prefetch must be a whole number of at least 0, got -1"),
-        ({"backward_prefetch": 1.5}, "backward_prefetch must be a whole number of at least 0, got 1.5"),
-        ({"reduce_buffers": 0}, "reduce_buffers must be a whole number of at least 1, got 0"),
+        ({"forward_prefetch": -1}, "forward_prefetch must be an integer >= 0, got -1"),
+        ({"backward_prefetch": 1.5}, "backward_prefetch must be an integer >= 0, got 1.5"),
+        ({"reduce_buffers": 0}, "reduce_buffers must be an integer >= 1, got 0"),
         ({"reduce_group": "mine"}, "reduce_group must be 'shared' or 'own', got 'mine'"),
         ({"symmetric_memory": 1}, "symmetric_memory must be True or False, got 1"),
-        ({"symmetric_memory": True, "reduce_buffers": 2}, "leave reduce_buffers at 1"),
+        ({"symmetric_memory": True, "reduce_buffers": 2}, "Leave reduce_buffers at 1"),
     ],
 )
 def test_values_that_mean_nothing_are_refused(options, message):
@@ -117,9 +117,9 @@ def test_values_that_mean_nothing_are_refused(options, message):
 
 
 def test_what_this_device_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match="symmetric_memory needs CUDA, and this mesh is of cpu; leave it out"):
+    with pytest.raises(ConfigError, match="symmetric_memory needs CUDA, got a cpu mesh"):
         check_comm_config(CommConfig(symmetric_memory=True), "cpu")
-    with pytest.raises(ConfigError, match="communication must be a Communication or None, got 3"):
+    with pytest.raises(ConfigError, match="comm_config must be a CommConfig or None, got 3"):
         check_comm_config(3, "cpu")
 
 
@@ -133,6 +133,6 @@ def test_what_this_device_does_not_have_is_refused():
 )
 def test_what_this_torch_does_not_have_is_refused(monkeypatch, call, options, name):
     monkeypatch.delattr(FSDPModule, call)  # as in an older one
-    with pytest.raises(ConfigError, match=f"has no {name}; use a newer one, or leave it out"):
+    with pytest.raises(ConfigError, match=f"has no {name}. Use a newer torch, or leave {name} out"):
         check_comm_config(CommConfig(**options), "cuda")
     assert check_comm_config(None, "cuda") == CommConfig()

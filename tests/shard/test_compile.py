@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from shard.test_memory import Noisy, Quiet, made, same
 from torch import Tensor, nn
 
 from dtrain.dist.init import DistInfo
@@ -16,7 +15,8 @@ from dtrain.shard import compile as home
 from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations
 from dtrain.shard.compile import compile_blocks
 from dtrain.shard.fsdp import shard_model
-from shard import test_memory as memory
+from shard import test_activation_checkpoint as memory
+from shard.test_activation_checkpoint import Noisy, Quiet, made, same
 
 pytestmark = [
     # dynamo looks at .grad of whatever a frame is given, and means to hide what torch then says of it
@@ -168,7 +168,7 @@ def test_compiled_code_is_kept_in_the_run_folder(monkeypatch, tmp_path, own, exp
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     else:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / own))
-    monkeypatch.setattr(home, "current", lambda: DistInfo(run_dir=tmp_path))
+    monkeypatch.setattr(home, "get_dist_info", lambda: DistInfo(run_dir=tmp_path))
     compiled(made(Quiet))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / expected)
 
@@ -182,25 +182,28 @@ def test_without_a_run_folder_the_environment_is_left_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: compiled(made(Quiet), memory_budget=1.5), "memory_budget is a share from 0 to 1, got 1.5"),
-        (lambda: compiled(made(Quiet), memory_budget=True), "memory_budget is a share from 0 to 1, got True"),
-        (lambda: compiled(made(Quiet), memory_budget=0.5, mode="default"), "memory_budget does not go with mode or options"),
-        (lambda: compile_blocks(made(Quiet), blocks=()), "compile_blocks: blocks=.* picks no module inside the model"),
+        (lambda: compiled(made(Quiet), memory_budget=1.5), "memory_budget must be between 0 and 1, got 1.5"),
+        (lambda: compiled(made(Quiet), memory_budget=True), "memory_budget must be between 0 and 1, got True"),
+        (
+            lambda: compiled(made(Quiet), memory_budget=0.5, mode="default"),
+            "memory_budget cannot be combined with mode or options",
+        ),
+        (lambda: compile_blocks(made(Quiet), blocks=()), "compile_blocks: blocks=.* selects no module inside the model"),
         (lambda: compile_blocks(made(Quiet), blocks="x.*"), "compile_blocks: blocks names 'x"),
-        (lambda: compiled(compiled(made(Quiet))), "these blocks are compiled already; call it once"),
+        (lambda: compiled(compiled(made(Quiet))), "blocks are compiled already. Call compile_blocks once."),
         (
             lambda: compiled(compiled(memory.again(made(Noisy)))),
-            "compile_blocks: these blocks are compiled already; call it once",
+            "compile_blocks: blocks are compiled already. Call compile_blocks once.",
         ),
         (
             lambda: compiled(checkpoint_activations(made(Noisy), blocks=Noisy, keep="matmuls")),
-            "a Noisy has buffers, so it can be compiled under checkpoint_activations only with keep='nothing'",
+            "a Noisy has selective checkpointing and buffers, which cannot be compiled together. Pass keep='nothing'",
         ),
         (
             lambda: compiled(
                 offload_activations(checkpoint_activations(made(Quiet), blocks=Quiet, keep="matmuls"), blocks=Quiet)
             ),
-            "a Quiet has its activations offloaded, so it can be compiled",
+            "a Quiet has selective checkpointing and offloaded activations",
         ),
     ],
 )

@@ -138,13 +138,17 @@ def refused(case: str) -> str:
 
 
 REFUSED = [
-    ("cpu", "torch's ring attention runs on GPUs only, and this mesh is of CPU ranks; leave cp out"),
-    ("no axis", "needs a mesh with a cp axis, got axes ['dp_replicate', 'dp_shard'] of sizes [1, 2]; e.g. dt.build_mesh(cp=2)"),
-    ("nothing", "nothing to cut; name the batch's sequences, as in batch={'input_ids': 1}"),
-    ("key", "the batch has no 'tokens', only ['inputs', 'targets']"),
-    ("buffer", "buffers names 'rope', but the model has no such buffer"),
-    ("length", "dim 1 of 'inputs' has length 6, which must be a multiple of 2 * cp = 4; pad the sequences"),
-    ("names", "takes a batch with named tensors, got list"),
+    ("cpu", "ring attention runs on GPUs only, got a CPU mesh. Build the mesh without cp."),
+    (
+        "no axis",
+        "mesh must have a cp axis, got axes ['dp_replicate', 'dp_shard'] of sizes [1, 2]. "
+        "Pass for example dt.build_mesh(cp=2).",
+    ),
+    ("nothing", "batch_seq_dims must not be empty. Pass for example batch_seq_dims={'input_ids': 1}."),
+    ("key", "the batch has no 'tokens', only ['inputs', 'targets']."),
+    ("buffer", "buffer_seq_dims names 'rope', but the model has no such buffer."),
+    ("length", "the length of dim 1 of 'inputs' must be a multiple of 2 * cp = 4, got 6. Pad the sequences."),
+    ("names", "batch must be a mapping of tensors, got list."),
 ]
 
 

@@ -86,10 +86,10 @@ def refused(methods) -> str:
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
-        ("encode", "methods is a sequence of names, got 'encode'; e.g. methods=('encode',)"),
-        (["dream"], "methods names 'dream', but Coder has no method 'dream'"),
-        (["tools.once"], "methods names 'tools.once', but 'tools' is no unit of its own; add 'tools' to blocks"),
-        (["toys.once"], "methods names 'toys.once', but the model has no module 'toys'"),
+        ("encode", "forward_methods must be a sequence of names, got 'encode'. Pass for example forward_methods=('encode',)."),
+        (["dream"], "forward_methods names 'dream', but Coder has no method 'dream'"),
+        (["tools.once"], "forward_methods names 'tools.once', but 'tools' is not a unit. Add 'tools' to blocks."),
+        (["toys.once"], "forward_methods names 'toys.once', but the model has no module 'toys'"),
     ],
 )
 def test_a_method_that_cannot_be_declared_is_refused_on_all_ranks(ranks, methods, message):

@@ -110,13 +110,13 @@ def refused(case: str) -> str:
         "other strategy": {"strategy": "full_shard" if rank == 0 else "replicate"},
         "one bad option": {"strategy": "full_shard" if rank == 0 else "zero3"},
         "one bad predicate": {"blocks": lambda name, module: rank == 0 or fail()},
-        "left out on one rank": {"leave_out": lambda name, p: rank == 0 and name == "0.bias"},
+        "left out on one rank": {"ignored_params": lambda name, p: rank == 0 and name == "0.bias"},
         "list": {"strategy": ["full_shard"]},
         "precision": {"precision": "bf16"},
         "no blocks": {"blocks": None},
-        "nothing to leave out": {"leave_out": None},
-        "methods": {"methods": (3,)},
-        "no methods": {"methods": None},
+        "nothing to leave out": {"ignored_params": None},
+        "methods": {"forward_methods": (3,)},
+        "no methods": {"forward_methods": None},
     }.get(case, {})
     if case == "twice":
         net = shard_model(net, mesh)
@@ -152,47 +152,54 @@ def fail() -> bool:
 SAME = [
     (
         "strategy",
-        "ConfigError: shard_model: unknown strategy='zero3'; use one of full_shard, shard_grad_op, hybrid_shard, repl",
+        "ConfigError: shard_model: strategy must be one of full_shard, shard_grad_op, hybrid_shard, replicate, no_shard, "
+        "got 'zero3'.",
     ),
-    ("accumulate", "ConfigError: shard_model: unknown accumulate='never'; use one of local, sharded"),
-    ("buffers", "ConfigError: shard_model: unknown buffers='sum'; use one of broadcast, mean, local"),
+    ("accumulate", "ConfigError: shard_model: accumulate must be one of local, sharded, got 'never'."),
+    ("buffers", "ConfigError: shard_model: buffers must be one of broadcast, mean, local, got 'sum'."),
     (
         "hybrid",
-        "hybrid_shard needs a mesh of two axes with dp_replicate > 1, got shape [1, 2]; e.g. dt.build_mesh(dp_replicate=2",
+        "hybrid_shard needs a mesh of two axes with dp_replicate > 1, got shape [1, 2]. "
+        "Pass for example dt.build_mesh(dp_replicate=2",
     ),
-    ("twice", "is sharded already (full_shard); call it once"),
-    ("inside", "a FSDPSequential inside this model is sharded already; shard the whole model once"),
+    ("twice", "is sharded already (full_shard). Call shard_model once."),
+    ("inside", "a FSDPSequential inside the model is sharded already. Shard the whole model once."),
     ("block", "blocks names Conv2d, but the model has no such module"),
     (
         "other model",
-        "rank 1 has another model than rank 0: '0.weight [7, 5] float32', where rank 0 has '0.weight [6, 5] float32'",
+        "the model of rank 1 must equal the model of rank 0 ('0.weight [6, 5] float32'), got '0.weight [7, 5] float32'",
     ),
     (
         "more layers",
-        "rank 1 has another model than rank 0: '4.weight [3, 3] float32', where rank 0 has '1.norm.running_mean [6]",
+        "the model of rank 1 must equal the model of rank 0 ('1.norm.running_mean [6]",
     ),
-    ("frozen", "'0.weight [6, 5] frozen float32', where rank 0 has '0.weight [6, 5] float32'; build it from the same config"),
-    ("other options", "where rank 0 has \"unit ['1']\""),
-    ("other strategy", "rank 1 has another model than rank 0: 'option replicate', where rank 0 has 'option full_shard'"),
-    ("left out on one rank", "rank 1 has another model than rank 0: 'left out []', where rank 0 has \"left out ['0.bias']\""),
-    ("block of a sharded model", "the parameters of this Block lie on a mesh already; shard the whole model once"),
-    ("ddp", "this model is wrapped in DistributedDataParallel, which reduces gradients too; pass the model inside it"),
+    ("frozen", "('0.weight [6, 5] float32'), got '0.weight [6, 5] frozen float32'. Build the model from the same config"),
+    ("other options", "must equal the model of rank 0 (\"unit ['1']\"), got"),
+    ("other strategy", "the model of rank 1 must equal the model of rank 0 ('option full_shard'), got 'option replicate'"),
+    ("left out on one rank", "the model of rank 1 must equal the model of rank 0 (\"ignored ['0.bias']\"), got 'ignored []'"),
+    ("block of a sharded model", "the parameters of the Block are DTensors already. Shard the whole model once."),
+    ("ddp", "model must not be wrapped in DistributedDataParallel, which also reduces gradients. Pass the inner model."),
     (
         "two dtypes",
-        "the unit of the model has trainable parameters of several dtypes (0.weight float32, 2.inner.weight float64); convert "
-        "them, give those of one dtype a unit of their own (blocks=), or leave them out (leave_out=)",
+        "the unit of the model has trainable parameters of several dtypes (0.weight float32, 2.inner.weight float64). "
+        "Convert the parameters, put each dtype in a separate unit (blocks=), or ignore parameters (ignored_params=).",
     ),
     ("no model", "ConfigError: shard_model: model must be a torch.nn.Module, got generator"),
-    ("no mesh", "ConfigError: shard_model: mesh must be a DeviceMesh, got NoneType; make one with dt.build_mesh"),
-    ("list", "ConfigError: shard_model: unknown strategy=['full_shard']; use one of full_shard"),
+    ("no mesh", "ConfigError: shard_model: mesh must be a DeviceMesh, got NoneType. Use dt.build_mesh."),
+    (
+        "list",
+        "ConfigError: shard_model: strategy must be one of full_shard, shard_grad_op, hybrid_shard, replicate, no_shard, "
+        "got ['full_shard'].",
+    ),
     (
         "precision",
-        "ConfigError: shard_model: precision must be a Precision or None, got 'bf16'; as in dt.Precision(param='bf16')",
+        "ConfigError: shard_model: precision must be a Precision or None, got 'bf16'. "
+        "Pass for example dt.Precision(param='bf16').",
     ),
-    ("no blocks", "blocks takes module classes, names, or one function of (name, module), got None"),
-    ("nothing to leave out", "leave_out takes names, or one function of (name, parameter), got None"),
-    ("methods", "methods is a sequence of names, got (3,)"),
-    ("no methods", "methods is a sequence of names, got None"),
+    ("no blocks", "blocks must be module classes, names or a function of (name, module), got None"),
+    ("nothing to leave out", "ignored_params must be names or a function of (name, parameter), got None"),
+    ("methods", "forward_methods must be a sequence of names, got (3,)"),
+    ("no methods", "forward_methods must be a sequence of names, got None"),
 ]
 
 
@@ -209,7 +216,8 @@ def test_refusals_are_the_same_line_on_all_ranks(ranks, case, message):
     [
         (
             "one bad option",
-            "ConfigError: shard_model: unknown strategy='zero3'",
+            "ConfigError: shard_model: strategy must be one of full_shard, shard_grad_op, hybrid_shard, replicate, no_shard, "
+            "got 'zero3'.",
             "PeerError: shard_model: rank 1 failed (1 of 2",
         ),
         (

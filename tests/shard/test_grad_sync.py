@@ -119,7 +119,7 @@ def test_a_step_sends_what_its_strategy_implies_and_no_more(ranks, strategy, acc
 def uneven(fill: bool) -> list:
     """Ranks use different branches inside a unit; without zeros in place of what is missing, gradients do not fit together."""
     if not fill:
-        grad_sync.fill_missing = lambda group: ([], [])
+        grad_sync.zero_fill_missing_grads = lambda group: ([], [])
     try:
         net = shard_model(make("some unused"), build_mesh(), strategy="replicate", blocks=(Fork,))
         state = state_of(net)
@@ -130,7 +130,7 @@ def uneven(fill: bool) -> list:
     finally:
         from dtrain.shard.fsdp2_private import zero_fill_missing_grads
 
-        grad_sync.fill_missing = zero_fill_missing_grads
+        grad_sync.zero_fill_missing_grads = zero_fill_missing_grads
 
 
 def test_parameters_that_some_ranks_do_not_use_are_reduced_right_and_this_can_fail(ranks):

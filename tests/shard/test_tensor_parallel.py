@@ -61,7 +61,7 @@ def mean_loss(kind: str) -> float:
 
 CASES = [  # kind, plan, strategy, tp, microbatch_size, options, weighed: the first five in the quick set
     ("gpt", "layers", "full_shard", 2, 2, {"accumulate": "sharded"}, False),
-    ("gpt", "layers", "full_shard", 2, None, {"leave_out": ("norm.weight", "head.*")}, True),
+    ("gpt", "layers", "full_shard", 2, None, {"ignored_params": ("norm.weight", "head.*")}, True),
     ("gpt", "sequence", "hybrid_shard", 2, None, {}, True),
     ("tied", "sequence", "shard_grad_op", 2, 2, {}, False),
     ("tied", "vocabulary", "replicate", 4, 2, {}, False),
@@ -289,7 +289,7 @@ def refused(case: str) -> str:
         "differs": {"0": colwise if get_dist_info().rank else RowwiseParallel()},
     }
     if case == "left out":
-        options = {"leave_out": ("0.bias",)}
+        options = {"ignored_params": ("0.bias",)}
     if case == "tied":
         net[1] = nn.Linear(6, 6)
         net[3], net[4] = nn.Identity(), nn.Linear(4, 6)
@@ -306,23 +306,24 @@ def refused(case: str) -> str:
 
 
 REFUSED = [
-    ("no plan", "the mesh has tp=2, but nothing says how layers are cut over it; pass plan=, or build the mesh without tp"),
-    ("empty", "the mesh has tp=2, but nothing says how"),
-    ("no mapping", "plan must be a mapping of module names to styles, got list"),
-    ("no module", "plan names '5', but the model has no such module"),
-    ("no style", "plan['0'] must be a ParallelStyle, got 'colwise'; e.g. ColwiseParallel()"),
-    ("text", "plan: patterns of names are text, got 0"),
-    ("misfit", "plan: ColwiseParallel does not fit '2', a Tanh: ColwiseParallel currently only support"),
-    ("uneven", "plan cuts '4.weight' [3, 4] along dim 0 into 2 pieces, which does not come out even; use a size that tp=2 d"),
-    ("buffer", "plan: SequenceParallel on '3' takes its buffer 'seen', too; buffers are whole on every rank"),
-    ("left out", "plan cuts '0.bias', which stays whole (leave_out, a scalar, or empty)"),
-    ("tied", "plan: 0.weight, 4.weight are one parameter, but would not be cut alike"),
+    ("no plan", "a mesh with tp=2 needs a tp_plan. Pass tp_plan=, or build the mesh without tp."),
+    ("empty", "a mesh with tp=2 needs a tp_plan"),
+    ("no mapping", "tp_plan must be a mapping of module names to styles, got list"),
+    ("no module", "tp_plan names '5', but the model has no such module"),
+    ("no style", "tp_plan['0'] must be a ParallelStyle, got 'colwise'. Pass for example ColwiseParallel()"),
+    ("text", "tp_plan: patterns of names are text, got 0"),
+    ("misfit", "tp_plan: ColwiseParallel does not fit '2', a Tanh: ColwiseParallel currently only support"),
+    ("uneven", "tp_plan shards '4.weight' [3, 4] along dim 0 into 2 uneven pieces. Use a size that tp=2 d"),
+    ("buffer", "tp_plan: SequenceParallel on '3' shards the buffer 'seen', but every rank must hold full buffers"),
+    ("left out", "tp_plan shards '0.bias', which is an ignored parameter (ignored_params, a scalar, or empty)"),
+    ("tied", "tp_plan: 0.weight, 4.weight are one parameter, but get different placements"),
     (
         "no axis",
-        "plan needs a mesh with a tp axis, got axes ['dp_replicate', 'dp_shard'] of sizes [1, 2]; e.g. dt.build_mesh(tp",
+        "tp_plan needs a mesh with a tp axis, got axes ['dp_replicate', 'dp_shard'] of sizes [1, 2]. "
+        "Pass for example dt.build_mesh(tp",
     ),
-    ("order", "cp and tp must be the last axes of a mesh of all ranks in order, got ['tp', 'dp_shard']; use dt.build_mesh"),
-    ("differs", "rank 1 has another model than rank 0: 'option 0: ColwiseParallel"),
+    ("order", "cp and tp must be the last axes of a mesh of all ranks in order, got ['tp', 'dp_shard']. Use dt.build_mesh."),
+    ("differs", "the model of rank 1 must equal the model of rank 0 ('option 0: RowwiseParallel"),
 ]
 
 

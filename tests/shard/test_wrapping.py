@@ -94,28 +94,28 @@ def test_frozen_and_left_out_parameters_may_have_other_dtypes(blocks):
 
 
 @pytest.mark.parametrize(
-    ("model", "blocks", "leave_out", "message"),
+    ("model", "blocks", "ignored_params", "message"),
     [
         (Stack, (nn.Conv2d,), (), "blocks names Conv2d, but the model has no such module"),
         (Stack, ("blocks.7",), (), "blocks names 'blocks.7', but the model has no such module"),
-        (Stack, ("blocks",), (), "blocks picks 'blocks', a ModuleList without forward; pick what is inside it"),
-        (Stack, (3,), (), r"takes module classes, names, or one function of \(name, module\), got 3"),
-        (Stack, lambda name, module: False, (), "a function that picks no module"),
-        (Stack, (), ("tail.*",), r"leave_out names 'tail.\*', but no parameter has such a name"),
-        (Stack, (), (4,), "leave_out: patterns of names are text, got 4"),
-        (Stack, (), 4, r"leave_out takes names, or one function of \(name, parameter\), got 4"),
-        (Stack, 4, (), r"takes module classes, names, or one function of \(name, module\), got 4"),
-        (Stack, (Block(),), (), r"takes module classes, names, or one function of \(name, module\), got a Block; e.g."),
-        (Listed, ("rows",), (), "blocks picks 'rows', a ParameterList without forward; pick what is inside it"),
+        (Stack, ("blocks",), (), "blocks selects 'blocks', a ModuleList without forward. Select its submodules."),
+        (Stack, (3,), (), r"must be module classes, names or a function of \(name, module\), got 3"),
+        (Stack, lambda name, module: False, (), "a function that selects no module"),
+        (Stack, (), ("tail.*",), r"ignored_params names 'tail.\*', but no parameter matches"),
+        (Stack, (), (4,), "ignored_params: patterns of names are text, got 4"),
+        (Stack, (), 4, r"ignored_params must be names or a function of \(name, parameter\), got 4"),
+        (Stack, 4, (), r"must be module classes, names or a function of \(name, module\), got 4"),
+        (Stack, (Block(),), (), r"must be module classes, names or a function of \(name, module\), got a Block. Pass"),
+        (Listed, ("rows",), (), "blocks selects 'rows', a ParameterList without forward. Select its submodules."),
     ],
 )
-def test_what_cannot_be_cut_is_refused(model, blocks, leave_out, message):
+def test_what_cannot_be_cut_is_refused(model, blocks, ignored_params, message):
     with pytest.raises(ConfigError, match=message):
-        plan_wrapping(model(), blocks, leave_out)
+        plan_wrapping(model(), blocks, ignored_params)
 
 
 def test_ties_of_the_model_itself_with_a_block_are_refused():
     net = Stack()
     net.register_parameter("own", net.blocks[0].up.weight)
-    with pytest.raises(ConfigError, match="the model itself owns a parameter that is tied to one inside a block"):
+    with pytest.raises(ConfigError, match="the root module owns a parameter that is tied to a parameter of a block"):
         plan_wrapping(net, (Block,), ())

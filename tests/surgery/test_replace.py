@@ -6,7 +6,7 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.errors import ConfigError
-from dtrain.surgery.replace import replace_modules
+from dtrain.surgery.replace import apply_policies, replace_modules
 
 GELU = {nn.ReLU: lambda module, name: nn.GELU()}
 
@@ -234,7 +234,7 @@ def test_nothing_to_replace_is_no_error_when_allowed():
 def refused() -> str:
     model = dt.shard_model(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), dt.build_mesh())
     with pytest.raises(ConfigError) as error:
-        replace_modules(model, GELU, caller="here")
+        apply_policies(model, GELU, caller="here")
     return str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""SGD and AdamW whose weight decay follows the schedule of the rate, but not its size."""
+"""SGD and AdamW whose weight decay follows the learning rate schedule but does not scale with the peak learning rate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtrain.optim.foreach import (
 
 
 class _DecoupledDecay:
-    """Before an optimizer of torch among the bases of a class: its decay is relative to the rate that a group was made with."""
+    """Base class in front of a torch optimizer; makes the decay relative to the group's initial learning rate."""
 
     _unwrapped_step: Callable[[Any], Any]
     param_groups: list[dict[str, Any]]
@@ -33,11 +33,11 @@ class _DecoupledDecay:
             group.setdefault("initial_lr", group["lr"])
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Decay, then torch's update, of every parameter with a gradient. Mutates: parameters, state."""
+        """Decay and update every parameter with a gradient. Mutates: parameters, state."""
         loss = None if closure is None else evaluate_closure(closure)
         groups = self.param_groups
         decays = [group["weight_decay"] for group in groups]
-        before = torch.is_grad_enabled()
+        grad_mode = torch.is_grad_enabled()
         try:
             torch.set_grad_enabled(self.defaults["differentiable"])
             for group in groups:
@@ -45,60 +45,61 @@ class _DecoupledDecay:
             type(self)._unwrapped_step(self)
             return loss
         finally:
-            torch.set_grad_enabled(before)
+            torch.set_grad_enabled(grad_mode)
             for group, decay in zip(groups, decays, strict=False):
                 group["weight_decay"] = decay
 
     def _apply_decay_(self, group: dict[str, Any]) -> None:
-        """Mutates: the group's decay, which is put back after the update, as torch's own is to see it; or its parameters."""
+        """Apply the decay. Mutates: the group's ``weight_decay``, which ``step`` restores, or its parameters."""
         raise NotImplementedError
 
 
 class DecoupledAdamW(_DecoupledDecay, torch.optim.AdamW):  # type: ignore[misc]
-    """AdamW whose ``weight_decay`` is the share of a parameter that a step at the peak rate takes away, whatever that rate is.
+    """AdamW whose ``weight_decay`` is the fraction by which a step at the peak learning rate shrinks a parameter.
 
-    ``torch.optim.AdamW`` takes away ``lr * weight_decay``, so that another rate is another decay. Here the two are tuned apart:
-    ``weight_decay=1e-5`` here is ``1e-5 / lr`` there, and the decay follows the schedule of the rate down.
+    ``torch.optim.AdamW`` shrinks by ``lr * weight_decay``, so a different learning rate is a different decay. Here both are
+    tuned independently: ``weight_decay=1e-5`` here equals ``1e-5 / lr`` there. The decay follows the learning rate schedule.
 
     Formula: ``param -= (lr / initial_lr) * weight_decay * param``, then Adam:
         ``m = beta1 * m + (1 - beta1) * grad``, ``v = beta2 * v + (1 - beta2) * grad**2``,
         ``param -= lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)``
 
-    ``initial_lr`` of a group is the rate it was made with, the peak. ``dt.transforms.scale_lr`` changes ``lr`` for the time of the update,
-    so between steps the two are equal. Both are in a checkpoint, and what was saved wins over what a resumed run was built
-    with, as for every option. ``dt.set_lr_`` after that changes ``lr`` alone: the peak that the run began with still wins, and
-    half the rate is half the decay. To begin a new peak with the old decay, set both: ``group.update(lr=new, initial_lr=new)``.
+    ``initial_lr`` is the learning rate at construction of a group, the peak. ``dt.transforms.scale_lr`` changes ``lr`` only
+    during the update. A checkpoint stores both values, and loaded values replace the constructed values, as for every option.
+    ``dt.set_lr_`` after loading changes ``lr`` alone, so half the learning rate is half the decay. For a new peak with the same
+    decay set both: ``group.update(lr=new, initial_lr=new)``.
 
-    Torch's fused kernel runs where there is one for the parameters of a group (floating point on a CPU or GPU; all on one mesh
-    or none on any), else torch's choice; ``fused=`` and ``foreach=`` say otherwise.
+    A group uses torch's fused kernel if its parameters allow (floating point on a CPU or GPU, all on one mesh or all plain),
+    else torch's default. ``fused=`` and ``foreach=`` override the choice.
 
     Args:
-        params: parameters, or groups of them as from ``param_groups``.
-        lr: the peak rate, a number > 0.
-        betas: decay rates of the two averages. The default is Composer's, ``(0.9, 0.95)``; torch's is ``(0.9, 0.999)``.
-        eps, amsgrad, options: as those of ``torch.optim.AdamW``.
-        weight_decay: share of a parameter per step at the peak rate, >= 0.
+        params: parameters, or parameter groups, for example from ``param_groups``.
+        lr: peak learning rate, > 0.
+        betas: decay rates of the two averages. The default ``(0.9, 0.95)`` is Composer's; torch's is ``(0.9, 0.999)``.
+        eps, amsgrad, options: as in ``torch.optim.AdamW``.
+        weight_decay: fraction of a parameter per step at the peak learning rate, >= 0.
 
     Mutates: in ``step``, parameters and the optimizer's state. Collective: none.
 
-    Raises:
-        ConfigError: ``lr`` is a tensor, or no finite number > 0.
-
-    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, where the multiplier of the schedule is ``lr /
-        initial_lr``; the defaults are those of MosaicML's Composer.
-
     Example:
-        >>> from dtrain.step.optimizer import set_lr_
+        >>> import dtrain as dt
         >>> p = torch.nn.Parameter(torch.tensor([8.0], dtype=torch.float64))
-        >>> optimizer = DecoupledAdamW([p], lr=0.5, weight_decay=0.25)
+        >>> optimizer = dt.optim.DecoupledAdamW([p], lr=0.5, weight_decay=0.25)
         >>> p.grad = torch.zeros_like(p)
         >>> optimizer.step()
-        >>> p.item()  # 8 * (1 - 0.25): at the peak, whatever it is
+        >>> p.item()  # 8 * (1 - 0.25), for any peak learning rate
         6.0
-        >>> set_lr_(optimizer, 0.25)
+        >>> optimizer.param_groups[0]["lr"] = 0.25
         >>> optimizer.step()
-        >>> p.item()  # 6 * (1 - 0.25 / 2): at half of the peak
+        >>> p.item()  # 6 * (1 - 0.25 / 2) at half of the peak
         5.25
+
+    Raises:
+        ConfigError: ``lr`` is a tensor, or not a finite number > 0.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, with schedule multiplier ``lr / initial_lr``; the
+    defaults
+        are those of MosaicML's Composer.
     """
 
     _unwrapped_step = staticmethod(unwrap_step(torch.optim.AdamW.step))
@@ -122,45 +123,48 @@ class DecoupledAdamW(_DecoupledDecay, torch.optim.AdamW):  # type: ignore[misc]
             param_group["fused"] = True
 
     def _apply_decay_(self, group: dict[str, Any]) -> None:
-        group["weight_decay"] /= group["initial_lr"]  # torch multiplies it by lr: so the decay costs no pass of its own
+        # torch multiplies the decay by lr, so the decay needs no separate pass.
+        group["weight_decay"] /= group["initial_lr"]
 
 
 class DecoupledSGDW(_DecoupledDecay, torch.optim.SGD):  # type: ignore[misc]
-    """SGD whose ``weight_decay`` is the share of a parameter that a step at the peak rate takes away, beside the momentum.
+    """SGD whose ``weight_decay`` is the fraction by which a step at the peak learning rate shrinks a parameter.
 
-    ``torch.optim.SGD`` adds the decay to the gradient, and so to the momentum, and multiplies it by the rate.
+    ``torch.optim.SGD`` adds the decay to the gradient, and thus to the momentum, and scales the decay by the learning rate.
 
     Formula: ``param -= (lr / initial_lr) * weight_decay * param``, then SGD:
         ``buffer = momentum * buffer + (1 - dampening) * grad`` (the first time ``grad``),
         ``param -= lr * buffer``, or with ``nesterov`` ``param -= lr * (grad + momentum * buffer)``
 
-    ``initial_lr`` is the peak rate, and which one wins after a resume is told under ``DecoupledAdamW``.
+    ``initial_lr`` is the peak learning rate; ``DecoupledAdamW`` describes its value after loading.
 
-    Torch's foreach form runs where all parameters of a group lie on one mesh, or none on any. Not the fused one, unless
-    ``fused=True`` asks for it: it fails in the step in which a parameter gets its first gradient after others, and takes no cut
-    parameters.
+    A group uses torch's foreach implementation if all its parameters lie on one mesh or are plain. The fused implementation is
+    used only with ``fused=True``: it fails in the step in which a parameter gets its first gradient later than other
+    parameters, and does not support sharded parameters.
 
     Args:
-        params: parameters, or groups of them as from ``param_groups``.
-        lr: the peak rate, a number > 0.
-        momentum, dampening, nesterov, options: as those of ``torch.optim.SGD``.
-        weight_decay: share of a parameter per step at the peak rate, >= 0.
+        params: parameters, or parameter groups, for example from ``param_groups``.
+        lr: peak learning rate, > 0.
+        momentum, dampening, nesterov, options: as in ``torch.optim.SGD``.
+        weight_decay: fraction of a parameter per step at the peak learning rate, >= 0.
 
     Mutates: in ``step``, parameters and the optimizer's state. Collective: none.
 
-    Raises:
-        ConfigError: ``lr`` is a tensor, or no finite number > 0.
-
-    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 1, where the multiplier of the schedule is ``lr /
-        initial_lr``; the momentum is torch's, which multiplies by the rate what the buffer holds, and not what goes into it.
-
     Example:
+        >>> import dtrain as dt
         >>> p = torch.nn.Parameter(torch.tensor([8.0], dtype=torch.float64))
-        >>> optimizer = DecoupledSGDW([p], lr=0.5, weight_decay=0.25)
+        >>> optimizer = dt.optim.DecoupledSGDW([p], lr=0.5, weight_decay=0.25)
         >>> p.grad = torch.ones_like(p)
         >>> optimizer.step()
         >>> p.item()  # 8 * (1 - 0.25) - 0.5
         5.5
+
+    Raises:
+        ConfigError: ``lr`` is a tensor, or not a finite number > 0.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 1, with schedule multiplier ``lr / initial_lr``; as in
+    torch,
+        the learning rate multiplies the momentum buffer, not the gradient that enters the buffer.
     """
 
     _unwrapped_step = staticmethod(unwrap_step(torch.optim.SGD.step))

@@ -1,4 +1,4 @@
-"""Which of torch's forms of an optimizer a group of parameters is given: one kernel for all of them where there is one."""
+"""Choose torch's fused, foreach or plain implementation of an optimizer for a parameter group."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 
 def on_same_mesh(params: Sequence[Tensor]) -> bool:
-    """Whether all lie on one mesh, or none on any: torch's foreach and fused forms take no others together."""
+    """Return True if all parameters lie on one mesh or are plain. torch's foreach and fused implementations need this."""
     return len({tensor_mesh(param) for param in params}) <= 1
 
 
 def can_fuse(params: Sequence[Tensor]) -> bool:
-    """Whether torch's fused Adam takes them together."""
+    """Return True if torch's fused Adam supports the parameters together."""
     return on_same_mesh(params) and all(param.is_floating_point() and param.device.type in _FUSED_DEVICES for param in params)
 
 
 def sets_implementation(group: dict[str, Any]) -> bool:
-    """Whether the user has said which form a group is to take, or asks for what only the plain one can do."""
+    """Return True if the group sets an implementation, or needs the plain implementation."""
     return any(group.get(form) is not None for form in ("fused", "foreach")) or bool(group.get("differentiable"))
 
 
 def trainable_in_group(group: dict[str, Any]) -> list[Tensor]:
-    """The parameters of a group that get gradients."""
+    """Return the trainable parameters of a group."""
     return [param for param in group["params"] if param.requires_grad]
 
 
 def record_peak_lr_(group: dict[str, Any], caller: str) -> None:
-    """Keep the rate that a group was made with under ``initial_lr``, as torch's schedulers do.
+    """Store the group's learning rate as ``initial_lr``, as torch's schedulers do.
 
     Mutates: ``group``.
 
     Raises:
-        ConfigError: a rate that is a tensor, zero or not a finite number.
+        ConfigError: the learning rate is a tensor, or not a finite number > 0.
     """
     lr = group["lr"]
     if isinstance(lr, Tensor) or not 0.0 < lr < float("inf"):
         raise ConfigError(
-            f"{caller}: needs a finite number lr > 0, got {lr!r}: it is the peak that the decay is relative to; make rates "
-            "smaller by dt.transforms.scale_lr"
+            f"{caller}: lr must be a finite number > 0, got {lr!r}. The decay is relative to this peak. "
+            "Reduce the learning rate with dt.transforms.scale_lr."
         )
     group.setdefault("initial_lr", lr)
 
 
 def unwrap_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's ``step`` without what torch puts around it: hooks, which a subclass's own step has, and the grad mode.
+    """Return an optimizer's ``step`` without torch's wrappers for hooks and grad mode.
 
-    The grad mode costs as much as all that a subclass adds here (2 of 65 microseconds for six tensors), so a subclass sets it
-    itself.
+    A subclass has its own hooks. torch's grad mode costs as much as the rest of a subclass's overhead (2 of 65 microseconds for
+    six tensors), so a subclass sets the grad mode itself.
     """
     inner: Callable[..., Any] = inspect.unwrap(step)
     return inner
 
 
 def evaluate_closure(closure: Callable[[], float]) -> float:
-    """What the function that an optimizer's ``step`` was given returns."""
+    """Return the loss of the closure of an optimizer's ``step``, with gradients enabled."""
     with torch.enable_grad():
         return closure()

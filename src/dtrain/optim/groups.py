@@ -1,6 +1,7 @@
-"""Parameter groups by name: which parameters share options, each in exactly one group, and which of them do not decay.
+"""Make parameter groups by name, each parameter in exactly one group, with and without weight decay.
 
-Which parameters of a model are hidden matrices, for Muon, and which are left to AdamW."""
+``muon_groups`` separates hidden matrices, for Muon, from all other parameters, for AdamW.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +21,26 @@ _CALLER = "param_groups"
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """A rule of ``param_groups``: these parameters, with these options.
+    """A rule of ``param_groups`` that gives matching parameters their own options.
 
-    Formula: ``{name: p for name, p in model.named_parameters() if where fits name}``, each with ``options``
+    Formula: ``{name: p for name, p in model.named_parameters() if where matches name}``, each with ``options``
 
     Args:
-        name: of the group, by which ``scale_lr`` and ``scale_option`` find it.
-        where: a pattern of names (``*`` is text without a dot, ``**`` any text), several, or a predicate ``(name, param) ->
-            bool``; None stands for all that no other rule takes.
-        options: of the optimizer, such as ``{"lr": 1e-4}``. A ``weight_decay`` is for all of these parameters; without it,
-            that of ``param_groups`` is for those that decay.
-
-    Raises:
-        ConfigError: a name that is no text, a ``where`` that is none of these, or ``params`` or ``name`` among the options.
-
-    Source: the groups of ``torch.optim.Optimizer``.
+        name: name of the group for ``scale_lr`` and ``scale_option``.
+        where: name patterns (``*`` matches text without a dot, ``**`` any text) or a predicate ``(name, param) -> bool``; None
+            matches all parameters that no other rule matches.
+        options: optimizer options such as ``{"lr": 1e-4}``. A ``weight_decay`` here applies to all matching parameters. Without
+            one, the ``weight_decay`` of ``param_groups`` applies to parameters that decay.
 
     Example:
-        >>> Group("head", "head.**", {"lr": 0.01}).name
+        >>> import dtrain as dt
+        >>> dt.optim.ParamGroup("head", "head.**", {"lr": 0.01}).name
         'head'
+
+    Raises:
+        ConfigError: an invalid ``name`` or ``where``, or ``params`` or ``name`` among the options.
+
+    Source: the groups of ``torch.optim.Optimizer``.
     """
 
     name: str
@@ -47,88 +49,95 @@ class ParamGroup:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"Group: needs a name, got {self.name!r}; as in Group('head', 'head.**')")
+            raise ConfigError(
+                f"ParamGroup: name must be a non-empty string, got {self.name!r}. "
+                "Pass for example ParamGroup('head', 'head.**')."
+            )
         if self.where is not None:
-            compile_where(self.where, {}, "Group")
-        taken = {"params", "name"} & set(self.options)
-        if taken:
-            raise ConfigError(f"Group: {self.name!r}: options are the optimizer's, got {sorted(taken)[0]!r}; leave it out")
+            compile_where(self.where, {}, "ParamGroup")
+        reserved = {"params", "name"} & set(self.options)
+        if reserved:
+            raise ConfigError(
+                f"ParamGroup: options of {self.name!r} must be optimizer options, got {sorted(reserved)[0]!r}. "
+                "Leave the key out."
+            )
 
 
 def param_groups(
     model: nn.Module, *rules: ParamGroup, weight_decay: float = 0.01, no_decay: ParamFilter | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: every trainable parameter in exactly one, each group with a ``name``.
+    """Return parameter groups for an optimizer: every trainable parameter in exactly one named group.
 
-    A rule's parameters that decay make the group ``name``, the others ``name.no_decay``; without rules these are ``all`` and
-    ``all.no_decay``. Where a rule's parameters lie differently (whole beside cut ones, or on several meshes), which torch's
-    fused and foreach forms do not take together, each kind has a group of its own, with what it lies on after its name:
-    ``all.whole``, ``all.over_dp_all``. Works before and after ``shard_model``, with the same names; the optimizer itself is
-    made after it.
+    Parameters of a rule that decay form the group ``name``, and parameters without decay form ``name.no_decay``. Without rules
+    the groups are ``all`` and ``all.no_decay``. torch's fused and foreach implementations need all parameters of a group on one
+    mesh. A group with several placements is therefore split, with a suffix: ``all.whole``, ``all.over_dp_all``. Names are the
+    same before and after ``shard_model``; build the optimizer after ``shard_model``.
 
-    Frozen parameters (``requires_grad`` is False) are in no group. A tied one is there once, under its first name; it fits a
-    pattern under any of its names, and does not decay if it is an embedding under one of them.
+    Frozen parameters (``requires_grad`` is False) are in no group. A tied parameter is listed once, under its first name. A
+    pattern may match any of its names, and the parameter does not decay if one of its names belongs to an embedding.
 
-    Formula: ``weight_decay`` of a group is 0 where ``no_decay`` holds, else ``weight_decay``
+    Formula: ``weight_decay`` of a group is 0 for parameters that match ``no_decay``, else ``weight_decay``
 
     Args:
         model: plain or sharded.
-        rules: which parameters have options of their own; they may not overlap, nor leave any out. ``Group("rest")`` takes
-            what no other takes.
-        weight_decay: of what decays, >= 0.
-        no_decay: which parameters do not; None is for all with fewer than two dims (biases, scales), and those of norms and
-            embeddings, by the module that owns them: ``torch.nn``'s, and any whose class has ``Norm`` or ``Embedding`` in its
-            name.
+        rules: parameters with their own options; rules must not overlap and must cover all parameters. ``ParamGroup("rest")``
+            matches all remaining parameters.
+        weight_decay: weight decay of parameters that decay, >= 0.
+        no_decay: parameters without decay; None selects parameters with fewer than two dims (biases, scales), and all
+            parameters of norms and embeddings: modules of ``torch.nn`` and classes with ``Norm`` or ``Embedding`` in their
+            names.
 
     Returns:
-        Groups as ``torch.optim`` takes them, in the order of the rules: ``{"name", "params", "weight_decay", ...options}``.
-
-    Raises:
-        ConfigError: parameters that two rules take, or none does, by name; a rule that fits none; two rules of one name; a
-            model without trainable parameters; a ``weight_decay`` that is negative.
-
-    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, for the decay; leaving out norms and biases, He et al. 2019,
-        arXiv:1812.01187, section 3.1.
+        Groups for ``torch.optim``, in the order of the rules: ``{"name", "params", "weight_decay", ...options}``.
 
     Example:
+        >>> import dtrain as dt
         >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
-        >>> [(g["name"], len(g["params"]), g["weight_decay"]) for g in param_groups(model, weight_decay=0.1)]
+        >>> [(g["name"], len(g["params"]), g["weight_decay"]) for g in dt.optim.param_groups(model, weight_decay=0.1)]
         [('all', 1, 0.1), ('all.no_decay', 4, 0.0)]
-        >>> groups = param_groups(model, Group("first", "0.*", {"lr": 0.5}), Group("rest"), weight_decay=0.1)
+        >>> first, rest = dt.optim.ParamGroup("first", "0.*", {"lr": 0.5}), dt.optim.ParamGroup("rest")
+        >>> groups = dt.optim.param_groups(model, first, rest, weight_decay=0.1)
         >>> [(g["name"], len(g["params"]), g.get("lr")) for g in groups]
         [('first.no_decay', 1, 0.5), ('rest', 1, None), ('rest.no_decay', 3, None)]
+
+    Raises:
+        ConfigError: parameters that several rules or no rule matches, by name; a rule without a match; two rules of one name; a
+            model without trainable parameters; a negative ``weight_decay``.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, for the decay; no decay of norms and biases: He et al. 2019,
+        arXiv:1812.01187, section 3.1.
     """
     if not isinstance(weight_decay, int | float) or not 0.0 <= weight_decay < float("inf"):
-        raise ConfigError(f"{_CALLER}: needs a finite weight_decay >= 0, got {weight_decay!r}")
+        raise ConfigError(f"{_CALLER}: weight_decay must be a finite number >= 0, got {weight_decay!r}.")
     params, names = named_trainable_params(model)
-    spared = _default_no_decay(model, params, names) if no_decay is None else compile_where(no_decay, names, _CALLER)
+    excluded = _default_no_decay(model, params, names) if no_decay is None else compile_where(no_decay, names, _CALLER)
     groups = []
-    for rule, mine in assign_to_rules(rules or (ParamGroup("all"),), params, names):
-        own = "weight_decay" in rule.options
-        parts = {rule.name: mine} if own else {
-            rule.name: {n: p for n, p in mine.items() if not spared(n, p)},
-            f"{rule.name}.no_decay": {n: p for n, p in mine.items() if spared(n, p)},
+    for rule, matched in assign_to_rules(rules or (ParamGroup("all"),), params, names):
+        sets_decay = "weight_decay" in rule.options
+        parts = {rule.name: matched} if sets_decay else {
+            rule.name: {n: p for n, p in matched.items() if not excluded(n, p)},
+            f"{rule.name}.no_decay": {n: p for n, p in matched.items() if excluded(n, p)},
         }  # fmt: skip
-        for name, part in parts.items():
+        for name, members in parts.items():
             decay = 0.0 if name != rule.name else weight_decay
-            groups += [{"name": n, "params": p, "weight_decay": decay, **rule.options} for n, p in _split_by_mesh(name, part)]
+            groups += [
+                {"name": n, "params": p, "weight_decay": decay, **rule.options} for n, p in _split_by_mesh(name, members)
+            ]
     return groups
 
 
 def named_trainable_params(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """Parameters that get gradients, by clean name, and all the names that each of them has.
+    """Return trainable parameters by clean name, and all names of each parameter.
 
     Raises:
-        ConfigError: no model, or none of its parameters does.
+        ConfigError: ``model`` is no module, or has no trainable parameter.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{_CALLER}: needs a model (an nn.Module), got {type(model).__name__}")
+        raise ConfigError(f"{_CALLER}: model must be a torch.nn.Module, got {type(model).__name__}.")
     params, aliases = parameters_by_fqn(model)
     params = {name: param for name, param in params.items() if param.requires_grad}
     if not params:
-        raise ConfigError(
-            f"{_CALLER}: the model has no trainable parameters; requires_grad is False for all, or there are none"
-        )
+        raise ConfigError(f"{_CALLER}: the model has no trainable parameters. Set requires_grad of some parameters.")
     names = {name: [name] for name in params}
     for alias, first in aliases.items():
         if first in names:
@@ -139,95 +148,101 @@ def named_trainable_params(model: nn.Module) -> tuple[dict[str, Tensor], dict[st
 def assign_to_rules(
     rules: Sequence[ParamGroup], params: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]
 ) -> list[tuple[ParamGroup, dict[str, Tensor]]]:
-    """Each rule with what it takes.
+    """Return each rule with its parameters.
 
     Raises:
-        ConfigError: as ``param_groups`` says.
+        ConfigError: as in ``param_groups``.
     """
-    strange = next((rule for rule in rules if not isinstance(rule, ParamGroup)), None)
-    if strange is not None:
-        raise ConfigError(f"{_CALLER}: rules are of the class Group, got {strange!r}; as in Group('head', 'head.**')")
-    called = [rule.name for rule in rules]
-    twice = next((name for name in called if called.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"{_CALLER}: two rules are called {twice!r}; give each a name of its own")
+    invalid = next((rule for rule in rules if not isinstance(rule, ParamGroup)), None)
+    if invalid is not None:
+        raise ConfigError(
+            f"{_CALLER}: rules must be ParamGroup objects, got {invalid!r}. Pass for example ParamGroup('head', 'head.**')."
+        )
+    rule_names = [rule.name for rule in rules]
+    duplicate = next((name for name in rule_names if rule_names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ConfigError(f"{_CALLER}: names of rules must be unique, got {duplicate!r} twice. Rename a rule.")
     rest = [rule.name for rule in rules if rule.where is None]
     if len(rest) > 1:
-        raise ConfigError(f"{_CALLER}: {rest[0]!r} and {rest[1]!r} both take what no other takes; give one of them a where")
-    found = {rule.name: _match_rule(rule, params, names) for rule in rules if rule.where is not None}
-    takers = {name: [rule for rule, taken in found.items() if name in taken] for name in params}
-    both = [name for name in params if len(takers[name]) > 1]
-    if both:
+        raise ConfigError(f"{_CALLER}: only one rule may have no where, got {rest[0]!r} and {rest[1]!r}. Add where= to a rule.")
+    matches = {rule.name: _match_rule(rule, params, names) for rule in rules if rule.where is not None}
+    matching_rules = {name: [rule for rule, matched in matches.items() if name in matched] for name in params}
+    overlapping = [name for name in params if len(matching_rules[name]) > 1]
+    if overlapping:
         raise ConfigError(
-            f"{_CALLER}: {' and '.join(takers[both[0]])} both take {format_names(both)}; each belongs in one rule"
+            f"{_CALLER}: the rules {' and '.join(matching_rules[overlapping[0]])} both match {format_names(overlapping)}. "
+            "Let one rule match each parameter."
         )
-    left = {name: param for name, param in params.items() if not takers[name]}
-    if left and not rest:
-        raise ConfigError(f"{_CALLER}: no rule takes {format_names(list(left))}; add one without where for them: Group('rest')")
-    return [(rule, found.get(rule.name, left)) for rule in rules]
+    unmatched = {name: param for name, param in params.items() if not matching_rules[name]}
+    if unmatched and not rest:
+        raise ConfigError(
+            f"{_CALLER}: no rule matches {format_names(list(unmatched))}. Add a rule without where: ParamGroup('rest')."
+        )
+    return [(rule, matches.get(rule.name, unmatched)) for rule in rules]
 
 
 def _match_rule(rule: ParamGroup, params: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
     assert rule.where is not None
-    chosen = compile_where(rule.where, names, _CALLER)
-    found = {name: param for name, param in params.items() if chosen(name, param)}
-    if not found:
+    is_match = compile_where(rule.where, names, _CALLER)
+    matched = {name: param for name, param in params.items() if is_match(name, param)}
+    if not matched:
         raise ConfigError(
-            f"{_CALLER}: the rule {rule.name!r} fits none of {len(params)} trainable parameters (first: {next(iter(params))!r})"
+            f"{_CALLER}: the rule {rule.name!r} matches none of {len(params)} trainable parameters "
+            f"(first: {next(iter(params))!r}). Correct the pattern."
         )
-    return found
+    return matched
 
 
 def compile_where(where: ParamFilter, names: Mapping[str, Sequence[str]], caller: str) -> Callable[[str, Tensor], bool]:
-    """``where`` as a predicate; a pattern may fit any of a parameter's names."""
+    """Return ``where`` as a predicate. A pattern may match any name of a parameter."""
     if callable(where):
         return where
     if not isinstance(where, str | Sequence):
-        raise ConfigError(f"{caller}: where is a pattern of names, several, or a function (name, param) -> bool, got {where!r}")
-    fit = compile_patterns([where] if isinstance(where, str) else where, caller=caller)
-    return lambda name, param: any(fit(each) for each in names.get(name, [name]))
+        raise ConfigError(f"{caller}: where must be name patterns or a function (name, param) -> bool, got {where!r}.")
+    is_match = compile_patterns([where] if isinstance(where, str) else where, caller=caller)
+    return lambda name, param: any(is_match(alias) for alias in names.get(name, [name]))
 
 
 def _default_no_decay(
     model: nn.Module, params: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]
 ) -> Callable[[str, Tensor], bool]:
-    """Which parameters do not decay unless something else is said."""
-    found = {name for name, param in params.items() if param.ndim < 2}
-    found |= set(names_in_modules(model, lambda m: is_embedding(m) or _class_name_contains(m, "Norm"), names))
-    return lambda name, param: name in found
+    """Return the default predicate of parameters without decay."""
+    excluded = {name for name, param in params.items() if param.ndim < 2}
+    excluded |= set(names_in_modules(model, lambda m: is_embedding(m) or _class_name_contains(m, "Norm"), names))
+    return lambda name, param: name in excluded
 
 
 def names_in_modules(model: nn.Module, kind: Callable[[nn.Module], bool], names: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """First names of parameters that a module of a kind owns, under any of their names."""
-    first = {each: name for name, several in names.items() for each in several}
+    """Yield the first names of parameters that a matching module owns, under any of their names."""
+    first_names = {alias: name for name, aliases in names.items() for alias in aliases}
     for prefix, module in modules_by_fqn(model, include_duplicates=True):
         if kind(module):
             keys = (f"{prefix}.{key}" if prefix else key for key in module._parameters)
-            yield from (first[key] for key in keys if key in first)
+            yield from (first_names[key] for key in keys if key in first_names)
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether a module looks rows up."""
+    """Return True if a module is an embedding."""
     return _class_name_contains(module, "Embedding")
 
 
 def _class_name_contains(module: nn.Module, word: str) -> bool:
-    """Whether the class of ``module``, or one that it is made from, has ``word`` in its name."""
+    """Return True if the class of ``module``, or a base class, has ``word`` in its name."""
     return any(word in kind.__name__ for kind in type(module).__mro__)
 
 
-def _split_by_mesh(name: str, part: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
-    """The parameters of a group, split by the mesh that they lie on if there are several."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for param in part.values():
-        kinds.setdefault(tensor_mesh(param), []).append(param)
-    for mesh, params in kinds.items():
-        where = "whole" if mesh is None else "over_" + "_".join(mesh.mesh_dim_names or [str(mesh.ndim)])
-        yield (name if len(kinds) == 1 else f"{name}.{where}"), params
+def _split_by_mesh(name: str, members: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield a group's parameters, split by mesh if there are several meshes."""
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for param in members.values():
+        by_mesh.setdefault(tensor_mesh(param), []).append(param)
+    for mesh, params in by_mesh.items():
+        suffix = "whole" if mesh is None else "over_" + "_".join(mesh.mesh_dim_names or [str(mesh.ndim)])
+        yield (name if len(by_mesh) == 1 else f"{name}.{suffix}"), params
 
 
 def format_names(names: Sequence[str]) -> str:
-    """The first few names."""
+    """Return the first five names as text."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -241,62 +256,66 @@ def muon_groups(
     weight_decay: float = 0.1,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Groups for ``Muon``: ``matrices`` with its own method, and the rest, ``adamw`` and ``adamw.no_decay``, with AdamW's.
+    """Return groups for ``Muon``: ``matrices`` with Muon's method, ``adamw`` and ``adamw.no_decay`` with AdamW.
 
-    Hidden matrices are the trainable parameters with two dims that belong neither to an embedding nor to the head. The head,
-    which makes the model's output, cannot be told from a hidden layer, so it has to be named; a head that is tied to an
-    embedding is one. Filters of convolutions, with more dims, are left to AdamW.
+    Hidden matrices are trainable parameters with two dims outside of embeddings and the head. The head computes the model's
+    output and must be named, because its shape does not differ from a hidden layer. A head tied to an embedding is recognized.
+    Convolution filters have more dims and use AdamW.
 
     Formula: ``matrices = {p : p.ndim == 2} - embeddings - head``
 
     Args:
-        model: plain or sharded; see ``param_groups``, which makes the groups.
-        head: a pattern of names, several, or a predicate ``(name, param) -> bool``: what makes the output, such as
-            ``"lm_head.*"``; ``()`` if there is none.
-        matrices: which parameters are hidden matrices, where those of the formula are not meant.
-        lr: of the matrices, the peak.
-        adamw_lr: of the rest.
-        weight_decay: of both, but for norms, biases and embeddings.
-        options: of ``Muon`` for the matrices.
-
-    Raises:
-        ConfigError: ``head`` fits nothing, ``matrices`` fits an embedding, the head, or what is no matrix; a model without
-        hidden matrices.
-
-    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", section on embeddings and heads.
+        model: plain or sharded; see ``param_groups``.
+        head: name patterns, or a predicate ``(name, param) -> bool``, for the output layer, such as ``"lm_head.*"``; ``()`` if
+            there is none.
+        matrices: parameters to treat as hidden matrices; None uses the formula.
+        lr: peak learning rate of the matrices.
+        adamw_lr: peak learning rate of the other parameters.
+        weight_decay: weight decay of both, except norms, biases and embeddings.
+        options: options of ``Muon`` for the matrices.
 
     Example:
+        >>> import dtrain as dt
         >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Linear(2, 4), torch.nn.Linear(4, 5))
-        >>> [(g["name"], g["method"], [tuple(p.shape) for p in g["params"]]) for g in muon_groups(model, head="2.*")]
+        >>> groups = dt.optim.muon_groups(model, head="2.*")
+        >>> [(g["name"], g["method"], [tuple(p.shape) for p in g["params"]]) for g in groups]
         [('matrices', 'muon', [(4, 2)]), ('adamw', 'adamw', [(5, 4)]), ('adamw.no_decay', 'adamw', [(5, 2), (4,), (5,)])]
+
+    Raises:
+        ConfigError: ``head`` matches nothing, ``matrices`` matches an embedding, the head or a parameter without two dims, or
+            the model has no hidden matrix.
+
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", section on embeddings and heads.
     """
     params, names = named_trainable_params(model)
     is_head = compile_where(head, names, "muon_groups")
     heads = {name for name, param in params.items() if is_head(name, param)}
     if not heads and not (isinstance(head, (list, tuple)) and not head):
-        raise ConfigError(f"muon_groups: {head=} fits none of {len(params)} trainable parameters; pass () if there is none")
+        raise ConfigError(
+            f"muon_groups: {head=} matches none of {len(params)} trainable parameters. Pass () if the model has no head."
+        )
     embeddings = set(names_in_modules(model, is_embedding, names))
-    barred = {name: _reason_not_hidden(param, name in heads, name in embeddings) for name, param in params.items()}
-    hidden = {name for name in params if barred[name] is None}
+    reasons = {name: _reason_not_hidden(param, name in heads, name in embeddings) for name, param in params.items()}
+    hidden = {name for name in params if reasons[name] is None}
     if matrices is not None:
-        chosen = compile_where(matrices, names, "muon_groups")
-        hidden = {name for name, param in params.items() if chosen(name, param)}
-        wrong = [name for name in hidden if barred[name] is not None]
-        if wrong:
+        is_match = compile_where(matrices, names, "muon_groups")
+        hidden = {name for name, param in params.items() if is_match(name, param)}
+        invalid = [name for name in hidden if reasons[name] is not None]
+        if invalid:
             raise ConfigError(
-                f"muon_groups: matrices fits {format_names(wrong)}, which {barred[wrong[0]]}; Muon is for hidden "
-                "matrices; leave it to AdamW"
+                f"muon_groups: matrices must match hidden matrices only, got {format_names(invalid)}, which "
+                f"{reasons[invalid[0]]}. Use AdamW for other parameters."
             )
     if not hidden:
-        raise ConfigError("muon_groups: no trainable parameter is a hidden matrix; torch.optim.AdamW is enough")
-    own = {"method": "muon", "lr": lr, "weight_decay": weight_decay, **options}
-    muon = ParamGroup("matrices", lambda name, param: name in hidden, own)
+        raise ConfigError("muon_groups: no trainable parameter is a hidden matrix. Use torch.optim.AdamW.")
+    options_of_muon = {"method": "muon", "lr": lr, "weight_decay": weight_decay, **options}
+    muon = ParamGroup("matrices", lambda name, param: name in hidden, options_of_muon)
     rest = ParamGroup("adamw", None, {"method": "adamw", "lr": adamw_lr})
     return param_groups(model, muon, *([rest] if len(hidden) < len(params) else []), weight_decay=weight_decay)
 
 
 def _reason_not_hidden(param: Tensor, head: bool, embedding: bool) -> str | None:
-    """Why a parameter is no hidden matrix."""
+    """Return the reason why a parameter is no hidden matrix; None for a hidden matrix."""
     if param.ndim != 2:
         return f"has {param.ndim} dims"
     return "belongs to an embedding" if embedding else "belongs to the head" if head else None

@@ -1,8 +1,7 @@
-"""Activations: what a block keeps from its forward for its backward, what it computes again, and what it sends to the host.
+"""Checkpoint the activations of blocks (recompute them in backward), or offload activations to host memory.
 
-Both functions here change a model before (or after) it is sharded. They replace the ``forward`` of the blocks, not the blocks,
-so that names stay those of the plain model and the hooks of sharding stay outside: parameters are whole when a block computes
-again.
+Both functions replace the ``forward`` of blocks, before or after sharding. Module names stay the same. FSDP2's hooks stay
+outside of the replaced ``forward``, so parameters are unsharded during recomputation.
 """
 
 from __future__ import annotations
@@ -25,142 +24,157 @@ from dtrain.shard.activation_offload import ActivationOffloader
 from dtrain.shard.wrapping import Blocks, select_blocks
 
 KeepFn: TypeAlias = "Callable[..., CheckpointPolicy | bool]"
-"""``(context, op, *args, **kwargs)`` -> whether the output of ``op`` is kept: a policy of torch's selective checkpointing."""
+"""A policy of torch's selective checkpointing: ``(context, op, *args, **kwargs)`` -> True to save the output of ``op``."""
 
 KeepPolicy: TypeAlias = "Literal['nothing', 'matmuls'] | KeepFn"
 
-_SETTINGS_ATTRIBUTE = "_dtrain_activations"  # the attribute of a module that says what its forward keeps
+# The module attribute that stores the ``_BlockSettings``.
+_SETTINGS_ATTRIBUTE = "_dtrain_activations"
 
 
 def checkpoint_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, keep: KeepPolicy = "nothing") -> nn.Module:
-    """Have blocks forget their activations, and compute them again when backward needs them; return the model.
+    """Recompute the activations of blocks in backward instead of storing them; return the model.
 
-    Gradients are bit for bit those without it. Random numbers (dropout) are drawn again alike. Buffers that a forward changes
-    (BatchNorm's statistics) change once: computing again works on copies of what they were. Any other side effect of a
-    block's forward happens twice. Methods other than ``forward`` are not touched, nor is a forward without gradients.
+    Gradients are bit-identical to training without checkpointing. Random numbers (dropout) repeat in the recomputation. Buffers
+    that a forward changes (BatchNorm statistics) change once, because the recomputation uses copies. Any other side effect of a
+    block's forward happens twice. Methods other than ``forward``, and forwards without gradients, are not changed.
 
     Args:
         model: plain, on the meta device, or sharded.
-        blocks: which modules, as in ``shard_model``: classes, names, or a function of (name, module). Each keeps its inputs.
-        every: only the first of them, and then every so many: 2 halves what is computed again, and saves about half as much.
-        keep: what a block keeps besides its inputs. ``"nothing"``: the least memory, about one more forward in time;
-            ``"matmuls"``: the outputs of matrix products, convolutions and fused attention (not of batched products, which
-            are as large as attention scores), so that only what is cheap is computed again; or a function
-            ``(context, op, *args, **kwargs)``, a policy of torch's selective checkpointing. An operator that draws random
-            numbers is computed again whatever the policy says: skipping it would give others its numbers.
+        blocks: modules to checkpoint, as in ``shard_model``: classes, names, or a function of (name, module).
+        every: checkpoint the first block and then every ``every``-th block; 2 halves the recomputation and about half the
+            saving.
+        keep: tensors to store besides block inputs. ``"nothing"`` needs the least memory and about one more forward.
+            ``"matmuls"`` stores outputs of matrix products, convolutions and fused attention, but not of batched products,
+            which are as large as attention scores. A function ``(context, op, *args, **kwargs)`` is a policy of torch's
+            selective checkpointing. Operators that draw random numbers are always recomputed, so that later draws keep their
+            numbers.
 
-    Mutates: ``model`` (attributes of the chosen modules).
+    Mutates: ``model`` (attributes of the selected modules).
+
+    Example:
+        model = dt.memory.checkpoint_activations(model, blocks=(Block,), keep="matmuls")
+        model = dt.shard_model(model, mesh, blocks=(Block,))
 
     Raises:
-        ConfigError: blocks that pick nothing, or are checkpointed already; another ``every`` or ``keep``.
+        ConfigError: ``blocks`` selects no module, a block is checkpointed already, or ``every`` or ``keep`` is invalid.
 
     Source: Chen et al. 2016, arXiv:1604.06174.
     """
-    where = "checkpoint_activations"
+    caller = "checkpoint_activations"
     if keep not in ("nothing", "matmuls") and not callable(keep):
-        raise ConfigError(f"{where}: keep must be 'nothing', 'matmuls' or a function of (context, op, *args), got {keep!r}")
-    chosen = _select_every_nth(model, blocks, every, where)
-    _check_not_compiled(chosen, where)
-    again = [type(module).__name__ for module in chosen if _settings_of(module).checkpointed]
-    if again:
-        raise ConfigError(f"{where}: {len(again)} of these blocks are checkpointed already (first: a {again[0]}); call it once")
+        raise ConfigError(f"{caller}: keep must be 'nothing', 'matmuls' or a function of (context, op, *args), got {keep!r}.")
+    selected = _select_every_nth(model, blocks, every, caller)
+    _check_not_compiled(selected, caller)
+    repeated = [type(module).__name__ for module in selected if _settings_of(module).checkpointed]
+    if repeated:
+        raise ConfigError(
+            f"{caller}: {len(repeated)} of the blocks are checkpointed already (first: a {repeated[0]}). Call {caller} once."
+        )
     policy = None if keep == "nothing" else partial(_recompute_random_ops, _keep_matmuls if keep == "matmuls" else keep)
-    for module in chosen:
-        # The compiler would take the contexts for a policy; see compile_inner_forward. Made here, as it imports the compiler, which
-        # torch's own checkpointing does in the first backward.
-        _update_settings(module, checkpointed=True, policy=policy, eagerly=torch.compiler.disable(_checkpoint_with_buffers))
+    for module in selected:
+        # The compiler would mistake the buffer contexts for a policy (see compile_inner_forward). ``disable`` imports the
+        # compiler, so the call is here and not in the first backward.
+        _update_settings(module, checkpointed=True, policy=policy, run_eager=torch.compiler.disable(_checkpoint_with_buffers))
     return model
 
 
 def offload_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, min_bytes: int = 1 << 20) -> nn.Module:
-    """Have blocks keep what they save for backward in host memory instead of the device's; return the model.
+    """Store the tensors that blocks save for backward in host memory; return the model.
 
-    Copies run beside the computation, on streams of their own, through pinned memory; backward fetches a tensor while it
-    works on the ones after it. Parameters are not copied: they are whole again in backward anyway. On the CPU, where there is
-    one memory, nothing changes. With ``checkpoint_activations`` on the same blocks it is their inputs that move.
+    Copies overlap the computation, on separate streams and through pinned memory. Backward fetches tensors ahead. Parameters
+    are not copied, because backward gathers parameters anyway. On the CPU nothing changes. With ``checkpoint_activations`` on
+    the same blocks, the inputs of the blocks are offloaded.
 
     Args:
         model: plain, on the meta device, or sharded.
-        blocks: which modules, as in ``shard_model``.
-        every: only the first of them, and then every so many.
-        min_bytes: smaller tensors stay: a copy of less costs more than its memory is worth.
+        blocks: modules to offload, as in ``shard_model``.
+        every: offload the first block and then every ``every``-th block.
+        min_bytes: smallest tensor to offload, in bytes; copies of smaller tensors cost more time than their memory is worth.
 
-    Mutates: ``model`` (attributes of the chosen modules).
+    Mutates: ``model`` (attributes of the selected modules).
     Host sync: none.
 
+    Example:
+        model = dt.memory.offload_activations(model, blocks=(Block,), every=2)
+        model = dt.shard_model(model, mesh, blocks=(Block,))
+
     Raises:
-        ConfigError: blocks that pick nothing, or are offloaded already; another ``every`` or ``min_bytes``.
+        ConfigError: ``blocks`` selects no module, a block is offloaded already, or ``every`` or ``min_bytes`` is invalid.
     """
-    where = "offload_activations"
+    caller = "offload_activations"
     if type(min_bytes) is not int or min_bytes < 0:
-        raise ConfigError(f"{where}: min_bytes must be a whole number of at least 0, got {min_bytes!r}")
-    chosen = _select_every_nth(model, blocks, every, where)
-    _check_not_compiled(chosen, where)
-    again = [type(module).__name__ for module in chosen if _settings_of(module).offloader is not None]
-    if again:
-        raise ConfigError(f"{where}: {len(again)} of these blocks are offloaded already (first: a {again[0]}); call it once")
-    shelf = ActivationOffloader(min_bytes=min_bytes)  # one for all: a block's backward fetches for the block before it
-    for module in chosen:
-        _update_settings(module, shelf=shelf)
+        raise ConfigError(f"{caller}: min_bytes must be an integer >= 0, got {min_bytes!r}.")
+    selected = _select_every_nth(model, blocks, every, caller)
+    _check_not_compiled(selected, caller)
+    repeated = [type(module).__name__ for module in selected if _settings_of(module).offloader is not None]
+    if repeated:
+        raise ConfigError(
+            f"{caller}: {len(repeated)} of the blocks are offloaded already (first: a {repeated[0]}). Call {caller} once."
+        )
+    # The blocks share one offloader, because backward of a block fetches tensors of the previous block.
+    offloader = ActivationOffloader(min_bytes=min_bytes)
+    for module in selected:
+        _update_settings(module, offloader=offloader)
     return model
 
 
 def _select_every_nth(model: nn.Module, blocks: Blocks, every: int, caller: str) -> list[nn.Module]:
     if type(every) is not int or every < 1:
-        raise ConfigError(f"{caller}: every must be a whole number of at least 1, got {every!r}")
-    found = select_blocks(model, blocks, caller=caller)
-    if not found:
-        raise ConfigError(f"{caller}: {blocks=} picks no module inside the model; e.g. blocks=(Block,)")
-    return found[::every]
+        raise ConfigError(f"{caller}: every must be an integer >= 1, got {every!r}.")
+    selected = select_blocks(model, blocks, caller=caller)
+    if not selected:
+        raise ConfigError(f"{caller}: {blocks=} selects no module inside the model. Pass for example blocks=(Block,).")
+    return selected[::every]
 
 
-def _check_not_compiled(chosen: list[nn.Module], caller: str) -> None:
-    if any(map(is_compiled, chosen)):
-        raise ConfigError(f"{caller}: these blocks are compiled already; call it before compile_blocks")
+def _check_not_compiled(modules: list[nn.Module], caller: str) -> None:
+    if any(map(is_compiled, modules)):
+        raise ConfigError(f"{caller}: blocks are compiled already. Call {caller} before compile_blocks.")
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch compiles ``module``, or what is inside its replaced forward."""
+    """Return True if torch compiles ``module``, or its inner forward."""
     return module._compiled_call_impl is not None or _settings_of(module).compiled is not None
 
 
 def compile_inner_forward(module: nn.Module, settings: Mapping[str, Any]) -> bool:
-    """Compile what ``module`` computes, but not what it keeps of that, if the compiler must not see it; False: it may.
+    """Compile the inner forward of ``module`` if Python must run around the block; return False if it need not.
 
-    Buffers that change, and copies to the host, are done by Python around the block. A block without either is compiled as a
-    whole: the compiler then knows what is computed again. Computing again must come to the code that ran before, so sizes that
-    change are compiled one by one unless ``settings`` say otherwise: torch's way, to make them variables the second time, would
-    give the same input other code.
+    Buffer snapshots and copies to the host run in Python around the compiled code. A block without either is compiled as a
+    whole, so that the compiler knows the recomputation. The recomputation must run the same code as the forward. Shapes are
+    therefore static unless ``settings`` sets ``dynamic``; automatic dynamic shapes would give the same input different code.
 
     Mutates: ``module`` (one attribute).
 
     Raises:
-        ConfigError: a block that needs it and keeps some operators: inside compiled code a policy sees none.
+        ConfigError: the block also has a selective policy, which sees no operators inside compiled code.
     """
-    how = _settings_of(module)
-    if how.offloader is None and not (how.checkpointed and _has_buffers(module)):
+    block = _settings_of(module)
+    if block.offloader is None and not (block.checkpointed and _has_buffers(module)):
         return False
-    if how.policy is not None:
+    if block.policy is not None:
+        feature = "buffers" if block.offloader is None else "offloaded activations"
         raise ConfigError(
-            f"compile_blocks: a {type(module).__name__} has {'buffers' if how.offloader is None else 'its activations offloaded'}, "
-            "so it can be compiled under checkpoint_activations only with keep='nothing'"
+            f"compile_blocks: a {type(module).__name__} has selective checkpointing and {feature}, "
+            "which cannot be compiled together. Pass keep='nothing' to checkpoint_activations."
         )
-    fixed = {"dynamic": False} if how.checkpointed and settings.get("dynamic") is None else {}
-    _update_settings(module, compiled=_CompiledForward({**settings, **fixed}))
+    static_shapes = {"dynamic": False} if block.checkpointed and settings.get("dynamic") is None else {}
+    _update_settings(module, compiled=_CompiledForward({**settings, **static_shapes}))
     return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _BlockSettings:
-    """What a module's forward keeps.
+    """Activation settings of one module.
 
     Args:
-        own_forward: a forward that was set on the module itself; None for that of its class, which sharding replaces.
-        checkpointed: it keeps its inputs, and what ``policy`` says.
-        policy: of selective checkpointing; None keeps nothing else.
-        run_eager: runs a block with buffers where the compiler does not look.
-        offloader: where saved tensors go; None leaves them.
-        compiled: compiles what the module computes.
+        own_forward: forward that was set on the instance; None uses the forward of the class, which sharding replaces.
+        checkpointed: if True, store only inputs and the tensors that ``policy`` saves.
+        policy: selective checkpointing policy; None saves no further tensors.
+        run_eager: function that runs a block with buffers outside of the compiler.
+        offloader: destination of saved tensors; None keeps saved tensors on the device.
+        compiled: compiler of the inner forward.
     """
 
     own_forward: Callable[..., Any] | None = None
@@ -172,7 +186,7 @@ class _BlockSettings:
 
 
 class _CompiledForward:
-    """A module's own forward, compiled when it is first asked for. The copy of a module compiles that of the copy."""
+    """A forward that is compiled at its first call. A deep copy of the module compiles its own forward."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
@@ -194,67 +208,66 @@ def _settings_of(module: nn.Module) -> _BlockSettings:
 
 def _update_settings(module: nn.Module, **changes: Any) -> None:
     setattr(module, _SETTINGS_ATTRIBUTE, dataclasses.replace(_settings_of(module), **changes))
-    # A bound method, not a closure: a deep copy of the module then runs its own forward, not that of the original.
+    # A bound method, unlike a closure, follows a deep copy of the module.
     module.forward = MethodType(_replaced_forward, module)
 
 
 def _replaced_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for the ``forward`` of a module that was chosen."""
-    how: _BlockSettings = module.__dict__[_SETTINGS_ATTRIBUTE]
-    plain = _inner_forward(module, how)
+    """Run the forward of a selected module with its settings."""
+    settings: _BlockSettings = module.__dict__[_SETTINGS_ATTRIBUTE]
+    forward = _inner_forward(module, settings)
     if not torch.is_grad_enabled():
-        return plain(*args, **kwargs)
-    if how.offloader is None:
-        return _run_block(module, how, plain, args, kwargs)
-    with how.offloader.offload_saved_tensors(
-        module
-    ):  # around checkpointing, which saves the block's inputs through these hooks
-        return _run_block(module, how, plain, args, kwargs)
+        return forward(*args, **kwargs)
+    if settings.offloader is None:
+        return _run_block(module, settings, forward, args, kwargs)
+    # The hooks surround checkpointing, so that the saved inputs of the block are offloaded too.
+    with settings.offloader.offload_saved_tensors(module):
+        return _run_block(module, settings, forward, args, kwargs)
 
 
-def _inner_forward(module: nn.Module, how: _BlockSettings) -> Callable[..., Any]:
-    plain = how.own_forward or MethodType(type(module).forward, module)
-    return plain if how.compiled is None else how.compiled.get(plain)
+def _inner_forward(module: nn.Module, settings: _BlockSettings) -> Callable[..., Any]:
+    forward = settings.own_forward or MethodType(type(module).forward, module)
+    return forward if settings.compiled is None else settings.compiled.get(forward)
 
 
 def _run_block(
-    module: nn.Module, how: _BlockSettings, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, settings: _BlockSettings, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if not how.checkpointed:
-        return plain(*args, **kwargs)
+    if not settings.checkpointed:
+        return forward(*args, **kwargs)
     if _has_buffers(module):
-        assert how.run_eager is not None
-        return how.run_eager(module, how, plain, args, kwargs)
+        assert settings.run_eager is not None
+        return settings.run_eager(module, settings, forward, args, kwargs)
     options: dict[str, Any] = {}
-    if how.policy is not None:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, how.policy)
-    return checkpoint(plain, *args, use_reentrant=False, **options, **_early_stop_option(module, how), **kwargs)
+    if settings.policy is not None:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, settings.policy)
+    return checkpoint(forward, *args, use_reentrant=False, **options, **_early_stop_option(module, settings), **kwargs)
 
 
 def _checkpoint_with_buffers(
-    module: nn.Module, how: _BlockSettings, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    module: nn.Module, settings: _BlockSettings, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    contexts = partial(_checkpoint_contexts, module, how.policy)
-    return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **_early_stop_option(module, how), **kwargs)
+    contexts = partial(_checkpoint_contexts, module, settings.policy)
+    return checkpoint(
+        forward, *args, use_reentrant=False, context_fn=contexts, **_early_stop_option(module, settings), **kwargs
+    )
 
 
 def _has_buffers(module: nn.Module) -> bool:
     return any(each._buffers for each in module.modules())
 
 
-def _early_stop_option(module: nn.Module, how: _BlockSettings) -> dict[str, Any]:
-    """Whether computing again may end when it has what it needs: not in the middle of the forward of a unit inside."""
+def _early_stop_option(module: nn.Module, settings: _BlockSettings) -> dict[str, Any]:
+    """Return the ``early_stop`` option. A recomputation must not stop in the middle of the forward of an inner unit."""
     if not any(isinstance(each, FSDPModule) for each in module.modules() if each is not module):
         return {}
-    if how.policy is not None:  # it would see the operators of gathering, which are not the same the second time
+    # The policy would see the operators of the all-gather, which differ in the recomputation.
+    if settings.policy is not None:
         raise ConfigError(
-            f"checkpoint_activations: a {type(module).__name__} that keeps some operators has a unit of sharding inside it; "
-            "checkpoint those units instead, or pass keep='nothing'"
+            f"checkpoint_activations: a {type(module).__name__} with selective checkpointing contains a sharded unit. "
+            "Checkpoint the inner units instead, or pass keep='nothing'."
         )
     return {"early_stop": False}
-
-
-# Which operators are kept
 
 
 def _keep_matmuls(context: object, op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -263,7 +276,7 @@ def _keep_matmuls(context: object, op: Any, *args: Any, **kwargs: Any) -> bool:
 
 @cache
 def _matmul_ops() -> frozenset[Any]:
-    """Operators whose outputs are dear to compute and no larger than an activation, as far as this torch has them."""
+    """Return the operators of this torch that are expensive to compute and whose outputs are as small as activations."""
     names = (
         "mm addmm convolution _scaled_mm _grouped_mm _scaled_grouped_mm _scaled_dot_product_flash_attention "
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
@@ -273,34 +286,36 @@ def _matmul_ops() -> frozenset[Any]:
 
 
 def _recompute_random_ops(policy: KeepFn, context: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
-    """``policy``, but what drew random numbers is never kept: computing again skips it, and the next draw would get them."""
-    wanted = policy(context, op, *args, **kwargs)
-    kept = wanted if isinstance(wanted, bool) else wanted in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-    if kept and torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) and _uses_rng(op, args, kwargs):
+    """Return the decision of ``policy``, but always recompute operators that draw random numbers.
+
+    A recomputation skips a saved operator, so the next draw would get the random numbers of the skipped operator.
+    """
+    decision = policy(context, op, *args, **kwargs)
+    is_saved = (
+        decision if isinstance(decision, bool) else decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    )
+    if is_saved and torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) and _uses_rng(op, args, kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE
-    return wanted
+    return decision
 
 
 def _uses_rng(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a seeded operator draws; fused attention does not without dropout."""
+    """Return True if a call of a seeded operator draws random numbers. Fused attention without dropout draws none."""
     for at, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
-            given = kwargs.get("dropout_p", args[at] if at < len(args) else argument.default_value)
-            return bool(given)
+            probability = kwargs.get("dropout_p", args[at] if at < len(args) else argument.default_value)
+            return bool(probability)
     return True
 
 
-# Buffers
-
-
 def _checkpoint_contexts(module: nn.Module, policy: KeepFn | None) -> tuple[Any, Any]:
-    """Contexts of a block's forward and of its second run."""
+    """Return the contexts of a block's forward and of its recomputation."""
     first: AbstractContextManager[Any] = nullcontext()
-    again: AbstractContextManager[Any] = nullcontext()
+    second: AbstractContextManager[Any] = nullcontext()
     if policy is not None:
-        first, again = create_selective_checkpoint_contexts(policy)
-    before = _BlockBufferSnapshot(module)
-    return _enter_both(before.record(), first), _ReenterableContext(lambda: _enter_both(before.substitute(), again))
+        first, second = create_selective_checkpoint_contexts(policy)
+    buffers = _BlockBufferSnapshot(module)
+    return _enter_both(buffers.record(), first), _ReenterableContext(lambda: _enter_both(buffers.substitute(), second))
 
 
 @contextmanager
@@ -312,7 +327,7 @@ def _enter_both(outer: AbstractContextManager[Any], inner: AbstractContextManage
 
 
 class _ReenterableContext:
-    """A context that may be entered more than once, one after another: backward of a kept graph computes again each time."""
+    """A context that can be entered repeatedly, because backward through a retained graph recomputes each time."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make = make
@@ -323,17 +338,18 @@ class _ReenterableContext:
         self._context.__enter__()
 
     def __exit__(self, *details: Any) -> None:
-        inside, self._context = self._context, None
-        assert inside is not None
-        inside.__exit__(*details)  # it does not swallow what came: a recomputation ends by an exception
+        context, self._context = self._context, None
+        assert context is not None
+        # A recomputation ends with an exception, which must propagate.
+        context.__exit__(*details)
 
 
 class _BlockBufferSnapshot:
-    """What the buffers of a block were before a forward that changed them.
+    """Values of a block's buffers before a forward that changed the buffers.
 
-    Computing again must see those values (a power iteration starts from them), and must leave the buffers alone. So it gets
-    copies in their place. A module with one changed buffer counts as a whole, as torch's normalisations change their
-    statistics past the counter of versions, but count batches within its sight.
+    The recomputation needs the earlier values (a power iteration starts from them) and must not change the buffers, so the
+    recomputation uses copies. One changed buffer marks all buffers of its module. torch's normalizations update statistics
+    without incrementing the version counter, but increment the version of the batch counter.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -342,7 +358,7 @@ class _BlockBufferSnapshot:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Keep copies of the buffers that change inside. They are made of all of them, and dropped on leaving."""
+        """Save copies of the buffers that change in this context. All buffers are copied, and unchanged copies dropped."""
         slots = [(owner, key, b) for owner in self._module.modules() for key, b in owner._buffers.items() if b is not None]
         copies = {id(buffer): (buffer._version, buffer.detach().clone()) for _, _, buffer in slots}
         yield
@@ -351,13 +367,14 @@ class _BlockBufferSnapshot:
 
     @contextmanager
     def substitute(self) -> Iterator[None]:
-        """The kept values in the place of the buffers; the buffers themselves are not written."""
-        now = [(owner, key, owner._buffers.get(key)) for owner, key, _ in self._saved]
-        copies = {id(value): value.clone() for _, _, value in self._saved}  # one buffer in two places stays one
+        """Substitute copies of the saved values for the buffers. The buffers themselves are not written."""
+        current = [(owner, key, owner._buffers.get(key)) for owner, key, _ in self._saved]
+        # A buffer that two modules share has one copy.
+        copies = {id(value): value.clone() for _, _, value in self._saved}
         try:
             for owner, key, value in self._saved:
                 owner._buffers[key] = copies[id(value)]
             yield
         finally:
-            for owner, key, tensor in now:
+            for owner, key, tensor in current:
                 owner._buffers[key] = tensor

@@ -1,4 +1,4 @@
-"""``Shelf``: tensors saved for backward, kept in host memory in between."""
+"""Offload tensors saved for backward to host memory, and fetch the tensors again during backward."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from dtrain.dtensor import is_dtensor
 from dtrain.errors import StepError
 
-_MAX_IN_FLIGHT = 4  # tensors that leave at once: each lives on the device until it has arrived
-_PREFETCH_COUNT = 2  # tensors that backward fetches before it asks for them
+# Each tensor in flight occupies device memory until its copy is complete.
+_MAX_IN_FLIGHT = 4
+# Tensors that backward fetches ahead.
+_PREFETCH_COUNT = 2
 
 
 class ActivationOffloader:
-    """Takes the tensors that blocks save for backward to the host, and fetches them back in reverse order.
+    """Copies tensors saved by blocks to the host, and fetches the tensors in reverse order during backward.
 
     Args:
-        min_bytes: smaller ones stay where they are.
-        copies_on_cpu: take tensors of the CPU too, which saves nothing: for tests.
+        min_bytes: smallest tensor to offload, in bytes.
+        copies_on_cpu: if True, copy CPU tensors too (for tests).
     """
 
     def __init__(self, *, min_bytes: int, copies_on_cpu: bool = False) -> None:
@@ -34,38 +36,38 @@ class ActivationOffloader:
         self._last: weakref.ref[_OffloadedTensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffloader:
-        """A copy of a model has a shelf of its own; streams and what lies on this one are not copied."""
+        """Return a new offloader with the same settings and without offloaded tensors."""
         copied = ActivationOffloader(min_bytes=self._min_bytes, copies_on_cpu=self._copies_on_cpu)
         memo[id(self)] = copied
         return copied
 
     @contextmanager
     def offload_saved_tensors(self, module: nn.Module) -> Iterator[None]:
-        """Take what is saved inside, but parameters and buffers of ``module``, and views of them."""
-        stays = {_storage_id(t) for t in (*module.parameters(), *module.buffers()) if not is_dtensor(t)}
-        with saved_tensors_hooks(lambda tensor: self._pack(tensor, stays), _unpack):
+        """Offload tensors saved in this context, except parameters, buffers and views of them."""
+        kept_storages = {_storage_id(t) for t in (*module.parameters(), *module.buffers()) if not is_dtensor(t)}
+        with saved_tensors_hooks(lambda tensor: self._pack(tensor, kept_storages), _unpack):
             yield
 
-    def _pack(self, tensor: Tensor, stays: set[int]) -> Tensor | _OffloadedTensor:
-        moves = tensor.device.type not in ("cpu", "meta") or self._copies_on_cpu
-        if not moves or type(tensor) is not Tensor or tensor.nbytes < self._min_bytes:
+    def _pack(self, tensor: Tensor, kept_storages: set[int]) -> Tensor | _OffloadedTensor:
+        on_accelerator = tensor.device.type not in ("cpu", "meta") or self._copies_on_cpu
+        if not on_accelerator or type(tensor) is not Tensor or tensor.nbytes < self._min_bytes:
             return tensor
-        if (
-            _storage_id(tensor) in stays or tensor.nbytes > tensor.untyped_storage().nbytes()
-        ):  # expanded: a copy would be larger
+        # A copy of an expanded tensor would be larger than its storage.
+        is_expanded = tensor.nbytes > tensor.untyped_storage().nbytes()
+        if is_expanded or _storage_id(tensor) in kept_storages:
             return tensor
         if tensor.device not in self._streams:
             self._streams[tensor.device] = _CopyStreams(tensor.device)
-        box, new = self._streams[tensor.device].offload(tensor)
-        if new:
-            box.previous, self._last = self._last, weakref.ref(box)
-        return box
+        offloaded, is_new = self._streams[tensor.device].offload(tensor)
+        if is_new:
+            offloaded.previous, self._last = self._last, weakref.ref(offloaded)
+        return offloaded
 
 
 class _OffloadedTensor:
-    """One tensor in host memory.
+    """A tensor in host memory.
 
-    While it is on its way there, the box holds the original: dropping that sooner would let the computation write over it.
+    The original stays referenced until the copy to the host is complete, so that its memory is not reused too early.
     """
 
     __slots__ = (
@@ -81,15 +83,14 @@ class _OffloadedTensor:
         "previous",
     )
 
-    def __init__(self, lane: _CopyStreams, original: Tensor, stream: Any) -> None:
-        self.previous: weakref.ref[_OffloadedTensor] | None = (
-            None  # the one that was put before this one: backward asks for it after this
-        )
-        self._copy_streams = lane
+    def __init__(self, copy_streams: _CopyStreams, original: Tensor, stream: Any) -> None:
+        # Backward needs the previously offloaded tensor next.
+        self.previous: weakref.ref[_OffloadedTensor] | None = None
+        self._copy_streams = copy_streams
         self._original: Tensor | None = original
         self._version, self._was_modified = original._version, False
-        self._stream = stream  # the one that computes
-        self._host, self._copied = lane.copy_to_host(original, stream)
+        self._stream = stream
+        self._host, self._copied = copy_streams.copy_to_host(original, stream)
         self._fetched: tuple[Tensor, Any] | None = None
 
     @property
@@ -97,9 +98,9 @@ class _OffloadedTensor:
         return self._original is not None
 
     def release_original(self) -> None:
-        """Let go of the original, whose memory is then reused in the order of the computation.
+        """Release the original tensor once its copy is complete.
 
-        The device waits, not the host: the host runs ahead, and would fill the device with tensors that have not left yet.
+        The device waits, not the host. Otherwise the host would run ahead and fill the device with tensors in flight.
         """
         if self._original is not None:
             self._stream.wait_event(self._copied)
@@ -107,36 +108,38 @@ class _OffloadedTensor:
             self._original = None
 
     def __del__(self) -> None:
-        self.release_original()  # a graph that no backward has followed
+        # The graph was dropped without a backward.
+        self.release_original()
 
     def start_fetch(self) -> None:
-        """Begin the copy back, if it is not under way."""
+        """Start the copy to the device, unless the copy was started before."""
         if self._fetched is None:
             self.release_original()
             self._fetched = self._copy_streams.copy_to_device(self._host, self._copied)
 
     def fetch(self) -> Tensor:
-        """The tensor on its device again; those put before it are begun.
+        """Return the tensor on its device, and start to fetch the previously offloaded tensors.
 
         Raises:
-            StepError: it was changed while it was copied. Without offloading that is an error of autograd's.
+            StepError: the original was modified in place during its copy. Autograd raises here too, without offloading.
         """
         self.start_fetch()
         if self._was_modified:
             raise StepError(
-                f"offload_activations: a tensor {list(self._host.shape)} that backward needs was changed in place after it was "
-                "used; change a copy"
+                f"offload_activations: a saved tensor {list(self._host.shape)} was modified in place before backward. "
+                "Modify a copy."
             )
         assert self._fetched is not None
-        (tensor, arrived), self._fetched = self._fetched, None  # a kept graph fetches once more
-        before = self.previous
+        # A retained graph fetches again.
+        (tensor, copied), self._fetched = self._fetched, None
+        reference = self.previous
         for _ in range(_PREFETCH_COUNT):
-            box = before() if before is not None else None
-            if box is None:
+            offloaded = reference() if reference is not None else None
+            if offloaded is None:
                 break
-            box.start_fetch()
-            before = box.previous
-        return self._copy_streams.wait_for_copy(tensor, arrived)
+            offloaded.start_fetch()
+            reference = offloaded.previous
+        return self._copy_streams.wait_for_copy(tensor, copied)
 
 
 def _unpack(packed: Tensor | _OffloadedTensor) -> Tensor:
@@ -144,7 +147,7 @@ def _unpack(packed: Tensor | _OffloadedTensor) -> Tensor:
 
 
 class _CopyStreams:
-    """The streams to and from one device. On the CPU they are empty words, and a copy is a copy."""
+    """The copy streams to and from one device. On the CPU the streams are no-ops and copies are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._api: Any = torch.get_device_module(device)
@@ -152,50 +155,55 @@ class _CopyStreams:
         self._pins_memory = device.type != "cpu"
         self._out, self._in = self._api.Stream(), self._api.Stream()
         self._in_flight: deque[weakref.ref[_OffloadedTensor]] = deque()
-        self._offloaded: dict[Any, weakref.ref[_OffloadedTensor]] = {}  # three layers that save one input share a box
+        # Layers that save the same input share one host copy.
+        self._offloaded: dict[Any, weakref.ref[_OffloadedTensor]] = {}
 
     def offload(self, tensor: Tensor) -> tuple[_OffloadedTensor, bool]:
-        """A box for ``tensor``, and whether it is a new one. Its copy begins when what has been issued so far is done."""
+        """Return the offloaded ``tensor``, and True if its copy is new. The copy starts after the work issued so far."""
         key = (_storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        known = self._offloaded.get(key)
-        box = known() if known is not None else None
-        if box is not None and box.is_in_flight:  # so the original lives, and the key is that of no other tensor
-            return box, False
-        box = _OffloadedTensor(self, tensor, self._api.current_stream())
-        self._in_flight.append(weakref.ref(box))
-        self._offloaded[key] = weakref.ref(box)
+        reference = self._offloaded.get(key)
+        offloaded = reference() if reference is not None else None
+        # The original is alive while its copy is in flight, so the key identifies the same tensor.
+        if offloaded is not None and offloaded.is_in_flight:
+            return offloaded, False
+        offloaded = _OffloadedTensor(self, tensor, self._api.current_stream())
+        self._in_flight.append(weakref.ref(offloaded))
+        self._offloaded[key] = weakref.ref(offloaded)
         while len(self._in_flight) > _MAX_IN_FLIGHT:
-            old = self._in_flight.popleft()()
-            if old is not None:
-                old.release_original()
+            oldest = self._in_flight.popleft()()
+            if oldest is not None:
+                oldest.release_original()
         if len(self._offloaded) > 8 * _MAX_IN_FLIGHT:
             self._offloaded = {
-                k: ref for k, ref in self._offloaded.items() if (found := ref()) is not None and found.is_in_flight
+                k: reference
+                for k, reference in self._offloaded.items()
+                if (found := reference()) is not None and found.is_in_flight
             }
-        return box, True
+        return offloaded, True
 
-    def copy_to_host(self, tensor: Tensor, now: Any) -> tuple[Tensor, Any]:
-        """A host copy, and an event behind it."""
-        self._out.wait_stream(now)
+    def copy_to_host(self, tensor: Tensor, stream: Any) -> tuple[Tensor, Any]:
+        """Return a host copy, and the event that marks its completion."""
+        self._out.wait_stream(stream)
         with self._api.stream(self._out):
             host = torch.empty_like(tensor, device="cpu", pin_memory=self._pins_memory)
             host.copy_(tensor, non_blocking=True)
             return host, self._record_event(self._out)
 
     def copy_to_device(self, host: Tensor, ready: Any) -> tuple[Tensor, Any]:
-        """A copy on the device, and an event behind it."""
+        """Return a device copy, and the event that marks its completion."""
         self._in.wait_event(ready)
         with self._api.stream(self._in):
             tensor = torch.empty_like(host, device=self._device)
             tensor.copy_(host, non_blocking=True)
             return tensor, self._record_event(self._in)
 
-    def wait_for_copy(self, tensor: Tensor, arrived: Any) -> Tensor:
-        """``tensor``, once its copy is done, for the stream that computes."""
-        now = self._api.current_stream()
-        now.wait_event(arrived)
+    def wait_for_copy(self, tensor: Tensor, copied: Any) -> Tensor:
+        """Return ``tensor`` after the current stream waits for its copy."""
+        stream = self._api.current_stream()
+        stream.wait_event(copied)
         if self._pins_memory:
-            tensor.record_stream(now)  # it was allocated for the other stream, which must not reuse it before this one is done
+            # The copy stream allocated the tensor and must not reuse its memory before this stream is done.
+            tensor.record_stream(stream)
         return tensor
 
     def _record_event(self, stream: Any) -> Any:
@@ -205,5 +213,5 @@ class _CopyStreams:
 
 
 def _storage_id(tensor: Tensor) -> int:
-    """What tensors that share memory have in common, also those that are not real."""
+    """Return an identifier of the tensor's storage, also for fake tensors."""
     return int(tensor.untyped_storage()._cdata)

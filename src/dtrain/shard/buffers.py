@@ -1,4 +1,4 @@
-"""Replicas start equal, and buffers that a forward changes stay so: what ranks hold whole, outside of FSDP2's reach."""
+"""Keep buffers and initial parameters equal on all ranks, and snapshot and restore buffers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from dtrain.shard.wrapping import WrapPlan
 from dtrain.state import ShardSpec
 from dtrain.typing import Plain
 
-_BUFFER_SYNC_ATTRIBUTE = "_dtrain_buffers"  # the attribute of a model that shard_model leaves its BufferSync in
+# The model attribute that stores its ``BufferSync``.
+_BUFFER_SYNC_ATTRIBUTE = "_dtrain_buffers"
 
 
-def check_same_model(model: nn.Module, layout: WrapPlan, options: Sequence[object]) -> None:
-    """Refuse models and options that differ between ranks, before a collective pairs wrong tensors.
+def check_same_model(model: nn.Module, wrap_plan: WrapPlan, options: Sequence[object]) -> None:
+    """Check that model and options are equal on all ranks, before a collective pairs wrong tensors.
 
-    Collective: an exchange of one hash; of the rows behind it when they differ.
+    Collective: an exchange of one hash, and of the hashed rows if hashes differ.
 
     Raises:
-        ConfigError: on all ranks alike, with the first row that differs.
+        ConfigError: ranks differ; on all ranks, with the first row that differs.
     """
     names = {id(module): name or "model" for name, module in modules_by_fqn(model)}
     rows = [f"option {option}" for option in options]
-    rows += [f"unit {[names.get(id(module), 'model') for module in modules]}" for modules in layout.units]
-    rows.append(f"left out {sorted(layout.ignored_params)}")
+    rows += [f"unit {[names.get(id(module), 'model') for module in modules]}" for modules in wrap_plan.units]
+    rows.append(f"ignored {sorted(wrap_plan.ignored_params)}")
     tensors = {**parameters_by_fqn(model)[0], **buffers_by_fqn(model)}
     for name, tensor in tensors.items():
         kind = "meta " if tensor.is_meta else ""
@@ -42,20 +43,22 @@ def check_same_model(model: nn.Module, layout: WrapPlan, options: Sequence[objec
     hashes = all_gather_json(hashlib.sha256("\n".join(rows).encode()).hexdigest())
     if len(set(cast("list[str]", hashes))) == 1:
         return
-    everyone = cast("list[list[str]]", all_gather_json(cast(Plain, rows)))
-    for rank, theirs in enumerate(everyone):
-        length = max(len(theirs), len(everyone[0]))
-        ours, other = ([*each, *["nothing"] * (length - len(each))] for each in (everyone[0], theirs))
-        for mine, there in zip(ours, other, strict=True):
-            if mine != there:
+    rows_of_ranks = cast("list[list[str]]", all_gather_json(cast(Plain, rows)))
+    for rank, other_rows in enumerate(rows_of_ranks):
+        length = max(len(other_rows), len(rows_of_ranks[0]))
+        padded_first, padded_other = (
+            [*row_list, *["nothing"] * (length - len(row_list))] for row_list in (rows_of_ranks[0], other_rows)
+        )
+        for expected, actual in zip(padded_first, padded_other, strict=True):
+            if expected != actual:
                 raise ConfigError(
-                    f"shard_model: rank {rank} has another model than rank 0: {there!r}, where rank 0 has {mine!r}; build it "
-                    "from the same config, with the same options, on all ranks"
+                    f"shard_model: the model of rank {rank} must equal the model of rank 0 ({expected!r}), got {actual!r}. "
+                    "Build the model from the same config, with the same options, on all ranks."
                 )
 
 
 def broadcast_params_and_buffers(model: nn.Module, device: torch.device, *, sync: bool) -> None:
-    """Move what is not on meta to ``device`` and, with ``sync``, give every rank rank 0's values.
+    """Move real tensors to ``device`` and, with ``sync``, broadcast rank 0's values.
 
     Mutates: parameters and buffers. Collective: with ``sync``, one broadcast per tensor.
     """
@@ -65,30 +68,31 @@ def broadcast_params_and_buffers(model: nn.Module, device: torch.device, *, sync
         if not sync:
             tensor.data = tensor.data.to(device)
             continue
-        # As bytes, since gloo does not know every dtype; of a dense copy, since it ignores strides.
+        # gloo does not support every dtype and ignores strides, so broadcast the bytes of a dense copy.
         dense = tensor.data.to(device).contiguous()
         dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
         tensor.data = torch.empty_like(tensor.data, device=device).copy_(dense)
 
 
 class BufferSync:
-    """Finds the persistent buffers that a step's forwards changed, and makes them equal again.
+    """Finds the persistent buffers that the forwards of a step changed, and synchronizes the buffers.
 
-    In-place changes are seen by torch's version counter, and new tensors by their identity. torch's normalisations change their
-    statistics past that counter, but count batches within its sight: so a module with one changed buffer counts as a whole.
+    torch's version counter shows in-place changes, and identity shows new tensors. torch's normalizations update statistics
+    without incrementing the counter, but increment the counter of the batch count. One changed buffer therefore marks all
+    buffers of its module.
     """
 
     __slots__ = ("_marks", "_slots", "_spec")
 
     def __init__(self, model: nn.Module, spec: ShardSpec) -> None:
-        watch = spec.buffers != "local" and spec.data_ranks * spec.ranks_per_batch > 1
-        self._slots = list(buffer_slots(model, persistent_only=True)) if watch else []
+        is_active = spec.buffers != "local" and spec.data_ranks * spec.ranks_per_batch > 1
+        self._slots = list(buffer_slots(model, persistent_only=True)) if is_active else []
         self._spec = spec
         self._marks: list[tuple[Tensor | None, int]] = []
 
     @property
     def num_bytes(self) -> int:
-        """What all watched buffers take together."""
+        """Return the size of all synchronized buffers in bytes."""
         tensors = (module._buffers[key] for _, module, key in self._slots)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
@@ -97,26 +101,27 @@ class BufferSync:
         self._marks = self._current_versions()
 
     def changed_modules(self) -> list[str]:
-        """Names of the modules whose buffers changed since ``begin``, in the order of the model."""
+        """Return the names of modules whose buffers changed since ``begin_step``, in the order of the model."""
         pairs = zip(self._slots, self._marks, self._current_versions(), strict=True)
         return list({_owner_name(name): None for (name, _, _), was, now in pairs if was[0] is not now[0] or was[1] != now[1]})
 
     def sync_(self, owners: Sequence[str]) -> None:
-        """Give all ranks the same values in the buffers of the modules ``owners``: rank 0's, or the mean.
+        """Broadcast rank 0's values, or average, the buffers of the modules ``owners``.
 
-        Mutates: buffers. Collective: one broadcast, or one all-reduce per floating-point dtype (and a broadcast for the rest).
+        Mutates: buffers. Collective: one broadcast, or one all-reduce per floating-point dtype (and a broadcast for other
+        dtypes).
         """
-        chosen = set(owners)
-        buffers = [module._buffers[key] for name, module, key in self._slots if _owner_name(name) in chosen]
-        found = [buffer for buffer in buffers if buffer is not None]
-        mean = [b for b in found if self._spec.buffers == "mean" and b.is_floating_point()]
+        selected = set(owners)
+        buffers = [module._buffers[key] for name, module, key in self._slots if _owner_name(name) in selected]
+        present = [buffer for buffer in buffers if buffer is not None]
+        mean = [b for b in present if self._spec.buffers == "mean" and b.is_floating_point()]
         averaged = {id(buffer) for buffer in mean}
         for dtype in {buffer.dtype: None for buffer in mean}:
             _average_([buffer for buffer in mean if buffer.dtype == dtype])
-        _broadcast_([buffer for buffer in found if id(buffer) not in averaged])
+        _broadcast_([buffer for buffer in present if id(buffer) not in averaged])
 
     def _current_versions(self) -> list[tuple[Tensor | None, int]]:
-        # The tensor itself, which so stays alive: the id of a freed one is soon that of another.
+        # Keep the tensors alive, because ids of freed tensors are reused.
         tensors = (module._buffers[key] for _, module, key in self._slots)
         return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
 
@@ -127,9 +132,9 @@ def attach_buffer_sync(model: nn.Module, spec: ShardSpec) -> None:
 
 
 def buffer_sync_of(model: nn.Module) -> BufferSync:
-    """The ``BufferSync`` of a model; one that watches nothing when ``shard_model`` never saw it."""
-    found = unwrap_module(model).__dict__.get(_BUFFER_SYNC_ATTRIBUTE)
-    return found if isinstance(found, BufferSync) else _NO_SYNC
+    """Return the ``BufferSync`` of a model; for a plain model, an instance without effect."""
+    attached = unwrap_module(model).__dict__.get(_BUFFER_SYNC_ATTRIBUTE)
+    return attached if isinstance(attached, BufferSync) else _NO_SYNC
 
 
 _NO_SYNC = BufferSync(nn.Identity(), ShardSpec())
@@ -137,11 +142,11 @@ _NO_SYNC = BufferSync(nn.Identity(), ShardSpec())
 
 @contextmanager
 def restore_buffers(model: nn.Module) -> Iterator[None]:
-    """Buffers are, on leaving, also after an exception, the tensors from before with the values from before.
+    """Restore the original buffers and their values at exit, also after an exception.
 
-    Mutates: the buffers of modules that have changed or replaced one of theirs in between, and no others.
+    Mutates: the buffers of modules that changed or replaced a buffer, and no other buffers.
     """
-    kept = [
+    saved = [
         (name, module, key, tensor, tensor._version, tensor.clone())
         for name, module, key in buffer_slots(model)
         if (tensor := module._buffers[key]) is not None
@@ -149,33 +154,33 @@ def restore_buffers(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        touched = {
+        changed = {
             _owner_name(name)
-            for name, module, key, tensor, version, _ in kept
+            for name, module, key, tensor, version, _ in saved
             if module._buffers[key] is not tensor or tensor._version != version
         }
-        for name, module, key, tensor, _, value in kept:
-            if _owner_name(name) in touched:
+        for name, module, key, tensor, _, value in saved:
+            if _owner_name(name) in changed:
                 module._buffers[key] = tensor
                 tensor.copy_(value)
 
 
 class BufferSnapshot:
-    """Copies of a model's buffers, brought up to date before each try of a step, and put back after one that failed.
+    """Copies of a model's buffers, updated before each attempt of a step and restored after a failed attempt.
 
-    Only the buffers of modules that have changed one of theirs since the last time are copied again: most never change.
+    Only buffers of modules with a changed buffer are copied again, because most buffers never change.
     """
 
     __slots__ = ("_complete", "_copies", "_marks", "_slots")
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = list(buffer_slots(model))
-        self._complete = False  # what was kept is what there was
+        self._complete = False
         self._marks: dict[str, tuple[Tensor | None, int]] = {}
         self._copies: dict[str, Tensor | None] = {}
 
     def capture(self) -> None:
-        """Take note of the buffers as they are. Mutates: the copies, on the buffers' device, for which memory may run out."""
+        """Copy the changed buffers. Mutates: the copies, on the buffers' device, which may run out of memory."""
         self._complete = False
         for name, module, key in self._changed_slots():
             tensor = module._buffers[key]
@@ -184,15 +189,15 @@ class BufferSnapshot:
         self._complete = True
 
     def restore(self) -> None:
-        """Give the model the tensors that ``keep`` has seen, with the values they had; nothing if it came to no end.
+        """Restore the tensors and values of the last ``capture``; no effect if ``capture`` was interrupted.
 
         Mutates: buffers.
         """
         if not self._complete:
             return
-        touched = list(self._changed_slots())
+        changed = list(self._changed_slots())
         with torch.no_grad():
-            for name, module, key in touched:
+            for name, module, key in changed:
                 (tensor, _), copy = self._marks[name], self._copies[name]
                 module._buffers[key] = tensor
                 if tensor is not None and copy is not None:
@@ -200,7 +205,7 @@ class BufferSnapshot:
         self._record_versions()
 
     def _changed_slots(self) -> list[tuple[str, nn.Module, str]]:
-        """The slots of the modules in which a buffer is another, or was written to; torch's normalisations count in sight."""
+        """Return the slots of modules with a replaced or written buffer."""
         changed = {
             _owner_name(name)
             for name, module, key in self._slots
@@ -217,8 +222,8 @@ class BufferSnapshot:
         return tensor, 0 if tensor is None else tensor._version
 
 
-def _is_unchanged(now: tuple[Tensor | None, int], mark: tuple[Tensor | None, int] | None) -> bool:
-    return mark is not None and now[0] is mark[0] and now[1] == mark[1]
+def _is_unchanged(current: tuple[Tensor | None, int], mark: tuple[Tensor | None, int] | None) -> bool:
+    return mark is not None and current[0] is mark[0] and current[1] == mark[1]
 
 
 def _owner_name(name: str) -> str:
@@ -238,7 +243,8 @@ def _broadcast_(tensors: list[Tensor]) -> None:
         dist.broadcast(flat, src=0)
         pieces = flat.split([tensor.numel() * tensor.element_size() for tensor in tensors])
         for tensor, piece in zip(tensors, pieces, strict=True):
-            tensor.copy_(piece.clone().view(tensor.dtype).view_as(tensor))  # a copy: a piece may start where its dtype cannot
+            # A piece may start at an offset that its dtype does not allow, so clone the piece.
+            tensor.copy_(piece.clone().view(tensor.dtype).view_as(tensor))
 
 
 def _copy_from_flat_(tensors: list[Tensor], flat: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""``CommConfig``: how far ahead a sharded model gathers, and through what it sends."""
+"""Configure prefetching and process groups of a sharded model's collectives: ``CommConfig``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,27 @@ ReduceGroup = Literal["shared", "own"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommConfig:
-    """How a sharded model's collectives overlap its computation: memory against waiting. Results are the same with any.
+    """Prefetching and process groups of a sharded model's collectives. Results do not depend on the configuration.
 
-    There is no limit of gathers to set: FSDP2 frees memory in the order of the computation, so at most the units named here
-    are gathered besides the one that computes.
+    FSDP2 frees memory in the order of the computation, so at most the prefetched units are unsharded besides the current unit.
 
     Args:
-        forward_prefetch: units gathered ahead of the one that runs in forward. 0 begins each gather when the unit is called,
-            which on a GPU is well before it computes; more is for a host that does not keep ahead.
-        backward_prefetch: the same in backward. 1 is FSDP2's own way, in the order in which the forward ran; 0 takes the least
-            memory, and waits for each unit; more goes by the order in which the model holds its modules.
-        reduce_group: ``"own"`` gives reductions of gradients a process group of their own, so that they run beside gathers,
-            where the network can take it (torch 2.13 and newer).
-        reduce_buffers: buffers of gradients that may be on their way at once; more than 1 keeps backward from waiting for the
-            last reduction (torch 2.13 and newer).
-        symmetric_memory: gather through NCCL's symmetric memory. CUDA only.
+        forward_prefetch: units gathered ahead in forward. 0 starts each gather when the unit is called, which on a GPU is well
+            before the computation. Raise the number if the host does not run ahead.
+        backward_prefetch: units gathered ahead in backward. 1 is FSDP2's default, in reverse order of forward. 0 needs the
+            least memory and waits for each unit. Larger numbers follow the order of modules in the model.
+        reduce_group: ``"own"`` creates a process group for gradient reductions, which then overlap with gathers (torch 2.13 and
+            newer).
+        reduce_buffers: gradient buffers in flight; more than 1 keeps backward from waiting for the last reduction (torch 2.13
+            and newer).
+        symmetric_memory: if True, gather through NCCL's symmetric memory (CUDA only).
+
+    Example:
+        comm_config = dt.CommConfig(backward_prefetch=2, reduce_group="own")
+        model = dt.shard_model(model, mesh, blocks=(Block,), comm_config=comm_config)
+
+    Raises:
+        ConfigError: a field has an invalid value.
     """
 
     forward_prefetch: int = 0
@@ -44,55 +50,56 @@ class CommConfig:
         for name, least in (("forward_prefetch", 0), ("backward_prefetch", 0), ("reduce_buffers", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise ConfigError(f"Communication: {name} must be a whole number of at least {least}, got {value!r}")
+                raise ConfigError(f"CommConfig: {name} must be an integer >= {least}, got {value!r}.")
         if self.reduce_group not in get_args(ReduceGroup):
-            raise ConfigError(f"Communication: reduce_group must be 'shared' or 'own', got {self.reduce_group!r}")
+            raise ConfigError(f"CommConfig: reduce_group must be 'shared' or 'own', got {self.reduce_group!r}.")
         if type(self.symmetric_memory) is not bool:
-            raise ConfigError(f"Communication: symmetric_memory must be True or False, got {self.symmetric_memory!r}")
+            raise ConfigError(f"CommConfig: symmetric_memory must be True or False, got {self.symmetric_memory!r}.")
         if self.symmetric_memory and self.reduce_buffers > 1:
-            raise ConfigError("Communication: symmetric_memory has one buffer per reduction; leave reduce_buffers at 1")
+            raise ConfigError("CommConfig: symmetric_memory has one buffer per reduction. Leave reduce_buffers at 1.")
 
 
 def check_comm_config(comm_config: object, device_type: str) -> CommConfig:
-    """``comm_config``, or the default for None.
+    """Return ``comm_config``, or the default for None.
 
     Raises:
-        ConfigError: something else, or an option that this torch or device does not have.
+        ConfigError: a value of another type, or an option that this torch or device does not support.
     """
     if comm_config is None:
         return CommConfig()
     if not isinstance(comm_config, CommConfig):
         raise ConfigError(
-            f"shard_model: communication must be a Communication or None, got {comm_config!r}; as in "
-            "dt.CommConfig(backward_prefetch=2)"
+            f"shard_model: comm_config must be a CommConfig or None, got {comm_config!r}. "
+            "Pass for example dt.CommConfig(backward_prefetch=2)."
         )
     if comm_config.symmetric_memory and device_type != "cuda":
-        raise ConfigError(f"shard_model: symmetric_memory needs CUDA, and this mesh is of {device_type}; leave it out")
-    for used, call, name in (
+        raise ConfigError(f"shard_model: symmetric_memory needs CUDA, got a {device_type} mesh. Leave symmetric_memory out.")
+    for used, method, name in (
         (comm_config.reduce_group == "own", "set_separate_reduce_scatter_group", "reduce_group='own'"),
         (comm_config.reduce_buffers > 1, "set_reduce_scatter_max_input_buffers", "reduce_buffers"),
         (comm_config.symmetric_memory, "set_symm_mem_for_comm", "symmetric_memory"),
     ):
-        if used and not hasattr(FSDPModule, call):
-            raise ConfigError(f"shard_model: torch {torch.__version__} has no {name}; use a newer one, or leave it out")
+        if used and not hasattr(FSDPModule, method):
+            raise ConfigError(f"shard_model: torch {torch.__version__} has no {name}. Use a newer torch, or leave {name} out.")
     return comm_config
 
 
-def apply_comm_config(model: nn.Module, layout: WrapPlan, comm_config: CommConfig) -> None:
-    """Set it on the units of a model that was cut by ``layout``.
+def apply_comm_config(model: nn.Module, wrap_plan: WrapPlan, comm_config: CommConfig) -> None:
+    """Apply ``comm_config`` to the units of a sharded model.
 
     Mutates: FSDP2's units. Collective: with ``reduce_group="own"``, makes a process group.
     """
     assert isinstance(model, FSDPModule)
-    units = _units_in_model_order(model, layout)
+    units = _units_in_model_order(model, wrap_plan)
     forward, backward = comm_config.forward_prefetch, comm_config.backward_prefetch
-    for at, unit in enumerate(units):
+    for index, unit in enumerate(units):
         if forward:
-            unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + forward])
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + forward])
         if backward == 0:
-            unit.set_modules_to_backward_prefetch([unit])  # it is there already; nothing named would mean FSDP2's own way
+            # The unit itself is unsharded already. An empty list would select FSDP2's default.
+            unit.set_modules_to_backward_prefetch([unit])
         elif backward > 1:
-            unit.set_modules_to_backward_prefetch(units[max(0, at - backward) : at][::-1] or [unit])
+            unit.set_modules_to_backward_prefetch(units[max(0, index - backward) : index][::-1] or [unit])
         if comm_config.symmetric_memory:
             unit.set_symm_mem_for_comm()
     if comm_config.reduce_group == "own":
@@ -101,9 +108,9 @@ def apply_comm_config(model: nn.Module, layout: WrapPlan, comm_config: CommConfi
         model.set_reduce_scatter_max_input_buffers(comm_config.reduce_buffers)
 
 
-def _units_in_model_order(model: nn.Module, layout: WrapPlan) -> list[FSDPModule]:
-    """The first module of each unit, in the order in which the model holds them: that of most forwards."""
-    unit_of = {id(module): index for index, modules in enumerate(layout.units) for module in modules}
+def _units_in_model_order(model: nn.Module, wrap_plan: WrapPlan) -> list[FSDPModule]:
+    """Return the first module of each unit in the order of the model, which is the order of most forwards."""
+    unit_of = {id(module): index for index, modules in enumerate(wrap_plan.units) for module in modules}
     first: dict[int, FSDPModule] = {}
     for module in model.modules():
         if id(module) in unit_of and isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""Compiling a model block by block: the same blocks as sharding, so that its hooks stay outside of compiled code."""
+"""Compile a model block by block. The blocks are those of sharding, so FSDP2's hooks stay outside of compiled code."""
 
 from __future__ import annotations
 
@@ -30,36 +30,41 @@ def compile_blocks(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Have torch compile each block, when it first runs; return the model.
+    """Compile each block with ``torch.compile`` at its first run; return the model.
 
-    Blocks of one class are compiled once. Names of parameters stay as they are. Under ``dtrain launch`` compiled code is kept
-    in the launch's folder, where other ranks and a restarted attempt find it, unless ``TORCHINDUCTOR_CACHE_DIR`` is set.
+    Blocks of one class are compiled once. Parameter names stay the same. Under ``dtrain launch``, compiled code is cached in
+    the folder of the launch for all ranks and restarted attempts, unless ``TORCHINDUCTOR_CACHE_DIR`` is set.
 
     Args:
-        model: plain, or from ``shard_model``; ``checkpoint_activations`` and ``offload_activations`` come before.
-        blocks: which modules, usually those given to ``shard_model``: classes, names, or a function of (name, module).
-        backend: of ``torch.compile``.
-        memory_budget: from 0 (keep only what a block was given, compute all else again) to 1 (keep what makes backward fastest,
-            torch's own choice): the compiler computes again what is cheapest to. For backends that partition, such as
-            ``"inductor"``; not with ``mode`` or ``options``.
-        fullgraph: refuse what would break a block's graph.
-        dynamic: as in ``torch.compile``: whether sizes are variables. None lets torch find out, and means False for blocks that
-            are checkpointed and have buffers.
+        model: plain, or from ``shard_model``. Call ``checkpoint_activations`` and ``offload_activations`` before.
+        blocks: modules to compile, usually the ``blocks`` of ``shard_model``: classes, names, or a function of (name, module).
+        backend: backend of ``torch.compile``.
+        memory_budget: 0 stores only block inputs and recomputes all activations, 1 stores the activations that make backward
+            fastest (torch's default); the compiler recomputes the cheapest operators first. The backend must partition the
+            graph, as ``"inductor"`` does; not with ``mode`` or ``options``.
+        fullgraph: if True, raise if the graph of a block breaks.
+        dynamic: if True, compile with dynamic shapes, as in ``torch.compile``. None lets torch decide, and means False for
+            checkpointed blocks with buffers.
         mode: as in ``torch.compile``.
         options: as in ``torch.compile``.
 
-    Mutates: ``model`` (attributes of the chosen modules), and ``TORCHINDUCTOR_CACHE_DIR`` of this process where it is not set.
+    Mutates: ``model`` (attributes of the selected modules), and ``TORCHINDUCTOR_CACHE_DIR`` of this process if unset.
+
+    Example:
+        model = dt.memory.checkpoint_activations(model, blocks=(Block,))
+        model = dt.shard_model(model, mesh, blocks=(Block,))
+        model = dt.compile_blocks(model, blocks=(Block,))
 
     Raises:
-        ConfigError: blocks that pick nothing, or are compiled already; a ``memory_budget`` that is no share, or comes with
-            ``mode`` or ``options``; a block that keeps some operators (``keep=``) and has buffers or offloads.
+        ConfigError: ``blocks`` selects no module or compiled modules, ``memory_budget`` is out of range or combined with
+            ``mode`` or ``options``, or a block combines a selective policy (``keep=``) with buffers or offloading.
     """
     _check_budget(memory_budget, mode, options)
-    chosen = select_blocks(model, blocks, caller="compile_blocks")
-    if not chosen:
-        raise ConfigError(f"compile_blocks: {blocks=} picks no module inside the model; e.g. blocks=(Block,)")
-    if any(map(is_compiled, chosen)):
-        raise ConfigError("compile_blocks: these blocks are compiled already; call it once")
+    modules = select_blocks(model, blocks, caller="compile_blocks")
+    if not modules:
+        raise ConfigError(f"compile_blocks: {blocks=} selects no module inside the model. Pass for example blocks=(Block,).")
+    if any(map(is_compiled, modules)):
+        raise ConfigError("compile_blocks: blocks are compiled already. Call compile_blocks once.")
     _set_cache_dir()
     settings: dict[str, Any] = {
         "backend": backend if memory_budget is None else _backend_with_budget(backend, memory_budget),
@@ -68,17 +73,18 @@ def compile_blocks(
         "mode": mode,
         "options": dict(options) if options is not None else None,
     }
-    for module in chosen:
+    for module in modules:
         if not compile_inner_forward(module, settings):
             module.compile(**settings)
-    time_compilation()  # which is loaded by now
+    # The compiler is loaded by now.
+    time_compilation()
     return model
 
 
 def time_compilation() -> None:
-    """Count the time that torch's compiler takes from now on, if it is loaded in this process; called again it does nothing.
+    """Measure compilation time from now on, if the compiler is loaded. Repeated calls have no effect.
 
-    Mutates: the callbacks of the compiler. ``torch.compiler.reset()`` forgets them.
+    Mutates: the callbacks of the compiler. ``torch.compiler.reset()`` removes the callbacks.
     """
     if "torch._dynamo" in sys.modules:
         handler = torch._dynamo.callback.callback_handler
@@ -92,32 +98,34 @@ def _begin_compile_span(_: object) -> None:
 
 
 def _end_compile_span(_: object) -> None:
-    spans.end("compile")  # which did not begin if another thread has compiled first
+    # The span did not begin if another thread compiled first.
+    spans.end("compile")
 
 
 def _check_budget(budget: float | None, mode: str | None, options: Mapping[str, Any] | None) -> None:
     if budget is None:
         return
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
-        raise ConfigError(f"compile_blocks: memory_budget is a share from 0 to 1, got {budget!r}")
+        raise ConfigError(f"compile_blocks: memory_budget must be between 0 and 1, got {budget!r}.")
     if mode is not None or options is not None:
-        raise ConfigError("compile_blocks: memory_budget does not go with mode or options; leave one of them out")
+        raise ConfigError(
+            "compile_blocks: memory_budget cannot be combined with mode or options. Leave one of the arguments out."
+        )
 
 
 def _backend_with_budget(backend: str | Callable[..., Any], budget: float) -> Callable[..., Any]:
-    """``backend`` with the compiler's budget set while it works: torch has it as a setting of the process only."""
-    compiler: Any = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
+    """Return ``backend`` with torch's process-wide memory budget set during each compilation."""
+    compile_fn: Any = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
 
-    def compiled(graph: Any, inputs: Any, **settings: Any) -> Any:
+    def compile_graph(graph: Any, inputs: Any, **settings: Any) -> Any:
         with torch._functorch.config.patch(activation_memory_budget=float(budget)):
-            return compiler(graph, inputs, **settings)
+            return compile_fn(graph, inputs, **settings)
 
-    return compiled
+    return compile_graph
 
 
 def _set_cache_dir() -> None:
     folder = get_dist_info().run_dir
     if folder is not None:
-        os.environ.setdefault(
-            _CACHE_DIR_VARIABLE, str(folder / "compiled")
-        )  # torch reads it when it compiles; there is no other way
+        # torch reads only the environment variable, at compile time.
+        os.environ.setdefault(_CACHE_DIR_VARIABLE, str(folder / "compiled"))

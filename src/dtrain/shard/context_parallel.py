@@ -1,4 +1,4 @@
-"""``context_parallel``: each sequence cut over the ranks of the ``cp`` axis, with torch's ring attention."""
+"""Shard each sequence over the ranks of the ``cp`` axis with torch's ring attention: ``context_parallel``."""
 
 from __future__ import annotations
 
@@ -23,97 +23,115 @@ from dtrain.typing import Batch, Metrics
 def context_parallel(
     mesh: DeviceMesh, *, batch_seq_dims: Mapping[str, int], buffer_seq_dims: Mapping[str, int] | None = None
 ) -> Transform:
-    """Cut each sequence over the ``cp`` axis of ``mesh`` while gradients are computed, for sequences that fit on no rank alone.
+    """Shard each sequence over the ``cp`` axis of ``mesh`` during forward and backward, for sequences too long for one rank.
 
-    ``scaled_dot_product_attention`` then exchanges keys and values around the axis, so that every position still sees the whole
-    sequence; all else of a model must treat positions one by one. This is torch's own ``context_parallel`` (a prototype there),
-    put around forward *and* backward of the step. Losses and their weights are those of a rank's part, which a step adds up.
+    ``scaled_dot_product_attention`` exchanges keys and values around the axis, so every position attends to the full sequence.
+    All other layers must treat positions independently. The transform wraps torch's experimental ``context_parallel``. Losses
+    and weights are those of the rank's part, and the step sums both.
 
     Args:
-        mesh: the one that the model is sharded over, ``build_mesh(cp=...)``.
-        batch_seq_dims: the batch's tensors that have a sequence -> its dim, ``{"input_ids": 1, "labels": 1}``. Its length must be a
-            multiple of ``2 * cp``. Labels must be shifted already.
-        buffer_seq_dims: the same of the model's buffers by name (patterns), such as rotary tables; they are whole again afterwards.
+        mesh: mesh of the sharded model, ``build_mesh(cp=...)``.
+        batch_seq_dims: batch keys -> sequence dims, ``{"input_ids": 1, "labels": 1}``. The length must be a multiple of
+            ``2 * cp``. Labels must be shifted already.
+        buffer_seq_dims: buffer name patterns -> sequence dims, for example of rotary tables; the buffers are restored
+            afterwards.
 
-    GPUs only: torch has no such attention for the CPU.
+    GPUs only: torch has no ring attention for the CPU.
 
     Collective: torch's exchange of keys and values around the ``cp`` axis, in each attention, forward and backward.
 
+    Example:
+        mesh = dt.build_mesh(cp=2)
+        model = dt.shard_model(model, mesh, blocks=(Block,))
+        step = dt.compose_step(
+            loss_fn, [dt.transforms.context_parallel(mesh, batch_seq_dims={"input_ids": 1, "labels": 1})]
+        )
+
     Raises:
-        ConfigError: a mesh without ``cp``, or of CPU ranks; nothing to cut; in a step, a key that the batch or a name that the
-            model does not have, or a length that does not come out even.
+        ConfigError: ``mesh`` has no ``cp`` axis or has CPU ranks, or ``batch_seq_dims`` is empty. In a step: a key or buffer is
+            missing, or a length is not divisible.
     """
     if mesh.device_type == "cpu":
-        raise ConfigError(
-            "context_parallel: torch's ring attention runs on GPUs only, and this mesh is of CPU ranks; leave cp out"
-        )
+        raise ConfigError("context_parallel: ring attention runs on GPUs only, got a CPU mesh. Build the mesh without cp.")
     return shard_sequences(mesh, batch_seq_dims=batch_seq_dims, buffer_seq_dims=buffer_seq_dims)
 
 
 def shard_sequences(
     mesh: DeviceMesh, *, batch_seq_dims: Mapping[str, int], buffer_seq_dims: Mapping[str, int] | None = None
 ) -> Transform:
-    """``context_parallel`` on any device: on the CPU for models without attention, as in tests."""
+    """Run ``context_parallel`` on any device. On the CPU the model must not use attention (for tests)."""
     ranks = axis_size(mesh, "cp")
     if ranks == 1:
         raise ConfigError(
-            f"context_parallel: needs a mesh with a cp axis, got axes {list(mesh.mesh_dim_names or ())} of sizes "
-            f"{list(mesh.shape)}; e.g. dt.build_mesh(cp=2)"
+            f"context_parallel: mesh must have a cp axis, got axes {list(mesh.mesh_dim_names or ())} of sizes "
+            f"{list(mesh.shape)}. Pass for example dt.build_mesh(cp=2)."
         )
     if not batch_seq_dims:
-        raise ConfigError("context_parallel: nothing to cut; name the batch's sequences, as in batch={'input_ids': 1}")
+        raise ConfigError(
+            "context_parallel: batch_seq_dims must not be empty. Pass for example batch_seq_dims={'input_ids': 1}."
+        )
 
     def grad(inner: GradFn) -> GradFn:
-        def cut(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+        def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
             if isinstance(batch, FailedBatch):
                 return inner(state, batch, microbatch_size=microbatch_size)
-            spare = state.padding_sample
+            padding_sample = state.padding_sample
             try:
-                whole = _clone_batch(batch, batch_seq_dims, state.device, ranks)
-                filler = None if spare is None else _clone_batch(spare, batch_seq_dims, state.device, ranks)
-                tables = _match_buffers(state.model, buffer_seq_dims or {})
-            except ConfigError as error:  # raised in the step, by all ranks
+                full_batch = _clone_batch(batch, batch_seq_dims, state.device, ranks)
+                full_padding = (
+                    None if padding_sample is None else _clone_batch(padding_sample, batch_seq_dims, state.device, ranks)
+                )
+                buffer_dims = _match_buffers(state.model, buffer_seq_dims or {})
+            except ConfigError as error:
+                # The step raises the error on all ranks.
                 return inner(state, FailedBatch(error), microbatch_size=microbatch_size)
-            ours = [(each[key], dim) for each in (whole, filler) if each is not None for key, dim in batch_seq_dims.items()]
-            begun = state.step_batch
-            with _torch_context_parallel(mesh["cp"], ours, tables):
-                state, metrics = inner(state.with_padding_sample(filler), whole, microbatch_size=microbatch_size)
-            state = state._replace(step_batch=begun)
+            sequences = [
+                (tensors[key], dim)
+                for tensors in (full_batch, full_padding)
+                if tensors is not None
+                for key, dim in batch_seq_dims.items()
+            ]
+            step_batch = state.step_batch
+            with _torch_context_parallel(mesh["cp"], sequences, buffer_dims):
+                state, metrics = inner(state.with_padding_sample(full_padding), full_batch, microbatch_size=microbatch_size)
+            state = state._replace(step_batch=step_batch)
             if state.step_counts is None:
                 return state, metrics
-            return state._replace(
-                step_counts=replace(state.step_counts, tokens=state.step_counts.tokens * ranks)
-            ), metrics  # each saw its part
+            # Each rank along cp counted its own part of the tokens.
+            step_counts = replace(state.step_counts, tokens=state.step_counts.tokens * ranks)
+            return state._replace(step_counts=step_counts), metrics
 
-        return cut
+        return grad_fn
 
     return Transform(name="context_parallel", grad=grad)
 
 
 def _torch_context_parallel(
-    axis: DeviceMesh, ours: list[tuple[Tensor, int]], tables: list[tuple[Tensor, int]]
+    axis: DeviceMesh, sequences: list[tuple[Tensor, int]], buffer_dims: list[tuple[Tensor, int]]
 ) -> AbstractContextManager[None]:
-    """torch's context: it cuts all these tensors in place, and makes ``tables`` whole again."""
-    from torch.distributed.tensor.experimental import context_parallel as torchs
+    """Return torch's context, which shards all tensors in place and restores only ``buffer_dims``."""
+    from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
-    both = [*ours, *tables]
-    tensors, dims = [tensor for tensor, _ in both], [dim for _, dim in both]
-    return torchs(axis, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers={tensor for tensor, _ in ours})
+    buffers = [*sequences, *buffer_dims]
+    tensors, dims = [tensor for tensor, _ in buffers], [dim for _, dim in buffers]
+    return torch_context_parallel(
+        axis, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers={tensor for tensor, _ in sequences}
+    )
 
 
-def _clone_batch(given: Batch, dims: Mapping[str, int], device: torch.device, ranks: int) -> dict[str, Tensor]:
-    """The batch on ``device``, with tensors of its own where they are to be cut."""
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"context_parallel: takes a batch with named tensors, got {type(given).__name__}")
-    moved = dict(cast("Mapping[str, Tensor]", to_device(given, device)))
+def _clone_batch(batch: Batch, dims: Mapping[str, int], device: torch.device, ranks: int) -> dict[str, Tensor]:
+    """Return the batch on ``device``, with clones of the tensors to shard."""
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f"context_parallel: batch must be a mapping of tensors, got {type(batch).__name__}.")
+    moved = dict(cast("Mapping[str, Tensor]", to_device(batch, device)))
     for key, dim in dims.items():
         if key not in moved:
-            raise ConfigError(f"context_parallel: the batch has no {key!r}, only {sorted(moved)}")
+            raise ConfigError(f"context_parallel: the batch has no {key!r}, only {sorted(moved)}.")
         length = moved[key].shape[dim]
         if length % (2 * ranks):
             raise ConfigError(
-                f"context_parallel: dim {dim} of {key!r} has length {length}, which must be a multiple of 2 * cp = "
-                f"{2 * ranks}; pad the sequences"
+                f"context_parallel: the length of dim {dim} of {key!r} must be a multiple of 2 * cp = {2 * ranks}, "
+                f"got {length}. Pad the sequences."
             )
         moved[key] = moved[key].clone()
     return moved
@@ -121,11 +139,11 @@ def _clone_batch(given: Batch, dims: Mapping[str, int], device: torch.device, ra
 
 def _match_buffers(model: nn.Module, dims: Mapping[str, int]) -> list[tuple[Tensor, int]]:
     found = []
-    known = buffers_by_fqn(model)
+    buffers = buffers_by_fqn(model)
     for pattern, dim in dims.items():
-        fits = compile_patterns([pattern], caller="context_parallel: buffers")
-        matches = [(buffer, dim) for name, buffer in known.items() if fits(name)]
+        is_match = compile_patterns([pattern], caller="context_parallel: buffer_seq_dims")
+        matches = [(buffer, dim) for name, buffer in buffers.items() if is_match(name)]
         if not matches:
-            raise ConfigError(f"context_parallel: buffers names {pattern!r}, but the model has no such buffer")
+            raise ConfigError(f"context_parallel: buffer_seq_dims names {pattern!r}, but the model has no such buffer.")
         found += matches
     return found

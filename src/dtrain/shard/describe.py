@@ -1,4 +1,4 @@
-"""``describe``: how a model is laid out, as a table for people."""
+"""Describe the sharding of a model as a table of units, bytes, dtypes and placements: ``describe``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _HEAD = ("unit", "class", "tensors", "parameters", "bytes", "bytes here", "store
 
 
 def describe(model: nn.Module) -> str:
-    """A table of the model's units, with their parameters, bytes, dtypes and placements, and the totals.
+    """Return a table of the model's units, with parameters, bytes, dtypes, placements and totals.
 
-    One row per unit, the parameters that were left out, and the buffers. ``bytes`` are of the whole tensors, ``bytes here``
-    those that this rank stores between steps; ``computed`` and ``reduced`` are the dtypes of forward and of gradient
+    The table has one row per unit, a row for ignored parameters and a row for buffers. ``bytes`` counts full tensors. ``bytes
+    here`` counts the storage of this rank between steps. ``computed`` and ``reduced`` are the dtypes of forward and of gradient
     reduction. A plain model is one row.
 
-    >>> print(describe(nn.Linear(2, 3)))
+    >>> import dtrain as dt
+    >>> print(dt.describe(torch.nn.Linear(2, 3)))
     plain model
     unit   class   tensors  parameters  bytes  bytes here  stored   computed  reduced  placement
     model  Linear        2           9   36 B        36 B  float32  float32   -        whole
@@ -31,24 +32,24 @@ def describe(model: nn.Module) -> str:
     """
     spec = get_spec(model)
     rows = list(_unit_rows(model))
-    cut = spec.mesh is not None
-    rest = [p for name, p in parameters_by_fqn(model)[0].items() if not cut or name in spec.ignored_params]
-    if rest:
-        whole = ("left out", "") if cut else ("model", type(model).__name__)
-        rows.append(_row(*whole, rest, computed=_dtypes(rest), reduced=_dtypes(rest) if cut else "-"))
-    params = [*(p for group in fsdp_param_groups(model) for p in sharded_params(group)), *rest]
+    is_sharded = spec.mesh is not None
+    unsharded = [p for name, p in parameters_by_fqn(model)[0].items() if not is_sharded or name in spec.ignored_params]
+    if unsharded:
+        label = ("left out", "") if is_sharded else ("model", type(model).__name__)
+        rows.append(_row(*label, unsharded, computed=_dtypes(unsharded), reduced=_dtypes(unsharded) if is_sharded else "-"))
+    params = [*(p for group in fsdp_param_groups(model) for p in sharded_params(group)), *unsharded]
     buffers = list(model.buffers())
     if buffers:
-        rows.append(_row("buffers", "", buffers, computed="", reduced=spec.buffers if cut else "-"))
+        rows.append(_row("buffers", "", buffers, computed="", reduced=spec.buffers if is_sharded else "-"))
     total = _row("total", "", [*params, *buffers], computed="", reduced="")
     rows.append((*total[:6], "", "", "", ""))
     if spec.mesh is None:
-        head = "plain model"
+        title = "plain model"
     else:
         shape = ", ".join(f"{name}={size}" for name, size in zip(spec.mesh.mesh_dim_names or (), spec.mesh.shape, strict=False))
-        head = f"{spec.strategy} over {spec.data_ranks} ranks ({shape}), accumulate={spec.accumulate}, buffers={spec.buffers}"
-        head += ", offload=params" if spec.compute_device else ""
-    return "\n".join([head, *_table([_HEAD, *rows])])
+        title = f"{spec.strategy} over {spec.data_ranks} ranks ({shape}), accumulate={spec.accumulate}, buffers={spec.buffers}"
+        title += ", offload=params" if spec.compute_device else ""
+    return "\n".join([title, *_table([_HEAD, *rows])])
 
 
 def _unit_rows(model: nn.Module) -> Iterable[tuple[str, ...]]:
@@ -67,16 +68,16 @@ def _unit_rows(model: nn.Module) -> Iterable[tuple[str, ...]]:
 
 def _row(name: str, kind: str, tensors: Sequence[Tensor], *, computed: str, reduced: str) -> tuple[str, ...]:
     count = sum(tensor.numel() for tensor in tensors)
-    everywhere = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    here = sum(to_local(tensor).numel() * tensor.element_size() for tensor in tensors)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    local = sum(to_local(tensor).numel() * tensor.element_size() for tensor in tensors)
     places = ", ".join(dict.fromkeys(describe_placement(tensor) for tensor in tensors))
     return (
         name,
         kind,
         str(len(tensors)),
         f"{count:,}",
-        _size(everywhere),
-        _size(here),
+        _size(total),
+        _size(local),
         _dtypes(tensors),
         computed,
         reduced,

@@ -1,9 +1,9 @@
-"""The private side of FSDP2: the only module that uses names of torch which are not public.
+"""Use private names of FSDP2. No other module of dtrain uses private names of torch.
 
-Each use is for something that torch offers no call for, and is held in place by a test: what happens to a parameter
-without a gradient (``tests/shard/test_reduction.py``), gradients that stay within one copy of the model
-(``tests/algorithms/weights/test_local_sgd.py``), the way back after an exception (``tests/step/test_failures.py``),
-what a forward without a backward leaves (``tests/shard/test_gathered.py``), and what memory is for (``tests/planning/``).
+Each function does something for which torch has no public call, and has a test that guards it: parameters without a gradient
+(``tests/shard/test_grad_sync.py``), gradients that stay within one replica
+(``tests/transforms/weights/test_local_sgd.py``), recovery after an exception (``tests/step/test_failures.py``),
+state left by a forward without a backward (``tests/shard/test_gathered.py``), and purposes of memory (``tests/planning/``).
 """
 
 from __future__ import annotations
@@ -24,72 +24,76 @@ from torch.utils.hooks import RemovableHandle
 from dtrain.errors import ConfigError
 from dtrain.shard.precision import accumulation_dtype
 
-# Whether sums over microbatches stand beside the gradient, which torch 2.15 has made the one place for them.
+# torch before 2.15 accumulates microbatches in ``unsharded_accumulated_grad``, torch 2.15 in the gradient itself.
 _SEPARATE_GRAD_SUMS = not hasattr(FSDPParam, "unsharded_accumulated_grad")
 
 
 def units_of(model: nn.Module) -> Iterator[FSDPModule]:
-    """The modules of ``model`` that are FSDP2 units, outermost first; none for a plain model.
+    """Return the FSDP2 units of ``model``, outermost first; none for a plain model.
 
-    Several modules that form one unit come one by one: each of them has the calls of FSDP2.
+    All modules of a unit with several modules are returned, because each has FSDP2's methods.
     """
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def fsdp_param_groups(model: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups, outermost unit first, each once: what is gathered and reduced by one collective."""
+    """Return FSDP2's parameter groups without duplicates, outermost unit first. One collective gathers or reduces a group."""
     return list({id(group): group for unit in units_of(model) for group in _groups_in_state(unit._get_fsdp_state())}.values())
 
 
 def init_root(model: nn.Module) -> None:
-    """Tell FSDP2 that ``model`` is the outermost unit, so that a block may be called on its own before the model is.
+    """Make ``model`` the root unit of FSDP2, so that a block may run before the model.
 
-    Does nothing while parameters are on the meta device. Mutates: FSDP2's units.
+    No effect while parameters are on the meta device. Mutates: FSDP2's units.
     """
     if isinstance(model, FSDPModule) and not any(p.is_meta for p in model.parameters()):
         model._get_fsdp_state()._lazy_init()
 
 
 def is_in_forward(unit: FSDPModule) -> bool:
-    """Whether a forward of ``unit`` is running."""
+    """Return True while a forward of ``unit`` runs."""
     return str(unit._get_fsdp_state()._training_state).endswith(".FORWARD")
 
 
 def intercept_reduction(group: Any, call: Callable[[Callable[[bool], None]], None]) -> None:
-    """Have ``call(reduce)`` run in place of each reduction of ``group``. Mutates: ``group``.
+    """Run ``call(reduce)`` in place of each reduction of ``group``. Mutates: ``group``.
 
-    ``reduce(apart)`` reduces now. If ``apart`` is True, gradients are summed over the ranks that parameters are cut over, and
-    not over the copies beside. Gradients that wait for a later microbatch are kept in at least float32, also if ``group``
-    reduces them in less.
+    ``reduce(within_replica)`` reduces immediately. If ``within_replica`` is True, gradients are summed over the shards of one
+    replica only. Gradients that wait for a later microbatch are stored in at least float32, also if ``group`` reduces in a
+    narrower dtype.
     """
-    work = group.post_backward
+    post_backward_of_torch = group.post_backward
     if _SEPARATE_GRAD_SUMS:
-        for param in group.fsdp_params:  # FSDP2 would round a wider gradient to the dtype of reductions
+        # FSDP2 would round a wider gradient to the dtype of reductions.
+        for param in group.fsdp_params:
             param.to_accumulated_grad_if_needed = partial(_upcast_accumulated_grad, param)
 
     def post_backward(*args: Any) -> None:
-        group._reduce_dtype = compute_dtypes(group)[1]  # FSDP2 has None for that of compute, and takes that of accumulated sums
+        # FSDP2 uses None for the compute dtype, and would reduce in the dtype of the accumulated sums.
+        group._reduce_dtype = compute_dtypes(group)[1]
         if group.reduce_grads:
             call(reduce)
             return
         if not _was_unsharded(group):
-            return  # no sample has reached the unit yet, which FSDP2 does not expect here
-        work(*args)
+            # FSDP2 does not expect a unit here that no sample has reached.
+            return
+        post_backward_of_torch(*args)
         for param in group.fsdp_params:
             _upcast_accumulated_grad(param)
 
-    def reduce(apart: bool) -> None:
-        with _without_all_reduce(group) if apart else nullcontext():
-            work()
+    def reduce(within_replica: bool) -> None:
+        with _without_all_reduce(group) if within_replica else nullcontext():
+            post_backward_of_torch()
         _upcast_partial_reduce(group)
 
     group.post_backward = post_backward
 
 
 def add_end_of_backward_hook(model: nn.Module, call: Callable[[], None]) -> None:
-    """Have ``call`` run when a backward is over, before FSDP2 reduces units that it has not reached. Mutates: FSDP2's units."""
+    """Run ``call`` at the end of a backward, before FSDP2 reduces unreached units. Mutates: FSDP2's units."""
     states: dict[int, Any] = {id(state): state for state in (unit._get_fsdp_state() for unit in units_of(model))}
-    for state in states.values():  # several modules of one unit have one state
+    # Several modules of one unit share one state.
+    for state in states.values():
 
         def finish(reduce: Callable[[], None] = state._root_post_backward_final_callback) -> None:
             call()
@@ -99,7 +103,7 @@ def add_end_of_backward_hook(model: nn.Module, call: Callable[[], None]) -> None
 
 
 def ensure_unsharded_once(group: Any) -> None:
-    """Gather ``group`` if it never was, so that its parameters can have a gradient of zeros. Mutates: ``group``."""
+    """Gather ``group`` unless gathered before, so that its parameters can get a zero gradient. Mutates: ``group``."""
     if not _was_unsharded(group):
         group.unshard()
         group.wait_for_unshard()
@@ -110,15 +114,16 @@ def _was_unsharded(group: Any) -> bool:
 
 
 def forbid_double_backward(group: Any) -> None:
-    """Have a backward with ``create_graph=True`` raise at ``group``: another would find weights freed. Mutates: ``group``."""
+    """Raise at a backward with ``create_graph=True``, because FSDP2 frees weights in between. Mutates: ``group``."""
     prepare = group.pre_backward
 
     def pre_backward(*args: Any) -> Any:
-        if torch.is_grad_enabled():  # autograd runs hooks in this mode only if the gradient gets a graph of its own
+        # Autograd enables gradients in hooks only with create_graph=True.
+        if torch.is_grad_enabled():
             raise ConfigError(
-                "microbatch_step: the loss differentiates a gradient (create_graph=True), and FSDP2 frees weights between the "
-                "two backwards, under every strategy ('replicate' too). Use a finite difference of two losses, or leave out "
-                "shard_model"
+                "microbatch_step: the loss must not use create_graph=True, because FSDP2 frees weights between the two "
+                "backwards under every strategy, also 'replicate'. Use a finite difference of two losses, or leave out "
+                "shard_model."
             )
         return prepare(*args)
 
@@ -126,139 +131,152 @@ def forbid_double_backward(group: Any) -> None:
 
 
 def has_unreduced_grads(group: Any) -> bool:
-    """Return True if ``group`` holds gradients that a later microbatch reduces."""
+    """Return True if ``group`` stores gradients that a later microbatch reduces."""
     return any(True for param in group.fsdp_params for _ in _unreduced_grads(param))
 
 
 def _unreduced_grads(param: Any) -> Iterator[Tensor]:
-    """The whole gradients of ``param`` that wait for their reduction."""
-    full = getattr(param, "_unsharded_param", None)  # None before the first time that it is gathered
-    found = (param.unsharded_accumulated_grad, None if full is None else full.grad)
-    return (grad for grad in found if grad is not None)
+    """Return the full gradients of ``param`` that wait for their reduction."""
+    # The attribute does not exist before the first gather.
+    unsharded = getattr(param, "_unsharded_param", None)
+    grads = (param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad)
+    return (grad for grad in grads if grad is not None)
 
 
 def _upcast_accumulated_grad(param: Any) -> None:
-    """Keep the gradient of one microbatch in at least float32, so that those of the next are added to it exactly.
+    """Store the gradient of one microbatch in at least float32, so that later microbatches are added exactly.
 
-    FSDP2 adds microbatches up in the dtype of reductions, in which 1,024 gradients of 1 make 256 if that is bfloat16.
+    FSDP2 accumulates in the dtype of reductions. In bfloat16, 1,024 gradients of 1 sum to 256.
 
-    Mutates: gradients of FSDP2's gathered parameters.
+    Mutates: gradients of FSDP2's unsharded parameters.
     """
     if not _SEPARATE_GRAD_SUMS:
         param.to_accumulated_grad_if_needed()
         return
-    full = getattr(param, "_unsharded_param", None)  # None before the first time that it is gathered
-    if full is not None and full.grad is not None and accumulation_dtype(full.grad.dtype) != full.grad.dtype:
-        param.unsharded_accumulated_grad = full.grad.to(accumulation_dtype(full.grad.dtype))
-        full.grad = None
+    # The attribute does not exist before the first gather.
+    unsharded = getattr(param, "_unsharded_param", None)
+    if (
+        unsharded is not None
+        and unsharded.grad is not None
+        and accumulation_dtype(unsharded.grad.dtype) != unsharded.grad.dtype
+    ):
+        param.unsharded_accumulated_grad = unsharded.grad.to(accumulation_dtype(unsharded.grad.dtype))
+        unsharded.grad = None
 
 
 def _upcast_partial_reduce(group: Any) -> None:
-    """Keep what was summed within each copy, and waits for the all-reduce over copies, in at least float32.
+    """Store sums within a replica, which wait for the all-reduce over replicas, in at least float32.
 
     Mutates: ``group``.
     """
     summed = group._partial_reduce_output
     if summed is not None and accumulation_dtype(summed.dtype) != summed.dtype:
-        with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):  # in which FSDP2 made it, and goes on adding
+        # FSDP2 allocates and accumulates the output in this stream.
+        with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
             group._partial_reduce_output = summed.to(accumulation_dtype(summed.dtype))
 
 
 def wait_for_reduction(group: Any) -> None:
-    """Have the current stream wait for the reduced gradients of ``group``, which FSDP2 does after the last backward only."""
+    """Make the current stream wait for the reduced gradients. FSDP2 waits only after the last backward."""
     if group._post_reduce_event is not None:
         group.device_handle.current_stream().wait_event(group._post_reduce_event)
     for param in group.fsdp_params:
-        if param.grad_offload_event is not None:  # on its way to host memory
+        # The copy to host memory may be in flight.
+        if param.grad_offload_event is not None:
             param.grad_offload_event.synchronize()
 
 
 @contextmanager
 def _without_all_reduce(group: Any) -> Iterator[None]:
-    """A context in which ``group`` takes its mesh for one without a replicated axis.
+    """Hide the replicated axis of the mesh from ``group`` in a context.
 
-    FSDP2's ``set_requires_all_reduce(False)`` is no way: it keeps what it has reduced for a later backward, and off ``.grad``.
-    Mutates: ``group``, while it lasts.
+    FSDP2's ``set_requires_all_reduce(False)`` would store the reduced gradients for a later backward instead of in ``.grad``.
+    Mutates: ``group``, while the context lasts.
     """
-    whole = group.mesh_info
-    if not isinstance(whole, HSDPMeshInfo):
+    mesh_info = group.mesh_info
+    if not isinstance(mesh_info, HSDPMeshInfo):
         yield
         return
-    group.mesh_info = copy(whole)
-    group.mesh_info.__class__ = FSDPMeshInfo  # the same axes and process groups, of which FSDP2 uses those of this class
+    group.mesh_info = copy(mesh_info)
+    # FSDP2 uses only the axes of the base class.
+    group.mesh_info.__class__ = FSDPMeshInfo
     try:
         yield
     finally:
-        group.mesh_info = whole
+        group.mesh_info = mesh_info
 
 
 def add_reduction_hook(group: Any, call: Callable[[], None]) -> RemovableHandle | None:
-    """Have ``call`` run each time that the gradients of ``group`` are reduced, in the stream that did it; None: never.
+    """Run ``call`` after each reduction of ``group``, in the stream of the reduction; return None without parameters.
 
-    FSDP2 runs the hooks of a shard itself, after it has put the reduced gradient there, one shard after the other.
+    FSDP2 runs the hooks of each shard in order, after storing the reduced gradient.
     """
     trainable = [param for param in sharded_params(group) if param.requires_grad]
     return trainable[-1].register_post_accumulate_grad_hook(lambda _: call()) if trainable else None
 
 
 def has_pending_backward(group: Any) -> bool:
-    """Whether, as far as FSDP2 knows, a further backward of ``group`` follows: one for each forward that it ran."""
+    """Return True if FSDP2 expects a further backward of ``group``: one for each forward."""
     return bool(group._post_forward_indices)
 
 
 def free_reduce_buffer(group: Any) -> None:
-    """Drop the buffer that ``group`` has all-reduced, of which its gradients are views: FSDP2 keeps it until backward ends.
+    """Free the all-reduce buffer of ``group``, which FSDP2 keeps until backward ends. Gradients are views of the buffer.
 
-    The allocator does not know that the stream of the all-reduce, which is to be the current one, reads it. Mutates: ``group``.
+    The allocator does not know that the stream of the all-reduce, here the current stream, reads the buffer. Mutates:
+    ``group``.
     """
-    held = getattr(group, "_all_reduce_state", None)
-    if held is not None:
-        if held.all_reduce_input.is_cuda:
-            held.all_reduce_input.record_stream(torch.cuda.current_stream(held.all_reduce_input.device))
+    state = getattr(group, "_all_reduce_state", None)
+    if state is not None:
+        if state.all_reduce_input.is_cuda:
+            state.all_reduce_input.record_stream(torch.cuda.current_stream(state.all_reduce_input.device))
         group._all_reduce_state = None
 
 
 def zero_fill_missing_grads(group: Any) -> tuple[list[int], list[int]]:
-    """Give every trainable parameter of ``group`` a gradient before it is reduced: zeros where backward left none.
+    """Give every trainable parameter of ``group`` a gradient before the reduction: zeros where backward left None.
 
-    FSDP2 leaves parameters without a gradient out of the reduction. If those differ between ranks, it would add up gradients of
-    different parameters, without an error.
+    FSDP2 leaves parameters without a gradient out of the reduction. If such parameters differ between ranks, FSDP2 silently
+    sums gradients of different parameters.
 
-    Returns the positions in the group of those that had a gradient, and of those that had none. Mutates: gathered gradients.
+    Returns the indices of parameters with a gradient, and of parameters without. Mutates: unsharded gradients.
     """
     trainable = [(at, param) for at, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad]
     accumulated = any(param.unsharded_accumulated_grad is not None for _, param in trainable)
     present: list[int] = []
     missing: list[int] = []
     for at, param in trainable:
-        full = getattr(param, "_unsharded_param", None)  # None before the first time that it is gathered
-        lacks = next(_unreduced_grads(param), None) is None
-        (missing if lacks else present).append(at)
-        if lacks and full is not None:
-            full.grad = torch.zeros_like(full)
-        if accumulated and full is not None and param.unsharded_accumulated_grad is None:
-            _upcast_accumulated_grad(param)  # the gradients of one reduction have one dtype
+        # The attribute does not exist before the first gather.
+        unsharded = getattr(param, "_unsharded_param", None)
+        has_no_grad = next(_unreduced_grads(param), None) is None
+        (missing if has_no_grad else present).append(at)
+        if has_no_grad and unsharded is not None:
+            unsharded.grad = torch.zeros_like(unsharded)
+        if accumulated and unsharded is not None and param.unsharded_accumulated_grad is None:
+            # All gradients of one reduction must have one dtype.
+            _upcast_accumulated_grad(param)
     return present, missing
 
 
 def sharded_params(group: Any) -> list[nn.Parameter]:
-    """The parameters of ``group`` as the model and the optimizer hold them."""
+    """Return the parameters of ``group`` as stored by the model and the optimizer."""
     return [param.sharded_param for param in group.fsdp_params]
 
 
 def compute_dtypes(group: Any) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes in which ``group`` computes and reduces its gradients."""
+    """Return the dtypes in which ``group`` computes and reduces gradients."""
     first = group.fsdp_params[0]
-    policy = getattr(group, "mp_policy", None) or first.mp_policy  # since torch 2.15 each parameter has its own
+    # Since torch 2.15 each parameter has a separate policy.
+    policy = getattr(group, "mp_policy", None) or first.mp_policy
     computed = policy.param_dtype or first.sharded_param.dtype
     return computed, policy.reduce_dtype or computed
 
 
 def reshard_groups(groups: Sequence[Any]) -> None:
-    """Put ``groups`` back to their shards, and forget the forwards that no backward has followed yet.
+    """Reshard ``groups``, and discard the record of forwards without a backward.
 
-    Such a forward leaves parameters gathered, and FSDP2 computes with those copies again, also when the shards have changed
-    since. It leaves a record of what ran, too, and the next backward gathers ahead by it: a rank would gather alone.
+    Such a forward leaves parameters unsharded, and FSDP2 reuses the stale copies even if shards changed. FSDP2 also records the
+    order of units. The next backward would prefetch by this record, on one rank alone.
 
     Mutates: FSDP2's groups. Collective: none.
     """
@@ -269,23 +287,25 @@ def reshard_groups(groups: Sequence[Any]) -> None:
 
 
 def is_idle(model: nn.Module, groups: Sequence[Any]) -> bool:
-    """Whether nothing is left of a forward: no gathered parameters, no record, no forward that an exception has ended."""
+    """Return True if no unsharded parameters, no record and no interrupted forward are left."""
     assert isinstance(model, FSDPModule)
     running = model._get_fsdp_state()._state_ctx.iter_forward_root
     return running is None and all(group.is_sharded and not group._post_forward_indices for group in groups)
 
 
 def reset_iteration(model: nn.Module) -> None:
-    """Forget a forward or backward that an exception has ended: gathered parameters and half-accumulated gradients.
+    """Discard an interrupted forward or backward: unsharded parameters and partly accumulated gradients.
 
-    FSDP2 keeps the gradients of microbatches that were not reduced yet beside the parameters, where ``zero_grad`` does not
-    see them: they would be counted twice by the next step. No public call of torch clears them.
+    FSDP2 stores unreduced gradients beside the parameters, out of reach of ``zero_grad``. The next step would count the
+    gradients twice. torch has no public call to clear the gradients.
 
-    Mutates: FSDP2's units. Nothing for a plain model. Collective: none.
+    Mutates: FSDP2's units; no effect on a plain model. Collective: none.
     """
     if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
-        return  # a plain model, or one whose first forward has not begun
-    if hasattr(model, "reset_iter_state"):  # torch 2.13 and newer
+        # The model is plain, or its first forward has not begun.
+        return
+    # torch 2.13 added the method.
+    if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
     else:
         _reset_iteration_before_torch_2_13(model)
@@ -297,13 +317,15 @@ def reset_iteration(model: nn.Module) -> None:
 
 
 def _reset_iteration_before_torch_2_13(model: nn.Module) -> None:
-    """What ``reset_iter_state`` of torch 2.13 does, for older ones."""
+    """Reset as ``reset_iter_state`` of torch 2.13 does, for older versions."""
     root: Any = next(units_of(model))._get_fsdp_state()
     if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()  # what is still on its way must land before its buffers are dropped
+        # Collectives in flight must end before their buffers are freed.
+        torch.cuda.current_stream().synchronize()
     root._comm_ctx.all_gather_state = None
     root._comm_ctx.post_forward_order.clear()
-    for name, empty in (("reduce_scatter_states", []), ("reduce_scatter_state", None)):  # the one or the other, by version
+    # The name depends on the version.
+    for name, empty in (("reduce_scatter_states", []), ("reduce_scatter_state", None)):
         if hasattr(root._comm_ctx, name):
             setattr(root._comm_ctx, name, empty)
     idle = type(root._training_state).IDLE
@@ -321,29 +343,30 @@ def _reset_iteration_before_torch_2_13(model: nn.Module) -> None:
 
 
 def wrap_collectives(group: Any, during: Callable[[str], AbstractContextManager[None]]) -> None:
-    """Have what ``group`` allocates for itself happen inside ``during(what)``, of which ``what`` is one of two words.
+    """Run the allocations of ``group`` inside ``during(purpose)``.
 
-    ``"gathered"`` is for whole parameters, ``"communication"`` for what is sent and received. Mutates: ``group``.
+    ``purpose`` is ``"gathered"`` for unsharded parameters and ``"communication"`` for send and receive buffers. Mutates:
+    ``group``.
     """
 
-    def within(work: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def wrap(method: Callable[..., Any], purpose: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            with during(what):
-                return work(*args)
+            with during(purpose):
+                return method(*args)
 
         return call
 
-    for name, what in (("unshard", "communication"), ("wait_for_unshard", "gathered"), ("post_backward", "communication")):
-        setattr(group, name, within(getattr(group, name), what))
+    for name, purpose in (("unshard", "communication"), ("wait_for_unshard", "gathered"), ("post_backward", "communication")):
+        setattr(group, name, wrap(getattr(group, name), purpose))
 
 
 def unsharded_params(group: Any) -> list[nn.Parameter]:
-    """The full-size parameters of ``group``, with memory or without, that were gathered at least once."""
+    """Return the unsharded parameters of ``group`` that were gathered at least once, with or without storage."""
     return [param._unsharded_param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
 
 
 def iter_grads(group: Any) -> Iterator[Tensor]:
-    """The gradients that ``group`` holds now: whole ones that wait for their reduction, and those of the shards."""
+    """Yield the gradients that ``group`` stores now: unreduced full gradients, and gradients of shards."""
     for param in group.fsdp_params:
         yield from _unreduced_grads(param)
         if param.sharded_param.grad is not None:
@@ -351,27 +374,28 @@ def iter_grads(group: Any) -> Iterator[Tensor]:
 
 
 class UnitForward:
-    """The forwards of one FSDP2 unit: seen from outside, or made without any computation.
+    """Hooks into the forward of one FSDP2 unit, and forwards without computation.
 
     Args:
-        module: the first module of the unit.
+        module: first module of the unit.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        self.device: torch.device = self._state._device  # of forward and backward
+        self.device: torch.device = self._state._device
 
     def add_hooks(self, enter: Callable[[Any], Any], leave: Callable[[Any], Any]) -> None:
         """Pass the inputs of each forward through ``enter`` before its gather, and its outputs through ``leave``.
 
-        A forward that is repeated in backward (activation checkpointing) is not seen. Mutates: the unit's first group.
+        Recomputed forwards (activation checkpointing) are ignored. Mutates: the unit's first group.
         """
         group = _groups_in_state(self._state)[0]
         before, after = group.pre_forward, group.post_forward
 
         def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if not str(group._training_state).endswith(".FORWARD"):  # else a further module of the unit
+            # Further modules of the unit run inside its forward.
+            if not str(group._training_state).endswith(".FORWARD"):
                 args, kwargs = enter((args, kwargs))
             return before(module, args, kwargs)
 
@@ -381,16 +405,16 @@ class UnitForward:
         group.pre_forward, group.post_forward = pre_forward, post_forward
 
     def pre_forward(self, value: Tensor) -> Tensor:
-        """Gather the unit as its forward does; ``value`` stands for the inputs. Collective: one all-gather."""
+        """Gather the unit as its forward does. ``value`` replaces the inputs. Collective: one all-gather."""
         return self._state._pre_forward(self.module, (value,), {})[0][0]  # type: ignore[no-any-return]
 
     def post_forward(self, value: Tensor) -> Tensor:
-        """Free the unit as its forward does; ``value`` stands for the outputs, and its gradient for theirs."""
+        """Reshard the unit as its forward does. ``value`` and its gradient replace the outputs and their gradient."""
         return self._state._post_forward(self.module, (), value)  # type: ignore[no-any-return]
 
 
 def unit_forwards(model: nn.Module) -> list[UnitForward]:
-    """The units of ``model`` that hold parameters, outermost first, each once."""
+    """Return the units of ``model`` that own parameters, outermost first, without duplicates."""
     found = {id(unit._get_fsdp_state()): unit for unit in reversed(list(units_of(model)))}
     return [UnitForward(cast(nn.Module, unit)) for unit in reversed(found.values()) if _groups_in_state(unit._get_fsdp_state())]
 

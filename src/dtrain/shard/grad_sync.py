@@ -1,4 +1,4 @@
-"""``Reduction``: when the gradients of a sharded model are reduced within a step, and which parameters had none."""
+"""Control when the gradients of a sharded model are reduced within a step, and record parameters without gradients."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ from dtrain.shard.skipped_units import SkippedUnits
 from dtrain.shard.unshard import is_unsharded
 from dtrain.state import ShardSpec, TrainState
 
-_GRAD_SYNC_ATTRIBUTE = "_dtrain_reduction"  # the attribute of a model that shard_model leaves its Reduction in
+# The model attribute that stores its ``GradSync``.
+_GRAD_SYNC_ATTRIBUTE = "_dtrain_reduction"
 
-
-_INSTANCES: weakref.WeakSet[GradSync] = weakref.WeakSet()  # of this process; each lives as long as its model
+# All instances of this process, for ``abort_all``. An instance lives as long as its model.
+_INSTANCES: weakref.WeakSet[GradSync] = weakref.WeakSet()
 
 
 class GradSync:
-    """Steers FSDP2 through the microbatches of one step at a time. A plain model has one too, with nothing to steer.
+    """Controls FSDP2 through the microbatches of one step. A plain model has an instance without effect.
 
-    ``begin_step``, then ``before_microbatch`` for each, then ``end_step``; ``abort`` instead after an exception.
+    Call ``begin_step``, then ``before_microbatch`` for each microbatch, then ``end_step``, or ``abort`` after an exception.
     """
 
     def __init__(self, model: nn.Module, spec: ShardSpec) -> None:
@@ -62,24 +63,25 @@ class GradSync:
         self._last: bool | None = None
         self._in_step = False
         self._within_replica = False
-        self._stashed_grads: dict[int, Tensor] = {}  # by parameter: gradients of earlier microbatches that .grad would round
+        # Gradients of earlier microbatches, by parameter, that accumulation in ``.grad`` would round.
+        self._stashed_grads: dict[int, Tensor] = {}
         for index, group in enumerate(self._groups):
             intercept_reduction(group, partial(self._reduce_in_order, index))
             forbid_double_backward(group)
-        # Whole parameters need no gathers: units may differ between ranks, if reductions come in one order on all of them.
+        # Replicated parameters need no gathers, so ranks may run different units if all ranks reduce in one order.
         self._fixed_order = list(reversed(range(len(self._groups)))) if spec.strategy == "replicate" else []
         self._deferred: dict[int, Callable[[bool], None]] = {}
-        self._num_reduced = 0  # so many of the turns
+        self._num_reduced = 0
         if self._fixed_order:
             add_end_of_backward_hook(model, self._reduce_unreached)
-        cut = self._sharded and spec.strategy != "replicate" and get_dist_info().world_size > 1
-        self._skipped = SkippedUnits(model) if cut else None
+        needs_all_ranks = self._sharded and spec.strategy != "replicate" and get_dist_info().world_size > 1
+        self._skipped = SkippedUnits(model) if needs_all_ranks else None
 
     def begin_step(self, *, within_replica: bool = False) -> None:
-        """Start a step. Mutates: FSDP2's units, where a forward outside of a step has left something.
+        """Start a step. Mutates: FSDP2's units, if a forward outside of a step left state.
 
         Args:
-            within_replica: whether gradients are summed within each copy of the model only.
+            within_replica: if True, sum gradients within each replica only.
         """
         if self._sharded and not is_idle(self._model, self._groups):
             reset_iteration(self._model)
@@ -94,39 +96,38 @@ class GradSync:
             self._skipped.end_step()
 
     def follow_plan(self, plan: Callable[[], Hashable], *, compare: bool) -> None:
-        """Have this rank take part in units that it skips; see ``SkippedUnits``. Does nothing if parameters are whole.
+        """Have this rank take part in the collectives of skipped units; see ``SkippedUnits``. No effect on replicas.
 
         Args:
-            plan: returns whatever the order of units depends on; equal on all ranks.
+            plan: returns the facts that determine the order of units; equal on all ranks.
             compare: if True, ranks compare their order in the first step of a plan.
         """
         if self._skipped is not None:
             self._skipped.begin_step(plan(), compare=compare)
 
     def complete_forward(self, loss: Tensor) -> Tensor:
-        """End the forward of a microbatch: ``loss``, with the units that this rank has skipped in its graph.
+        """End the forward of a microbatch. Return ``loss`` with the units that this rank skipped in its graph.
 
-        Collective: gathers of skipped units; in the first step of a plan one exchange.
+        Collective: gathers of skipped units, and one exchange in the first step of a plan.
 
         Raises:
-            StepError: in the first step of a plan ranks run different units; on all ranks.
+            StepError: in the first step of a plan, ranks run different units; on all ranks.
         """
         return loss if self._skipped is None else self._skipped.complete_forward(loss)
 
     def confirm_order(self) -> None:
-        """The step has succeeded on all ranks: rely on its order of units. Every rank must, or none."""
+        """Rely on the order of units of this step, which succeeded on all ranks. All ranks must call, or none."""
         if self._skipped is not None:
             self._skipped.confirm_order()
 
     def before_microbatch(self, *, last: bool, params: Iterable[Tensor] = ()) -> None:
-        """Say what the next backward does with its gradients.
+        """Set whether the next backward reduces its gradients.
 
         Args:
-            last: if True, the microbatch is the last one of its step.
-            params: the parameters of the model, whose gradients of earlier microbatches are put aside if ``.grad`` has fewer
-                bits than float32.
+            last: if True, the microbatch is the last of its step.
+            params: parameters of the model; gradients of earlier microbatches with fewer bits than float32 are stashed.
 
-        Mutates: flags of FSDP2's units, where they change; ``.grad`` of ``params``.
+        Mutates: flags of FSDP2's units, if the flags change; ``.grad`` of ``params``.
         """
         self._stash_low_precision_grads(params)
         if self._skipped is not None:
@@ -142,40 +143,44 @@ class GradSync:
         model.set_requires_all_reduce(last)
         model.set_is_last_backward(last)
         if spec.strategy in ("shard_grad_op", "replicate"):
-            model.set_reshard_after_backward(last)  # gathered once a step, not once a microbatch
+            # Parameters are gathered once a step, not once a microbatch.
+            model.set_reshard_after_backward(last)
 
     def has_grads(self, params: Iterable[Tensor]) -> bool:
-        """Return True if a backward of this step has reached any of ``params``, which are all parameters of the model."""
+        """Return True if a backward of this step reached any of ``params``, which are all parameters of the model."""
         if self._present or any(map(has_unreduced_grads, self._groups)):
             return True
         return any(param.grad is not None for param in params) and not self._missing
 
     def _stash_low_precision_grads(self, params: Iterable[Tensor]) -> None:
-        low = [param for param in params if param.grad is not None and accumulation_dtype(param.grad.dtype) != param.grad.dtype]
-        if low:
+        low_precision = [
+            param for param in params if param.grad is not None and accumulation_dtype(param.grad.dtype) != param.grad.dtype
+        ]
+        if low_precision:
             for group in self._groups:
                 wait_for_reduction(group)
-        for param in low:
+        for param in low_precision:
             assert param.grad is not None
-            grad, before = to_local(param.grad), self._stashed_grads.get(id(param))
-            self._stashed_grads[id(param)] = grad.to(accumulation_dtype(grad.dtype)) if before is None else before.add_(grad)
-            if grad.is_cuda:  # FSDP2 has made it in another stream, which would use its memory again too early
+            grad, stashed = to_local(param.grad), self._stashed_grads.get(id(param))
+            self._stashed_grads[id(param)] = grad.to(accumulation_dtype(grad.dtype)) if stashed is None else stashed.add_(grad)
+            # FSDP2 allocated the gradient in another stream, which must not reuse its memory too early.
+            if grad.is_cuda:
                 grad.record_stream(torch.cuda.current_stream(grad.device))
             param.grad = None
 
     def add_stashed_grads(self, params: Iterable[Tensor]) -> None:
-        """Add the gradients that were put aside to those of the last microbatch. Mutates: ``.grad`` of ``params``."""
+        """Add the stashed gradients to the gradients of the last microbatch. Mutates: ``.grad`` of ``params``."""
         for param in params:
-            before = self._stashed_grads.pop(id(param), None)
-            if before is not None:
+            stashed = self._stashed_grads.pop(id(param), None)
+            if stashed is not None:
                 last = param.grad
-                whole = before if last is None else before.add_(to_local(last))
-                param.grad = from_local_like(param, whole.to(param.dtype)) if last is None else last
+                total = stashed if last is None else stashed.add_(to_local(last))
+                param.grad = from_local_like(param, total.to(param.dtype)) if last is None else last
                 if last is not None:
-                    to_local(last).copy_(whole)
+                    to_local(last).copy_(total)
 
     def end_step(self) -> None:
-        """Leave FSDP2's flags as they were before the step."""
+        """Restore FSDP2's flags after a step."""
         self.before_microbatch(last=True)
         self._in_step = self._within_replica = False
         self._stashed_grads.clear()
@@ -183,18 +188,18 @@ class GradSync:
             self._skipped.end_step()
 
     def reshard(self) -> None:
-        """Drop gathered copies of parameters that are about to change. Mutates: FSDP2's units."""
+        """Free unsharded parameters before parameters change. Mutates: FSDP2's units."""
         reshard_groups(self._groups)
 
     def abort(self) -> None:
-        """Forget the forward and backward that an exception has ended. Mutates: FSDP2's units."""
+        """Reset FSDP2 after an exception in forward or backward. Mutates: FSDP2's units."""
         self.end_step()
         reset_iteration(self._model)
 
     def abort_all(self) -> None:
-        """``abort``, also in other models: a loss may run several, and the exception has ended a forward of each.
+        """Run ``abort``, also for other models of the process, because a loss may run several models.
 
-        Mutates: FSDP2's units of every sharded model of this process, but for those that are whole just now.
+        Mutates: FSDP2's units of every sharded model of this process, except models in ``unshard_params``.
         """
         self.abort()
         for other in list(_INSTANCES):
@@ -203,36 +208,36 @@ class GradSync:
                 reset_iteration(model)
 
     def unsharded_params(self) -> list[nn.Parameter]:
-        """The full-size parameters that forwards of this process compute with, in the place of those that are cut."""
+        """Return the unsharded parameters that forwards compute with."""
         return [param for group in self._groups for param in unsharded_params(group)]
 
     @property
     def reduction_order(self) -> Sequence[int]:
-        """Which units were reduced in this step, one after another."""
+        """Return the indices of the units reduced in this step, in order."""
         return self._order
 
     def params_without_grad(self, state: TrainState) -> list[str]:
-        """Names of the trainable parameters that got no gradient from this rank's microbatches, in the order of ``params``."""
-        whole = [
+        """Return the trainable parameters without a gradient from this rank's microbatches, by name, in order of ``params``."""
+        ignored = [
             name for name in self._spec.ignored_params if state.params[name].requires_grad and state.params[name].grad is None
         ]
-        lacking = self._missing - self._present
-        if not lacking:
-            return whole
-        cut = {id(sharded_params(self._groups[index])[at]) for index, at in lacking}
-        return [name for name, param in state.params.items() if id(param) in cut or name in whole]
+        missing = self._missing - self._present
+        if not missing:
+            return ignored
+        sharded = {id(sharded_params(self._groups[index])[at]) for index, at in missing}
+        return [name for name, param in state.params.items() if id(param) in sharded or name in ignored]
 
     @contextmanager
     def on_grad_ready(self, params: Sequence[Tensor], call: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
-        """A context in which ``call`` gets parameters whose gradient is final, within the last microbatch's backward.
+        """Call ``call`` with parameters whose gradients are final, during the backward of the last microbatch.
 
-        A unit's come together. Left for later are those that this rank's samples did not reach, which may have no gradient on
-        any rank, and units that ran before in a way from which FSDP2 expects a further backward.
+        Parameters of one unit arrive together. Parameters that this rank's samples did not reach are skipped, and units for
+        which FSDP2 expects a further backward.
 
         Args:
-            params: all parameters of the model; those of a sharded one that no unit holds are left out.
-            call: takes their gradients away. On a GPU it is to work in the stream that is current when it is called, and to
-                tell the allocator so, by ``record_stream``: FSDP2 may have made them in another one.
+            params: all parameters of the model; parameters of a sharded model outside of all units are skipped.
+            call: consumes the gradients. On a GPU, ``call`` must use the current stream and call ``record_stream``, because
+                FSDP2 may allocate gradients in another stream.
 
         Mutates: hooks of the parameters, while the context lasts.
         """
@@ -259,30 +264,31 @@ class GradSync:
         if self._in_step and self._last and not has_pending_backward(self._groups[index]):
             for earlier in self._order[:-1]:
                 free_reduce_buffer(self._groups[earlier])
-            lacking = self._missing - self._present
+            missing = self._missing - self._present
             params = enumerate(sharded_params(self._groups[index]))
-            final = [param for at, param in params if param.grad is not None and (index, at) not in lacking]
+            final = [param for at, param in params if param.grad is not None and (index, at) not in missing]
             self.add_stashed_grads(final)
             call(final)
 
     def _reduce_in_order(self, index: int, reduce: Callable[[bool], None]) -> None:
-        """Reduce a unit, or hold it until all units before it in the turns were reduced."""
-        turn = self._fixed_order.index(index) if self._fixed_order and self._in_step and self._last else -1
-        if turn < self._num_reduced:
+        """Reduce a unit, or defer the reduction until all earlier units of the fixed order are reduced."""
+        position = self._fixed_order.index(index) if self._fixed_order and self._in_step and self._last else -1
+        if position < self._num_reduced:
             self._reduce(index, reduce)
             return
         if has_pending_backward(self._groups[index]):
-            return  # the unit was called several times: its gradients of this backward are reduced together
+            # The unit ran several times. Its gradients of this backward are reduced together.
+            return
         self._deferred[index] = reduce
         while (
             self._num_reduced < len(self._fixed_order)
-            and (held := self._deferred.pop(self._fixed_order[self._num_reduced], None)) is not None
+            and (deferred := self._deferred.pop(self._fixed_order[self._num_reduced], None)) is not None
         ):
             self._num_reduced += 1
-            self._reduce(self._fixed_order[self._num_reduced - 1], held)
+            self._reduce(self._fixed_order[self._num_reduced - 1], deferred)
 
     def _reduce_unreached(self) -> None:
-        """Reduce, at the end of a backward, the units that this rank's samples did not reach, and those that wait for them."""
+        """Reduce at the end of a backward the units that this rank's samples did not reach, and all deferred units."""
         if not (self._in_step and self._last):
             return
         for index in self._fixed_order[self._num_reduced :]:
@@ -290,12 +296,14 @@ class GradSync:
             ensure_unsharded_once(self._groups[index])
             self._groups[index].post_backward()
         self._deferred.clear()
-        self._num_reduced = 0  # of the next backward, if the loss runs several
+        # The loss may run a further backward.
+        self._num_reduced = 0
 
     def _reduce(self, index: int, reduce: Callable[[bool], None]) -> None:
         present, missing = zero_fill_missing_grads(self._groups[index])
         if self._in_step:
-            if self._last or not self._fixed_order:  # whole parameters are summed over ranks in the last microbatch only
+            # Replicated parameters are all-reduced in the last microbatch only.
+            if self._last or not self._fixed_order:
                 self._order.append(index)
             self._present.update((index, at) for at in present)
             self._missing.update((index, at) for at in missing)
@@ -303,17 +311,19 @@ class GradSync:
 
 
 def attach_grad_sync(model: nn.Module, spec: ShardSpec) -> None:
-    """Give a sharded ``model`` its ``Reduction``. Mutates: ``model`` (one attribute, and hooks in FSDP2's groups)."""
+    """Give a sharded ``model`` its ``GradSync``. Mutates: ``model`` (one attribute, and hooks in FSDP2's groups)."""
     setattr(unwrap_module(model), _GRAD_SYNC_ATTRIBUTE, GradSync(model, spec))
 
 
 def grad_sync_of(model: nn.Module) -> GradSync:
-    """The ``Reduction`` of a model; one that steers nothing when ``shard_model`` never saw it."""
-    found = unwrap_module(model).__dict__.get(_GRAD_SYNC_ATTRIBUTE)  # nn.Module is slow to say that it has no such attribute
-    if isinstance(found, GradSync):
-        return found
+    """Return the ``GradSync`` of a model; for a plain model, an instance without effect."""
+    # nn.Module.__getattr__ is slow for missing attributes.
+    attached = unwrap_module(model).__dict__.get(_GRAD_SYNC_ATTRIBUTE)
+    if isinstance(attached, GradSync):
+        return attached
     plain = _OF_PLAIN_MODELS.get(unwrap_module(model))
-    if plain is None:  # each has its own sums: a loss function may run a step of another model
+    # Every plain model needs its own sums, because a loss function may run a step of another model.
+    if plain is None:
         plain = _OF_PLAIN_MODELS[unwrap_module(model)] = GradSync(nn.Identity(), ShardSpec())
     return plain
 
@@ -322,18 +332,18 @@ _OF_PLAIN_MODELS: weakref.WeakKeyDictionary[nn.Module, GradSync] = weakref.WeakK
 
 
 def all_reduce_grads_(grads: Sequence[Tensor], spec: ShardSpec) -> None:
-    """Sum plain gradients over all ranks that count, in at least float32; all ranks get the sum.
+    """Sum plain gradients over all ranks that count in the loss, in at least float32.
 
-    While copies of the model train apart, the ranks are those of this rank's copy.
+    While replicas train separately, sum within this rank's replica.
 
-    Mutates: ``grads``. Collective: one all-reduce per dtype; for a copy one per axis of its mesh.
+    Mutates: ``grads``. Collective: one all-reduce per dtype; within a replica, one per axis of its mesh.
     """
     for dtype in {grad.dtype: None for grad in grads}:
-        same = [grad for grad in grads if grad.dtype == dtype]
-        flat = torch.cat([grad.reshape(-1) for grad in same]).to(accumulation_dtype(dtype))
+        same_dtype = [grad for grad in grads if grad.dtype == dtype]
+        flat = torch.cat([grad.reshape(-1) for grad in same_dtype]).to(accumulation_dtype(dtype))
         if not spec.counts_in_loss:
             flat.zero_()
         for group in [None] if spec.replica_info is None else spec.replica_info.within_groups:
             dist.all_reduce(flat, group=group)
-        pieces = flat.split([grad.numel() for grad in same])
-        torch._foreach_copy_(same, [piece.view_as(grad) for piece, grad in zip(pieces, same, strict=True)])
+        pieces = flat.split([grad.numel() for grad in same_dtype])
+        torch._foreach_copy_(same_dtype, [piece.view_as(grad) for piece, grad in zip(pieces, same_dtype, strict=True)])

@@ -1,27 +1,22 @@
-"""``materialize``: real storage and initial weights for a model that was made on the meta device.
+"""Allocate storage and compute initial weights for a model on the meta device: ``materialize``.
 
-Weights must not depend on the mesh. So each module is initialised on its own, at full size, from random streams seeded by
-its name, and every rank keeps its slice: one module's full tensors are the peak of memory, and 1, 2 or 512 ranks get the
-same numbers (on one device type).
+Weights must not depend on the mesh. Each module is therefore initialized at full size, from random streams seeded by its
+name, and every rank stores its shard. Peak memory is one module's full tensors. 1, 2 or 512 ranks get the same numbers (on
+one device type).
 
-What initialises a tensor, in this order, children before parents:
+A tensor is initialized in this order, children before parents:
 
-1. ``reset_parameters()`` of the module that owns it (or ``_reset_parameters``), or of a module further up: such a module sees
-   all tensors below it at full size while its own runs. Adapters of peft's LoRA: ``reset_lora_parameters`` of their layer;
-2. the caller's ``init(module)``, the kind of function that is given to ``nn.Module.apply``. A method of a model
-   (``model._init_weights``) may write tensors below a module, as under ``apply``: it sees those at full size, and no others;
-3. the module's own ``__init__``, run again, for what neither has written: buffers computed there (rotary tables, masks)
-   and parameters such as ``torch.ones(dim)``. Its arguments are taken from attributes of the same names, and the result
-   is only believed if the new module's plain attributes equal the old one's.
+1. ``reset_parameters()`` or ``_reset_parameters()`` of the owning module, or of an ancestor. An ancestor sees all tensors of
+   its descendants at full size. For LoRA adapters of peft: ``reset_lora_parameters`` of the layer;
+2. the caller's ``init(module)``, a function as for ``nn.Module.apply``. A method of a model (``model._init_weights``) may
+   write tensors of descendants, as under ``apply``, and sees only these at full size;
+3. a second run of the module's ``__init__``, for buffers computed there (rotary tables, masks) and parameters such as
+   ``torch.ones(dim)``. The arguments are read from attributes of the same names. The result is used only if the plain
+   attributes of both modules are equal.
 
-A tensor that is still unwritten then is an error, by name. So is a parameter that the model wrote more often while it was
-made than these three do: its initial value is another one, which the meta device has not kept (see ``meta_writes``).
-
-Tensors that a module's ``__init__`` computes, made again from the module itself.
-
-On the meta device a computed buffer has a shape and no values, and what it was computed from is gone, but for the
-attributes of the module. So its class is constructed a second time, with arguments taken from attributes of their names.
-That is a guess; it is believed only if the second module has the same plain attributes as the first."""
+A tensor that remains unwritten is an error. A parameter that construction wrote more often than these three steps is an
+error, too: the meta device did not keep its initial value (see ``meta_writes``).
+"""
 
 from __future__ import annotations
 
@@ -58,35 +53,48 @@ InitFn = Callable[[nn.Module], None]
 
 @spans.timed("setup")
 def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> nn.Module:
-    """Give every meta tensor of ``model`` storage on this rank's device and its initial value; return the model.
+    """Allocate every meta tensor of ``model`` on this rank's device and compute its initial value; return the model.
 
     Args:
-        model: plain, or from ``shard_model``. Tensors that are not on meta are left alone.
-        seed: initial weights depend on it, on the names of modules, and on nothing else.
-        init: called with each module that owns meta tensors, after its ``reset_parameters``; it writes the module's own
-            parameters in place, at full size. It does not see those of its children, unless it is a method of a model
-            (``model._init_weights``): such a method may write them, as under ``apply``.
+        model: plain, or from ``shard_model``. Tensors that are not on meta do not change.
+        seed: seed of the initial weights, which depend only on ``seed`` and module names.
+        init: function called with each module that owns meta tensors, after ``reset_parameters``. The function writes the
+            module's own parameters in place, at full size. Only a method of a model (``model._init_weights``) also sees
+            parameters of children, as under ``apply``.
 
-    Mutates: ``model``; Parameter objects are replaced, so build the optimizer afterwards. The global RNG is left as it was.
+    Mutates: ``model``; Parameter objects are replaced, so build the optimizer afterwards. The global RNG does not change.
     Collective: none.
 
-    Raises:
-        ConfigError: tensors that nothing initialised, or whose initial values came from another module's ``__init__``, by name;
-            a model of transformers without ``init``.
+    Example:
+        with torch.device("meta"):
+            model = Transformer(config)
+        model = dt.shard_model(model, mesh, blocks=(Block,))
+        model = dt.materialize(model, seed=0)
 
-    Warns: UserWarning, on rank 0: single parameters that the model has written after its initialiser, which ``init`` repeats.
+    Raises:
+        ConfigError: tensors that nothing initializes, tensors with initial values from another module's ``__init__``, or a
+            transformers model without ``init``.
+
+    Warns: UserWarning, on rank 0: parameters that construction wrote after the model's initializer, and that ``init``
+    overwrites.
     """
     if init is None:
         check_init_given(model)
-    device, made = get_dist_info().device, write_counts_of(model)
-    # Children first, as construction has it: a parent may overwrite what its children drew.
+    device, counts_at_construction = get_dist_info().device, write_counts_of(model)
+    # Children come first, as in construction, because a parent may overwrite tensors of its children.
     modules = list(reversed(list(model.named_modules())))
     born_meta = {id(module): _own_meta_keys(module) for _, module in modules}
     allocate_meta_tensors(model, device)
     pending = {
         id(_get_tensor(module, key)): f"{name}.{key}".lstrip(".") for name, module in modules for key in born_meta[id(module)]
     }
-    repeated = InitWriteCounts({id(param): made[name] for name, param in parameters_by_fqn(model)[0].items() if name in made})
+    repeated = InitWriteCounts(
+        {
+            id(param): counts_at_construction[name]
+            for name, param in parameters_by_fqn(model)[0].items()
+            if name in counts_at_construction
+        }
+    )
     for name, module in modules:
         resets = reset_functions(module, model)
         with _module_rng(seed, name):
@@ -100,9 +108,9 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
                 pending.pop(id(target), None)
     if pending:
         raise ConfigError(
-            f"materialize: nothing initialises {', '.join(list(pending.values())[:10])} ({len(pending)} tensors); give the "
-            "owning module a reset_parameters() that writes them, or pass init=, or make them from constructor arguments kept "
-            "as attributes"
+            f"materialize: nothing initializes {', '.join(list(pending.values())[:10])} ({len(pending)} tensors). Write the "
+            "tensors in reset_parameters() of the owning module, pass init=, or compute the tensors from constructor arguments "
+            "stored as attributes."
         )
     check_write_counts(model, repeated)
     init_root(model)
@@ -110,25 +118,25 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
 
 
 def allocate_meta_tensors(model: nn.Module, device: torch.device) -> None:
-    """Give every meta tensor of ``model`` storage on ``device``, with no value in it; tied parameters stay tied.
+    """Allocate every meta tensor of ``model`` on ``device`` without values; tied parameters stay tied.
 
-    Shards that ``shard_model`` was told to offload get theirs on the CPU.
+    Offloaded shards are allocated on the CPU.
 
     Mutates: ``model``; Parameter objects are replaced.
     """
     ties = _find_tied_params(model)
     offloads = get_spec(model).compute_device is not None
 
-    def stored(tensor: Tensor) -> Tensor:
-        where = torch.device("cpu") if offloads and is_dtensor(tensor) else device
-        return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor
+    def allocate(tensor: Tensor) -> Tensor:
+        storage_device = torch.device("cpu") if offloads and is_dtensor(tensor) else device
+        return torch.empty_like(tensor, device=storage_device) if tensor.is_meta else tensor
 
-    model._apply(stored)
+    model._apply(allocate)
     _restore_ties(model, ties)
 
 
 def _own_meta_keys(module: nn.Module) -> list[str]:
-    """Names of the tensors that ``module`` itself owns and that are on the meta device."""
+    """Return the keys of meta tensors that ``module`` itself owns."""
     stores = (*module._parameters.items(), *module._buffers.items())
     return [key for key, tensor in stores if tensor is not None and tensor.is_meta]
 
@@ -136,12 +144,12 @@ def _own_meta_keys(module: nn.Module) -> list[str]:
 def _get_tensor(module: nn.Module, key: str) -> Tensor:
     stores: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     tensor = stores[key]
-    assert tensor is not None, "the key was listed because the tensor is there"
+    assert tensor is not None, "the key was listed because the tensor exists"
     return tensor
 
 
 def _find_tied_params(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Places that share one Parameter: moving to another device would make each its own."""
+    """Return the locations of each tied Parameter. Moving to another device would untie the parameter."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, param in module._parameters.items():
@@ -158,7 +166,7 @@ def _restore_ties(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> 
 
 @contextmanager
 def _module_rng(seed: int, name: str) -> Iterator[None]:
-    """Random streams of the module's own; the global ones continue afterwards as if nothing had been drawn."""
+    """Seed the random streams from the module name in a context; restore the global streams at exit."""
     before = rng_state()
     seed_all(seed, "materialize", name)
     try:
@@ -178,9 +186,9 @@ def _initialize_module(
     repeated: InitWriteCounts,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Tensors that this module initialises, with their full-size values: its own, and those below that its functions write.
+    """Return the tensors that this module initializes (own and descendants'), with their full-size values.
 
-    ``by_init`` are the keys of the tensors below that ``init(module)`` writes.
+    ``by_init`` maps descendants to the keys of tensors that ``init(module)`` writes.
     """
     own = born_meta[id(module)]
     below = [(m, born_meta[id(m)]) for m in module.modules()] if resets else []
@@ -188,23 +196,24 @@ def _initialize_module(
         return []
     written: dict[int, tuple[Tensor, Tensor]] = {}
     if resets:
-        with _substitute_full_tensors(module, below, device) as held:
+        with _substitute_full_tensors(module, below, device) as full_tensors:
             for reset in resets:
                 reset()
-        written |= _collect_writes(name, held)
-        _count_writes(held, written, repeated.by_reset, repeated)
+        written |= _collect_writes(name, full_tensors)
+        _count_writes(full_tensors, written, repeated.by_reset, repeated)
     if init is not None and (own or by_init):
         reached = [(inner, by_init[id(inner)]) for inner in module.modules() if id(inner) in by_init]
-        with _substitute_full_tensors(module, [(module, own), *reached], device) as held:
-            for each in held:
-                if id(each.target) in written:  # as with apply, it may build on what the reset has left
-                    each.full.copy_(written[id(each.target)][1])
-                    each.version = each.full._version
+        with _substitute_full_tensors(module, [(module, own), *reached], device) as full_tensors:
+            for entry in full_tensors:
+                # As with apply, init may build on the values of the reset.
+                if id(entry.target) in written:
+                    entry.full.copy_(written[id(entry.target)][1])
+                    entry.version = entry.full._version
             init(module)
-        written |= _collect_writes(name, held)
-        _count_writes(held, written, repeated.by_init, repeated)
-    left = [key for key in own if id(_get_tensor(module, key)) in pending and id(_get_tensor(module, key)) not in written]
-    for key, full in (recompute_buffers(module, left, device) if left else {}).items():
+        written |= _collect_writes(name, full_tensors)
+        _count_writes(full_tensors, written, repeated.by_init, repeated)
+    unwritten = [key for key in own if id(_get_tensor(module, key)) in pending and id(_get_tensor(module, key)) not in written]
+    for key, full in (recompute_buffers(module, unwritten, device) if unwritten else {}).items():
         target = _get_tensor(module, key)
         written[id(target)] = target, full
         repeated.by_reset[id(target)] = full._version
@@ -212,22 +221,22 @@ def _initialize_module(
 
 
 def _count_writes(
-    held: Iterable[_FullTensor], written: Mapping[int, object], counts: dict[int, int], repeated: InitWriteCounts
+    full_tensors: Iterable[_FullTensor], written: Mapping[int, object], counts: dict[int, int], repeated: InitWriteCounts
 ) -> None:
-    """Note how often an initialiser has written each tensor. Mutates: ``counts``, ``repeated``."""
-    for each in held:
-        key = id(each.target)
+    """Record how often an initializer wrote each tensor. Mutates: ``counts``, ``repeated``."""
+    for entry in full_tensors:
+        key = id(entry.target)
         if key not in written:
             continue
-        if each.is_below or each.replaced:
+        if entry.is_below or entry.replaced:
             repeated.settled.add(key)
         else:
-            counts[key] = counts.get(key, 0) + each.full._version - each.version
+            counts[key] = counts.get(key, 0) + entry.full._version - entry.version
 
 
 @dataclass(slots=True, eq=False)
 class _FullTensor:
-    """A full-size stand-in for one of a module's tensors."""
+    """A full-size substitute for a module's tensor."""
 
     module: nn.Module
     key: str
@@ -242,31 +251,32 @@ class _FullTensor:
 def _substitute_full_tensors(
     top: nn.Module, places: Sequence[tuple[nn.Module, list[str]]], device: torch.device
 ) -> Iterator[list[_FullTensor]]:
-    """Plain full-size tensors in place of the named ones of ``top`` and of modules below it, for an initialiser of ``top``.
+    """Substitute plain full-size tensors for the listed tensors of ``top`` and descendants in a context.
 
-    Tensors of these modules that were never on meta are replaced by copies, which take what is written to them. Those of
-    other modules are not touched.
+    Other tensors of these modules are replaced by copies, which absorb writes. Other modules do not change.
     """
-    held: list[_FullTensor] = []
+    full_tensors: list[_FullTensor] = []
     before = [(module, dict(module._parameters), dict(module._buffers)) for module, _ in places]
-    stand_ins: dict[int, Tensor] = {}  # a tied tensor has one
+    # A tied tensor has one substitute.
+    substitutes: dict[int, Tensor] = {}
     try:
         for module, keys in places:
             for key, target in {**module._parameters, **module._buffers}.items():
                 if target is None:
                     continue
-                full = stand_ins.get(id(target))
+                full = substitutes.get(id(target))
                 if full is None:
                     full = _nan_filled_tensor(target, device) if key in keys else target.detach().clone()
                     full = nn.Parameter(full, requires_grad=False) if key in module._parameters else full
-                    stand_ins[id(target)] = full
+                    substitutes[id(target)] = full
                 _set_tensor(module, key, full)
                 if key in keys:
-                    held.append(_FullTensor(module, key, target, full, full._version, module is not top))
-        yield held
-        for each in held:
-            now = _get_tensor(each.module, each.key)  # it may have been assigned anew instead of written
-            each.full, each.replaced = now, now is not each.full
+                    full_tensors.append(_FullTensor(module, key, target, full, full._version, module is not top))
+        yield full_tensors
+        for entry in full_tensors:
+            # The initializer may assign a new tensor instead of writing.
+            current = _get_tensor(entry.module, entry.key)
+            entry.full, entry.replaced = current, current is not entry.full
     finally:
         for module, params, buffers in before:
             module._parameters.update(params)
@@ -278,40 +288,40 @@ def _set_tensor(module: nn.Module, key: str, tensor: Tensor) -> None:
     store[key] = tensor
 
 
-def _collect_writes(name: str, held: Iterable[_FullTensor]) -> dict[int, tuple[Tensor, Tensor]]:
-    """What an initialiser has written, by the tensor that it is for.
+def _collect_writes(name: str, full_tensors: Iterable[_FullTensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the tensors that an initializer wrote, by target id.
 
     Raises:
-        ConfigError: it has changed only a part of a child's tensor, or scaled it: the value was not there to be changed.
+        ConfigError: the initializer wrote only a part of a child's tensor, or scaled a tensor without a value.
     """
-    found = {}
-    for each in held:
-        if _is_fully_written(each):
-            found[id(each.target)] = (each.target, each.full.detach())
-        elif each.full._version > each.version and each.is_below:
-            tensor = f"{type(each.module).__name__}.{each.key}"
+    writes = {}
+    for entry in full_tensors:
+        if _is_fully_written(entry):
+            writes[id(entry.target)] = (entry.target, entry.full.detach())
+        elif entry.full._version > entry.version and entry.is_below:
+            tensor = f"{type(entry.module).__name__}.{entry.key}"
             raise ConfigError(
-                f"materialize: the initialiser of {name or 'the root'} changes {tensor} below it without "
-                "writing all of it; let it write the whole tensor, or let the child's own reset_parameters do it"
+                f"materialize: the initializer of {name or 'the root'} writes only a part of {tensor}. Write the whole "
+                "tensor, or initialize the tensor in the child's reset_parameters."
             )
-    return found
+    return writes
 
 
-def _is_fully_written(held: _FullTensor) -> bool:
-    full = held.full
+def _is_fully_written(entry: _FullTensor) -> bool:
+    full = entry.full
     if full.is_floating_point() or full.is_complex():
         return not bool(full.isnan().any())
-    return full.numel() == 0 or full._version > held.version
+    return full.numel() == 0 or full._version > entry.version
 
 
 def _nan_filled_tensor(like: Tensor, device: torch.device) -> Tensor:
-    """A full-size tensor in which a place that nobody writes can be told: NaN where the dtype has it."""
+    """Return a full-size tensor that shows unwritten elements: filled with NaN if the dtype has NaN."""
     plain = torch.empty(like.shape, dtype=like.dtype, device=device)
     return plain.fill_(float("nan")) if plain.is_floating_point() or plain.is_complex() else plain
 
 
 def _copy_own_shard_(target: Tensor, full: Tensor) -> None:
-    """Copy this rank's box of ``full`` into ``target``."""
+    """Copy this rank's shard of ``full`` into ``target``."""
     box = shard_box(target)
     piece = full
     for dim, (start, size) in enumerate(zip(box.offset, box.size, strict=True)):
@@ -320,16 +330,20 @@ def _copy_own_shard_(target: Tensor, full: Tensor) -> None:
 
 
 def recompute_buffers(module: nn.Module, keys: list[str], device: torch.device) -> dict[str, Tensor]:
-    """Tensors of ``module`` computed by running its ``__init__`` again; empty where that cannot be trusted."""
+    """Recompute tensors of ``module`` by a second run of its ``__init__``; return {} if the result is not reliable.
+
+    A computed buffer on the meta device has no values. The class is constructed again with arguments from attributes of the
+    same names. The result is used only if the second module has the same plain attributes.
+    """
     kind = _original_class(module)
     arguments = _constructor_arguments(kind, module)
     if arguments is None:
         return {}
     with _EmptyOnMeta(), device:
-        twin = kind(**arguments)
-    if _plain_attributes(twin) != _plain_attributes(module):
+        second = kind(**arguments)
+    if _plain_attributes(second) != _plain_attributes(module):
         return {}
-    values = {key: twin._parameters.get(key, twin._buffers.get(key)) for key in keys}
+    values = {key: second._parameters.get(key, second._buffers.get(key)) for key in keys}
     return {
         key: value.detach()
         for key, value in values.items()
@@ -338,12 +352,12 @@ def recompute_buffers(module: nn.Module, keys: list[str], device: torch.device) 
 
 
 def _original_class(module: nn.Module) -> type[Any]:
-    """The class before FSDP2 put its own in front."""
+    """Return the class without FSDP2's base class."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _constructor_arguments(kind: type[nn.Module], module: nn.Module) -> dict[str, Any] | None:
-    """The arguments that made ``module``, from attributes of the same names; None when one is not to be found."""
+    """Return the constructor arguments from attributes of the same names; None if an argument is missing."""
     if kind.__init__ is nn.Module.__init__:
         return {}
     arguments = {}
@@ -355,7 +369,7 @@ def _constructor_arguments(kind: type[nn.Module], module: nn.Module) -> dict[str
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a constructor stored besides tensors and modules: equal for two modules made from equal arguments."""
+    """Return the plain attributes that a constructor stored, which are equal for equal arguments."""
     plain = (bool, int, float, str, tuple, type(None), torch.dtype)
     return {k: v for k, v in module.__dict__.items() if isinstance(v, plain) and not k.startswith("_") and k != "training"}
 
@@ -366,10 +380,9 @@ def _shape_of(module: nn.Module, key: str) -> torch.Size | None:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Makes functions that leave memory as it is return meta tensors.
+    """Makes functions that return uninitialized memory return meta tensors.
 
-    What nobody writes then stays on meta, which shows; and the parameters of children cost nothing while a buffer beside them
-    is computed again.
+    Unwritten tensors stay on meta and are recognized. Parameters of children need no memory during the second construction.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

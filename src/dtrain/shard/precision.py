@@ -1,6 +1,7 @@
-"""``Precision``: which dtype parameters, gradient reductions, buffers and outputs have while a sharded model computes.
+"""Set the dtypes of parameters, gradient reductions, buffers and outputs of a sharded model (``Precision``).
 
-``convert_to_fp8``: linear layers that multiply in 8-bit floating point, through torchao; before sharding."""
+``convert_to_fp8`` converts linear layers to 8-bit floating point through torchao, before sharding.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _NORMS_WITH_STATISTICS = (
     nn.InstanceNorm3d,
 )
 
-# By preset, the fields that are in the low precision (True) or in float32 (False). The others keep the dtype that is stored.
+# Fields of each preset: True for the low precision, False for float32. Other fields keep the stored dtype.
 _PRESETS: dict[str, dict[str, bool]] = {
     "DEFAULT": {"param": True, "reduce": False},
     "PURE": {"param": True, "reduce": True},
@@ -42,24 +43,26 @@ _PRESETS: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Dtypes of a sharded model's compute: ``"fp32"``, ``"bf16"``, ``"fp16"``; None keeps the stored one.
-
-    >>> Precision.preset("DEFAULT", "bf16")
-    Precision(param='bf16', reduce='fp32', buffer=None, output=None)
+    """Dtypes of a sharded model's computation: ``"fp32"``, ``"bf16"``, ``"fp16"``; None keeps the stored dtype.
 
     Args:
-        param: of parameters, and of floating inputs, in forward and backward (the optimizer keeps the stored ones).
-        reduce: of gradients while ranks are summed; None means float32, or a wider dtype of compute. The gradients of a step's
-            microbatches are always added up in at least float32.
-        buffer: that all floating-point buffers are stored in from ``shard_model`` on, rotary frequencies and other tables
-            included. Integers and complex numbers keep theirs. No preset sets this field.
-        output: of the floating tensors that the root module returns.
+        param: dtype of parameters and floating-point inputs in forward and backward; the optimizer uses the stored dtype.
+        reduce: dtype of gradient reductions over ranks; None means float32, or a wider compute dtype. Gradients of microbatches
+            are always accumulated in at least float32.
+        buffer: stored dtype of all floating-point buffers from ``shard_model`` on, including rotary frequencies and other
+            tables. Integer and complex buffers keep their dtypes. No preset sets this field.
+        output: dtype of the floating-point tensors that the root module returns.
 
-    Normalisations with running statistics (BatchNorm) are left alone by ``param`` and ``buffer``: their parameters and
-    statistics are computed with as they are stored, since in 8 or 11 bits a moving average stops moving.
+    ``param`` and ``buffer`` do not affect normalizations with running statistics (BatchNorm). Their parameters and statistics
+    keep the stored dtype, because a moving average with 8 or 11 bits of precision stops changing.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.Precision.preset("DEFAULT", "bf16")
+        Precision(param='bf16', reduce='fp32', buffer=None, output=None)
 
     Raises:
-        ConfigError: another dtype.
+        ConfigError: an unknown dtype.
     """
 
     param: DType | None = None
@@ -71,54 +74,58 @@ class Precision:
         for name in _FIELDS:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or value not in _DTYPES):
-                raise ConfigError(f"Precision: {name} must be one of {', '.join(_DTYPES)} or None, got {value!r}")
+                raise ConfigError(f"Precision: {name} must be one of {', '.join(_DTYPES)} or None, got {value!r}.")
 
     @classmethod
     def preset(cls, name: Preset, low: Literal["bf16", "fp16"] = "bf16") -> Precision:
-        """A usual combination by name.
+        """Return a common combination by name.
 
         Args:
-            name: ``"DEFAULT"`` computes with parameters in the low precision and sums gradients in float32. ``"PURE"`` also
-                sums the gradients of ranks in the low precision. ``"FULL"`` sets no field.
+            name: ``"DEFAULT"`` computes in the low precision and reduces gradients in float32; ``"PURE"`` also reduces in the
+                low precision; ``"FULL"`` sets no field.
             low: the low precision.
 
-        Buffers keep their dtype: a table in the low precision is another table. ``Precision(buffer=...)`` casts them.
+        Buffers keep their dtype, because rounding changes tables. ``Precision(buffer=...)`` casts buffers.
+
+        Example:
+            precision = dt.Precision.preset("DEFAULT", "bf16")
+            model = dt.shard_model(model, mesh, blocks=(Block,), precision=precision)
 
         Raises:
-            ConfigError: another name or dtype.
+            ConfigError: an unknown name or dtype.
         """
         if not isinstance(name, str) or name not in _PRESETS:
-            raise ConfigError(f"Precision.preset: name must be one of {', '.join(_PRESETS)}, got {name!r}")
+            raise ConfigError(f"Precision.preset: name must be one of {', '.join(_PRESETS)}, got {name!r}.")
         if not isinstance(low, str) or low not in _LOW_PRECISION:
-            raise ConfigError(f"Precision.preset: low must be one of {', '.join(_LOW_PRECISION)}, got {low!r}")
+            raise ConfigError(f"Precision.preset: low must be one of {', '.join(_LOW_PRECISION)}, got {low!r}.")
         return replace(cls(), **{field: low if is_low else "fp32" for field, is_low in _PRESETS[name].items()})
 
     def policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
-        """Return the policy of FSDP2 for a unit whose trainable parameters are ``stored`` in that dtype. It has no buffers."""
+        """Return the FSDP2 policy of a unit with trainable parameters of dtype ``stored``. The policy ignores buffers."""
         param, output = (_DTYPES[v] if v else None for v in (self.param, self.output))
         return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=self._reduce_dtype(param or stored), output_dtype=output)
 
     def stored_dtype_policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
-        """Return the policy of a unit that computes with parameters as they are stored and inputs as they come."""
+        """Return the FSDP2 policy of a unit that computes in the stored dtype and does not cast inputs."""
         return MixedPrecisionPolicy(reduce_dtype=self._reduce_dtype(stored), cast_forward_inputs=False)
 
     def _reduce_dtype(self, computed: torch.dtype) -> torch.dtype:
-        # Said in any case: torch 2.15 takes the stored dtype for None, and older versions take the computed one.
+        # For None, torch 2.15 uses the stored dtype and older versions use the compute dtype, so set the dtype explicitly.
         return _DTYPES[self.reduce] if self.reduce else accumulation_dtype(computed)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to add up many numbers of ``dtype``: float32 for bfloat16 and float16, else ``dtype``."""
+    """Return the dtype to sum many numbers of ``dtype``: float32 for bfloat16 and float16, else ``dtype``."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def keeps_dtype(module: nn.Module) -> bool:
-    """Return True if ``module`` computes as it is stored, whatever the precision: it keeps running statistics of its own."""
+    """Return True if ``module`` always computes in its stored dtype, because the module has running statistics."""
     return isinstance(module, _NORMS_WITH_STATISTICS) and module.running_mean is not None
 
 
 def separate_units(model: nn.Module, precision: Precision | None) -> Iterator[nn.Module]:
-    """The modules that must be units of their own, since they compute in other dtypes than what is around them."""
+    """Yield the modules that must be separate units, because their compute dtype differs from the parent's."""
     if precision is not None and precision.param is not None:
         for name, module in modules_by_fqn(model):
             if name and keeps_dtype(module) and any(True for _ in module.parameters()):
@@ -126,7 +133,7 @@ def separate_units(model: nn.Module, precision: Precision | None) -> Iterator[nn
 
 
 def cast_buffers_(model: nn.Module, precision: Precision | None) -> None:
-    """Store the floating-point buffers in the dtype of ``precision``. Mutates: ``model``; on meta, what is made later."""
+    """Cast floating-point buffers to the dtype of ``precision``. Mutates: ``model``, also on meta."""
     if precision is None or precision.buffer is None:
         return
     dtype = _DTYPES[precision.buffer]
@@ -137,82 +144,90 @@ def cast_buffers_(model: nn.Module, precision: Precision | None) -> None:
 
 
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-_MIN_FP8_CAPABILITY = (8, 9)  # the first GPUs with 8-bit floating-point products
-_FP8_SIZE_MULTIPLE = 16  # of both sizes of a layer, which those products need
+# Older GPUs have no 8-bit floating-point matrix products.
+_MIN_FP8_CAPABILITY = (8, 9)
+# The products need both sizes of a layer to be multiples of 16.
+_FP8_SIZE_MULTIPLE = 16
 
 
 def convert_to_fp8(
     model: nn.Module, *, recipe: Fp8Recipe = "tensorwise", skip: str | Sequence[str] = (), emulate: bool = False
 ) -> nn.Module:
-    """Have the linear layers of ``model`` multiply in 8-bit floating point, forward and backward; return the model.
+    """Convert the linear layers of ``model`` to 8-bit floating-point products, forward and backward; return the model.
 
-    Parameters keep their names, dtypes and values, so sharding, optimizers and checkpoints are what they were: activations,
-    weights and gradients are scaled and rounded for each product, and summed in a wider dtype. It pays off for large layers
-    in blocks that are compiled, together with ``Precision(param="bf16")``.
+    Parameters keep their names, dtypes and values, so sharding, optimizers and checkpoints do not change. Activations, weights
+    and gradients are scaled and rounded for each product, and accumulated in a wider dtype. The conversion is worthwhile for
+    large layers in compiled blocks, together with ``Precision(param="bf16")``.
 
     Args:
-        model: a plain module, before ``shard_model``; on meta, too.
-        recipe: how values are scaled, as torchao names it: one scale per tensor is fastest, one per row more exact;
-            ``"rowwise_with_gw_hp"`` leaves the weights' gradient in the wider dtype.
-        skip: names of layers that stay as they are (``*`` for text without a dot), usually the head. Layers with a size that
-            16 does not divide, and subclasses of ``nn.Linear``, always do.
-        emulate: round to 8 bits, but multiply in the wider dtype: slow, for tests without such a GPU.
+        model: plain module before ``shard_model``; on meta, too.
+        recipe: scaling recipe of torchao: one scale per tensor is fastest, one per row is more accurate;
+            ``"rowwise_with_gw_hp"`` computes the weight gradient in the wider dtype.
+        skip: names of layers to leave unchanged (``*`` matches text without a dot), usually the head. Layers with a size that
+            16 does not divide, and subclasses of ``nn.Linear``, are always left unchanged.
+        emulate: if True, round to 8 bits but multiply in the wider dtype; slow, for tests without such a GPU.
 
     Needs the extra ``dtrain[fp8]``, and a GPU of compute capability 8.9 or higher.
 
     Mutates: ``model``; linear layers are replaced, their Parameter objects stay.
 
+    Example:
+        model = dt.surgery.convert_to_fp8(model, skip="head")
+        model = dt.shard_model(model, mesh, blocks=(Block,), precision=dt.Precision(param="bf16"))
+        model = dt.compile_blocks(model, blocks=(Block,))
+
     Raises:
-        ConfigError: a model that is sharded already, an unknown recipe, a name that fits no linear layer, no layer to convert,
-            no such GPU, no torchao.
+        ConfigError: a sharded model, an unknown recipe, a name that matches no linear layer, no layer to convert, an
+            unsupported GPU, or torchao is missing.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433; torchao's ``torchao.float8``.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"convert_to_fp8: model must be a torch.nn.Module, got {type(model).__name__}")
+        raise ConfigError(f"convert_to_fp8: model must be a torch.nn.Module, got {type(model).__name__}.")
     if recipe not in get_args(Fp8Recipe):
-        raise ConfigError(f"convert_to_fp8: unknown {recipe=}; use one of {', '.join(get_args(Fp8Recipe))}")
+        raise ConfigError(f"convert_to_fp8: recipe must be one of {', '.join(get_args(Fp8Recipe))}, got {recipe!r}.")
     if get_spec(model).mesh is not None:
-        raise ConfigError("convert_to_fp8: this model is sharded already; convert it before shard_model")
-    chosen = _select_linear_layers(model, [skip] if isinstance(skip, str) else list(skip))
+        raise ConfigError("convert_to_fp8: the model is sharded already. Convert the model before shard_model.")
+    selected = _select_linear_layers(model, [skip] if isinstance(skip, str) else list(skip))
     if not emulate:
         _check_fp8_device()
     convert, config = _torchao_converter(recipe, emulate)
-    converted: nn.Module = convert(model, config=config, module_filter_fn=lambda module, name: id(module) in chosen)
+    converted: nn.Module = convert(model, config=config, module_filter_fn=lambda module, name: id(module) in selected)
     return converted
 
 
 def _select_linear_layers(model: nn.Module, skip: Sequence[str]) -> set[int]:
-    """The layers to convert, by identity."""
+    """Return the ids of the layers to convert."""
     linear = {name: module for name, module in modules_by_fqn(model) if type(module) is nn.Linear}
     for pattern in skip:
         if not any(map(compile_patterns([pattern], caller="convert_to_fp8: skip"), linear)):
-            raise ConfigError(f"convert_to_fp8: skip names {pattern!r}, but no linear layer has such a name")
+            raise ConfigError(f"convert_to_fp8: skip names {pattern!r}, but no linear layer matches.")
     skipped = compile_patterns(skip, caller="convert_to_fp8: skip")
-    fits = {
+    selected = {
         id(module)
         for name, module in linear.items()
         if not skipped(name) and module.in_features % _FP8_SIZE_MULTIPLE == 0 and module.out_features % _FP8_SIZE_MULTIPLE == 0
     }
-    if not fits:
+    if not selected:
         raise ConfigError(
-            f"convert_to_fp8: none of {len(linear)} linear layers can be converted; they need sizes that {_FP8_SIZE_MULTIPLE} divides"
+            f"convert_to_fp8: none of {len(linear)} linear layers can be converted. "
+            f"Use sizes that are multiples of {_FP8_SIZE_MULTIPLE}."
         )
-    return fits
+    return selected
 
 
 def _check_fp8_device() -> None:
-    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if found is None or found < _MIN_FP8_CAPABILITY:
-        what = "no CUDA device is here" if found is None else f"this one has {found[0]}.{found[1]}"
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability is None or capability < _MIN_FP8_CAPABILITY:
+        actual = "no CUDA device" if capability is None else f"{capability[0]}.{capability[1]}"
         raise ConfigError(
-            f"convert_to_fp8: needs a GPU of compute capability {_MIN_FP8_CAPABILITY[0]}.{_MIN_FP8_CAPABILITY[1]} or higher, {what}; leave it "
-            "out, or pass emulate=True to try it slowly"
+            f"convert_to_fp8: compute capability must be {_MIN_FP8_CAPABILITY[0]}.{_MIN_FP8_CAPABILITY[1]} or higher, "
+            f"got {actual}. Leave convert_to_fp8 out, or pass emulate=True for a slow test."
         )
 
 
 def _torchao_converter(recipe: str, emulate: bool) -> tuple[Any, Any]:
-    """torchao's conversion and its configuration for ``recipe``. Imported here: it takes a second, and few have it."""
+    """Return torchao's conversion function and its configuration. The import takes a second, so import here."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:

@@ -1,12 +1,12 @@
-"""``SkippedUnits``: a rank that skips a unit takes part in its collectives with zeros.
+"""Take part in the collectives of units that this rank skips (``SkippedUnits``).
 
-Where parameters are cut, every forward of a unit is a gather by all ranks, and every backward a gather and a reduction. A rank
-whose samples do not reach a unit would leave the others waiting, or answer them with the collective of another unit.
+With sharded parameters, every forward of a unit is an all-gather by all ranks, and every backward a gather and a reduction. A
+rank whose samples do not reach a unit would block the other ranks, or pair their collective with that of another unit.
 
-The first step learns the order in which units run: before each unit the ranks compare its number, and raise together if they
-differ. In later steps each rank compares the order by itself. A unit that the order has next and the rank does not run is
-*called empty*: it is gathered and freed, nothing is computed, and a node in the autograd graph has it gathered and reduced in
-backward at the place where the other ranks do so.
+The first step records the order of units: ranks compare the number of each unit, and raise together if numbers differ. In
+later steps each rank follows the recorded order alone. A unit of the order that the rank does not run is *called empty*. An
+empty call gathers and reshards the unit without computation. A node in the autograd graph gathers and reduces the unit in
+backward, at the same place as on other ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from dtrain.errors import StepError
 from dtrain.fqn import modules_by_fqn
 from dtrain.shard.fsdp2_private import UnitForward, unit_forwards
 
-_END_OF_MICROBATCH = -1  # in place of a unit: the microbatch is over
-_REORDER_TIMEOUT_S = 60.0  # ranks that run units in another order on purpose are at the same unit
+# The pseudo unit at the end of a microbatch.
+_END_OF_MICROBATCH = -1
+# Ranks that all changed their order reach the same unit within this time.
+_REORDER_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
@@ -35,12 +37,13 @@ class _UnitCall:
     """One forward of a unit.
 
     Args:
-        unit: its number.
+        unit: number of the unit.
         grad_enabled: if True, the forward recorded a graph.
-        inputs_need_grad: if True, some input requires a gradient, so the unit is reduced at its own place in backward.
-        nested: the forwards of other units within it.
-        outputs_need_grad: if True, some output requires a gradient, so the unit is gathered in backward.
-        returns_inner_output: if True, the unit around it returned its output as it was, so both are gathered at one place in backward.
+        inputs_need_grad: if True, an input requires a gradient, so the unit is reduced at its own place in backward.
+        nested: forwards of other units within this forward.
+        outputs_need_grad: if True, an output requires a gradient, so the unit is gathered in backward.
+        returns_inner_output: if True, the enclosing unit returned this output unchanged, so backward gathers both units
+            together.
     """
 
     unit: int
@@ -53,16 +56,16 @@ class _UnitCall:
 
 @dataclass(slots=True)
 class _OpenForward:
-    """A forward that is running, or the microbatch as a whole.
+    """A running forward, or the microbatch as a whole.
 
     Args:
-        unit: its number.
-        calls: the forwards inside it: those of the order, or those that are learned.
-        position: the position of the next one.
-        recorded_call: itself, while it is learned.
-        inner_outputs: what the last forward inside it returned, while it is learned.
-        unchecked: if True, nothing inside it is compared.
-        called_empty: the units that this rank has called empty in it, with a graph.
+        unit: number of the unit.
+        calls: nested forwards, from the recorded order or recorded now.
+        position: index of the next call.
+        recorded_call: the call of this forward during recording.
+        inner_outputs: outputs of the last nested forward during recording.
+        unchecked: if True, nested forwards are not compared.
+        called_empty: units that this rank called empty within this forward, with a graph.
     """
 
     unit: int
@@ -74,15 +77,15 @@ class _OpenForward:
     called_empty: set[int] = field(default_factory=set)
 
     def is_repeated(self, number: int, grad: bool) -> bool:
-        """Return True for a further forward without a graph, as when tokens are generated: steps may differ in how many."""
+        """Return True for a repeated forward without a graph (generation), whose count may differ between steps."""
         return not grad and any(call.unit == number and not call.grad_enabled for call in self.calls)
 
 
 class SkippedUnits:
-    """The order of the units of one model, and the empty calls of this rank.
+    """Records the order of the units of one model, and makes the empty calls of this rank.
 
-    ``begin_step`` starts a step, ``begin_microbatch`` each microbatch, ``complete_forward`` ends it, and ``confirm_order`` after a step that succeeded on
-    all ranks. Nothing is compared before ``begin_step`` and after ``end_step``.
+    ``begin_step`` starts a step, ``begin_microbatch`` starts and ``complete_forward`` ends the forward of a microbatch. Call
+    ``confirm_order`` after a step that succeeded on all ranks. Outside of ``begin_step`` and ``end_step`` nothing is compared.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,10 +97,11 @@ class SkippedUnits:
         self._order: list[_UnitCall] | None = None
         self._recording = False
         self._running = False
-        self._order_changed = False  # units ran in another order, on all ranks
+        self._order_changed = False
         self._frames: list[_OpenForward] = []
-        self._pending_output: Tensor | None = None  # has empty calls in its graph; the loss is to depend on it
-        self._has_skipped = False  # this rank has skipped a unit in this microbatch
+        # A tensor with empty calls in its graph, on which the loss must depend.
+        self._pending_output: Tensor | None = None
+        self._has_skipped = False
         for number, unit in enumerate(self._units):
             unit.add_hooks(partial(self._before_forward, number), partial(self._after_forward, number))
 
@@ -105,8 +109,8 @@ class SkippedUnits:
         """Start a step.
 
         Args:
-            plan: whatever the order depends on; equal on all ranks. A new one is learned.
-            compare: if True, ranks compare an order that is learned, at one small exchange a unit; else the caller sees to it.
+            plan: the facts that determine the order; equal on all ranks. The order of a new plan is recorded.
+            compare: if True, ranks compare a recorded order, with one small exchange per unit.
         """
         self.end_step()
         self._plan, self._compare = plan, compare
@@ -115,7 +119,7 @@ class SkippedUnits:
         self._running = True
 
     def begin_microbatch(self) -> None:
-        """Start a microbatch. Does nothing outside of a step."""
+        """Start a microbatch. No effect outside of a step."""
         if not self._running:
             return
         if self._order is None:
@@ -127,7 +131,7 @@ class SkippedUnits:
         self._frames = [_OpenForward(_END_OF_MICROBATCH, self._order)]
 
     def complete_forward(self, loss: Tensor) -> Tensor:
-        """End the forward of a microbatch. Call what it has skipped, and return ``loss`` with it in its graph.
+        """End the forward of a microbatch. Call skipped units, and return ``loss`` with these units in its graph.
 
         Collective: gathers of skipped units; in the first step one exchange.
 
@@ -147,14 +151,14 @@ class SkippedUnits:
         )
 
     def confirm_order(self) -> None:
-        """Rely on the order that this step has learned, or learn again if it has changed. Every rank must, or none."""
+        """Rely on the recorded order, or record again if the order changed. All ranks must call, or none."""
         if self._running and self._order is not None:
             self._orders[self._plan] = self._order
         if self._order_changed:
             self._orders.pop(self._plan, None)
 
     def end_step(self) -> None:
-        """Stop comparing; forget what is running."""
+        """Stop comparing, and discard running forwards."""
         self._running = False
         self._frames = []
         self._pending_output = None
@@ -172,21 +176,27 @@ class SkippedUnits:
             parent.calls.append(call)
             self._frames.append(_OpenForward(number, call.nested, recorded_call=call))
             return inputs
-        rest = range(parent.position, len(parent.calls))
-        place = next((at for at in rest if parent.calls[at].unit == number and parent.calls[at].grad_enabled == grad), None)
-        if place is None:
+        remaining = range(parent.position, len(parent.calls))
+        index = next(
+            (
+                index_of_call
+                for index_of_call in remaining
+                if parent.calls[index_of_call].unit == number and parent.calls[index_of_call].grad_enabled == grad
+            ),
+            None,
+        )
+        if index is None:
             self._check_reordered(number, parent)
             self._frames.append(_OpenForward(number, [], unchecked=True))
             return inputs
-        if parent.position < place:
-            self._call_skipped(parent, place)
-        parent.position = place + 1
-        call = parent.calls[place]
+        if parent.position < index:
+            self._call_skipped(parent, index)
+        parent.position = index + 1
+        call = parent.calls[index]
         self._frames.append(_OpenForward(number, call.nested))
-        lacks = (
-            self._has_skipped and call.grad_enabled and call.inputs_need_grad and not _any_requires_grad(inputs)
-        )  # it would come from a skipped unit
-        return _attach_grad(inputs) if lacks else inputs
+        # The gradient would have come through a skipped unit.
+        needs_grad = self._has_skipped and call.grad_enabled and call.inputs_need_grad and not _any_requires_grad(inputs)
+        return _attach_grad(inputs) if needs_grad else inputs
 
     def _after_forward(self, number: int, output: Any) -> Any:
         while any(frame.unit == number for frame in self._frames):
@@ -198,30 +208,33 @@ class SkippedUnits:
 
     def _record_outputs(self, frame: _OpenForward, output: Any) -> None:
         assert frame.recorded_call is not None
-        found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        frame.recorded_call.outputs_need_grad = any(tensor.requires_grad for tensor in found)
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        frame.recorded_call.outputs_need_grad = any(tensor.requires_grad for tensor in tensors)
         if frame.calls:
-            frame.calls[-1].returns_inner_output = any(mine is inner for mine in found for inner in frame.inner_outputs)
-        self._frames[-1].inner_outputs = found
+            frame.calls[-1].returns_inner_output = any(
+                output_tensor is inner for output_tensor in tensors for inner in frame.inner_outputs
+            )
+        self._frames[-1].inner_outputs = tensors
 
     def _call_remaining(self, frame: _OpenForward, output: Any) -> Any:
-        """Call what the order has left in ``frame``. Return ``output`` with it in the graph."""
+        """Call the remaining units of ``frame``. Return ``output`` with these units in its graph."""
         if self._recording or frame.position == len(frame.calls):
             return output
         leaves, tree = tree_flatten(output)
-        at = _first_float_tensor(leaves)
-        if at is None:
+        index = _first_float_tensor(leaves)
+        if index is None:
             self._call_skipped(frame, len(frame.calls))
             return output
         with self._pause_checks():
             for call in frame.calls[frame.position :]:
-                leaves[at] = self._call_empty(call, leaves[at])
+                leaves[index] = self._call_empty(call, leaves[index])
         return tree_unflatten(leaves, tree)
 
-    def _call_skipped(self, frame: _OpenForward, place: int) -> None:
-        """Call what the order has before ``place``; the loss will depend on it."""
-        with self._pause_checks(), torch.enable_grad():  # a later unit may run without a graph
-            for call in frame.calls[frame.position : place]:
+    def _call_skipped(self, frame: _OpenForward, end: int) -> None:
+        """Call the units of the order before ``end``. The loss will depend on these units."""
+        # The current forward may run without a graph.
+        with self._pause_checks(), torch.enable_grad():
+            for call in frame.calls[frame.position : end]:
                 frame.called_empty |= {call.unit} if call.grad_enabled else set()
                 self._pending_output = self._call_empty(
                     call, torch.zeros(()) if self._pending_output is None else self._pending_output
@@ -229,7 +242,7 @@ class SkippedUnits:
 
     @contextmanager
     def _pause_checks(self) -> Iterator[None]:
-        """A context in which calls are not compared with the order."""
+        """Disable the comparison of calls in a context."""
         before, self._frames = self._frames, []
         try:
             yield
@@ -237,7 +250,7 @@ class SkippedUnits:
             self._frames = before
 
     def _call_empty(self, call: _UnitCall, output: Tensor) -> Tensor:
-        """Gather and free a unit, and those inside it. Return ``output``, whose backward gathers and reduces them first."""
+        """Gather and reshard a unit and its nested units. Return ``output`` with the units in its graph."""
         self._has_skipped = True
         unit = self._units[call.unit]
         with torch.set_grad_enabled(call.grad_enabled):
@@ -254,14 +267,14 @@ class SkippedUnits:
         return _join_graphs(output, value) if value.requires_grad else output
 
     def _check_reordered(self, number: int, frame: _OpenForward) -> None:
-        """Refuse a unit that this rank has called empty, unless all ranks run it now: the order has changed on all of them.
+        """Raise for a unit that was called empty before, unless all ranks run the unit now, in a new order.
 
-        Other units that the order does not have are let through: they are new on all ranks, or repeated without a graph.
+        Units outside of the recorded order pass: these units are new on all ranks, or repeated without a graph.
 
-        Collective: one exchange, if all ranks come.
+        Collective: one exchange, if all ranks take part.
 
         Raises:
-            StepError: the others do not come; on this rank. They lose it.
+            StepError: other ranks do not run the unit; on this rank. The other ranks lose this rank.
         """
         if number not in frame.called_empty or not torch.is_grad_enabled() or not self._compare:
             return
@@ -269,26 +282,26 @@ class SkippedUnits:
         numbers = all_gather_with_timeout(number, timeout_s=_REORDER_TIMEOUT_S)
         if numbers is None or set(numbers) != {number}:
             raise StepError(
-                f"step: this rank runs {self._describe_unit(number)} later than in the first step, and other ranks do not. Run units in "
-                "the same order on all ranks."
+                f"step: this rank runs {self._describe_unit(number)} later than in the first step, and other ranks do not. "
+                "Run units in the same order on all ranks."
             )
 
     def _compare_unit(self, number: int) -> None:
-        """Compare the next unit of all ranks. Collective: one exchange, and if they differ none of the model's.
+        """Compare the next unit of all ranks. Collective: one exchange; none of the model's if ranks differ.
 
         Raises:
-            StepError: they differ; on all ranks.
+            StepError: ranks differ; on all ranks.
         """
         if not self._compare:
             return
         numbers = [int(row[0]) for row in all_gather_numbers([number], caller="microbatch_step")]
         if len(set(numbers)) == 1:
             return
-        other = next(rank for rank, theirs in enumerate(numbers) if theirs != numbers[0])
+        other = next(rank for rank, number_of_rank in enumerate(numbers) if number_of_rank != numbers[0])
         raise StepError(
-            f"step: ranks run different units in the first step: rank 0 comes to {self._describe_unit(numbers[0])}, rank {other} to "
-            f"{self._describe_unit(numbers[other])}. Run the same units in the same order on all ranks in the first step; later steps "
-            "may skip units."
+            f"step: ranks must run the same units in the first step, got {self._describe_unit(numbers[0])} on rank 0 and "
+            f"{self._describe_unit(numbers[other])} on rank {other}. Run the same units in the same order on all ranks in the "
+            "first step. Later steps may skip units."
         )
 
     def _describe_unit(self, number: int) -> str:
@@ -301,10 +314,10 @@ class SkippedUnits:
 
 
 class _JoinGraphs(torch.autograd.Function):
-    """A copy of the first tensor; the others get a gradient of zeros once its own is there.
+    """Copy the first tensor. In backward, the other tensors get zero gradients after the gradient of the first tensor.
 
-    Autograd runs what is ready in the reverse order of its making. So it is enough that the loss depends on an empty call: its
-    backward waits for that of all units that were called after it, and comes before that of the units before it.
+    Autograd runs ready nodes in reverse order of creation. A loss that depends on an empty call therefore runs the backward of
+    the call after the backward of all later units, and before the backward of all earlier units.
     """
 
     @staticmethod
@@ -323,18 +336,18 @@ def _join_graphs(value: Tensor, *others: Tensor) -> Tensor:
 
 
 def _attach_grad(values: Any) -> Any:
-    """``values`` with the first tensor of numbers in a graph."""
+    """Return ``values`` with the first floating-point tensor in a graph."""
     leaves, tree = tree_flatten(values)
-    at = _first_float_tensor(leaves)
-    if at is None:
+    index = _first_float_tensor(leaves)
+    if index is None:
         return values
-    leaves[at] = _join_graphs(leaves[at], torch.zeros((), device=leaves[at].device, requires_grad=True))
+    leaves[index] = _join_graphs(leaves[index], torch.zeros((), device=leaves[index].device, requires_grad=True))
     return tree_unflatten(leaves, tree)
 
 
 def _first_float_tensor(leaves: list[Any]) -> int | None:
-    """The position of the first tensor that can have a gradient."""
-    return next((at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
+    """Return the index of the first floating-point tensor."""
+    return next((index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
 
 
 def _any_requires_grad(values: Any) -> bool:

@@ -1,4 +1,4 @@
-"""``plan=``: layers cut over the ``tp`` axis by torch's own styles, before FSDP2 cuts what they leave to each rank."""
+"""Shard layers over the ``tp`` axis with torch's parallel styles (``tp_plan=``), before FSDP2 shards each rank's part."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
 
 TensorParallelPlan: TypeAlias = "Mapping[str, ParallelStyle]"
-"""Names of modules (patterns, as in ``blocks``; ``""`` is the model itself) -> how they are cut, applied in this order."""
+"""Module name patterns (as in ``blocks``; ``""`` is the model itself) -> parallel styles, applied in this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedModule:
-    """One module of a plan."""
+    """One module of a tensor-parallel plan."""
 
     name: str
     module: nn.Module
@@ -29,93 +29,96 @@ class PlannedModule:
 
 
 def resolve_tp_plan(model: nn.Module, plan: TensorParallelPlan | None, mesh: DeviceMesh) -> list[PlannedModule]:
-    """The modules that ``plan`` cuts over the ``tp`` axis of ``mesh``, in order; none without a plan. A pure function.
+    """Return the modules that ``plan`` shards over the ``tp`` axis of ``mesh``, in order. A pure function.
 
     Raises:
-        ConfigError: a plan without a ``tp`` axis, or the axis without a plan; a mesh whose ``cp`` and ``tp`` are not its last
-            axes; a name that no module has; something that is no ``ParallelStyle``.
+        ConfigError: a plan without a ``tp`` axis or an axis without a plan, a mesh whose last axes are not ``cp`` and ``tp``, a
+            name without a match, or a style that is no ``ParallelStyle``.
     """
     _check_axes(mesh)
     ranks = axis_size(mesh, "tp")
     if not plan:
         if ranks > 1:
             raise ConfigError(
-                f"shard_model: the mesh has tp={ranks}, but nothing says how layers are cut over it; pass plan=, or build the "
-                "mesh without tp"
+                f"shard_model: a mesh with tp={ranks} needs a tp_plan. Pass tp_plan=, or build the mesh without tp."
             )
         return []
     if not isinstance(plan, Mapping):
-        raise ConfigError(f"shard_model: plan must be a mapping of module names to styles, got {type(plan).__name__}")
+        raise ConfigError(f"shard_model: tp_plan must be a mapping of module names to styles, got {type(plan).__name__}.")
     if ranks == 1:
         raise ConfigError(
-            f"shard_model: plan needs a mesh with a tp axis, got axes {list(mesh.mesh_dim_names or ())} of sizes "
-            f"{list(mesh.shape)}; e.g. dt.build_mesh(tp=2)"
+            f"shard_model: tp_plan needs a mesh with a tp axis, got axes {list(mesh.mesh_dim_names or ())} of sizes "
+            f"{list(mesh.shape)}. Pass for example dt.build_mesh(tp=2)."
         )
-    found: list[PlannedModule] = []
+    planned: list[PlannedModule] = []
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
             raise ConfigError(
-                f"shard_model: plan[{pattern!r}] must be a ParallelStyle, got {style!r}; e.g. ColwiseParallel() of "
-                "torch.distributed.tensor.parallel"
+                f"shard_model: tp_plan[{pattern!r}] must be a ParallelStyle, got {style!r}. "
+                "Pass for example ColwiseParallel() of torch.distributed.tensor.parallel."
             )
-        fits = compile_patterns([pattern], caller="shard_model: plan")
-        matches = {id(module): (name, module) for name, module in modules_by_fqn(model, include_duplicates=True) if fits(name)}
+        is_match = compile_patterns([pattern], caller="shard_model: tp_plan")
+        matches = {
+            id(module): (name, module) for name, module in modules_by_fqn(model, include_duplicates=True) if is_match(name)
+        }
         if not matches:
-            raise ConfigError(f"shard_model: plan names {pattern!r}, but the model has no such module")
-        found += [PlannedModule(name=name, module=module, style=style) for name, module in matches.values()]
-    return found
+            raise ConfigError(f"shard_model: tp_plan names {pattern!r}, but the model has no such module.")
+        planned += [PlannedModule(name=name, module=module, style=style) for name, module in matches.values()]
+    return planned
 
 
 def _check_axes(mesh: DeviceMesh) -> None:
-    """Refuse a mesh in which the ranks of one batch are no neighbours: the step counts each batch once by their order."""
+    """Raise ``ConfigError`` unless ranks of one batch are adjacent. The step counts each batch once by rank order."""
     names = mesh.mesh_dim_names or ()
-    inner = [name for name in names if name in MODEL_AXES]
-    if inner and (list(names[-len(inner) :]) != sorted(inner) or mesh.mesh.flatten().tolist() != list(range(mesh.size()))):
+    model_axes = [name for name in names if name in MODEL_AXES]
+    if model_axes and (
+        list(names[-len(model_axes) :]) != sorted(model_axes) or mesh.mesh.flatten().tolist() != list(range(mesh.size()))
+    ):
         raise ConfigError(
-            f"shard_model: cp and tp must be the last axes of a mesh of all ranks in order, got {list(names)}; "
-            "use dt.build_mesh"
+            f"shard_model: cp and tp must be the last axes of a mesh of all ranks in order, got {list(names)}. "
+            "Use dt.build_mesh."
         )
 
 
 def format_tp_plan(planned: Sequence[PlannedModule]) -> list[str]:
-    """What tells two plans apart, equal on all ranks where the plans are."""
+    """Return a description of each planned module, equal on all ranks if the plans are equal."""
     return [f"{p.name}: {type(p.style).__name__ if type(p.style).__repr__ is object.__repr__ else p.style!r}" for p in planned]
 
 
 def apply_tp_plan(
     model: nn.Module, planned: Sequence[PlannedModule], mesh: DeviceMesh, ignored_params: Collection[str]
 ) -> DeviceMesh:
-    """Cut the planned modules over the ``tp`` axis of ``mesh``, and return the rest of the mesh: all of it without a plan.
+    """Shard the planned modules over the ``tp`` axis of ``mesh``, and return the mesh without ``tp``.
 
-    torch's styles replace a module's parameters one by one: so tied ones are tied again here, and frozen ones frozen.
+    torch's styles replace parameters one by one, so this function restores ties and ``requires_grad``.
 
     Mutates: ``model``; the parameters of planned modules are replaced. Collective: none; all ranks hold equal values.
 
     Raises:
-        ConfigError: a style that does not fit its module; a dimension that the axis does not divide; tied parameters that would
-            be cut in different ways; a parameter of ``ignored_params``; a buffer. On all ranks alike, and the model is spoilt.
+        ConfigError: a style does not fit its module, the axis does not divide a dimension, tied parameters get different
+            placements, or the plan shards an ignored parameter or a buffer. All ranks raise, and the model is unusable.
     """
     if not planned:
         return mesh
-    before, axis = _param_locations(model), mesh["tp"]
-    for each in planned:
+    locations, axis = _param_locations(model), mesh["tp"]
+    for entry in planned:
         try:
-            parallelize_module(each.module, axis, each.style, src_data_rank=None)
+            parallelize_module(entry.module, axis, entry.style, src_data_rank=None)
         except (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError) as problem:
-            kind, style = type(each.module).__name__, type(each.style).__name__
-            raise ConfigError(f"shard_model: plan: {style} does not fit {each.name!r}, a {kind}: {problem}") from problem
-        for key, buffer in each.module.named_buffers():
+            kind, style = type(entry.module).__name__, type(entry.style).__name__
+            raise ConfigError(f"shard_model: tp_plan: {style} does not fit {entry.name!r}, a {kind}: {problem}") from problem
+        for key, buffer in entry.module.named_buffers():
             if is_dtensor(buffer):
                 raise ConfigError(
-                    f"shard_model: plan: {type(each.style).__name__} on {each.name!r} takes its buffer {key!r}, too; buffers "
-                    "are whole on every rank: move it out of the module, or plan a module inside it"
+                    f"shard_model: tp_plan: {type(entry.style).__name__} on {entry.name!r} shards the buffer {key!r}, but "
+                    "every rank must hold full buffers. Move the buffer out of the module, or plan an inner module."
                 )
-    for param, places in before:
-        now = [module._parameters[key] for _, module, key in places]
-        if all(each is param for each in now):
+    for param, places in locations:
+        current = [module._parameters[key] for _, module, key in places]
+        if all(entry is param for entry in current):
             continue
-        _check_placements(places, now, axis.size(), ignored_params)
-        first = now[0]
+        _check_placements(places, current, axis.size(), ignored_params)
+        first = current[0]
         assert first is not None, "a style replaces parameters by parameters"
         first.requires_grad_(param.requires_grad)
         for _, module, key in places:
@@ -127,7 +130,7 @@ _ParamLocation: TypeAlias = tuple[str, nn.Module, str]
 
 
 def _param_locations(model: nn.Module) -> list[tuple[nn.Parameter, list[_ParamLocation]]]:
-    """Every parameter, and where it is: its clean names, owners, and keys there."""
+    """Return every parameter with its locations: clean name, owner and key."""
     found: dict[int, tuple[nn.Parameter, list[_ParamLocation]]] = {}
     for name, module in modules_by_fqn(model):
         for key, param in module._parameters.items():
@@ -137,22 +140,23 @@ def _param_locations(model: nn.Module) -> list[tuple[nn.Parameter, list[_ParamLo
 
 
 def _check_placements(
-    places: Sequence[_ParamLocation], now: Sequence[Tensor | None], ranks: int, ignored_params: Collection[str]
+    places: Sequence[_ParamLocation], current: Sequence[Tensor | None], ranks: int, ignored_params: Collection[str]
 ) -> None:
     name = places[0][0]
-    if len({describe_placement(each) for each in now if each is not None}) > 1:
+    if len({describe_placement(tensor) for tensor in current if tensor is not None}) > 1:
         raise ConfigError(
-            f"shard_model: plan: {', '.join(name for name, _, _ in places)} are one parameter, but would not be cut alike; "
-            "give their modules styles that agree (RowwiseParallel on an embedding, ColwiseParallel on a head)"
+            f"shard_model: tp_plan: {', '.join(name for name, _, _ in places)} are one parameter, but get "
+            "different placements. Use styles that agree (RowwiseParallel on an embedding, ColwiseParallel on a head)."
         )
     if name in ignored_params:
         raise ConfigError(
-            f"shard_model: plan cuts {name!r}, which stays whole (leave_out, a scalar, or empty); leave one of the two away"
+            f"shard_model: tp_plan shards {name!r}, which is an ignored parameter (ignored_params, a scalar, or empty). "
+            "Remove the parameter from tp_plan or from ignored_params."
         )
-    assert now[0] is not None, "as many as places"
-    for dim, count in chunks_per_dim(now[0]).items():
-        if now[0].shape[dim] % count:
+    assert current[0] is not None, "current has one tensor per place"
+    for dim, count in chunks_per_dim(current[0]).items():
+        if current[0].shape[dim] % count:
             raise ConfigError(
-                f"shard_model: plan cuts {name!r} {list(now[0].shape)} along dim {dim} into {count} pieces, which does not "
-                f"come out even; use a size that tp={ranks} divides, or leave it out of the plan"
+                f"shard_model: tp_plan shards {name!r} {list(current[0].shape)} along dim {dim} into {count} uneven pieces. "
+                f"Use a size that tp={ranks} divides, or leave the module out of tp_plan."
             )

@@ -1,4 +1,4 @@
-"""Whole parameters out of shards: for evaluation, for a look, for export."""
+"""Gather full parameters for evaluation, inspection or export."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from dtrain.fqn import unwrap_module
 from dtrain.shard.fsdp2_private import fsdp_param_groups, reshard_groups, units_of
 from dtrain.state import TrainState, get_spec
 
-_UNSHARDED_ATTRIBUTE = "_dtrain_whole"  # set on a model for as long as ``unshard_params`` lasts
+# A model has this attribute during ``unshard_params``.
+_UNSHARDED_ATTRIBUTE = "_dtrain_whole"
 
 
 def reshard(model: nn.Module) -> None:
-    """Put the model back to its shards: after a forward without backward, units are left gathered.
+    """Reshard all units. A forward without a backward leaves units unsharded.
 
-    Mutates: the model's parameters (their sharded form is registered again).
+    Mutates: the model's parameters (the sharded parameters are registered again).
     """
     reshard_groups(fsdp_param_groups(model))
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; on leaving, every module's own mode is back and parameters are resharded.
+    """Set evaluation mode and disable gradients in a context; restore each module's mode and reshard at exit.
 
-    It computes with the parameters as they are on entering, also when an earlier forward has left gathered copies.
+    The context computes with the current parameters, also if an earlier forward left stale unsharded copies.
+
+    Example:
+        with dt.eval_mode(model):
+            logits = model(batch["input_ids"])
     """
-    whole = is_unsharded(model)
+    was_unsharded = is_unsharded(model)
     modes = [(module, module.training) for module in model.modules()]
-    if not whole:
+    if not was_unsharded:
         reshard(model)
     model.eval()
     try:
@@ -41,28 +46,33 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        if not whole:
+        if not was_unsharded:
             reshard(model)
 
 
 @contextmanager
 def unshard_params(model: nn.Module) -> Iterator[None]:
-    """The whole model on every rank while the context lasts, for evaluation by hand or a look at its parameters.
+    """Unshard the whole model on every rank during a context, for evaluation or inspection.
 
-    Parameters are plain tensors inside, in the dtype that ``precision`` computes in, and stay so through forwards, without
-    gradients; a rank may run the model alone there. (With a plan, all ranks along ``tp`` must: what it has cut stays cut over
-    them.) Changes made to parameters are lost. ``named_parameters()`` has them; ``state_dict()`` gives shards, and ends the
-    effect, as loading does. A plain model is left as it is.
+    Parameters are plain tensors in the compute dtype of ``precision``, without gradients, and stay unsharded through forwards.
+    A rank may run the model alone, but with ``tp_plan`` all ranks along ``tp`` must run the model. Changes to parameters are
+    lost. Read parameters from ``named_parameters()``; ``state_dict()`` and loading return to shards. A plain model is
+    unchanged.
 
-    Mutates: the model's parameters (their gathered form is registered). It takes the memory of the whole model.
+    Mutates: the model's parameters (unsharded parameters are registered). The full model must fit in memory.
     Collective: one all-gather per unit, on entering; every rank must enter.
+
+    Example:
+        with dt.memory.unshard_params(model):
+            norms = {name: param.norm() for name, param in model.named_parameters()}
     """
     with torch.no_grad():
         if is_unsharded(model):
             yield
             return
         try:
-            reshard(model)  # what an earlier forward has left gathered may be older than the shards
+            # Parameters that an earlier forward left unsharded may be stale.
+            reshard(model)
             unwrap_module(model).__dict__[_UNSHARDED_ATTRIBUTE] = True
             for unit in units_of(model):
                 unit.set_reshard_after_forward(False, recurse=False)
@@ -73,29 +83,35 @@ def unshard_params(model: nn.Module) -> Iterator[None]:
 
 
 def is_unsharded(model: nn.Module) -> bool:
-    """Whether ``unshard_params`` holds for ``model`` just now."""
+    """Return True while ``unshard_params`` is active for ``model``."""
     return _UNSHARDED_ATTRIBUTE in unwrap_module(model).__dict__
 
 
 def _restore_shards(model: nn.Module) -> None:
     unwrap_module(model).__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
-    frees = get_spec(model).strategy in ("full_shard", "hybrid_shard")
-    for index, unit in enumerate(units_of(model)):  # the first is the root, which is not freed after its forward
-        unit.set_reshard_after_forward(frees and index > 0, recurse=False)
+    reshards = get_spec(model).strategy in ("full_shard", "hybrid_shard")
+    # The first unit is the root, which stays unsharded after its forward.
+    for index, unit in enumerate(units_of(model)):
+        unit.set_reshard_after_forward(reshards and index > 0, recurse=False)
     reshard(model)
 
 
 def full_params(source: TrainState | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of every parameter, one at a time, on every rank: for export and debugging.
+    """Yield (name, full tensor) of every parameter, one tensor at a time, on every rank, for export and debugging.
 
     Args:
-        source: a state, or tensors by name that are laid out like parameters, such as ``state.slices["ema"]["params"]``.
+        source: a ``TrainState``, or tensors by name with parameter shardings, such as
+            ``state.transform_states["ema"]["params"]``.
 
     Yields:
-        The clean name and a detached tensor of the global shape on the device; only the last one yielded is alive. Names of
-        tied parameters come once, as in ``state.params``.
+        Clean name and detached tensor of global shape on the device. Only the last yielded tensor is alive. Tied parameters are
+        yielded once, as in ``state.params``.
 
-    Collective: one all-gather per sharded tensor; every rank must take all of them.
+    Collective: one all-gather per sharded tensor; every rank must iterate to the end.
+
+    Example:
+        for name, tensor in dt.full_params(state):
+            print(name, tuple(tensor.shape), float(tensor.norm()))
     """
     tensors = source.params if isinstance(source, TrainState) else source
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Which modules of a plain model become units: gathered, computed with, reduced and freed as one. Pure functions."""
+"""Plan which modules of a plain model become FSDP2 units. All functions are pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from dtrain.fqn import compile_patterns, modules_by_fqn, parameters_by_fqn
 
 BlockSelector: TypeAlias = "type[nn.Module] | str"
 Blocks: TypeAlias = "BlockSelector | Sequence[BlockSelector] | Callable[[str, nn.Module], bool]"
-"""Classes and names (patterns) of modules, or a predicate over (name, module)."""
+"""Module classes and name patterns, or a predicate over (name, module)."""
 
 IgnoredParams: TypeAlias = "str | Sequence[str] | Callable[[str, Tensor], bool]"
-"""Names (patterns) of parameters, or a predicate over (name, parameter)."""
+"""Parameter name patterns, or a predicate over (name, parameter)."""
 
-_CONTAINER_CLASSES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # nothing calls them, unless a subclass
+# Containers have no forward. A subclass may define one.
+_CONTAINER_CLASSES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WrapPlan:
-    """A model cut into units.
+    """FSDP2 units of a model.
 
     Args:
-        units: the modules of each unit, inside out, the model itself last. A unit of several modules holds tied parameters.
-        ignored_params: parameters that stay whole on every rank, by name.
+        units: modules of each unit, innermost unit first, the model last; a unit of several modules holds tied parameters.
+        ignored_params: parameters that every rank keeps unsharded, by name.
     """
 
     units: tuple[tuple[nn.Module, ...], ...]
@@ -39,65 +40,65 @@ class WrapPlan:
 def plan_wrapping(
     model: nn.Module, blocks: Blocks, ignored_params: IgnoredParams, *, separate_units: Iterable[nn.Module] = ()
 ) -> WrapPlan:
-    """Cut ``model`` into units; the modules ``separate_units`` are units whatever ``blocks`` says.
+    """Divide ``model`` into units. Modules in ``separate_units`` are always units.
 
-    A parameter that two units share gets a unit of its own, made of the modules that own it: it must be gathered for both.
-    Parameters that cannot be cut, scalars and those without elements, are left out.
+    A parameter that is tied across units gets a unit of all modules that own the parameter, because every owner needs the
+    gather. Scalars and empty parameters cannot be sharded and are ignored.
 
     Raises:
-        ConfigError: an entry of ``blocks`` or ``ignored_params`` that picks nothing, a module without ``forward``, a parameter that
-            the model itself ties to one inside a block, or a unit with trainable parameters of several dtypes.
+        ConfigError: an entry of ``blocks`` or ``ignored_params`` without a match, a module without ``forward``, a parameter
+            that the root ties to a parameter of a block, or a unit with trainable parameters of several dtypes.
     """
-    left_out = _select_ignored_params(model, ignored_params)
-    chosen = list({id(module): module for module in (*select_blocks(model, blocks), *separate_units)}.values())
-    ignored = {id(p) for p in left_out.values()}
-    single, joint = _join_tied_modules(model, chosen, ignored)
+    ignored = _select_ignored_params(model, ignored_params)
+    selected = list({id(module): module for module in (*select_blocks(model, blocks), *separate_units)}.values())
+    ignored_ids = {id(p) for p in ignored.values()}
+    single, joint = _join_tied_modules(model, selected, ignored_ids)
     units = [*((module,) for module in single), *joint]
-    _check_dtypes(model, units, ignored)
-    return WrapPlan(units=(*_order_innermost_first(model, units), (model,)), ignored_params=left_out)
+    _check_dtypes(model, units, ignored_ids)
+    return WrapPlan(units=(*_order_innermost_first(model, units), (model,)), ignored_params=ignored)
 
 
 def _select_ignored_params(model: nn.Module, ignored_params: IgnoredParams) -> dict[str, Tensor]:
     params, _ = parameters_by_fqn(model)
     if callable(ignored_params):
-        picked = {name: p for name, p in params.items() if ignored_params(name, p)}
+        selected = {name: p for name, p in params.items() if ignored_params(name, p)}
     else:
         if not isinstance(ignored_params, Iterable):
             raise ConfigError(
-                f"shard_model: leave_out takes names, or one function of (name, parameter), got {ignored_params!r}"
+                f"shard_model: ignored_params must be names or a function of (name, parameter), got {ignored_params!r}."
             )
         patterns = [ignored_params] if isinstance(ignored_params, str) else list(ignored_params)
         for pattern in patterns:
-            if not any(map(compile_patterns([pattern], caller="shard_model: leave_out"), params)):
-                raise ConfigError(f"shard_model: leave_out names {pattern!r}, but no parameter has such a name")
-        fits = compile_patterns(patterns, caller="shard_model: leave_out")
-        picked = {name: p for name, p in params.items() if fits(name)}
-    return picked | {name: p for name, p in params.items() if p.ndim == 0 or p.numel() == 0}
+            if not any(map(compile_patterns([pattern], caller="shard_model: ignored_params"), params)):
+                raise ConfigError(f"shard_model: ignored_params names {pattern!r}, but no parameter matches.")
+        matches = compile_patterns(patterns, caller="shard_model: ignored_params")
+        selected = {name: p for name, p in params.items() if matches(name)}
+    return selected | {name: p for name, p in params.items() if p.ndim == 0 or p.numel() == 0}
 
 
 def select_blocks(model: nn.Module, blocks: Blocks, *, caller: str = "shard_model") -> list[nn.Module]:
-    """The modules that ``blocks`` picks, each once, without the model itself (which is always a unit).
+    """Return the modules that ``blocks`` selects, without duplicates and without the model itself.
 
     Raises:
-        ConfigError: an entry that picks nothing, or a module without ``forward``; it begins with ``caller``.
+        ConfigError: an entry without a match, or a module without ``forward``. The message begins with ``caller``.
     """
-    below = [(name, module) for name, module in modules_by_fqn(model) if name]
+    submodules = [(name, module) for name, module in modules_by_fqn(model) if name]
     found: list[tuple[str, nn.Module]] = []
     if callable(blocks) and not isinstance(blocks, type):
-        found = [(name, module) for name, module in below if blocks(name, module)]
+        found = [(name, module) for name, module in submodules if blocks(name, module)]
         if not found:
-            raise ConfigError(f"{caller}: blocks is a function that picks no module of this model; it gets (name, module)")
+            raise ConfigError(f"{caller}: blocks is a function that selects no module of this model. Select by (name, module).")
     else:
         for entry in blocks if isinstance(blocks, Iterable) and not isinstance(blocks, str | type) else [blocks]:
-            fits = _block_matcher(entry, caller)
-            matches = [(name, module) for name, module in below if fits(name, module)]
-            if not matches and not fits("", model):
-                raise ConfigError(f"{caller}: blocks names {_format_entry(entry)}, but the model has no such module")
+            is_match = _block_matcher(entry, caller)
+            matches = [(name, module) for name, module in submodules if is_match(name, module)]
+            if not matches and not is_match("", model):
+                raise ConfigError(f"{caller}: blocks names {_format_entry(entry)}, but the model has no such module.")
             found += matches
     for name, module in found:
         if isinstance(module, _CONTAINER_CLASSES) and not _has_forward(module):
             raise ConfigError(
-                f"{caller}: blocks picks {name!r}, a {type(module).__name__} without forward; pick what is inside it"
+                f"{caller}: blocks selects {name!r}, a {type(module).__name__} without forward. Select its submodules."
             )
     return list({id(module): module for _, module in found}.values())
 
@@ -106,12 +107,12 @@ def _block_matcher(entry: BlockSelector, caller: str) -> Callable[[str, nn.Modul
     if isinstance(entry, type) and issubclass(entry, nn.Module):
         return lambda name, module: isinstance(module, entry)
     if isinstance(entry, str):
-        fits = compile_patterns([entry], caller=f"{caller}: blocks")
-        return lambda name, module: fits(name)
+        is_match = compile_patterns([entry], caller=f"{caller}: blocks")
+        return lambda name, module: is_match(name)
     got = f"a {type(entry).__name__}" if isinstance(entry, nn.Module) else repr(entry)
     raise ConfigError(
-        f"{caller}: blocks takes module classes, names, or one function of (name, module), got {got}; "
-        "e.g. blocks=(Block,) or blocks='layers.*'"
+        f"{caller}: blocks must be module classes, names or a function of (name, module), got {got}. "
+        "Pass for example blocks=(Block,) or blocks='layers.*'."
     )
 
 
@@ -124,47 +125,47 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _join_tied_modules(
-    model: nn.Module, chosen: list[nn.Module], ignored_ids: set[int]
+    model: nn.Module, selected: list[nn.Module], ignored_ids: set[int]
 ) -> tuple[list[nn.Module], list[tuple[nn.Module, ...]]]:
-    """Units of one module, and units of several that own a parameter together but would end up apart.
+    """Return single-module units, and units that join the owners of a parameter tied across units.
 
-    Joining modules may pull a further one along, as with a head whose weight is tied to the embedding and whose bias belongs
-    to the module around it: so this goes on until nothing is apart. Of modules inside each other the outer one stands for both.
+    A joined unit may split the owners of another parameter, for example of a head with a tied weight and a bias of the parent.
+    The search therefore repeats until no tied parameter spans two units. The outer of two nested modules represents both.
     """
     owners = _owners_of_tied_params(model, ignored_ids)
-    single, joint = list(chosen), list[tuple[nn.Module, ...]]()
+    single, joint = list(selected), list[tuple[nn.Module, ...]]()
     while True:
         home = _unit_of_each_module(model, [*((module,) for module in single), *joint])
-        apart = next((found for found in owners if len({home[id(module)] for module in found}) > 1), None)
-        if apart is None:
+        split_owners = next((found for found in owners if len({home[id(module)] for module in found}) > 1), None)
+        if split_owners is None:
             return single, joint
-        touched = {home[id(module)] for module in apart}
-        together = [*apart, *(module for group in joint if id(group[0]) in touched for module in group)]
-        outer = _outermost_modules(together)
+        touched = {home[id(module)] for module in split_owners}
+        joined = [*split_owners, *(module for group in joint if id(group[0]) in touched for module in group)]
+        outer = _outermost_modules(joined)
         within = {id(inner) for module in outer for inner in module.modules()}
         joint = [*(group for group in joint if id(group[0]) not in touched), outer]
-        # A block inside the joint unit that holds one of the owners would keep it from its parameter.
-        single = [unit for unit in single if id(unit) not in within or not any(module in together for module in unit.modules())]
+        # A nested block with an owner would keep the parameter out of the joint unit.
+        single = [unit for unit in single if id(unit) not in within or not any(module in joined for module in unit.modules())]
 
 
 def _owners_of_tied_params(model: nn.Module, ignored_ids: set[int]) -> list[list[nn.Module]]:
-    """The modules that own each parameter that has several owners."""
-    found: dict[int, dict[int, nn.Module]] = {}
+    """Return, for each parameter with several owners, the owning modules."""
+    owners: dict[int, dict[int, nn.Module]] = {}
     for _, module in modules_by_fqn(model):
         for param in module._parameters.values():
             if param is not None and id(param) not in ignored_ids:
-                found.setdefault(id(param), {})[id(module)] = module
-    return [list(modules.values()) for modules in found.values() if len(modules) > 1]
+                owners.setdefault(id(param), {})[id(module)] = module
+    return [list(modules.values()) for modules in owners.values() if len(modules) > 1]
 
 
 def _outermost_modules(modules: list[nn.Module]) -> tuple[nn.Module, ...]:
-    """Those that lie inside none of the others, each once."""
+    """Return the modules that no other module in ``modules`` contains, without duplicates."""
     inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
     return tuple({id(module): module for module in modules if id(module) not in inside}.values())
 
 
 def _unit_of_each_module(model: nn.Module, units: list[tuple[nn.Module, ...]]) -> dict[int, int]:
-    """For every module the unit that it would be in, by its first module: the innermost one around it, or the model."""
+    """Map each module to its unit: the first module of the innermost enclosing unit, or the model."""
     unit_of, home = {id(module): id(modules[0]) for modules in units for module in modules}, {}
 
     def walk(module: nn.Module, unit: int) -> None:
@@ -178,25 +179,25 @@ def _unit_of_each_module(model: nn.Module, units: list[tuple[nn.Module, ...]]) -
 
 
 def _check_dtypes(model: nn.Module, units: list[tuple[nn.Module, ...]], ignored_ids: set[int]) -> None:
-    """Refuse a unit whose gradients could not be reduced together."""
+    """Raise ``ConfigError`` for a unit with trainable parameters of several dtypes, which one collective cannot reduce."""
     home = _unit_of_each_module(model, units)
     found: dict[int, dict[torch.dtype, str]] = {}
     for name, module in modules_by_fqn(model):
         for key, param in module._parameters.items():
             if param is not None and param.requires_grad and id(param) not in ignored_ids:
-                shown = f"{name}.{key}".lstrip(".") + f" {str(param.dtype).removeprefix('torch.')}"
-                found.setdefault(home[id(module)], {}).setdefault(param.dtype, shown)
+                description = f"{name}.{key}".lstrip(".") + f" {str(param.dtype).removeprefix('torch.')}"
+                found.setdefault(home[id(module)], {}).setdefault(param.dtype, description)
     for unit, dtypes in found.items():
         if len(dtypes) > 1:
             name = next((repr(name) for name, module in modules_by_fqn(model) if name and id(module) == unit), "of the model")
             raise ConfigError(
-                f"shard_model: the unit {name} has trainable parameters of several dtypes ({', '.join(dtypes.values())}); "
-                "convert them, give those of one dtype a unit of their own (blocks=), or leave them out (leave_out=)"
+                f"shard_model: the unit {name} has trainable parameters of several dtypes ({', '.join(dtypes.values())}). "
+                "Convert the parameters, put each dtype in a separate unit (blocks=), or ignore parameters (ignored_params=)."
             )
 
 
 def _order_innermost_first(model: nn.Module, units: list[tuple[nn.Module, ...]]) -> Iterator[tuple[nn.Module, ...]]:
-    """Units inside others before those: FSDP2 gives a unit what is below it and not taken yet."""
+    """Yield inner units before outer units, because FSDP2 gives a unit all parameters below that no unit owns yet."""
     unit_of = {id(module): index for index, modules in enumerate(units) for module in modules}
     order: TopologicalSorter[int] = TopologicalSorter(dict.fromkeys(range(len(units)), ()))
 
@@ -211,7 +212,7 @@ def _order_innermost_first(model: nn.Module, units: list[tuple[nn.Module, ...]])
     walk(model, ())
     if id(next(modules_by_fqn(model))[1]) in unit_of:
         raise ConfigError(
-            "shard_model: the model itself owns a parameter that is tied to one inside a block; move it into a module of its "
-            "own, or name it in leave_out"
+            "shard_model: the root module owns a parameter that is tied to a parameter of a block. Move the parameter into a "
+            "submodule, or name it in ignored_params."
         )
     yield from (units[index] for index in order.static_order())

@@ -1,11 +1,9 @@
-"""Modules that do a little more than before, under the names that they had.
+"""Change the class of a module in place, so that the module keeps its parameters, hooks and names.
 
-A ``Mixed`` class stands in front of a module's own: ``Blur`` and ``nn.Conv2d`` make ``BlurConv2d``, whose ``forward`` calls
-that of ``nn.Conv2d``. A module is given that class where it is, so its parameters, its hooks, its place and all names in a
-state dict stay, it is still an ``nn.Conv2d`` (or a user's block, which ``shard_model(blocks=(Block,))`` finds), and edits
-combine.
-
-A class that is written out for one kind of module, as ``LowPrecisionLayerNorm`` is, is given in the same way, by ``become``.
+A ``Mixin`` precedes the module's own class: ``Blur`` and ``nn.Conv2d`` form ``BlurConv2d``, whose ``forward`` calls the
+``forward`` of ``nn.Conv2d``. The module is still an ``nn.Conv2d`` (or a user's block, which
+``shard_model(blocks=(Block,))`` finds), and several edits combine. ``swap_class`` sets a complete class such as
+``LowPrecisionLayerNorm`` in the same way.
 """
 
 from __future__ import annotations
@@ -19,16 +17,16 @@ from dtrain.errors import ConfigError
 
 
 class Mixin(nn.Module):
-    """Base of what is mixed in. It keeps its settings in attributes that begin with ``_``, which no constructor takes."""
+    """Base class of mixins. A mixin stores its settings in attributes that begin with ``_``, which no constructor takes."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # A class made here cannot be found by name, so copies and pickles are made from what it was mixed from.
+        # A combined class cannot be imported by name, so copies and pickles store its base class and mixins.
         base, *mixins = _split_combined_class(type(self))
         return _new_instance, (base, mixins), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 def add_mixin(module: nn.Module, mixin: type[Mixin]) -> bool:
-    """Give ``module`` the class that is ``mixin`` in front of its own; False when it has that already.
+    """Put ``mixin`` in front of the class of ``module``; return False if the module has the mixin already.
 
     Mutates: ``module.__class__``.
     """
@@ -40,38 +38,39 @@ def add_mixin(module: nn.Module, mixin: type[Mixin]) -> bool:
 
 
 def swap_class(module: nn.Module, kind: Any) -> nn.Module:
-    """Give ``module`` the class ``kind``, a subclass of its own that stores nothing in ``__init__``; return it.
+    """Set the class of ``module`` to ``kind``, a subclass of its class that stores nothing in ``__init__``; return the module.
 
     Mutates: ``module.__class__``.
 
     Raises:
-        ConfigError: a ``forward`` was set on the module itself, which would hide that of the class.
+        ConfigError: the module has its own ``forward``, which would hide the ``forward`` of the class.
 
     Example:
         >>> class Doubled(nn.Linear):
         ...     def forward(self, input):
         ...         return 2 * super().forward(input)
         >>> linear = nn.Linear(1, 1, bias=False)
-        >>> bool(become(linear, Doubled)(torch.ones(1)) == 2 * linear.weight), list(linear.state_dict())
+        >>> bool(swap_class(linear, Doubled)(torch.ones(1)) == 2 * linear.weight), list(linear.state_dict())
         (True, ['weight'])
     """
     if "forward" in module.__dict__:
         raise ConfigError(
-            f"surgery: a {type(module).__name__} has a forward of its own, which would hide what it is to do; change the model "
-            "before hooks, checkpoint_activations and the like"
+            f"surgery: a {type(module).__name__} has its own forward, which would hide the forward of the new class. Edit the "
+            "model before checkpoint_activations and before replacing forward."
         )
     module.__class__ = kind
     return module
 
 
-@cache  # one class for each pair: what compares classes, or compiles for them, sees one
+# One class per pair, so that class comparisons and the compiler see the same class.
+@cache
 def _combined_class(mixin: Any, base: Any) -> Any:
     name = f"{mixin.__name__}{base.__name__}"
     return type(name, (mixin, base), {"__module__": mixin.__module__, "__doc__": mixin.__doc__, "_dtrain_mixed": True})
 
 
 def _split_combined_class(kind: type[nn.Module]) -> list[type[nn.Module]]:
-    """The class at the bottom, and then what was mixed into it, in that order."""
+    """Return the base class and then the mixins in the order of addition."""
     if "_dtrain_mixed" not in vars(kind):
         return [kind]
     mixin, base = kind.__bases__
@@ -79,7 +78,7 @@ def _split_combined_class(kind: type[nn.Module]) -> list[type[nn.Module]]:
 
 
 def _new_instance(base: type[nn.Module], mixins: list[type[Mixin]]) -> nn.Module:
-    """An empty module of that class, to be filled."""
+    """Return an empty module of the combined class."""
     for mixin in mixins:
         pair: Any = (mixin, base)
         base = _combined_class(*pair)

@@ -1,6 +1,7 @@
-"""Attention with linear biases: what is far away counts less, and positions need no embedding.
+"""Add linear attention biases (ALiBi) to a model and disable position embeddings: ``alibi``.
 
-torch's own attention with linear biases."""
+``AlibiMultiheadAttention`` is torch's multi-head attention with ALiBi.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
 from dtrain.surgery.attention.attention_bias import add_alibi_bias, alibi_bias
 from dtrain.surgery.class_swap import Mixin, add_mixin, swap_class
-from dtrain.surgery.replace import ModuleSelector, ReplacementPolicy, check_plain_model, find_imported_class, replace_modules
+from dtrain.surgery.replace import ModuleSelector, ReplacementPolicy, apply_policies, check_plain_model, find_imported_class
 
 
 class ZeroPositionEmbedding(nn.Module):
-    """In place of an embedding of positions: zero, for any position.
+    """A replacement of a position embedding that returns zero for any position.
 
     Formula: ``y = 0``
 
-    Source: Press et al. 2022, arXiv:2108.12409, section 3 (no embedding of positions).
+    Source: Press et al. 2022, arXiv:2108.12409, section 3 (no position embeddings).
 
     Example:
         >>> (torch.ones(2) + ZeroPositionEmbedding()(torch.tensor([3, 9000]))).tolist()
@@ -30,7 +31,7 @@ class ZeroPositionEmbedding(nn.Module):
     """
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Positions -> a zero ``[]``, which adds to embeddings of any shape and dtype."""
+        """Return a zero ``[]``, which can be added to embeddings of any shape and dtype."""
         return torch.zeros((), device=positions.device)
 
 
@@ -41,90 +42,92 @@ def alibi(
     attentions: Mapping[type[nn.Module], str] | None = None,
     positions: str | tuple[str, ...] = (),
 ) -> nn.Module:
-    """The model with linear biases in its attention, and without embeddings of positions.
+    """Add linear attention biases to ``model`` and remove its position embeddings; return the model.
 
-    On BERT (both sides) and GPT-2 (causal) of transformers it is complete. Each attention adds the bias to the mask that it
-    is called with, and each embedding of positions gives zero, so it has no parameter any more: what a checkpoint from
-    before has for it is left over. The bias takes the place of flash kernels' own masks: ``sdpa`` runs with a float mask
-    ``[batch or 1, heads, length, length]``, which every layer makes for itself.
+    BERT (bidirectional) and GPT-2 (causal) of transformers are supported completely. Each attention adds the bias to its mask.
+    Each position embedding returns zero and loses its parameter, so earlier checkpoints have unused values. ``sdpa`` runs with
+    a float mask ``[batch or 1, heads, length, length]`` per layer, instead of a flash kernel's mask.
 
-    Formula: ``softmax(q @ k.T * scale - slope[h] * abs(i - j))``, the slopes as in ``alibi_slopes``
+    Formula: ``softmax(q @ k.T * scale - slope[h] * abs(i - j))``, with slopes from ``alibi_slopes``
 
     Args:
-        model: before ``shard_model``; on meta, too.
-        max_sequence_length: the longest sequence that BERT is to take; None leaves that. GPT-2 takes any.
-        attentions: for other models: by class, the name of the attribute that is the number of heads. Such a module takes
-            ``attention_mask=``, a mask as in ``add_alibi_bias``, by name; it is causal without one if its ``is_causal`` is true.
-            ``nn.MultiheadAttention: "num_heads"`` is torch's own, with its own kind of masks.
-        positions: for other models: names of embeddings of positions, or patterns of such.
+        model: plain module before ``shard_model``; on meta, too.
+        max_sequence_length: new maximum sequence length of BERT; None keeps the old length. GPT-2 accepts any length.
+        attentions: for other models: attention class -> name of the attribute with the number of heads. The attention must
+            accept ``attention_mask=`` (a mask as in ``add_alibi_bias``). An attention with a true ``is_causal`` is causal if
+            called without a mask. ``nn.MultiheadAttention: "num_heads"`` selects torch's attention, with torch's masks.
+        positions: for other models: names or patterns of position embeddings.
 
-    Mutates: ``model``. With ``max_sequence_length`` its ``config.max_position_embeddings``, too.
-
-    Raises:
-        ConfigError: no attention that is known, an implementation of attention other than ``sdpa`` and ``eager``, a pattern
-            that fits no module, lengths and numbers of heads that are none, a model that is sharded already; in a forward,
-            what ``add_alibi_bias`` refuses.
-
-    Source: Press et al. 2022, arXiv:2108.12409; symmetric for BERT as in MosaicML Composer. Unlike there, an embedding of
-        positions is not kept as frozen zeros.
+    Mutates: ``model``. With ``max_sequence_length`` also ``config.max_position_embeddings``.
 
     Example:
+        >>> import dtrain as dt
         >>> class Attention(nn.Module):
         ...     heads, is_causal = 2, True
         ...     def forward(self, x, attention_mask=None):
         ...         return attention_mask
-        >>> alibi(Attention(), attentions={Attention: "heads"})(torch.zeros(1, 2, 8))[0, 0].tolist()
+        >>> model = dt.surgery.alibi(Attention(), attentions={Attention: "heads"})
+        >>> model(torch.zeros(1, 2, 8))[0, 0].tolist()
         [[-0.0, -3.4028234663852886e+38], [-0.0625, -0.0]]
+
+    Raises:
+        ConfigError: no known attention, an attention implementation other than ``sdpa`` and ``eager``, a pattern without a
+            match, an invalid length or number of heads, or a sharded model; in a forward, an invalid mask.
+
+    Source: Press et al. 2022, arXiv:2108.12409; symmetric for BERT as in MosaicML Composer. Unlike there, position embeddings
+    are
+        removed instead of frozen at zero.
     """
-    check_plain_model(model, _WHERE)
+    check_plain_model(model, _CALLER)
     if max_sequence_length is not None and (type(max_sequence_length) is not int or max_sequence_length < 1):
-        raise ConfigError(f"{_WHERE}: max_sequence_length is a whole number of at least 1, got {max_sequence_length!r}")
+        raise ConfigError(f"{_CALLER}: max_sequence_length must be an integer >= 1, got {max_sequence_length!r}.")
     heads = {**_default_attentions(), **(attentions or {})}
     _check_implementation(model)
-    silent = _match_position_modules(model, positions)
-    others = cross_attention_ids(model)
+    named = _match_position_modules(model, positions)
+    cross_attention = cross_attention_ids(model)
     policies: dict[ModuleSelector, ReplacementPolicy] = {
-        kind: _make_policy(attribute, others) for kind, attribute in heads.items()
+        kind: _make_policy(attribute, cross_attention) for kind, attribute in heads.items()
     }
     if not policies:
         raise ConfigError(
-            f"{_WHERE}: no attention that is known: transformers' BERT and GPT-2 are not in this process; for another model "
-            'say which, attentions={SelfAttention: "num_heads"}'
+            f"{_CALLER}: the model must have a known attention, but this process did not import transformers' BERT or GPT-2. "
+            'Pass for example attentions={SelfAttention: "num_heads"}.'
         )
-    model = replace_modules(model, policies, caller=_WHERE).model
+    model = apply_policies(model, policies, caller=_CALLER).model
     disable_nested_tensors_(model)
-    _zero_position_embeddings_(model, silent)
+    _zero_position_embeddings_(model, named)
     if max_sequence_length is not None:
         _resize_position_buffers_(model, max_sequence_length)
     return model
 
 
-_WHERE = "alibi"
+_CALLER = "alibi"
 _BERT_MODULE, _GPT2_MODULE = "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2"
 
 
 def _default_attentions() -> dict[type[nn.Module], str]:
-    known = {
+    attributes = {
         find_imported_class(_BERT_MODULE, "BertSelfAttention"): "num_attention_heads",
         find_imported_class(_GPT2_MODULE, "GPT2Attention"): "num_heads",
     }
-    return {kind: attribute for kind, attribute in known.items() if kind is not None}
+    return {kind: attribute for kind, attribute in attributes.items() if kind is not None}
 
 
 def _check_implementation(model: nn.Module) -> None:
     names = (getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules())
-    strange = sorted({name for name in names if name not in (None, "sdpa", "eager")})
-    if strange:
-        raise ConfigError(f"{_WHERE}: takes attn_implementation 'sdpa' or 'eager', this model has {strange[0]!r}")
+    unsupported = sorted({name for name in names if name not in (None, "sdpa", "eager")})
+    if unsupported:
+        raise ConfigError(f"{_CALLER}: attn_implementation must be 'sdpa' or 'eager', got {unsupported[0]!r}.")
 
 
-def _make_policy(attribute: str, others: Container[int]) -> ReplacementPolicy:
+def _make_policy(attribute: str, cross_attention: Container[int]) -> ReplacementPolicy:
     def policy(module: nn.Module, name: str) -> nn.Module | None:
-        if getattr(module, "is_cross_attention", False) or id(module) in others:
-            return None  # queries and keys are of two texts, whose distances mean nothing
+        if getattr(module, "is_cross_attention", False) or id(module) in cross_attention:
+            # Distances between two different sequences have no meaning.
+            return None
         heads = getattr(module, attribute, None)
         if type(heads) is not int:
-            raise ConfigError(f"{_WHERE}: {type(module).__name__}.{attribute} must be the number of heads, it is {heads!r}")
+            raise ConfigError(f"{_CALLER}: {type(module).__name__}.{attribute} must be the number of heads, got {heads!r}.")
         if type(module) is nn.MultiheadAttention:
             return swap_to_alibi_multihead(module)
         add_mixin(module, Alibi)
@@ -136,14 +139,17 @@ def _make_policy(attribute: str, others: Container[int]) -> ReplacementPolicy:
 
 
 class Alibi(Mixin):
-    """Mixed into an attention: the mask that it is called with gets the bias."""
+    """Mixin of an attention that adds the bias to the attention mask."""
 
     _alibi_heads: int
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """``[batch, length, dim]`` -> what the attention gives."""
+        """Call the attention on ``[batch, length, dim]`` with the bias in its mask."""
         if args:
-            raise ConfigError(f"{_WHERE}: {type(self).__name__} must be called with attention_mask and what follows by name")
+            raise ConfigError(
+                f"{_CALLER}: {type(self).__name__} must get keyword arguments after hidden_states, got positional arguments. "
+                "Pass attention_mask= by name."
+            )
         length = hidden_states.shape[1]
         bias = alibi_bias(
             self._alibi_heads,
@@ -156,25 +162,27 @@ class Alibi(Mixin):
         return super().forward(hidden_states, attention_mask=mask, **kwargs)
 
     def _num_cached_keys(self, kwargs: Mapping[str, Any]) -> int:
-        """How many keys there are from before, in a cache of transformers."""
+        """Return the number of keys in a cache of transformers."""
         cache = kwargs.get("past_key_values")
         return 0 if cache is None else int(cache.get_seq_length(getattr(self, "layer_idx", 0)))
 
 
 def _match_position_modules(model: nn.Module, positions: str | tuple[str, ...]) -> set[int]:
-    """Identities of the modules that the patterns name, each of which must name one."""
-    found = set()
+    """Return the ids of modules that match the patterns. Every pattern must match."""
+    matched = set()
     for pattern in (positions,) if isinstance(positions, str) else positions:
-        fits = compile_patterns([pattern], caller=_WHERE)
-        named = {id(module) for name, module in modules_by_fqn(model, include_duplicates=True) if fits(name)}
-        if not named:
-            raise ConfigError(f"{_WHERE}: positions={pattern!r} fits no module of this {type(model).__name__}")
-        found |= named
-    return found
+        is_match = compile_patterns([pattern], caller=_CALLER)
+        ids = {id(module) for name, module in modules_by_fqn(model, include_duplicates=True) if is_match(name)}
+        if not ids:
+            raise ConfigError(
+                f"{_CALLER}: positions={pattern!r} matches no module of the {type(model).__name__}. Correct the pattern."
+            )
+        matched |= ids
+    return matched
 
 
 def _zero_position_embeddings_(model: nn.Module, named: set[int]) -> None:
-    """Mutates: ``model``: its embeddings of positions, and what is named, give zero."""
+    """Replace position embeddings and named modules by zeros. Mutates: ``model``."""
     places = (
         (find_imported_class(_BERT_MODULE, "BertEmbeddings"), "position_embeddings"),
         (find_imported_class(_GPT2_MODULE, "GPT2Model"), "wpe"),
@@ -187,11 +195,12 @@ def _zero_position_embeddings_(model: nn.Module, named: set[int]) -> None:
         policies: dict[ModuleSelector, ReplacementPolicy] = {
             lambda name, module: id(module) in named: lambda module, name: ZeroPositionEmbedding()
         }
-        replace_modules(model, policies, caller=_WHERE, missing_ok=True)  # those that gave zero above are gone
+        # Modules that were replaced above no longer match.
+        apply_policies(model, policies, caller=_CALLER, missing_ok=True)
 
 
 def _resize_position_buffers_(model: nn.Module, length: int) -> None:
-    """Mutates: ``model``: the tables of BERT that are as long as the longest sequence, and what its configuration says."""
+    """Resize BERT's position tables and update its configuration. Mutates: ``model``."""
     bert = find_imported_class(_BERT_MODULE, "BertEmbeddings")
     for module in model.modules():
         if bert is not None and isinstance(module, bert):
@@ -204,15 +213,16 @@ def _resize_position_buffers_(model: nn.Module, length: int) -> None:
 
 
 class AlibiMultiheadAttention(nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` of a text with itself, with linear biases; masks are those of ``nn.MultiheadAttention``.
+    """``nn.MultiheadAttention`` with linear biases, for self-attention; masks are those of ``nn.MultiheadAttention``.
 
     Formula: ``softmax(q @ k.T * scale - slope[h] * abs(i - j) + mask)``
 
     Source: Press et al. 2022, arXiv:2108.12409, section 3.
 
     Example:
-        >>> layer = AlibiMultiheadAttention(2, 1, batch_first=True).requires_grad_(False)
-        >>> _ = layer.in_proj_weight.zero_()  # so all scores are 0, but for the bias of 1/256
+        >>> import dtrain as dt
+        >>> layer = dt.surgery.AlibiMultiheadAttention(2, 1, batch_first=True).requires_grad_(False)
+        >>> _ = layer.in_proj_weight.zero_()  # all scores are 0, except the bias of 1/256
         >>> x = torch.ones(1, 2, 2)
         >>> torch.softmax(torch.tensor([0.0, -1 / 256]), 0).allclose(layer(x, x, x)[1][0, 0])
         True
@@ -229,7 +239,7 @@ class AlibiMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention.forward``; ``is_causal`` needs no mask beside it."""
+        """Run ``nn.MultiheadAttention.forward`` with the bias. ``is_causal`` needs no additional mask."""
         axis = 1 if self.batch_first and query.ndim == 3 else 0
         length, keys = query.shape[axis], key.shape[axis]
         if is_causal and attn_mask is None:
@@ -237,7 +247,7 @@ class AlibiMultiheadAttention(nn.MultiheadAttention):
         bias = alibi_bias(self.num_heads, length, keys, device=query.device, dtype=query.dtype)
         if query.ndim == 3:
             bias = bias.repeat(query.shape[1 - axis], 1, 1)
-        mask, padding = (_to_additive_mask(each, query.dtype) for each in (attn_mask, key_padding_mask))
+        mask, padding = (_to_additive_mask(tensor, query.dtype) for tensor in (attn_mask, key_padding_mask))
         return super().forward(
             query,
             key,
@@ -250,29 +260,29 @@ class AlibiMultiheadAttention(nn.MultiheadAttention):
 
 
 def swap_to_alibi_multihead(module: nn.MultiheadAttention) -> nn.Module:
-    """``module`` with linear biases. A hook that does nothing keeps torch from its kernels for evaluation, which have none."""
+    """Swap the class of ``module``. A no-op hook disables torch's inference kernels, which support no bias."""
     swap_class(module, AlibiMultiheadAttention).register_forward_pre_hook(_no_op_hook)
     return module
 
 
 def cross_attention_ids(model: nn.Module) -> set[int]:
-    """Identities of attentions that torch's decoder layers have for what the encoder has made."""
+    """Return the ids of cross-attention modules in torch's decoder layers."""
     return {id(layer.multihead_attn) for layer in model.modules() if isinstance(layer, nn.TransformerDecoderLayer)}
 
 
 def disable_nested_tensors_(model: nn.Module) -> None:
-    """Let torch's encoders leave tensors padded: nested ones have no place for a bias. Mutates: ``model``."""
+    """Disable nested tensors in torch's encoders, because nested tensors support no bias. Mutates: ``model``."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
 
 
-def _no_op_hook(module: nn.Module, given: Any) -> None:
+def _no_op_hook(module: nn.Module, args: Any) -> None:
     return None
 
 
 def _to_additive_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask that is added, of one that may be of bools (True is hidden)."""
+    """Return an additive mask for a bool mask (True is hidden) or an additive mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)

@@ -1,4 +1,4 @@
-"""Stochastic depth: residual blocks that are left out at random while training."""
+"""Skip residual blocks at random during training (stochastic depth): ``stochastic_depth``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtrain.errors import ConfigError
 from dtrain.fqn import modules_by_fqn
 from dtrain.shard.wrapping import Blocks, select_blocks
 from dtrain.surgery.class_swap import Mixin, add_mixin
-from dtrain.surgery.replace import check_plain_model, replace_modules
+from dtrain.surgery.replace import apply_policies, check_plain_model
 
 DropMethod = Literal["block", "sample"]
 ResidualKind = Literal["block", "branch"]
@@ -22,25 +22,26 @@ RateDistribution = Literal["linear", "uniform"]
 
 
 def drop_rates(drop_rate: float, blocks: int, distribution: RateDistribution = "linear") -> list[float]:
-    """The rate at which each of so many blocks is dropped, from the first to the last.
+    """Return the drop rate of each block, from the first to the last.
 
     Formula: ``rate[l] = drop_rate * (l + 1) / blocks`` if linear, ``drop_rate`` if uniform
 
     Source: Huang et al. 2016, arXiv:1603.09382, equation 4.
 
     Example:
-        >>> drop_rates(0.5, 4), drop_rates(0.5, 2, "uniform")
+        >>> import dtrain as dt
+        >>> dt.surgery.drop_rates(0.5, 4), dt.surgery.drop_rates(0.5, 2, "uniform")
         ([0.125, 0.25, 0.375, 0.5], [0.5, 0.5])
     """
-    return [drop_rate * ((at + 1) / blocks if distribution == "linear" else 1.0) for at in range(blocks)]
+    return [drop_rate * ((index + 1) / blocks if distribution == "linear" else 1.0) for index in range(blocks)]
 
 
 def is_dropped(drop_rate: float, count: int, *, seed: int, name: str = "") -> bool:
-    """Whether the forward number ``count`` leaves the block ``name`` out: on every rank and machine the same.
+    """Return True if forward number ``count`` skips the block ``name``; equal on every rank and machine.
 
     Formula: ``derive_seed(seed, "stochastic_depth", name, count) / 2**63 < drop_rate``
 
-    Source: Huang et al. 2016, arXiv:1603.09382, section 3, with a hash for a uniform number.
+    Source: Huang et al. 2016, arXiv:1603.09382, section 3, with a hash as the uniform random number.
 
     Example:
         >>> dropped = [is_dropped(0.25, count, seed=0) for count in range(4000)]
@@ -51,7 +52,7 @@ def is_dropped(drop_rate: float, count: int, *, seed: int, name: str = "") -> bo
 
 
 def drop_samples(x: Tensor, keep: Tensor) -> Tensor:
-    """``x`` with zeros for the samples (rows of the first axis) that are not kept.
+    """Replace the samples (rows of the first axis) that are not kept by zeros.
 
     Formula: ``out[i] = x[i] if keep[i] else 0``
 
@@ -59,21 +60,22 @@ def drop_samples(x: Tensor, keep: Tensor) -> Tensor:
         x: ``[samples, ...]``.
         keep: bool ``[samples]``.
 
-    Source: the per-sample form is MosaicML Composer's.
+    Source: the per-sample variant is MosaicML Composer's.
 
     Example:
-        >>> drop_samples(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([False, True])).tolist()
+        >>> import dtrain as dt
+        >>> dt.surgery.drop_samples(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([False, True])).tolist()
         [[0.0, 0.0], [3.0, 4.0]]
     """
-    return x.masked_fill(~keep.reshape(-1, *[1] * (x.ndim - 1)), 0.0)  # a product would make infinity something else
+    # A product would turn infinity into NaN.
+    return x.masked_fill(~keep.reshape(-1, *[1] * (x.ndim - 1)), 0.0)
 
 
 class Stochastic(Mixin):
-    """Mixed into a residual block, or into the branch of one: it is left out at random while training.
+    """Mixin of a residual block, or of a residual branch, that is skipped at random during training.
 
-    What a count of forwards must survive decides its form. It is a buffer, so it is saved, is put back where a step is tried
-    again, and is what it was when activation checkpointing computes a block again. The host keeps the value beside it, and
-    reads the buffer only if that was written by someone else.
+    The number of forwards is a buffer, so the number is saved, restored with a repeated step, and reset for the recomputation
+    of activation checkpointing. The host caches the value, and reads the buffer only if other code wrote the buffer.
     """
 
     _drop_rate: float
@@ -93,11 +95,11 @@ class Stochastic(Mixin):
         if not self._should_drop():
             return self._run_block(x, args, kwargs)
         if any(isinstance(inner, FSDPModule) for inner in self.modules() if inner is not self):
-            # What is gathered inside must not depend on numbers that a rank may have counted otherwise.
+            # Gathers of inner units must not depend on a count that may differ between ranks.
             return self._scale_residual(x, self._run_block(x, args, kwargs), 0.0)
         if self._kind == "branch":
             return x.new_zeros(())
-        # What comes into a unit of FSDP2 is a view, on which a later operation in place would drop the unit's hook.
+        # The input of an FSDP2 unit is a view. A later in-place operation on the view would remove the unit's hook.
         return x.clone() if isinstance(self, FSDPModule) else x
 
     def _scale_residual(self, x: Tensor, out: Tensor, factor: float) -> Tensor:
@@ -107,20 +109,21 @@ class Stochastic(Mixin):
 
     def _run_block(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         out = super().forward(x, *args, **kwargs)
-        wanted = tuple(x.shape) if self._kind == "block" else None
-        if not isinstance(out, Tensor) or (wanted is not None and tuple(out.shape) != wanted):
-            got = f"a tensor {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        expected_shape = tuple(x.shape) if self._kind == "block" else None
+        if not isinstance(out, Tensor) or (expected_shape is not None and tuple(out.shape) != expected_shape):
+            actual = f"a tensor {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
             raise ConfigError(
-                f"stochastic_depth: {self._block_name!r} makes {got} of {list(x.shape)}, so it cannot be left out; choose "
-                "blocks that keep the shape, or the branches beside a shortcut with kind='branch'"
+                f"stochastic_depth: {self._block_name!r} must return a tensor {list(x.shape)} like its input, got {actual}. "
+                "Select blocks that keep the shape, or pass residual branches with kind='branch'."
             )
         return out
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else code is compiled anew for each count
+    # The compiler would recompile for each count.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _should_drop(self) -> bool:
-        """Whether this forward is one of those that leave the block out; the next one has the next number."""
-        seen, version, count = self.__dict__.get("_seen", (None, 0, 0))
-        if self.forwards is not seen or self.forwards._version != version:
+        """Return True if this forward skips the block, and count the forward."""
+        known_buffer, version, count = self.__dict__.get("_seen", (None, 0, 0))
+        if self.forwards is not known_buffer or self.forwards._version != version:
             count = int(self.forwards)
         with torch.no_grad():
             self.forwards.add_(1)
@@ -128,8 +131,8 @@ class Stochastic(Mixin):
         return is_dropped(self._drop_rate, count, seed=self._seed, name=self._block_name)
 
     def extra_repr(self) -> str:
-        own = super().extra_repr()
-        return f"{own}, drop_rate={self._drop_rate:.3g}" if own else f"drop_rate={self._drop_rate:.3g}"
+        base = super().extra_repr()
+        return f"{base}, drop_rate={self._drop_rate:.3g}" if base else f"drop_rate={self._drop_rate:.3g}"
 
 
 def stochastic_depth(
@@ -142,73 +145,76 @@ def stochastic_depth(
     kind: ResidualKind = "block",
     seed: int = 0,
 ) -> nn.Module:
-    """Have residual blocks of ``model`` be left out at random while training; return the model.
+    """Skip residual blocks of ``model`` at random during training; return the model.
 
-    In evaluation the residual is scaled by the chance that it is kept. Names stay as they are, and a class finds its blocks.
+    In evaluation the residual is scaled by the probability of keeping the block. Names do not change, and a class still selects
+    its blocks.
 
-    Formula: ``out = x + keep * (block(x) - x)``, or of a branch ``keep * branch(x)``; ``keep`` is 1 or 0 while training, and
-    ``1 - rate`` in evaluation, ``rate`` as in ``drop_rates``
+    Formula: ``out = x + keep * (block(x) - x)``, or for a branch ``keep * branch(x)``; ``keep`` is 1 or 0 during training, and
+    ``1 - rate`` in evaluation, with ``rate`` from ``drop_rates``
 
     Args:
-        model: a plain module, before ``shard_model``; on meta, too.
-        blocks: which modules, as in ``shard_model``: classes, names, or a function of (name, module). They are counted in the
-            order of the model. Their first argument is ``x``, a tensor ``[samples, ...]``, and their result is a tensor.
-        drop_rate: of the last block, from 0 to below 1. The paper's is 0.5 (Composer: 0.2).
-        distribution: ``"linear"`` from the first block to the last, as in the paper, or ``"uniform"``.
-        method: ``"block"``: for all samples alike, as in the paper; then nothing is computed, forward or backward. A parameter
-            that no microbatch of a step used has no gradient in that step, so the optimizer leaves it alone. ``"sample"``:
-            each sample by itself; everything is computed.
-        kind: ``"block"``: modules that add their input themselves, with a shortcut that is the identity. Where an activation
-            comes after the sum, as in the first ResNets, the paper scales inside of it in evaluation; this scales its result.
-            ``"branch"``: modules whose result is added to something (``shortcut + branch``, not in place: what is left out is
-            a zero without a shape), for any shortcut; this is the paper's formula.
-        seed: of the choices of ``method="block"``: they depend on it, on a block's name and on how many forwards it has seen
-            while training. So all ranks choose alike. Two ranks equal one process if each runs one microbatch in a step; with
-            more, a choice is for other samples, since a microbatch of each rank holds other ones. (A rank that
-            has fewer than the others repeats one without counting it; with ``buffers="local"`` it then stays behind, which
-            changes its choices and nothing else.) Those of ``"sample"`` are drawn from torch's global generator, as dropout's
-            are, so they differ between ranks.
+        model: plain module before ``shard_model``; on meta, too.
+        blocks: modules to skip, as in ``shard_model``: classes, names, or a function of (name, module), counted in model order.
+            The first argument is a tensor ``[samples, ...]``, and the result is a tensor.
+        drop_rate: drop rate of the last block, from 0 to below 1. The paper uses 0.5 (Composer: 0.2).
+        distribution: ``"linear"`` from the first to the last block, as in the paper, or ``"uniform"``.
+        method: ``"block"`` skips a block for all samples, as in the paper, and computes nothing in forward and backward. A
+            parameter that no microbatch of a step used has no gradient in that step, so the optimizer ignores the parameter.
+            ``"sample"`` drops samples independently and computes everything.
+        kind: ``"block"``: modules that add their input, with an identity shortcut. If an activation follows the sum, as in the
+            first ResNets, the paper scales inside of the activation in evaluation, and this function scales the result.
+            ``"branch"``: modules whose result is added to any shortcut (``shortcut + branch``, not in place, because a skipped
+            branch returns a zero without a shape), as in the paper's formula.
+        seed: seed of ``method="block"``. Decisions depend on the seed, the block's name and its number of training forwards, so
+            all ranks decide alike. Two ranks equal one process if each rank runs one microbatch per step. With several
+            microbatches, decisions apply to different samples. (A rank with fewer microbatches repeats one without counting.
+            With ``buffers="local"`` its count then stays behind, which changes only its decisions.) ``"sample"`` uses torch's
+            global generator, as dropout does, so ranks differ.
 
-    Mutates: ``model``: the classes of the blocks, and for ``"block"`` a buffer ``forwards`` in each, which is saved. (So
-        weights from before load with ``load_weights_(..., missing=["**.forwards"])``.)
-    Collective: none of its own; ``forwards`` is one of the buffers that a step makes equal on all ranks. Where units of
-        sharding are inside a block, it is computed even if left out.
-    Host sync: none while the count is only written here. After a checkpoint was loaded, in activation checkpointing, and where
-        ``shard_model(buffers=...)`` makes buffers equal on several ranks, a forward waits for it once: ``"block"`` is decided
-        on the host.
-
-    Raises:
-        ConfigError: ``blocks`` that pick nothing, an argument that cannot be right, a model that is sharded already; in a
-            forward, a block that gives no tensor, or one of another shape.
-
-    Source: Huang et al. 2016, arXiv:1603.09382, section 3.
+    Mutates: ``model``: the classes of the blocks, and for ``"block"`` a saved buffer ``forwards`` in each. (Load earlier
+    weights
+        with ``load_weights_(..., missing=["**.forwards"])``.)
+    Collective: none of its own; a step synchronizes ``forwards`` like other buffers. A block with sharded units inside is
+    computed
+        even if skipped.
+    Host sync: none while only this module writes the count. One per forward of ``"block"`` after loading a checkpoint, under
+        activation checkpointing, and if ``shard_model(buffers=...)`` synchronizes buffers over several ranks.
 
     Example:
-        >>> net = stochastic_depth(nn.Sequential(nn.ReLU(), nn.ReLU()), nn.ReLU, drop_rate=0.5, distribution="uniform")
-        >>> net.eval()(torch.tensor([[-8.0, 8.0]])).tolist()  # twice x + 0.5 * (relu(x) - x)
+        >>> import dtrain as dt
+        >>> model = nn.Sequential(nn.ReLU(), nn.ReLU())
+        >>> model = dt.surgery.stochastic_depth(model, nn.ReLU, drop_rate=0.5, distribution="uniform")
+        >>> model.eval()(torch.tensor([[-8.0, 8.0]])).tolist()  # twice x + 0.5 * (relu(x) - x)
         [[-2.0, 8.0]]
+
+    Raises:
+        ConfigError: ``blocks`` selects no module, an argument is invalid, or the model is sharded; in a forward, a block
+            returns no tensor, or a tensor of another shape.
+
+    Source: Huang et al. 2016, arXiv:1603.09382, section 3.
     """
-    where = "stochastic_depth"
-    for given, name, allowed in (
+    caller = "stochastic_depth"
+    for value, name, allowed in (
         (distribution, "distribution", RateDistribution),
         (method, "method", DropMethod),
         (kind, "kind", ResidualKind),
     ):
-        if given not in get_args(allowed):
-            raise ConfigError(f"{where}: unknown {name}={given!r}; use one of {', '.join(get_args(allowed))}")
+        if value not in get_args(allowed):
+            raise ConfigError(f"{caller}: {name} must be one of {', '.join(get_args(allowed))}, got {value!r}.")
     if not isinstance(drop_rate, int | float) or not 0 <= drop_rate < 1 or math.isnan(drop_rate):
-        raise ConfigError(f"{where}: needs 0 <= drop_rate < 1, got {drop_rate=}")
+        raise ConfigError(f"{caller}: drop_rate must be at least 0 and less than 1, got {drop_rate!r}.")
     if type(seed) is not int:
-        raise ConfigError(f"{where}: seed must be a whole number, got {seed!r}")
-    check_plain_model(model, where)
+        raise ConfigError(f"{caller}: seed must be an integer, got {seed!r}.")
+    check_plain_model(model, caller)
     names = {id(module): name for name, module in modules_by_fqn(model)}
-    chosen = select_blocks(model, blocks, caller=where)
-    if not chosen:
-        raise ConfigError(f"{where}: {blocks=} picks no module inside the model; e.g. blocks=(Block,)")
-    order = sorted(chosen, key=lambda module: list(names).index(id(module)))
+    selected = select_blocks(model, blocks, caller=caller)
+    if not selected:
+        raise ConfigError(f"{caller}: {blocks=} selects no module inside the model. Pass for example blocks=(Block,).")
+    order = sorted(selected, key=lambda module: list(names).index(id(module)))
     rates = dict(zip(map(id, order), drop_rates(drop_rate, len(order), distribution), strict=True))
 
-    def stochastic(module: nn.Module, name: str) -> nn.Module | None:
+    def policy(module: nn.Module, name: str) -> nn.Module | None:
         if not add_mixin(module, Stochastic):
             return None
         assert isinstance(module, Stochastic)
@@ -218,7 +224,7 @@ def stochastic_depth(
             module.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device="cpu"))
         return module
 
-    def wanted(name: str, module: nn.Module) -> bool:
+    def is_selected(name: str, module: nn.Module) -> bool:
         return id(module) in rates
 
-    return replace_modules(model, {wanted: stochastic}, caller=where).model
+    return apply_policies(model, {is_selected: policy}, caller=caller).model

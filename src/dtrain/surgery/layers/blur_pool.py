@@ -1,4 +1,4 @@
-"""BlurPool: a low-pass filter before a network drops pixels."""
+"""Apply a low-pass filter before strided convolutions and max pools subsample: ``blur_pool``."""
 
 from __future__ import annotations
 
@@ -11,46 +11,49 @@ from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
 from dtrain.surgery.class_swap import Mixin, add_mixin
-from dtrain.surgery.replace import check_non_negative_int, check_plain_model, replace_modules
+from dtrain.surgery.replace import apply_policies, check_non_negative_int, check_plain_model
 
 EdgeMode = Literal["replicate", "reflect", "zeros"]
 
 
 def blur_kernel(size: int) -> Tensor:
-    """The binomial filter ``[size, size]``, float32, whose entries sum to 1.
+    """Return the binomial filter ``[size, size]``, float32, whose entries sum to 1.
 
     Formula: ``kernel[i, j] = binomial(size - 1, i) * binomial(size - 1, j) / 4 ** (size - 1)``
 
     Source: Zhang 2019, arXiv:1904.11486, section 4 (its Rect-2, Tri-3 and Bin-5 are sizes 2, 3 and 5).
 
     Example:
-        >>> (16 * blur_kernel(3)).tolist()
+        >>> import dtrain as dt
+        >>> (16 * dt.surgery.blur_kernel(3)).tolist()
         [[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]]
     """
-    row = torch.tensor([float(comb(size - 1, at)) for at in range(size)])
+    row = torch.tensor([float(comb(size - 1, index)) for index in range(size)])
     return torch.outer(row, row) / 4.0 ** (size - 1)
 
 
 def blur_2d(
     x: Tensor, *, stride: int | tuple[int, int] = 1, kernel: Tensor | None = None, edge: EdgeMode = "replicate"
 ) -> Tensor:
-    """``x`` filtered, every ``stride``-th pixel of it.
+    """Filter ``x`` and return every ``stride``-th pixel.
 
     Formula: ``out[h, w] = sum_ij kernel[i, j] * x[stride * h + i - before, stride * w + j - before]``, for each channel, with
     ``before = (size - 1) // 2``
 
     Args:
         x: ``[*, channels, height, width]``.
-        stride: of the result, whose sides are ``ceil(side / stride)``.
-        kernel: ``[size, size]``, on the device of ``x``; None is ``blur_kernel(3)``.
-        edge: what is taken for pixels beyond the edge: the nearest, the mirrored, or zero, which darkens the rim.
+        stride: stride of the result, whose sides are ``ceil(side / stride)``.
+        kernel: ``[size, size]``, on the device of ``x``; None uses ``blur_kernel(3)``.
+        edge: padding beyond the edge: nearest pixel, mirrored pixels, or zeros, which darken the edge.
 
-    Source: Zhang 2019, arXiv:1904.11486, section 3.2. The edge is not in the paper; its author's code mirrors, Composer takes
-        zeros, and the nearest keeps an even area even in pictures of any size.
+    Source: Zhang 2019, arXiv:1904.11486, section 3.2. The paper does not define the edge. Its author's code mirrors, Composer
+    uses
+        zeros, and the nearest pixel keeps constant areas constant in images of any size.
 
     Example:
+        >>> import dtrain as dt
         >>> x = torch.tensor([[[0.0, 0.0, 16.0, 0.0, 0.0]]])
-        >>> blur_2d(x).tolist(), blur_2d(x, stride=2).tolist()
+        >>> dt.surgery.blur_2d(x).tolist(), dt.surgery.blur_2d(x, stride=2).tolist()
         ([[[0.0, 4.0, 8.0, 4.0, 0.0]]], [[[0.0, 8.0, 0.0]]])
     """
     kernel = blur_kernel(3).to(x.device) if kernel is None else kernel
@@ -62,7 +65,7 @@ def blur_2d(
 
 
 class Blur(Mixin):
-    """Mixed into a convolution or a max pool: a blur before it, or after it, in place of its stride."""
+    """Mixin of a convolution or max pool with a blur before the module, or after the module in place of its stride."""
 
     blur_kernel: Tensor
 
@@ -71,9 +74,9 @@ class Blur(Mixin):
         self.register_buffer("blur_kernel", kernel, persistent=False)
 
     def reset_parameters(self) -> None:
-        own = getattr(super(), "reset_parameters", None)
-        if own is not None:
-            own()
+        reset = getattr(super(), "reset_parameters", None)
+        if reset is not None:
+            reset()
         self.blur_kernel = blur_kernel(self.blur_kernel.shape[-1]).to(self.blur_kernel)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,8 +86,8 @@ class Blur(Mixin):
         return blur_2d(super().forward(x), stride=self._stride, kernel=self.blur_kernel, edge=self._edge)
 
     def extra_repr(self) -> str:
-        when = "first" if self._blur_first else f"after, stride={self._stride}"
-        return f"{super().extra_repr()}, blur={self.blur_kernel.shape[-1]} {when}"
+        position = "first" if self._blur_first else f"after, stride={self._stride}"
+        return f"{super().extra_repr()}, blur={self.blur_kernel.shape[-1]} {position}"
 
 
 def blur_pool(
@@ -97,65 +100,67 @@ def blur_pool(
     size: int = 3,
     edge: EdgeMode = "replicate",
 ) -> nn.Module:
-    """Have the strided convolutions and max pools of ``model`` blur what they sample; return the model.
+    """Blur before strided convolutions and max pools of ``model`` subsample; return the model.
 
-    A max pool takes the maximum at every place and then blurs with its stride. Shapes, parameters and names stay as they were.
+    A max pool computes the maximum at every position and then blurs with its stride. Shapes, parameters and names do not
+    change.
 
     Formula: ``max pool: blur_2d(max_pool(x, stride=1), stride)``, ``convolution: conv(blur_2d(x), stride)``, and with
     ``blur_first=False``: ``blur_2d(conv(x, stride=1), stride)``
 
     Args:
-        model: a plain module, before ``shard_model``; on meta, too.
-        replace_convs: change ``nn.Conv2d`` with a stride.
-        replace_maxpools: change ``nn.MaxPool2d`` with a stride; those with ``ceil_mode`` or ``return_indices`` stay.
-        blur_first: blur what goes into a convolution. The paper blurs what comes out, after the activation, and has the
-            convolution compute at every place: ``stride ** 2`` times the work. True is Composer's default, for that reason.
-        min_channels: convolutions with fewer input channels stay: an image has frequencies that are to be seen.
-        size: of the filter; more blurs more.
+        model: plain module before ``shard_model``; on meta, too.
+        replace_convs: if True, change strided ``nn.Conv2d``.
+        replace_maxpools: if True, change strided ``nn.MaxPool2d``, except with ``ceil_mode`` or ``return_indices``.
+        blur_first: if True, blur the input of a convolution, as Composer does by default. The paper blurs the output after the
+            activation, so the convolution computes every position: ``stride ** 2`` times the work.
+        min_channels: smallest number of input channels of convolutions to change, because images need their high frequencies.
+        size: size of the filter; larger filters blur more.
         edge: as in ``blur_2d``.
 
-    Mutates: ``model``: the classes of those modules, their stride where the blur comes after them, and a buffer that is in no
-        state dict.
-
-    Raises:
-        ConfigError: nothing to change, an argument that cannot be right, a model that is sharded already.
-
-    Source: Zhang 2019, arXiv:1904.11486, sections 3.2 and 4.
+    Mutates: ``model``: the classes of the selected modules, their stride if the blur follows the module, and a non-persistent
+        buffer.
 
     Example:
-        >>> net = blur_pool(nn.Sequential(nn.MaxPool2d(2)))
-        >>> net(torch.tensor([[[0.0, 0.0, 0.0, 0.0, 16.0, 0.0]] * 2])).tolist()  # maxima 0 0 0 16 16
+        >>> import dtrain as dt
+        >>> model = dt.surgery.blur_pool(nn.Sequential(nn.MaxPool2d(2)))
+        >>> model(torch.tensor([[[0.0, 0.0, 0.0, 0.0, 16.0, 0.0]] * 2])).tolist()  # maxima 0 0 0 16 16
         [[[0.0, 4.0, 16.0]]]
-    """
-    where = "blur_pool"
-    if type(size) is not int or not 1 < size < 16:
-        raise ConfigError(f"{where}: size must be a whole number from 2 to 15, got {size!r}")
-    if edge not in get_args(EdgeMode):
-        raise ConfigError(f"{where}: unknown {edge=}; use one of {', '.join(get_args(EdgeMode))}")
-    if not replace_convs and not replace_maxpools:
-        raise ConfigError(f"{where}: neither replace_convs nor replace_maxpools, so there is nothing to do")
-    check_non_negative_int(min_channels, where, "min_channels")
-    check_plain_model(model, where)
 
-    def blurred(module: nn.Module, name: str) -> nn.Module | None:
+    Raises:
+        ConfigError: nothing to change, an invalid argument, or a sharded model.
+
+    Source: Zhang 2019, arXiv:1904.11486, sections 3.2 and 4.
+    """
+    caller = "blur_pool"
+    if type(size) is not int or not 1 < size < 16:
+        raise ConfigError(f"{caller}: size must be an integer from 2 to 15, got {size!r}.")
+    if edge not in get_args(EdgeMode):
+        raise ConfigError(f"{caller}: edge must be one of {', '.join(get_args(EdgeMode))}, got {edge!r}.")
+    if not replace_convs and not replace_maxpools:
+        raise ConfigError(f"{caller}: replace_convs or replace_maxpools must be True, got False for both.")
+    check_non_negative_int(min_channels, caller, "min_channels")
+    check_plain_model(model, caller)
+
+    def policy(module: nn.Module, name: str) -> nn.Module | None:
         assert isinstance(module, nn.Conv2d | nn.MaxPool2d)
         stride = _pair(module.stride)
         if max(stride) == 1 or not add_mixin(module, Blur):
             return None
         assert isinstance(module, Blur)
         first = isinstance(module, nn.Conv2d) and blur_first
-        like = next((tensor for each in (module, model) for tensor in each.parameters()), torch.empty(0))
+        like = next((tensor for source in (module, model) for tensor in source.parameters()), torch.empty(0))
         module._set_up_blur(first=first, stride=stride, kernel=blur_kernel(size).to(like.device), edge=edge)
         if not first:
             module.stride = (1, 1)
         return module
 
-    def wanted(name: str, module: nn.Module) -> bool:
+    def is_selected(name: str, module: nn.Module) -> bool:
         if isinstance(module, nn.MaxPool2d):
             return replace_maxpools and not module.ceil_mode and not module.return_indices
         return replace_convs and isinstance(module, nn.Conv2d) and module.in_channels >= min_channels
 
-    return replace_modules(model, {wanted: blurred}, caller=f"{where} with {min_channels=}").model
+    return apply_policies(model, {is_selected: policy}, caller=f"{caller} with {min_channels=}").model
 
 
 def _pair(value: object) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Channels last: convolutions of pictures compute in the memory format that GPUs are fastest in."""
+"""Run 2-d convolutions in the channels-last memory format, the fastest format on GPUs: ``channels_last``."""
 
 from __future__ import annotations
 
@@ -8,48 +8,50 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.surgery.class_swap import Mixin, add_mixin
-from dtrain.surgery.replace import replace_modules
+from dtrain.surgery.replace import apply_policies
 
 
 class ChannelsLast(Mixin):
-    """Mixed into a convolution: it computes with its input and its weight in the format channels last."""
+    """Mixin of a convolution that converts its input and weight to channels last."""
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         convolve: Any = super()._conv_forward  # type: ignore[misc]
-        if x.ndim == 4:  # a picture without a batch has no such format
+        # An image without a batch axis has no such format.
+        if x.ndim == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         return cast(Tensor, convolve(x, weight.contiguous(memory_format=torch.channels_last), bias))
 
 
 def channels_last(model: nn.Module) -> nn.Module:
-    """Have the 2-d convolutions of ``model`` compute in the memory format channels last; return the model.
+    """Run the 2-d convolutions of ``model`` in the channels-last memory format; return the model.
 
-    Values, shapes, parameters and names stay as they were; what comes out of a convolution has that format, and norms,
-    activations and pools keep it. ``model.to(memory_format=torch.channels_last)`` (what Composer does) changes the parameters
-    instead, and FSDP2 refuses such parameters. Here they stay contiguous, and each forward converts the weight: a copy of it,
-    small beside the activations.
+    Values, shapes, parameters and names do not change. Outputs of convolutions are channels last, and norms, activations and
+    pools keep the format. ``model.to(memory_format=torch.channels_last)`` (as in Composer) changes the parameters, which FSDP2
+    does not support. Here parameters stay contiguous, and each forward converts the weight. The copy is small beside the
+    activations.
 
     Formula: ``out = conv(x, weight)``, in which ``stride(x) = (channels * height * width, 1, width * channels, channels)``
 
     Args:
-        model: a plain module, before ``shard_model``; on meta, too.
+        model: plain module before ``shard_model``; on meta, too.
 
     Mutates: ``model``: the classes of its ``nn.Conv2d``.
 
+    Example:
+        >>> import dtrain as dt
+        >>> dt.surgery.channels_last(nn.Conv2d(3, 4, 1))(torch.zeros(2, 3, 5, 5)).stride()
+        (100, 1, 20, 4)
+
     Raises:
-        ConfigError: no such convolution, a model that is sharded already.
+        ConfigError: no 2-d convolution, or a sharded model.
 
     Source: PyTorch's channels-last memory format; MosaicML Composer's ``apply_channels_last``.
-
-    Example:
-        >>> channels_last(nn.Conv2d(3, 4, 1))(torch.zeros(2, 3, 5, 5)).stride()
-        (100, 1, 20, 4)
     """
 
-    def last(module: nn.Module, name: str) -> nn.Module | None:
+    def policy(module: nn.Module, name: str) -> nn.Module | None:
         return module if add_mixin(module, ChannelsLast) else None
 
-    def wanted(name: str, module: nn.Module) -> bool:
+    def is_selected(name: str, module: nn.Module) -> bool:
         return isinstance(module, nn.Conv2d)
 
-    return replace_modules(model, {wanted: last}, caller="channels_last").model
+    return apply_policies(model, {is_selected: policy}, caller="channels_last").model

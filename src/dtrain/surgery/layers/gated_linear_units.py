@@ -1,4 +1,4 @@
-"""Feed-forward networks whose hidden units are gated: a product of two linear maps, one of them activated."""
+"""Replace the first layer of feed-forward networks by a gated linear unit: ``gated_linear_units``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.replace import ModuleSelector, ReplacementPolicy, check_plain_model, find_imported_class, replace_modules
+from dtrain.surgery.replace import ModuleSelector, ReplacementPolicy, apply_policies, check_plain_model, find_imported_class
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 ActivationName: TypeAlias = Literal["sigmoid", "relu", "gelu", "silu", "bilinear"]
@@ -25,21 +25,22 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 
 
 class GatedLinearUnit(nn.Linear):
-    """A linear layer and its activation, multiplied by a second linear layer of the same shape, ``linear``.
+    """Linear layer with activation, multiplied by a second linear layer of the same shape, ``linear``.
 
     Formula: ``y = activation(x @ weight.T + bias) * (x @ linear.weight.T + linear.bias)``
 
     Args:
-        in_features: of both.
-        out_features: of both.
-        activation: a function of a tensor.
-        bias: whether the activated layer has one.
-        linear_bias: whether the other one has.
+        in_features: input features of both layers.
+        out_features: output features of both layers.
+        activation: function of a tensor.
+        bias: if True, the activated layer has a bias.
+        linear_bias: if True, the second layer has a bias.
 
     Source: Shazeer 2020, arXiv:2002.05202, equations 4 and 5.
 
     Example:
-        >>> unit = GatedLinearUnit(1, 1, activation=torch.relu, bias=False, linear_bias=False).requires_grad_(False)
+        >>> import dtrain as dt
+        >>> unit = dt.surgery.GatedLinearUnit(1, 1, activation=torch.relu, bias=False, linear_bias=False).requires_grad_(False)
         >>> _ = unit.weight.fill_(2.0), unit.linear.weight.fill_(5.0)
         >>> unit(torch.tensor([[3.0], [1.0]])).flatten().tolist()
         [90.0, 10.0]
@@ -61,7 +62,7 @@ class GatedLinearUnit(nn.Linear):
         self.activation = activation
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[*, in_features]`` -> ``[*, out_features]``."""
+        """Map ``[*, in_features]`` to ``[*, out_features]``."""
         gated: Tensor = self.activation(super().forward(input)) * self.linear(input)
         return gated
 
@@ -74,120 +75,125 @@ def gated_linear_units(
     linear_bias: bool = False,
     networks: Mapping[type[nn.Module], tuple[str, str]] | None = None,
 ) -> nn.Module:
-    """The model with gated linear units in its feed-forward networks.
+    """Use gated linear units in the feed-forward networks of ``model``; return the model.
 
-    The layer before the activation becomes a ``GatedLinearUnit``, which keeps its weight under its name and adds
-    ``linear.weight``; what stood for the activation passes on what it gets. A network is half as large again: the paper makes
-    up for that by two thirds of the hidden size, which is the model's to choose.
+    The layer before the activation becomes a ``GatedLinearUnit``, which keeps the name of its weight and adds
+    ``linear.weight``. The former activation becomes an identity. A network grows by half. The paper compensates by two thirds
+    of the hidden size, which the model must set.
 
     Formula: ``y = activation(x @ weight.T) * (x @ linear.weight.T)``, in place of ``activation(x @ weight.T)``
 
     Args:
-        model: a BERT of transformers, or anything with ``networks``; before ``shard_model``, on meta, too.
-        activation: a function, or ``sigmoid`` (the paper's GLU), ``relu`` (ReGLU), ``gelu`` (GEGLU), ``silu`` (SwiGLU),
-            ``bilinear`` (none). None keeps that of each network.
-        bias: whether the activated layer keeps its bias.
-        linear_bias: whether the new layer has one.
-        networks: by class, the names of the attributes that are the first layer (``nn.Linear``) and its activation:
-            ``{MLP: ("fc", "act"), nn.TransformerEncoderLayer: ("linear1", "activation")}``. By default
+        model: BERT of transformers, or any model with ``networks``; before ``shard_model``, on meta, too.
+        activation: function, or ``sigmoid`` (the paper's GLU), ``relu`` (ReGLU), ``gelu`` (GEGLU), ``silu`` (SwiGLU),
+            ``bilinear`` (none); None keeps the activation of each network.
+        bias: if True, the activated layer keeps its bias.
+        linear_bias: if True, the new layer has a bias.
+        networks: network class -> attribute names of the first layer (``nn.Linear``) and its activation:
+            ``{MLP: ("fc", "act"), nn.TransformerEncoderLayer: ("linear1", "activation")}``. The default is
             ``{BertIntermediate: ("dense", "intermediate_act_fn")}``.
 
-    Mutates: ``model``. The new weights are drawn from torch's global generator, with the spread of those that they gate.
-
-    Raises:
-        ConfigError: no such network, an attribute that is not there or no linear layer or function, an unknown activation, a
-            model that is sharded already.
-
-    Source: Shazeer 2020, arXiv:2002.05202, section 2 (no biases, as there).
+    Mutates: ``model``. New weights are drawn from torch's global generator, with the standard deviation of the gated weights.
 
     Example:
+        >>> import dtrain as dt
         >>> model = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8)
-        >>> layers = {nn.TransformerEncoderLayer: ("linear1", "activation")}
-        >>> sorted(name for name, _ in gated_linear_units(model, networks=layers).named_parameters() if "linear1" in name)
+        >>> networks = {nn.TransformerEncoderLayer: ("linear1", "activation")}
+        >>> model = dt.surgery.gated_linear_units(model, networks=networks)
+        >>> sorted(name for name, _ in model.named_parameters() if "linear1" in name)
         ['linear1.linear.weight', 'linear1.weight']
+
+    Raises:
+        ConfigError: no such network, a missing attribute or an attribute of the wrong type, an unknown activation, or a sharded
+            model.
+
+    Source: Shazeer 2020, arXiv:2002.05202, section 2 (no biases, as there).
     """
-    check_plain_model(model, _WHERE)
-    chosen = _resolve_activation(activation)
+    check_plain_model(model, _CALLER)
+    shared_activation = _resolve_activation(activation)
     kinds = _resolve_networks(networks)
-    found = [(module, *kinds[type(module)]) for module in model.modules() if type(module) in kinds]
-    if not found:
+    matches = [(module, *kinds[type(module)]) for module in model.modules() if type(module) in kinds]
+    if not matches:
         names = ", ".join(kind.__name__ for kind in kinds)
         raise ConfigError(
-            f"{_WHERE}: no network to gate in this {type(model).__name__}: no {names} in it; for another model say which, "
-            'networks={MLP: ("fc", "act")}'
+            f"{_CALLER}: the {type(model).__name__} must have a network of class {names}, got none. "
+            'Pass for example networks={MLP: ("fc", "act")}.'
         )
-    units = {id(_get_linear(parent, layer)): _get_activation(parent, act) for parent, layer, act in found}
+    units = {id(_get_linear(parent, layer)): _get_activation(parent, act) for parent, layer, act in matches}
 
-    def gated(layer: nn.Module, name: str) -> nn.Module:
-        return _make_gated_layer(layer, chosen or units[id(layer)], bias, linear_bias)
+    def policy(layer: nn.Module, name: str) -> nn.Module:
+        return _make_gated_layer(layer, shared_activation or units[id(layer)], bias, linear_bias)
 
-    policies: dict[ModuleSelector, ReplacementPolicy] = {lambda name, module: id(module) in units: gated}
-    done = replace_modules(model, policies, caller=_WHERE)
-    for parent, _, act in found:
+    policies: dict[ModuleSelector, ReplacementPolicy] = {lambda name, module: id(module) in units: policy}
+    report = apply_policies(model, policies, caller=_CALLER)
+    for parent, _, act in matches:
         setattr(parent, act, nn.Identity().train(parent.training))
         if isinstance(parent, nn.TransformerEncoderLayer):
-            parent.activation_relu_or_gelu = 0  # or evaluation would take a kernel that knows those two only
-    return done.model
+            # Evaluation would use a kernel for ReLU and GELU only.
+            parent.activation_relu_or_gelu = 0
+    return report.model
 
 
-_WHERE = "gated_linear_units"
+_CALLER = "gated_linear_units"
 
 
-def _resolve_activation(given: Any) -> Activation | None:
-    if given is None or (callable(given) and not isinstance(given, type)):
-        return given
-    if not isinstance(given, str) or given not in _ACTIVATIONS:
-        raise ConfigError(f"{_WHERE}: activation is a function or one of {', '.join(_ACTIVATIONS)}, got {given!r}")
-    return _ACTIVATIONS[given]
+def _resolve_activation(activation: Any) -> Activation | None:
+    if activation is None or (callable(activation) and not isinstance(activation, type)):
+        return activation
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        raise ConfigError(f"{_CALLER}: activation must be a function or one of {', '.join(_ACTIVATIONS)}, got {activation!r}.")
+    return _ACTIVATIONS[activation]
 
 
-def _resolve_networks(given: Any) -> Mapping[type[nn.Module], tuple[str, str]]:
-    if given is None:
+def _resolve_networks(networks: Any) -> Mapping[type[nn.Module], tuple[str, str]]:
+    if networks is None:
         bert = find_imported_class("transformers.models.bert.modeling_bert", "BertIntermediate")
         if bert is None:
             raise ConfigError(
-                f"{_WHERE}: no network to gate: transformers' BERT is not in this process; for another model say which, "
-                'networks={MLP: ("fc", "act")}'
+                f"{_CALLER}: the model must have a known network, but this process did not import transformers' BERT. "
+                'Pass for example networks={MLP: ("fc", "act")}.'
             )
         return {bert: ("dense", "intermediate_act_fn")}
-    if not isinstance(given, Mapping) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given.values()):
-        raise ConfigError(f'{_WHERE}: networks is by class a pair of names, {{MLP: ("fc", "act")}}, got {given!r}')
-    return given
+    if not isinstance(networks, Mapping) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in networks.values()):
+        raise ConfigError(
+            f'{_CALLER}: networks must map classes to pairs of names, as {{MLP: ("fc", "act")}}, got {networks!r}.'
+        )
+    return networks
 
 
 def _get_linear(parent: nn.Module, name: str) -> nn.Linear:
     layer = getattr(parent, name, None)
     if type(layer) is not nn.Linear:
-        raise ConfigError(f"{_WHERE}: {type(parent).__name__}.{name} must be an nn.Linear, it is {layer!r}")
+        raise ConfigError(f"{_CALLER}: {type(parent).__name__}.{name} must be an nn.Linear, got {layer!r}.")
     return layer
 
 
 def _get_activation(parent: nn.Module, name: str) -> Activation:
-    found = getattr(parent, name, None)
-    if not callable(found):
-        raise ConfigError(f"{_WHERE}: {type(parent).__name__}.{name} must be a function or a module, it is {found!r}")
-    activation: Activation = found
+    value = getattr(parent, name, None)
+    if not callable(value):
+        raise ConfigError(f"{_CALLER}: {type(parent).__name__}.{name} must be a function or a module, got {value!r}.")
+    activation: Activation = value
     return activation
 
 
 def _make_gated_layer(layer: nn.Module, activation: Activation, bias: bool, linear_bias: bool) -> GatedLinearUnit:
-    assert isinstance(layer, nn.Linear), "looked at above"
-    keeps = bias and layer.bias is not None
+    assert isinstance(layer, nn.Linear), "_get_linear checked the class"
+    keeps_bias = bias and layer.bias is not None
     weight = layer.weight
-    made = GatedLinearUnit(
+    unit = GatedLinearUnit(
         layer.in_features,
         layer.out_features,
         activation=activation,
-        bias=keeps,
+        bias=keeps_bias,
         linear_bias=linear_bias,
         device=weight.device,
         dtype=weight.dtype,
     )
-    made.weight = weight
-    if keeps:
-        made.bias = layer.bias
+    unit.weight = weight
+    if keeps_bias:
+        unit.bias = layer.bias
     if not weight.is_meta:
-        nn.init.normal_(made.linear.weight, std=weight.detach().std(correction=0).item())
-        if made.linear.bias is not None:
-            nn.init.zeros_(made.linear.bias)
-    return made
+        nn.init.normal_(unit.linear.weight, std=weight.detach().std(correction=0).item())
+        if unit.linear.bias is not None:
+            nn.init.zeros_(unit.linear.bias)
+    return unit

@@ -1,4 +1,4 @@
-"""Norms that are written out in several operations, as torch's own, which is one kernel on a GPU."""
+"""Replace norms that consist of several operations by torch's norms, single kernels on a GPU: ``fused_layer_norm``."""
 
 from __future__ import annotations
 
@@ -10,37 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.dist.init import get_dist_info
-from dtrain.surgery.replace import replace_modules
+from dtrain.surgery.replace import apply_policies
 
-_RTOL = 1e-4  # relative; norms that compute in float32 within, or round at another place, are the same up to this
+# Relative tolerance for norms that compute in float32 or round at a different place.
+_RTOL = 1e-4
 _TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 def fused_layer_norm(model: nn.Module) -> nn.Module:
-    """Replace norms that are written out in several operations by torch's ``LayerNorm`` or ``RMSNorm``; return the model.
+    """Replace norms that consist of several operations by torch's ``LayerNorm`` or ``RMSNorm``; return the model.
 
-    Torch's are one kernel forward on a GPU, so ``nn.LayerNorm`` and ``nn.RMSNorm`` are left as they are. What counts as a norm
-    that is written out is found by trial: a module without children and buffers, of a ``weight`` ``[dim]``, perhaps a ``bias``
-    ``[dim]``, and one number between 0 and 1 for ``eps``, that gives what torch's gives for random numbers. So the RMS norms
-    of T5 and Llama are replaced, and that of Gemma, which adds 1 to its weight, is not. Names in checkpoints stay. Under
-    autocast let ``low_precision_layer_norm`` follow: where input and weight are of two dtypes, torch's RMS norm is not fused.
+    torch's norms run one kernel in forward on a GPU, so ``nn.LayerNorm`` and ``nn.RMSNorm`` do not change. Unfused norms are
+    detected by a trial. A candidate has no children and no buffers, a ``weight`` ``[dim]``, perhaps a ``bias`` ``[dim]``, and
+    one attribute between 0 and 1 for ``eps``. Its outputs for random inputs must equal those of torch's norm. RMS norms of T5
+    and Llama are replaced. Gemma's norm, which adds 1 to its weight, is not. Names in checkpoints do not change. Under autocast
+    call ``low_precision_layer_norm`` afterwards, because torch's RMS norm is not fused if input and weight have different
+    dtypes.
 
     Formula: ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, or ``y = x / sqrt(mean(x ** 2) + eps) * weight``
 
     Args:
-        model: before ``shard_model``; on meta, too.
+        model: plain module before ``shard_model``; on meta, too.
 
-    Mutates: ``model``. The parameters stay the same objects.
-
-    Raises:
-        ConfigError: a model that is sharded already.
-
-    Warns: UserWarning, if the model has no norm that is written out, as a BERT of transformers: it is returned as it was. Also
-        if this rank has no GPU: there torch's norms are not fused either; the numbers are the same.
-
-    Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
+    Mutates: ``model``. Parameter objects do not change.
 
     Example:
+        >>> import dtrain as dt
         >>> class Norm(nn.Module):
         ...     def __init__(self, dim):
         ...         super().__init__()
@@ -48,28 +43,37 @@ def fused_layer_norm(model: nn.Module) -> nn.Module:
         ...     def forward(self, x):
         ...         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
         >>> with warnings.catch_warnings(action="ignore"):
-        ...     fused_layer_norm(nn.Sequential(Norm(2)))
+        ...     dt.surgery.fused_layer_norm(nn.Sequential(Norm(2)))
         Sequential(
           (0): RMSNorm((2,), eps=1e-06, elementwise_affine=True)
         )
+
+    Raises:
+        ConfigError: the model is sharded already.
+
+    Warns: UserWarning, if the model has no unfused norm (as a BERT of transformers); the model does not change. Also if this
+    rank
+        has no GPU, where torch's norms are not fused; the results are the same.
+
+    Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    done = replace_modules(model, {_could_be_norm: _equivalent_torch_norm}, caller="fused_layer_norm", missing_ok=True)
-    if not done.replaced:
-        own = sum(isinstance(module, _TORCH_NORMS) for module in model.modules())
+    report = apply_policies(model, {_could_be_norm: _equivalent_torch_norm}, caller="fused_layer_norm", missing_ok=True)
+    if not report.replaced:
+        num_torch_norms = sum(isinstance(module, _TORCH_NORMS) for module in model.modules())
         warnings.warn(
-            f"fused_layer_norm: no norm is written out in this {type(model).__name__}, so it stays as it is; its {own} "
-            "nn.LayerNorm and nn.RMSNorm are one kernel on a GPU already",
+            f"fused_layer_norm: the {type(model).__name__} has no unfused norm and does not change. Its {num_torch_norms} "
+            "nn.LayerNorm and nn.RMSNorm are single kernels on a GPU already.",
             stacklevel=2,
         )
-        return done.model
+        return report.model
     kind = get_dist_info().device.type
     if kind != "cuda":
         warnings.warn(
-            f"fused_layer_norm: torch has no fused norm on a {kind}; {len(done.replaced)} norms are torch's plain ones, with "
-            "the same results",
+            f"fused_layer_norm: torch has no fused norm on a {kind}. {len(report.replaced)} norms use torch's unfused norms, "
+            "with the same results.",
             stacklevel=2,
         )
-    return done.model
+    return report.model
 
 
 def _could_be_norm(name: str, module: nn.Module) -> bool:
@@ -81,44 +85,50 @@ def _could_be_norm(name: str, module: nn.Module) -> bool:
 
 
 def _find_eps(module: nn.Module) -> float | None:
-    """The one number among the attributes that could be ``eps``."""
-    found = [value for key, value in module.__dict__.items() if "eps" in key and isinstance(value, float) and 0 < value < 1]
-    return found[0] if len(found) == 1 else None
+    """Return the only attribute that can be ``eps``; None if there is none or several."""
+    values = [value for key, value in module.__dict__.items() if "eps" in key and isinstance(value, float) and 0 < value < 1]
+    return values[0] if len(values) == 1 else None
 
 
 def _equivalent_torch_norm(module: nn.Module, name: str) -> nn.Module | None:
-    """Torch's norm that computes what ``module`` does, with its parameters; None where neither does."""
+    """Return torch's norm with the same outputs and the parameters of ``module``; None without such a norm."""
     eps, dim = _find_eps(module), module.get_parameter("weight").shape[0]
-    assert eps is not None, "a module without it is not asked about"
+    assert eps is not None, "_could_be_norm requires eps"
     has_bias = module._parameters.get("bias") is not None
-    kinds: list[Callable[[], nn.Module]] = [lambda: nn.LayerNorm(dim, eps=eps, bias=has_bias, device="meta")]
+    constructors: list[Callable[[], nn.Module]] = [lambda: nn.LayerNorm(dim, eps=eps, bias=has_bias, device="meta")]
     if not has_bias:
-        kinds.append(lambda: nn.RMSNorm(dim, eps=eps, device="meta"))
-    made = next((norm for norm in (kind() for kind in kinds) if _gives_same_output(module, norm, dim)), None)
-    if made is not None:
-        made._parameters.update(module._parameters)
-        made.train(module.training)
-    return made
+        constructors.append(lambda: nn.RMSNorm(dim, eps=eps, device="meta"))
+    replacement = next((norm for norm in (kind() for kind in constructors) if _gives_same_output(module, norm, dim)), None)
+    if replacement is not None:
+        replacement._parameters.update(module._parameters)
+        replacement.train(module.training)
+    return replacement
 
 
 def _gives_same_output(module: nn.Module, norm: nn.Module, dim: int) -> bool:
-    """Whether they give the same for random weights and inputs, of usual size and of the size of ``eps``."""
-    draws = torch.Generator().manual_seed(0)
-    values = {key: torch.rand(dim, generator=draws) + 0.5 for key in dict(norm.named_parameters())}
-    x = torch.randn(4, dim, generator=draws)
-    given = torch.cat([x, 1e-3 * x, x + 1.0])
-    theirs, ours = (_run_copy_on_cpu(each, values, given) for each in (module, norm))
-    return theirs is not None and ours is not None and theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=_RTOL)
+    """Return True if both modules return equal outputs for random weights and for inputs of usual size and of size ``eps``."""
+    generator = torch.Generator().manual_seed(0)
+    values = {key: torch.rand(dim, generator=generator) + 0.5 for key in dict(norm.named_parameters())}
+    x = torch.randn(4, dim, generator=generator)
+    inputs = torch.cat([x, 1e-3 * x, x + 1.0])
+    expected, actual = (_run_copy_on_cpu(candidate, values, inputs) for candidate in (module, norm))
+    return (
+        expected is not None
+        and actual is not None
+        and expected.shape == actual.shape
+        and torch.allclose(expected, actual, rtol=_RTOL)
+    )
 
 
-def _run_copy_on_cpu(module: nn.Module, values: dict[str, Tensor], given: Tensor) -> Tensor | None:
-    """What a copy of ``module`` on the CPU makes of ``given`` with such parameters; None where it takes no such thing."""
-    trial = copy.deepcopy(module).to_empty(device="cpu").float()
+def _run_copy_on_cpu(module: nn.Module, values: dict[str, Tensor], inputs: Tensor) -> Tensor | None:
+    """Return the output of a CPU copy of ``module`` with the given parameters; None if the copy fails."""
+    copied = copy.deepcopy(module).to_empty(device="cpu").float()
     with torch.no_grad():
-        for key, param in trial.named_parameters():
+        for key, param in copied.named_parameters():
             param.copy_(values[key])
         try:
-            made = trial(given)
-        except Exception:  # noqa: BLE001  # of any kind: what cannot be run so is no norm
+            output = copied(inputs)
+        # A module that raises any exception here is no norm.
+        except Exception:  # noqa: BLE001
             return None
-    return made if isinstance(made, Tensor) else None
+    return output if isinstance(output, Tensor) else None
