@@ -73,5 +73,5 @@ def test_a_full_disk_is_one_warning(tmp_path):
 
 
 def test_a_server_is_refused():
-    with pytest.raises(ConfigError, match="csv_file: needs a local path"):
+    with pytest.raises(ConfigError, match="csv_file: path must be local"):
         csv_file("gs://bucket/run.csv")

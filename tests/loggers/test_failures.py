@@ -37,7 +37,7 @@ def test_a_sink_that_fails_is_dropped_and_the_others_go_on():
     spans.set_listener(heard := Heard())
     try:
         log = multi(failing, kept)
-        with pytest.warns(UserWarning, match=r"^Failing: no luck; metrics are no longer logged there$"):
+        with pytest.warns(UserWarning, match=r"^Failing: no luck. Metrics are no longer logged there$"):
             log(0, {"loss": 1.0})
         log(1, {"loss": 1.0})
         log(2, {"loss": 1.0})
@@ -91,15 +91,18 @@ def test_closing_reaches_every_sink_once_and_what_comes_later_is_ignored():
 
 def test_a_sink_that_fails_to_close_is_told():
     log = fault_tolerant(Failing(), name="mine")
-    with pytest.warns(UserWarning, match="mine: nor here; metrics"):
+    with pytest.warns(UserWarning, match="mine: nor here. Metrics"):
         close(log)
 
 
 BAD = {
     "tee": (lambda: multi(3), r"guarded: needs a sink, a function of \(step, numbers\), got 3"),
-    "guarded": (lambda: fault_tolerant(None), "guarded: needs a sink, .*, got None"),
-    "close": (lambda: close("log"), "close: needs a sink, .*, got 'log'"),
-    "patience": (lambda: fault_tolerant(print, timeout_s=0), "print: patience_s is a number of seconds above 0, got 0"),
+    "guarded": (lambda: fault_tolerant(None), r"fault_tolerant: logger must be a function of .*, got None"),
+    "close": (lambda: close("log"), "close: logger must be a function of .*, got 'log'"),
+    "patience": (
+        lambda: fault_tolerant(print, timeout_s=0),
+        "print: timeout_s must be a finite number of seconds above 0, got 0",
+    ),
     "patience of nan": (lambda: fault_tolerant(print, timeout_s=float("nan")), "above 0, got nan"),
 }
 
@@ -147,7 +150,7 @@ def test_a_sink_that_hangs_is_dropped_and_holds_nobody(gate):
     log = multi(apart, kept)
     log(1, {})
     until(lambda: apart._trouble() is not None)
-    with pytest.warns(UserWarning, match=r"hanging: no answer for 0\.5 s; metrics are no longer logged there"):
+    with pytest.warns(UserWarning, match=r"hanging: no answer for 0\.5 s. Metrics are no longer logged there"):
         log(2, {})
     log(3, {})
     close(log)
@@ -157,9 +160,9 @@ def test_a_sink_that_hangs_is_dropped_and_holds_nobody(gate):
 
 def test_a_sink_that_hangs_at_the_end_is_waited_for_only_so_long(gate):
     log = fault_tolerant(lambda step, numbers: gate.wait(), name="slow", timeout_s=PATIENCE_S)
-    log._close_s = 0.1
+    log._close_timeout_s = 0.1
     log(1, {})
-    with pytest.warns(UserWarning, match=r"slow: was not done 0\.1 s after the end; [01] records still wait"):
+    with pytest.warns(UserWarning, match=r"slow: not finished 0\.1 s after the end\. [01] records are still queued"):
         close(log)
 
 
@@ -189,7 +192,7 @@ def test_records_that_a_slow_sink_has_no_room_for_are_left_out(gate):
     assert taken.wait(PATIENCE_S)
     for step in (1, 2, 3):
         log(step, {})
-    with pytest.warns(UserWarning, match="slow: is slower than the loop logs; 3 records wait"):
+    with pytest.warns(UserWarning, match="slow: logger must be as fast as the loop, got 3 queued records"):
         log(4, {})
     log(5, {})
     gate.set()
@@ -223,7 +226,7 @@ def test_all_are_closed_when_the_block_of_init_dist_is_left(tmp_path):
 
 def test_all_are_closed_at_the_end_of_the_process(tmp_path):
     program = f"""
-from dtrain.observe.sinks import guarded, tee, text_file
+from dtrain.loggers import fault_tolerant, multi, text_file
 from dtrain.loggers.background import BackgroundLogger
 class Told:
     def write(self, records):
@@ -236,8 +239,8 @@ class Slow:
         time.sleep(0.2)
     def close(self):
         print("closed", flush=True)
-told = BackgroundLogger("told", Told, prepared=dict, patience_s=30.0)
-log = tee(told, guarded(Slow(), patience_s=30.0), text_file({str(tmp_path / "log.txt")!r}, flush_every=100))
+told = BackgroundLogger("told", Told, convert=dict, timeout_s=30.0)
+log = multi(told, fault_tolerant(Slow(), timeout_s=30.0), text_file({str(tmp_path / "log.txt")!r}, flush_interval=100))
 log(1, {{"loss": 1.0}})
 raise ValueError("training failed")
 """

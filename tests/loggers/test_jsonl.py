@@ -131,7 +131,7 @@ def test_metrics_named_like_keys_of_the_record_are_told_apart(tmp_path):
     path = tmp_path / "run.jsonl"
     log = jsonl(path)
     log(3, {"step": 9, "time": 8})
-    with pytest.warns(UserWarning, match="'metric/step' is written as 'metric/step_2', since another metric is"):
+    with pytest.warns(UserWarning, match="'metric/step' is written as 'metric/step_2'. Another metric is"):
         log(4, {"metric/step": 7})
     log(5, {"metric/step": 6})
     assert metrics(path) == {3: {"metric/step": 9, "metric/time": 8}, 4: {"metric/step_2": 7}, 5: {"metric/step_2": 6}}
@@ -184,7 +184,7 @@ def test_a_file_that_is_gone_is_an_error_for_the_reader(tmp_path):
 def test_what_cannot_be_written_is_one_warning_and_then_silence(tmp_path):
     (tmp_path / "run.jsonl").mkdir()
     log, before = jsonl(tmp_path / "run.jsonl"), len(failed_loggers())
-    with pytest.warns(UserWarning, match=r"run\.jsonl.*; metrics are no longer logged there"):
+    with pytest.warns(UserWarning, match=r"run\.jsonl.*. Metrics are no longer logged there"):
         log(1, {"loss": 1.0})
     log(2, {"loss": 1.0})
     (dropped,) = failed_loggers()[before:]
@@ -206,20 +206,23 @@ def test_a_full_disk_leaves_whole_lines_before_it(tmp_path):
 def test_a_disk_that_is_really_full_is_one_warning(tmp_path):
     (tmp_path / "run.jsonl").symlink_to("/dev/full")
     log = jsonl(tmp_path / "run.jsonl")
-    with pytest.warns(UserWarning, match=r"\[Errno 28\] .*; metrics are no longer logged there"):
+    with pytest.warns(UserWarning, match=r"\[Errno 28\] .*. Metrics are no longer logged there"):
         log(1, {"loss": 1.0})
     log(2, {"loss": 1.0})
 
 
 BAD = {
-    "server": ({"path": "s3://bucket/run.jsonl"}, "needs a local path, got 's3://bucket/run.jsonl'"),
-    "field": ({"path": "{node}.jsonl"}, r"may have \{rank\} and \{time\} in it, got \{node\}"),
-    "one file for all": ({"path": "run.jsonl", "ranks": "all"}, r"ranks='all' needs \{rank\} in the path"),
+    "server": ({"path": "s3://bucket/run.jsonl"}, "path must be local, got 's3://bucket/run.jsonl'"),
+    "field": ({"path": "{node}.jsonl"}, r"may have only \{rank\} and \{time\} as fields, got \{node\}"),
+    "one file for all": ({"path": "run.jsonl", "ranks": "all"}, r"path must contain \{rank\} if ranks='all'"),
     "ranks": ({"path": "run.jsonl", "ranks": 1}, "ranks must be 0 or 'all', got 1"),
     "ranks with a field": ({"path": "{rank}.jsonl", "ranks": "some"}, "ranks must be 0 or 'all', got 'some'"),
-    "rotate": ({"path": "run.jsonl", "rotate_bytes": 0}, "rotate_bytes is a whole number of at least 1, or None, got 0"),
-    "keep": ({"path": "run.jsonl", "rotate_bytes": 9, "keep": 1.5}, "keep is a whole number of at least 1, or None, got 1.5"),
-    "keep alone": ({"path": "run.jsonl", "keep": 3}, "keep=3 is of renamed files; give rotate_bytes, too"),
+    "rotate": ({"path": "run.jsonl", "rotate_bytes": 0}, "rotate_bytes must be a whole number of at least 1 or None, got 0"),
+    "keep": (
+        {"path": "run.jsonl", "rotate_bytes": 9, "keep": 1.5},
+        "keep must be a whole number of at least 1 or None, got 1.5",
+    ),
+    "keep alone": ({"path": "run.jsonl", "keep": 3}, "rotate_bytes must be given with keep, got keep=3 and None"),
 }
 
 

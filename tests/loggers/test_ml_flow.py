@@ -43,7 +43,7 @@ def write(uri, folder, records, **more):
     log = mlflow("digits", path=folder, tracking_uri=uri, timeout_s=PATIENCE_S, **more)
     for step, numbers in records:
         log(step, numbers)
-    log._close_s = PATIENCE_S  # tables may still have to be made, on a busy machine
+    log._close_timeout_s = PATIENCE_S  # tables may still have to be made, on a busy machine
     close(log)
     return (folder / "mlflow-run-id").read_text().strip()
 
@@ -67,9 +67,9 @@ def test_a_resumed_run_goes_on_with_its_run_and_settings_are_logged_once(databas
 def test_numbers_and_names_that_it_does_not_take_are_marked(database, tmp_path):
     log = mlflow("digits", path=tmp_path, tracking_uri=database)
     log(1, {"loss": math.nan, "a+b": 1.0, "/deep//x": 2.0})
-    with pytest.warns(UserWarning, match="mlflow: 'a#b' is written as 'a_b_2', since another metric is 'a_b'"):
+    with pytest.warns(UserWarning, match="mlflow: metric 'a#b' is written as 'a_b_2'. Another metric is written as 'a_b'"):
         log(2, {"loss": math.inf, "a#b": 3.0})
-    log._close_s = PATIENCE_S
+    log._close_timeout_s = PATIENCE_S
     close(log)
     run_id = (tmp_path / "mlflow-run-id").read_text().strip()
     (_, first), (_, second) = history(database, run_id, "loss")
@@ -96,7 +96,7 @@ def test_an_id_of_another_store_begins_a_new_run(database, tmp_path):
 
 def test_training_that_fails_is_a_run_that_failed(database, tmp_path):
     log = mlflow("digits", path=tmp_path, tracking_uri=database)
-    log._close_s = PATIENCE_S
+    log._close_timeout_s = PATIENCE_S
     log(1, {"loss": 1.0})
     log.begin_closing(failed=True)  # as init_dist does when its block is left with an exception
     close(log)
@@ -149,8 +149,8 @@ def test_its_server_takes_a_run_and_a_resumed_one(server, tmp_path):
 def test_a_server_that_is_not_there_is_one_warning(tmp_path, port):
     before = len(failed_loggers())
     log = mlflow("digits", path=tmp_path, tracking_uri=f"http://127.0.0.1:{port}", timeout_s=PATIENCE_S)
-    log._close_s = PATIENCE_S
-    with pytest.warns(UserWarning, match=r"mlflow: .*Connection refused.*; metrics are no longer logged there"):
+    log._close_timeout_s = PATIENCE_S
+    with pytest.warns(UserWarning, match=r"mlflow: .*Connection refused.*. Metrics are no longer logged there"):
         log_and_close(log)
     assert [each.name for each in failed_loggers()[before:]] == ["mlflow"]
 
@@ -164,7 +164,7 @@ def silent_server() -> Iterator[str]:
 
 def test_a_server_that_hangs_is_one_warning(silent_server, tmp_path):
     log = mlflow("digits", path=tmp_path, tracking_uri=silent_server, timeout_s=0.3)
-    with pytest.warns(UserWarning, match=r"mlflow: (was not done|no answer for) 0.3 s.*; metrics are no longer logged there"):
+    with pytest.warns(UserWarning, match=r"mlflow: (not finished|no answer for) 0.3 s.*. Metrics are no longer logged there"):
         log_and_close(log)
 
 
@@ -187,6 +187,6 @@ def test_a_name_becomes_one_that_it_takes(name, cleaned):
 def test_names_that_become_equal_stay_apart():
     names = UniqueNames("here", str.lower)
     assert [names("a"), names("a")] == ["a", "a"]
-    with pytest.warns(UserWarning, match="here: 'A' is written as 'a_2', since another metric is 'a'"):
+    with pytest.warns(UserWarning, match="here: metric 'A' is written as 'a_2'. Another metric is written as 'a'"):
         assert names("A") == "a_2"
     assert names("A") == "a_2"

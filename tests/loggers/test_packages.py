@@ -44,15 +44,15 @@ BROKEN = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": 
 def test_a_package_that_does_not_work_is_one_warning(monkeypatch, tmp_path, name, module):
     monkeypatch.setattr("dtrain.loggers.arguments.find_spec", lambda name: SimpleNamespace(origin="somewhere"))
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.warns(UserWarning, match=rf"^{name}: .* None in sys.modules; metrics are no longer logged there"):
+    with pytest.warns(UserWarning, match=rf"^{name}: .* None in sys.modules. Metrics are no longer logged there"):
         assert MAKE[name](tmp_path) is null_logger
 
 
 BAD = {
-    "server": ({"folder": "s3://bucket/tb"}, "needs a local path, got 's3://bucket/tb'"),
-    "patience": ({"patience_s": -1}, "patience_s is a number of seconds above 0, got -1"),
-    "settings": ({"settings": [1]}, "settings is a mapping, a dataclass or argparse's Namespace, got list"),
-    "ranks": ({"ranks": "all"}, r"ranks='all' needs \{rank\} in the path"),
+    "server": ({"path": "s3://bucket/tb"}, "path must be local, got 's3://bucket/tb'"),
+    "patience": ({"timeout_s": -1}, "timeout_s must be a finite number of seconds above 0, got -1"),
+    "settings": ({"settings": [1]}, "settings must be a mapping, a dataclass or an argparse.Namespace, got list"),
+    "ranks": ({"ranks": "all"}, r"path must contain \{rank\} if ranks='all'"),
 }
 
 
@@ -60,13 +60,13 @@ BAD = {
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
 def test_what_cannot_be_right_is_refused(name, arguments, message, tmp_path):
     with pytest.raises(ConfigError, match=f"{name}: {message}"):
-        MAKE[name](**{"folder": tmp_path, **arguments})
+        MAKE[name](**{"path": tmp_path, **arguments})
 
 
 def test_services_need_a_name(tmp_path):
-    with pytest.raises(ConfigError, match="wandb: needs the name of a project, got ''"):
+    with pytest.raises(ConfigError, match="wandb: project must be the name of a project, got ''"):
         wandb("", path=tmp_path)
     with pytest.raises(ConfigError, match="wandb: mode must be 'online' or 'offline', got 'off'"):
         wandb("p", path=tmp_path, mode="off")
-    with pytest.raises(ConfigError, match="mlflow: needs the name of an experiment, got None"):
+    with pytest.raises(ConfigError, match="mlflow: experiment must be the name of an experiment, got None"):
         mlflow(None, path=tmp_path)

@@ -151,11 +151,11 @@ def test_plain_lines_are_the_first_the_last_and_as_often_as_is_said_between(caps
 
 
 BAD = {
-    "unit": ({"total": "3ep"}, "progress_bar: total is counted in steps, as in 600 or '600ba', got '3ep'"),
-    "names": ({"names": "loss"}, "progress_bar: names is a list of names"),
-    "seconds": ({"lines_every_s": -1}, "lines_every_s is a number of seconds of at least 0, or None, got -1"),
-    "seconds of nan": ({"lines_every_s": float("nan")}, "of at least 0, or None, got nan"),
-    "seconds of bool": ({"lines_every_s": True}, "of at least 0, or None, got True"),
+    "unit": ({"total": "3ep"}, "progress_bar: total must be a number of steps, got '3ep'"),
+    "names": ({"names": "loss"}, "progress_bar: names must be a list of names"),
+    "seconds": ({"line_interval_s": -1}, "line_interval_s must be a number of seconds of at least 0 or None, got -1"),
+    "seconds of nan": ({"line_interval_s": float("nan")}, "of at least 0 or None, got nan"),
+    "seconds of bool": ({"line_interval_s": True}, "of at least 0 or None, got True"),
 }
 
 

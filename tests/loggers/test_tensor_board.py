@@ -53,10 +53,10 @@ def test_settings_are_a_text_by_dotted_names_without_secrets(tmp_path):
 
 def test_non_finite_numbers_are_written_and_others_left_out_with_a_warning(tmp_path):
     log = tensorboard(tmp_path)
-    with pytest.warns(UserWarning, match=r"tensorboard .*: takes numbers only, 'bad' is left out \(Tensor \[2\]\)"):
+    with pytest.warns(UserWarning, match=r"tensorboard .*: metric 'bad' must be a number, got Tensor \[2\]"):
         log(1, {"loss": math.nan, "bad": torch.ones(2)})
     log(2, {"loss": math.inf, "bad": torch.ones(2), "big": 10**400})
-    with pytest.warns(UserWarning, match=r"'note' is left out \('text'\)"):
+    with pytest.warns(UserWarning, match=r"metric 'note' must be a number, got 'text'"):
         log(3, {"loss": True, "note": "text"})
     close(log)
     (first, *rest) = scalars(tmp_path, "loss")
@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
     (tmp_path / "file").write_text("")
     log, before = tensorboard(tmp_path / "file" / "tb"), len(failed_loggers())
     log(1, {"loss": 1.0})
-    with pytest.warns(UserWarning, match=r"tensorboard .*; metrics are no longer logged there"):
+    with pytest.warns(UserWarning, match=r"tensorboard .*. Metrics are no longer logged there"):
         close(log)
     assert len(failed_loggers()) == before + 1
 

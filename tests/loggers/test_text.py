@@ -24,7 +24,7 @@ def test_a_line_shows_what_is_no_number(capsys):
 
 
 def test_lines_are_an_interval_apart_also_after_a_step_back(capsys):
-    log = console(every="10ba", names=[])
+    log = console(interval="10ba", names=[])
     for step in (1, 5, 10, 19, 40, 12, 13):
         log(step, {"loss": 1.0})
     assert capsys.readouterr().out.split() == ["step", "1", "step", "10", "step", "40", "step", "12"]
@@ -34,7 +34,7 @@ def test_a_stream_that_is_closed_is_one_warning():
     out = io.StringIO()
     out.close()
     log = console(stream=out)
-    with pytest.warns(UserWarning, match=r"console: I/O operation on closed file; metrics are no longer logged there"):
+    with pytest.warns(UserWarning, match=r"console: I/O operation on closed file. Metrics are no longer logged there"):
         log(1, {})
     log(2, {})
 
@@ -64,12 +64,12 @@ def test_a_text_file_that_cannot_be_written_is_one_warning(tmp_path):
 
 
 BAD = {
-    "unit": (lambda: console(every="3ep"), r"console: every is counted in steps, as in '100ba', got '3ep'"),
-    "names": (lambda: console(names="loss"), r"console: names is a list of names or patterns, .* got 'loss'"),
-    "names of numbers": (lambda: console(names=[1]), r"names is a list of names or patterns, .* got \[1\]"),
+    "unit": (lambda: console(interval="3ep"), r"console: interval must be a number of steps, got '3ep'"),
+    "names": (lambda: console(names="loss"), r"console: names must be a list of names or patterns, got 'loss'"),
+    "names of numbers": (lambda: console(names=[1]), r"names must be a list of names or patterns, got \[1\]"),
     "ranks": (lambda: console(ranks=True), "console: ranks must be 0 or 'all', got True"),
-    "flush": (lambda: text_file("log.txt", flush_interval=0), "flush_every is a whole number of at least 1, got 0"),
-    "server": (lambda: text_file("s3://bucket/log.txt"), "text_file: needs a local path"),
+    "flush": (lambda: text_file("log.txt", flush_interval=0), "flush_interval must be a whole number of at least 1, got 0"),
+    "server": (lambda: text_file("s3://bucket/log.txt"), "text_file: path must be local"),
 }
 
 

@@ -35,7 +35,7 @@ def its_service(tmp_path_factory) -> Iterator[None]:
 
 def write(folder, records, **more):
     log = wandb("digits", path=folder, mode="offline", init={"settings": quiet()}, timeout_s=PATIENCE_S, **more)
-    log._close_s = PATIENCE_S
+    log._close_timeout_s = PATIENCE_S
     for step, numbers in records:
         log(step, numbers)
     close(log)
@@ -106,7 +106,7 @@ def test_a_resumed_run_goes_on_with_its_run_over_the_steps_of_the_loop(tmp_path)
 
 def test_training_that_fails_is_a_run_that_failed(tmp_path):
     log = wandb("digits", path=tmp_path, mode="offline", init={"settings": quiet()}, timeout_s=PATIENCE_S)
-    log._close_s = PATIENCE_S
+    log._close_timeout_s = PATIENCE_S
     log(1, {"loss": 1.0})
     log.begin_closing(failed=True)  # as init_dist does when its block is left with an exception
     close(log)
@@ -116,6 +116,6 @@ def test_training_that_fails_is_a_run_that_failed(tmp_path):
 
 def test_arguments_that_it_refuses_are_one_warning(tmp_path):
     log = wandb("digits", path=tmp_path, mode="offline", init={"no_such_argument": 1}, timeout_s=PATIENCE_S)
-    log._close_s = PATIENCE_S
-    with pytest.warns(UserWarning, match="wandb: .*no_such_argument.*; metrics are no longer logged there"):
+    log._close_timeout_s = PATIENCE_S
+    with pytest.warns(UserWarning, match="wandb: .*no_such_argument.*. Metrics are no longer logged there"):
         close(log)

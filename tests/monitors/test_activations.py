@@ -251,11 +251,11 @@ def test_the_whole_model_has_a_name_too(pattern, names):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("*", "1ep"), "activation_stats: interval is in steps, as in '100ba', got '1ep'"),
-        (("*", 1, ("median",)), r"activation_stats: stats lists some of mean, .*kurtosis, got \('median',\)"),
-        (("*", 1, "mean"), "activation_stats: stats lists some of .* got 'mean'"),
-        ((3, 1), "activation_stats: pattern is a text, several, a regular expression or a function, got 3"),
-        (([], 1), r"activation_stats: pattern is .* got \[\]"),
+        (("*", "1ep"), "activation_stats: interval must be a number of steps, got '1ep'"),
+        (("*", 1, ("median",)), r"activation_stats: stats must be a list of names from mean, .*kurtosis, got \('median',\)"),
+        (("*", 1, "mean"), "activation_stats: stats must be a list of names from .* got 'mean'"),
+        ((3, 1), "activation_stats: pattern must be a text, several texts, a regular expression or a function, got 3"),
+        (([], 1), r"activation_stats: pattern must be .* got \[\]"),
         (([3], 1), "activation_stats: patterns of names are text, got 3"),
     ],
 )
@@ -268,7 +268,9 @@ def test_wrong_arguments_are_refused(given, message):
 def test_a_pattern_that_fits_nothing_is_refused_at_the_start():
     step = dt.compose_step(loss, [activation_stats("blocks.*", 1)])
     model = net()
-    with pytest.raises(ConfigError, match=r"the pattern fits none of 3 modules \(such as 'first', 'last'\)"):
+    with pytest.raises(
+        ConfigError, match=r"pattern must match a module, got no match in 3 modules \(such as 'first', 'last'\)"
+    ):
         step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

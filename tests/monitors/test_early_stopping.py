@@ -111,7 +111,7 @@ def test_it_goes_into_a_checkpoint(tmp_path, value):
 def test_a_wait_in_another_unit_is_refused():
     stop = early_stop("loss", patience="2ep")
     judged(stop, [1.0])
-    with pytest.raises(ConfigError, match="early_stop: the saved wait is in 'ep', patience='100ba' now; keep the unit"):
+    with pytest.raises(ConfigError, match="early_stop: patience must have the saved unit 'ep', got '100ba'. Keep the unit"):
         early_stop("loss", patience=100).load_state_dict(stop.state_dict())
 
 
@@ -185,21 +185,27 @@ def test_rank_0_decides_for_all(ranks, case, answer):
 
 def test_a_metric_that_one_rank_lacks_stops_all(ranks):
     here, there = ranks(2).run(decided, "missing")
-    assert here == "PeerError: threshold_stop: rank 1 has no number 'loss' (1 of 2 ranks); see its error"
-    assert there == "ConfigError: threshold_stop: there is no metric 'loss'; there are accuracy"
+    assert (
+        here
+        == "PeerError: threshold_stop: metric 'loss' must be a number on every rank, got none on rank 1 (1 of 2 ranks). See the error of rank 1."
+    )
+    assert there == "ConfigError: threshold_stop: metric must be one of accuracy, got 'loss'."
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: early_stop("", patience=1), "early_stop: metric is a name, as in .*, got ''"),
+        (lambda: early_stop("", patience=1), "early_stop: metric must be a name, got ''"),
         (lambda: early_stop("loss", patience="soon"), "duration: cannot read 'soon'"),
-        (lambda: early_stop("loss", patience=1, mode="less"), "early_stop: mode must be 'min' .less is better. or 'max', got"),
-        (lambda: early_stop("loss", patience=1, min_delta=-1), "early_stop: needs a finite min_delta >= 0, got min_delta=-1"),
-        (lambda: early_stop("loss", patience=1, min_delta=NAN), "early_stop: needs a finite min_delta >= 0, got min_delta=nan"),
-        (lambda: threshold_stop(3, 1.0), "threshold_stop: metric is a name, as in .*, got 3"),
-        (lambda: threshold_stop("loss", NAN), "threshold_stop: needs a number as threshold, got nan"),
-        (lambda: threshold_stop("loss", "low"), "threshold_stop: needs a number as threshold, got 'low'"),
+        (
+            lambda: early_stop("loss", patience=1, mode="less"),
+            "early_stop: mode must be 'min' .smaller is better. or 'max', got",
+        ),
+        (lambda: early_stop("loss", patience=1, min_delta=-1), "early_stop: min_delta must be a finite number >= 0, got -1"),
+        (lambda: early_stop("loss", patience=1, min_delta=NAN), "early_stop: min_delta must be a finite number >= 0, got nan"),
+        (lambda: threshold_stop(3, 1.0), "threshold_stop: metric must be a name, got 3"),
+        (lambda: threshold_stop("loss", NAN), "threshold_stop: threshold must be a number, got nan"),
+        (lambda: threshold_stop("loss", "low"), "threshold_stop: threshold must be a number, got 'low'"),
         (lambda: threshold_stop("loss", 1.0, mode="up"), "threshold_stop: mode must be 'min'"),
     ],
 )
@@ -211,9 +217,9 @@ def test_wrong_arguments_are_refused(make, message):
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"eval/loss": 1.0, "accuracy": 0.5}, "early_stop: there is no metric 'loss'; there are accuracy, eval/loss"),
-        ({}, "early_stop: there is no metric 'loss'; there are none"),
-        ({"loss": "low"}, "early_stop: the metric 'loss' is no number, got 'low'"),
+        ({"eval/loss": 1.0, "accuracy": 0.5}, "early_stop: metric must be one of accuracy, eval/loss, got 'loss'"),
+        ({}, "early_stop: metric must be one of none, got 'loss'"),
+        ({"loss": "low"}, "early_stop: metric 'loss' must be a number, got 'low'"),
     ],
 )
 def test_a_missing_number_is_named(numbers, message):
@@ -277,7 +283,7 @@ def test_an_interrupted_run_ends_where_the_uninterrupted_one_does(tmp_path, kill
 
 def test_a_save_before_the_judgement_is_refused(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"early_stop: the checkpoint of step 3 was saved before its 'loss' was judged.*before"
+        ConfigError, match=r"early_stop: metric 'loss' must be judged before save_sharded, got a checkpoint of step 3 .*before"
     ):
         epochs_of(tmp_path, right=False)
 
@@ -296,7 +302,9 @@ def test_a_run_that_stopped_does_not_train_on(tmp_path, options, capsys):
 
 def test_a_loop_that_does_not_ask_the_stop_is_told_when_it_trains_on(tmp_path):
     epochs_of(tmp_path, breaks=True)
-    with pytest.raises(ConfigError, match=r"stopped at step 18, and after .* to step 21\. .*loader.until\(length, stop=stop\)"):
+    with pytest.raises(
+        ConfigError, match=r"must end at step 18 where .*, got step 21 after .*loader.until\(length, stop=stop\)"
+    ):
         epochs_of(tmp_path, breaks=True)
     assert dt.latest_checkpoint(tmp_path).name == "step-00000018", "what was trained beyond the end is not saved"
 

@@ -164,12 +164,12 @@ def test_after_an_error_nothing_is_left_either():
 @pytest.mark.parametrize(
     ("x", "of", "message"),
     [
-        pytest.param(batch(0), loss, "count_flops: the batch has no sample", id="empty"),
+        pytest.param(batch(0), loss, "count_flops: batch must have at least 1 sample", id="empty"),
         pytest.param(batch(), lambda model, x: model(x).sum(), "count_flops: loss_fn must return a LossSum", id="no-loss"),
         pytest.param(
             batch(),
             lambda model, x: LossSum(total=model(x).sum().detach(), weight=1),
-            "count_flops: the loss depends on no trainable parameter; is the model frozen?",
+            "count_flops: loss must depend on a trainable parameter, got none. Unfreeze the model.",
             id="detached",
         ),
     ],

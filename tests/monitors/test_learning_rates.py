@@ -76,9 +76,11 @@ def test_plain_rates_wait_for_nothing():
 @pytest.mark.parametrize(
     ("also", "message"),
     [
-        pytest.param(("betas",), "learning_rates: no group of SGD has 'betas'; they have dampening, ", id="unknown"),
-        pytest.param(("maximize_by",), "learning_rates: 'maximize_by' is no number, got 'x'; leave it out", id="text"),
-        pytest.param(("foreach",), "learning_rates: 'foreach' is no number, got None; leave it out", id="none"),
+        pytest.param(
+            ("betas",), "learning_rates: extra_options must be options of SGD .dampening, .*, got 'betas'", id="unknown"
+        ),
+        pytest.param(("maximize_by",), "learning_rates: option 'maximize_by' must be a number, got 'x'", id="text"),
+        pytest.param(("foreach",), "learning_rates: option 'foreach' must be a number, got None", id="none"),
     ],
 )
 def test_what_is_no_number_is_refused(also, message):

@@ -29,11 +29,19 @@ def test_no_source_gives_no_reading():
     ("sources", "message"),
     [
         pytest.param(
-            [{"lr": 1.0}, speed, {"lr": 2.0}], "'lr' is given by source 3 and by an earlier one; rename it", id="twice"
+            [{"lr": 1.0}, speed, {"lr": 2.0}],
+            "names must be unique, got 'lr' from source 3 and an earlier source. Rename",
+            id="twice",
         ),
-        pytest.param([speed, speed], "'speed' is given by source 2 and by an earlier one", id="a-meter-twice"),
-        pytest.param([[1.0]], "source 1 must give numbers by name, got list; pass a dict, or a meter", id="a-list"),
-        pytest.param([{}, broken], "source 2 must give numbers by name, the meter broken returned list", id="a-meters-list"),
+        pytest.param(
+            [speed, speed], "names must be unique, got 'speed' from source 2 and an earlier source", id="a-meter-twice"
+        ),
+        pytest.param(
+            [[1.0]], "source 1 must be or return a mapping of numbers, got list. Pass a dict, or a meter", id="a-list"
+        ),
+        pytest.param(
+            [{}, broken], "source 2 must be or return a mapping of numbers, got list from the meter broken", id="a-meters-list"
+        ),
     ],
 )
 def test_wrong_sources_are_refused(sources, message):

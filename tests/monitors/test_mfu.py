@@ -36,7 +36,7 @@ def test_utilization_is_work_over_time_and_peak(monkeypatch, each):
 def test_without_a_peak_there_is_no_share_and_one_warning(monkeypatch):
     meter, run = mfu(flops_per_sample=50.0), Run()
     with pytest.warns(
-        UserWarning, match="mfu: the peak of 'cpu' in bf16 is not known, so there is no speed/mfu; give mfu"
+        UserWarning, match="mfu: peak must be given for an unknown device, got 'cpu' in bf16. speed/mfu is left out. Pass mfu"
     ) as seen:
         found = moved(monkeypatch, meter, run)
     assert len(seen) == 1
@@ -51,7 +51,7 @@ def test_the_peak_of_a_known_gpu_is_found(monkeypatch):
 
 def test_an_unknown_gpu_is_named_in_the_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Abacus 9000")
-    with pytest.warns(UserWarning, match="the peak of 'Abacus 9000' in fp8 is not known"):
+    with pytest.warns(UserWarning, match="peak must be given for an unknown device, got 'Abacus 9000' in fp8"):
         found = moved(monkeypatch, mfu(flops_per_sample=1.0, dtype="fp8"), Run(device="cuda"))
     assert "speed/mfu" not in found
 
@@ -59,15 +59,19 @@ def test_an_unknown_gpu_is_named_in_the_warning(monkeypatch):
 def test_tokens_that_are_not_counted_are_refused():
     meter, run = mfu(flops_per_token=5.0, peak=1.0), Run()
     meter(run.at(1, 1.0, samples=8))
-    with pytest.raises(ConfigError, match="mfu: the run counts no tokens, which flops_per_token needs; name their axis"):
+    with pytest.raises(
+        ConfigError, match="mfu: flops_per_token must be used in a run with a token count, got no tokens. Name the token axis"
+    ):
         meter(run.at(2, 2.0, samples=16))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param({}, "mfu: needs either flops_per_token or flops_per_sample, got flops_per_token=None", id="neither"),
-        pytest.param({"flops_per_token": 1.0, "flops_per_sample": 1.0}, "mfu: needs either flops_per_token or", id="both"),
+        pytest.param(
+            {}, "mfu: exactly one of flops_per_token and flops_per_sample must be given, got flops_per_token=None", id="neither"
+        ),
+        pytest.param({"flops_per_token": 1.0, "flops_per_sample": 1.0}, "mfu: exactly one of flops_per_token and", id="both"),
         pytest.param({"flops_per_token": 0}, "mfu: flops_per_token must be a positive number, got 0", id="no-work"),
         pytest.param({"flops_per_sample": "6N"}, "mfu: flops_per_sample must be a positive number, got '6N'", id="text"),
         pytest.param(
@@ -75,7 +79,7 @@ def test_tokens_that_are_not_counted_are_refused():
         ),
         pytest.param({"flops_per_token": 1, "devices": 1.5}, "mfu: devices must be a whole number of at least 1", id="devices"),
         pytest.param({"flops_per_token": 1, "dtype": "int8"}, "dtype must be one of fp32, tf32, fp16, bf16, fp8", id="dtype"),
-        pytest.param({"flops_per_token": 1, "window": "1dur"}, "mfu: window must be a length as '100ba'", id="window"),
+        pytest.param({"flops_per_token": 1, "window": "1dur"}, "mfu: window must be a length such as '100ba'", id="window"),
     ],
 )
 def test_wrong_arguments_are_refused(options, message):

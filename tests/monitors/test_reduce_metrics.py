@@ -69,9 +69,9 @@ def test_an_epochs_mean_is_that_of_the_sums_of_its_steps(ranks):
 
 
 def test_nothing_to_reduce_is_refused():
-    with pytest.raises(ConfigError, match="there is no metric to reduce"):
+    with pytest.raises(ConfigError, match="metrics must have at least 1 metric, got none"):
         reduce_metrics({})
-    with pytest.raises(StepError, match="'loss' has weight 0 on all ranks together"):
+    with pytest.raises(StepError, match="'loss' must have a positive weight, got 0 over all ranks"):
         reduce_metrics({"loss": metric(0, 0)})
 
 

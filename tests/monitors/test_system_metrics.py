@@ -123,7 +123,7 @@ def test_gpus_without_nvml_are_one_warning(machine, gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "utilization", missing)
     meter = system_metrics()
     with pytest.warns(
-        UserWarning, match="system_metrics: no numbers of GPUs: pynvml does not seem .*; pip install nvidia-ml-py"
+        UserWarning, match="system_metrics: NVML must be readable .*: pynvml does not seem .* pip install nvidia-ml-py"
     ):
         assert meter(GPU) == {}
     assert meter(GPU) == {}

@@ -194,10 +194,10 @@ def test_all_norms_take_one_collective_and_none_between(ranks, layers, interval,
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"of": ()}, r"norms: of lists some of grad, param, update, moment, cosine, got \(\)"),
-        ({"of": "grad"}, "norms: of lists some of .* got 'grad'"),
-        ({"of": ("weights",)}, r"norms: of lists some of .* got \('weights',\)"),
-        ({"by": "module"}, "norms: by is 'all', 'group', 'layer' or a function of a parameter's name, got 'module'"),
+        ({"of": ()}, r"norms: of must be a list of names from grad, param, update, moment, cosine, got \(\)"),
+        ({"of": "grad"}, "norms: of must be a list of names from .* got 'grad'"),
+        ({"of": ("weights",)}, r"norms: of must be a list of names from .* got \('weights',\)"),
+        ({"by": "module"}, "norms: by must be 'all', 'group', 'layer' or a function of a parameter's name, got 'module'"),
     ],
 )
 def test_wrong_arguments_are_refused(given, message):
@@ -206,7 +206,7 @@ def test_wrong_arguments_are_refused(given, message):
 
 
 def test_a_label_is_a_text():
-    with pytest.raises(ConfigError, match=r"norms: by\('temperature'\) must return a text, or None, got 3"):
+    with pytest.raises(ConfigError, match=r"norms: by\('temperature'\) must return a text or None, got 3"):
         plain([norms(1, by=lambda name: 3)])
 
 

@@ -100,7 +100,7 @@ def test_a_window_keeps_few_marks_however_often_it_is_looked_at():
     ("options", "message"),
     [
         pytest.param(
-            {"window": "0.1dur"}, "throughput: window must be a length as '100ba' or '60sec', got '0.1dur'", id="share"
+            {"window": "0.1dur"}, "throughput: window must be a length such as '100ba' or '60sec', got '0.1dur'", id="share"
         ),
         pytest.param({"window": "soon"}, "duration: cannot read 'soon'", id="no-duration"),
         pytest.param({"devices": 0}, "throughput: devices must be a whole number of at least 1, got 0", id="devices"),

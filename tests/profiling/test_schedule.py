@@ -45,11 +45,11 @@ def test_phases_are_those_of_torch():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"skip_first": -1}, r"cyclic: skip_first is a number of steps >= 0, got skip_first=-1"),
-        ({"wait": 1.0}, r"cyclic: wait is a number of steps >= 0, got wait=1\.0"),
-        ({"warmup": True}, r"cyclic: warmup is a number of steps >= 0, got warmup=True"),
-        ({"active": 0}, r"cyclic: active is a number of steps >= 1, got active=0"),
-        ({"repeat": None}, r"cyclic: repeat is a number of steps >= 0, got repeat=None"),
+        ({"skip_first": -1}, r"schedule: skip_first must be a whole number of steps >= 0, got -1"),
+        ({"wait": 1.0}, r"schedule: wait must be a whole number of steps >= 0, got 1\.0"),
+        ({"warmup": True}, r"schedule: warmup must be a whole number of steps >= 0, got True"),
+        ({"active": 0}, r"schedule: active must be a whole number of steps >= 1, got 0"),
+        ({"repeat": None}, r"schedule: repeat must be a whole number of steps >= 0, got None"),
     ],
     ids=["skip_first", "wait", "warmup", "active", "repeat"],
 )

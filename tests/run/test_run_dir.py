@@ -196,7 +196,7 @@ def test_called_again_it_returns_the_open_run(tmp_path):
     run = open_run(tmp_path / "a")
     assert open_run(str(tmp_path / "a"), settings=7) is run
     with pytest.raises(
-        ConfigError, match=r"open_run: .*/a is open in this process, got '.*b'; a process has one run at a time"
+        ConfigError, match=r"open_run: path must be the open run .*/a, got '.*b'. A process can have one open run"
     ):
         open_run(str(tmp_path / "b"))
 
@@ -266,10 +266,10 @@ def test_a_commit_is_found_with_whether_files_have_changed(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"settings": [1]}, "open_run: settings is a mapping, a dataclass or argparse's Namespace, got list"),
-        ({"every": "3ep"}, "open_run: every is a number of steps or seconds, got '3ep'; as in '100ba' or '10sec'"),
-        ({"every": "soon"}, "duration: "),
-        ({"redact": [7]}, r"open_run: redact takes patterns of names, got 7; as in redact=\['db_\*'\]"),
+        ({"settings": [1]}, "open_run: settings must be a mapping, a dataclass or an argparse.Namespace, got list"),
+        ({"interval": "3ep"}, "open_run: interval must be in steps or seconds, got '3ep'. Pass '100ba' or '10sec'"),
+        ({"interval": "soon"}, "duration: "),
+        ({"redact": [7]}, r"open_run: redact must be patterns of names, got 7. Pass redact=\['db_\*'\]"),
         ({"upload": "ftp://x/y"}, "ftp:// is no place to keep files"),
     ],
     ids=["settings", "epochs", "no duration", "pattern", "upload"],
@@ -282,14 +282,14 @@ def test_arguments_that_cannot_be_right_are_refused(tmp_path, given, text):
 
 def test_a_folder_is_of_this_machine():
     with pytest.raises(
-        ConfigError, match="open_run: the folder is one of this machine, got memory://a/b; give that as upload="
+        ConfigError, match="open_run: path must be a local folder, got memory://a/b. Pass the server as upload="
     ):
         open_run("memory://a/b")
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"open_run: cannot write '.*file.*': .*; all ranks must be able to"):
+    with pytest.raises(ConfigError, match=r"open_run: cannot write '.*file.*': .*\. All ranks must be able to"):
         open_run(tmp_path / "file" / "run")
 
 
@@ -303,7 +303,7 @@ def test_a_full_disk_is_one_warning_and_nothing_is_lost_when_there_is_space_agai
         return real(handle, data)
 
     monkeypatch.setattr(ledgers.os, "write", write)
-    with pytest.warns(RuntimeWarning, match=r"open_run: cannot write .*No space left.*training goes on") as seen:
+    with pytest.warns(RuntimeWarning, match=r"open_run: cannot write .*No space left.*Training continues") as seen:
         steps(1, 3)
     spans.record_event("save", step=3)
     assert len(seen) == 1
@@ -321,7 +321,7 @@ def test_half_a_line_on_a_full_disk_is_ended_by_the_next(tmp_path, monkeypatch):
     run, full = open_run(tmp_path, interval=1), [True]
     real = os.write
     monkeypatch.setattr(ledgers.os, "write", lambda handle, data: real(handle, data[:9] if full[0] else data))
-    with pytest.warns(RuntimeWarning, match="a part of a line only"):
+    with pytest.warns(RuntimeWarning, match="only a part of a line"):
         steps(1, 1)
     full[0] = False
     steps(2, 2)
@@ -476,7 +476,7 @@ def test_upload_into_the_runs_own_folder_sends_no_copies_of_copies(tmp_path):
     run = open_run(tmp_path / "run")
     assert upload_run(run, run.path) == 2
     assert upload_run(run, run.path / "deeper") == 2
-    with pytest.raises(ConfigError, match=r"upload_run: .* is what would be written; give another root"):
+    with pytest.raises(ConfigError, match=r"upload_run: root must be outside of the run's folder, got .*Pass another root"):
         upload_run(Run(path=tmp_path / "run", attempt=1, rank=0), tmp_path)
 
 
@@ -496,7 +496,7 @@ from dtrain.run.upload import upload_run
 run = open_run(sys.argv[1])
 (run / "metrics.jsonl").write_text("x")
 print(upload_run(run, sys.argv[2]), upload_run(run, sys.argv[2]))
-print(sorted(name for name, _ in storage.walk_files(storage.place(sys.argv[2]))))
+print(sorted(name for name, _ in storage.walk_files(storage.resolve_path(sys.argv[2]))))
 """
 
 
@@ -515,7 +515,7 @@ def test_a_run_is_uploaded_to_a_server(tmp_path):
 def test_an_upload_that_fails_is_one_warning(tmp_path):
     run = open_run(tmp_path / "run")
     (tmp_path / "file").write_text("")
-    with pytest.warns(RuntimeWarning, match=r"upload_run: cannot copy .* training goes on"):
+    with pytest.warns(RuntimeWarning, match=r"upload_run: cannot copy .* Training continues"):
         assert upload_run(run, tmp_path / "file" / "root") == 0
     assert lines_of(run.path)[-1]["sink"] == "upload"
 
@@ -592,14 +592,14 @@ def test_whatever_the_settings_raise_is_told_on_all_ranks(tmp_path):
         def items(self):
             raise LookupError("no such thing")
 
-    with pytest.raises(ConfigError, match=r"open_run: cannot take these arguments \(LookupError: no such thing\)"):
+    with pytest.raises(ConfigError, match=r"open_run: arguments must be readable, got LookupError: no such thing"):
         open_run(tmp_path, settings=Broken(a=1))
-    with pytest.raises(ConfigError, match="open_run: redact takes patterns of names, got 5"):
+    with pytest.raises(ConfigError, match="open_run: redact must be patterns of names, got 5"):
         open_run(tmp_path, redact=5)
 
 
 def test_what_cannot_be_found_out_about_the_machine_stops_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_dir, "about", lambda *facts: 1 / 0)
+    monkeypatch.setattr(run_dir, "attempt_metadata", lambda *facts: 1 / 0)
     run = open_run(tmp_path)
     assert lines_of(run.path)[-1]["sink"] == "about"
     assert about_of(tmp_path)["attempt"] == 1

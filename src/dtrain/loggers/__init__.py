@@ -1,6 +1,8 @@
 """Loggers: functions ``(step, numbers)`` that write metrics to files, the terminal or a tracking server.
 
-    log = dt.loggers.multi(dt.loggers.console(), dt.loggers.jsonl("metrics.jsonl"), dt.loggers.wandb(project="gpt"))
+    log = dt.loggers.multi(
+        dt.loggers.console(), dt.loggers.jsonl("metrics.jsonl"), dt.loggers.wandb("gpt", path="runs/gpt")
+    )
     for batch in loader:
         state, metrics = step(state, batch)
         log(state.clock.step, dt.reduce_metrics(metrics))

@@ -1,8 +1,4 @@
-"""Which rank writes, and where: ``{rank}`` and ``{time}`` in the name of a file or folder.
-
-Packages that only some sinks need: found when the sink is made, so that a missing one is told at once, on all ranks.
-
-Which run of a tracking service this is: its id stays in a file, so that a resumed run goes on with it. And its settings."""
+"""Check the arguments that loggers share: ranks, paths, metric filters, optional packages, run ids and settings."""
 
 from __future__ import annotations
 
@@ -28,10 +24,10 @@ Ranks = Literal[0, "all"]
 
 
 def is_writer(ranks: Ranks, caller: str) -> bool:
-    """Whether this rank does.
+    """Return True if this rank writes.
 
     Raises:
-        ConfigError: neither 0 nor "all".
+        ConfigError: ``ranks`` is neither 0 nor "all".
     """
     if ranks not in (0, "all") or isinstance(ranks, bool):
         raise ConfigError(f"{caller}: ranks must be 0 or 'all', got {ranks!r}")
@@ -39,30 +35,34 @@ def is_writer(ranks: Ranks, caller: str) -> bool:
 
 
 def rank_path(path: str | Path, ranks: Ranks, caller: str) -> Path | None:
-    """What this rank writes to, None when it writes nothing. ``{rank}`` in the path means all ranks.
+    """Return the file or folder that this rank writes; None if this rank writes nothing.
+
+    ``{rank}`` in the path makes every rank write. ``{time}`` becomes the current time in UTC.
 
     Raises:
-        ConfigError: a place on a server; a field other than rank and time; all ranks in one file.
+        ConfigError: the path is on a server, has a field other than rank and time, or is one file for all ranks.
     """
     text = os.fspath(path)
     if "://" in text:
-        raise ConfigError(f"{caller}: needs a local path, got {text!r}; write locally, and have the run's folder uploaded")
+        raise ConfigError(
+            f"{caller}: path must be local, got {text!r}. Write to a local path and upload the folder of the run."
+        )
     unknown = sorted(set(re.findall(r"\{(\w+)\}", text)) - {"rank", "time"})
     if unknown:
-        raise ConfigError(f"{caller}: a path may have {{rank}} and {{time}} in it, got {{{unknown[0]}}} in {text!r}")
+        raise ConfigError(f"{caller}: path may have only {{rank}} and {{time}} as fields, got {{{unknown[0]}}} in {text!r}.")
     if ranks == "all" and "{rank}" not in text:
-        raise ConfigError(f"{caller}: ranks='all' needs {{rank}} in the path, got {text!r}: each rank has a file of its own")
+        raise ConfigError(f"{caller}: path must contain {{rank}} if ranks='all', got {text!r}. Each rank needs its own file.")
     if not is_writer(ranks, caller) and "{rank}" not in text:
         return None
-    began = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    return Path(text.replace("{rank}", str(get_dist_info().rank)).replace("{time}", began))
+    now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    return Path(text.replace("{rank}", str(get_dist_info().rank)).replace("{time}", now))
 
 
 class MetricFilter:
-    """Which metrics are shown: all with None, else those that match one of the patterns.
+    """Predicate that selects metrics by name or pattern; None selects all metrics.
 
     Raises:
-        ConfigError: no patterns.
+        ConfigError: ``names`` is not a list of texts.
     """
 
     __slots__ = ("_known", "_patterns")
@@ -70,7 +70,9 @@ class MetricFilter:
     def __init__(self, names: Sequence[str] | None, caller: str) -> None:
         patterns = None if names is None else tuple(names)
         if isinstance(names, str) or (patterns is not None and not all(isinstance(each, str) for each in patterns)):
-            raise ConfigError(f"{caller}: names is a list of names or patterns, as in ['loss', 'speed/*'], got {names!r}")
+            raise ConfigError(
+                f"{caller}: names must be a list of names or patterns, got {names!r}. Pass a list such as ['loss', 'speed/*']."
+            )
         self._patterns = patterns
         self._known: dict[str, bool] = {}
 
@@ -84,21 +86,22 @@ class MetricFilter:
 
 
 def require_package(package: str) -> None:
-    """See that a package is installed, without importing it.
+    """Check that a package is installed, without importing the package.
 
     Raises:
-        ConfigError: it is not. A folder of its name, such as W&B makes one, is no package.
+        ConfigError: the package is not installed. A plain folder with the same name, such as W&B's own, does not count.
     """
     try:
-        found = find_spec(package)
-    except (ImportError, ValueError):  # half an installation
-        found = None
-    if found is None or found.origin is None:
+        spec = find_spec(package)
+    # A broken installation raises these errors.
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:
         raise missing_extra_error(f"{package}: needs the package {package}", package)
 
 
 def import_optional(name: str) -> ModuleType:
-    """A module of such a package. In the main thread: what it imports, others may be importing, too."""
+    """Import a module of an optional package. Call this function in the main thread only, to avoid concurrent imports."""
     return importlib.import_module(name)
 
 
@@ -106,7 +109,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 def read_run_id(file: Path) -> str | None:
-    """The id in ``file``; None when there is none that could be one."""
+    """Read the run id in ``file``; None if the file is missing or holds no valid id."""
     try:
         text = storage.read_file(file, limit=1000).decode(errors="replace").strip()
     except OSError:
@@ -115,37 +118,39 @@ def read_run_id(file: Path) -> str | None:
 
 
 def write_run_id(file: Path, run_id: str) -> None:
-    """Write it down, durably."""
+    """Write the run id to ``file`` durably."""
     storage.make_folders(file.parent)
     storage.replace_file(file, f"{run_id}\n".encode())
 
 
 def redact_settings(settings: Any, caller: str) -> dict[str, Any]:
-    """The run's settings as plain data, without what looks like a secret.
+    """Convert the settings of a run to plain data and redact secrets.
 
     Raises:
-        ConfigError: neither a mapping, nor a dataclass, nor what argparse makes.
+        ConfigError: ``settings`` is neither a mapping, a dataclass nor an ``argparse.Namespace``.
     """
     try:
-        found = settings_to_plain(settings)
+        plain = settings_to_plain(settings)
     except ConfigError:
-        kinds = "a mapping, a dataclass or argparse's Namespace"
-        raise ConfigError(f"{caller}: settings is {kinds}, got {type(settings).__name__}; as in settings=vars(args)") from None
-    shown = make_redactor((), os.environ).redact_data(found or {})
-    assert isinstance(shown, dict), "as it was"
-    return shown
+        kinds = "a mapping, a dataclass or an argparse.Namespace"
+        raise ConfigError(
+            f"{caller}: settings must be {kinds}, got {type(settings).__name__}. Pass settings=vars(args), for example."
+        ) from None
+    redacted = make_redactor((), os.environ).redact_data(plain or {})
+    assert isinstance(redacted, dict), "redaction keeps the type"
+    return redacted
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names.
+    """Flatten nested settings into dotted names.
 
-    >>> flat({"lr": 0.1, "model": {"width": 64}})
+    >>> flatten_settings({"lr": 0.1, "model": {"width": 64}})
     {'lr': 0.1, 'model.width': 64}
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            found |= flatten_settings(value, f"{prefix}{name}.")
+            flat |= flatten_settings(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flat[f"{prefix}{name}"] = value
+    return flat

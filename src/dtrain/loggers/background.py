@@ -1,4 +1,4 @@
-"""Sinks that may hang: each writes in a thread of its own, out of a queue that has an end, against a clock."""
+"""Run a logger in a background thread with a bounded queue and a timeout, so that a slow server does not block training."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from dtrain.loggers.sanitize import to_plain_value
 if TYPE_CHECKING:
     from dtrain.loggers.logger import Logger
 
-MAX_QUEUED = 1000  # records that wait; beyond, they are left out
-CLOSE_TIMEOUT_S = 10.0  # what is still to be written is given so long at the end
+# Further records are skipped while the queue is full.
+MAX_QUEUED = 1000
+# seconds to wait at the end for queued records
+CLOSE_TIMEOUT_S = 10.0
 
 
 def check_timeout(timeout_s: float, caller: str) -> None:
-    """On all ranks, before one of them makes a sink.
+    """Check ``timeout_s`` on all ranks, before one rank creates the logger.
 
     Raises:
-        ConfigError: no number of seconds above 0.
+        ConfigError: ``timeout_s`` is not a finite number above 0.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise ConfigError(f"{caller}: patience_s is a number of seconds above 0, got {timeout_s!r}")
+        raise ConfigError(f"{caller}: timeout_s must be a finite number of seconds above 0, got {timeout_s!r}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRecord:
-    """What was logged: the loop's step, seconds since 1970, plain values by the names they are written under."""
+    """Logged record: the step of the loop, seconds since 1970, and plain values by written name."""
 
     step: int
     time: float
@@ -42,21 +44,21 @@ class MetricRecord:
 
 
 class RecordWriter(Protocol):
-    """What the thread calls. Anything it raises drops the sink."""
+    """Writer that the background thread calls. Any exception drops the logger."""
 
     def write(self, records: Sequence[MetricRecord]) -> None:
-        """Write what has come since the call before, at least one record."""
+        """Write the records queued since the last call, at least one record."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Nothing comes any more; ``failed`` when training ends with an exception."""
+        """End the writer. ``failed`` is True if training ends with an exception."""
         ...
 
 
 class BackgroundLogger:
-    """A sink whose ``Writer`` is opened and called in a daemon thread. Training waits for it at the end only, and not for long.
+    """Logger that opens and calls a ``RecordWriter`` in a daemon thread. Training waits only in ``close``, for a few seconds.
 
-    It is dropped when a call raises, or takes longer than ``timeout_s``: that is seen when something is logged, or at the end.
+    A call that raises or takes longer than ``timeout_s`` drops the logger. The next record or ``close`` reports the failure.
     """
 
     handles_failures = True
@@ -76,8 +78,10 @@ class BackgroundLogger:
         self._records: deque[MetricRecord] = deque()
         self._wake = threading.Condition()
         self._error: BaseException | None = None
-        self._call_started_at: float | None = None  # when the call that is under way began
-        self._ended = False  # closed, or dropped
+        # ``time.monotonic()`` at the start of the running call
+        self._call_started_at: float | None = None
+        # True after close or failure
+        self._ended = False
         self._closing, self._failed, self._skipped = False, False, 0
         self._thread = threading.Thread(target=self._run, args=(open_writer,), daemon=True, name=f"dtrain-{name}")
         self._thread.start()
@@ -88,16 +92,16 @@ class BackgroundLogger:
             return
         try:
             record = MetricRecord(step=int(step), time=time.time(), numbers=self._convert(numbers))
-        except Exception as error:  # noqa: BLE001 - training goes on
+        except Exception as error:  # noqa: BLE001 - training continues
             self._fail(step, error)
             return
         with self._wake:
-            trouble, full = self._find_failure(), len(self._records) >= self._max_queued
-            if trouble is None and not full:
+            failure, full = self._find_failure(), len(self._records) >= self._max_queued
+            if failure is None and not full:
                 self._records.append(record)
                 self._wake.notify()
-        if trouble is not None:
-            self._fail(step, trouble)
+        if failure is not None:
+            self._fail(step, failure)
         elif full:
             self._skip_record()
 
@@ -105,7 +109,8 @@ class BackgroundLogger:
         self._skipped += 1
         if self._skipped == 1:
             warnings.warn(
-                f"{self._name}: is slower than the loop logs; {self._max_queued} records wait, and further ones are left out",
+                f"{self._name}: logger must be as fast as the loop, got {self._max_queued} queued records. "
+                "Further records are skipped. Log less often.",
                 stacklevel=3,
             )
 
@@ -116,13 +121,13 @@ class BackgroundLogger:
         return self._error
 
     def begin_closing(self, *, failed: bool = False) -> None:
-        """Have the thread end when it has written all."""
+        """Ask the thread to end after writing all queued records."""
         with self._wake:
             self._closing, self._failed = True, failed
             self._wake.notify()
 
     def close(self) -> None:
-        """Wait until all is written, for a few seconds; what comes later is ignored."""
+        """Wait a few seconds until all records are written. Later records are ignored."""
         unregister_logger(self)
         if self._ended:
             return
@@ -132,7 +137,7 @@ class BackgroundLogger:
         error = self._error
         if self._thread.is_alive():
             error = TimeoutError(
-                f"was not done {self._close_timeout_s:g} s after the end; {len(self._records)} records still wait"
+                f"not finished {self._close_timeout_s:g} s after the end. {len(self._records)} records are still queued"
             )
         self._ended = True
         if error is not None:
@@ -147,13 +152,13 @@ class BackgroundLogger:
             self._wake.notify()
         report_failure(self._name, step, error, stacklevel=4)
 
-    def _run(self, opening: Callable[[], RecordWriter]) -> None:
+    def _run(self, open_writer: Callable[[], RecordWriter]) -> None:
         try:
-            writer = self._call_timed(opening)
+            writer = self._call_timed(open_writer)
             while records := self._next_records():
                 self._call_timed(lambda: writer.write(records))
             self._call_timed(lambda: writer.close(failed=self._failed))
-        except BaseException as error:  # noqa: BLE001 - told in the thread that logs
+        except BaseException as error:  # noqa: BLE001 - reported in the thread that logs
             self._error = error
 
     def _call_timed(self, call: Callable[[], Any]) -> Any:
@@ -163,7 +168,7 @@ class BackgroundLogger:
         return result
 
     def _next_records(self) -> list[MetricRecord]:
-        """All records that wait; none at the end."""
+        """Wait for records and return all queued records; empty at the end."""
         with self._wake:
             while not self._records and not self._closing:
                 self._wake.wait()
@@ -173,27 +178,27 @@ class BackgroundLogger:
 
 
 class _LoggerWriter:
-    """A plain sink as a writer."""
+    """Adapter from a plain logger to ``RecordWriter``."""
 
-    def __init__(self, sink: Logger) -> None:
-        self._sink = sink
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
 
     def write(self, records: Sequence[MetricRecord]) -> None:
         for record in records:
-            self._sink(record.step, record.numbers)
+            self._logger(record.step, record.numbers)
 
     def close(self, *, failed: bool) -> None:
-        close = getattr(self._sink, "close", None)
+        close = getattr(self._logger, "close", None)
         if close is not None:
             close()
 
 
-def run_in_background(sink: Logger, *, name: str, timeout_s: float) -> BackgroundLogger:
-    """``sink`` in a thread of its own; see ``fault_tolerant``."""
+def run_in_background(logger: Logger, *, name: str, timeout_s: float) -> BackgroundLogger:
+    """Run ``logger`` in a background thread. See ``fault_tolerant``."""
     check_timeout(timeout_s, name)
     return BackgroundLogger(
         name,
-        lambda: _LoggerWriter(sink),
+        lambda: _LoggerWriter(logger),
         convert=lambda numbers: {str(key): to_plain_value(value) for key, value in numbers.items()},
         timeout_s=timeout_s,
     )

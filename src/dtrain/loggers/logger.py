@@ -1,6 +1,7 @@
-"""``Logger``: what a place for metrics is, and ``multi``: several of them.
+"""Define the ``Logger`` protocol and combine loggers: ``multi``, ``close``, ``fault_tolerant`` and ``failed_loggers``.
 
-A sink must not stop training: ``fault_tolerant`` drops one that fails, with one warning, and ``failed_loggers`` counts them."""
+A failing logger never stops training. ``fault_tolerant`` drops the logger with one warning.
+"""
 
 from __future__ import annotations
 
@@ -19,69 +20,79 @@ from dtrain.errors import ConfigError
 
 @runtime_checkable
 class Logger(Protocol):
-    """A function ``sink(step, numbers)``. It may have a ``close()``, for what it still holds back."""
+    """Function ``logger(step, numbers)``. An optional method ``close()`` writes buffered records."""
 
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None: ...
 
 
 def multi(*loggers: Logger) -> Logger:
-    """A sink that gives each record to all ``loggers``, in their order; one that fails is dropped, and the others go on.
+    """Combine several loggers into one logger that calls all of them in order.
+
+    A logger that raises is dropped with one warning. The remaining loggers continue.
 
     Args:
-        loggers: functions of ``(step, numbers)``, such as ``jsonl(...)`` or one of your own, which is made ``fault_tolerant``.
-
-    Raises:
-        ConfigError: something that cannot be called.
+        loggers: functions of ``(step, numbers)``, such as ``jsonl(...)``; your own functions are made ``fault_tolerant``.
 
     Example:
-        >>> from dtrain.observe.sinks import in_memory
-        >>> kept = in_memory()
-        >>> log = tee(kept, lambda step, numbers: print(step, sorted(numbers)))
+        >>> import dtrain as dt
+        >>> memory = dt.loggers.in_memory()
+        >>> log = dt.loggers.multi(memory, lambda step, numbers: print(step, sorted(numbers)))
         >>> log(10, {"loss": 0.5, "lr": 0.1})
         10 ['loss', 'lr']
-        >>> kept.column("loss")
+        >>> memory.column("loss")
         {10: 0.5}
+
+    Raises:
+        ConfigError: a logger is not callable.
     """
-    return _MultiLogger(tuple(fault_tolerant(sink) for sink in loggers))
+    return _MultiLogger(tuple(fault_tolerant(logger) for logger in loggers))
 
 
 class _MultiLogger:
-    __slots__ = ("_sinks",)
-    handles_failures = True  # each of them does
+    __slots__ = ("_loggers",)
+    # Every logger in the tuple is fault tolerant.
+    handles_failures = True
 
-    def __init__(self, sinks: tuple[Logger, ...]) -> None:
-        self._sinks = sinks
+    def __init__(self, loggers: tuple[Logger, ...]) -> None:
+        self._loggers = loggers
 
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
-        for sink in self._sinks:
-            sink(step, numbers)
+        for logger in self._loggers:
+            logger(step, numbers)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            close(sink)
+        for logger in self._loggers:
+            close(logger)
 
 
 def close(logger: Logger) -> None:
-    """Let a sink write what it holds back, and end; what it is given afterwards is ignored.
+    """Write the buffered records of a logger and end the logger. Later records are ignored.
 
-    Seldom needed: when ``init_dist``'s block is left, and at the end of the process, all sinks are closed.
+    dtrain closes all loggers at the end of the ``init_dist`` block and at process exit, so this call is seldom needed.
 
     Args:
-        logger: any; one without ``close`` has nothing to do.
+        logger: any logger; without a ``close`` method, nothing happens.
+
+    Example:
+        >>> import io
+        >>> import dtrain as dt
+        >>> log = dt.loggers.console(stream=io.StringIO())
+        >>> dt.loggers.close(log)
+        >>> log(1, {"loss": 0.5})  # ignored
 
     Raises:
-        ConfigError: no sink.
+        ConfigError: ``logger`` is not callable.
     """
     if not callable(logger):
-        raise ConfigError(f"close: needs a logger, a function of (step, numbers), got {logger!r}")
-    close = getattr(logger, "close", None)
-    if close is not None:
-        close()
+        raise ConfigError(f"close: logger must be a function of (step, numbers), got {logger!r}.")
+    close_method = getattr(logger, "close", None)
+    if close_method is not None:
+        close_method()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedLogger:
-    """A sink of this process that failed or hung: its name, the step of the record that showed it, and what was wrong."""
+    """Logger of this process that failed or hung: name, step of the record that revealed the failure, and error text."""
 
     name: str
     step: int | None
@@ -93,111 +104,133 @@ class _Closable(Protocol):
 
 
 _FAILED: list[FailedLogger] = []
-_OPEN_LOGGERS: dict[int, _Closable] = {}  # what has something to do at the end, by identity
+# loggers to close at the end, by identity
+_OPEN_LOGGERS: dict[int, _Closable] = {}
 
 
 def failed_loggers() -> tuple[FailedLogger, ...]:
-    """The sinks that were dropped in this process so far, in order. Each was one warning, and an event in the run's ledger."""
+    """Return the loggers dropped in this process so far, in order.
+
+    Each dropped logger caused one warning and one event in the run's ledger.
+
+    Example:
+        >>> import dtrain as dt
+        >>> [failed.name for failed in dt.loggers.failed_loggers()]  # doctest: +SKIP
+        ['wandb']
+    """
     return tuple(_FAILED)
 
 
 def fault_tolerant(logger: Logger, *, name: str | None = None, timeout_s: float | None = None) -> Logger:
-    """The same sink, but one that fails is dropped: one warning, one event in the run's ledger, and then silence.
+    """Wrap a logger so that a failure does not stop training: one warning, one event in the run's ledger, then no more calls.
 
-    What dtrain's own functions return is guarded already, and ``multi`` guards what it is given.
+    The loggers of dtrain are wrapped already. ``multi`` wraps its arguments.
 
     Args:
-        logger: a function of ``(step, numbers)``.
-        name: for the warning; None for the function's own.
-        timeout_s: run it in a thread of its own, with plain copies of the numbers (see ``in_memory``), and drop it when one
-            call takes longer than this: for what goes over a network. None: at once, in the thread that logs.
+        logger: function of ``(step, numbers)``.
+        name: name in the warning; None uses the name of the function.
+        timeout_s: seconds per call; if given, the logger runs in a background thread with plain copies of the numbers (see
+            ``in_memory``), and a longer call drops the logger. Use a timeout for network calls. None calls directly.
+
+    Example:
+        >>> import dtrain as dt
+        >>> def send(step, numbers):
+        ...     print(step, numbers)
+        >>> log = dt.loggers.fault_tolerant(send)
+        >>> log(10, {"loss": 0.5})
+        10 {'loss': 0.5}
 
     Raises:
-        ConfigError: something that cannot be called; a patience that is no number above 0.
+        ConfigError: ``logger`` is not callable, or ``timeout_s`` is not a number above 0.
     """
     if not callable(logger):
-        raise ConfigError(f"guarded: needs a sink, a function of (step, numbers), got {logger!r}")
+        raise ConfigError(f"fault_tolerant: logger must be a function of (step, numbers), got {logger!r}.")
     name = name or str(getattr(logger, "__name__", type(logger).__name__))
     if timeout_s is not None:
-        from dtrain.loggers.background import run_in_background  # it imports this module
+        # background.py imports this module.
+        from dtrain.loggers.background import run_in_background
 
         return run_in_background(logger, name=name, timeout_s=timeout_s)
-    return logger if getattr(logger, "drops_itself", False) else FaultTolerantLogger(logger, name)
+    return logger if getattr(logger, "handles_failures", False) else FaultTolerantLogger(logger, name)
 
 
 class FaultTolerantLogger:
-    """A sink that runs at once, and is let go of when it raises."""
+    """Wrapper that calls a logger directly and drops the logger after the first exception."""
 
-    __slots__ = ("_name", "_sink")
+    __slots__ = ("_logger", "_name")
     handles_failures = True
 
-    def __init__(self, sink: Logger, name: str) -> None:
-        self._sink: Logger | None = sink
+    def __init__(self, logger: Logger, name: str) -> None:
+        self._logger: Logger | None = logger
         self._name = name
-        if hasattr(sink, "close"):
+        if hasattr(logger, "close"):
             register_open_logger(self)
 
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
-        if self._sink is None:
+        if self._logger is None:
             return
         try:
-            self._sink(step, numbers)
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-            sink, self._sink = self._sink, None
+            self._logger(step, numbers)
+        except Exception as error:  # noqa: BLE001 - training continues after any error
+            logger, self._logger = self._logger, None
             unregister_logger(self)
-            with suppress(Exception):  # such as a terminal that is to be left clean
-                getattr(sink, "close", _noop)()
+            # A progress bar must restore the terminal.
+            with suppress(Exception):
+                getattr(logger, "close", _noop)()
             report_failure(self._name, step, error)
 
     def close(self) -> None:
-        """Let the sink end; what comes later is ignored."""
+        """Close the logger. Later records are ignored."""
         unregister_logger(self)
-        sink, self._sink = self._sink, None
+        logger, self._logger = self._logger, None
         try:
-            getattr(sink, "close", _noop)()
-        except Exception as error:  # noqa: BLE001 - as above
+            getattr(logger, "close", _noop)()
+        except Exception as error:  # noqa: BLE001 - training continues after any error
             report_failure(self._name, None, error)
 
 
 def null_logger(step: int, numbers: Mapping[str, Any], /) -> None:
-    """The sink of the ranks that write nothing."""
+    """Ignore the record. Ranks that write nothing use this logger."""
 
 
 def report_failure(name: str, step: int | None, error: BaseException, *, stacklevel: int = 3) -> None:
-    """Say once that a sink is not used any more. From the main thread, so that the warning is seen where the loop is."""
+    """Record and warn that a logger is no longer used. Call in the main thread, so that the warning points to the loop."""
     text = " ".join(str(error).split()) or type(error).__name__
     _FAILED.append(FailedLogger(name=name, step=step, error=text))
     spans.record_event("dropped", sink=name, error=text)
-    warnings.warn(f"{name}: {text}; metrics are no longer logged there", stacklevel=stacklevel)
+    warnings.warn(f"{name}: {text}. Metrics are no longer logged there.", stacklevel=stacklevel)
 
 
-def register_open_logger(sink: _Closable) -> None:
-    """Have ``sink`` closed when ``init_dist``'s block is left, or at the end of this process."""
+def register_open_logger(logger: _Closable) -> None:
+    """Close ``logger`` at the end of the ``init_dist`` block or of this process."""
     if not _OPEN_LOGGERS:
-        register_shutdown_hook("sinks", _close_all)
+        register_shutdown_hook("loggers", _close_all)
         atexit.unregister(_close_at_exit)
         atexit.register(_close_at_exit, os.getpid())
-    _OPEN_LOGGERS[id(sink)] = sink
+    _OPEN_LOGGERS[id(logger)] = logger
 
 
-def unregister_logger(sink: _Closable) -> None:
-    """It has been closed."""
-    _OPEN_LOGGERS.pop(id(sink), None)
+def unregister_logger(logger: _Closable) -> None:
+    """Remove a closed logger from the loggers to close at the end."""
+    _OPEN_LOGGERS.pop(id(logger), None)
 
 
 def _close_all(error: BaseException | None) -> None:
-    waiting = list(_OPEN_LOGGERS.values())
-    for sink in waiting:
-        begin = getattr(sink, "begin_closing", None)  # those in threads end together
+    open_loggers = list(_OPEN_LOGGERS.values())
+    for logger in open_loggers:
+        # All background threads finish concurrently.
+        begin = getattr(logger, "begin_closing", None)
         if begin is not None:
             begin(failed=error is not None)
-    for sink in waiting:
-        with suppress(*(() if error is None else (Warning,))):  # a warning may be an error, and there is one already
-            sink.close()
+    for logger in open_loggers:
+        # A warning filter may turn a warning into an error. An earlier error has priority.
+        with suppress(*(() if error is None else (Warning,))):
+            logger.close()
 
 
 def _close_at_exit(pid: int) -> None:
-    if pid == os.getpid():  # and in no fork of it
+    # A fork must not close the loggers of the parent.
+    if pid == os.getpid():
         _close_all(exit_exception())
 
 

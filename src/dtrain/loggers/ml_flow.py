@@ -1,4 +1,4 @@
-"""``mlflow``: metrics to an MLflow server, or to a store in a file."""
+"""Log metrics to an MLflow server or to a local MLflow store."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ from dtrain.loggers.logger import Logger, null_logger, report_failure
 from dtrain.loggers.sanitize import NumericFilter, UniqueNames, mlflow_name
 
 RUN_ID_FILE = "mlflow-run-id"
-_CLOSE_TIMEOUT_S = 30.0  # a store in a file may still have its tables to make
-_MAX_METRICS, _MAX_PARAMS, _MAX_PARAM_LENGTH = (
-    1000,
-    100,
-    5000,
-)  # in one request, and characters of a setting: what every server takes
+# A local store may still have to create tables.
+_CLOSE_TIMEOUT_S = 30.0
+# limits of the MLflow REST API: metrics and parameters per request, characters per parameter
+_MAX_METRICS, _MAX_PARAMS, _MAX_PARAM_LENGTH = 1000, 100, 5000
 
 
 def mlflow(
@@ -41,41 +39,47 @@ def mlflow(
     ranks: Ranks = 0,
     timeout_s: float = 60.0,
 ) -> Logger:
-    """A sink that logs to a run of MLflow: metrics over the loop's steps, settings once, as parameters.
+    """Log metrics and settings to a run of MLflow: metrics by step of the loop, settings once as parameters.
 
-    The run's id stays in ``folder/mlflow-run-id``, so a resumed run goes on with the same run, if the store still has it. All
-    of it happens in a thread of its own: a server that fails or hangs is one warning, and training goes on. Values that are
-    no numbers are left out, with one warning a name; characters that MLflow does not take become ``_``.
+    The run id is stored in ``<path>/mlflow-run-id``, so a resumed run continues the same MLflow run if the store still has the
+    run. All requests run in a background thread: a server that fails or hangs causes one warning, and training continues.
+    Values other than numbers are skipped with one warning per name. Characters that MLflow rejects become ``_``.
 
     Args:
-        experiment: created where missing.
-        path: where the id is kept.
-        tracking_uri: ``"http://host:5000"``, ``"sqlite:////path/mlflow.db"``; None for what MLflow itself takes, such as
+        experiment: name of the experiment, created if missing.
+        path: folder of the run id.
+        tracking_uri: ``"http://host:5000"`` or ``"sqlite:////path/mlflow.db"``; None uses MLflow's own default, such as
             ``MLFLOW_TRACKING_URI``.
-        name: of the run; None for one that MLflow makes up.
-        settings: the run's, as ``open_run`` takes them; what looks secret is redacted.
-        ranks: 0, or "all", which needs ``{rank}`` in the folder: a run for each rank.
-        timeout_s: a call that takes longer drops the sink, with one warning.
+        name: name of the run; None lets MLflow choose a name.
+        settings: settings of the run, as in ``open_run``; secrets are redacted.
+        ranks: 0, or "all" for one run per rank, with ``{rank}`` in the path.
+        timeout_s: seconds per request; a longer request drops the logger with one warning.
+
+    Example:
+        import dtrain as dt
+
+        log = dt.loggers.mlflow("gpt", path="runs/gpt", tracking_uri="http://host:5000", settings=vars(args))
+        log(state.clock.step, dt.reduce_metrics(metrics))
 
     Raises:
-        ConfigError: the package mlflow is not installed; no experiment; a folder on a server.
+        ConfigError: the package mlflow is not installed, ``experiment`` is empty, or ``path`` is on a server.
     """
     require_package("mlflow")
     if not isinstance(experiment, str) or not experiment:
-        raise ConfigError(f"mlflow: needs the name of an experiment, got {experiment!r}")
+        raise ConfigError(f"mlflow: experiment must be the name of an experiment, got {experiment!r}.")
     check_timeout(timeout_s, "mlflow")
-    said, here = redact_settings(settings, "mlflow"), rank_path(path, ranks, "mlflow")
-    if here is None:
+    params, folder = redact_settings(settings, "mlflow"), rank_path(path, ranks, "mlflow")
+    if folder is None:
         return null_logger
     try:
         client, entities = import_optional("mlflow.tracking").MlflowClient, import_optional("mlflow.entities")
-    except Exception as error:  # noqa: BLE001 - it is installed, and does not work here
+    except Exception as error:  # noqa: BLE001 - an installed package may fail to import
         report_failure("mlflow", None, error)
         return null_logger
     names, numbers = UniqueNames("mlflow", mlflow_name), NumericFilter("mlflow")
     return BackgroundLogger(
         "mlflow",
-        lambda: _MlflowRun(client(tracking_uri=tracking_uri), entities, here / RUN_ID_FILE, experiment, name, said),
+        lambda: _MlflowRun(client(tracking_uri=tracking_uri), entities, folder / RUN_ID_FILE, experiment, name, params),
         convert=lambda record: {names(each): value for each, value in numbers(record).items()},
         timeout_s=timeout_s,
         close_timeout_s=_CLOSE_TIMEOUT_S,
@@ -87,10 +91,10 @@ class _MlflowRun:
         self, client: Any, entities: Any, file: Path, experiment: str, name: str | None, settings: Mapping[str, Any]
     ) -> None:
         self._client, self._entities = client, entities
-        kept = read_run_id(file)
-        if kept is not None and self._exists(kept):
-            self._id = kept
-            client.update_run(kept, status="RUNNING")
+        stored_id = read_run_id(file)
+        if stored_id is not None and self._exists(stored_id):
+            self._id = stored_id
+            client.update_run(stored_id, status="RUNNING")
         else:
             self._id = client.create_run(self._get_or_create_experiment(experiment), run_name=name).info.run_id
             write_run_id(file, self._id)
@@ -100,20 +104,22 @@ class _MlflowRun:
         try:
             return bool(self._client.get_run(run_id).info.lifecycle_stage == "active")
         except Exception as error:
-            if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":  # another store than last time
+            # The store may differ from the store of the earlier attempt.
+            if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":
                 return False
             raise
 
     def _get_or_create_experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(name))
             except Exception:
-                found = self._client.get_experiment_by_name(name)  # another run was faster
-                if found is None:
+                # Another process may have created the experiment in the meantime.
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _log_params(self, settings: Mapping[str, Any]) -> None:
         names = UniqueNames("mlflow", mlflow_name)

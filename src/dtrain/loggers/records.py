@@ -1,8 +1,4 @@
-"""``jsonl``: metrics into a file of one JSON object per line, and back.
-
-``csv_file``: metrics into a table, for spreadsheets.
-
-``in_memory``: metrics that stay in the process, for notebooks and tests."""
+"""Store metrics as records: ``jsonl`` and ``csv_file`` write files, ``read_jsonl`` reads them, ``in_memory`` keeps a list."""
 
 from __future__ import annotations
 
@@ -23,38 +19,51 @@ from dtrain.loggers.sanitize import UniqueNames, decode_nonfinite, encode_nonfin
 from dtrain.run_layout import STEP, TIME, is_rewind, step_from_record
 
 RESERVED_KEYS = (STEP, TIME)
-"""Keys of a record that are no metrics; a metric of such a name is written as ``metric/<name>``."""
+"""Reserved keys of a record. A metric with a reserved name is written as ``metric/<name>``."""
 
 
 def jsonl(path: str | Path, *, rotate_bytes: int | None = None, keep: int | None = None, ranks: Ranks = 0) -> Logger:
-    """A sink that appends a line to ``path``: ``{"step": 10, "time": 1700000000.5, "loss": 2.1}``; time is seconds since 1970.
+    """Append one JSON object per record to ``path``: ``{"step": 10, "time": 1700000000.5, "loss": 2.1}``, time in seconds since
+    1970.
 
-    A step may be logged several times, with a loss and later with the metrics of an evaluation, say: ``read_jsonl`` merges its
-    records. A run that was killed and resumed repeats some steps: the later records are the true ones. A line is written at
-    once, so a kill leaves at most one half line, which the next one ends and the reader leaves out.
+    Several records may have the same step, for example a loss and later the metrics of an evaluation: ``read_jsonl`` merges
+    the
+    records of a step. A resumed run repeats some steps; the later records count. Each line is written immediately. A kill
+    leaves
+    at most one partial line, which ``read_jsonl`` skips.
 
-    Numbers survive exactly. Scalar tensors become numbers; ``nan`` and ``inf`` are those texts, so that every JSON reader takes
-    the line; other values that JSON can hold stay as they are, and the rest becomes ``{"unloggable": "Tensor [2, 3]"}``.
+    Numbers are written exactly. Scalar tensors become numbers. ``nan`` and ``inf`` become texts, so that every JSON reader
+    accepts
+    the line. Values without a JSON form become ``{"unloggable": "Tensor [2, 3]"}``.
 
-    Logging never stops training: a folder that cannot be written, or a full disk, is one warning, and then silence.
+    A failure such as a full disk causes one warning and ends the logger. Training continues.
 
     Args:
-        path: created where missing, with its folders. With ``{rank}`` in it, every rank writes a file of its own; ``{time}`` is
-            when the process came here, in UTC.
-        rotate_bytes: before a file grows beyond it, it is renamed to ``<path>.1``, the one before to ``<path>.2``, and so on.
-        keep: how many renamed files stay; None for all.
-        ranks: 0, or "all", which needs ``{rank}`` in the path.
+        path: file, created with its folders if missing. ``{rank}`` makes every rank write its own file. ``{time}`` becomes the
+            time of this call in UTC.
+        rotate_bytes: largest size of a file in bytes; a full file is renamed to ``<path>.1``, the file before to ``<path>.2``.
+        keep: number of renamed files to keep; None keeps all.
+        ranks: 0, or "all" with ``{rank}`` in the path.
+
+    Example:
+        import dtrain as dt
+
+        log = dt.loggers.jsonl("runs/gpt/metrics.jsonl")
+        for batch in loader:
+            state, metrics = step(state, batch)
+            log(state.clock.step, dt.reduce_metrics(metrics))
 
     Raises:
-        ConfigError: a place on a server, another field in the path, sizes below 1, ``keep`` without ``rotate_bytes``.
+        ConfigError: ``path`` is on a server or has another field, a size is below 1, or ``keep`` is given without
+            ``rotate_bytes``.
     """
     for name, size in (("rotate_bytes", rotate_bytes), ("keep", keep)):
         if size is not None and (type(size) is not int or size < 1):
-            raise ConfigError(f"jsonl: {name} is a whole number of at least 1, or None, got {size!r}")
+            raise ConfigError(f"jsonl: {name} must be a whole number of at least 1 or None, got {size!r}.")
     if keep is not None and rotate_bytes is None:
-        raise ConfigError(f"jsonl: keep={keep} is of renamed files; give rotate_bytes, too")
-    here = rank_path(path, ranks, "jsonl")
-    return null_logger if here is None else FaultTolerantLogger(_JsonlWriter(here, rotate_bytes, keep), f"jsonl {here}")
+        raise ConfigError(f"jsonl: rotate_bytes must be given with keep, got keep={keep} and None. Pass rotate_bytes.")
+    file = rank_path(path, ranks, "jsonl")
+    return null_logger if file is None else FaultTolerantLogger(_JsonlWriter(file, rotate_bytes, keep), f"jsonl {file}")
 
 
 class _JsonlWriter:
@@ -74,7 +83,7 @@ class _JsonlWriter:
 
 
 def _rotate(path: Path, keep: int | None) -> None:
-    """Give each part the next number, the highest first: a kill in between leaves a gap and loses nothing."""
+    """Increment the number of each rotated file, the highest number first, so that a kill loses no file."""
     for number, part in sorted(_rotated_files(path), reverse=True):
         if keep is not None and number >= keep:
             storage.remove_file(part)
@@ -89,15 +98,16 @@ def _rotated_files(path: Path) -> list[tuple[int, Path]]:
         names = storage.list_names(path.parent)
     except FileNotFoundError:
         return []
-    return [(int(found[1]), path.with_name(name)) for name in names if (found := pattern.fullmatch(name))]
+    return [(int(match[1]), path.with_name(name)) for name in names if (match := pattern.fullmatch(name))]
 
 
 def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:
-    """Read a ``jsonl`` file: the metrics of each step, in order of steps, as ``dtrain report`` reads them.
+    """Read a ``jsonl`` file into the metrics of each step, in order of steps, with the same rules as ``dtrain report``.
 
-    The records of one step are merged; of a metric that was logged twice at a step, the last value counts. Where a resumed run
-    goes back, the records of the steps that it does again no longer count. Half-written lines are left out. Files that were
-    renamed from ``path`` are read first, the oldest first. Non-finite numbers are numbers again.
+    The records of a step are merged; the last value of a metric counts. If a resumed run repeats steps, the earlier records
+    of the
+    repeated steps are dropped. Partial lines are skipped. Rotated files are read first, the oldest first. Non-finite numbers
+    become floats again.
 
     Example:
         >>> import tempfile
@@ -111,7 +121,7 @@ def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:
         (2.5, 2.75)
 
     Raises:
-        FileNotFoundError: neither the file nor one renamed from it.
+        FileNotFoundError: neither the file nor a rotated file exists.
     """
     merged = _RecordsByStep()
     for record in _iter_records(Path(path)):
@@ -120,28 +130,31 @@ def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def _iter_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in the lines of a file and of its older parts, in the order in which they were written."""
+    """Yield the objects in a file and its rotated files, in writing order."""
     parts = [part for _, part in sorted(_rotated_files(path), reverse=True)]
     for part in [*parts, path] if path.exists() or not parts else parts:
         for line in part.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 record = json.loads(line)
-            except (ValueError, RecursionError):  # a line that a kill cut short
+            # A kill may leave a partial line.
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 yield record
 
 
 class _RecordsByStep:
-    """Records by step: those of one step as one, without those of steps that a resumed run has done again."""
+    """Merged records by step, without the records of steps that a resumed run repeated."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, dict[str, Any]] = {}
-        self._last_steps: dict[str, int] = {}  # the last step of each metric
-        self._max_step = -1  # the largest of them, or more
+        # last step of each metric
+        self._last_steps: dict[str, int] = {}
+        # upper bound of ``_last_steps``
+        self._max_step = -1
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take the record that was written next."""
+        """Add the next record in writing order."""
         step = step_from_record(record)
         if step is None:
             return
@@ -152,7 +165,7 @@ class _RecordsByStep:
         self._last_steps |= {name: max(step, self._last_steps.get(name, step)) for name in record if name not in RESERVED_KEYS}
 
     def _forget_from(self, step: int) -> None:
-        """Forget the records of ``step`` and later."""
+        """Drop the records of ``step`` and later steps."""
         self._max_step = step
         self.by_step = {known: record for known, record in self.by_step.items() if known < step}
         self._last_steps = {}
@@ -161,28 +174,39 @@ class _RecordsByStep:
 
 
 def csv_file(path: str | Path, *, ranks: Ranks = 0) -> Logger:
-    """A sink that appends a row to a table with the columns ``step``, ``time`` (seconds since 1970) and one for each metric.
+    """Append one row per record to a CSV table with columns ``step``, ``time`` (seconds since 1970) and one column per metric.
 
-    A metric that comes later gets a column at the end: the file is written again then, with empty cells in earlier rows.
-    Numbers survive exactly; what is no number is written as JSON. A resumed run goes on below: the last row of a step is the
-    true one. Logging never stops training: what cannot be written is one warning, and then silence.
+    A new metric adds a column at the end: the file is rewritten, with empty cells in earlier rows. Numbers are written
+    exactly,
+    other values as JSON. A resumed run appends rows; the last row of a step counts. A failure causes one warning, and training
+    continues.
 
     Args:
-        path: created where missing, with its folders; ``{rank}`` and ``{time}`` as in ``jsonl``.
-        ranks: 0, or "all", which needs ``{rank}`` in the path.
+        path: file, created with its folders if missing; ``{rank}`` and ``{time}`` as in ``jsonl``.
+        ranks: 0, or "all" with ``{rank}`` in the path.
+
+    Example:
+        >>> import tempfile
+        >>> import dtrain as dt
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     log = dt.loggers.csv_file(f"{folder}/metrics.csv")
+        ...     log(10, {"loss": 2.5})
+        ...     print(open(f"{folder}/metrics.csv").readline().strip())
+        step,time,loss
 
     Raises:
-        ConfigError: as ``jsonl`` has them.
+        ConfigError: see ``jsonl``.
     """
-    here = rank_path(path, ranks, "csv_file")
-    return null_logger if here is None else FaultTolerantLogger(_CsvWriter(here), f"csv_file {here}")
+    file = rank_path(path, ranks, "csv_file")
+    return null_logger if file is None else FaultTolerantLogger(_CsvWriter(file), f"csv_file {file}")
 
 
 class _CsvWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._names = UniqueNames(f"csv_file {path}", lambda name: " ".join(name.split()), reserved=RESERVED_KEYS)
-        self._columns: list[str] | None = None  # until the file was looked at
+        # None until the existing file is read
+        self._columns: list[str] | None = None
 
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
         row: dict[str, Any] = {"step": int(step), "time": round(time(), 3)}
@@ -194,7 +218,7 @@ class _CsvWriter:
         storage.append_line(self._path, _format_row(_format_cell(row.get(name)) for name in self._columns))
 
     def _add_columns(self, row: Iterable[str]) -> None:
-        """Write the file again with the columns that it has and those of ``row``, without a row that a kill cut short."""
+        """Rewrite the file with the existing columns and the columns of ``row``, without a partial last row."""
         try:
             text = self._path.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -221,47 +245,48 @@ def _format_row(cells: Iterable[str]) -> str:
 
 
 class InMemoryLogger:
-    """A sink that keeps its records, as plain data: see ``in_memory``."""
+    """Logger that keeps records as plain data. See ``in_memory``."""
 
-    __slots__ = ("_here", "records")
+    __slots__ = ("_active", "records")
 
     def __init__(self, active: bool) -> None:
-        self._here = active
+        self._active = active
         self.records: list[dict[str, Any]] = []
-        """In order: ``{"step": 10, "time": 1700000000.5, "metrics": {"loss": 2.1}}``."""
+        """Records in order: ``{"step": 10, "time": 1700000000.5, "metrics": {"loss": 2.1}}``."""
 
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
-        if self._here:
+        if self._active:
             metrics = {str(name): to_plain_value(value) for name, value in numbers.items()}
             self.records.append({"step": int(step), "time": time(), "metrics": metrics})
 
     def column(self, name: str) -> dict[int, Any]:
-        """One metric by step, of each step the last value; empty for a name that never came."""
-        found = {record["step"]: record["metrics"][name] for record in self.records if name in record["metrics"]}
-        return dict(sorted(found.items()))
+        """Return the last value of a metric at each step; empty for an unknown name."""
+        values = {record["step"]: record["metrics"][name] for record in self.records if name in record["metrics"]}
+        return dict(sorted(values.items()))
 
     @property
     def names(self) -> list[str]:
-        """Of all metrics so far, in the order in which they came."""
+        """Names of all metrics so far, in order of appearance."""
         return list(dict.fromkeys(name for record in self.records for name in record["metrics"]))
 
 
 def in_memory(*, ranks: Ranks = 0) -> InMemoryLogger:
-    """A sink that keeps what it is given: ``.records``, ``.names`` and ``.column(name)``.
+    """Keep records in the memory of the process, for notebooks and tests: ``.records``, ``.names`` and ``.column(name)``.
 
-    Values are plain data, as in ``jsonl``, but non-finite numbers stay numbers. It grows with every record.
+    Values are plain data as in ``jsonl``, except that non-finite numbers stay floats. Memory grows with every record.
 
     Args:
-        ranks: 0, or "all"; on other ranks it stays empty.
-
-    Raises:
-        ConfigError: other ``ranks``.
+        ranks: 0, or "all"; the logger stays empty on the remaining ranks.
 
     Example:
-        >>> kept = in_memory()
-        >>> kept(1, {"loss": torch.tensor(0.5)})
-        >>> kept(2, {"loss": 0.25, "lr": 0.1})
-        >>> kept.column("loss"), kept.names
+        >>> import dtrain as dt
+        >>> log = dt.loggers.in_memory()
+        >>> log(1, {"loss": torch.tensor(0.5)})
+        >>> log(2, {"loss": 0.25, "lr": 0.1})
+        >>> log.column("loss"), log.names
         ({1: 0.5, 2: 0.25}, ['loss', 'lr'])
+
+    Raises:
+        ConfigError: ``ranks`` is neither 0 nor "all".
     """
     return InMemoryLogger(is_writer(ranks, "in_memory"))

@@ -1,6 +1,4 @@
-"""What a metric's value becomes: a plain number where it is one, and else something that says what it was.
-
-Names of metrics as a place takes them: two that would become one are told apart."""
+"""Convert metric values to plain data and metric names to valid, unique names."""
 
 from __future__ import annotations
 
@@ -11,14 +9,15 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
-_MAX_DEPTH = 8  # lists within lists: what holds itself would go on for ever
+# limit for nested lists; a list that contains itself would recurse forever
+_MAX_DEPTH = 8
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def to_plain_value(value: Any, _depth: int = 0) -> Any:
-    """``value`` as JSON knows it: scalar tensors and NumPy's scalars as numbers, what JSON can hold as it is.
+    """Convert a value to plain JSON data: scalar tensors and NumPy scalars become numbers.
 
-    What it cannot hold becomes ``{"unloggable": "Tensor [2, 3]"}``. Non-finite numbers stay.
+    Values without a JSON form become ``{"unloggable": "Tensor [2, 3]"}``. Non-finite numbers stay floats.
 
     Host sync: for a tensor on a device.
     """
@@ -26,9 +25,11 @@ def to_plain_value(value: Any, _depth: int = 0) -> Any:
         return value
     scalar = value
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item") and not hasattr(value, "placements"):
-        with suppress(RuntimeError):  # a tensor without content. A DTensor's content is a collective's: others are not here
+        # A tensor without data raises. Reading a DTensor would need a collective, so DTensors are excluded above.
+        with suppress(RuntimeError):
             scalar = value.item()
-    for kind in (bool, int, float, str):  # of a subclass, such as an enum's member, the plain value
+    # Subclasses such as enum members become plain values.
+    for kind in (bool, int, float, str):
         if isinstance(scalar, kind):
             return kind(scalar)
     if _depth < _MAX_DEPTH and isinstance(value, list | tuple):
@@ -44,7 +45,7 @@ def _describe_type(value: Any) -> str:
 
 
 def encode_nonfinite(value: Any) -> Any:
-    """A plain value with the texts ``nan``, ``inf`` and ``-inf`` for non-finite numbers, so that every JSON reader takes it."""
+    """Replace non-finite numbers by the texts ``nan``, ``inf`` and ``-inf``, so that every JSON reader accepts the value."""
     if type(value) is float:
         return value if math.isfinite(value) else str(value)
     if type(value) is list:
@@ -55,7 +56,7 @@ def encode_nonfinite(value: Any) -> Any:
 
 
 def decode_nonfinite(value: Any) -> Any:
-    """What ``encoded`` was given."""
+    """Replace the texts of ``encode_nonfinite`` by non-finite numbers."""
     if type(value) is str:
         return _NON_FINITE.get(value, value)
     if type(value) is list:
@@ -66,53 +67,54 @@ def decode_nonfinite(value: Any) -> Any:
 
 
 class NumericFilter:
-    """Of a record, what is a number, as floats; the rest is left out, with one warning a name."""
+    """Filter that keeps the numbers of a record as floats and skips other values with one warning per name."""
 
-    __slots__ = ("_said", "_where")
+    __slots__ = ("_caller", "_warned")
 
     def __init__(self, caller: str) -> None:
-        self._where = caller
-        self._said: set[str] = set()
+        self._caller = caller
+        self._warned: set[str] = set()
 
     def __call__(self, numbers: Mapping[str, Any]) -> dict[str, float]:
-        kept = {}
+        floats = {}
         for name, value in numbers.items():
             number = to_plain_value(value)
             if isinstance(number, int | float):
-                kept[str(name)] = _to_float(number)
+                floats[str(name)] = _to_float(number)
             else:
                 self._warn_skipped(str(name), number)
-        return kept
+        return floats
 
     def _warn_skipped(self, name: str, value: Any) -> None:
-        if name not in self._said:
-            self._said.add(name)
-            what = value["unloggable"] if isinstance(value, dict) and "unloggable" in value else repr(value)[:40]
-            warnings.warn(f"{self._where}: takes numbers only, {name!r} is left out ({what})", stacklevel=4)
+        if name not in self._warned:
+            self._warned.add(name)
+            text = value["unloggable"] if isinstance(value, dict) and "unloggable" in value else repr(value)[:40]
+            warnings.warn(f"{self._caller}: metric {name!r} must be a number, got {text}. The metric is skipped.", stacklevel=4)
 
 
 def _to_float(number: float) -> float:
     try:
         return float(number)
-    except OverflowError:  # a whole number beyond floats
+    # An int may exceed the range of floats.
+    except OverflowError:
         return math.inf if number > 0 else -math.inf
 
 
 class UniqueNames:
-    """A function from a metric's name to the name it is written under, always the same for one name.
+    """Function from the name of a metric to its written name, always the same for one name.
+
+    If two names become equal, the later name gets a number, ``a_b`` and ``a_b_2``, with one warning.
 
     Args:
-        caller: for the warning.
-        clean: the name as it has to look there.
-        reserved: names that mean something else there; a metric of such a name is written as ``metric/<name>``.
-
-    Where two names become one, the later gets a number, ``a_b`` and ``a_b_2``, and there is one warning.
+        caller: prefix of the warning.
+        clean: function that replaces invalid characters.
+        reserved: names with another meaning; a metric with a reserved name is written as ``metric/<name>``.
     """
 
-    __slots__ = ("_clean", "_known", "_reserved", "_used", "_where")
+    __slots__ = ("_caller", "_clean", "_known", "_reserved", "_used")
 
     def __init__(self, caller: str, clean: Callable[[str], str] = str, reserved: Collection[str] = ()) -> None:
-        self._where, self._clean, self._reserved = caller, clean, reserved
+        self._caller, self._clean, self._reserved = caller, clean, reserved
         self._known: dict[str, str] = {}
         self._used: set[str] = set()
 
@@ -123,21 +125,25 @@ class UniqueNames:
     def _assign(self, name: str) -> str:
         wanted = self._clean(name)
         wanted = f"metric/{wanted}" if wanted in self._reserved else wanted
-        found, count = wanted, 2
-        while found in self._used:
-            found, count = f"{wanted}_{count}", count + 1
-        self._known[name] = found
-        self._used.add(found)
-        if found != wanted:
-            warnings.warn(f"{self._where}: {name!r} is written as {found!r}, since another metric is {wanted!r}", stacklevel=4)
-        return found
+        unique, count = wanted, 2
+        while unique in self._used:
+            unique, count = f"{wanted}_{count}", count + 1
+        self._known[name] = unique
+        self._used.add(unique)
+        if unique != wanted:
+            warnings.warn(
+                f"{self._caller}: metric {name!r} is written as {unique!r}. Another metric is written as {wanted!r}.",
+                stacklevel=4,
+            )
+        return unique
 
 
-_MAX_NAME_LENGTH = 240  # MLflow takes 250; with a number added
+# MLflow allows 250 characters. The margin is for an appended number.
+_MAX_NAME_LENGTH = 240
 
 
 def mlflow_name(name: str) -> str:
-    """Only letters, digits and ``_-. :/``, and a path that has one way to be written."""
+    """Replace all characters except letters, digits and ``_-. :/``, and normalize the path."""
     text = re.sub(r"[^\w\-. :/]", "_", name)
     text = "/".join(part if part.strip(".") else "_" * len(part) for part in text.split("/") if part)
     return text[:_MAX_NAME_LENGTH].rstrip("/") or "_"

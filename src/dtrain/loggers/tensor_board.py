@@ -1,4 +1,4 @@
-"""``tensorboard``: metrics into event files, as TensorBoard reads them."""
+"""Write metrics to TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -15,37 +15,49 @@ from dtrain.loggers.sanitize import NumericFilter
 
 
 def tensorboard(path: str | Path, *, settings: Any = None, ranks: Ranks = 0, timeout_s: float = 60.0) -> Logger:
-    """A sink that writes TensorBoard's event files into ``path``: each metric a scalar over the loop's steps.
+    """Write TensorBoard event files into ``path``: one scalar per metric, by step of the loop.
 
-    Written in a thread of its own. A resumed run takes back the steps that it repeats, as TensorBoard's own reader has it.
-    Values that are no numbers are left out, with one warning a name; non-finite numbers are written.
+    A background thread writes. TensorBoard's reader hides the earlier values of steps that a resumed run repeats. Values other
+    than numbers are skipped with one warning per name. Non-finite numbers are written.
 
     Args:
-        path: created where missing; ``{rank}`` and ``{time}`` as in ``jsonl``.
-        settings: the run's, as ``open_run`` takes them, written once for a folder, as a text; what looks secret is redacted.
-        ranks: 0, or "all", which needs ``{rank}`` in the folder.
-        timeout_s: a write that takes longer drops the sink, with one warning.
+        path: folder, created if missing; ``{rank}`` and ``{time}`` as in ``jsonl``.
+        settings: settings of the run, as in ``open_run``, written once per folder as a text; secrets are redacted.
+        ranks: 0, or "all" with ``{rank}`` in the path.
+        timeout_s: seconds per write; a longer write drops the logger with one warning.
+
+    Example:
+        import dtrain as dt
+
+        log = dt.loggers.tensorboard("runs/gpt/tensorboard", settings={"lr": 3e-4})
+        log(state.clock.step, dt.reduce_metrics(metrics))
 
     Raises:
-        ConfigError: the package tensorboard is not installed; as ``jsonl`` has them; a patience that is no number above 0.
+        ConfigError: the package tensorboard is not installed, ``timeout_s`` is not a number above 0, or ``path`` is invalid
+            (see ``jsonl``).
     """
     require_package("tensorboard")
     check_timeout(timeout_s, "tensorboard")
-    said, here = redact_settings(settings, "tensorboard"), rank_path(path, ranks, "tensorboard")
-    if here is None:
+    plain_settings, folder = redact_settings(settings, "tensorboard"), rank_path(path, ranks, "tensorboard")
+    if folder is None:
         return null_logger
     try:
-        make = import_optional("torch.utils.tensorboard").SummaryWriter
-    except Exception as error:  # noqa: BLE001 - it is installed, and does not work here
+        make_writer = import_optional("torch.utils.tensorboard").SummaryWriter
+    except Exception as error:  # noqa: BLE001 - an installed package may fail to import
         report_failure("tensorboard", None, error)
         return null_logger
-    name = f"tensorboard {here}"
-    return BackgroundLogger(name, lambda: _EventFileWriter(here, make, said), convert=NumericFilter(name), timeout_s=timeout_s)
+    name = f"tensorboard {folder}"
+    return BackgroundLogger(
+        name,
+        lambda: _EventFileWriter(folder, make_writer, plain_settings),
+        convert=NumericFilter(name),
+        timeout_s=timeout_s,
+    )
 
 
 class _EventFileWriter:
-    def __init__(self, folder: Path, make: Any, settings: Mapping[str, Any]) -> None:
-        self._folder, self._make, self._settings = folder, make, settings
+    def __init__(self, folder: Path, make_writer: Any, settings: Mapping[str, Any]) -> None:
+        self._folder, self._make_writer, self._settings = folder, make_writer, settings
         self._writer: Any = None
 
     def write(self, records: Sequence[MetricRecord]) -> None:
@@ -59,11 +71,12 @@ class _EventFileWriter:
     def _open(self, step: int) -> None:
         storage.make_folders(self._folder)
         resumed = any(name.startswith("events.out.tfevents") for name in storage.list_names(self._folder))
-        # What earlier files have of this step and later ones does not count any more.
-        self._writer = self._make(log_dir=str(self._folder), purge_step=step if resumed else None)
+        # purge_step hides this step and later steps in earlier files.
+        self._writer = self._make_writer(log_dir=str(self._folder), purge_step=step if resumed else None)
         if self._settings and not resumed:
+            # TensorBoard renders markdown, in which indented lines are code.
             rows = "\n".join(f"    {name}: {json.dumps(value)}" for name, value in flatten_settings(self._settings).items())
-            self._writer.add_text("settings", rows)  # indented, which is code in its markdown
+            self._writer.add_text("settings", rows)
 
     def close(self, *, failed: bool) -> None:
         if self._writer is not None:

@@ -1,8 +1,4 @@
-"""``console`` and ``text_file``: metrics as lines for people.
-
-``progress_bar``: one line at the bottom of the terminal.
-
-``progress_line``: where a run is, on one line."""
+"""Print metrics as text: ``console``, ``text_file``, ``progress_bar`` and ``progress_line``."""
 
 from __future__ import annotations
 
@@ -26,11 +22,12 @@ from dtrain.loggers.sanitize import to_plain_value
 from dtrain.monitors.reduce_metrics import tokens_per_second
 from dtrain.state import TrainState
 
-_MAX_VALUE_WIDTH = 60  # characters of a value that is no number
+# characters of a value other than a number
+_MAX_VALUE_WIDTH = 60
 
 
 def format_metrics(numbers: Mapping[str, Any], is_selected: Callable[[str], bool]) -> str:
-    """The metrics that are chosen on one line, ``loss 2.1034  lr 0.003``: for reading, so five digits."""
+    """Format the selected metrics on one line with five digits, ``loss 2.1034  lr 0.003``."""
     return "  ".join(
         f"{name} {_format_value(to_plain_value(value))}" for name, value in numbers.items() if is_selected(str(name))
     )
@@ -46,85 +43,94 @@ def _format_value(value: Any) -> str:
 
 
 def console(
-    *, every: Duration | int | str = 1, names: Sequence[str] | None = None, stream: TextIO | None = None, ranks: Ranks = 0
+    *, interval: Duration | int | str = 1, names: Sequence[str] | None = None, stream: TextIO | None = None, ranks: Ranks = 0
 ) -> Logger:
-    """A sink that prints a line, ``step 120  loss 2.1034  lr 0.003``.
+    """Print one line per record, ``step 120  loss 2.1034  lr 0.003``.
 
     Args:
-        every: how many steps apart, ``100`` or ``"100ba"``; a record that comes when fewer have passed is not printed.
-        names: which metrics, by name or pattern (``"speed/*"``); None for all.
-        stream: where to; None for what ``sys.stdout`` is then.
+        interval: steps between two lines, ``100`` or ``"100ba"``.
+        names: metrics to print, by name or pattern (``"speed/*"``); None prints all.
+        stream: text stream; None uses ``sys.stdout`` at the time of the record.
         ranks: 0, or "all".
 
-    Raises:
-        ConfigError: an interval in another unit than steps; names that are no list of texts; other ``ranks``.
-
     Example:
-        >>> log = console(every="10ba", names=["loss"])
+        >>> import dtrain as dt
+        >>> log = dt.loggers.console(interval="10ba", names=["loss"])
         >>> for step in (9, 10, 11):
         ...     log(step, {"loss": 1 / step, "lr": 0.1})
         step 9  loss 0.11111
         step 10  loss 0.1
+
+    Raises:
+        ConfigError: ``interval`` is not in steps, ``names`` is not a list of texts, or ``ranks`` is neither 0 nor "all".
     """
-    interval = Duration.parse(every)
-    if interval.unit != "ba":
-        raise ConfigError(f"console: every is counted in steps, as in '100ba', got {every!r}")
-    printing = _ConsoleWriter(int(interval.value), MetricFilter(names, "console"), stream)
-    return FaultTolerantLogger(printing, "console") if is_writer(ranks, "console") else null_logger
+    length = Duration.parse(interval)
+    if length.unit != "ba":
+        raise ConfigError(f"console: interval must be a number of steps, got {interval!r}. Pass 100 or '100ba'.")
+    writer = _ConsoleWriter(int(length.value), MetricFilter(names, "console"), stream)
+    return FaultTolerantLogger(writer, "console") if is_writer(ranks, "console") else null_logger
 
 
 class _ConsoleWriter:
-    def __init__(self, every: int, chosen: Callable[[str], bool], stream: TextIO | None) -> None:
-        self._every, self._chosen, self._stream = every, chosen, stream
+    def __init__(self, interval: int, is_selected: Callable[[str], bool], stream: TextIO | None) -> None:
+        self._interval, self._is_selected, self._stream = interval, is_selected, stream
         self._last: int | None = None
 
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
-        if step // self._every != self._last:
-            self._last = step // self._every
-            print(f"step {step}  {format_metrics(numbers, self._chosen)}".rstrip(), file=self._stream or sys.stdout, flush=True)
+        if step // self._interval != self._last:
+            self._last = step // self._interval
+            line = f"step {step}  {format_metrics(numbers, self._is_selected)}".rstrip()
+            print(line, file=self._stream or sys.stdout, flush=True)
 
 
 def text_file(path: str | Path, *, flush_interval: int = 1, names: Sequence[str] | None = None, ranks: Ranks = 0) -> Logger:
-    """A sink that appends a line to a text file, ``2026-01-31T12:00:00Z  step 120  loss 2.1034``.
+    """Append one line per record to a text file, ``2026-01-31T12:00:00Z  step 120  loss 2.1034``.
 
-    Logging never stops training: what cannot be written is one warning, and then silence.
+    A failure to write causes one warning, and training continues.
 
     Args:
-        path: created where missing, with its folders; ``{rank}`` and ``{time}`` as in ``jsonl``.
-        flush_interval: how many lines are kept back and written together; a kill loses those.
-        names: which metrics, by name or pattern; None for all.
-        ranks: 0, or "all", which needs ``{rank}`` in the path.
+        path: file, created with its folders if missing; ``{rank}`` and ``{time}`` as in ``jsonl``.
+        flush_interval: lines to buffer and write together; a kill loses the buffered lines.
+        names: metrics to write, by name or pattern; None writes all.
+        ranks: 0, or "all" with ``{rank}`` in the path.
+
+    Example:
+        import dtrain as dt
+
+        log = dt.loggers.text_file("runs/gpt/log.txt", names=["loss", "lr"])
+        log(state.clock.step, dt.reduce_metrics(metrics))
 
     Raises:
-        ConfigError: as ``jsonl`` has them; ``flush_interval`` below 1; names that are no list of texts.
+        ConfigError: ``path`` is invalid (see ``jsonl``), ``flush_interval`` is below 1, or ``names`` is not a list of texts.
     """
     if type(flush_interval) is not int or flush_interval < 1:
-        raise ConfigError(f"text_file: flush_every is a whole number of at least 1, got {flush_interval!r}")
-    chosen, here = MetricFilter(names, "text_file"), rank_path(path, ranks, "text_file")
-    return (
-        null_logger if here is None else FaultTolerantLogger(_TextFileWriter(here, flush_interval, chosen), f"text_file {here}")
-    )
+        raise ConfigError(f"text_file: flush_interval must be a whole number of at least 1, got {flush_interval!r}.")
+    is_selected, file = MetricFilter(names, "text_file"), rank_path(path, ranks, "text_file")
+    if file is None:
+        return null_logger
+    return FaultTolerantLogger(_TextFileWriter(file, flush_interval, is_selected), f"text_file {file}")
 
 
 class _TextFileWriter:
-    def __init__(self, path: Path, flush_interval: int, chosen: Callable[[str], bool]) -> None:
-        self._path, self._flush_interval, self._chosen = path, flush_interval, chosen
+    def __init__(self, path: Path, flush_interval: int, is_selected: Callable[[str], bool]) -> None:
+        self._path, self._flush_interval, self._is_selected = path, flush_interval, is_selected
         self._lines: list[str] = []
 
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
-        at = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
-        self._lines.append(f"{at}  step {step}  {format_metrics(numbers, self._chosen)}".rstrip())
+        now = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
+        self._lines.append(f"{now}  step {step}  {format_metrics(numbers, self._is_selected)}".rstrip())
         if len(self._lines) >= self._flush_interval:
             self.close()
 
     def close(self) -> None:
-        """Write what is kept back."""
+        """Write the buffered lines."""
         lines, self._lines = self._lines, []
         if lines:
             storage.append_line(self._path, "\n".join(lines))
 
 
-_SPEED_WINDOW = 20  # records that the speed is of
+# records in the moving window of the speed
+_SPEED_WINDOW = 20
 
 
 def progress_bar(
@@ -133,84 +139,95 @@ def progress_bar(
     names: Sequence[str] | None = ("loss", "lr"),
     line_interval_s: float | None = 10.0,
 ) -> Logger:
-    """A sink that shows ``120/600 ━━━━━  loss 2.1034  lr 0.003  12 steps/s  0:40 left`` on one line of the terminal, on rank 0.
+    """Show a progress bar on rank 0: ``120/600 ━━━━━  loss 2.1034  lr 0.003  12 steps/s  0:40 left``.
 
-    It is drawn when something is logged, and costs nothing in between. What is printed meanwhile goes above it. If the
-    standard error is no terminal, as under ``dtrain launch``, plain lines are printed instead, by default one in 10 seconds.
+    The bar is drawn when a record is logged and costs nothing in between. Other printed text appears above the bar. If
+    standard
+    error is not a terminal, as under ``dtrain launch``, plain lines are printed instead, by default one line in 10 seconds.
 
     Args:
-        total: length of the run in steps, ``600`` or ``"600ba"``; None when it is not known.
-        names: metrics that are shown, by name or pattern; None for all.
-        line_interval_s: without a terminal, seconds between two lines at least; None prints no line.
+        total: length of the run in steps, ``600`` or ``"600ba"``; None if unknown.
+        names: metrics to show, by name or pattern; None shows all.
+        line_interval_s: seconds between two plain lines without a terminal; None prints no lines.
+
+    Example:
+        import dtrain as dt
+
+        log = dt.loggers.progress_bar(600, names=["loss", "lr"])
+        for batch in loader:
+            state, metrics = step(state, batch)
+            log(state.clock.step, dt.reduce_metrics(metrics))
 
     Raises:
-        ConfigError: a length in another unit than steps; names that are no list of texts; seconds that are no number of at
-            least 0.
+        ConfigError: ``total`` is not in steps, ``names`` is not a list of texts, or ``line_interval_s`` is below 0.
     """
     length = None if total is None else Duration.parse(total)
     if length is not None and length.unit != "ba":
-        raise ConfigError(f"progress_bar: total is counted in steps, as in 600 or '600ba', got {total!r}")
+        raise ConfigError(f"progress_bar: total must be a number of steps, got {total!r}. Pass 600 or '600ba'.")
     bad = isinstance(line_interval_s, bool) or not isinstance(line_interval_s, int | float | None)
     if bad or (line_interval_s is not None and not line_interval_s >= 0):
-        raise ConfigError(f"progress_bar: lines_every_s is a number of seconds of at least 0, or None, got {line_interval_s!r}")
-    shown = _ProgressText(None if length is None else int(length.value), MetricFilter(names, "progress_bar"))
+        raise ConfigError(
+            f"progress_bar: line_interval_s must be a number of seconds of at least 0 or None, got {line_interval_s!r}."
+        )
+    text = _ProgressText(None if length is None else int(length.value), MetricFilter(names, "progress_bar"))
     if not is_writer(0, "progress_bar"):
         return null_logger
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        return FaultTolerantLogger(_RichProgressBar(shown), "progress_bar")
-    return (
-        null_logger if line_interval_s is None else FaultTolerantLogger(_PlainProgress(shown, line_interval_s), "progress_bar")
-    )
+        return FaultTolerantLogger(_RichProgressBar(text), "progress_bar")
+    if line_interval_s is None:
+        return null_logger
+    return FaultTolerantLogger(_PlainProgress(text, line_interval_s), "progress_bar")
 
 
 class _ProgressText:
-    """The words of the line; it sees every record."""
+    """Text of the progress line, computed from every record."""
 
-    def __init__(self, total: int | None, chosen: Callable[[str], bool]) -> None:
-        self.total, self._chosen = total, chosen
-        self._seen: deque[tuple[int, float]] = deque(maxlen=_SPEED_WINDOW)
+    def __init__(self, total: int | None, is_selected: Callable[[str], bool]) -> None:
+        self.total, self._is_selected = total, is_selected
+        self._samples: deque[tuple[int, float]] = deque(maxlen=_SPEED_WINDOW)
 
     def position(self, step: int) -> str:
         return str(step) if self.total is None else f"{step}/{self.total}"
 
     def text(self, step: int, numbers: Mapping[str, Any]) -> str:
-        self._seen.append((step, time.monotonic()))
-        first, began = self._seen[0]
-        steps, seconds = step - first, self._seen[-1][1] - began
-        parts = [format_metrics(numbers, self._chosen)]
+        self._samples.append((step, time.monotonic()))
+        first_step, first_time = self._samples[0]
+        steps, seconds = step - first_step, self._samples[-1][1] - first_time
+        parts = [format_metrics(numbers, self._is_selected)]
         if steps > 0 and seconds > 0:
             parts.append(f"{steps / seconds:.3g} steps/s")
             if self.total is not None:
-                left = max(0, round((self.total - step) * seconds / steps))
-                minutes, hours = left // 60 % 60, left // 3600
-                parts.append((f"{hours}:{minutes:02d}" if hours else f"{minutes}") + f":{left % 60:02d} left")
+                remaining = max(0, round((self.total - step) * seconds / steps))
+                minutes, hours = remaining // 60 % 60, remaining // 3600
+                parts.append((f"{hours}:{minutes:02d}" if hours else f"{minutes}") + f":{remaining % 60:02d} left")
         return "  ".join(part for part in parts if part)
 
 
 class _PlainProgress:
-    def __init__(self, shown: _ProgressText, every_s: float) -> None:
-        self._shown, self._every_s = shown, every_s
+    def __init__(self, text: _ProgressText, interval_s: float) -> None:
+        self._text, self._interval_s = text, interval_s
         self._next: float | None = None
 
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
-        words, now = self._shown.text(step, numbers), time.monotonic()
-        if self._next is None or now >= self._next or step == self._shown.total:
-            self._next = now + self._every_s
-            print(f"step {self._shown.position(step)}  {words}".rstrip(), file=sys.stderr, flush=True)
+        # The text needs every record for its speed.
+        words, now = self._text.text(step, numbers), time.monotonic()
+        if self._next is None or now >= self._next or step == self._text.total:
+            self._next = now + self._interval_s
+            print(f"step {self._text.position(step)}  {words}".rstrip(), file=sys.stderr, flush=True)
 
 
 class _RichProgressBar:
-    def __init__(self, shown: _ProgressText) -> None:
-        self._shown = shown
+    def __init__(self, text: _ProgressText) -> None:
+        self._text = text
         self._progress: Any = None
         self._task: Any = None
 
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
-        words = self._shown.text(step, numbers)
+        words = self._text.text(step, numbers)
         if self._progress is None:
             self._start(step, words)
         else:
-            self._progress.update(self._task, completed=step, at=self._shown.position(step), words=words, refresh=True)
+            self._progress.update(self._task, completed=step, at=self._text.position(step), words=words, refresh=True)
 
     def _start(self, step: int, words: str) -> None:
         rich, tables = import_optional("rich.progress"), import_optional("rich.table")
@@ -220,39 +237,52 @@ class _RichProgressBar:
             rich.BarColumn(bar_width=20),
             rich.TextColumn("{task.fields[words]}", markup=False, table_column=one_line),
             console=import_optional("rich.console").Console(stderr=True),
-            auto_refresh=False,  # no thread, and nothing is drawn in steps that do not log
-            redirect_stdout=sys.stdout.isatty(),  # else what goes into a file would end on the terminal
+            # No refresh thread: the bar is drawn only when a record is logged.
+            auto_refresh=False,
+            # Redirected output must stay in its file.
+            redirect_stdout=sys.stdout.isatty(),
         )
         self._task = self._progress.add_task(
-            "", total=self._shown.total, completed=step, at=self._shown.position(step), words=words
+            "", total=self._text.total, completed=step, at=self._text.position(step), words=words
         )
         self._progress.start()
-        self._progress.console.show_cursor(True)  # a kill would leave the terminal without one
+        # A kill would leave the terminal without a cursor.
+        self._progress.console.show_cursor(True)
 
     def close(self) -> None:
-        """Leave the last line where it is, and the terminal as it was."""
+        """Keep the last line and restore the terminal."""
         progress, self._progress = self._progress, None
         if progress is not None:
             progress.stop()
 
 
 def progress_line(state: TrainState, numbers: Mapping[str, float], *, total_steps: int, since: Clock) -> str:
-    """A line such as ``step 120/600  loss 2.1034  lr 3.00e-03  51,200 tok/s  1:20 left``. Pure.
+    """Format one line of progress, ``step 120/600  loss 2.1034  lr 3.00e-03  51,200 tok/s  1:20 left``. Pure.
 
     Args:
-        state: after the step to report.
-        numbers: what ``reduce_metrics`` returned; ``loss`` and ``lr`` are shown where they are there.
-        total_steps: length of the run.
-        since: the clock at the last report: speed and time left are those of the stretch in between. Where no tokens are
-            counted, the speed is in samples.
+        state: training state after the step to report.
+        numbers: result of ``reduce_metrics``; ``loss`` and ``lr`` are shown if present.
+        total_steps: length of the run in steps.
+        since: clock at the last report; speed and time left refer to the interval since then. Without a token count, the
+            speed is in samples.
+
+    Example:
+        import dtrain as dt
+
+        since = state.clock
+        for batch in loader:
+            state, metrics = step(state, batch)
+            if state.clock.step % 50 == 0:
+                print(dt.loggers.progress_line(state, dt.reduce_metrics(metrics), total_steps=600, since=since))
+                since = state.clock
     """
     clock = state.clock
     steps, seconds = clock.step - since.step, clock.seconds - since.seconds
     parts = [f"step {clock.step}/{total_steps}"]
-    parts += [f"{name} {numbers[name]:{how}}" for name, how in (("loss", ".4f"), ("lr", ".2e")) if name in numbers]
+    parts += [f"{name} {numbers[name]:{spec}}" for name, spec in (("loss", ".4f"), ("lr", ".2e")) if name in numbers]
     if seconds > 0 and steps > 0:
-        left = round((total_steps - clock.step) * seconds / steps)
-        parts += [_format_speed(since, clock, seconds), f"{left // 60}:{left % 60:02d} left"]
+        remaining = round((total_steps - clock.step) * seconds / steps)
+        parts += [_format_speed(since, clock, seconds), f"{remaining // 60}:{remaining % 60:02d} left"]
     return "  ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""``wandb``: metrics to Weights & Biases."""
+"""Log metrics to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from dtrain.loggers.logger import Logger, null_logger, report_failure
 from dtrain.loggers.sanitize import NumericFilter, UniqueNames
 
 RUN_ID_FILE = "wandb-run-id"
-_CLOSE_TIMEOUT_S = 30.0  # it uploads
+# W&B uploads at the end.
+_CLOSE_TIMEOUT_S = 30.0
 _RESERVED_NAMES = ("step", "_step", "_runtime", "_timestamp", "_wandb")
 
 
@@ -37,45 +38,53 @@ def wandb(
     ranks: Ranks = 0,
     timeout_s: float = 120.0,
 ) -> Logger:
-    """A sink that logs to a run of Weights & Biases, whose axis is the loop's step.
+    """Log metrics to a run of Weights & Biases, with the step of the loop as the horizontal axis.
 
-    The run's id stays in ``folder/wandb-run-id``, so a resumed run goes on with the same run. Its steps are a metric, ``step``,
-    which all others are drawn over: W&B's own count must not go back, and would lose what is repeated after a resume.
+    The run id is stored in ``<path>/wandb-run-id``, so a resumed run continues the same W&B run. The step is a metric,
+    ``step``,
+    which is the axis of all charts: W&B's own step counter must not decrease and would drop the steps repeated after a resume.
 
-    All of it happens in a thread of its own: no network, no login or a server that hangs is one warning, and training goes on.
-    Values that are no numbers are left out, with one warning a name; a metric named ``step`` is ``metric/step``.
+    All calls run in a background thread: a missing network, a missing login or a server that hangs causes one warning, and
+    training continues. Values other than numbers are skipped with one warning per name. A metric named ``step`` is written as
+    ``metric/step``.
 
     Args:
-        project: created where missing.
-        path: where W&B keeps its files, and the id.
-        mode: "offline" writes files only, below ``folder/wandb``; ``wandb sync`` uploads them.
-        settings: the run's, as ``open_run`` takes them; they become its config, and what looks secret is redacted.
+        project: name of the project, created if missing.
+        path: folder for the files of W&B and the run id.
+        mode: "online", or "offline" to write files below ``<path>/wandb`` only; ``wandb sync`` uploads the files.
+        settings: settings of the run, as in ``open_run``, stored as the W&B config; secrets are redacted.
         init: further arguments of ``wandb.init``, such as ``{"entity": "us", "name": "first", "tags": ["gpt"]}``.
-        ranks: 0, or "all", which needs ``{rank}`` in the folder: a run for each rank.
-        timeout_s: a call that takes longer drops the sink, with one warning.
+        ranks: 0, or "all" for one run per rank, with ``{rank}`` in the path.
+        timeout_s: seconds per call; a longer call drops the logger with one warning.
+
+    Example:
+        import dtrain as dt
+
+        log = dt.loggers.wandb("gpt", path="runs/gpt", settings=vars(args), init={"tags": ["baseline"]})
+        log(state.clock.step, dt.reduce_metrics(metrics))
 
     Raises:
-        ConfigError: the package wandb is not installed; no project; another mode; a folder on a server.
+        ConfigError: the package wandb is not installed, ``project`` is empty, ``mode`` is invalid, or ``path`` is on a server.
     """
     require_package("wandb")
     if not isinstance(project, str) or not project:
-        raise ConfigError(f"wandb: needs the name of a project, got {project!r}")
+        raise ConfigError(f"wandb: project must be the name of a project, got {project!r}.")
     if mode not in ("online", "offline"):
-        raise ConfigError(f"wandb: mode must be 'online' or 'offline', got {mode!r}")
+        raise ConfigError(f"wandb: mode must be 'online' or 'offline', got {mode!r}.")
     check_timeout(timeout_s, "wandb")
-    said, here = redact_settings(settings, "wandb"), rank_path(path, ranks, "wandb")
-    if here is None:
+    config, folder = redact_settings(settings, "wandb"), rank_path(path, ranks, "wandb")
+    if folder is None:
         return null_logger
     try:
         package = import_optional("wandb")
-    except Exception as error:  # noqa: BLE001 - it is installed, and does not work here
+    except Exception as error:  # noqa: BLE001 - an installed package may fail to import
         report_failure("wandb", None, error)
         return null_logger
-    asked = {"project": project, "mode": mode, "config": said, **(init or {})}
+    options = {"project": project, "mode": mode, "config": config, **(init or {})}
     names, numbers = UniqueNames("wandb", reserved=_RESERVED_NAMES), NumericFilter("wandb")
     return BackgroundLogger(
         "wandb",
-        lambda: _WandbRun(package, here / RUN_ID_FILE, asked, timeout_s),
+        lambda: _WandbRun(package, folder / RUN_ID_FILE, options, timeout_s),
         convert=lambda record: {names(name): value for name, value in numbers(record).items()},
         timeout_s=timeout_s,
         close_timeout_s=_CLOSE_TIMEOUT_S,
@@ -83,15 +92,16 @@ def wandb(
 
 
 class _WandbRun:
-    def __init__(self, package: Any, file: Path, asked: Mapping[str, Any], patience_s: float) -> None:
+    def __init__(self, package: Any, file: Path, options: Mapping[str, Any], timeout_s: float) -> None:
         run_id = read_run_id(file)
         if run_id is None:
             run_id = uuid.uuid4().hex[:12]
-            write_run_id(file, run_id)  # first: a kill in between must not make two runs
-        # Its copy of what is printed would replace sys.stdout, from a thread; the launcher keeps all output anyway.
-        quiet = package.Settings(console="off", login_timeout=patience_s)
+            # Write the id before the first request, so that a kill does not lead to two runs.
+            write_run_id(file, run_id)
+        # W&B's console capture would replace sys.stdout from a thread. The launcher keeps all output.
+        quiet = package.Settings(console="off", login_timeout=timeout_s)
         storage.make_folders(file.parent)
-        self._run = package.init(**{"dir": str(file.parent), "id": run_id, "resume": "allow", "settings": quiet, **asked})
+        self._run = package.init(**{"dir": str(file.parent), "id": run_id, "resume": "allow", "settings": quiet, **options})
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -1,8 +1,8 @@
-"""What Linux says of this process and this machine: files in /proc and /sys, read in some tens of microseconds.
+"""Read the memory and load of this process and machine from /proc, /sys, torch and NVML.
 
-``memory_stats``: what the ranks hold in memory, on the device and on the host.
-
-``system_metrics``: how busy the machine is."""
+``memory_stats`` reports the memory of the ranks, on the device and on the host. ``system_metrics`` reports the load of the
+machine. A read of /proc takes tens of microseconds.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from dtrain.monitors.meter import Meter
 from dtrain.state import TrainState
 
 PROC, SYS = Path("/proc"), Path("/sys")
-_SECTOR = 512  # bytes, whatever the disk has: the unit of /proc/diskstats
+# bytes; unit of /proc/diskstats on every disk
+_SECTOR = 512
 
 
 class HostCounters(NamedTuple):
-    """Counts since the machine was started; None where they cannot be read."""
+    """Counters since boot; None if unreadable."""
 
     busy_ticks: float | None = None
     total_ticks: float | None = None
@@ -37,7 +38,7 @@ class HostCounters(NamedTuple):
 
 
 def process_memory(pid: int | str = "self") -> tuple[int, int] | None:
-    """Bytes of main memory that the process holds, and the most that it has held; None where that cannot be read."""
+    """Return the resident memory of a process in bytes, current and peak; None if unreadable."""
     sizes = _read_sizes(f"{pid}/status", "VmRSS", "VmHWM")
     if "VmRSS" not in sizes:
         return None
@@ -45,7 +46,7 @@ def process_memory(pid: int | str = "self") -> tuple[int, int] | None:
 
 
 def host_memory() -> tuple[int, int] | None:
-    """Bytes of main memory that are in use, and how many there are; None where that cannot be read."""
+    """Return the used and total main memory in bytes; None if unreadable."""
     sizes = _read_sizes("meminfo", "MemTotal", "MemAvailable")
     if "MemTotal" not in sizes or "MemAvailable" not in sizes:
         return None
@@ -53,7 +54,7 @@ def host_memory() -> tuple[int, int] | None:
 
 
 def read_counters() -> HostCounters:
-    """What has been counted so far: processor time (in the kernel's ticks), bytes over the network, bytes of disks."""
+    """Read all counters: processor time in kernel ticks, bytes over the network, bytes of disks."""
     busy, cpu = _cpu_ticks()
     received, sent = _network_bytes()
     read, written = _disk_bytes()
@@ -61,16 +62,18 @@ def read_counters() -> HostCounters:
 
 
 def _cpu_ticks() -> tuple[float | None, float | None]:
-    """Ticks of all cores that were not idle, and all ticks."""
+    """Read the busy ticks and all ticks, summed over cores."""
     for line in _read_lines("stat"):
         if line.startswith("cpu "):
-            ticks = [int(part) for part in line.split()[1:9]]  # user nice system idle iowait irq softirq steal
+            # user nice system idle iowait irq softirq steal
+            ticks = [int(part) for part in line.split()[1:9]]
             return float(sum(ticks) - ticks[3] - ticks[4]), float(sum(ticks))
     return None, None
 
 
 def _network_bytes() -> tuple[float | None, float | None]:
-    """Bytes in and out over real interfaces; where there is none, as in a container, over all but the loopback."""
+    """Read the bytes in and out over physical interfaces; without one, as in a container, over all interfaces except
+    loopback."""
     rows = {}
     for line in _read_lines("net/dev"):
         name, colon, numbers = line.partition(":")
@@ -78,7 +81,7 @@ def _network_bytes() -> tuple[float | None, float | None]:
             parts = numbers.split()
             rows[name.strip()] = (int(parts[0]), int(parts[8]))
     rows.pop("lo", None)
-    # A bridge or bond would count what goes through it a second time.
+    # Bridges and bonds would count traffic twice.
     real = {name: row for name, row in rows.items() if _exists(f"{SYS}/class/net/{name}/device")} or rows
     if not real:
         return None, None
@@ -86,7 +89,7 @@ def _network_bytes() -> tuple[float | None, float | None]:
 
 
 def _disk_bytes() -> tuple[float | None, float | None]:
-    """Bytes read and written by real disks: partitions and what is made of disks would count them again."""
+    """Read the bytes read and written by physical disks. Partitions and logical volumes would count bytes twice."""
     read, written, any_disk = 0, 0, False
     for line in _read_lines("diskstats"):
         parts = line.split()
@@ -96,14 +99,14 @@ def _disk_bytes() -> tuple[float | None, float | None]:
 
 
 def _read_sizes(name: str, *wanted: str) -> dict[str, int]:
-    """Lines such as ``VmRSS:  2080 kB``, in bytes; only those, since to take all of them apart takes twice the time."""
-    text, found = f"\n{_read_text(name)}", {}
+    """Return lines such as ``VmRSS:  2080 kB`` in bytes. Only the wanted lines are parsed, which halves the time."""
+    text, sizes = f"\n{_read_text(name)}", {}
     for key in wanted:
-        at = text.find(f"\n{key}:")
-        parts = text[at : text.find("\n", at + 1)].split() if at >= 0 else ()
+        start = text.find(f"\n{key}:")
+        parts = text[start : text.find("\n", start + 1)].split() if start >= 0 else ()
         if len(parts) == 3 and parts[2] == "kB" and parts[1].isdecimal():
-            found[key] = int(parts[1]) * 1024
-    return found
+            sizes[key] = int(parts[1]) * 1024
+    return sizes
 
 
 def _read_lines(name: str) -> list[str]:
@@ -112,15 +115,17 @@ def _read_lines(name: str) -> list[str]:
 
 def _read_text(name: str) -> str:
     try:
-        with open(f"{PROC}/{name}", "rb", buffering=0) as file:  # half the time of Path.read_text
+        # An unbuffered read takes half the time of Path.read_text.
+        with open(f"{PROC}/{name}", "rb", buffering=0) as file:
             return file.read().decode("ascii", errors="replace")
+    # A container may hide the file.
     except OSError:
-        return ""  # a container may hide it
+        return ""
 
 
 @cache
 def _exists(path: str) -> bool:
-    """Asked once: of the devices of a machine, which do not change while it trains."""
+    """Return True if a path in /sys exists. The result is cached, because devices do not change during training."""
     return Path(path).exists()
 
 
@@ -136,66 +141,75 @@ _MEMORY_NAMES = (*_ALLOCATOR_STATS, "memory/fragmentation", "memory/rss_bytes", 
 
 
 def memory_stats(state: TrainState) -> dict[str, float]:
-    """What the fullest rank holds in memory, and which rank that is; a meter.
+    """Report the largest memory use over all ranks, and the rank; a meter.
 
-    Bytes of tensors on the device (``memory/allocated_bytes``, at most ``memory/peak_bytes``), of the allocator's cache with
-    them (``memory/reserved_bytes``, ``memory/peak_reserved_bytes``), ``memory/fragmentation``, the share of the cache that no
-    tensor is in, how often the allocator had to give its cache back (``memory/retries``) and how often it found no memory
-    (``memory/out_of_memory``); of each process in main memory (``memory/rss_bytes``, ``memory/peak_rss_bytes``). On a CPU
-    there are the latter only; inside of ``testing.memory_budget`` also what it counts, as allocated and peak.
+    Device tensors: ``memory/allocated_bytes`` and ``memory/peak_bytes``. Allocator cache: ``memory/reserved_bytes``,
+    ``memory/peak_reserved_bytes`` and ``memory/fragmentation``, the unused fraction of the cache. ``memory/retries`` counts
+    cache
+    flushes, ``memory/out_of_memory`` failed allocations. Process: ``memory/rss_bytes`` and ``memory/peak_rss_bytes``. On a
+    CPU only
+    the process is reported; inside ``testing.memory_budget`` also the allocated and peak bytes of the budget.
 
-    Each number is the largest of any rank. On several ranks ``memory/peak_bytes/rank`` is whose it is (the first, of equals),
-    and so for all others. ``local_memory_stats`` is the same of this rank alone.
+    Each number is the maximum over ranks. On several ranks, ``memory/peak_bytes/rank`` names the (first) rank with the
+    maximum, and
+    so on for each number. ``local_memory_stats`` reports this rank only.
 
     Args:
-        state: whose device.
+        state: training state, for its device.
 
     Returns:
-        The same numbers on every rank, with the same names.
+        The same numbers and names on every rank.
 
     Collective: one all-gather of nine numbers on the control group; every rank must call it. Host sync: none.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> sorted(memory_stats(SimpleNamespace(device=torch.device("cpu"))))
-        ['memory/peak_rss_bytes', 'memory/rss_bytes']
+        import dtrain as dt
+
+        if state.crossed("100ba"):
+            log(state.clock.step, dt.monitors.memory_stats(state))
     """
-    mine = local_memory_stats(state)
+    local = local_memory_stats(state)
     if get_dist_info().world_size == 1:
-        return mine
-    rows = all_gather_numbers([mine.get(name, math.nan) for name in _MEMORY_NAMES], caller="memory_stats")
-    found: dict[str, float] = {}
+        return local
+    rows = all_gather_numbers([local.get(name, math.nan) for name in _MEMORY_NAMES], caller="memory_stats")
+    stats: dict[str, float] = {}
     for name, column in zip(_MEMORY_NAMES, zip(*rows, strict=True), strict=True):
         known = [(value, rank) for rank, value in enumerate(column) if not math.isnan(value)]
         if known:
-            most, rank = max(known, key=lambda each: each[0])
-            found |= {name: most, f"{name}/rank": float(rank)}
-    return found
+            largest, rank = max(known, key=lambda each: each[0])
+            stats |= {name: largest, f"{name}/rank": float(rank)}
+    return stats
 
 
 def local_memory_stats(state: TrainState) -> dict[str, float]:
-    """What this rank holds in memory, by the names of ``memory_stats``; a meter.
+    """Report the memory of this rank, with the names of ``memory_stats``; a meter.
 
     Collective: none. Host sync: none; the allocator's counters are on the host.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> import dtrain as dt
+        >>> sorted(dt.monitors.local_memory_stats(SimpleNamespace(device=torch.device("cpu"))))
+        ['memory/peak_rss_bytes', 'memory/rss_bytes']
     """
-    found = _allocator_stats(state.device)
-    held = process_memory()
-    if held is not None:
-        found |= {"memory/rss_bytes": float(held[0]), "memory/peak_rss_bytes": float(held[1])}
-    return found
+    stats = _allocator_stats(state.device)
+    memory = process_memory()
+    if memory is not None:
+        stats |= {"memory/rss_bytes": float(memory[0]), "memory/peak_rss_bytes": float(memory[1])}
+    return stats
 
 
 def _allocator_stats(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
-        stats: dict[str, Any] = torch.cuda.memory_stats(device)
-        found = {name: float(stats.get(key, 0)) for name, key in _ALLOCATOR_STATS.items()}
-        reserved = found["memory/reserved_bytes"]
-        found["memory/fragmentation"] = 1.0 - found["memory/allocated_bytes"] / reserved if reserved else 0.0
-        return found
-    gauge = get_device_memory(device)
-    if gauge is None:
+        raw: dict[str, Any] = torch.cuda.memory_stats(device)
+        stats = {name: float(raw.get(key, 0)) for name, key in _ALLOCATOR_STATS.items()}
+        reserved = stats["memory/reserved_bytes"]
+        stats["memory/fragmentation"] = 1.0 - stats["memory/allocated_bytes"] / reserved if reserved else 0.0
+        return stats
+    memory = get_device_memory(device)
+    if memory is None:
         return {}
-    reading = gauge.read()
+    reading = memory.read()
     return {"memory/allocated_bytes": float(reading.live), "memory/peak_bytes": float(reading.peak)}
 
 
@@ -210,41 +224,50 @@ _SYSTEM_NAMES = ("system/cpu_percent", "system/memory_bytes", "system/memory_per
 
 
 def system_metrics(*, all_hosts: bool = False) -> Meter:
-    """A meter of this machine: processor, main memory, network, disks, GPUs. Of all processes on it, not of training alone.
+    """Create a meter of this machine: processor, main memory, network, disks and GPUs, over all processes.
 
-    ``system/cpu_percent`` of all cores, ``system/memory_bytes`` in use and ``system/memory_percent``,
-    ``system/network_in_bytes_per_s`` and ``..._out_...``, ``system/disk_read_bytes_per_s`` and ``..._write_...`` since the call
-    before (so not in the first), and of the GPUs of this host's ranks ``system/gpu_percent`` (the mean),
-    ``system/gpu_temperature_c`` (the hottest) and ``system/gpu_power_w`` (of all together), by the driver's library NVML, for
-    which torch needs the package nvidia-ml-py; without it there are none, and one warning. What cannot be read is left out.
+    ``system/cpu_percent`` of all cores, ``system/memory_bytes`` and ``system/memory_percent``. Since the previous call, so
+    absent
+    in the first call: ``system/network_in_bytes_per_s`` and ``..._out_...``, ``system/disk_read_bytes_per_s`` and
+    ``..._write_...``. GPUs of the ranks on this host: ``system/gpu_percent`` (mean), ``system/gpu_temperature_c`` (maximum) and
+    ``system/gpu_power_w`` (sum). GPU numbers come from NVML, for which torch needs the package nvidia-ml-py; without the
+    package,
+    GPU numbers are absent, with one warning. Unreadable numbers are left out.
 
-    Ranks with ``local_rank`` 0 read, one of each host; the others give nothing.
+    Ranks with ``local_rank`` 0 read, one per host. The other ranks return nothing.
 
     Args:
-        all_hosts: whether every rank gets the numbers of every host, as ``system/cpu_percent/host0`` by node rank.
+        all_hosts: if True, every rank returns the numbers of every host, as ``system/cpu_percent/host0`` by node rank.
 
     Collective: none; with ``all_hosts`` one all-gather of twelve numbers on the control group, and every rank must call it.
     Host sync: none.
+
+    Example:
+        import dtrain as dt
+
+        meter = dt.monitors.system_metrics()
+        if state.crossed("100ba"):
+            log(state.clock.step, meter(state))
     """
     host = _HostReader()
 
-    def system(state: TrainState) -> dict[str, float]:
+    def meter_fn(state: TrainState) -> dict[str, float]:
         info = get_dist_info()
-        mine = host.read(state.device) if info.local_rank == 0 else {}
+        local = host.read(state.device) if info.local_rank == 0 else {}
         if not all_hosts:
-            return mine
-        row = [float(info.local_rank == 0), float(info.node_rank), *(mine.get(name, math.nan) for name in _SYSTEM_NAMES)]
+            return local
+        row = [float(info.local_rank == 0), float(info.node_rank), *(local.get(name, math.nan) for name in _SYSTEM_NAMES)]
         hosts = [row for row in all_gather_numbers(row, caller="system_metrics") if row[0]]
         named = [
             (f"{name}/host{int(row[1])}", value) for row in hosts for name, value in zip(_SYSTEM_NAMES, row[2:], strict=True)
         ]
         return {name: value for name, value in named if not math.isnan(value)}
 
-    return system
+    return meter_fn
 
 
 class _HostReader:
-    """What was counted at the last reading."""
+    """Reader of machine metrics. Stores the counters of the last reading to compute rates."""
 
     def __init__(self) -> None:
         self._read_at = 0.0
@@ -252,33 +275,37 @@ class _HostReader:
         self._reads_gpus = True
 
     def read(self, device: torch.device) -> dict[str, float]:
-        now, at, before, since = read_counters(), time.monotonic(), self._last_counters, self._read_at
-        self._last_counters, self._read_at = now, at
-        found = {} if before is None or at <= since else _host_rates(before, now, at - since)
+        now, read_at, before, last_read_at = read_counters(), time.monotonic(), self._last_counters, self._read_at
+        self._last_counters, self._read_at = now, read_at
+        metrics = {} if before is None or read_at <= last_read_at else _host_rates(before, now, read_at - last_read_at)
         memory = host_memory()
         if memory is not None:
-            found |= {"system/memory_bytes": float(memory[0]), "system/memory_percent": 100.0 * memory[0] / memory[1]}
+            metrics |= {"system/memory_bytes": float(memory[0]), "system/memory_percent": 100.0 * memory[0] / memory[1]}
         if device.type == "cuda" and self._reads_gpus:
-            found |= self._read_gpus()
-        return found
+            metrics |= self._read_gpus()
+        return metrics
 
     def _read_gpus(self) -> dict[str, float]:
         devices = range(min(torch.cuda.device_count(), get_dist_info().local_world_size))
         try:
             busy = [float(torch.cuda.utilization(index)) for index in devices]
-            heat = [float(torch.cuda.temperature(index)) for index in devices]
+            celsius = [float(torch.cuda.temperature(index)) for index in devices]
             watts = [torch.cuda.power_draw(index) / 1000.0 for index in devices]
-        except Exception as error:  # noqa: BLE001  # of the driver's library, of any kind; nothing that observes stops training
+        except Exception as error:  # noqa: BLE001 - NVML raises errors of any kind, and training continues
             self._reads_gpus = False
-            why = " ".join(str(error).split())[:200]
-            warnings.warn(f"system_metrics: no numbers of GPUs: {why}; pip install nvidia-ml-py", stacklevel=4)
+            reason = " ".join(str(error).split())[:200]
+            warnings.warn(
+                f"system_metrics: NVML must be readable for GPU metrics, got: {reason}. GPU metrics are left out. "
+                "Run pip install nvidia-ml-py.",
+                stacklevel=4,
+            )
             return {}
-        return dict(zip(_GPU_NAMES, (sum(busy) / len(busy), max(heat), sum(watts)), strict=True)) if busy else {}
+        return dict(zip(_GPU_NAMES, (sum(busy) / len(busy), max(celsius), sum(watts)), strict=True)) if busy else {}
 
 
 def _host_rates(before: HostCounters, now: HostCounters, seconds: float) -> dict[str, float]:
-    """What is known of the time between two readings."""
-    found = {}
+    """Compute the rates between two readings."""
+    rates = {}
     if (
         before.busy_ticks is not None
         and now.busy_ticks is not None
@@ -287,9 +314,9 @@ def _host_rates(before: HostCounters, now: HostCounters, seconds: float) -> dict
     ):
         elapsed = now.total_ticks - before.total_ticks
         if elapsed > 0:
-            found["system/cpu_percent"] = 100.0 * (now.busy_ticks - before.busy_ticks) / elapsed
+            rates["system/cpu_percent"] = 100.0 * (now.busy_ticks - before.busy_ticks) / elapsed
     for name, field in _HOST_RATES.items():
         first, last = getattr(before, field), getattr(now, field)
         if first is not None and last is not None:
-            found[name] = max(0.0, last - first) / seconds
-    return found
+            rates[name] = max(0.0, last - first) / seconds
+    return rates

@@ -1,6 +1,4 @@
-"""``collect``: one mapping of all numbers of a step that is logged.
-
-``learning_rates``: the hyperparameters that the optimizer has just now."""
+"""Collect the numbers of meters and metrics into one record: ``collect``, and the meter ``learning_rates``."""
 
 from __future__ import annotations
 
@@ -11,42 +9,45 @@ from dtrain.errors import ConfigError
 from dtrain.state import TrainState
 
 Meter: TypeAlias = Callable[[TrainState], Mapping[str, float]]
-"""Numbers by name, of a state: what ``throughput()`` returns. What it remembers between calls is no part of training."""
+"""Meter: function from a training state to numbers by name. Memory between calls is not part of the training state."""
 
 
 def collect(state: TrainState, *sources: Mapping[str, float] | Meter) -> dict[str, float]:
-    """The numbers of all ``sources`` in one dict, in their order, for a sink: ``log(state.step, dt.monitors.collect(state, ...))``.
+    """Merge the numbers of all ``sources`` into one dict, in order, for a logger.
 
     Args:
-        state: after the step that is logged; what meters are called with.
-        sources: mappings of numbers, as ``reduce_metrics`` returns, and meters: ``dt.monitors.throughput()``, ``dt.monitors.memory_stats``, or
-            any function of a state.
+        state: training state after the step; passed to the meters.
+        sources: mappings of numbers, such as the result of ``reduce_metrics``, and meters, such as ``throughput()``,
+            ``memory_stats`` or any function of a state.
 
     Collective: those of the meters.
 
-    Raises:
-        ConfigError: two sources give the same name, or one is neither a mapping nor a function, or a meter gives no mapping.
-
     Example:
-        >>> readings(None, {"loss": 2.5}, lambda state: {"lr": 0.1})
+        >>> import dtrain as dt
+        >>> dt.monitors.collect(None, {"loss": 2.5}, lambda state: {"lr": 0.1})
         {'loss': 2.5, 'lr': 0.1}
+
+    Raises:
+        ConfigError: two sources return the same name, a source is neither a mapping nor a function, or a meter returns no
+            mapping.
     """
-    found: dict[str, float] = {}
-    for place, source in enumerate(sources, start=1):
+    merged: dict[str, float] = {}
+    for position, source in enumerate(sources, start=1):
         numbers = source(state) if callable(source) else source
         if not isinstance(numbers, Mapping):
-            what = f"the meter {_name_of(source)} returned" if callable(source) else "got"
+            origin = f" from the meter {_name_of(source)}" if callable(source) else ""
             raise ConfigError(
-                f"readings: source {place} must give numbers by name, {what} {type(numbers).__name__}; pass a dict, or a meter "
-                "as dt.monitors.throughput() makes it"
+                f"collect: source {position} must be or return a mapping of numbers, got {type(numbers).__name__}{origin}. "
+                "Pass a dict, or a meter such as dt.monitors.throughput()."
             )
-        twice = next((name for name in numbers if name in found), None)
-        if twice is not None:
+        duplicate = next((name for name in numbers if name in merged), None)
+        if duplicate is not None:
             raise ConfigError(
-                f"readings: {twice!r} is given by source {place} and by an earlier one; rename it or leave it out"
+                f"collect: names must be unique, got {duplicate!r} from source {position} and an earlier source. "
+                "Rename the number."
             )
-        found.update(numbers)
-    return found
+        merged.update(numbers)
+    return merged
 
 
 def _name_of(source: object) -> str:
@@ -54,54 +55,60 @@ def _name_of(source: object) -> str:
 
 
 def learning_rates(state: TrainState, *, extra_options: Sequence[str] = ()) -> dict[str, float]:
-    """The learning rate of each parameter group: ``lr``, or of several ``lr/<name>`` (``lr/<index>`` where they have no names).
+    """Return the learning rate of each parameter group: ``lr``, or ``lr/<name>`` with several groups (or ``lr/<index>``).
 
-    It is what the groups have between steps. ``scale_lr`` and ``set_option`` change that for the time of an update only, and
-    give the rate of the update as the metric ``lr`` of the step. Beside them the numbers here are called ``base_lr`` and
-    ``base_lr/<name>``, so both stand in one row of ``collect``; the same goes for other scheduled options.
+    The numbers are the values of the groups between steps. ``scale_lr`` and ``set_option`` change an option only during an
+    update
+    and add the metric ``lr`` to the step. The numbers here are then called ``base_lr`` and ``base_lr/<name>``, so that
+    ``collect``
+    can merge both. The same holds for other scheduled options.
 
     Args:
-        state: whose optimizer.
-        extra_options: further numbers of the groups, such as ``("weight_decay", "momentum", "betas")``; a pair as ``betas`` becomes
-            ``betas0`` and ``betas1``. Groups without one are left out. ``functools.partial(dt.monitors.learning_rates, extra_options=...)`` is a
-            meter.
+        state: training state with the optimizer.
+        extra_options: further options of the groups, such as ``("weight_decay", "momentum", "betas")``; a pair such as
+            ``betas``
+            becomes ``betas0`` and ``betas1``. Groups without the option are skipped. For a meter, use
+            ``functools.partial(dt.monitors.learning_rates, extra_options=...)``.
 
-    Host sync: none; one each for those that are tensors on a device.
-
-    Raises:
-        ConfigError: no group has a number of that name.
+    Host sync: none; one for each option that is a tensor on a device.
 
     Example:
         >>> from types import SimpleNamespace
+        >>> import dtrain as dt
         >>> weight = torch.nn.Parameter(torch.ones(1))
-        >>> state = SimpleNamespace(optimizer=torch.optim.Adam([weight], lr=0.5), slices={})
-        >>> learning_rates(state, extra_options=("betas",))
+        >>> state = SimpleNamespace(optimizer=torch.optim.Adam([weight], lr=0.5), transform_states={})
+        >>> dt.monitors.learning_rates(state, extra_options=("betas",))
         {'lr': 0.5, 'betas0': 0.9, 'betas1': 0.999}
+
+    Raises:
+        ConfigError: no group has a number with the name.
     """
     groups = state.optimizer.param_groups
     labels = [str(group.get("name", index)) for index, group in enumerate(groups)]
     if len(set(labels)) < len(labels):
         labels = [str(index) for index in range(len(groups))]
-    # The slices have the names of all transforms of the step.
+    # Transform states have the names of all transforms of the step.
     scheduled = {
         option for option in ("lr", *extra_options) if {f"scale_{option}", f"set_{option}"} & set(state.transform_states)
     }
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for option in ("lr", *extra_options):
-        own = [(label, group[option]) for label, group in zip(labels, groups, strict=True) if option in group]
-        if not own:
+        labeled = [(label, group[option]) for label, group in zip(labels, groups, strict=True) if option in group]
+        if not labeled:
             known = ", ".join(sorted({name for group in groups for name in group} - {"params", "name"}))
-            raise ConfigError(f"learning_rates: no group of {type(state.optimizer).__name__} has {option!r}; they have {known}")
-        for label, value in own:
-            values = {f"{option}{place}": each for place, each in enumerate(value)} if isinstance(value, tuple | list) else {}
+            raise ConfigError(
+                f"learning_rates: extra_options must be options of {type(state.optimizer).__name__} ({known}), got {option!r}."
+            )
+        for label, value in labeled:
+            values = {f"{option}{index}": each for index, each in enumerate(value)} if isinstance(value, tuple | list) else {}
             for name, each in (values or {option: value}).items():
-                called = f"base_{name}" if option in scheduled else name
-                found[called if len(groups) == 1 else f"{called}/{label}"] = _to_number(option, each)
-    return found
+                metric = f"base_{name}" if option in scheduled else name
+                rates[metric if len(groups) == 1 else f"{metric}/{label}"] = _to_number(option, each)
+    return rates
 
 
 def _to_number(option: str, value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise ConfigError(f"learning_rates: {option!r} is no number, got {value!r}; leave it out") from None
+        raise ConfigError(f"learning_rates: option {option!r} must be a number, got {value!r}. Remove the option.") from None

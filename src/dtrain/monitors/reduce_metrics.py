@@ -1,7 +1,4 @@
-"""``reduce_metrics`` and ``tokens_per_second``: numbers for people, out of what the step returns.
-
-``gather_metric_states`` lets metrics of torchmetrics be as exact.
-"""
+"""Reduce metrics over all ranks: ``reduce_metrics``, ``gather_metric_states`` for torchmetrics, and ``tokens_per_second``."""
 
 from __future__ import annotations
 
@@ -23,75 +20,101 @@ from dtrain.typing import Metrics
 
 
 def reduce_metrics(metrics: Metrics) -> dict[str, float]:
-    """The global weighted mean of every metric: sum of totals over sum of weights, over all ranks.
+    """Compute the global weighted mean of every metric: sum of totals over sum of weights, over all ranks.
 
     Args:
-        metrics: local sums, with the same names on every rank; those of several steps may be added first.
+        metrics: local sums, with the same names on every rank; sums of several steps may be added first.
 
     Collective: one all-reduce of float64, two numbers a name and a check of the names, in whole rows of 64.
     Host sync: one, to read the numbers.
 
+    Example:
+        import dtrain as dt
+
+        for batch in loader:
+            state, metrics = step(state, batch)
+            if state.crossed("100ba"):
+                log(state.clock.step, dt.reduce_metrics(metrics))
+
     Raises:
         ConfigError: no metrics.
-        StepError: a metric whose weight is zero on all ranks together, or names that differ between ranks.
+        StepError: a metric has weight zero over all ranks, or names differ between ranks.
     """
     if not metrics:
-        raise ConfigError("reduce_metrics: there is no metric to reduce")
+        raise ConfigError("reduce_metrics: metrics must have at least 1 metric, got none.")
     names, ranks = sorted(metrics), get_dist_info().world_size
-    given = [part for name in names for part in metrics[name]]
-    parts = [part if part.dtype == torch.float64 else part.double() for part in given]  # to ask torch takes longer
-    label = derive_seed(*names) % 2**32  # its sum over ranks is exact in float64
-    # A whole number of rows of 64, so that ranks with a few more names meet in the collective, and then both raise.
+    scalars = [scalar for name in names for scalar in metrics[name]]
+    # The comparison of dtypes is faster than a call of double().
+    parts = [scalar if scalar.dtype == torch.float64 else scalar.double() for scalar in scalars]
+    # The sum of the hash over ranks is exact in float64.
+    label = derive_seed(*names) % 2**32
+    # Rows of 64 let ranks with a few more names join the same collective, so that all ranks raise.
     sums = torch.zeros(-(-(len(parts) + 1) // 64) * 64, dtype=torch.float64, device=parts[0].device)
     sums[: len(parts)] = torch.stack(parts)
     sums[-1].fill_(label)
-    # On a GPU this waits for what was computed before: that time is the step's, or of the span that this is in.
+    # On a GPU the read waits for earlier work. That time belongs to the step or to the enclosing span.
     heartbeats.heartbeat("reduce_metrics")
     with spans.span("reduce") if sums.is_cpu else nullcontext():
         if ranks > 1:
             dist.all_reduce(sums)
         *values, labels = sums.tolist()
     if labels != ranks * label:
-        raise StepError(f"reduce_metrics: ranks have metrics of different names; this one has {names}, give all the same")
+        raise StepError(f"reduce_metrics: metrics must have equal names on all ranks, got {names} on this rank.")
     values = values[: len(parts)]
     totals = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
     empty = [name for name, (_, weight) in totals.items() if weight == 0]
     if empty:
-        raise StepError(
-            f"reduce_metrics: {empty[0]!r} has weight 0 on all ranks together, so it has no mean; was anything counted?"
-        )
+        raise StepError(f"reduce_metrics: metric {empty[0]!r} must have a positive weight, got 0 over all ranks.")
     return {name: total / weight for name, (total, weight) in totals.items()}
 
 
 def gather_metric_states(state: Tensor, group: Any = None, *, mesh: DeviceMesh | None = None) -> list[Tensor]:
-    """The state of a metric on every rank, in the way that torchmetrics asks for: pass it as ``dist_sync_fn``.
+    """Gather the state of a metric from every rank, in the form of torchmetrics' ``dist_sync_fn``.
 
-    ``MulticlassAccuracy(10, dist_sync_fn=partial(dt.monitors.gather_metric_states, mesh=mesh))`` counts a sample once that several ranks
-    work on together, and a rank may never have called ``update`` (which takes no empty batch): torchmetrics' own function takes
-    all ranks for different data, and fails on an empty state that is not of floats or has several axes.
+    ``MulticlassAccuracy(10, dist_sync_fn=partial(dt.monitors.gather_metric_states, mesh=mesh))`` counts a sample once if
+    several
+    ranks share the sample, and accepts ranks that never called ``update``. torchmetrics' own function assumes different data
+    on all
+    ranks and fails on an empty state that is not floating-point or has several axes.
 
     Args:
-        state: a tensor of any shape; one without elements is that of a rank that has seen nothing.
-        group: what torchmetrics passes on; it must be None, all ranks.
-        mesh: see ``all_gather_ragged``.
+        state: tensor of any shape; an empty tensor is the state of a rank without data.
+        group: argument of torchmetrics; must be None, all ranks.
+        mesh: device mesh, as in ``all_gather_ragged``.
 
     Returns:
-        One tensor for each rank whose data differ, without gradient.
+        One tensor for each rank with different data, without gradient.
 
     Collective: that of ``all_gather_ragged``; every rank must call ``compute``.
 
+    Example:
+        from functools import partial
+
+        import dtrain as dt
+
+        accuracy = MulticlassAccuracy(10, dist_sync_fn=partial(dt.monitors.gather_metric_states, mesh=mesh))
+        accuracy.update(logits, labels)
+        log(state.clock.step, {"eval/accuracy": float(accuracy.compute())})
+
     Raises:
-        ConfigError: a ``group``; states of other dtypes or shapes than the first axis allows.
-        PeerError: so on another rank.
+        ConfigError: ``group`` is given, or dtypes or shapes differ beyond the first axis.
+        PeerError: the same error on another rank.
     """
     if group is not None:
-        raise ConfigError("gather_metric_states: takes no process_group; leave it out of the metric, and pass mesh=")
-    whole = state.unsqueeze(0) if state.ndim == 0 else state
-    found = all_gather_by_rank(whole if whole.numel() else None, mesh=mesh) or [whole]
-    return [cast(Tensor, each[0]) for each in found] if state.ndim == 0 else found
+        raise ConfigError("gather_metric_states: process_group must be None, got a group. Remove process_group and pass mesh=.")
+    batched = state.unsqueeze(0) if state.ndim == 0 else state
+    states = all_gather_by_rank(batched if batched.numel() else None, mesh=mesh) or [batched]
+    return [cast(Tensor, each[0]) for each in states] if state.ndim == 0 else states
 
 
 def tokens_per_second(since: Clock, now: Clock) -> float:
-    """Tokens of all ranks per second of wall time between two clocks of one run; 0 when no time has passed."""
+    """Compute the tokens per second of all ranks between two clocks of a run; 0 if no time has passed.
+
+    Example:
+        >>> import dtrain as dt
+        >>> from dtrain.clock import Clock
+        >>> dt.monitors.tokens_per_second(Clock(), Clock(step=1, tokens=1000, seconds=2.0))
+        500.0
+    """
     seconds = now.seconds - since.seconds
     return (now.tokens - since.tokens) / seconds if seconds > 0 else 0.0

@@ -1,4 +1,4 @@
-"""``eta``: how long a run will take yet, which learns what evaluations and checkpoints cost."""
+"""Estimate the remaining time of a run (``eta``) from recent speed and the cost of evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,21 +16,27 @@ from dtrain.monitors.speed import run_identity
 from dtrain.spans import SpanTime
 from dtrain.state import TrainState
 
-_MAX_SAMPLES = 128  # that are kept; then every second one is forgotten
-_ROUNDING = 1e-6  # of an interval
-_MAX_COSTS = 16  # of each kind whose mean cost is taken
-_RECURRING_CAUSES = ("evaluation", "checkpoint")  # causes whose spans are expected again
-_ONE_TIME_CAUSES = ("compile", "restart", "setup")  # causes that are not
-_ONE_TIME_SPANS = ("search", "load")  # spans that are not, either, of causes that are
+# largest number of samples; beyond, every second sample is dropped
+_MAX_SAMPLES = 128
+# fraction of an interval
+_ROUNDING = 1e-6
+# number of recent costs in the mean of each span
+_MAX_COSTS = 16
+# categories of spans that recur
+_RECURRING_CATEGORIES = ("evaluation", "checkpoint")
+# categories of spans that happen once
+_ONE_TIME_CATEGORIES = ("compile", "restart", "setup")
+# spans that happen once, in categories that recur
+_ONE_TIME_SPANS = ("search", "load")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressSample:
-    """What was seen at one moment.
+    """Progress at one moment.
 
     Args:
-        progress: how far training has come, in any unit.
-        seconds: that had been spent on training: without what comes back at intervals, and without what comes once.
+        progress: training progress, in any unit.
+        seconds: training time so far, without recurring and one-time interruptions.
     """
 
     progress: float
@@ -39,11 +45,11 @@ class ProgressSample:
 
 @dataclass(slots=True, kw_only=True)
 class Interruption:
-    """What comes back at intervals.
+    """Interruption that recurs at intervals, such as an evaluation.
 
     Args:
-        first: the progress at which it was seen first; ``last``, at last; ``times``, how often.
-        costs: seconds that the last of them took.
+        first: progress at the first occurrence; ``last``, at the latest; ``times``, number of occurrences.
+        costs: seconds of the latest occurrences.
     """
 
     first: float
@@ -52,42 +58,43 @@ class Interruption:
     costs: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_COSTS))
 
     def add(self, progress: float, seconds: float) -> None:
-        """It was seen again. Mutates: all fields but ``first``."""
+        """Add an occurrence. Mutates: all fields except ``first``."""
         self.last, self.times = progress, self.times + 1
         self.costs.append(seconds)
 
     def remaining(self, now: float, total: float) -> float:
-        """Seconds that it will take from ``now`` until ``total``, if it comes as often as it came; not what is overdue.
+        """Estimate the seconds of all occurrences from ``now`` until ``total``, at the observed interval. Overdue occurrences
+        are ignored.
 
-        After a single one, as if its interval had ended there for the first time: more cannot be told yet.
+        After a single occurrence, the interval is the progress at this occurrence.
         """
-        every = (self.last - self.first) / (self.times - 1) if self.times > 1 else self.first
-        if every <= 0:
+        interval = (self.last - self.first) / (self.times - 1) if self.times > 1 else self.first
+        if interval <= 0:
             return 0.0
-        passed = (
-            math.ceil((now - self.last) / every - _ROUNDING) - 1 if now > self.last else 0
-        )  # what is due just now may come yet
-        times = int((total - self.last) / every + _ROUNDING) - passed
+        # An occurrence that is due exactly now still counts.
+        passed = math.ceil((now - self.last) / interval - _ROUNDING) - 1 if now > self.last else 0
+        times = int((total - self.last) / interval + _ROUNDING) - passed
         return max(0, times) * sum(self.costs) / len(self.costs)
 
 
 def estimate_seconds_left(
     samples: Sequence[ProgressSample], interruptions: Mapping[str, Interruption], total: float
 ) -> float | None:
-    """Seconds until ``total``, or None where nothing can be told yet. Pure.
+    """Estimate the seconds until ``total``; None without enough samples. Pure.
 
-    Formula: ``(total - progress) * seconds / progress``, over the newer half of what was seen, plus for each interruption its
-    mean cost times how often it will come yet
+    Formula: ``(total - progress) * seconds / progress``, over the newer half of the samples, plus for each interruption its
+    mean cost times the number of expected occurrences
 
-    Only the newer half counts, so what was slow at the start (the first step compiles, sizes are searched) is soon behind.
+    Only the newer half counts, so a slow start (compilation of the first step, microbatch search) is soon forgotten.
 
     Example:
-        >>> looks = [Look(progress=10, seconds=100.0), Look(progress=20, seconds=105.0), Look(progress=30, seconds=110.0)]
-        >>> estimate_seconds_left(looks, {}, 100)  # 70 to go, and 10 in 5 seconds
+        >>> times = {10: 100.0, 20: 105.0, 30: 110.0}
+        >>> samples = [ProgressSample(progress=progress, seconds=seconds) for progress, seconds in times.items()]
+        >>> estimate_seconds_left(samples, {}, 100)  # 70 to go at 10 in 5 seconds
         35.0
         >>> evaluation = Interruption(first=20, last=20)
         >>> evaluation.add(20, 4.0)
-        >>> estimate_seconds_left(looks, {"evaluate": evaluation}, 100)  # and at 40, 60, 80 and 100
+        >>> estimate_seconds_left(samples, {"evaluate": evaluation}, 100)  # and evaluations at 40, 60, 80 and 100
         51.0
     """
     if not samples:
@@ -103,45 +110,56 @@ def estimate_seconds_left(
 
 
 def eta(length: Duration | int | str) -> Meter:
-    """A meter of a run's time: ``time/elapsed_s`` so far, ``time/left_s``, and ``time/end``, in seconds since 1970.
+    """Create a meter of run time: ``time/elapsed_s``, ``time/left_s``, and ``time/end`` in seconds since 1970.
 
-    What is left is training at the pace of late, and the evaluations and checkpoints that are still to come, as often and as
-    long as they were seen in this process (spans of cause ``evaluation`` and ``checkpoint``). Time that does not come back
-    (compiling, the search of a microbatch, loading) does not count. The first call begins, and gives the elapsed time alone; so
-    does the first after a checkpoint was loaded, since it may be another machine now. An estimate is each rank's own.
+    The remaining time is training at recent speed plus the expected evaluations and checkpoints, with the interval and cost
+    observed in this process (spans of category ``evaluation`` and ``checkpoint``). One-time costs (compilation, microbatch
+    search,
+    loading) are excluded. The first call returns the elapsed time only, also after loading a checkpoint, since the machine may
+    differ. Each rank computes its own estimate.
 
     Args:
-        length: how long the run is to be: ``10_000``, ``"3ep"``, ``"1e9tok"``, ``"2h"``; ``"1dur"`` where ``step.init`` knows.
-            With epochs, there is an estimate once it is known how many steps one has: of ``step.init(run=...)``, else after the
-            first.
+        length: length of the run: ``10_000``, ``"3ep"``, ``"1e9tok"``, ``"2h"``; ``"1dur"`` if ``step.init`` knows the
+            length. With
+            epochs, the estimate needs the steps per epoch: from ``step.init(run=...)``, else after the first epoch.
 
     Collective: none. Host sync: none.
 
+    Example:
+        import dtrain as dt
+
+        meter = dt.monitors.eta("3ep")
+        for batch in loader.until("3ep"):
+            state, metrics = step(state, batch)
+            if state.crossed("100ba"):
+                log(state.clock.step, meter(state))
+
     Raises:
-        ConfigError: no duration; in a call, ``dur`` in a run whose length is not known.
+        ConfigError: invalid duration; in a call, ``dur`` in a run of unknown length.
     """
     whole = Duration.parse(length)
     history = _RunHistory()
 
-    def left(state: TrainState) -> dict[str, float]:
+    def meter_fn(state: TrainState) -> dict[str, float]:
         clock = state.clock
-        found = {"time/elapsed_s": clock.seconds}
-        place = run_progress(clock, whole)
-        if place is None:
-            return found
-        done, total = place
+        times = {"time/elapsed_s": clock.seconds}
+        progress = run_progress(clock, whole)
+        if progress is None:
+            return times
+        done, total = progress
         seconds = history.estimate(run_identity(state), clock.step, done, total)
+        # A length in seconds gives the exact remaining time.
         if whole.unit == "sec":
-            seconds = max(0.0, total - done)  # which is known
+            seconds = max(0.0, total - done)
         if seconds is not None:
-            found |= {"time/left_s": seconds, "time/end": time.time() + seconds}
-        return found
+            times |= {"time/left_s": seconds, "time/end": time.time() + seconds}
+        return times
 
-    return left
+    return meter_fn
 
 
 def run_progress(clock: Clock, whole: Duration) -> tuple[float, float] | None:
-    """How far training has come and how far it is to come, in one unit; None where the steps of an epoch are not known."""
+    """Return the progress and the total length of a run in one unit; None if the steps per epoch are unknown."""
     if whole.unit != "ep":
         return float(clock.count(whole.unit)), float(whole.value)
     steps: float | None = clock.run.steps_per_epoch if clock.run is not None else None
@@ -149,12 +167,12 @@ def run_progress(clock: Clock, whole: Duration) -> tuple[float, float] | None:
         steps = (clock.step - clock.step_in_epoch) / clock.epoch
     if not steps:
         return None
-    # In steps that were really done, so that epochs of different lengths move the end, and not what was done.
+    # In real steps, so that an epoch of another length changes the total and not the progress.
     return float(clock.step), clock.step + max(0.0, (whole.value - clock.epoch) * steps - min(clock.step_in_epoch, steps))
 
 
 class _RunHistory:
-    """What this process has seen of one run."""
+    """Observations of one run by this process."""
 
     def __init__(self) -> None:
         self._run: tuple[int, str | None] | None = None
@@ -164,21 +182,22 @@ class _RunHistory:
         self._last_totals: dict[str, SpanTime] = {}
 
     def estimate(self, run: tuple[int, str | None], step: int, done: float, total: float) -> float | None:
-        """Take a look, and say what is left. Mutates: what is remembered."""
+        """Add a sample and return the estimated seconds left. Mutates: the samples and interruptions."""
         totals = spans.totals()
         if run != self._run or step < self._step:
             self._run, self._last_totals = run, totals
             self._samples.clear()
             self._interruptions.clear()
         self._step = step
-        if not step:  # the first steps are not like the others
+        # The first steps are slower than usual.
+        if not step:
             return 0.0 if done >= total else None
         training = 0.0
         for name, (_, seconds) in totals.items():
-            cause = spans.category_of(name)
-            if cause in _RECURRING_CAUSES:
+            category = spans.category_of(name)
+            if category in _RECURRING_CATEGORIES:
                 self._add_interruption(name, done, seconds)
-            elif cause not in _ONE_TIME_CAUSES and name not in _ONE_TIME_SPANS:
+            elif category not in _ONE_TIME_CATEGORIES and name not in _ONE_TIME_SPANS:
                 training += seconds
         self._last_totals = totals
         self._samples.append(ProgressSample(progress=done, seconds=training))

@@ -1,7 +1,7 @@
 """Profile steps, take memory snapshots, diagnose traces and explain hangs.
 
 schedule = dt.profiling.schedule(wait=5, active=3)
-with dt.profiling.profile("traces", schedule) as profiler:
+with dt.profiling.profile("traces", schedule=schedule) as profiler:
     for batch in loader:
         state, metrics = step(state, batch)
         profiler.step()

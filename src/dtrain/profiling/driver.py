@@ -1,6 +1,4 @@
-"""``schedule``: in which steps the profiler is on.
-
-``Driver``: follows the steps of one loop, and has a ``Window`` open in those that the schedule names."""
+"""Select the steps to profile (``schedule``) and switch torch's profiler on and off in these steps (``ProfilerDriver``)."""
 
 from __future__ import annotations
 
@@ -23,29 +21,33 @@ from dtrain.errors import ConfigError
 from dtrain.profiling.trace_recorder import ClockOffset, ProfileOptions, TraceRecorder, measure_clock_offset
 
 ProfilerPhase: TypeAlias = Literal["skip", "wait", "warmup", "active", "save"]
-"""Of a step. ``warmup``: the profiler is prepared; ``active``: it records; ``save``: likewise, then the trace is written."""
+"""Phase of a step. ``warmup``: the profiler is prepared. ``active``: it records. ``save``: it records, then writes the trace.
+"""
 
 PhaseSchedule: TypeAlias = Callable[[int], ProfilerPhase]
-"""The phase of a step by its index, from 0; the same on all ranks."""
+"""Phase of a step by index from 0; equal on all ranks."""
 
 
 def schedule(*, skip_first: int = 0, wait: int = 0, warmup: int = 1, active: int = 4, repeat: int = 1) -> PhaseSchedule:
-    """The phase of each step: ``skip_first`` steps are skipped, then it waits, warms up and records, ``repeat`` times.
+    """Create a profiler schedule: skip ``skip_first`` steps, then wait, warm up and record, ``repeat`` times.
 
     Args:
-        skip_first: steps before all else. The first step of a process compiles, allocates, and tells nothing of the others.
-        wait: steps at the start of each cycle in which nothing is done.
-        warmup: steps in which the profiler is there and records nothing: what it costs to begin is in none of the others.
-        active: steps that are recorded, in one trace for each cycle.
-        repeat: cycles, after which the rest is skipped; 0: for ever.
-
-    Raises:
-        ConfigError: a number that is none, or below what it may be.
+        skip_first: number of steps before the first cycle. The first step of a process compiles and allocates, so its trace
+            is not
+            typical.
+        wait: number of steps without profiler at the start of each cycle.
+        warmup: number of steps with a prepared profiler that records nothing, to keep the startup cost out of the trace.
+        active: number of recorded steps, in one trace per cycle.
+        repeat: number of cycles; 0 repeats forever.
 
     Example:
-        >>> phase = cyclic(skip_first=1, wait=1, warmup=1, active=2)
-        >>> [phase(index) for index in range(6)]
+        >>> import dtrain as dt
+        >>> phase_of = dt.profiling.schedule(skip_first=1, wait=1, warmup=1, active=2)
+        >>> [phase_of(index) for index in range(6)]
         ['skip', 'wait', 'warmup', 'active', 'save', 'skip']
+
+    Raises:
+        ConfigError: an argument is not a whole number, or too small.
     """
     for name, number, least in (
         ("skip_first", skip_first, 0),
@@ -55,21 +57,21 @@ def schedule(*, skip_first: int = 0, wait: int = 0, warmup: int = 1, active: int
         ("repeat", repeat, 0),
     ):
         if type(number) is not int or number < least:
-            raise ConfigError(f"cyclic: {name} is a number of steps >= {least}, got {name}={number!r}")
+            raise ConfigError(f"schedule: {name} must be a whole number of steps >= {least}, got {number!r}.")
     cycle = wait + warmup + active
 
-    def phase(index: int) -> ProfilerPhase:
-        at = index - skip_first
-        if at < 0 or (repeat and at >= repeat * cycle):
+    def phase_of(index: int) -> ProfilerPhase:
+        position = index - skip_first
+        if position < 0 or (repeat and position >= repeat * cycle):
             return "skip"
-        at %= cycle
-        if at < wait:
+        position %= cycle
+        if position < wait:
             return "wait"
-        if at < wait + warmup:
+        if position < wait + warmup:
             return "warmup"
-        return "active" if at < cycle - 1 else "save"
+        return "active" if position < cycle - 1 else "save"
 
-    return phase
+    return phase_of
 
 
 T = TypeVar("T")
@@ -77,7 +79,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _ActiveProfiler:
-    """Whose turn it is: torch has one profiler for a process. Weak, so a step that is dropped in a window does not keep it."""
+    """Driver that owns the profiler of this process; torch allows one. The reference is weak, so that a dropped step is
+    freed."""
 
     holder_ref: weakref.ref[ProfilerDriver] | None = None
     registered: bool = False
@@ -91,84 +94,99 @@ _ACTIVE = _ActiveProfiler()
 
 
 class ProfilerDriver:
-    """What ``profile`` and ``step_profiler`` share.
+    """Driver of the profiler, shared by ``profile`` and ``step_profiler``.
 
     Args:
-        options: is recorded.
-        schedule: the phase of each step, by its index since this began.
-        ranks: those that record, None for all.
+        options: recording options.
+        schedule: phase of each step, by index since the driver was created.
+        ranks: recording ranks; None for all ranks.
     """
 
-    __slots__ = ("__weakref__", "_broken", "_index", "_inside", "_phase", "_ranks", "_schedule", "_step", "_what", "_window")
+    __slots__ = (
+        "__weakref__",
+        "_broken",
+        "_in_step_fn",
+        "_index",
+        "_options",
+        "_phase",
+        "_ranks",
+        "_recorder",
+        "_schedule",
+        "_step",
+    )
 
     def __init__(self, options: ProfileOptions, schedule: PhaseSchedule, ranks: frozenset[int] | None) -> None:
-        self._what, self._schedule, self._ranks = options, schedule, ranks
+        self._options, self._schedule, self._ranks = options, schedule, ranks
         self._index = 0
         self._phase: ProfilerPhase = "skip"
-        self._step: int | None = None  # the step in progress, None before the first
-        self._inside = False
-        self._window: TraceRecorder | None = None
-        self._broken = False  # on this rank: a window could not be opened or written, so there are no more
+        # step in progress, None before the first step
+        self._step: int | None = None
+        self._in_step_fn = False
+        self._recorder: TraceRecorder | None = None
+        # True after a failure on this rank, which ends profiling
+        self._broken = False
 
     @property
     def step(self) -> int | None:
-        """The step in progress; None before the first."""
+        """Step in progress; None before the first step."""
         return self._step
 
     def begin(self, step: int) -> None:
-        """The first step begins, and is number ``step``."""
+        """Begin the first step, with number ``step``."""
         self._step = step
         self._apply_phase(step)
 
     def advance(self, step: int) -> None:
-        """A step has ended, and ``step`` begins."""
-        if self._window is not None:
-            self._window.end_step(done=True)
-        self._index, self._step, self._inside = self._index + 1, step, False
+        """End a step and begin ``step``."""
+        if self._recorder is not None:
+            self._recorder.end_step(done=True)
+        self._index, self._step, self._in_step_fn = self._index + 1, step, False
         self._apply_phase(step)
 
     def enter_step_fn(self, step: int) -> None:
-        """The step function begins with ``step``; more than once where a transform computes its gradient again."""
+        """Enter the step function of ``step``, several times if a transform recomputes the gradient."""
         if self._step is None:
             self.begin(step)
-        elif self._inside and self._step != step:
-            self.advance(step)  # the update of the step before was skipped, or it raised and somebody caught that
-        if not self._inside and self._window is not None and self._phase in ("active", "save"):
-            self._window.enter_step_fn()
-        self._inside = True
+        # The last update was skipped, or the caller caught its error.
+        elif self._in_step_fn and self._step != step:
+            self.advance(step)
+        if not self._in_step_fn and self._recorder is not None and self._phase in ("active", "save"):
+            self._recorder.enter_step_fn()
+        self._in_step_fn = True
 
     def leave_step_fn(self, step: int) -> None:
-        """The step function ends, and what comes until ``enter`` is the loop's."""
-        if self._window is not None:
-            self._window.leave_step_fn()
+        """Leave the step function. The time until ``enter_step_fn`` belongs to the loop."""
+        if self._recorder is not None:
+            self._recorder.leave_step_fn()
         self.advance(step + 1)
 
     def close(self) -> None:
-        """Stop, and write what was recorded so far. Nothing where nothing is open."""
-        window, self._window = self._window, None
-        if window is not None:
-            self._run_guarded(partial(_write_trace, window))
+        """Stop and write the recorded steps. Without a recording, do nothing."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            self._run_guarded(partial(_write_trace, recorder))
         self._release()
 
     def __del__(self) -> None:
-        if self._window is not None:  # a step that was dropped in the middle of a window, as in a notebook
+        # A step may be dropped during a recording, as in a notebook.
+        if self._recorder is not None:
             self.close()
 
     def claim(self) -> None:
-        """Be the one that profiles in this process, on all ranks that record or on none: they are about to compare clocks.
+        """Claim the profiler of this process on all recording ranks or on none, before the ranks compare clocks.
 
         Collective: one exchange, if more than one rank records.
 
         Raises:
-            ConfigError: somebody else does.
-            PeerError: that is so on another rank.
+            ConfigError: another profiler is running.
+            PeerError: another profiler is running on another rank.
         """
         recording, error = self._recording_ranks(), None
         if get_dist_info().rank in recording and not self._broken:
             try:
                 self._acquire()
-            except ConfigError as refused:
-                error = refused
+            except ConfigError as claim_error:
+                error = claim_error
         try:
             if len(recording) > 1:
                 raise_if_any_failed(error, caller="profile")
@@ -187,7 +205,7 @@ class ProfilerDriver:
                 if _ACTIVE.holder is not None
                 else "a profiler of torch's own"
             )
-            raise ConfigError(f"profile: a process has one profiler, and {other} is running; let it end first, or leave it out")
+            raise ConfigError(f"profile: only one profiler can run per process, got {other}. End the running profiler first.")
         _ACTIVE.holder_ref = weakref.ref(self)
         if not _ACTIVE.registered:
             _ACTIVE.registered = True
@@ -202,7 +220,7 @@ class ProfilerDriver:
             _ACTIVE.holder_ref = None
 
     def _apply_phase(self, step: int) -> None:
-        """Do what the phase of the step that begins asks for."""
+        """Apply the phase of the step that begins."""
         phase = self._schedule(self._index)
         before, self._phase = self._phase, phase
         if phase in ("skip", "wait"):
@@ -214,49 +232,49 @@ class ProfilerDriver:
         if before in ("skip", "wait", "save"):
             self.claim()
             self._open_recorder()
-        window = self._window
-        if window is not None and phase != "warmup":
-            self._run_guarded(partial(_mark_step, window, step))
+        recorder = self._recorder
+        if recorder is not None and phase != "warmup":
+            self._run_guarded(partial(_mark_step, recorder, step))
 
     def _open_recorder(self) -> None:
-        """A new window, on the ranks that record; the others tell the time only."""
+        """Open a recorder on the recording ranks. The remaining ranks only compare clocks."""
         recording = self._recording_ranks()
         offset = measure_clock_offset() if len(recording) > 1 else ClockOffset(0, 0)
         if get_dist_info().rank in recording and not self._broken:
-            self._window = self._run_guarded(partial(TraceRecorder, options=self._what, offset=offset))
+            self._recorder = self._run_guarded(partial(TraceRecorder, options=self._options, offset=offset))
 
-    def _run_guarded(self, act: Callable[[], T]) -> T | None:
-        """What observes never stops training: an error ends the profiling on this rank, with a warning."""
+    def _run_guarded(self, action: Callable[[], T]) -> T | None:
+        """Run ``action``. After an error, end profiling on this rank with a warning, so that training continues."""
         try:
             with _profiler_span():
-                return act()
-        except Exception as error:  # noqa: BLE001  # a full disk, or a device that refuses to be profiled
-            self._broken, self._window = True, None
+                return action()
+        except Exception as error:  # noqa: BLE001 - for example a full disk, or a device without profiler
+            self._broken, self._recorder = True, None
             spans.record_event("dropped", sink="profile", error=f"{type(error).__name__}: {error}")
             self._release()
-            warnings.warn(f"profile: no more traces from this rank: {type(error).__name__}: {error}", stacklevel=2)
+            warnings.warn(f"profile: {type(error).__name__}: {error}. This rank writes no more traces.", stacklevel=2)
             return None
 
 
 def _profiler_span() -> AbstractContextManager[None]:
-    """Where the time goes that the profiler itself takes; not into the loader's, nor into the step's."""
+    """Open the span for the cost of the profiler, which belongs neither to the loader nor to the step."""
     return spans.span("profile", "other")
 
 
-def _mark_step(window: TraceRecorder, step: int) -> None:
-    if window.first_step is None:
-        window.start(step)
-    window.begin_step(step)
+def _mark_step(recorder: TraceRecorder, step: int) -> None:
+    if recorder.first_step is None:
+        recorder.start(step)
+    recorder.begin_step(step)
 
 
-def _write_trace(window: TraceRecorder) -> None:
-    path = window.write()
+def _write_trace(recorder: TraceRecorder) -> None:
+    path = recorder.write()
     if path is not None:
-        spans.record_event("profiled", step=window.first_step, path=str(path))
+        spans.record_event("profiled", step=recorder.first_step, path=str(path))
 
 
 def _close_active(error: BaseException | None) -> None:
-    """At the end of ``init_dist``'s block, and of the process."""
+    """Close the active profiler, at the end of ``init_dist``'s block and of the process."""
     holder = _ACTIVE.holder
     if holder is not None:
         holder.close()

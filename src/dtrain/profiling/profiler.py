@@ -1,4 +1,4 @@
-"""``profile`` and ``step_profiler``: torch's profiler in some steps of a loop, as a context and as a transform."""
+"""Run torch's profiler in selected steps of a loop, as a context manager (``profile``) or a transform (``step_profiler``)."""
 
 from __future__ import annotations
 
@@ -32,73 +32,79 @@ def profile(
     flops: bool = False,
     compress: bool = False,
 ) -> ProfilerContext:
-    """A context around a loop, in which torch's profiler records the steps that the schedule names.
+    """Profile a loop with torch's profiler in the steps that the schedule selects.
 
-    The loop calls ``prof.step()`` at the end of each step. For each cycle of the schedule each rank leaves
-    ``trace-rank-00003-step-00000120.pt.trace.json`` in ``path``, named after its first step. Perfetto and
-    ``chrome://tracing`` open it, and TensorBoard's profiler, which goes by the end of the name. ``merge_traces`` makes one of
-    all ranks', and ``diagnose`` says what stands out. Outside of the windows there is no profiler. Leaving the context in the
-    middle of one writes what is there, after an exception, too. A trace of the same steps is replaced.
+    Call ``profiler.step()`` at the end of each step. Per cycle of the schedule, each rank writes
+    ``trace-rank-00003-step-00000120.pt.trace.json`` to ``path``, named after its first step, for Perfetto,
+    ``chrome://tracing`` and
+    TensorBoard's profiler. ``merge_traces`` merges the traces of all ranks, and ``diagnose`` reports bottlenecks. Outside of
+    the
+    recorded steps no profiler runs. At the end of the block, also after an exception, an unfinished recording is written. A
+    trace of
+    the same steps is replaced.
 
-    Steps are numbered as dtrain's step counts them, if it is used in the loop; else from 0.
+    Steps have the numbers of dtrain's step if the loop uses one, else numbers from 0.
 
     Args:
-        path: on this machine, made if it is missing; ``run.folder / "traces"`` is where a report looks.
-        schedule: the phase of a step by its index since the context was entered: ``schedule(...)``, or a function of your own.
-            The same on all ranks.
-        ranks: who records, ``"all"`` or some numbers. The files of a rank are as large as its steps have operations: of many
-            ranks, name a few.
-        record_shapes: of the arguments of operations.
-        memory: every allocation, for ``memory_timeline``. On CUDA, and inside ``testing.memory_budget``, also a snapshot at the
-            end of each window, ``memory-rank-00003-step-00000120.pickle`` (``.json``); see ``write_snapshot``.
-        stacks: the lines of code that called each operation.
-        flops: of matrix products and convolutions.
-        compress: write ``.json.gz``.
+        path: local folder, created if missing; reports read ``run / "traces"``.
+        schedule: phase of a step by index since the start of the block: ``schedule(...)`` or your own function; equal on all
+            ranks.
+        ranks: recording ranks, ``"all"`` or a list; with many ranks, select a few, because traces are large.
+        record_shapes: if True, record the shapes of arguments.
+        memory: if True, record allocations for ``memory_timeline``; on CUDA, and inside ``testing.memory_budget``, also write
+            a
+            snapshot per recording, ``memory-rank-00003-step-00000120.pickle`` (``.json``), see ``write_snapshot``.
+        stacks: if True, record the call stack of each operation.
+        flops: if True, record FLOPs of matrix products and convolutions.
+        compress: if True, write ``.json.gz``.
 
     Returns:
         A ``ProfilerContext``.
 
-    Collective: on entering it and where a window opens, an exchange on the control group, and there ten small all-gathers,
-        which compare the clocks; so every rank enters the context, whether it records or not. None if one rank records.
-    Host sync: at the end of each window, on the ranks that record; none else.
-
-    Raises:
-        ConfigError: no function for a schedule, ranks that there are none of, a folder on a server; entering it, or where a
-            window opens, when another profiler runs in this process.
-        PeerError: it does on another rank.
+    Collective: at the start of the block and of each recording, an exchange on the control group, and per recording ten small
+        all-gathers to compare clocks; so every rank enters the block, recording or not. None if one rank records.
+    Host sync: at the end of each recording, on the recording ranks; none else.
 
     Example:
         >>> import tempfile
+        >>> import dtrain as dt
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with profile(folder, schedule=cyclic(warmup=1, active=2)) as prof:
+        ...     with dt.profiling.profile(folder, schedule=dt.profiling.schedule(warmup=1, active=2)) as profiler:
         ...         for _ in range(5):
         ...             _ = torch.ones(3).sum()
-        ...             prof.step()
+        ...             profiler.step()
         ...     [path.name for path in Path(folder).iterdir()]
         ['trace-rank-00000-step-00000001.pt.trace.json']
+
+    Raises:
+        ConfigError: ``schedule`` is not a function, ``ranks`` has unknown ranks, or ``path`` is on a server; at the start of
+            the
+            block or of a recording, another profiler runs in this process.
+        PeerError: another profiler runs on another rank.
     """
-    what = ProfileOptions(
+    options = ProfileOptions(
         folder=_local_folder(path), record_shapes=record_shapes, memory=memory, stacks=stacks, flops=flops, compress=compress
     )
-    return ProfilerContext(_make_driver(what, schedule, ranks))
+    return ProfilerContext(_make_driver(options, schedule, ranks))
 
 
 class ProfilerContext:
-    """A loop that is profiled; made by ``profile``, and of one use."""
+    """Context manager of a profiled loop, for a single use. See ``profile``."""
 
-    __slots__ = ("_at", "_count", "_driver")
+    __slots__ = ("_count", "_driver", "_start_step")
 
     def __init__(self, driver: ProfilerDriver) -> None:
         self._driver = driver
         self._count = 0
-        self._at = 0  # how far dtrain's own step was when this began
+        # dtrain's step at the start of the block
+        self._start_step = 0
 
     def __enter__(self) -> ProfilerContext:
         if self._driver.step is not None:
-            raise ConfigError("profile: this one was used already; make a new one for each loop")
+            raise ConfigError("profile: context must be new, got a used one. Call dt.profiling.profile for each loop.")
         self._driver.claim()
         try:
-            self._at = spans.position()[0]
+            self._start_step = spans.position()[0]
             self._driver.begin(0)
         except BaseException:
             self._driver.close()
@@ -106,16 +112,16 @@ class ProfilerContext:
         return self
 
     def step(self) -> None:
-        """A step of the loop has ended.
+        """End a step of the loop.
 
         Raises:
-            ConfigError: outside of the context.
+            ConfigError: the call is outside of the block.
         """
         if self._driver.step is None:
-            raise ConfigError("profile: step() is called inside the context; with dt.profiling.profile(folder) as prof: ...")
+            raise ConfigError("profile: step() must be called inside the with block, got a call outside.")
         self._count += 1
         now = spans.position()[0]
-        self._driver.advance(now if now > self._at else self._count)
+        self._driver.advance(now if now > self._start_step else self._count)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._driver.close()
@@ -132,15 +138,16 @@ def step_profiler(
     flops: bool = False,
     compress: bool = False,
 ) -> Transform:
-    """``profile`` as a transform: list it first, and it follows the steps by itself.
+    """Profile steps with a transform instead of a context manager. List the transform first.
 
-    In its traces ``dtrain.step`` is what the step function does, so the rest of a ``ProfilerStep#`` is the loop around it: the
-    loader, the logging. A window that is open when the run ends is written when ``init_dist``'s block is left, or at exit; one
-    in which the step raises is written at once. Nothing that is computed changes.
+    Options and files are those of ``profile``. In the traces ``dtrain.step`` is the step function; the rest of a
+    ``ProfilerStep#``
+    is the loop, such as loader and logging. A recording that is open at the end of the run is written at the end of
+    ``init_dist``'s block or at exit; after an error in a step, immediately. Results do not change.
 
     Args:
         path: see ``profile``.
-        schedule: by the index of the step since this process began, so a run that is resumed is profiled again.
+        schedule: phase of a step by index since the start of the process, so that a resumed run is profiled again.
         ranks: see ``profile``.
         record_shapes: see ``profile``.
         memory: see ``profile``.
@@ -149,19 +156,25 @@ def step_profiler(
         compress: see ``profile``.
 
     Collective: see ``profile``.
-    Host sync: at the end of each window.
+    Host sync: at the end of each recording.
+
+    Example:
+        import dtrain as dt
+
+        profiler = dt.profiling.step_profiler("traces", schedule=dt.profiling.schedule(skip_first=10, active=3))
+        step = dt.compose_step(loss_fn, [profiler, dt.transforms.clip_by_norm(1.0)])
 
     Raises:
-        ConfigError: as ``profile`` does; in the step where a window opens, when another profiler runs in this process.
-        PeerError: it does on another rank.
+        ConfigError: see ``profile``; in the step that starts a recording, another profiler runs in this process.
+        PeerError: another profiler runs on another rank.
     """
-    what = ProfileOptions(
+    options = ProfileOptions(
         folder=_local_folder(path), record_shapes=record_shapes, memory=memory, stacks=stacks, flops=flops, compress=compress
     )
-    driver = _make_driver(what, schedule, ranks)
+    driver = _make_driver(options, schedule, ranks)
 
     def grad(inner: GradFn) -> GradFn:
-        def marked(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+        def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
             driver.enter_step_fn(state.step)
             try:
                 return inner(state, batch, microbatch_size=microbatch_size)
@@ -169,39 +182,39 @@ def step_profiler(
                 driver.close()
                 raise
 
-        return marked
+        return grad_fn
 
     def update(inner: UpdateFn) -> UpdateFn:
-        def followed(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             step = state.step
             try:
-                stepped = inner(state, metrics)
+                result = inner(state, metrics)
             except BaseException:
                 driver.close()
                 raise
             driver.leave_step_fn(step)
-            return stepped
+            return result
 
-        return followed
+        return update_fn
 
-    return Transform(name="profiled", grad=grad, update=update, uses_grad=False, read_only=True)
-
-
-def _local_folder(folder: str | Path) -> Path:
-    place = storage.resolve_path(folder)
-    if not isinstance(place, Path):
-        raise ConfigError(f"profile: traces are written to a folder of this machine, got {folder}; copy them afterwards")
-    return place
+    return Transform(name="step_profiler", grad=grad, update=update, uses_grad=False, read_only=True)
 
 
-def _make_driver(what: ProfileOptions, schedule: PhaseSchedule, ranks: RankSelection) -> ProfilerDriver:
+def _local_folder(path: str | Path) -> Path:
+    folder = storage.resolve_path(path)
+    if not isinstance(folder, Path):
+        raise ConfigError(f"profile: path must be a local folder, got {path}. Copy the traces afterwards.")
+    return folder
+
+
+def _make_driver(options: ProfileOptions, schedule: PhaseSchedule, ranks: RankSelection) -> ProfilerDriver:
     if not callable(schedule):
         raise ConfigError(
-            f"profile: schedule is a function of a step's index, such as dt.profiling.schedule(active=4), got {schedule!r}"
+            f"profile: schedule must be a function of a step's index, got {schedule!r}. Use dt.profiling.schedule(active=4)."
         )
     if ranks == "all":
-        return ProfilerDriver(what, schedule, None)
+        return ProfilerDriver(options, schedule, None)
     world = get_dist_info().world_size
     if isinstance(ranks, str) or not ranks or any(type(rank) is not int or not 0 <= rank < world for rank in ranks):
-        raise ConfigError(f"profile: ranks is 'all', or some of the ranks 0 to {world - 1}, got {ranks!r}")
-    return ProfilerDriver(what, schedule, frozenset(ranks))
+        raise ConfigError(f"profile: ranks must be 'all' or a list of ranks from 0 to {world - 1}, got {ranks!r}.")
+    return ProfilerDriver(options, schedule, frozenset(ranks))

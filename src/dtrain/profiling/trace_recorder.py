@@ -1,6 +1,4 @@
-"""How far this rank's clock is ahead of that of rank 0.
-
-``Window``: torch's profiler over some steps of this rank, from its preparation to the files that it leaves."""
+"""Record a trace of some steps with torch's profiler, and measure clock offsets so that traces of ranks can be merged."""
 
 from __future__ import annotations
 
@@ -22,51 +20,56 @@ from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.memory.snapshot import snapshot_suffix, write_snapshot
 
-_ROUNDS = 8  # the best of them counts, and the first ones are slow
+# The tightest bounds of all rounds are used. The first rounds are slow.
+_ROUNDS = 8
 
 
 class ClockOffset(NamedTuple):
-    """Of a clock, in nanoseconds: the true value is within ``error_bound_ns`` of ``ahead_ns``."""
+    """Offset of a clock in nanoseconds: the true value is within ``error_bound_ns`` of ``ahead_ns``."""
 
     ahead_ns: int
     error_bound_ns: int
 
 
 def measure_clock_offset() -> ClockOffset:
-    """This rank's ``time.time_ns`` less that of rank 0, at one moment; zeros for one rank and on rank 0.
+    """Measure this rank's ``time.time_ns`` minus that of rank 0; zeros on rank 0 and for a single rank.
 
-    Nobody leaves a gather before all have entered it. So what rank r read after it is later than what rank 0 read before it,
-    and the other way round: each round gives a lower and an upper bound, and the tightest ones of some rounds are used. That
-    holds whatever the network does; only a clock that is set meanwhile would spoil it.
+    No rank leaves a gather before all ranks have entered. So the time of rank r after the gather is later than the time of
+    rank 0
+    before the gather, and vice versa: each round gives a lower and an upper bound, and the tightest bounds of all rounds are
+    used.
+    The bounds hold on any network, unless a clock is set in the meantime.
 
     Collective: ten all-gathers of two numbers on the control group, about a millisecond.
     """
     info = get_dist_info()
     if info.world_size == 1:
         return ClockOffset(0, 0)
-    zero = time.time_ns() // 10**9  # by rank: float64 holds the seconds since it to a fraction of a nanosecond
+    # Seconds of each rank as origin: float64 then holds the rest to a fraction of a nanosecond.
+    zero = time.time_ns() // 10**9
     starts = [int(row[0]) for row in all_gather_numbers([zero, 0], caller="profile")]
-    entered, firsts, left = [], [], [0.0]
+    entry_times, rows_of_rank_0, exit_times = [], [], [0.0]
     for _ in range(_ROUNDS + 1):
-        entered.append(float(time.time_ns() - zero * 10**9))
-        rows = all_gather_numbers([entered[-1], left[-1]], caller="profile")  # with when the gather before was left
-        firsts.append(rows[0])
-        left.append(float(time.time_ns() - zero * 10**9))
-    least = max(mine - later[1] for mine, later in zip(entered[:-1], firsts[1:], strict=True))
-    most = min(mine - first[0] for mine, first in zip(left[1:-1], firsts[:-1], strict=True))
-    apart = (zero - starts[0]) * 10**9
+        entry_times.append(float(time.time_ns() - zero * 10**9))
+        # Each gather also sends the exit time of the last gather.
+        rows = all_gather_numbers([entry_times[-1], exit_times[-1]], caller="profile")
+        rows_of_rank_0.append(rows[0])
+        exit_times.append(float(time.time_ns() - zero * 10**9))
+    lower = max(entry - later[1] for entry, later in zip(entry_times[:-1], rows_of_rank_0[1:], strict=True))
+    upper = min(exit_time - first[0] for exit_time, first in zip(exit_times[1:-1], rows_of_rank_0[:-1], strict=True))
+    origin_offset = (zero - starts[0]) * 10**9
     if info.rank == 0:
         return ClockOffset(0, 0)
-    return ClockOffset(apart + round((least + most) / 2), round(abs(most - least) / 2))
+    return ClockOffset(origin_offset + round((lower + upper) / 2), round(abs(upper - lower) / 2))
 
 
 TRACE_FORMAT = 1
-"""Of what is under ``dtrain`` in a trace."""
+"""Version of the metadata under ``dtrain`` in a trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """What is recorded, and where it goes."""
+    """Recording options and the output folder."""
 
     folder: Path
     record_shapes: bool
@@ -78,11 +81,11 @@ class ProfileOptions:
 
 @dataclass(slots=True, eq=False)
 class TraceRecorder:
-    """One recording. ``start`` after the warm-up, ``begin_step`` at the start of each step, ``write`` at the end.
+    """Recorder of one trace: ``start`` after the warm-up, ``begin_step`` at the start of each step, ``write`` at the end.
 
     Args:
-        options: is recorded.
-        offset: of this rank's clock.
+        options: recording options.
+        offset: offset of this rank's clock.
     """
 
     options: ProfileOptions
@@ -90,9 +93,12 @@ class TraceRecorder:
     first_step: int | None = None
     _profiler: torch.profiler.profile = field(init=False)
     _steps: list[dict[str, Any]] = field(default_factory=list)
-    _last_totals: Mapping[str, spans.SpanTime] | None = None  # what had been counted when the step in progress began
-    _open_marks: list[record_function] = field(default_factory=list)  # that are open: the step, and what is inside it
-    _records_history: bool = False  # of CUDA's allocations was switched on here; one that was on already stays on
+    # span totals at the start of the step in progress
+    _last_totals: Mapping[str, spans.SpanTime] | None = None
+    # open marks: the step, then the step function
+    _open_marks: list[record_function] = field(default_factory=list)
+    # True if this recorder enabled CUDA's allocation history; a history enabled earlier stays on
+    _records_history: bool = False
 
     def __post_init__(self) -> None:
         on_device = get_dist_info().device.type == "cuda"
@@ -106,7 +112,7 @@ class TraceRecorder:
         self._profiler.prepare_trace()
 
     def start(self, step: int) -> None:
-        """Record from now on; ``step`` is about to begin."""
+        """Start recording before ``step`` begins."""
         if self.options.memory and get_dist_info().device.type == "cuda" and not torch._C._cuda_isHistoryEnabled():
             torch.cuda.memory._record_memory_history(stacks="python")
             self._records_history = True
@@ -114,38 +120,39 @@ class TraceRecorder:
         self.first_step = step
 
     def begin_step(self, step: int) -> None:
-        """``step`` begins."""
+        """Mark the start of ``step``."""
         self._steps.append({"step": step, "done": False, "spans": {}})
         self._last_totals = spans.totals()
         self._open(f"ProfilerStep#{step}")
 
     def end_step(self, *, done: bool) -> None:
-        """The step in progress ends, if there is one: ``done``, or cut short by the end of the window."""
+        """Mark the end of the step in progress, if any. ``done`` is False if the end of the recording cuts the step short."""
         while self._open_marks:
             self._open_marks.pop().__exit__(None, None, None)
         before, self._last_totals = self._last_totals, None
         if before is not None:
-            none = spans.SpanTime(0, 0.0)
-            passed = {name: total.seconds - before.get(name, none).seconds for name, total in spans.totals().items()}
-            named = {name: seconds for name, seconds in passed.items() if seconds > 0}
-            self._steps[-1] |= {"done": done, "spans": named}
+            zero = spans.SpanTime(0, 0.0)
+            passed = {name: total.seconds - before.get(name, zero).seconds for name, total in spans.totals().items()}
+            positive = {name: seconds for name, seconds in passed.items() if seconds > 0}
+            self._steps[-1] |= {"done": done, "spans": positive}
 
     def enter_step_fn(self) -> None:
-        """The step function begins; before it was the loop around it."""
+        """Mark the start of the step function. The time before belongs to the loop."""
         self._open("dtrain.step")
 
     def leave_step_fn(self) -> None:
-        """The step function ends."""
+        """Mark the end of the step function."""
         if len(self._open_marks) == 2:
             self._open_marks.pop().__exit__(None, None, None)
 
     def write(self) -> Path | None:
-        """Stop, write what was recorded, and return the file; None if nothing was."""
+        """Stop, write the recorded steps and return the file; None if no step was recorded."""
         recorded = self.first_step is not None
         try:
             self.end_step(done=False)
             if not recorded:
-                self._profiler.start_trace()  # what was prepared can be ended in no other way
+                # A prepared profiler can be stopped only after a start.
+                self._profiler.start_trace()
             else:
                 self._profiler.add_metadata_json("dtrain", json.dumps(self._metadata()))
             self._profiler.stop_trace()
@@ -182,24 +189,26 @@ class TraceRecorder:
         return path
 
     def _export(self, path: Path) -> None:
-        """Written under another name, and then renamed: a trace is there whole, or not at all.
+        """Write the trace under a temporary name and rename the file, so that a trace is complete or absent.
 
-        torch writes it first to ``NAME.tmp``, and where the disk is full it raises nothing. It would compress a trace by way of
-        the system's folder for temporary files, and whatever has come there.
+        torch first writes ``NAME.tmp`` and raises nothing on a full disk. Its own compression would use the system's folder
+        for temporary
+        files.
         """
         plain = path.with_name(f".unfinished-{path.name.removesuffix('.gz')}")
         packed, partial = plain.with_name(f"{plain.name}.gz"), plain.with_name(f"{plain.name}.tmp")
         try:
             with suppress(FileNotFoundError):
-                storage.remove_file(plain)  # of a process that was killed here
+                # A killed process may have left the file.
+                storage.remove_file(plain)
             self._profiler.export_chrome_trace(str(plain))
             if not storage.exists(plain):
-                raise OSError(f"torch could not write {path}: is the disk full?")
+                raise OSError(f"torch could not write {path}. Check that the disk is not full")
             if self.options.compress:
                 with plain.open("rb") as source, gzip.open(packed, "wb") as target:
                     shutil.copyfileobj(source, target)
             storage.rename(packed if self.options.compress else plain, path)
         finally:
-            for left in (plain, packed, partial):
+            for file in (plain, packed, partial):
                 with suppress(OSError):
-                    storage.remove_file(left)
+                    storage.remove_file(file)

@@ -1,6 +1,6 @@
-"""The ledger of a rank, written: a line of sums from time to time, a line for each event, none for a step.
+"""Write the ledger of a rank: periodic lines of time totals and a line per event, no line per step.
 
-A line is one ``write`` at the end of the file, so a process that is killed leaves at most half a line, and no other after it.
+Each line is one ``write`` at the end of the file, so a kill leaves at most one partial line, the last one.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from dtrain.durations import Duration
 from dtrain.run.metadata import to_plain_data
 from dtrain.typing import Plain
 
-_FLUSH_BEFORE = frozenset({"resumed", "stop", "committed"})  # before these, what has passed is written down
-_MAX_WAITING = 200  # events that could not be written
+# Totals are written before these events.
+_FLUSH_BEFORE = frozenset({"resumed", "stop", "committed"})
+# largest number of unwritten events
+_MAX_WAITING = 200
 _NEVER_S = 1e9
 _STATM = "/proc/self/statm"
 
 
 class LedgerWriter:
-    """Writes down what ``spans`` counts. Listens from ``open`` to ``close``; a fork of the process writes nothing.
+    """Writer of the totals and events of ``spans``. Listens from ``open`` to ``close``; a fork of the process writes nothing.
 
-    A file that cannot be written is one warning. What was to be written is kept, the sums whole and the last two hundred
-    events, and written when it can be, after an event ``dropped``.
+    A failed write causes one warning. The totals and the last two hundred events are kept and written later, after an event
+    ``dropped``.
 
     Args:
-        path: the file, which exists; lines are appended.
-        attempt: in every line.
-        interval: steps (``ba``) or seconds from a line of sums to the next.
-        redact: plain data without secrets: the error of a sink may tell the address of its server.
+        path: existing file; lines are appended.
+        attempt: number of the attempt, written in every line.
+        interval: steps (``ba``) or seconds between two lines of totals.
+        redact: function that removes secrets from plain data, such as a server address in the error of a logger.
     """
 
     def __init__(
@@ -49,14 +51,15 @@ class LedgerWriter:
         self._attempt, self._interval = attempt, interval
         self._pid, self._lock = os.getpid(), threading.RLock()
         self._partial_line = False
-        with suppress(OSError):  # it is gone already, or nobody may read it
+        # The file may be missing or unreadable.
+        with suppress(OSError):
             self._partial_line = _has_partial_line(path)
         self._waiting: deque[str] = deque(maxlen=_MAX_WAITING)
         self._missed, self._warned, self._closed = 0, False, False
         self._last_totals = spans.totals()
 
     def open(self, **facts: Any) -> None:
-        """The first line, and the events until now. Mutates: who ``spans`` tells."""
+        """Write the first line and the events so far. Mutates: the listener of ``spans``."""
         with self._lock:
             self._write(self._line("open", **facts))
             for event in spans.set_listener(self):
@@ -76,15 +79,17 @@ class LedgerWriter:
         if event["name"] in _FLUSH_BEFORE:
             if threading.current_thread() is threading.main_thread():
                 self.flush()
-                self._schedule_next_line()  # a state that was loaded may be of an earlier step
-            else:  # only the main thread knows up to when its time is counted
+                # A loaded state may have an earlier step.
+                self._schedule_next_line()
+            # Only the main thread knows the time of the open spans.
+            else:
                 spans.schedule_next_check(step=0, in_s=0.0)
         with self._lock:
             if not self._closed:
                 self._write(self._event_line(event))
 
     def flush(self) -> None:
-        """Write what has passed since the last line of sums."""
+        """Write the totals since the last line of totals."""
         with self._lock:
             now = spans.totals()
             passed = {name: total for name, total in now.items() if total != self._last_totals.get(name)}
@@ -92,7 +97,7 @@ class LedgerWriter:
                 self._last_totals = now
 
     def close(self, reason: str, error: str | None = None) -> None:
-        """The last line; nothing is written after it. Mutates: who ``spans`` tells."""
+        """Write the last line. Mutates: the listener of ``spans``."""
         if self._pid != os.getpid() or self._closed:
             return
         spans.set_listener(None)
@@ -127,9 +132,9 @@ class LedgerWriter:
         return self._line("sum", **facts, gauges=_read_gauges())
 
     def _event_line(self, event: Mapping[str, object]) -> str:
-        """Also of fields that are no plain data, or would hide ours."""
+        """Format an event. Fields without plain data become text, and the keys of the ledger win over equal names."""
         fields = self._redact({name: to_plain_data(value) for name, value in event.items() if name not in ("kind", "attempt")})
-        assert isinstance(fields, dict), "as it was"
+        assert isinstance(fields, dict), "redaction keeps the type"
         return self._line("event", **fields)
 
     def _line(self, kind: str, /, **fields: Any) -> str:
@@ -138,7 +143,7 @@ class LedgerWriter:
         )
 
     def _write(self, line: str) -> bool:
-        """Whether the line was written. If not, one of sums is made again later, and others wait."""
+        """Write a line and return True on success. After a failure, totals are computed again later and events wait."""
         lines = [*self._waiting, line]
         if self._missed:
             error = f"{self._missed} lines came late or never"
@@ -147,7 +152,8 @@ class LedgerWriter:
         try:
             _append_bytes(self.path, data)
         except OSError as error:
-            with suppress(OSError):  # of a file that is gone nothing new is known
+            # The state of a missing file is unknown.
+            with suppress(OSError):
                 self._partial_line = _has_partial_line(self.path)
             self._missed += 1
             if not line.startswith('{"kind":"sum"'):
@@ -162,36 +168,34 @@ class LedgerWriter:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"open_run: cannot write {self.path} ({error}); training goes on, and what can be written later will be",
+                f"open_run: cannot write {self.path}: {error}. Training continues, and the ledger is written later.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
 def _append_bytes(path: Path, data: bytes) -> None:
-    """One write at the end of a file that exists. Opened each time, so that a folder that was removed is noticed."""
+    """Append data to an existing file in one write. The file is opened each time, so that a removed folder is noticed."""
     handle = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
         if os.write(handle, data) != len(data):
-            raise OSError("the disk took a part of a line only")
+            raise OSError("the disk took only a part of a line")
     finally:
         os.close(handle)
 
 
 def _has_partial_line(path: Path) -> bool:
-    """Whether the file ends in half a line."""
+    """Return True if the file ends in a partial line."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         return size > 0 and (file.seek(size - 1), file.read(1))[1] != b"\n"
 
 
 def _read_gauges() -> dict[str, int]:
-    found: dict[str, int] = {}
-    try:
-        with open(_STATM, "rb") as file:
-            found["rss_bytes"] = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-    except (OSError, ValueError, IndexError):  # not on Linux
-        pass
+    gauges: dict[str, int] = {}
+    # /proc exists only on Linux.
+    with suppress(OSError, ValueError, IndexError), open(_STATM, "rb") as file:
+        gauges["rss_bytes"] = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
     if torch.cuda.is_initialized():
-        found["device_bytes"], found["device_peak_bytes"] = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    return found
+        gauges["device_bytes"], gauges["device_peak_bytes"] = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    return gauges

@@ -1,6 +1,4 @@
-"""Settings of a loop as plain data: what it was started with, to be read next year.
-
-What was run: the record of an attempt, as ``runs`` says."""
+"""Collect the metadata of an attempt: settings as plain data, command, versions, devices and environment."""
 
 from __future__ import annotations
 
@@ -26,29 +24,30 @@ from dtrain.typing import Plain
 from dtrain.versions import git_commit, package_versions
 
 _MAX_DEPTH = 20
-_MAX_LENGTH = 1000  # entries of a list, characters of an object's text
+# entries of a list, characters of a text
+_MAX_LENGTH = 1000
 
 
 def settings_to_plain(settings: Any) -> dict[str, Plain] | None:
-    """Settings by name; what is no plain data becomes its text.
+    """Convert settings to plain data by name. Other values become text.
 
     Raises:
-        ConfigError: neither a mapping, nor a dataclass, nor what argparse makes.
+        ConfigError: ``settings`` is neither a mapping, a dataclass nor an ``argparse.Namespace``.
     """
     if settings is None:
         return None
     if not (isinstance(settings, Mapping | Namespace) or (is_dataclass(settings) and not isinstance(settings, type))):
         raise ConfigError(
-            f"open_run: settings is a mapping, a dataclass or argparse's Namespace, got {type(settings).__name__}; "
-            "as in settings=vars(args)"
+            f"open_run: settings must be a mapping, a dataclass or an argparse.Namespace, got {type(settings).__name__}. "
+            "Pass settings=vars(args), for example."
         )
-    found = to_plain_data(settings)
-    assert isinstance(found, dict), "a mapping becomes one"
-    return found
+    plain = to_plain_data(settings)
+    assert isinstance(plain, dict), "a mapping becomes a dict"
+    return plain
 
 
 def to_plain_data(value: Any, depth: int = _MAX_DEPTH) -> Plain:
-    """``value`` as JSON has it. Numbers that are not finite become text, and so does all that JSON knows nothing of."""
+    """Convert a value to plain JSON data. Non-finite numbers and objects without a JSON form become text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str | int) and not isinstance(value, Enum):
@@ -70,7 +69,7 @@ def to_plain_data(value: Any, depth: int = _MAX_DEPTH) -> Plain:
 def _to_text(value: Any) -> str:
     try:
         return str(value)[:_MAX_LENGTH]
-    except Exception:  # noqa: BLE001 - of the user's class; what is written down must not stop training
+    except Exception:  # noqa: BLE001 - an error in the user's class must not stop training
         return f"<{type(value).__name__}>"
 
 
@@ -82,18 +81,18 @@ _VARIABLE_PREFIXES = (
     "PYTHON", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "TF32_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "UCX_",
     "VIRTUAL_ENV", "WANDB_", "WORLD_SIZE", "XDG_CACHE_HOME",
 )  # fmt: skip
-"""What the names of variables begin with that change how a run behaves."""
+"""Prefixes of environment variables that change the behaviour of a run."""
 
 
 def attempt_metadata(
     attempt: int, started_at: float, all_ranks: Sequence[Mapping[str, Any]], settings: Plain, redactor: Redactor, info: DistInfo
 ) -> dict[str, Plain]:
-    """The content of an attempt's file.
+    """Return the content of the file of an attempt.
 
     Args:
-        all_ranks: by rank, what each has told of its ``host`` and ``device``.
+        all_ranks: ``host`` and ``device`` of each rank, in order.
         settings: plain data without secrets.
-        redactor: what to leave out of the rest.
+        redactor: redactor for the remaining entries.
     """
     folder = _working_dir()
     return {
@@ -115,17 +114,17 @@ def attempt_metadata(
 
 
 def device_name(info: DistInfo) -> str:
-    """The kind of this rank's device."""
+    """Return the kind of this rank's device."""
     return torch.cuda.get_device_name(info.device) if info.device.type == "cuda" else info.device.type
 
 
-def _ranks_by(what: str, everyone: Sequence[Mapping[str, Any]]) -> Plain:
-    found: dict[str, Plain] = {}
-    for rank, told in enumerate(everyone):
-        ranks = found.setdefault(told[what], [])
+def _ranks_by(key: str, all_ranks: Sequence[Mapping[str, Any]]) -> Plain:
+    ranks_by_value: dict[str, Plain] = {}
+    for rank, facts in enumerate(all_ranks):
+        ranks = ranks_by_value.setdefault(facts[key], [])
         assert isinstance(ranks, list)
         ranks.append(rank)
-    return found
+    return ranks_by_value
 
 
 def _select_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -133,14 +132,14 @@ def _select_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _collect_versions() -> dict[str, Plain]:
-    found: dict[str, Plain] = dict(package_versions())
+    versions: dict[str, Plain] = dict(package_versions())
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+        versions["cuda"] = torch.version.cuda
     if torch.version.hip:
-        found["hip"] = torch.version.hip
+        versions["hip"] = torch.version.hip
     with suppress(OSError, UnicodeDecodeError):
-        found["driver"] = _DRIVER_VERSION.read_text(encoding="utf-8").strip()
-    return found
+        versions["driver"] = _DRIVER_VERSION.read_text(encoding="utf-8").strip()
+    return versions
 
 
 def _launch_info(info: DistInfo) -> Plain:
@@ -156,7 +155,7 @@ def _git_info(folder: Path) -> Plain:
 
 
 def _has_uncommitted_changes(folder: Path) -> bool | None:
-    """Whether files that git knows were changed; None where git is missing, or slow."""
+    """Return True if tracked files have changes; None if git is missing or slow."""
     command = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_S, check=False)
@@ -173,5 +172,6 @@ def _script_folder() -> Path | None:
 def _working_dir() -> str:
     try:
         return os.getcwd()
-    except OSError:  # deleted
+    # The folder was deleted.
+    except OSError:
         return ""

@@ -1,4 +1,4 @@
-"""What must not be written down: values whose name says that they are secret, and texts that look like one."""
+"""Redact secrets: values with a secret name, and texts in the format of a secret."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _SECRET_WORDS = re.compile(
     r"password|passwd|passphrase|secret|credential|api_?keys?|private_key|access_keys?|authorization|bearer|cookie"
 )
 _SECRET_TEXT_WORDS = {"token", "auth", "pwd", "pass", "pat", "sas", "sig", "signature", "dsn", "webhook", "jwt"}
-"""Words of names, beside ``key`` as the last, whose value is a secret if it is a text: ``pad_token_id`` is a number."""
+"""Words of names with a secret text as value, besides ``key`` as the last word. Numbers are shown, such as ``pad_token_id``.
+"""
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?|true|false|none|null|yes|no", re.IGNORECASE)
-# Each begins where a word does: a text of a million letters is looked through once, and not from each of them anew.
+# Each pattern starts at a word boundary, so that a long text is scanned once.
 _URL_USER = re.compile(r"""((?<![\w+.-])[a-zA-Z][\w+.-]*://)([^\s/?#@:'"]*)(:(?!\d+/)[^\s'"]{0,2000})?@""")
 _ASSIGNMENT = re.compile(r"""(?<![\w.-])([\w.-]+)["']?\s*[=:]\s*""")
 _ASSIGNED_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s"',;&}\])]+""")
@@ -35,23 +36,24 @@ _TOKEN_FORMATS = re.compile(
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
     re.DOTALL,
 )
-_MIN_SECRET_LENGTH = 8  # of a variable's secret that is looked for in other texts
+# characters of a secret from the environment that is searched in texts
+_MIN_SECRET_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redactor:
-    """What is secret.
+    """Redactor of secret names and values.
 
     Args:
-        names: patterns of further names (``*`` is any text), whatever their values are.
-        values: texts that are secret wherever they stand: what variables of the environment hold whose names say so.
+        names: patterns of further secret names (``*`` is any text).
+        values: secret texts, redacted everywhere: the values of environment variables with secret names.
     """
 
     names: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
 
     def is_secret(self, name: str, value: object) -> bool:
-        """Whether the value of this name is not to be shown."""
+        """Return True if the value with this name must be redacted."""
         if any(fnmatchcase(name.lower().lstrip("-"), pattern.lower()) for pattern in self.names):
             return True
         if value is None or isinstance(value, bool):
@@ -63,23 +65,24 @@ class Redactor:
         return not numeric and (words.endswith("key") or not _SECRET_TEXT_WORDS.isdisjoint(words.split("_")))
 
     def redact_text(self, text: str) -> str:
-        """The same without what looks like a secret in it."""
-        text = reduce(lambda left, secret: left.replace(secret, REDACTED), self.values, text)
+        """Redact the parts of a text that look like a secret."""
+        text = reduce(lambda redacted, secret: redacted.replace(secret, REDACTED), self.values, text)
         text = _TOKEN_FORMATS.sub(REDACTED, text)
         text = _URL_USER.sub(_redact_user, text) if "@" in text else text
         text = _AUTH_HEADER.sub(rf"\1\2{REDACTED}", text)
-        parts, at = [], 0
+        parts, end = [], 0
         for named in _ASSIGNMENT.finditer(text):
-            if named.start() < at or not self.is_secret(named[1], "a text"):
+            if named.start() < end or not self.is_secret(named[1], "a text"):
                 continue
             value = _ASSIGNED_VALUE.match(text, named.end())
             if value is not None and self.is_secret(named[1], value[0].strip("\"'")):
-                parts += [text[at : named.end()], REDACTED]
-                at = value.end() + text.startswith("]", value.end())  # of what is redacted already
-        return "".join([*parts, text[at:]])
+                parts += [text[end : named.end()], REDACTED]
+                # An already redacted value ends with "]".
+                end = value.end() + text.startswith("]", value.end())
+        return "".join([*parts, text[end:]])
 
     def redact_data(self, value: Plain, name: str = "") -> Plain:
-        """Plain data without secrets; ``name`` is what it is called."""
+        """Redact plain data with the name ``name``."""
         if name and self.is_secret(name, value):
             return REDACTED
         if isinstance(value, str):
@@ -87,52 +90,54 @@ class Redactor:
         if isinstance(value, Mapping):
             return {self.redact_text(key): self.redact_data(each, key) for key, each in value.items()}
         if isinstance(value, list):
-            words = [each for each in value if isinstance(each, str)]  # a command line, if there is nothing else
+            # A list of texts may be a command line.
+            words = [each for each in value if isinstance(each, str)]
             return [*self.redact_command(words)] if len(words) == len(value) else [self.redact_data(each) for each in value]
         return value
 
     def redact_command(self, words: Sequence[str]) -> list[str]:
-        """A command line without secrets: ``--token abc`` as well as ``--token=abc``, and all of ``--api-keys a b``."""
-        shown: list[str] = []
+        """Redact a command line: ``--token abc``, ``--token=abc``, and all values of ``--api-keys a b``."""
+        redacted: list[str] = []
         option = ""
         for word in words:
-            begins = word.startswith("-") and _NUMBER.fullmatch(word) is None
+            is_option = word.startswith("-") and _NUMBER.fullmatch(word) is None
             secret = option and not word.startswith("--") and self.is_secret(option, word)
-            shown.append(REDACTED if secret else self._redact_word(word))
+            redacted.append(REDACTED if secret else self._redact_word(word))
             if not (secret and option.endswith("s")):
-                option = word if begins and "=" not in word and not secret else ""
-        return shown
+                option = word if is_option and "=" not in word and not secret else ""
+        return redacted
 
     def _redact_word(self, word: str) -> str:
-        """``--token=a,b c``: all of what is behind the sign, whatever is in it."""
+        """Redact everything after the equals sign of a secret option, such as ``--token=a,b c``."""
         name, sign, value = word.partition("=")
         if sign and _OPTION_NAME.fullmatch(name) and self.is_secret(name, value):
             return f"{name}={REDACTED}"
         return self.redact_text(word)
 
     def redact_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Variables by name, those that are secret without their value."""
+        """Redact the values of secret variables."""
         return {
             name: REDACTED if self.is_secret(name, value) else self.redact_text(value) for name, value in environment.items()
         }
 
 
 def make_redactor(names: Iterable[str], environment: Mapping[str, str]) -> Redactor:
-    """What is secret in a process with this environment; ``names`` are patterns of the user's own."""
+    """Create the redactor of a process from its environment and the user's patterns ``names``."""
     only_names = Redactor(names=tuple(names))
-    # A shell's ``PWD`` is its folder, which stands at the beginning of many a path.
-    held = {
+    # PWD is the current folder, which many paths start with.
+    candidates = {
         value
         for name, value in environment.items()
         if name != "PWD" and len(value) >= _MIN_SECRET_LENGTH and not value.isalpha()
     }
-    values = {value for name, value in environment.items() if value in held and only_names.is_secret(name, value)}
+    values = {value for name, value in environment.items() if value in candidates and only_names.is_secret(name, value)}
     return Redactor(names=only_names.names, values=tuple(sorted(values, key=len, reverse=True)))
 
 
-def _redact_user(found: re.Match[str]) -> str:
-    """A user without password is part of an address (``sftp://me@host``), a long one or one for the web is a token."""
-    scheme, user, password = found.groups()
+def _redact_user(match: re.Match[str]) -> str:
+    """Redact the password of a URL. A user alone is redacted only if long or in a web address, because it is probably a
+    token."""
+    scheme, user, password = match.groups()
     if password is not None:
         return f"{scheme}{user}:{REDACTED}@"
-    return f"{scheme}{REDACTED}@" if scheme.lower().startswith("http") or len(user) >= 20 else found[0]
+    return f"{scheme}{REDACTED}@" if scheme.lower().startswith("http") or len(user) >= 20 else match[0]

@@ -1,4 +1,4 @@
-"""``open_run``: the folder of a run, with what was run and a ledger of where the time of each rank goes."""
+"""Open the folder of a run (``open_run``): metadata of each attempt and a ledger of time per rank."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _CALLER = "open_run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The folder of a run, as this rank writes into it.
+    """Folder of a run, as returned by ``open_run``. ``run / name`` is a path in the folder.
 
     Args:
-        path: absolute.
-        attempt: which start of the run this is, from 1.
-        rank: of this process.
-        settings: what ``open_run`` was given, as plain data without secrets; None if nothing. For sinks:
+        path: absolute path of the folder.
+        attempt: number of this start of the run, from 1.
+        rank: rank of this process.
+        settings: settings given to ``open_run``, as plain data without secrets; None without settings. Pass to loggers:
             ``dt.loggers.tensorboard(run / "tb", settings=run.settings)``.
-        uploaded: what ``upload_run`` has sent: where to, and of each file the size and the time of its last change.
+        uploaded: files sent by ``upload_run``: by target, size and modification time of each file.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(slots=True)
 class _OpenRun:
-    """The run that is open in this process; a fork has none."""
+    """Open run of this process. A fork has no open run."""
 
     pid: int = 0
     run: Run | None = None
@@ -62,7 +62,8 @@ class _OpenRun:
     redactor: Redactor = field(default_factory=Redactor)
     upload: str | None = None
     exit_registered: bool = False
-    has_opened: bool = False  # a run, once
+    # True after the first open_run of this process
+    has_opened: bool = False
 
 
 _OPEN_RUN = _OpenRun()
@@ -76,37 +77,39 @@ def open_run(
     redact: Iterable[str] = (),
     upload: str | Path | None = None,
 ) -> Run:
-    """The folder of this run: made where missing, and written into from now on. Call it first, right after ``init_dist``.
+    """Open the folder of a run, created if missing, and record the run there. Call this function right after ``init_dist``.
 
-    Rank 0 writes down what is run (settings, command line, commit, versions, hosts, devices), as
-    ``attempts/attempt-00001.json``; each later start is a further attempt. Every rank writes where its time goes, and what
-    happens, into ``ledger/rank-00000.jsonl``. ``dtrain report`` makes a page of it, ``dtrain top`` shows it live. It ends with
-    ``init_dist``'s block, or with the process::
+    Rank 0 writes settings, command line, commit, versions, hosts and devices to ``attempts/attempt-00001.json``; each later
+    start
+    is a further attempt. Every rank writes its time by category and events to ``ledger/rank-00000.jsonl``. ``dtrain report``
+    renders a page, ``dtrain top`` shows the run live. Recording ends with ``init_dist``'s block or with the process::
 
         run = dt.open_run("runs/gpt", settings=vars(args))
         log = dt.loggers.multi(dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.progress_bar(total))
 
-    A disk that is full, or a folder that goes away, is one warning; training goes on.
+    A full disk or a missing folder causes one warning, and training continues.
 
     Args:
-        path: of this machine, the same for all attempts; on several hosts on a file system that they share, else each host
-            has its ranks' ledgers.
-        settings: a mapping, a dataclass or argparse's Namespace. What is no plain data is written as its text.
-        interval: steps or seconds from one line of sums in the ledger to the next.
-        redact: patterns of names (``*`` is any text) whose values are not written down, besides those that look secret: names
-            with words such as password, secret, token or key, passwords in URLs, and texts in the form of known tokens.
-        upload: where ``upload_run`` sends the folder to when the run ends: the checkpoints' root.
+        path: local folder, the same for all attempts. Several hosts share the folder on a common file system; else each host
+            has
+            the ledgers of its ranks.
+        settings: mapping, dataclass or ``argparse.Namespace``; values without plain data are written as text.
+        interval: steps or seconds between two lines of totals in the ledger.
+        redact: patterns of further secret names (``*`` is any text). Always redacted: names with words such as password,
+            secret,
+            token or key, passwords in URLs, and texts in the format of known tokens.
+        upload: target of ``upload_run`` at the end of the run, usually the checkpoint root; None uploads nothing.
 
     Returns:
-        The run. Called again for the same folder while it is open: the same one, whatever the other arguments are.
+        The run. A second call for the same folder returns the open run, with any arguments.
 
     Mutates: files; what ``spans`` tells of, in this process.
     Collective: one exchange of JSON on the control group; every rank must call it.
-    Host sync: none; a step costs nothing, and a line of sums some hundred microseconds.
+    Host sync: none; a step costs nothing, and a line of totals some hundred microseconds.
 
     Raises:
-        ConfigError: a folder that cannot be written on some rank, a URL, ranks with different folders, settings or an interval
-            of another kind, or another run that is open; on all ranks.
+        ConfigError: on all ranks: a folder that is not writable on some rank, a URL, different folders on ranks, invalid
+            ``settings`` or ``interval``, or another open run.
     """
     if _OPEN_RUN.pid != os.getpid():
         _OPEN_RUN.pid, _OPEN_RUN.run, _OPEN_RUN.ledger = os.getpid(), None, None
@@ -114,32 +117,32 @@ def open_run(
     if _OPEN_RUN.run is not None:
         return _reuse_open_run(_OPEN_RUN.run, path)
     info, started_at = get_dist_info(), time.time()
-    mine: dict[str, Any] = {"error": None, "kind": "", "host": os.uname().nodename, "device": device_name(info)}
-    secret, ready = Redactor(), None
+    local: dict[str, Any] = {"error": None, "kind": "", "host": os.uname().nodename, "device": device_name(info)}
+    redactor, setup = Redactor(), None
     try:
-        secret = make_redactor(_check_redact_patterns(redact), os.environ)
-        ready = _prepare_folder(path, info, settings, interval, upload, started_at)
-        mine |= {"folder": str(ready.folder), "attempt": ready.attempt}
-    except Exception as error:  # noqa: BLE001 - whatever it is (the settings are the user's), all ranks hear of it
-        mine["error"] = _error_message(path, error)
-    everyone = cast("list[dict[str, Any]]", all_gather_json(mine, caller=_CALLER))
+        redactor = make_redactor(_check_redact_patterns(redact), os.environ)
+        setup = _prepare_folder(path, info, settings, interval, upload, started_at)
+        local |= {"folder": str(setup.folder), "attempt": setup.attempt}
+    except Exception as error:  # noqa: BLE001 - all ranks must learn of any error, also in the user's settings
+        local["error"] = _error_message(path, error)
+    all_ranks = cast("list[dict[str, Any]]", all_gather_json(local, caller=_CALLER))
     try:
-        _check_ranks_agree(everyone)
-        assert ready is not None, "an error of this rank's own is among those that were checked"
+        _check_ranks_agree(all_ranks)
+        assert setup is not None, "an error of this rank has been raised"
     except ConfigError:
-        if ready is not None and info.rank == 0:
-            (ready.folder / run_layout.ATTEMPTS / run_layout.attempt_name(ready.attempt)).unlink(missing_ok=True)
+        if setup is not None and info.rank == 0:
+            (setup.folder / run_layout.ATTEMPTS / run_layout.attempt_name(setup.attempt)).unlink(missing_ok=True)
         raise
-    settings = cast("dict[str, Plain] | None", secret.redact_data(ready.settings))
-    run = Run(path=ready.folder, attempt=everyone[0]["attempt"], rank=info.rank, settings=settings)
+    settings = cast("dict[str, Plain] | None", redactor.redact_data(setup.settings))
+    run = Run(path=setup.folder, attempt=all_ranks[0]["attempt"], rank=info.rank, settings=settings)
     if info.rank == 0:
-        _write_metadata(run, partial(attempt_metadata, run.attempt, started_at, everyone, settings, secret, info))
-    return _start_ledger(run, ready, secret, info)
+        _write_metadata(run, partial(attempt_metadata, run.attempt, started_at, all_ranks, settings, redactor, info))
+    return _start_ledger(run, setup, redactor, info)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RunSetup:
-    """What this rank has found out and made; ``attempt`` is rank 0's, 0 on others."""
+    """Prepared folder of this rank. ``attempt`` is the number on rank 0, and 0 on other ranks."""
 
     folder: Path
     attempt: int
@@ -151,7 +154,7 @@ class _RunSetup:
 def _reuse_open_run(run: Run, folder: str | Path) -> Run:
     if storage.resolve_path(folder) != run.path:
         raise ConfigError(
-            f"{_CALLER}: {run.path} is open in this process, got {str(folder)!r}; a process has one run at a time"
+            f"{_CALLER}: path must be the open run {run.path}, got {str(folder)!r}. A process can have one open run."
         )
     return run
 
@@ -160,41 +163,51 @@ def _check_redact_patterns(redact: Iterable[str]) -> list[str]:
     patterns = [redact] if isinstance(redact, str) else list(redact) if isinstance(redact, Iterable) else [redact]
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
-            raise ConfigError(f"{_CALLER}: redact takes patterns of names, got {pattern!r}; as in redact=['db_*']")
+            raise ConfigError(
+                f"{_CALLER}: redact must be patterns of names, got {pattern!r}. Pass redact=['db_*'], for example."
+            )
     return patterns
 
 
 def _prepare_folder(
-    folder: str | Path, info: DistInfo, settings: Any, every: Duration | int | str, upload: str | Path | None, started_at: float
+    path: str | Path,
+    info: DistInfo,
+    settings: Any,
+    interval: Duration | int | str,
+    upload: str | Path | None,
+    started_at: float,
 ) -> _RunSetup:
-    """The folders and this rank's ledger, and on rank 0 the number of the attempt.
+    """Create the folders and this rank's ledger, and on rank 0 claim the number of the attempt.
 
     Raises:
-        ConfigError: arguments that cannot be right.
-        OSError: a folder or file that cannot be made.
+        ConfigError: invalid arguments.
+        OSError: a folder or file cannot be created.
     """
-    length = Duration.parse(every)
+    length = Duration.parse(interval)
     if length.unit not in ("ba", "sec") or (length.unit == "ba" and length.value < 1):
-        raise ConfigError(f"{_CALLER}: every is a number of steps or seconds, got {every!r}; as in '100ba' or '10sec'")
-    known = settings_to_plain(settings)
-    place = storage.resolve_path(folder)
-    if isinstance(place, RemotePath):
-        raise ConfigError(f"{_CALLER}: the folder is one of this machine, got {place}; give that as upload=")
+        raise ConfigError(f"{_CALLER}: interval must be in steps or seconds, got {interval!r}. Pass '100ba' or '10sec'.")
+    plain_settings = settings_to_plain(settings)
+    folder = storage.resolve_path(path)
+    if isinstance(folder, RemotePath):
+        raise ConfigError(f"{_CALLER}: path must be a local folder, got {folder}. Pass the server as upload=.")
     if upload is not None:
         storage.resolve_path(upload)
-    (place / run_layout.LEDGER).mkdir(parents=True, exist_ok=True)
-    handle = os.open(
-        place / run_layout.LEDGER / run_layout.ledger_name(info.rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
-    )
+    (folder / run_layout.LEDGER).mkdir(parents=True, exist_ok=True)
+    ledger_path = folder / run_layout.LEDGER / run_layout.ledger_name(info.rank)
+    handle = os.open(ledger_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.close(handle)
-    attempt = _claim_attempt(place, started_at) if info.rank == 0 else 0
+    attempt = _claim_attempt(folder, started_at) if info.rank == 0 else 0
     return _RunSetup(
-        folder=place, attempt=attempt, settings=known, interval=length, upload=None if upload is None else str(upload)
+        folder=folder,
+        attempt=attempt,
+        settings=plain_settings,
+        interval=length,
+        upload=None if upload is None else str(upload),
     )
 
 
 def _claim_attempt(folder: Path, started_at: float) -> int:
-    """The number of this attempt, which nobody else gets: by a file that must not exist yet."""
+    """Claim the number of this attempt with a file that must not exist yet, so that no other process gets the number."""
     (folder / run_layout.ATTEMPTS).mkdir(exist_ok=True)
     attempt = max((run_layout.parse_attempt(name) or 0 for name in os.listdir(folder / run_layout.ATTEMPTS)), default=0)
     while True:
@@ -205,7 +218,8 @@ def _claim_attempt(folder: Path, started_at: float) -> int:
                 file.write(json.dumps({"format": run_layout.FORMAT, "attempt": attempt, "started_at": started_at}))
         except FileExistsError:
             continue
-        except OSError:  # a full disk: an attempt that never was
+        # After a failed write the attempt must not exist.
+        except OSError:
             path.unlink(missing_ok=True)
             raise
         return attempt
@@ -215,40 +229,41 @@ def _error_message(folder: str | Path, error: Exception) -> str:
     if isinstance(error, ConfigError):
         return str(error)
     if not isinstance(error, OSError):
-        return f"{_CALLER}: cannot take these arguments ({format_error_line(error)})"
-    return f"{_CALLER}: cannot write {str(error.filename or folder)!r}: {error.strerror or error}; all ranks must be able to"
+        return f"{_CALLER}: arguments must be readable, got {format_error_line(error)}."
+    return f"{_CALLER}: cannot write {str(error.filename or folder)!r}: {error.strerror or error}. All ranks must be able to write."
 
 
-def _check_ranks_agree(everyone: list[dict[str, Any]]) -> None:
-    """Raise what is wrong on any rank, the same on all.
+def _check_ranks_agree(all_ranks: list[dict[str, Any]]) -> None:
+    """Raise the first error of any rank, the same error on all ranks.
 
     Raises:
-        ConfigError: so.
+        ConfigError: a rank failed, or ranks have different folders.
     """
-    failed = [(rank, told["error"]) for rank, told in enumerate(everyone) if told["error"] is not None]
+    failed = [(rank, facts["error"]) for rank, facts in enumerate(all_ranks) if facts["error"] is not None]
     if failed:
         rank, error = failed[0]
-        raise ConfigError(error if len(everyone) == 1 else f"{error} (rank {rank}, {len(failed)} of {len(everyone)} ranks)")
-    for rank, told in enumerate(everyone):
-        if told["folder"] != everyone[0]["folder"]:
+        raise ConfigError(error if len(all_ranks) == 1 else f"{error} (rank {rank}, {len(failed)} of {len(all_ranks)} ranks)")
+    for rank, facts in enumerate(all_ranks):
+        if facts["folder"] != all_ranks[0]["folder"]:
             raise ConfigError(
-                f"{_CALLER}: rank {rank} has the folder {told['folder']}, rank 0 {everyone[0]['folder']}; give all the same"
+                f"{_CALLER}: path must be equal on all ranks, got {facts['folder']} on rank {rank} and "
+                f"{all_ranks[0]['folder']} on rank 0."
             )
 
 
 def _write_metadata(run: Run, record: Callable[[], dict[str, Plain]]) -> None:
-    """In place of the few words that took the number, whole or not at all. The other ranks have gone on: nothing is raised."""
+    """Replace the placeholder file of the attempt atomically. The other ranks have continued, so nothing is raised."""
     path = run.path / run_layout.ATTEMPTS / run_layout.attempt_name(run.attempt)
     try:
         storage.replace_file(path, (json.dumps(record(), indent=1) + "\n").encode())
-    except Exception as error:  # noqa: BLE001 - of the disk, or of what was found out about this machine
+    except Exception as error:  # noqa: BLE001 - a failure of the disk or of a version query must not stop training
         spans.record_event("dropped", sink="about", error=format_error_line(error))
 
 
-def _start_ledger(run: Run, ready: _RunSetup, secret: Redactor, info: DistInfo) -> Run:
+def _start_ledger(run: Run, setup: _RunSetup, redactor: Redactor, info: DistInfo) -> Run:
     path = run.path / run_layout.LEDGER / run_layout.ledger_name(run.rank)
-    ledger = LedgerWriter(path, attempt=run.attempt, interval=ready.interval, redact=secret.redact_data)
-    _OPEN_RUN.run, _OPEN_RUN.ledger, _OPEN_RUN.redactor, _OPEN_RUN.upload = run, ledger, secret, ready.upload
+    ledger = LedgerWriter(path, attempt=run.attempt, interval=setup.interval, redact=redactor.redact_data)
+    _OPEN_RUN.run, _OPEN_RUN.ledger, _OPEN_RUN.redactor, _OPEN_RUN.upload = run, ledger, redactor, setup.upload
     ledger.open(
         rank=run.rank,
         host=os.uname().nodename,
@@ -266,9 +281,9 @@ def _start_ledger(run: Run, ready: _RunSetup, secret: Redactor, info: DistInfo) 
 
 
 def _seconds_since_process_start() -> float:
-    """Seconds since this process was started (or made by a fork); 0 where that is not known.
+    """Return the seconds since this process was started or forked; 0 if unknown.
 
-    0 also in a notebook, which may have been open for days, and after an earlier run of this process.
+    In a notebook, which may have been open for days, and after an earlier run of this process, the result is 0, too.
     """
     if _OPEN_RUN.has_opened or hasattr(sys, "ps1"):
         return 0.0
@@ -281,20 +296,21 @@ def _seconds_since_process_start() -> float:
 
 
 def _close_run(error: BaseException | None) -> None:
-    """At the end of ``init_dist``'s block."""
+    """Close the run at the end of ``init_dist``'s block."""
     run, ledger = _OPEN_RUN.run, _OPEN_RUN.ledger
     if run is None or ledger is None or _OPEN_RUN.pid != os.getpid():
         return
     _OPEN_RUN.run = _OPEN_RUN.ledger = None
     ledger.close(*_end_reason(error))
     if _OPEN_RUN.upload is not None:
-        from dtrain.run.upload import upload_run  # it asks what a Run is
+        # upload.py imports this module.
+        from dtrain.run.upload import upload_run
 
         upload_run(run, _OPEN_RUN.upload)
 
 
 def _end_reason(error: BaseException | None) -> tuple[str, str | None]:
-    """How it ended, and the error's text. Somebody's Ctrl-C is no failure, and neither is what a loop exits with when asked."""
+    """Return the outcome and the error text. Ctrl-C and the exit code of a preemption are not failures."""
     if isinstance(error, KeyboardInterrupt):
         return "stopped", "KeyboardInterrupt"
     code = error.code if isinstance(error, SystemExit) else None
@@ -304,6 +320,6 @@ def _end_reason(error: BaseException | None) -> tuple[str, str | None]:
 
 
 def _close_at_exit(pid: int) -> None:
-    """At the end of a process that never left such a block. An exception that has ended it is known by now."""
+    """Close the run at exit if no ``init_dist`` block did. The exception that ended the process is known here."""
     if pid == os.getpid():
         _close_run(exit_exception())

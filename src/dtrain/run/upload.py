@@ -1,4 +1,4 @@
-"""``upload_run``: the folder of a run, copied to where its checkpoints are."""
+"""Copy the folder of a run to the root of its checkpoints (``upload_run``)."""
 
 from __future__ import annotations
 
@@ -18,29 +18,39 @@ _EXCLUDED_FOLDER = "checkpoints"
 
 
 def upload_run(run: Run, root: str | Path) -> int:
-    """Copy the run's folder to ``run/`` below ``root``, and return how many files were sent: those that changed since.
+    """Copy the changed files of the run's folder to ``run/`` below ``root``, and return the number of copied files.
 
-    Rank 0 sends what is in the folder but for ``checkpoints/``, every rank its own ledger; those of earlier attempts with more
-    ranks are rank 0's. A machine without the earlier attempts' files must get them back first, or they are replaced.
+    Rank 0 copies everything except ``checkpoints/``; every rank copies its own ledger. Rank 0 also copies ledgers of earlier
+    attempts
+    with more ranks. On a new machine, restore the files of earlier attempts first; else they are replaced.
 
-    Call it where checkpoints are written, or let ``open_run(upload=...)`` do so at the end. A failure is one warning, and an
+    Call this function after a checkpoint, or let ``open_run(upload=...)`` do so at the end. A failure causes one warning and
+    an
     event in the ledger.
 
     Args:
-        run: from ``open_run``.
-        root: the checkpoints' root, a folder or a URL.
+        run: result of ``open_run``.
+        root: root of the checkpoints, a folder or a URL.
 
     Mutates: files below ``root``; ``run.uploaded``.
     Collective: none.
 
+    Example:
+        import dtrain as dt
+
+        run = dt.open_run("runs/gpt")
+        if state.crossed("1000ba"):
+            dt.save_sharded("s3://bucket/gpt", state)
+            dt.loggers.upload_run(run, "s3://bucket/gpt")
+
     Raises:
-        ConfigError: a root that is no place to keep files.
+        ConfigError: ``root`` is not a valid target.
     """
-    place = storage.resolve_path(root)
-    target = place / _TARGET_FOLDER
+    root_path = storage.resolve_path(root)
+    target = root_path / _TARGET_FOLDER
     if isinstance(target, Path) and (target == run.path or target in run.path.parents):
-        raise ConfigError(f"upload_run: {run.path} is what would be written; give another root")
-    sent, made, count = run.uploaded.setdefault(str(place), {}), set[AnyPath](), 0
+        raise ConfigError(f"upload_run: root must be outside of the run's folder, got {run.path} as target. Pass another root.")
+    sent, created, count = run.uploaded.setdefault(str(root_path), {}), set[AnyPath](), 0
     try:
         for path in _iter_files(run):
             name = path.relative_to(run.path).as_posix()
@@ -50,35 +60,36 @@ def upload_run(run: Run, root: str | Path) -> int:
                 if sent.get(name) == state:
                     continue
                 content = path.read_bytes()[: status.st_size]
-            except FileNotFoundError:  # a sink's thread has taken it away, or given it another name
+            # The thread of a logger may remove or rename files.
+            except FileNotFoundError:
                 continue
-            there = target / name
-            if there.parent not in made:
-                storage.make_folders(there.parent)
-                made.add(there.parent)
-            storage.replace_file(there, content)
+            destination = target / name
+            if destination.parent not in created:
+                storage.make_folders(destination.parent)
+                created.add(destination.parent)
+            storage.replace_file(destination, content)
             sent[name] = state
             count += 1
-    except Exception as error:  # noqa: BLE001 - a server's library raises what it likes; a copy must not stop training
+    except Exception as error:  # noqa: BLE001 - any error of a server's library must not stop training
         spans.record_event("dropped", sink="upload", error=str(error)[:500])
         warnings.warn(
-            f"upload_run: cannot copy {run.path} to {target} ({error}); training goes on", RuntimeWarning, stacklevel=2
+            f"upload_run: cannot copy {run.path} to {target}: {error}. Training continues.", RuntimeWarning, stacklevel=2
         )
     return count
 
 
 def _iter_files(run: Run) -> Iterator[Path]:
-    """What this rank sends; no copy that lies in the folder itself."""
+    """Yield the files that this rank copies, without copies inside the folder itself."""
     ledger = run.path / run_layout.LEDGER
-    left_out = {ledger, run.path / _EXCLUDED_FOLDER, *(Path(place) / _TARGET_FOLDER for place in run.uploaded)}
+    excluded = {ledger, run.path / _EXCLUDED_FOLDER, *(Path(root) / _TARGET_FOLDER for root in run.uploaded)}
     if run.rank == 0:
-        for folder, below, names in os.walk(run.path):
-            here = Path(folder)
-            below[:] = sorted(each for each in below if here / each not in left_out)
-            yield from (here / name for name in sorted(names) if (here / name).is_file())
-    mine = ledger / run_layout.ledger_name(run.rank)
-    if mine.is_file():
-        yield mine
+        for folder, subfolders, names in os.walk(run.path):
+            parent = Path(folder)
+            subfolders[:] = sorted(each for each in subfolders if parent / each not in excluded)
+            yield from (parent / name for name in sorted(names) if (parent / name).is_file())
+    own_ledger = ledger / run_layout.ledger_name(run.rank)
+    if own_ledger.is_file():
+        yield own_ledger
     if run.rank == 0:
         ranks = get_dist_info().world_size
         yield from (path for path in sorted(ledger.iterdir()) if (run_layout.parse_rank(path.name) or 0) >= ranks)
