@@ -111,7 +111,7 @@ def test_it_goes_into_a_checkpoint(tmp_path, value):
 def test_a_wait_in_another_unit_is_refused():
     stop = early_stop("loss", patience="2ep")
     judged(stop, [1.0])
-    with pytest.raises(ConfigError, match="early_stop: patience must have the saved unit 'ep', got '100ba'. Keep the unit"):
+    with pytest.raises(ConfigError, match=r"early_stop: patience must have the saved unit 'ep', got '100ba'\. Keep the unit"):
         early_stop("loss", patience=100).load_state_dict(stop.state_dict())
 
 
@@ -185,9 +185,9 @@ def test_rank_0_decides_for_all(ranks, case, answer):
 
 def test_a_metric_that_one_rank_lacks_stops_all(ranks):
     here, there = ranks(2).run(decided, "missing")
-    assert (
-        here
-        == "PeerError: threshold_stop: metric 'loss' must be a number on every rank, got none on rank 1 (1 of 2 ranks). See the error of rank 1."
+    assert here == (
+        "PeerError: threshold_stop: metric 'loss' must be a number on every rank, got none on rank 1 (1 of 2 ranks). "
+        "See the error of rank 1."
     )
     assert there == "ConfigError: threshold_stop: metric must be one of accuracy, got 'loss'."
 

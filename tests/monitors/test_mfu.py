@@ -59,9 +59,7 @@ def test_an_unknown_gpu_is_named_in_the_warning(monkeypatch):
 def test_tokens_that_are_not_counted_are_refused():
     meter, run = mfu(flops_per_token=5.0, peak=1.0), Run()
     meter(run.at(1, 1.0, samples=8))
-    with pytest.raises(
-        ConfigError, match="mfu: flops_per_token must be used in a run with a token count, got no tokens. Name the token axis"
-    ):
+    with pytest.raises(ConfigError, match=r"mfu: flops_per_token must be used in a run .* got no tokens\. Name the token axis"):
         meter(run.at(2, 2.0, samples=16))
 
 

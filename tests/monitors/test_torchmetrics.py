@@ -121,5 +121,5 @@ def test_ranks_that_share_a_batch_count_once(ranks):
 
 
 def test_a_group_of_torchmetrics_is_refused():
-    with pytest.raises(ConfigError, match="process_group must be None, got a group. Remove process_group and pass mesh="):
+    with pytest.raises(ConfigError, match=r"process_group must be None, got a group\. Remove process_group and pass mesh="):
         gather_metric_states(torch.ones(3), group=object())

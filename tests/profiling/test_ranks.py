@@ -127,7 +127,7 @@ def test_a_late_loader_is_called_data_wait(ranks, tmp_path):
     rules = [finding.rule for finding in found.findings]
     assert rules[0] == "check_data_wait", str(found)
     assert "communication" not in rules
-    assert [(share.steps, share.data_from) for share in found.shares] == [(3, "between")] * 2
+    assert [(share.steps, share.data_wait_source) for share in found.shares] == [(3, "between")] * 2
 
 
 def reducing(folder: str) -> None:
@@ -146,4 +146,4 @@ def test_much_to_reduce_and_little_to_compute_is_called_communication(ranks, tmp
     rules = [finding.rule for finding in found.findings]
     assert "communication" in rules, str(found)
     assert "check_data_wait" not in rules
-    assert [(share.steps, share.data_from) for share in found.shares] == [(2, "spans")] * 2
+    assert [(share.steps, share.data_wait_source) for share in found.shares] == [(2, "spans")] * 2

@@ -282,7 +282,7 @@ def test_arguments_that_cannot_be_right_are_refused(tmp_path, given, text):
 
 def test_a_folder_is_of_this_machine():
     with pytest.raises(
-        ConfigError, match="open_run: path must be a local folder, got memory://a/b. Pass the server as upload="
+        ConfigError, match=r"open_run: path must be a local folder, got memory://a/b\. Pass the server as upload="
     ):
         open_run("memory://a/b")
 

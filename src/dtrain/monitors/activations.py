@@ -270,8 +270,7 @@ class _StatsAccumulator:
     def to_aux(
         self, seen: Mapping[str, _ForwardStats], device: torch.device
     ) -> dict[str, tuple[Tensor | float, Tensor | float]]:
-        """Return the sums of a forward with their counts as weights; zero for modules that were not run. Mutates:
-        ``largest``."""
+        """Return the sums of a forward with their counts as weights; zero for skipped modules. Mutates: ``largest``."""
         missing: list[Tensor] = []
         if len(seen) < len(self.taps):
             zero, smallest = (torch.full((), value, dtype=torch.float64, device=device) for value in (0.0, -math.inf))

@@ -229,8 +229,7 @@ def _encode_array(value: Any) -> Any:
 
 
 def _compare_ranks(state: TrainState, entries: Sequence[_ReplicatedEntry]) -> None:
-    """Compare two hashes across ranks: one of the entries on all ranks, one of the sharded entries. Gather details only on
-    mismatch."""
+    """Compare a hash of the entries on all ranks and a hash of the sharded entries. Gather details only on mismatch."""
     entries = _with_hashes(entries, state.device)
     replicated, sharded = ([e for e in entries if bool(e.shard_key) is has_key] for has_key in (False, True))
     shard_keys = derive_seed(*(f"{e.name} {e.shard_key}" for e in sharded)) >> 11

@@ -72,8 +72,7 @@ def _cpu_ticks() -> tuple[float | None, float | None]:
 
 
 def _network_bytes() -> tuple[float | None, float | None]:
-    """Read the bytes in and out over physical interfaces; without one, as in a container, over all interfaces except
-    loopback."""
+    """Read the bytes in and out over physical interfaces. A container has none: then all except loopback count."""
     rows = {}
     for line in _read_lines("net/dev"):
         name, colon, numbers = line.partition(":")

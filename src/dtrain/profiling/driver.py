@@ -79,8 +79,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _ActiveProfiler:
-    """Driver that owns the profiler of this process; torch allows one. The reference is weak, so that a dropped step is
-    freed."""
+    """Driver that owns the only profiler of this process. The weak reference lets a dropped step be freed."""
 
     holder_ref: weakref.ref[ProfilerDriver] | None = None
     registered: bool = False

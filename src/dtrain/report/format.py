@@ -1,10 +1,10 @@
-"""Numbers as people say them, for lines of text."""
+"""Format durations, counts and lists for lines of text."""
 
 from __future__ import annotations
 
 
 def format_duration(seconds: float) -> str:
-    """``"17 ms"``, ``"0.4 s"``, ``"12 s"``, ``"5 m 20 s"``, ``"3 h 05 m"``, ``"2 d 04 h"``; ``"0.0 s"`` if there was none."""
+    """Format a duration: ``"17 ms"``, ``"0.4 s"``, ``"12 s"``, ``"5 m 20 s"``, ``"3 h 05 m"``, ``"2 d 04 h"``."""
     if 0.0005 <= seconds < 0.095:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 9.95:
@@ -19,11 +19,11 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(number: int, one: str, several: str = "") -> str:
-    """``"1 line"``, ``"2 lines"``."""
+    """Format a count with a noun: ``"1 line"``, ``"2 lines"``."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def format_list(numbers: list[int], most: int = 8) -> str:
-    """``"1, 2, 3 and 9 more"``."""
-    shown = ", ".join(map(str, numbers[:most]))
-    return shown if len(numbers) <= most else f"{shown} and {len(numbers) - most} more"
+    """Format a list of numbers: ``"1, 2, 3 and 9 more"``."""
+    text = ", ".join(map(str, numbers[:most]))
+    return text if len(numbers) <= most else f"{text} and {len(numbers) - most} more"

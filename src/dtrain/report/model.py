@@ -1,8 +1,9 @@
-"""What a report tells, as plain data: what ``reading`` finds in the folders of runs, and what the page draws.
+"""Define the data model of a report: dataclasses that ``reading`` fills from run folders and ``page`` draws.
 
-Times are seconds, and moments (``at``, ``times``) are counted from the start of the run's first attempt, which is
-``RunReport.started_at``, in seconds since 1970. Steps, samples and tokens are those of all ranks together. What is not known is
-None, an empty list, or left out of a mapping; why it is not known stands in ``RunReport.missing``. Numbers are finite.
+Times are in seconds. Moments (``at``, ``times``) count from the start of the run's first attempt, ``RunReport.started_at``, in
+seconds since 1970. Steps, samples and tokens are totals over all ranks. Unknown values are None, an empty list or a missing
+key;
+``RunReport.missing`` states the reason. Numbers are finite.
 """
 
 from __future__ import annotations
@@ -13,31 +14,31 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 FORMAT = 1
-"""Of what ``to_json`` returns; higher when a program that reads it would have to change."""
+"""Version of the output of ``to_json``. Raised if readers must change."""
 
 AttemptOutcome = Literal["done", "stopped", "failed", "killed", "running"]
-"""How an attempt ended. ``killed``: it wrote no end, and has been silent for long."""
+"""Outcome of an attempt. ``killed``: the attempt wrote no end and has been silent for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptReport:
-    """One start of the run.
+    """Attempt: one start of the run.
 
     Args:
-        number: from 1.
-        at: when its first process was started.
-        ended_at: when its last line was written; if it was killed, or its last record of metrics.
-        how: how it ended.
-        error: of a rank that failed, the first to do so: ``"rank 3: RuntimeError: ..."``, or None.
-        first_step: steps that were done when it began.
-        last_step: and when it ended.
-        resumed_steps: where the checkpoint was that it continued, or None.
-        world_size: ranks.
-        hosts: names, sorted.
-        setup_s: from the start of the processes until the run was opened; mean over ranks.
-        lost_steps: done here, and done again by a later attempt.
-        lost_s: wall time since the first of them.
-        down_s: wall time between the end of the attempt before and the start of this one.
+        number: number of the attempt, from 1.
+        at: start of the first process.
+        ended_at: time of the last line; for a killed attempt, of the last line or metric record.
+        how: outcome.
+        error: error of the first rank that failed: ``"rank 3: RuntimeError: ..."``, or None.
+        first_step: number of completed steps at the start.
+        last_step: number of completed steps at the end.
+        resumed_from: path of the loaded checkpoint, or None.
+        world_size: number of ranks.
+        hosts: host names, sorted.
+        setup_s: time from process start to ``open_run``; mean over ranks.
+        lost_steps: number of steps that a later attempt repeated.
+        lost_s: wall time since the first repeated step.
+        down_s: wall time between the end of the previous attempt and this start.
     """
 
     number: int
@@ -58,13 +59,13 @@ class AttemptReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAttemptReport:
-    """What one rank spent an attempt on.
+    """Time of one rank in an attempt.
 
     Args:
-        attempt: which.
-        host: where the rank was.
-        seconds: of wall time, from the opening of the run to the rank's last line, or if it was killed, to the attempt's end.
-        by_cause: the same by cause; with ``setup`` from before the opening.
+        attempt: number of the attempt.
+        host: host of the rank.
+        seconds: wall time from ``open_run`` to the rank's last line; for a killed rank, to the end of the attempt.
+        by_cause: seconds by category, including ``setup`` before ``open_run``.
     """
 
     attempt: int
@@ -75,7 +76,7 @@ class RankAttemptReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanTotal:
-    """How often a span was entered, its own seconds, and what they count as."""
+    """Count, self time (seconds) and category of one span."""
 
     count: int
     seconds: float
@@ -84,14 +85,14 @@ class SpanTotal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSlice:
-    """What a piece of wall time went to.
+    """Slice of wall time by category.
 
     Args:
-        at: when it begins.
-        seconds: how long it is.
-        attempt: which one was running; between two attempts, the one that comes.
-        by_cause: seconds, which add up to ``seconds`` as far as the ledger is whole. Time between attempts is ``restart``; in
-            ``RunReport.timeline``, so is time in steps that were done again.
+        at: start of the slice.
+        seconds: length of the slice.
+        attempt: running attempt; between two attempts, the later attempt.
+        by_cause: seconds by category, with sum ``seconds`` for a complete ledger. Time between attempts is ``restart``. In
+            ``RunReport.timeline``, time in repeated steps is ``restart``, too.
     """
 
     at: float
@@ -102,14 +103,14 @@ class TimeSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """One rank over all attempts.
+    """Rank over all attempts.
 
     Args:
-        rank: which.
-        host: of the last attempt.
-        by_cause: seconds.
-        by_span: by name of the span.
-        attempts: those that it took part in.
+        rank: number of the rank.
+        host: host in the last attempt.
+        by_cause: seconds by category.
+        by_span: totals by span name.
+        attempts: attempts with this rank.
         timeline: at most 60 slices.
     """
 
@@ -123,17 +124,18 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputReport:
-    """How much of the wall time was training that counts.
+    """Goodput: productive fraction of wall time.
 
     Args:
-        total_s: from the start of the first attempt to the last line of the last.
-        productive_s: compute in steps that were not done again; mean over ranks.
-        share: the quotient, 0 to 1.
-        by_cause: of ``total_s``, which it adds up to as far as the ledger is whole. ``restart`` is all that restarts cost, the
-            sum of the three that follow, and so these are in no other cause.
-        down_s: between attempts.
+        total_s: time from the start of the first attempt to the last line.
+        productive_s: compute time in steps that were not repeated; mean over ranks.
+        share: ``productive_s / total_s``, 0 to 1.
+        by_cause: seconds by category, with sum ``total_s`` for a complete ledger. ``restart`` is the sum of the next three
+            fields,
+            which count in no other category.
+        down_s: time between attempts.
         again_s: setup of all attempts after the first.
-        lost_s: in steps that were done again.
+        lost_s: time in repeated steps.
     """
 
     total_s: float
@@ -147,7 +149,7 @@ class GoodputReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFiniteMark:
-    """A value that is no finite number: ``"nan"``, ``"inf"`` or ``"-inf"``; at most 200 are kept of a series."""
+    """Non-finite value of a series: ``"nan"``, ``"inf"`` or ``"-inf"``; at most 200 per series."""
 
     step: int
     what: Literal["nan", "inf", "-inf"]
@@ -157,24 +159,24 @@ class NonFiniteMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSeries:
-    """A metric over the steps that count: of a step that was done again, the last record.
+    """Metric by step, without the earlier records of repeated steps.
 
-    At most 1000 points, in order of steps; of more, the least and the greatest value of each stretch, so that no spike is lost.
+    At most 1000 points in order of steps. A longer series keeps the minimum and maximum of each interval, so no spike is lost.
 
     Args:
-        steps: of the points.
-        values: of the points, all finite.
-        tokens: at the points; empty if nobody knows.
-        times: at the points, which may go back a little where an attempt did steps again; empty if nobody knows.
-        marks: values that are not finite.
-        count: of records, with those that are not finite.
-        bad: of those that are not finite.
-        last: value, the newest finite one.
-        last_step: of the newest record.
-        low: least value.
-        high: greatest value.
-        low_step: where the least was.
-        high_step: where the greatest was.
+        steps: steps of the points.
+        values: finite values of the points.
+        tokens: token counts at the points; empty if unknown.
+        times: times of the points, slightly decreasing after repeated steps; empty if unknown.
+        marks: non-finite values.
+        count: number of records, including non-finite values.
+        bad: number of non-finite values.
+        last: newest finite value.
+        last_step: step of the newest record.
+        low: minimum.
+        high: maximum.
+        low_step: step of the minimum.
+        high_step: step of the maximum.
     """
 
     steps: list[int]
@@ -194,15 +196,15 @@ class MetricSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
-    """A checkpoint.
+    """Checkpoint.
 
     Args:
-        step: what it holds.
-        attempt: who wrote it.
-        at: when training went on.
-        held_s: for how long training was held, on the rank that was held longest; None if no rank said.
-        duration_s: until it was durable; None if that was never told, so perhaps it is not.
-        bytes: of all ranks; None if not told.
+        step: saved step.
+        attempt: attempt that wrote the checkpoint.
+        at: time at which training continued.
+        held_s: longest blocking time of training over ranks; None if unknown.
+        duration_s: time until the checkpoint was durable; None if unknown, so possibly not durable.
+        bytes: size over all ranks; None if unknown.
     """
 
     step: int
@@ -215,17 +217,17 @@ class CheckpointReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRank:
-    """A rank that others waited for, or may have.
+    """Rank that other ranks waited for.
 
     Args:
-        rank: which.
-        host: where.
-        stall_s: it waited for others.
-        waited_for_s: how much longer than it the median rank waited: about what it cost the others.
-        compute_s: its compute.
-        most: cause of which it has most more than the median rank; None if there is none.
-        most_s: by how much.
-        text: the same in words.
+        rank: number of the rank.
+        host: host of the rank.
+        stall_s: time that the rank waited for others.
+        waited_for_s: difference to the wait of the median rank, about the cost for the other ranks.
+        compute_s: compute time of the rank.
+        most: category with the largest excess over the median rank; None without excess.
+        most_s: excess in seconds.
+        text: description in words.
     """
 
     rank: int
@@ -240,19 +242,19 @@ class SlowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedSample:
-    """How fast it went in a piece of wall time, of all ranks together; None where nothing was counted.
+    """Speed over all ranks in a slice of wall time; None for rates without a count.
 
     Args:
-        at: when the piece begins.
-        seconds: how long it is.
-        attempt: which.
-        step: after it.
-        steps_per_s: over wall time.
-        samples_per_s: over wall time.
-        tokens_per_s: over wall time.
-        steps_per_compute_s: over compute alone; so for the next two.
-        samples_per_compute_s: see above.
-        tokens_per_compute_s: see above.
+        at: start of the slice.
+        seconds: length of the slice.
+        attempt: number of the attempt.
+        step: step at the end of the slice.
+        steps_per_s: rate over wall time.
+        samples_per_s: rate over wall time.
+        tokens_per_s: rate over wall time.
+        steps_per_compute_s: rate over compute time.
+        samples_per_compute_s: rate over compute time.
+        tokens_per_compute_s: rate over compute time.
     """
 
     at: float
@@ -269,9 +271,9 @@ class SpeedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaugeSeries:
-    """A gauge over time, such as ``rss_bytes``: the greatest value of all ranks, and which had it. Lists of one length, <= 400.
+    """Gauge over time, such as ``rss_bytes``: maximum over ranks, and the rank with the maximum. At most 400 entries.
 
-    ``by_rank``: the greatest value of each rank.
+    ``by_rank``: maximum of each rank.
     """
 
     times: list[float]
@@ -282,7 +284,7 @@ class GaugeSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """Something that happened. ``fields`` are plain data; ``step`` is None where the event has none."""
+    """Event of a run. ``fields`` are plain data; ``step`` is None for an event without step."""
 
     at: float
     name: str
@@ -294,7 +296,7 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptDifference:
-    """A fact that changed between attempts: its name with dots (``"versions.torch"``), and its value by attempt."""
+    """Fact that changed between attempts: dotted name (``"versions.torch"``) and value by attempt."""
 
     name: str
     values: dict[int, Any]
@@ -302,28 +304,28 @@ class AttemptDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """One run.
+    """Report of one run.
 
     Args:
-        name: the folder's last part.
-        folder: as it was given.
-        started_at: seconds since 1970; everything else counts from here. None if nobody said.
-        duration_s: until the last line.
-        attempts: in order; empty without a ledger.
-        ranks: in order; empty without a ledger.
-        timeline: at most 400 slices over wall time, mean over ranks.
-        goodput: None without a ledger.
-        series: by name of the metric.
-        speed: at most 400 pieces.
-        gauges: by name.
-        checkpoints: at most 1000 in order of time, and of more, those that held training longest.
-        checkpoint_count: of all.
+        name: last part of the folder.
+        folder: folder as passed by the user.
+        started_at: seconds since 1970, origin of all moments; None if unknown.
+        duration_s: time until the last line.
+        attempts: attempts in order; empty without a ledger.
+        ranks: ranks in order; empty without a ledger.
+        timeline: at most 400 slices of wall time, mean over ranks.
+        goodput: goodput; None without a ledger.
+        series: metrics by name.
+        speed: at most 400 slices.
+        gauges: gauges by name.
+        checkpoints: at most 1000 checkpoints in order of time; beyond, the checkpoints that blocked training longest.
+        checkpoint_count: number of all checkpoints.
         slowest: ranks that others waited for, worst first; at most 8.
-        events: at most 1000 in order of time; of a name with many, the first and the last.
-        event_counts: of all, by name.
-        about: of each attempt: what its file says, plain data, by number.
-        differences: what in these is not the same in all attempts, apart from moments.
-        missing: what is not there, or damaged, a line each.
+        events: at most 1000 events in order of time; beyond, the first and last of each name.
+        event_counts: number of all events by name.
+        about: content of each attempt's file as plain data, by number.
+        differences: facts in ``about`` that differ between attempts, without times.
+        missing: missing or damaged parts, one line each.
     """
 
     name: str
@@ -349,15 +351,15 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All runs that were asked for.
+    """Report of all requested runs.
 
     Args:
-        format: of this model.
-        version: of dtrain that wrote it.
-        title: for people.
+        format: version of this model.
+        version: version of dtrain.
+        title: title of the page.
         written_at: seconds since 1970.
-        runs: in the order asked for.
-        problems: paths that hold no run, and what else concerns no single run; then ``missing`` of each run, with its name.
+        runs: runs in the order of the request.
+        problems: folders without a run and general problems, then ``missing`` of each run with its name.
     """
 
     format: int = FORMAT
@@ -369,7 +371,7 @@ class Report:
 
 
 def to_json(value: Any) -> Any:
-    """Plain data out of a report, or a part of one: fields by name, keys as texts, and no number that JSON does not know."""
+    """Convert a report or a part of a report to plain JSON data. Keys become texts, non-finite numbers become texts."""
     if is_dataclass(value) and not isinstance(value, type):
         return {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
@@ -377,5 +379,6 @@ def to_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_json(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # in an event's fields, or an attempt's settings
+        # Fields of events and settings may hold non-finite numbers.
+        return str(value)
     return value if isinstance(value, str | int | float | None) else str(value)

@@ -1,4 +1,4 @@
-"""The charts of a report as pictures: dark on white, for papers and slides."""
+"""Draw the charts of a report as PNG files with matplotlib, for papers and slides."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _STYLE_BY_CAUSE = {cause.name: cause for cause in CAUSE_STYLES}
 
 
 def write_pngs(report: Report, folder: str | Path) -> list[Path]:
-    """One picture for each chart of the page that has something on it, named after the chart: ``loss.png``, ``time.png``, ...
+    """Write one PNG file for each non-empty chart of the page, named after the chart: ``loss.png``, ``time.png``, ...
 
     Args:
-        report: what to draw.
-        folder: where to; made if it is not there.
+        report: report to draw.
+        folder: output folder, created if missing.
 
     Returns:
         The files, in the order of the page.
@@ -49,17 +49,17 @@ def write_pngs(report: Report, folder: str | Path) -> list[Path]:
         ConfigError: matplotlib is not installed.
     """
     folder = Path(folder)
-    drawn = [(chart, _draw_chart(chart)) for chart in all_charts(report) if not is_empty(chart)]
+    figures = [(chart, _draw_chart(chart)) for chart in all_charts(report) if not is_empty(chart)]
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for chart, figure in drawn:
+    for chart, figure in figures:
         paths.append(folder / f"{chart.key}.png")
         figure.savefig(paths[-1], dpi=150, facecolor="white")
     return paths
 
 
 def _draw_chart(chart: Chart) -> Figure:
-    # Made without pyplot, which would keep it in a list of its own and may look for a display.
+    # pyplot would keep a reference to the figure and may look for a display.
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -81,7 +81,8 @@ def _draw_chart(chart: Chart) -> Figure:
 
 
 def _escape_dollars(text: str) -> str:
-    return text.replace("$", r"\$")  # which would begin a formula
+    # A dollar sign would start a formula.
+    return text.replace("$", r"\$")
 
 
 def _draw_lines(axes: Axes, chart: LineChart) -> None:
@@ -112,10 +113,10 @@ def _draw_marks(axes: Axes, line: ChartLine, places: list[float]) -> None:
         "^": (0.98, lambda value: value == math.inf),
         "v": (0.02, lambda value: value == -math.inf),
     }
-    for marker, (height, fits) in kinds.items():
-        found = [x for x, value in zip(places, line.values, strict=True) if fits(value)]
-        if found:
-            axes.plot(found, [height] * len(found), marker, color="#b3400a", transform=transform, clip_on=False)
+    for marker, (height, matches) in kinds.items():
+        xs = [x for x, value in zip(places, line.values, strict=True) if matches(value)]
+        if xs:
+            axes.plot(xs, [height] * len(xs), marker, color="#b3400a", transform=transform, clip_on=False)
 
 
 def _draw_markers(axes: Axes, rules: Iterable[MarkerLine], axis: str) -> None:
@@ -154,8 +155,8 @@ def _draw_bars(axes: Axes, chart: BarChart) -> None:
     axes.set_yticks(rows, [_escape_dollars(name) for name, _ in chart.rows])
     axes.invert_yaxis()
     low, high = axes.get_xlim()
-    found = ticks(low, high, "seconds")
-    axes.set_xticks(found, tick_labels(found, "seconds"))
+    positions = ticks(low, high, "seconds")
+    axes.set_xticks(positions, tick_labels(positions, "seconds"))
     axes.figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=5, loc="outside lower center")
 
 
@@ -167,7 +168,7 @@ def _fill_bars(bars: Any, name: str) -> None:
 
 
 def _label_axes(axes: Axes, up: AxisKind, across: AxisKind) -> None:
-    for limits, kind, put in ((axes.get_ylim(), up, axes.set_yticks), (axes.get_xlim(), across, axes.set_xticks)):
+    for limits, kind, set_ticks in ((axes.get_ylim(), up, axes.set_yticks), (axes.get_xlim(), across, axes.set_xticks)):
         low, high = sorted(limits)
-        found = [tick for tick in ticks(low, high, kind) if low <= tick <= high]
-        put(found, tick_labels(found, kind))
+        positions = [tick for tick in ticks(low, high, kind) if low <= tick <= high]
+        set_ticks(positions, tick_labels(positions, kind))

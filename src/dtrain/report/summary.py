@@ -1,4 +1,4 @@
-"""A report in ten lines, for the terminal."""
+"""Summarize a report in at most ten lines for the terminal."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _MAX_CAUSES, _MAX_METRICS, _MAX_NAME_LENGTH, _MAX_LINES = 6, 3, 40, 10
 
 
 def summarize(report: Report) -> list[str]:
-    """What matters most, in at most ten lines: of one run in full, of several a line each."""
+    """Summarize one run in detail, or several runs with one line each, in at most ten lines."""
     if len(report.runs) == 1:
         lines = _run_lines(report.runs[0])
     else:
-        shown = report.runs[: _MAX_LINES - 2]
-        lines = [f"{_shorten(run.name)}: {_run_state(run)}{_goodput_text(run, ', ')}{_loss_text(run)}" for run in shown]
-        if len(shown) < len(report.runs):
-            lines.append(f"and {format_count(len(report.runs) - len(shown), 'more run')}")
+        runs = report.runs[: _MAX_LINES - 2]
+        lines = [f"{_shorten(run.name)}: {_run_state(run)}{_goodput_text(run, ', ')}{_loss_text(run)}" for run in runs]
+        if len(runs) < len(report.runs):
+            lines.append(f"and {format_count(len(report.runs) - len(runs), 'more run')}")
     if report.problems:
         more = len(report.problems) - 1
         rest = f" (and {more} more, in the report)" if more else ""
@@ -26,25 +26,25 @@ def summarize(report: Report) -> list[str]:
 
 def _run_lines(run: RunReport) -> list[str]:
     lines = [f"{_shorten(run.name)}: {_run_state(run)}"]
-    found = run.goodput
-    if found is not None:
-        lines.append(
-            f"goodput: {found.share:.1%}, {format_duration(found.productive_s)} of {format_duration(found.total_s)} in steps that count"
-        )
-        most = sorted(((spent, cause) for cause, spent in found.by_cause.items()), reverse=True)[:_MAX_CAUSES]
-        if found.total_s > 0:
-            lines.append("time: " + ", ".join(f"{cause} {spent / found.total_s:.1%}" for spent, cause in most))
-    if len(run.attempts) > 1 and found is not None:
+    goodput = run.goodput
+    if goodput is not None:
+        productive, total = format_duration(goodput.productive_s), format_duration(goodput.total_s)
+        lines.append(f"goodput: {goodput.share:.1%}, {productive} of {total} in steps that count")
+        largest = sorted(((spent, cause) for cause, spent in goodput.by_cause.items()), reverse=True)[:_MAX_CAUSES]
+        if goodput.total_s > 0:
+            lines.append("time: " + ", ".join(f"{cause} {spent / goodput.total_s:.1%}" for spent, cause in largest))
+    if len(run.attempts) > 1 and goodput is not None:
         lost = sum(each.lost_steps for each in run.attempts)
         lines.append(
-            f"restarts: {len(run.attempts) - 1}; down {format_duration(found.down_s)}, set up again {format_duration(found.again_s)}, "
-            f"lost {format_count(lost, 'step')} and {format_duration(found.lost_s)}"
+            f"restarts: {len(run.attempts) - 1}; down {format_duration(goodput.down_s)}, set up again "
+            f"{format_duration(goodput.again_s)}, lost {format_count(lost, 'step')} and {format_duration(goodput.lost_s)}"
         )
     if errors := [f"attempt {each.number}, {each.error}" for each in run.attempts if each.error]:
         lines.append(f"failed: {errors[-1][:200]}")
     if run.checkpoint_count:
-        held = [each.held_s for each in run.checkpoints if each.held_s is not None]
-        stall = f"; held training for {format_duration(sum(held))} in all, {format_duration(max(held))} at most" if held else ""
+        blocked = [each.held_s for each in run.checkpoints if each.held_s is not None]
+        total, longest = format_duration(sum(blocked)), format_duration(max(blocked, default=0.0))
+        stall = f"; held training for {total} in all, {longest} at most" if blocked else ""
         lines.append(f"checkpoints: {run.checkpoint_count}{stall}")
     if run.slowest:
         lines.append(f"slow: {run.slowest[0].text[:200]}")

@@ -135,8 +135,7 @@ def make_redactor(names: Iterable[str], environment: Mapping[str, str]) -> Redac
 
 
 def _redact_user(match: re.Match[str]) -> str:
-    """Redact the password of a URL. A user alone is redacted only if long or in a web address, because it is probably a
-    token."""
+    """Redact the password of a URL. Redact a user without password if long or in a web address: probably a token."""
     scheme, user, password = match.groups()
     if password is not None:
         return f"{scheme}{user}:{REDACTED}@"

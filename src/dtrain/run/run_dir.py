@@ -230,7 +230,8 @@ def _error_message(folder: str | Path, error: Exception) -> str:
         return str(error)
     if not isinstance(error, OSError):
         return f"{_CALLER}: arguments must be readable, got {format_error_line(error)}."
-    return f"{_CALLER}: cannot write {str(error.filename or folder)!r}: {error.strerror or error}. All ranks must be able to write."
+    name, reason = str(error.filename or folder), error.strerror or error
+    return f"{_CALLER}: cannot write {name!r}: {reason}. All ranks must be able to write."
 
 
 def _check_ranks_agree(all_ranks: list[dict[str, Any]]) -> None:

@@ -36,7 +36,7 @@ def test_on_a_cpu_the_backends_threads_communicate_and_what_is_computed_meanwhil
         op("aten::mm", 21, 41),
     )
     assert found.communication == pytest.approx(51 * US)
-    assert found.exposed == pytest.approx(31 * US)
+    assert found.exposed_communication == pytest.approx(31 * US)
     assert found.compute == pytest.approx(20 * US)
 
 
@@ -46,7 +46,7 @@ def test_a_collective_inside_of_an_operation_is_no_computing():
         op("autograd::engine::evaluate_function: MmBackward0", 0, 50),
         op("c10d::reduce_scatter_", 10, 40),
     )
-    assert (found.compute, found.exposed) == (pytest.approx(20 * US), pytest.approx(30 * US))
+    assert (found.compute, found.exposed_communication) == (pytest.approx(20 * US), pytest.approx(30 * US))
 
 
 def test_on_a_gpu_kernels_count():
@@ -59,7 +59,7 @@ def test_on_a_gpu_kernels_count():
     )
     assert found.on_device
     assert found.compute == pytest.approx(30 * US)
-    assert (found.communication, found.exposed) == (pytest.approx(40 * US), pytest.approx(30 * US))
+    assert (found.communication, found.exposed_communication) == (pytest.approx(40 * US), pytest.approx(30 * US))
     assert (found.copies, found.idle) == (pytest.approx(5 * US), pytest.approx(35 * US))
 
 
@@ -82,7 +82,7 @@ STEP = (mark("ProfilerStep#0", 0, 100), mark("dtrain.step", 40, 90))
 )
 def test_waiting_for_data_is_told_by_what_knows_it_best(events, spans, data, source):
     found = share(*events, rank=0, steps=[{"step": 0, "done": True, "spans": spans}])
-    assert (found.data, found.data_from) == (pytest.approx(data), source)
+    assert (found.data_wait, found.data_wait_source) == (pytest.approx(data), source)
 
 
 def test_the_top_is_by_time_of_their_own():

@@ -22,23 +22,29 @@ MIB = 2**20
 
 def share(rank: int = 0, *, on_device: bool = False, **seconds: float) -> KernelBreakdown:
     """Of one step of one second, on a CPU that computes all the time."""
-    none = {"compute": 1.0, "communication": 0.0, "exposed": 0.0, "copies": 0.0, "data": 0.0, "idle": 0.0}
-    return KernelBreakdown(rank=rank, steps=1, seconds=1.0, on_device=on_device, data_from="spans", **{**none, **seconds})
+    none = {"compute": 1.0, "communication": 0.0, "exposed_communication": 0.0, "copies": 0.0, "data_wait": 0.0, "idle": 0.0}
+    return KernelBreakdown(
+        rank=rank, steps=1, seconds=1.0, on_device=on_device, data_wait_source="spans", **{**none, **seconds}
+    )
 
 
 @pytest.mark.parametrize(
     ("rule", "shares", "expected"),
     [
-        (check_data_wait, [share(), share(1, data=0.11)], (1, 0.11)),
-        (check_data_wait, [share(), share(1, data=0.1)], None),
-        (check_data_wait, [share(on_device=True, data=0.5, idle=0.05)], None),  # the GPU works meanwhile
-        (check_data_wait, [share(on_device=True, data=0.5, idle=0.2)], (0, 0.2)),
-        (check_communication, [share(exposed=0.3), share(1, exposed=0.25)], (1, 0.25)),
-        (check_communication, [share(exposed=0.9), share(1, exposed=0.1)], None),  # rank 0 waits for rank 1
-        (check_communication, [share(communication=0.9, exposed=0.2)], None),  # the rest is hidden
+        (check_data_wait, [share(), share(1, data_wait=0.11)], (1, 0.11)),
+        (check_data_wait, [share(), share(1, data_wait=0.1)], None),
+        (check_data_wait, [share(on_device=True, data_wait=0.5, idle=0.05)], None),  # the GPU works meanwhile
+        (check_data_wait, [share(on_device=True, data_wait=0.5, idle=0.2)], (0, 0.2)),
+        (check_communication, [share(exposed_communication=0.3), share(1, exposed_communication=0.25)], (1, 0.25)),
+        (
+            check_communication,
+            [share(exposed_communication=0.9), share(1, exposed_communication=0.1)],
+            None,
+        ),  # rank 0 waits for rank 1
+        (check_communication, [share(communication=0.9, exposed_communication=0.2)], None),  # the rest is hidden
         (check_communication, [share()], None),
         (check_host_bound, [share(on_device=True, idle=0.3, compute=0.7)], (0, 0.3)),
-        (check_host_bound, [share(on_device=True, idle=0.3, data=0.15, compute=0.7)], None),
+        (check_host_bound, [share(on_device=True, idle=0.3, data_wait=0.15, compute=0.7)], None),
         (check_host_bound, [share(idle=0.9)], None),  # of a CPU nothing is known
         (check_stragglers, [share(compute=0.5), share(1, compute=0.5), share(2, compute=0.7)], (2, 1.4)),
         (check_stragglers, [share(compute=0.5), share(1, compute=0.6)], None),
@@ -53,7 +59,7 @@ def test_a_rule_fires_above_its_limit(rule, shares, expected):
         assert found is None
         return
     rank, value = expected
-    assert found.rule == rule.__name__
+    assert f"check_{found.rule}" == rule.__name__
     assert found.numbers["rank"] == rank
     assert found.numbers.get("share", found.numbers.get("times")) == pytest.approx(value)
 
@@ -82,10 +88,10 @@ def test_the_verdict_says_what_stands_out_with_its_numbers(tmp_path):
         rank_trace(tmp_path, rank, spans={"data": (0.25, 0.5)[rank]})
     found = diagnose(tmp_path)
     assert str(found).splitlines() == [
-        "data wait: rank 1 spends 50% of a step waiting for data (500.0 ms of 1000.0 ms); more loader workers, or less to "
-        "do in them",
+        "data wait: rank 1 spends 50% of a step waiting for data (500.0 ms of 1000.0 ms); use more loader workers, or less "
+        "work in them",
         "straggler: rank 1 works 1.33 times as long in a step as the other ranks (1000.0 ms against 750.0 ms), which wait "
-        "for it",
+        "for rank 1",
     ]
     plain = json.loads(json.dumps(found.to_json()))
     assert plain["text"] == str(found)
@@ -109,7 +115,7 @@ def test_windows_of_one_rank_are_one_share(tmp_path):
 def test_memory_of_each_rank_is_looked_at(tmp_path):
     rank_trace(tmp_path, 0, events=[allocation(0, 10), allocation(9e5, 500 * MIB), allocation(1e6, 20)])
     found = diagnose(tmp_path)
-    assert [finding.rule for finding in found.findings] == ["check_memory_spike"]
+    assert [finding.rule for finding in found.findings] == ["memory_spike"]
     assert found.memory == (DeviceMemoryUse(rank=0, device="cpu", peak=500 * MIB, median=10),)
 
 
@@ -132,5 +138,5 @@ def test_only_damaged_traces_give_no_finding(tmp_path):
 
 
 def test_a_folder_without_traces_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"verdict: .* has no trace-rank-\*\.pt\.trace\.json; was it profiled\?"):
+    with pytest.raises(ConfigError, match=r"diagnose: path must contain trace-rank-\*\.pt\.trace\.json"):
         diagnose(tmp_path)

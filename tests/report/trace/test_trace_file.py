@@ -113,5 +113,5 @@ def test_an_event_of_another_form_is_refused(found):
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"trace: there is no file .*none\.json"):
+    with pytest.raises(ConfigError, match=r"read_trace: path must be an existing file, got .*none\.json"):
         read_trace(tmp_path / "none.json")

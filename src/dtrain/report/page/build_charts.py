@@ -1,4 +1,4 @@
-"""From a report to its charts: which there are, what is on them, and what is said where there is nothing."""
+"""Build the charts of a report, or the text for an empty chart."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from dtrain.report.model import AttemptReport, MetricSeries, Report, RunReport, 
 from dtrain.report.page.charts import Axis, BarChart, Chart, ChartLine, LineChart, MarkerLine, TimeChart, TimeColumn
 from dtrain.report.page.scales import AxisKind, format_axis_duration
 
-MAX_POINTS = 30_000  # of all metrics together: about 4 MB of a page
-MAX_SINGLE_CHARTS = 24  # metrics that get a chart each; of more, those of one group share charts
-MAX_LINES = 8  # in a shared chart
-MAX_METRIC_CHARTS = 60  # charts of metrics; the rest is in ``--json``
-MAX_BARS = 32  # ranks that get a bar
+# points of all metrics: about 4 MB of a page
+MAX_POINTS = 30_000
+# Each metric has its own chart up to this number. Beyond, metrics of a group share charts.
+MAX_SINGLE_CHARTS = 24
+# lines in a shared chart
+MAX_LINES = 8
+# Further metrics appear only in ``--json``.
+MAX_METRIC_CHARTS = 60
+# ranks with a bar
+MAX_BARS = 32
 
 LEARNING_RATE, SPEED, MEMORY, MFU = "learning rate", "speed", "memory", "mfu"
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def metric_charts(report: Report) -> tuple[list[Chart], int]:
-    """Charts of what was logged: losses first; and how many metrics got none. One line a run."""
+    """Build the charts of metrics, losses first, one line per run. Return also the number of metrics without a chart."""
     names = [name for name in metric_names(report) if metric_section(name) == ""]
     share = max(60, MAX_POINTS // max(1, sum(len(run.series) for run in report.runs)))
     groups = [(name, [name]) for name in names] if len(names) <= MAX_SINGLE_CHARTS else group_metrics(names)
@@ -45,25 +50,25 @@ def metric_charts(report: Report) -> tuple[list[Chart], int]:
 
 
 def chart_keys(titles: Sequence[str]) -> list[str]:
-    """What charts of these titles are called in links and files: all different, and not the names of other charts."""
-    taken = {"learning-rate", "throughput", "mfu", "memory", "time", "ranks", "checkpoints", "checkpoint-size"}
+    """Create unique keys for charts, used in links and file names."""
+    used = {"learning-rate", "throughput", "mfu", "memory", "time", "ranks", "checkpoints", "checkpoint-size"}
     keys = []
     for title in titles:
         base = "-".join(re.findall("[a-z0-9]+", title.lower()))[:60] or "metric"
-        key = next(key for key in chain([base], (f"{base}-{number}" for number in count(2))) if key not in taken)
-        taken.add(key)
+        key = next(key for key in chain([base], (f"{base}-{number}" for number in count(2))) if key not in used)
+        used.add(key)
         keys.append(key)
     return keys
 
 
 def metric_names(report: Report) -> list[str]:
-    """Of all runs: ``loss`` and what ends in it first, then by name."""
-    found = {name for run in report.runs for name in run.series}
-    return sorted(found, key=lambda name: (name != "loss", not name.endswith("loss"), name))
+    """Return the metrics of all runs: ``loss`` first, then names ending in ``loss``, then by name."""
+    names = {name for run in report.runs for name in run.series}
+    return sorted(names, key=lambda name: (name != "loss", not name.endswith("loss"), name))
 
 
 def metric_section(name: str) -> str:
-    """Which section draws a metric; "" for that of metrics."""
+    """Return the section that draws a metric; "" for the section of metrics."""
     last = name.rsplit("/", 1)[-1].lower()
     if name == "lr" or name.startswith("lr/") or last in ("lr", "learning_rate"):
         return LEARNING_RATE
@@ -75,7 +80,7 @@ def metric_section(name: str) -> str:
 
 
 def axis_kind(name: str) -> AxisKind:
-    """What a metric counts, by its name."""
+    """Return the unit of a metric from its name."""
     last = name.rsplit("/", 1)[-1]
     if last.endswith("bytes"):
         return "bytes"
@@ -85,11 +90,11 @@ def axis_kind(name: str) -> AxisKind:
 
 
 def group_metrics(names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Names that begin alike, a few at a time, with the title of each."""
+    """Group names with a common prefix, a few at a time, with a title for each group."""
     by_group: dict[str, list[str]] = {}
     for name in names:
         by_group.setdefault(name.rsplit("/", 1)[0] if "/" in name else name, []).append(name)
-    found = []
+    titled: list[tuple[str, list[str]]] = []
     for group, members in by_group.items():
         for start in range(0, len(members), MAX_LINES):
             title = members[0] if len(members) == 1 else f"{group}/\N{HORIZONTAL ELLIPSIS}"
@@ -98,17 +103,17 @@ def group_metrics(names: Sequence[str]) -> list[tuple[str, list[str]]]:
                 if len(members) > MAX_LINES
                 else ""
             )
-            found.append((title + part, members[start : start + MAX_LINES]))
-    return found
+            titled.append((title + part, members[start : start + MAX_LINES]))
+    return titled
 
 
 def learning_rate_chart(report: Report) -> Chart:
-    """Learning rates of all runs and groups."""
+    """Build the chart of learning rates of all runs and groups."""
     return _section_chart(report, LEARNING_RATE, "learning-rate", "Learning rate", "no learning rate was logged", zero=True)
 
 
 def speed_charts(report: Report) -> list[Chart]:
-    """Throughput over wall time and over compute, MFU, and memory."""
+    """Build the charts of throughput over wall time and compute time, of MFU and of memory."""
     unit, lines = _throughput(report)
     charts: list[Chart] = [
         LineChart(
@@ -121,8 +126,9 @@ def speed_charts(report: Report) -> list[Chart]:
             rules=restart_markers(report.runs),
         )
     ]
-    told = unit != ""  # by the ledger, which has it for any moment
-    own = [name for name in metric_names(report) if metric_section(name) == SPEED and not (told and _is_throughput(name))]
+    # The ledger has the throughput at any time, so metrics of the throughput meter are not repeated.
+    in_ledger = unit != ""
+    own = [name for name in metric_names(report) if metric_section(name) == SPEED and not (in_ledger and _is_throughput(name))]
     groups = group_metrics(own) if len(own) > MAX_LINES else [(name, [name]) for name in own]
     charts += [
         LineChart(
@@ -141,7 +147,7 @@ def speed_charts(report: Report) -> list[Chart]:
 
 
 def _is_throughput(name: str) -> bool:
-    """Whether a metric is one of the meter ``throughput``, or a device's share of one: what the ledger tells, once more."""
+    """Return True for a metric of the ``throughput`` meter, which repeats the throughput of the ledger."""
     base = name.removesuffix("/compute").removesuffix("_per_device")
     return base in {f"speed/{unit}_per_s" for unit in ("tokens", "samples", "steps")}
 
@@ -153,21 +159,21 @@ def _throughput(report: Report) -> tuple[str, list[ChartLine]]:
             return f"{unit}/s", [
                 line
                 for run in report.runs
-                for what, name in (("all time", f"{unit}_per_s"), ("compute", f"{unit}_per_compute_s"))
-                if (line := _speed_line(run_label(report, run, what), run.speed, name)) is not None
+                for label, name in (("all time", f"{unit}_per_s"), ("compute", f"{unit}_per_compute_s"))
+                if (line := _speed_line(run_label(report, run, label), run.speed, name)) is not None
             ]
     return "", []
 
 
 def _speed_line(label: str, pieces: Sequence[SpeedSample], field: str) -> ChartLine | None:
-    found = [(piece, float(number)) for piece in pieces if (number := getattr(piece, field)) is not None]
-    if not found:
+    samples = [(piece, float(number)) for piece in pieces if (number := getattr(piece, field)) is not None]
+    if not samples:
         return None
     over: dict[Axis, Sequence[float]] = {
-        "steps": [piece.step for piece, _ in found],
-        "time": [piece.at + piece.seconds / 2 for piece, _ in found],
+        "steps": [piece.step for piece, _ in samples],
+        "time": [piece.at + piece.seconds / 2 for piece, _ in samples],
     }
-    return ChartLine(name=label, over=over, values=[number for _, number in found])
+    return ChartLine(name=label, over=over, values=[number for _, number in samples])
 
 
 def _memory_chart(report: Report) -> Chart:
@@ -180,8 +186,15 @@ def _memory_chart(report: Report) -> Chart:
                     report, run, f"{name.removesuffix('_bytes')}, largest of all ranks (now rank {gauge.ranks[-1]})"
                 )
                 lines.append(ChartLine(name=title, over={"time": gauge.times}, values=gauge.values))
-    return LineChart(key="memory", title="Memory", lines=tuple(lines), kind="bytes", zero=True, rules=restart_markers(report.runs),
-                     empty="no memory was measured: neither the ledger nor the metrics have it")  # fmt: skip
+    return LineChart(
+        key="memory",
+        title="Memory",
+        lines=tuple(lines),
+        kind="bytes",
+        zero=True,
+        rules=restart_markers(report.runs),
+        empty="no memory was measured: neither the ledger nor the metrics have it",
+    )
 
 
 def _section_chart(
@@ -202,55 +215,55 @@ def _metric_lines(report: Report, names: Iterable[str], points: int) -> Iterable
                 )
 
 
-def run_label(report: Report, run: RunReport, what: str = "") -> str:
-    """What a line of a run is called: of one run by what it is, of several by the run; or its folder, if names are the same."""
-    if len(report.runs) == 1 and what:
-        return what
+def run_label(report: Report, run: RunReport, label: str = "") -> str:
+    """Return the label of a line: ``label`` for a single run, else the name of the run, or its folder if names are equal."""
+    if len(report.runs) == 1 and label:
+        return label
     own = sum(other.name == run.name for other in report.runs)
     name = run.name if own == 1 else run.folder
-    return f"{name}: {what}" if what else name
+    return f"{name}: {label}" if label else name
 
 
 def series_line(name: str, series: MetricSeries, points: int) -> ChartLine:
-    """A series with its marks in their places, and no more points than that."""
-    kept = thin_points(series.values, points)
+    """Build a line from a series with at most ``points`` points and its non-finite marks."""
+    indices = thin_points(series.values, points)
     rows = [
         (step, series.tokens[index] if series.tokens else None, series.times[index] if series.times else None, number)
-        for index in kept
+        for index in indices
         for step, number in [(series.steps[index], clamp_to_drawable(series.values[index]))]
     ]
-    odd = [(mark.step, mark.tokens, mark.at, _NON_FINITE[mark.what]) for mark in series.marks]
-    rows = sorted([*rows, *odd], key=lambda row: row[0])
+    marks = [(mark.step, mark.tokens, mark.at, _NON_FINITE[mark.what]) for mark in series.marks]
+    rows = sorted([*rows, *marks], key=lambda row: row[0])
     over: dict[Axis, Sequence[float]] = {"steps": [row[0] for row in rows]}
     for axis, column in (("tokens", 1), ("time", 2)):
-        found = [row[column] for row in rows]
-        if rows and all(number is not None for number in found):
-            over[axis] = [float(number) for number in found if number is not None]  # type: ignore[index]
+        numbers = [row[column] for row in rows]
+        if rows and all(number is not None for number in numbers):
+            over[axis] = [float(number) for number in numbers if number is not None]  # type: ignore[index]
     return ChartLine(name=name, over=over, values=[row[3] for row in rows])
 
 
 def clamp_to_drawable(number: float) -> float:
-    """The value, unless it is so large or small that axes could not be reckoned: then infinite, or 0."""
+    """Replace values too large or too small for axis arithmetic by infinity or 0."""
     if abs(number) > 1e300:
         return math.copysign(math.inf, number)
     return number if abs(number) > 1e-300 else 0.0
 
 
 def thin_points(values: Sequence[float], points: int) -> list[int]:
-    """Which of them to draw: all, or the least and the greatest of each stretch, with the first and the last."""
+    """Return the indices of the points to draw: all, or minimum and maximum of each interval with the first and last point."""
     if len(values) <= points:
         return list(range(len(values)))
-    stretches = max(1, (points - 2) // 2)
+    intervals = max(1, (points - 2) // 2)
     kept = {0, len(values) - 1}
-    for number in range(stretches):
-        stretch = range(number * len(values) // stretches, (number + 1) * len(values) // stretches)
-        if stretch:
-            kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    for number in range(intervals):
+        interval = range(number * len(values) // intervals, (number + 1) * len(values) // intervals)
+        if interval:
+            kept |= {min(interval, key=values.__getitem__), max(interval, key=values.__getitem__)}
     return sorted(kept)
 
 
 def restart_markers(runs: Sequence[RunReport]) -> tuple[MarkerLine, ...]:
-    """Where attempts after the first began; of several runs in one chart none, which would only confuse."""
+    """Return a marker at the start of each later attempt. With several runs in a chart, return none."""
     if len(runs) != 1:
         return ()
     return tuple(
@@ -261,7 +274,8 @@ def restart_markers(runs: Sequence[RunReport]) -> tuple[MarkerLine, ...]:
 
 def _restart_text(before: AttemptReport, attempt: AttemptReport) -> str:
     lost = f", {before.lost_steps} steps were done again" if before.lost_steps else ""
-    return f"attempt {attempt.number} began at step {attempt.first_step} after attempt {before.number} {_outcome_text(before)}{lost}"
+    outcome = f"attempt {before.number} {_outcome_text(before)}{lost}"
+    return f"attempt {attempt.number} began at step {attempt.first_step} after {outcome}"
 
 
 def _outcome_text(attempt: AttemptReport) -> str:
@@ -269,7 +283,7 @@ def _outcome_text(attempt: AttemptReport) -> str:
 
 
 def time_charts(run: RunReport, suffix: str) -> list[Chart]:
-    """Where the time of a run went: over wall time, and for each rank."""
+    """Build the charts of wall time by category, over time and per rank."""
     ends = [
         MarkerLine(
             at={"time": each.ended_at},
@@ -307,9 +321,9 @@ def time_charts(run: RunReport, suffix: str) -> list[Chart]:
 
 
 def checkpoint_charts(run: RunReport, suffix: str) -> list[Chart]:
-    """How long checkpoints held training and took, and how large they were."""
-    held = _checkpoint_lines(run, "training was held", "held_s")
-    times = [*held, *_checkpoint_lines(run, "until it was durable", "duration_s")]
+    """Build the charts of blocking time, duration and size of checkpoints."""
+    blocked = _checkpoint_lines(run, "training was held", "held_s")
+    times = [*blocked, *_checkpoint_lines(run, "until it was durable", "duration_s")]
     longest = max((each.held_s or 0.0 for each in run.checkpoints), default=0.0)
     return [
         LineChart(
@@ -320,7 +334,7 @@ def checkpoint_charts(run: RunReport, suffix: str) -> list[Chart]:
             zero=True,
             dots=True,
             empty="no time of a checkpoint is known" if run.checkpoints else "no checkpoint was written",
-            note=f"held training for {format_axis_duration(longest)} at most" if held else "",
+            note=f"held training for {format_axis_duration(longest)} at most" if blocked else "",
         ),
         LineChart(
             key=f"checkpoint-size{suffix}",
@@ -335,13 +349,13 @@ def checkpoint_charts(run: RunReport, suffix: str) -> list[Chart]:
 
 
 def _checkpoint_lines(run: RunReport, name: str, field: str) -> list[ChartLine]:
-    found = [(each, float(number)) for each in run.checkpoints if (number := getattr(each, field)) is not None]
-    over: Mapping[Axis, Sequence[float]] = {"steps": [each.step for each, _ in found], "time": [each.at for each, _ in found]}
-    return [ChartLine(name=name, over=over, values=[number for _, number in found])] if found else []
+    rows = [(each, float(number)) for each in run.checkpoints if (number := getattr(each, field)) is not None]
+    over: Mapping[Axis, Sequence[float]] = {"steps": [each.step for each, _ in rows], "time": [each.at for each, _ in rows]}
+    return [ChartLine(name=name, over=over, values=[number for _, number in rows])] if rows else []
 
 
 def all_charts(report: Report) -> list[Chart]:
-    """Every chart of the page, in its order."""
+    """Build every chart of the page, in order."""
     charts = [*metric_charts(report)[0], learning_rate_chart(report), *speed_charts(report)]
     for run, suffix in runs_with_suffix(report):
         charts += [*time_charts(run, suffix), *checkpoint_charts(run, suffix)]
@@ -349,5 +363,5 @@ def all_charts(report: Report) -> list[Chart]:
 
 
 def runs_with_suffix(report: Report) -> list[tuple[RunReport, str]]:
-    """Runs, and what tells their charts apart: nothing for one, its number for several."""
+    """Return the runs with the suffix of their chart keys: empty for a single run, else the number."""
     return [(run, f"-{number}" if len(report.runs) > 1 else "") for number, run in enumerate(report.runs, start=1)]

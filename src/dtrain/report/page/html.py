@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: no network, no other file, and no script to be read."""
+"""Render a report as one self-contained HTML file, readable without network and without script."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from dtrain.report.page.charts import Chart, cause_css, known_causes, svg_patter
 from dtrain.report.page.html_parts import cause_legend, cause_table, charts_json, render_chart, render_table
 from dtrain.report.page.scales import format_axis_duration, format_value
 
-_MAX_TEXT = 300  # characters of a setting that are shown
-_MAX_ROWS = 400  # of a table of events, or of settings
+# characters of a setting
+_MAX_TEXT = 300
+# rows of a table
+_MAX_ROWS = 400
 
 
 def render_page(report: Report) -> str:
-    """The whole page."""
+    """Render the page."""
     metrics, left_out = build_charts.metric_charts(report)
     rates, speeds = build_charts.learning_rate_chart(report), build_charts.speed_charts(report)
     drawn: list[Chart] = [*metrics, rates, *speeds]
@@ -115,7 +117,7 @@ def _problems(report: Report) -> str:
 
 
 def _controls() -> str:
-    """Shown by the script, without which they would do nothing."""
+    """Render the chart controls. The script shows the form, which is useless without the script."""
     axes = "".join(
         f'<label><input type="radio" name="axis" value="{axis}"{checked}><span>{axis}</span></label>'
         for axis, checked in (("steps", " checked"), ("tokens", ""), ("time", ""))
@@ -161,7 +163,8 @@ def _card(run: RunReport) -> str:
     }
     big = (
         f'<p class="goodput"><b>{goodput.share * 100:.1f}<small>\u202f%</small></b> goodput</p>'
-        f'<p class="note">{format_axis_duration(goodput.productive_s)} of {format_axis_duration(goodput.total_s)} were compute that counts</p>'
+        f'<p class="note">{format_axis_duration(goodput.productive_s)} of {format_axis_duration(goodput.total_s)} were compute '
+        "that counts</p>"
         if goodput else '<p class="goodput"><b>?</b> goodput</p><p class="note">no ledger says where the time went</p>'
     )  # fmt: skip
     errors = "".join(f'<p class="error">attempt {attempt.number} {attempt.how}: {escape(attempt.error)}</p>'
@@ -218,8 +221,8 @@ def _attempt_table(run: RunReport) -> str:
     if not run.attempts:
         return ""
     rows = [
-        [str(each.number), format_axis_duration(each.at), each.how, f"{each.first_step} to {each.last_step}", str(each.world_size),
-         format_axis_duration(each.down_s), format_axis_duration(each.setup_s),
+        [str(each.number), format_axis_duration(each.at), each.how, f"{each.first_step} to {each.last_step}",
+         str(each.world_size), format_axis_duration(each.down_s), format_axis_duration(each.setup_s),
          f"{each.lost_steps} ({format_axis_duration(each.lost_s)})" if each.lost_steps else "0",
          format_setting(each.resumed_from or "")]
         for each in run.attempts[:_MAX_ROWS]
@@ -267,7 +270,8 @@ def _event_table(run: RunReport) -> str:
     if not run.events:
         return '<p class="nothing">no event was recorded</p>'
     rows = [
-        [format_axis_duration(event.at), event.name, str(event.attempt), str(event.rank), "" if event.step is None else str(event.step),
+        [format_axis_duration(event.at), event.name, str(event.attempt), str(event.rank),
+         "" if event.step is None else str(event.step),
          ", ".join(f"{name.removesuffix('_s')} {_format_field(name, item)}" for name, item in event.fields.items())[:_MAX_TEXT]]
         for event in run.events[:_MAX_ROWS]
     ]  # fmt: skip
@@ -297,8 +301,8 @@ def _environment(run: RunReport) -> str:
             [each.name, *(format_setting(each.values.get(number, "")) for number in numbers)]
             for each in run.differences[:_MAX_ROWS]
         ]
-        parts.append("<h4>What changed between attempts</h4>"
-                     + render_table(["", *(f"attempt {each}" for each in numbers)], rows, texts=range(len(numbers) + 1)))  # fmt: skip
+        table = render_table(["", *(f"attempt {each}" for each in numbers)], rows, texts=range(len(numbers) + 1))
+        parts.append(f"<h4>What changed between attempts</h4>{table}")
     facts = [[name, text] for name, text in flatten_mapping(run.about[newest]).items()]
     marked = frozenset(name for name, _ in facts if name in changed)
     listed = render_table(["", f"attempt {newest}"], facts[:_MAX_ROWS], texts=(0, 1), marked=marked)
@@ -307,7 +311,7 @@ def _environment(run: RunReport) -> str:
 
 
 def flatten_mapping(settings: Any, name: str = "") -> dict[str, str]:
-    """Settings in settings, by names with dots."""
+    """Flatten nested settings into dotted names."""
     if name.endswith("command") and isinstance(settings, list):
         return {name: format_setting(shlex.join(map(str, settings)))}
     if isinstance(settings, Mapping) and settings:
@@ -320,6 +324,6 @@ def flatten_mapping(settings: Any, name: str = "") -> dict[str, str]:
 
 
 def format_setting(item: Any) -> str:
-    """A setting as a text that is not too long."""
+    """Format a setting as a text of limited length."""
     text = item if isinstance(item, str) else json.dumps(item, default=str, ensure_ascii=False)
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}\N{HORIZONTAL ELLIPSIS}"

@@ -1,4 +1,4 @@
-"""Pieces of the page: a figure with its legend and table, tables, and data for the script. All texts are escaped here."""
+"""Render parts of the page: charts with legend and table, tables, and data for the script. All texts are escaped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS = {"seconds": "duration", "bytes": "size", "percent": "share", "number": 
 
 
 def render_chart(chart: Chart) -> str:
-    """A chart with its caption, its legend, and the table behind it; or what is said if there is nothing to draw."""
+    """Render a chart with caption, legend and table, or the text of an empty chart."""
     note = f'<p class="note">{escape(chart.note)}</p>' if chart.note and not is_empty(chart) else ""
     caption = f"<figcaption><h3>{escape(chart.title)}</h3>{note}</figcaption>"
     if is_empty(chart):
@@ -40,7 +40,7 @@ def render_chart(chart: Chart) -> str:
 
 
 def is_empty(chart: Chart) -> bool:
-    """Whether there is nothing to draw."""
+    """Return True if the chart has no data."""
     if isinstance(chart, LineChart):
         return not any(line.values for line in chart.lines)
     return not (chart.columns if isinstance(chart, TimeChart) else any(known_causes(seconds) for _, seconds in chart.rows))
@@ -59,7 +59,8 @@ def _line_legend(chart: LineChart) -> str:
              "\N{MULTIPLICATION X} NaN": any(map(math.isnan, odd))}  # fmt: skip
     marks = "".join(f'<li class="sign odd">{sign}</li>' for sign, there in signs.items() if there)
     if len(chart.lines) == 1 and chart.lines[0].name in (chart.title, "lr"):
-        keys = ""  # which would say nothing that the title does not
+        # The key would repeat the title.
+        keys = ""
     listed = f"{keys}{marks}{_rule_keys(chart)}"
     return f'<ul class="legend">{listed}</ul>' if listed else ""
 
@@ -81,7 +82,7 @@ def _rule_keys(chart: LineChart | TimeChart) -> str:
 
 
 def cause_legend(names: Iterable[str]) -> str:
-    """What colours and patterns stand for."""
+    """Render the legend of colors and patterns."""
     keys = "".join(f"<li>{_swatch(cause.name)}{cause.label}</li>" for cause in CAUSE_STYLES if cause.name in set(names))
     return f'<ul class="legend causes">{keys}</ul>'
 
@@ -91,7 +92,7 @@ def _swatch(name: str) -> str:
 
 
 def cause_table(by_cause: dict[str, float]) -> str:
-    """Time by cause, most first, with shares and bars: also the key to all charts of causes."""
+    """Render the table of time by category, largest first, with shares and bars. The table is the key of all time charts."""
     found = sorted(known_causes(by_cause).items(), key=lambda item: -item[1])
     total = sum(seconds for _, seconds in found) or 1.0
     rows = "".join(
@@ -151,9 +152,10 @@ def _format_x(numbers: Sequence[float] | None, index: int, axis: str) -> str:
 def render_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Collection[int] = (0,), marked: frozenset[str] = frozenset()
 ) -> str:
-    """A table that scrolls by itself. The columns ``texts`` are texts, the others numbers; ``marked`` cells stand out.
+    """Render a scrollable table. ``texts`` are the indices of text columns, other columns are numbers; ``marked`` cells stand
+    out.
 
-    Closing tags that HTML does not ask for are left out: in a page with many numbers they would be a third of it.
+    Optional closing tags are omitted: with many numbers, they would be a third of the page.
     """
     top = "".join(f'<th scope="col"{_text_class(number, texts)}>{escape(text)}' for number, text in enumerate(head))
     body = "".join(
@@ -173,7 +175,7 @@ def _text_class(number: int, texts: Collection[int]) -> str:
 
 
 def charts_json(charts: Sequence[Chart]) -> str:
-    """What the script draws again, as JSON that cannot end the element it stands in."""
+    """Return the chart data for the script as JSON that is safe inside a script element."""
     plain = {
         f"chart-{chart.key}": _chart_data(chart) for chart in charts if not is_empty(chart) and not isinstance(chart, BarChart)
     }
@@ -184,8 +186,14 @@ def charts_json(charts: Sequence[Chart]) -> str:
 def _chart_data(chart: LineChart | TimeChart) -> dict[str, Any]:
     rules = [{"at": rule.at, "text": rule.text, "bad": rule.bad} for rule in chart.rules]
     if isinstance(chart, TimeChart):
-        columns = [[round_digits(each.start), round_digits(each.end), {name: round_digits(spent) for name, spent in known_causes(each.causes).items()}]
-                   for each in chart.columns]  # fmt: skip
+        columns = [
+            [
+                round_digits(each.start),
+                round_digits(each.end),
+                {name: round_digits(spent) for name, spent in known_causes(each.causes).items()},
+            ]
+            for each in chart.columns
+        ]
         return {"columns": columns, "rules": rules}
     lines = [
         {
@@ -200,6 +208,6 @@ def _chart_data(chart: LineChart | TimeChart) -> dict[str, Any]:
 
 
 def round_digits(number: float, digits: int = 6) -> float | int:
-    """As many digits as can be seen."""
+    """Round to the number of visible digits."""
     rounded = float(f"{number:.{digits}g}")
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 2**53 else rounded

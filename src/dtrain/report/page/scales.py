@@ -1,4 +1,4 @@
-"""Axes: where the ticks are, and what a value is called. ``page.js`` has the same functions; a test holds the two together."""
+"""Compute ticks and labels of axes. ``page.js`` has the same functions, and a test compares both."""
 
 from __future__ import annotations
 
@@ -6,35 +6,18 @@ import math
 from typing import Literal
 
 AxisKind = Literal["number", "seconds", "bytes", "percent"]
-"""What an axis counts: plain numbers, seconds, bytes, or shares of 1."""
+"""Unit of an axis: numbers, seconds, bytes, or fractions of 1."""
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _BINARY = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
-_TIME_STEPS = (
-    1,
-    2,
-    5,
-    10,
-    15,
-    30,
-    60,
-    120,
-    300,
-    600,
-    900,
-    1800,
-    3600,
-    7200,
-    10800,
-    21600,
-    43200,
-    86400,
-)  # steps of a time axis
-_MAX_TICKS = 12  # ticks, whatever rounding does
+# tick distances of a time axis, in seconds
+_TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
+# upper limit in spite of rounding
+_MAX_TICKS = 12
 
 
 def ticks(low: float, high: float, kind: AxisKind, count: int = 7) -> list[float]:
-    """About ``count`` round values from ``low`` to ``high``, which are finite and not the wrong way round."""
+    """Return about ``count`` round values from ``low`` to ``high``, which are finite and in order."""
     step = tick_step(high - low, kind, count)
     if step <= 0 or not math.isfinite(step):
         return [low]
@@ -43,7 +26,7 @@ def ticks(low: float, high: float, kind: AxisKind, count: int = 7) -> list[float
 
 
 def tick_step(span: float, kind: AxisKind, count: int) -> float:
-    """A round distance, of which ``span`` has about ``count``."""
+    """Return a round tick distance for about ``count`` ticks in ``span``."""
     rough = span / count
     if rough <= 0:
         return 0.0
@@ -62,17 +45,17 @@ def _round_up(rough: float) -> float:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten from ``low`` to ``high``, both above 0; with multiples of them where these are few."""
+    """Return powers of ten from ``low`` to ``high``, both above 0; for a short range, also multiples."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, math.ceil((last - first) / 6))
     parts: tuple[float, ...] = (1, 1.5, 2, 3, 4, 5, 7) if high <= 10 * low else ((1, 2, 5) if high <= 100 * low else (1,))
-    found = [part * 10.0**power for power in range(first, last + 1, every) for part in parts]
-    found = [tick for tick in found if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
-    return found if len(found) >= 2 else ticks(low, high, "number", 4)
+    values = [part * 10.0**power for power in range(first, last + 1, every) for part in parts]
+    values = [tick for tick in values if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+    return values if len(values) >= 2 else ticks(low, high, "number", 4)
 
 
 def tick_labels(found: list[float], kind: AxisKind) -> list[str]:
-    """The texts of ticks, all in one unit and with as many digits as tell them apart."""
+    """Label ticks in one unit, with enough digits to distinguish the ticks."""
     if kind == "seconds":
         return [format_axis_duration(tick) for tick in found]
     if kind == "percent":
@@ -89,7 +72,7 @@ def tick_labels(found: list[float], kind: AxisKind) -> list[str]:
 
 
 def format_value(number: float, kind: AxisKind) -> str:
-    """A single value with about four digits."""
+    """Format a single value with about four digits."""
     if not math.isfinite(number):
         return "NaN" if math.isnan(number) else ("+inf" if number > 0 else "-inf")
     if kind == "seconds":
@@ -111,7 +94,7 @@ def format_value(number: float, kind: AxisKind) -> str:
 
 
 def format_axis_duration(seconds: float) -> str:
-    """Such as ``2 h 05 m``, ``3 m 20 s``, ``1.5 s`` or ``12 ms``: two units at most."""
+    """Format a duration with at most two units: ``2 h 05 m``, ``3 m 20 s``, ``1.5 s`` or ``12 ms``."""
     if seconds < 0:
         return f"-{format_axis_duration(-seconds)}"
     gap = "\N{NARROW NO-BREAK SPACE}"

@@ -1,6 +1,6 @@
-"""Charts as SVG. What is placed by percent keeps its size when a chart is made narrower; only the lines are stretched.
+"""Draw charts as SVG that scales to any width without a script.
 
-So a chart fits any screen as it is, and texts, marks and patterns stay as they are, without a script.
+Positions in percent keep texts, marks and patterns at their size; only lines are stretched.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ from html import escape
 from dtrain.report.page.charts import AXES, Axis, BarChart, ChartLine, LineChart, MarkerLine, TimeChart, known_causes
 from dtrain.report.page.scales import AxisKind, format_axis_duration, format_value, tick_labels, ticks
 
-VIEWBOX_SIZE = 10_000  # of the square that lines are drawn in; whole numbers in it are finer than pixels
-ROW_HEIGHT = 26  # pixels of a bar and the room below it
-COLUMN_OVERLAP = 0.05  # percent, of columns of time: rounded to pixels, there would be gaps between them
-LINE_STYLES = 8  # of lines, by colour and dash
+# side of the square for lines; integers in the square are finer than pixels
+VIEWBOX_SIZE = 10_000
+# pixels of a bar and its gap
+ROW_HEIGHT = 26
+# percent; without an overlap, rounding to pixels would leave gaps between columns
+COLUMN_OVERLAP = 0.05
+# number of combinations of color and dash
+LINE_STYLES = 8
 
 
 def default_axis(chart: LineChart) -> Axis:
-    """What a chart is drawn over at first: the first axis that all its lines have."""
+    """Return the first axis that all lines have."""
     return next((axis for axis in AXES if all(axis in line.over for line in chart.lines)), "steps")
 
 
 def draw_line_chart(chart: LineChart, label: str) -> str:
-    """The picture of lines; there is at least one."""
+    """Draw a chart with at least one line."""
     axis = default_axis(chart)
     low, high = _bounds(x for line in chart.lines for x in line.over[axis])
     bottom, top = value_range(chart)
@@ -48,7 +52,7 @@ def draw_line_chart(chart: LineChart, label: str) -> str:
 
 
 def value_range(chart: LineChart) -> tuple[float, float]:
-    """From the least finite value to the largest, with some room, and with 0 where the chart says so."""
+    """Return the range of finite values with a margin, including 0 if the chart requires."""
     low, high = _bounds(v for line in chart.lines for v in line.values if math.isfinite(v))
     room = (high - low) * 0.05
     bottom = 0.0 if chart.zero and low >= 0 else low - room
@@ -67,7 +71,7 @@ def _bounds(numbers: Iterable[float]) -> tuple[float, float]:
 
 
 def svg_path(xs: Sequence[float], ys: Sequence[float], across: tuple[float, float], up: tuple[float, float]) -> str:
-    """A line through the points, interrupted where a value is no finite number, and where steps were done again."""
+    """Return the path through the points, interrupted at non-finite values and at repeated steps."""
     x_scale, y_scale = VIEWBOX_SIZE / (across[1] - across[0]), VIEWBOX_SIZE / (up[1] - up[0])
     parts, before = [], math.inf
     for x, y in zip(xs, ys, strict=True):
@@ -78,12 +82,12 @@ def svg_path(xs: Sequence[float], ys: Sequence[float], across: tuple[float, floa
 
 
 def _as_dots(path: str) -> str:
-    # A line of no length with a round cap is a dot that is not stretched.
+    # A line of zero length with a round cap is a dot, which is not stretched.
     return "".join(f"M{point}h1" for point in path.replace("L", "M").split("M")[1:])
 
 
 def _draw_marks(line: ChartLine, axis: Axis, low: float, high: float) -> str:
-    """Triangles at the upper edge for +inf, at the lower one for -inf, and crosses at the lower edge for NaN."""
+    """Draw triangles at the upper edge for +inf and at the lower edge for -inf, and crosses at the lower edge for NaN."""
     found = []
     for x, number in zip(line.over[axis], line.values, strict=True):
         if not math.isfinite(number):
@@ -95,7 +99,7 @@ def _draw_marks(line: ChartLine, axis: Axis, low: float, high: float) -> str:
 
 
 def draw_time_chart(chart: TimeChart, label: str) -> str:
-    """Columns of wall time, filled by cause from the bottom; the room above is time that no line of a ledger tells of."""
+    """Draw columns of wall time, stacked by category. The empty part of a column is time without a line in the ledger."""
     low, high = _bounds(edge for column in chart.columns for edge in (column.start, column.end))
     filled = []
     for column in chart.columns:
@@ -120,16 +124,17 @@ def draw_time_chart(chart: TimeChart, label: str) -> str:
 
 
 def draw_bar_chart(chart: BarChart, label: str) -> str:
-    """A bar for each row."""
+    """Draw a bar for each row."""
     longest = max((sum(known_causes(seconds).values()) for _, seconds in chart.rows), default=0.0) or 1.0
     parts = []
     for number, (name, seconds) in enumerate(chart.rows):
         left = 0.0
         parts.append(f'<text class="row" x="0" dx="-8" y="{number * ROW_HEIGHT + ROW_HEIGHT // 2 + 3}">{escape(name)}</text>')
         for cause, spent in known_causes(seconds).items():
+            title = f"<title>{escape(name)}: {cause} {format_axis_duration(spent)}</title>"
             parts.append(
                 f'<rect x="{left / longest * 100:.3f}%" y="{number * ROW_HEIGHT + 2}" width="{spent / longest * 100:.3f}%" '
-                f'height="{ROW_HEIGHT - 6}" fill="url(#fill-{cause})"><title>{escape(name)}: {cause} {format_axis_duration(spent)}</title></rect>'
+                f'height="{ROW_HEIGHT - 6}" fill="url(#fill-{cause})">{title}</rect>'
             )
             left += spent
     return _frame(label, "".join(parts) + _x_axis(ticks(0.0, longest, "seconds", 8), "seconds", 0.0, longest, ""),
@@ -137,7 +142,7 @@ def draw_bar_chart(chart: BarChart, label: str) -> str:
 
 
 def describe_chart(chart: LineChart | TimeChart | BarChart) -> str:
-    """What a chart shows in a sentence, for those who do not see it."""
+    """Describe a chart in a sentence, for screen readers."""
     if isinstance(chart, LineChart):
         return f"{chart.title}. " + " ".join(_describe_line(line, chart.kind) for line in chart.lines[:LINE_STYLES])
     if isinstance(chart, TimeChart):
@@ -154,10 +159,8 @@ def _describe_line(line: ChartLine, kind: AxisKind) -> str:
     if not finite:
         return f"{line.name}: no finite value."
     odd = len(line.values) - len(finite)
-    return (
-        f"{line.name}: from {format_value(finite[0], kind)} to {format_value(finite[-1], kind)}, between {format_value(min(finite), kind)} and "
-        f"{format_value(max(finite), kind)}{f', {odd} not finite' if odd else ''}."
-    )
+    first, last, low, high = (format_value(number, kind) for number in (finite[0], finite[-1], min(finite), max(finite)))
+    return f"{line.name}: from {first} to {last}, between {low} and {high}{f', {odd} not finite' if odd else ''}."
 
 
 def _describe_causes(seconds: dict[str, float] | object) -> str:
@@ -184,7 +187,7 @@ def _grid(found: Sequence[float], labels: Sequence[str], low: float, high: float
 
 
 def _x_axis(found: Sequence[float], kind: AxisKind, low: float, high: float, name: str) -> str:
-    """The axis below; of its texts a narrow screen leaves out every second."""
+    """Draw the horizontal axis. A narrow screen hides every second label."""
     parts = []
     for number, (tick, text) in enumerate(zip(found, tick_labels(list(found), kind), strict=True)):
         odd = " odd" if number % 2 else ""

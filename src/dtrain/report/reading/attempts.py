@@ -1,6 +1,4 @@
-"""Ledgers of ranks put together: the attempts of a run in order of time, what they lost, and how they ended.
-
-What happened in a run: checkpoints, and all other events."""
+"""Merge the ledgers of ranks into attempts, with lost time and outcome, and collect checkpoints and events."""
 
 from __future__ import annotations
 
@@ -16,24 +14,27 @@ from dtrain.report.reading.cumulative_curve import CumulativeCurve
 from dtrain.report.reading.jsonl_reader import Row
 from dtrain.report.reading.rank_ledger import AttemptLedger, RankLedger
 
-_SKEW_S = 5.0  # clocks of two hosts, and a file system's delays
-_SILENT_S = 120.0  # a run writes at its next step after ten seconds; a long evaluation is one step
-_MAX_ERROR_LENGTH = 500  # characters
+# difference between clocks of two hosts, and delays of a file system
+_SKEW_S = 5.0
+# A run writes at the first step after ten seconds, but a long evaluation is one step.
+_SILENT_S = 120.0
+# characters
+_MAX_ERROR_LENGTH = 500
 
 
 @dataclass(slots=True, kw_only=True)
 class MergedAttempt:
-    """One attempt of all ranks, in seconds since 1970.
+    """Attempt of all ranks, in seconds since 1970.
 
     Args:
-        number: which.
-        ranks: what each wrote.
-        begin: the start of the first process.
-        end: the last line.
-        down_s: since the end of the attempt before.
-        first_step: steps that were done when it began.
-        last_step: and when it ended.
-        lost_from: the step from which later attempts did it again; ``last_step`` if they did not.
+        number: number of the attempt.
+        ranks: ledger of each rank.
+        begin: start of the first process.
+        end: time of the last line.
+        down_s: time since the end of the previous attempt.
+        first_step: number of completed steps at the start.
+        last_step: number of completed steps at the end.
+        lost_from: first step repeated by a later attempt; ``last_step`` if no step was repeated.
     """
 
     number: int
@@ -53,11 +54,11 @@ class MergedAttempt:
 
     @property
     def curve(self) -> CumulativeCurve:
-        """That of the lowest rank."""
+        """Curve of the lowest rank."""
         return self.ranks[min(self.ranks)].curve
 
     def extend_to(self, ends: Sequence[tuple[float, float]]) -> None:
-        """Have all ranks that were killed reach to the end: the last line of any, or a record of metrics after that."""
+        """Extend killed ranks to the end of the attempt: the last line of any rank, or a later metric record."""
         killed = [lines for lines in self.ranks.values() if lines.closed is None]
         for at, step in ends if killed else ():
             if at > self.end and step >= self.last_step:
@@ -66,60 +67,63 @@ class MergedAttempt:
             lines.extend_to(self.end, self.last_step)
 
     def lost_since_on(self, lines: AttemptLedger) -> float:
-        """The moment from which on a rank's time was lost; its end if none was."""
+        """Return the time from which a rank's work was lost; its end if nothing was lost."""
         if self.lost_from >= self.last_step:
             return lines.ended_at
         return max(lines.curve.time_of_step(self.lost_from), lines.opened_at)
 
     @property
     def lost_since(self) -> float:
-        """The same for the lowest rank; the end if nothing was lost."""
+        """Time from which the work of the lowest rank was lost; the end if nothing was lost."""
         return self.end if self.lost_from >= self.last_step else self.lost_since_on(self.ranks[min(self.ranks)])
 
 
 def merge_attempts(
     ledgers: list[RankLedger], ends: Sequence[tuple[float, float]] = ()
 ) -> tuple[list[MergedAttempt], list[str]]:
-    """The attempts of a run, in order, and what is odd about them.
+    """Merge ledgers into the attempts of a run, in order, with a list of anomalies.
 
     Args:
-        ledgers: of the ranks.
-        ends: moments and steps of the last records of metrics before the run went back: a rank that is killed has done steps
-            that its last line does not tell of.
+        ledgers: ledgers of the ranks.
+        ends: times and steps of the last metric records before each restart: a killed rank has completed steps after its last
+            line.
 
-    Mutates: the ledgers: of ranks that were killed they reach to the end of their attempt, and where the clock was put back
-        between two attempts, the later ones are moved to follow.
+    Mutates: the ledgers: killed ranks are extended to the end of their attempt, and attempts after a clock step are shifted.
     """
     by_number: dict[int, dict[int, AttemptLedger]] = {}
     for ledger in ledgers:
         for number, lines in ledger.attempts.items():
             if lines.curve.at:
                 by_number.setdefault(number, {})[ledger.rank] = lines
-    found = [MergedAttempt(number=number, ranks=dict(sorted(ranks.items()))) for number, ranks in sorted(by_number.items())]
+    attempts = [MergedAttempt(number=number, ranks=dict(sorted(ranks.items()))) for number, ranks in sorted(by_number.items())]
     mixed = sorted({number for ledger in ledgers for number in ledger.interleaved})
-    twice = sorted(each.number for each in found if any(lines.open_count > 1 for lines in each.ranks.values()))
-    odd = []
+    twice = sorted(each.number for each in attempts if any(lines.open_count > 1 for lines in each.ranks.values()))
+    anomalies = []
     if mixed or twice:
-        which = ", ".join(map(str, sorted({*mixed, *twice})))
-        odd.append(f"several runs have written into this folder at once (attempt {which}): their numbers are mixed")
-    back = max((lines.clock_back_s for each in found for lines in each.ranks.values()), default=0.0)
+        numbers = ", ".join(map(str, sorted({*mixed, *twice})))
+        anomalies.append(f"several runs have written into this folder at once (attempt {numbers}): their numbers are mixed")
+    back = max((lines.clock_back_s for each in attempts for lines in each.ranks.values()), default=0.0)
     if back > _SKEW_S:
-        odd.append(f"the clock was put back by {back:.0f} s during an attempt; times after that are counted on from before")
-    in_order = not mixed and all(before.end <= each.begin for before, each in pairwise(found))
-    for before, each in pairwise(found):
+        anomalies.append(
+            f"the clock was put back by {back:.0f} s during an attempt; times after that are counted on from before"
+        )
+    in_order = not mixed and all(before.end <= each.begin for before, each in pairwise(attempts))
+    for before, each in pairwise(attempts):
         if in_order:
             before.extend_to([end for end in ends if before.begin < end[0] < each.begin])
         gap = each.begin - before.end
         if gap < 0 and not mixed:
             if gap < -_SKEW_S:
-                odd.append(f"the clock was put back by {-gap:.0f} s before attempt {each.number}, which is moved to follow")
+                anomalies.append(
+                    f"the clock was put back by {-gap:.0f} s before attempt {each.number}, which is moved to follow"
+                )
             _shift(each, -gap)
         each.down_s = max(0.0, gap)
-    least: float = float("inf")
-    for each in reversed(found):
-        each.lost_from = int(max(each.first_step, min(each.last_step, least)))
-        least = min(least, each.first_step)
-    return found, odd
+    lowest: float = float("inf")
+    for each in reversed(attempts):
+        each.lost_from = int(max(each.first_step, min(each.last_step, lowest)))
+        lowest = min(lowest, each.first_step)
+    return attempts, anomalies
 
 
 def _shift(each: MergedAttempt, by: float) -> None:
@@ -131,7 +135,7 @@ def _shift(each: MergedAttempt, by: float) -> None:
 def attempt_reports(
     found: list[MergedAttempt], abouts: dict[int, Row], *, started_at: float, now: float
 ) -> list[AttemptReport]:
-    """The attempts as the report has them."""
+    """Convert merged attempts to the report model."""
     return [
         AttemptReport(
             number=each.number,
@@ -154,7 +158,7 @@ def attempt_reports(
 
 
 def attempt_outcome(each: MergedAttempt, *, last: bool, now: float) -> AttemptOutcome:
-    """What the ranks said at the end; that they are still running, if the newest line is not old."""
+    """Return the outcome reported by the ranks; "running" if an attempt without end has a recent line."""
     reasons = {lines.closed.get("reason") if lines.closed else None for lines in each.ranks.values()}
     if "failed" in reasons:
         return "failed"
@@ -186,25 +190,26 @@ def _resumed_from(each: MergedAttempt) -> str | None:
 
 
 def world_size(each: MergedAttempt, about: Row) -> int:
-    """Ranks of an attempt: as its file says, at least as many as have written."""
-    said: Any = about.get("world_size")
+    """Return the number of ranks of an attempt: from the attempt's file, and at least the number of ledgers."""
+    recorded: Any = about.get("world_size")
     seen = max(each.ranks) + 1
-    return max(said, seen) if isinstance(said, int) and said < 10**7 else seen
+    return max(recorded, seen) if isinstance(recorded, int) and recorded < 10**7 else seen
 
 
 def host_of(lines: AttemptLedger) -> str:
-    """Where a rank was; empty if nobody says."""
+    """Return the host of a rank; empty if unknown."""
     return str(lines.opened.get("host", ""))[:200]
 
 
 MAX_CHECKPOINTS, MAX_EVENTS = 1000, 1000
-ALL_RANK_EVENTS = {"save", "committed", "resumed", "evaluated", "stop", "desync", "early_stop"}  # each rank tells of the same
+# events that every rank records
+ALL_RANK_EVENTS = {"save", "committed", "resumed", "evaluated", "stop", "desync", "early_stop"}
 _STANDARD_KEYS = {"kind", "attempt", "at", "name", "step"}
 _MAX_TEXT, _MAX_FIELDS, _MAX_DEPTH = 500, 20, 3
 
 
 def checkpoint_reports(found: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[CheckpointReport], int]:
-    """The checkpoints in order of time, and how many there were."""
+    """Return the checkpoints in order of time, and the number of all checkpoints."""
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for each, _, event in _iter_events(found):
         step = _event_step(event)
@@ -217,7 +222,7 @@ def checkpoint_reports(found: Sequence[MergedAttempt], *, started_at: float) -> 
         else:
             row.setdefault("at", event["at"])
             row["duration_s"], row["bytes"] = _to_amount(event.get("seconds")), _to_amount(event.get("bytes"))
-    all_of_them = [
+    checkpoints = [
         CheckpointReport(
             step=step,
             attempt=attempt,
@@ -228,21 +233,21 @@ def checkpoint_reports(found: Sequence[MergedAttempt], *, started_at: float) -> 
         )
         for (attempt, step), row in rows.items()
     ]
-    longest = sorted(all_of_them, key=lambda each: -(each.held_s or 0.0))[:MAX_CHECKPOINTS]
-    return sorted(longest, key=lambda each: each.at), len(all_of_them)
+    longest = sorted(checkpoints, key=lambda each: -(each.held_s or 0.0))[:MAX_CHECKPOINTS]
+    return sorted(longest, key=lambda each: each.at), len(checkpoints)
 
 
 def run_events(found: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[RunEvent], dict[str, int]]:
-    """Events in order of time, of a name with many the first and the last; and how many there were of each name."""
-    told: set[tuple[int, str, Any]] = set()
+    """Return events in order of time, limited to the first and last of each name, and the number of events by name."""
+    reported: set[tuple[int, str, Any]] = set()
     by_name: dict[str, list[RunEvent]] = {}
     for each, rank, event in _iter_events(found):
         name, step = event["name"][:_MAX_TEXT], _event_step(event)
         if name in ALL_RANK_EVENTS:
             key = (each.number, name, step)
-            if key in told:
+            if key in reported:
                 continue
-            told.add(key)
+            reported.add(key)
         by_name.setdefault(name, []).append(
             RunEvent(
                 at=event["at"] - started_at,
@@ -257,13 +262,13 @@ def run_events(found: Sequence[MergedAttempt], *, started_at: float) -> tuple[li
                 },
             )
         )
-    kept: list[RunEvent] = []
+    selected: list[RunEvent] = []
     half = max(1, MAX_EVENTS // max(1, 2 * len(by_name)))
-    for several in by_name.values():
-        several.sort(key=lambda event: event.at)
-        kept += several if len(several) <= 2 * half else several[:half] + several[-half:]
-    counts = dict(Counter({name: len(several) for name, several in by_name.items()}).most_common(MAX_EVENTS))
-    return sorted(kept, key=lambda event: event.at)[:MAX_EVENTS], counts
+    for events in by_name.values():
+        events.sort(key=lambda event: event.at)
+        selected += events if len(events) <= 2 * half else events[:half] + events[-half:]
+    counts = dict(Counter({name: len(events) for name, events in by_name.items()}).most_common(MAX_EVENTS))
+    return sorted(selected, key=lambda event: event.at)[:MAX_EVENTS], counts
 
 
 def _iter_events(found: Sequence[MergedAttempt]) -> Iterator[tuple[MergedAttempt, int, Row]]:
@@ -283,10 +288,11 @@ def _to_amount(value: Any) -> float | None:
 
 
 def trim_data(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Plain data of bounded size: a report shows it, and nobody reads a megabyte of it."""
+    """Limit the size of plain data for the report."""
     if isinstance(value, str):
         return value if len(value) <= _MAX_TEXT else value[: _MAX_TEXT - 1] + "…"
-    if isinstance(value, int) and abs(value) > 1e300:  # no float is so large
+    # The number exceeds the range of floats.
+    if isinstance(value, int) and abs(value) > 1e300:
         return trim_data(str(value))
     if isinstance(value, dict | list) and not depth:
         return "…"

@@ -1,4 +1,4 @@
-"""What a rank had spent and done by any moment of an attempt: a line between each two lines of its ledger."""
+"""Interpolate the cumulative time and progress of a rank at any moment of an attempt, linear between ledger lines."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dtrain.spans import TIME_CATEGORIES, TimeCategory
 SAMPLES, TOKENS = 0, 1
 FIRST_CAUSE = 2
 WIDTH = FIRST_CAUSE + len(TIME_CATEGORIES)
-COLUMN: dict[str, int] = {cause: FIRST_CAUSE + at for at, cause in enumerate(TIME_CATEGORIES)}
+COLUMN: dict[str, int] = {cause: FIRST_CAUSE + index for index, cause in enumerate(TIME_CATEGORIES)}
 
 Totals = Sequence[float]
-"""Samples, tokens, and seconds by cause, in the order of ``CAUSES``: so many until a moment, or between two."""
+"""Cumulative totals: samples, tokens, and seconds by category in the order of ``TIME_CATEGORIES``."""
 
 
 class CumulativeCurve:
-    """Moments, the steps done by then, and the totals. ``at`` and ``step`` never go back."""
+    """Curve of cumulative totals: times, completed steps and totals. ``at`` and ``step`` never decrease."""
 
     __slots__ = ("at", "rows", "step")
 
@@ -27,47 +27,47 @@ class CumulativeCurve:
         self.at, self.step, self.rows = array("d"), array("d"), array("d")
 
     def add(self, at: float, step: float, totals: Totals) -> None:
-        """The next point."""
+        """Append a point."""
         self.at.append(at)
         self.step.append(step)
         self.rows.extend(totals)
 
     def point(self, index: int) -> Totals:
-        """Totals at a point, by its number; -1 for the last."""
+        """Return the totals at a point by index; -1 is the last point."""
         index %= len(self.at)
         return self.rows[index * WIDTH : (index + 1) * WIDTH]
 
     def totals_at(self, moment: float) -> Totals:
-        """Totals until a moment; before the first point as there, after the last as there."""
+        """Return the totals at a moment, constant before the first and after the last point."""
         index, part = self._locate(self.at, moment)
         return self._interpolate(index, part)
 
     def step_at(self, moment: float) -> float:
-        """Steps until a moment, with a fraction."""
+        """Return the number of completed steps at a moment, with a fraction."""
         index, part = self._locate(self.at, moment)
         before = self.step[index]
         return before + part * (self.step[index + 1] - before) if part else before
 
     def time_of_step(self, step: float) -> float:
-        """When a step was done."""
+        """Return the time at which a step was completed."""
         index, part = self._locate(self.step, step)
         before = self.at[index]
         return before + part * (self.at[index + 1] - before) if part else before
 
     def totals_at_step(self, step: float) -> Totals:
-        """Totals until a step was done."""
+        """Return the totals at the completion of a step."""
         index, part = self._locate(self.step, step)
         return self._interpolate(index, part)
 
-    def _locate(self, found: Sequence[float], value: float) -> tuple[int, float]:
-        """The point before, and how far from it to the next: of several points with one value, the first for steps."""
-        find = bisect_left if found is self.step else bisect_right
-        after = find(found, value)
+    def _locate(self, values: Sequence[float], value: float) -> tuple[int, float]:
+        """Return the point before a value and the fraction to the next point. Among equal steps, the first point counts."""
+        find = bisect_left if values is self.step else bisect_right
+        after = find(values, value)
         if after == 0:
             return 0, 0.0
-        if after == len(found):
+        if after == len(values):
             return after - 1, 0.0
-        low, high = found[after - 1], found[after]
+        low, high = values[after - 1], values[after]
         return after - 1, (value - low) / (high - low) if high > low else 1.0
 
     def _interpolate(self, index: int, part: float) -> Totals:
@@ -77,26 +77,26 @@ class CumulativeCurve:
         return [low + part * (high - low) for low, high in zip(row, self.point(index + 1), strict=True)]
 
     def totals_between(self, edges: Sequence[float]) -> list[list[float]]:
-        """Totals between each two neighbouring moments of ``edges``."""
+        """Return the totals between neighboring moments of ``edges``."""
         known = [self.totals_at(edge) for edge in edges]
         return [subtract(high, low) for low, high in pairwise(known)]
 
 
 def subtract(after: Totals, before: Totals) -> list[float]:
-    """What came between."""
+    """Return the difference of two totals."""
     return [high - low for high, low in zip(after, before, strict=True)]
 
 
 def mean_totals(several: Sequence[Totals]) -> list[float]:
-    """The mean of totals, of at least one."""
+    """Return the mean of at least one totals."""
     return [sum(column) / len(several) for column in zip(*several, strict=True)]
 
 
 def seconds_by_cause(totals: Totals) -> dict[str, float]:
-    """Seconds by cause, of those that have any."""
+    """Return the positive seconds by category."""
     return {cause: seconds for cause, seconds in zip(TIME_CATEGORIES, totals[FIRST_CAUSE:], strict=True) if seconds > 0}
 
 
 def cause_seconds(totals: Totals, cause: TimeCategory) -> float:
-    """Seconds of one cause."""
+    """Return the seconds of a category."""
     return totals[COLUMN[cause]]

@@ -1,6 +1,4 @@
-"""Where the wall time of a run went, by cause and by rank, and which ranks the others waited for.
-
-Wall time in slices: what it went to, how fast it went, and what the gauges showed."""
+"""Compute goodput, time slices, speeds, gauges and slow ranks of a run from merged attempts."""
 
 from __future__ import annotations
 
@@ -39,16 +37,17 @@ MAX_SLICES, MAX_RANK_SLICES = 400, 60
 _MAX_TOTAL_RANK_SLICES = 20_000
 
 SliceEdges = dict[int, list[float]]
-"""By attempt: where its slices begin, and the end of the last."""
+"""Edges of the slices by attempt, including the end of the last slice."""
 
 
 def slice_edges(found: Sequence[MergedAttempt], most: int) -> SliceEdges:
-    """Slices of about equal length, at most ``most`` with those between attempts, with a line of the ledger in each.
+    """Divide attempts into at most ``most`` slices of about equal length, each with at least one ledger line.
 
-    One begins where that begins which a later attempt did again.
+    A slice starts where a later attempt starts to repeat steps.
     """
     total = sum(each.end - each.begin for each in found)
-    free = most - 3 * len(found)  # each has one, one for what was lost, and one for the time before it
+    # Each attempt needs a slice of its own, a slice for lost time and a slice for the time before the attempt.
+    free = most - 3 * len(found)
     edges = {}
     for each in found:
         length = each.end - each.begin
@@ -60,20 +59,20 @@ def slice_edges(found: Sequence[MergedAttempt], most: int) -> SliceEdges:
 
 
 def time_slices(found: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float, most: int) -> list[TimeSlice]:
-    """What wall time went to, mean over ranks; in steps that were done again, to restarts."""
+    """Return wall time by category, mean over ranks. Time in repeated steps counts as restart."""
     return _build_slices(found, edges, lambda each: list(each.ranks.values()), started_at=started_at, most=most, lost=True)
 
 
 def rank_time_slices(
     rank: int, found: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float, most: int
 ) -> list[TimeSlice]:
-    """What the wall time of one rank went to."""
-    here = [each for each in found if rank in each.ranks]
-    return _build_slices(here, edges, lambda each: [each.ranks[rank]], started_at=started_at, most=most)
+    """Return the wall time of a rank by category."""
+    attempts = [each for each in found if rank in each.ranks]
+    return _build_slices(attempts, edges, lambda each: [each.ranks[rank]], started_at=started_at, most=most)
 
 
 def slices_per_rank(ranks: int) -> int:
-    """How many slices each of so many ranks may have."""
+    """Return the largest number of slices per rank."""
     return max(6, min(MAX_RANK_SLICES, _MAX_TOTAL_RANK_SLICES // max(ranks, 1)))
 
 
@@ -91,9 +90,9 @@ def _build_slices(
         if each.down_s > 0:
             begin = each.begin - each.down_s - started_at
             slices.append(TimeSlice(at=begin, seconds=each.down_s, attempt=each.number, by_cause={"restart": each.down_s}))
-        mine = edges[each.number]
-        parts = [lines.curve.totals_between(mine) for lines in of(each)]
-        for (low, high), several in zip(pairwise(mine), zip(*parts, strict=True), strict=True):
+        own_edges = edges[each.number]
+        parts = [lines.curve.totals_between(own_edges) for lines in of(each)]
+        for (low, high), several in zip(pairwise(own_edges), zip(*parts, strict=True), strict=True):
             spent = seconds_by_cause(mean_totals(several))
             if lost and low >= each.lost_since:
                 spent = {"restart": sum(spent.values())}
@@ -113,16 +112,18 @@ def _merge_slices(slices: Sequence[TimeSlice]) -> TimeSlice:
 
 
 def speed_samples(found: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float) -> list[SpeedSample]:
-    """How fast it went in each slice. Steps, samples and tokens are those of all ranks, so one rank's ledger tells them."""
+    """Return the speed in each slice. Steps, samples and tokens are global, so the ledger of one rank is sufficient."""
     speeds = []
     for each in found:
-        told = each.ranks[min(each.ranks)].last_line_at  # what came after is not known, and would be no speed
-        mine = edges[each.number]
-        if told is not None:  # a last stretch that is short would have the steps of one moment and the seconds of another
-            mine = [mine[0], *[edge for edge in mine[1:] if edge < told][:-1], told]
-        parts = [lines.curve.totals_between(mine) for lines in each.ranks.values()]
+        # After the last line nothing is known, so no speed is computed.
+        last_line = each.ranks[min(each.ranks)].last_line_at
+        own_edges = edges[each.number]
+        # A short last slice would combine steps and seconds of different moments.
+        if last_line is not None:
+            own_edges = [own_edges[0], *[edge for edge in own_edges[1:] if edge < last_line][:-1], last_line]
+        parts = [lines.curve.totals_between(own_edges) for lines in each.ranks.values()]
         for (low, high), several, done in zip(
-            pairwise(mine), zip(*parts, strict=True), each.curve.totals_between(mine), strict=True
+            pairwise(own_edges), zip(*parts, strict=True), each.curve.totals_between(own_edges), strict=True
         ):
             steps = each.curve.step_at(high) - each.curve.step_at(low)
             computed = cause_seconds(mean_totals(several), "compute")
@@ -153,7 +154,7 @@ def _speed_sample(
 
 
 def gauge_series(found: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float) -> dict[str, GaugeSeries]:
-    """The gauges over time: in each slice, the greatest value and the rank that had it."""
+    """Return the gauges over time: in each slice, the maximum over ranks and the rank with the maximum."""
     names = sorted({name for each in found for lines in each.ranks.values() for name in lines.gauges})
     return {name[:200]: gauge for name in names if (gauge := _gauge_series(name, found, edges, started_at)).values}
 
@@ -162,14 +163,14 @@ def _gauge_series(name: str, found: Sequence[MergedAttempt], edges: SliceEdges, 
     times, values, ranks = [], [], []
     by_rank: dict[int, float] = {}
     for each in found:
-        tops = {rank: _slice_maxima(name, lines, edges[each.number]) for rank, lines in each.ranks.items()}
-        for rank, mine in tops.items():
-            by_rank[rank] = max(by_rank.get(rank, -math.inf), *mine.values(), -math.inf)
-        for at, (low, high) in enumerate(pairwise(edges[each.number])):
-            if here := {rank: mine[at] for rank, mine in tops.items() if at in mine}:
-                rank = max(here, key=here.__getitem__)
+        maxima = {rank: _slice_maxima(name, lines, edges[each.number]) for rank, lines in each.ranks.items()}
+        for rank, rank_maxima in maxima.items():
+            by_rank[rank] = max(by_rank.get(rank, -math.inf), *rank_maxima.values(), -math.inf)
+        for index, (low, high) in enumerate(pairwise(edges[each.number])):
+            if in_slice := {rank: rank_maxima[index] for rank, rank_maxima in maxima.items() if index in rank_maxima}:
+                rank = max(in_slice, key=in_slice.__getitem__)
                 times.append((low + high) / 2 - started_at)
-                values.append(here[rank])
+                values.append(in_slice[rank])
                 ranks.append(rank)
     thin = -(-len(times) // MAX_SLICES) or 1
     return GaugeSeries(
@@ -181,23 +182,23 @@ def _gauge_series(name: str, found: Sequence[MergedAttempt], edges: SliceEdges, 
 
 
 def _slice_maxima(name: str, lines: AttemptLedger, edges: Sequence[float]) -> Mapping[int, float]:
-    """The greatest value of a rank in each slice, by the slice's number."""
+    """Return the maximum of a rank in each slice, by index of the slice."""
     values = lines.gauges.get(name)
     if values is None:
         return {}
     at = lines.gauge_at
     places = [bisect_left(at, edge) for edge in edges]
     places[-1] = len(values)
-    tops = {}
+    maxima = {}
     for number, (begin, end) in enumerate(pairwise(places)):
         part = [value for value in values[begin:end] if math.isfinite(value)]
         if part:
-            tops[number] = max(part)
-    return tops
+            maxima[number] = max(part)
+    return maxima
 
 
 def curve_with_step(found: Sequence[MergedAttempt], step: float) -> CumulativeCurve:
-    """The attempt that did a step last.
+    """Return the curve of the last attempt that completed a step.
 
     Raises:
         LookupError: there are no attempts.
@@ -210,33 +211,35 @@ def curve_with_step(found: Sequence[MergedAttempt], step: float) -> CumulativeCu
 
 _MAX_SLOW_RANKS = 8
 _MAX_SPANS = 100
-_MIN_WAIT_S, _MIN_WAIT_SHARE = 1.0, 0.01  # of waiting: seconds, and share of the time
+# smallest wait: seconds, and fraction of the time
+_MIN_WAIT_S, _MIN_WAIT_SHARE = 1.0, 0.01
 
 
 def goodput(found: Sequence[MergedAttempt]) -> GoodputReport | None:
-    """How much of the wall time was training that counts; None without attempts."""
+    """Compute the goodput of a run; None without attempts."""
     if not found:
         return None
     seconds = dict.fromkeys(TIME_CATEGORIES, 0.0)
     down_s = again_s = lost_s = 0.0
-    for at, each in enumerate(found):
+    for index, each in enumerate(found):
         kept, lost = [], []
         for lines in each.ranks.values():
-            all_of_it = lines.curve.point(-1)
+            total = lines.curve.point(-1)
             before = lines.curve.totals_at(each.lost_since_on(lines))
             kept.append(before)
-            lost.append(sum(subtract(all_of_it, before)[2:]))
+            lost.append(sum(subtract(total, before)[2:]))
         totals = mean_totals(kept)
         for cause in TIME_CATEGORIES:
             seconds[cause] += totals[COLUMN[cause]]
-        if at:
+        if index:
             again_s += totals[COLUMN["setup"]]
             seconds["setup"] -= totals[COLUMN["setup"]]
         down_s += each.down_s
         lost_s += sum(lost) / len(lost)
     seconds["restart"] += down_s + again_s + lost_s
-    total_s = max(each.end for each in found) - min(each.begin for each in found)  # several at once are in no order
-    # Ranks do not begin and end at one moment, and one that was killed tells nothing of its last seconds.
+    # Concurrent attempts have no order, so the minimum and maximum over attempts are used.
+    total_s = max(each.end for each in found) - min(each.begin for each in found)
+    # Ranks start and end at different moments, and a killed rank does not record its last seconds.
     seconds["other"] += max(0.0, total_s - sum(seconds.values()))
     productive_s = seconds["compute"]
     return GoodputReport(
@@ -251,7 +254,7 @@ def goodput(found: Sequence[MergedAttempt]) -> GoodputReport | None:
 
 
 def rank_reports(found: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float, most: int) -> list[RankReport]:
-    """What each rank did."""
+    """Return the time of each rank."""
     return [
         _rank_report(rank, found, edges, started_at=started_at, most=most)
         for rank in sorted({rank for each in found for rank in each.ranks})
@@ -291,10 +294,11 @@ def _rank_report(rank: int, found: Sequence[MergedAttempt], edges: SliceEdges, *
 
 
 def slowest_ranks(ranks: Sequence[RankReport]) -> list[SlowRank]:
-    """The ranks that others waited for, worst first.
+    """Return the ranks that others waited for, worst first.
 
-    Who is late waits least: where ranks meet, all others are there already. So a straggler is the rank with the least
-    ``stall``, not the one with the most; and what it does in that time instead is what makes it late.
+    A late rank waits least, because the other ranks have arrived already. So a straggler is the rank with the least
+    ``stall``, and
+    the category of its extra time is the reason.
     """
     times = {each.rank: sum(each.by_cause.values()) for each in ranks}
     if len(ranks) < 2 or min(times.values()) <= 0:
@@ -303,14 +307,15 @@ def slowest_ranks(ranks: Sequence[RankReport]) -> list[SlowRank]:
         each.rank: {cause: each.by_cause.get(cause, 0.0) / times[each.rank] for cause in TIME_CATEGORIES} for each in ranks
     }
     middle = {cause: median(share[cause] for share in shares.values()) for cause in TIME_CATEGORIES}
-    if len(ranks) == 2:  # of two, the median would be half of what one waits for the other
+    # For two ranks, the median would be half of the wait.
+    if len(ranks) == 2:
         middle["stall"] = max(share["stall"] for share in shares.values())
-    found = []
+    slow_ranks = []
     for each in ranks:
         waited = (middle["stall"] - shares[each.rank]["stall"]) * times[each.rank]
         if waited > max(_MIN_WAIT_S, _MIN_WAIT_SHARE * times[each.rank]):
-            found.append(_describe_slow_rank(each, waited, times[each.rank], shares, middle))
-    return sorted(found, key=lambda slow: -slow.waited_for_s)[:_MAX_SLOW_RANKS]
+            slow_ranks.append(_describe_slow_rank(each, waited, times[each.rank], shares, middle))
+    return sorted(slow_ranks, key=lambda slow: -slow.waited_for_s)[:_MAX_SLOW_RANKS]
 
 
 def _describe_slow_rank(
@@ -324,8 +329,8 @@ def _describe_slow_rank(
     more = {cause: (shares[each.rank][cause] - others[cause]) * time for cause in middle if cause != "stall"}
     most = max(more, key=more.__getitem__)
     known = more[most] > 0
-    text = f"rank {each.rank}{f' on {each.host}' if each.host else ''} waited for others {format_duration(waited_s)} less than they did: "
-    text += "they waited for it"
+    name = f"rank {each.rank}{f' on {each.host}' if each.host else ''}"
+    text = f"{name} waited for others {format_duration(waited_s)} less than they did: they waited for it"
     if known:
         text += f"; it spent {format_duration(more[most])} more than they on {most}"
     return SlowRank(

@@ -1,4 +1,4 @@
-"""Files of JSON lines, read fast and whatever is in them: objects in batches, and a count of the lines that are none."""
+"""Read files of JSON lines incrementally in batches, and count unreadable lines."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, BinaryIO
 
 Row = dict[str, Any]
 
-_CHUNK_BYTES = (
-    1 << 16
-)  # a few hundred lines: parsed in one call, and small enough to stay in the processor's cache until they are used
-_MAX_LINE_BYTES = 16 << 20  # of a line; a file without line ends must not fill the memory
+# A few hundred lines are parsed in one call and stay in the cache of the processor.
+_CHUNK_BYTES = 1 << 16
+# A file without line ends must not fill the memory.
+_MAX_LINE_BYTES = 16 << 20
 
 
 class JsonlReader:
-    """The objects in a file of JSON lines. Reads on where it stopped, when the file has grown.
+    """Reader of a file of JSON lines. Continues at the last position after the file has grown.
 
     Attributes:
-        path: the file.
-        read_bytes: so far.
-        unreadable: lines so far that are no JSON object.
+        path: file.
+        read_bytes: number of bytes read so far.
+        unreadable: number of lines so far that are not JSON objects.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,16 +30,18 @@ class JsonlReader:
         self.read_bytes = 0
         self.unreadable = 0
         self._partial_line = b""
-        self._skipping_line = False  # in a line that is too long
+        # True inside a line that is too long
+        self._skipping_line = False
 
     def read_batches(self) -> Iterator[list[Row]]:
-        """What has come since the last call, in batches. A line that is not ended yet stays for the next call.
+        """Yield the new objects in batches. A line without end stays for the next call.
 
         Raises:
-            OSError: the file is not there, or cannot be read.
+            OSError: the file is missing or unreadable.
         """
         with self.path.open("rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size < self.read_bytes:  # another file by now
+            # A smaller file is a new file.
+            if os.fstat(file.fileno()).st_size < self.read_bytes:
                 self.read_bytes, self._partial_line, self._skipping_line = 0, b"", False
             file.seek(self.read_bytes)
             yield from self._read_from(file)
@@ -62,7 +64,7 @@ class JsonlReader:
                 yield self._parse_batch(whole)
 
     def read_last_line(self) -> list[Row]:
-        """What a file's last line holds, if that has no end: of a file that nobody writes any more."""
+        """Return the object in a last line without end, after the writer has finished."""
         rest, self._partial_line = self._partial_line, b""
         if self._skipping_line:
             self._skipping_line = False
@@ -72,24 +74,25 @@ class JsonlReader:
 
     def _parse_batch(self, whole: bytes) -> list[Row]:
         try:
-            found: list[Row] = json.loads((b"[" + whole.replace(b"\n", b",") + b"]").decode())
-            if len(found) == whole.count(b"\n") + 1 and set(map(type, found)) == {dict}:
-                return found
+            rows: list[Row] = json.loads((b"[" + whole.replace(b"\n", b",") + b"]").decode())
+            if len(rows) == whole.count(b"\n") + 1 and set(map(type, rows)) == {dict}:
+                return rows
         except (ValueError, RecursionError):
             pass
         return self._parse_lines(whole)
 
     def _parse_lines(self, whole: bytes) -> list[Row]:
-        found = []
+        rows = []
         for line in whole.split(b"\n"):
-            if not line.strip():  # a later attempt ends the line that an earlier one has begun
+            # A later attempt ends the partial line of an earlier attempt.
+            if not line.strip():
                 continue
             try:
                 row = json.loads(line.decode())
             except (ValueError, RecursionError):
                 row = None
             if isinstance(row, dict):
-                found.append(row)
+                rows.append(row)
             else:
                 self.unreadable += 1
-        return found
+        return rows

@@ -1,4 +1,4 @@
-"""A run while it goes on: its files read as they grow, and what matters of them now."""
+"""Follow a running job: read its files as they grow and return the current state."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from dtrain.report.reading.run_files import ledger_files
 from dtrain.run_layout import STEP, TIME
 from dtrain.spans import TIME_CATEGORIES, TimeCategory
 
-_WINDOW_S = 60.0  # what "now" means: a few lines of a ledger
+# window of current rates: a few ledger lines
+_WINDOW_S = 60.0
 _MAX_EVENTS = 200
 _SHOWN_CAUSES: tuple[TimeCategory, ...] = ("compute", "data", "stall", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSnapshot:
-    """A rank in its newest attempt.
+    """Rank in its newest attempt.
 
     Args:
-        rank: which.
-        host: where.
-        step: steps done.
-        age_s: since its last line.
-        shares: of the last minute, by cause.
-        rss_bytes: its memory, None if it did not say.
-        closed: how it ended, None as long as it has not.
+        rank: number of the rank.
+        host: host name.
+        step: number of completed steps.
+        age_s: seconds since the last line.
+        shares: fractions of the last minute by category.
+        rss_bytes: memory of the process; None if unknown.
+        closed: outcome; None while running.
     """
 
     rank: int
@@ -49,20 +50,20 @@ class RankSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """A run at this moment.
+    """Run at one moment.
 
     Args:
-        attempt: the newest; 0 before the first.
-        step: steps done.
-        seconds: since the newest attempt was started.
-        metrics: the newest value of each.
-        steps_per_s: of the last minute, None if nothing was counted; so for the next two.
-        samples_per_s: see above.
-        tokens_per_s: see above.
-        goodput: compute over wall time of the newest attempt, mean over ranks; None without a ledger.
-        ranks: of the newest attempt.
-        events: the newest last: moment, rank, and the line.
-        unreadable: lines.
+        attempt: newest attempt; 0 before the first.
+        step: number of completed steps.
+        seconds: time since the start of the newest attempt.
+        metrics: newest value of each metric.
+        steps_per_s: rate of the last minute; None without a count.
+        samples_per_s: rate of the last minute; None without a count.
+        tokens_per_s: rate of the last minute; None without a count.
+        goodput: compute fraction of the newest attempt, mean over ranks; None without a ledger.
+        ranks: ranks of the newest attempt.
+        events: events in order: time, rank and line.
+        unreadable: number of unreadable lines.
     """
 
     attempt: int
@@ -79,12 +80,12 @@ class RunSnapshot:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every rank has said that it ended."""
+        """True if every rank has ended."""
         return bool(self.ranks) and all(each.closed for each in self.ranks)
 
 
 class LiveRun:
-    """The folder of a run that may not be there yet."""
+    """Reader of the folder of a run, which may not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -97,7 +98,7 @@ class LiveRun:
         self._reported_events: dict[tuple[int, int], int] = {}
 
     def refresh(self, now: float) -> RunSnapshot:
-        """Read what is new.
+        """Read new lines and return the current state.
 
         Args:
             now: seconds since 1970.
@@ -116,7 +117,8 @@ class LiveRun:
             identity = self._metrics.path.stat().st_ino
         except OSError:
             return
-        if identity != self._metrics_inode:  # rotated: a new file of the same name
+        # After a rotation, the path is a new file.
+        if identity != self._metrics_inode:
             self._metrics, self._metrics_inode = JsonlReader(self._metrics.path), identity
         for rows in _read_new_rows(self._metrics):
             for row in rows:
@@ -128,32 +130,33 @@ class LiveRun:
 
     def _snapshot(self, now: float) -> RunSnapshot:
         newest = max((number for ledger, _ in self._ledgers.values() for number in ledger.attempts), default=0)
-        here = {
+        current = {
             rank: lines
             for rank, (ledger, _) in self._ledgers.items()
             if (lines := ledger.attempts.get(newest)) is not None and lines.curve.at
         }
-        for rank, lines in here.items():
+        for rank, lines in current.items():
             seen = self._reported_events.get((rank, newest), 0)
-            new = (event for event in lines.events[seen:] if rank == min(here) or event["name"] not in ALL_RANK_EVENTS)
+            new = (event for event in lines.events[seen:] if rank == min(current) or event["name"] not in ALL_RANK_EVENTS)
             self._events.extend((event["at"], rank, event) for event in new)
             self._reported_events[rank, newest] = len(lines.events)
-        first = here[min(here)].curve if here else None
-        begin = min((lines.curve.at[0] for lines in here.values()), default=now)
-        ends = max((lines.ended_at for lines in here.values()), default=now)
-        logged = [self._step] if not here or self._step_at >= begin else []  # newer than a line of the ledger, which comes late
-        ended = bool(here) and all(lines.closed for lines in here.values())
+        first = current[min(current)].curve if current else None
+        begin = min((lines.curve.at[0] for lines in current.values()), default=now)
+        ends = max((lines.ended_at for lines in current.values()), default=now)
+        # Metrics may be newer than the ledger, which is written at intervals.
+        logged = [self._step] if not current or self._step_at >= begin else []
+        ended = bool(current) and all(lines.closed for lines in current.values())
         speeds = _current_speeds(first) if first else (None, None, None)
         return RunSnapshot(
             attempt=newest,
-            step=max([*logged, *(lines.last_step for lines in here.values())], default=0),
+            step=max([*logged, *(lines.last_step for lines in current.values())], default=0),
             seconds=max(0.0, (ends if ended else now) - begin),
             metrics=dict(self._latest_metrics),
             steps_per_s=speeds[0],
             samples_per_s=speeds[1],
             tokens_per_s=speeds[2],
-            goodput=_current_goodput(here),
-            ranks=[_rank_snapshot(rank, lines, now) for rank, lines in sorted(here.items())],
+            goodput=_current_goodput(current),
+            ranks=[_rank_snapshot(rank, lines, now) for rank, lines in sorted(current.items())],
             events=sorted(self._events, key=lambda each: each[0]),
             unreadable=self._metrics.unreadable + sum(lines.unreadable for _, lines in self._ledgers.values()),
         )
@@ -162,12 +165,13 @@ class LiveRun:
 def _read_new_rows(lines: JsonlReader) -> list[list[Row]]:
     try:
         return list(lines.read_batches())
-    except OSError:  # not there yet, or no longer
+    # The file may not exist yet, or no longer.
+    except OSError:
         return []
 
 
 def _last_minute(curve: CumulativeCurve) -> tuple[float, float, list[float]]:
-    """Seconds, steps and totals of the last minute."""
+    """Return the seconds, steps and totals of the last minute."""
     end = curve.at[-1]
     begin = max(end - _WINDOW_S, curve.at[0])
     return end - begin, curve.step[-1] - curve.step_at(begin), subtract(curve.point(-1), curve.totals_at(begin))
@@ -181,9 +185,9 @@ def _current_speeds(curve: CumulativeCurve) -> tuple[float | None, float | None,
     return steps / seconds, samples / seconds if samples > 0 else None, tokens / seconds if tokens > 0 else None
 
 
-def _current_goodput(here: Mapping[int, AttemptLedger]) -> float | None:
+def _current_goodput(ledgers: Mapping[int, AttemptLedger]) -> float | None:
     shares = []
-    for lines in here.values():
+    for lines in ledgers.values():
         totals = lines.curve.point(-1)
         if (spent := sum(totals[FIRST_CAUSE:])) > 0:
             shares.append(cause_seconds(totals, "compute") / spent)

@@ -1,6 +1,4 @@
-"""What the loop logged: records into columns, without the steps that were done again.
-
-A series with a million points as one with a thousand, in which no spike is lost."""
+"""Read metric records into columns, drop repeated steps, and downsample each series without losing spikes."""
 
 from __future__ import annotations
 
@@ -14,13 +12,15 @@ from dtrain.report.model import MetricSeries, NonFiniteMark
 from dtrain.report.reading.jsonl_reader import Row
 from dtrain.run_layout import STEP, TIME, is_rewind, step_from_record
 
-_MAX_NAMES, _MAX_NAME_LENGTH = 2000, 200  # metrics, and characters of one
+# metrics, and characters of a name
+_MAX_NAMES, _MAX_NAME_LENGTH = 2000, 200
 _MAX_BLOCKS = 500
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as the JSONL sink writes them
+# texts of the JSONL logger
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class RecordBlock:
-    """Records with the same names: numbers in a row, one after another."""
+    """Records with the same names, stored row by row."""
 
     __slots__ = ("names", "order", "rows", "width")
 
@@ -28,18 +28,19 @@ class RecordBlock:
         self.names = names
         self.width = len(names)
         self.rows = array("d")
-        self.order = array("q")  # the how manieth record of all
+        # position of each record among all records
+        self.order = array("q")
 
     def column(self, name: str) -> array[float]:
-        """The numbers of one name."""
+        """Return the values of a name."""
         return self.rows[self.names.index(name) :: self.width]
 
     def last_step(self) -> float:
-        """Of the last record; less than any step if there is none."""
+        """Return the step of the last record; -1 without records."""
         return self.rows[self.names.index(STEP) - self.width] if self.rows else -1.0
 
     def truncate_after(self, step: float) -> int:
-        """Forget the records after a step. Returns how many those are."""
+        """Remove the records after a step, and return their number."""
         steps = self.column(STEP)
         keep = bisect_right(steps, step)
         del self.rows[keep * self.width :]
@@ -48,22 +49,22 @@ class RecordBlock:
 
 
 class MetricTable:
-    """The records of a file of metrics, or of several parts of it, oldest first.
+    """Records of a metrics file and its rotated files, oldest first.
 
-    A resumed run goes back, and does some steps again: what it logged of them before no longer counts. That it went back is
-    seen by a metric whose step is less than its last; where to, ``resumes`` may say more exactly than the next record does.
+    A resumed run repeats steps; the earlier records of repeated steps are dropped. A metric whose step decreases reveals the
+    restart. ``resumes`` may give the first repeated step more exactly than the next record.
 
     Args:
-        resumes: steps that attempts began with.
+        resumes: first steps of attempts.
 
     Attributes:
-        count: records.
-        malformed: objects that are no record.
-        non_numeric: how many values are no numbers, by name.
-        went_back: how often the steps went back.
-        repeated: how many records that cost.
-        ends_before_resume: where it was before: moment and step of the last record, of those that have a moment.
-        has_too_many_names: whether there were more names than are kept.
+        count: number of records.
+        malformed: number of objects that are not records.
+        non_numeric: number of values other than numbers, by name.
+        went_back: number of restarts.
+        repeated: number of dropped records.
+        ends_before_resume: time and step of the last record before each restart, for records with a time.
+        has_too_many_names: True if names were dropped.
     """
 
     def __init__(self, resumes: Sequence[float] = ()) -> None:
@@ -80,7 +81,7 @@ class MetricTable:
         self._names: set[str] = {STEP, TIME}
 
     def add(self, rows: list[Row]) -> None:
-        """Take further records."""
+        """Add records."""
         blocks, top = self._blocks, self._max_step
         for row in rows:
             names = tuple(row)
@@ -119,23 +120,22 @@ class MetricTable:
         return True
 
     def _add_slowly(self, row: Row) -> None:
-        """A record with other names than those before, or with something in it that is no number."""
+        """Add a record with new names or with values other than numbers."""
         plain: dict[str, float] = {}
         for name, value in row.items():
-            kept = name[:_MAX_NAME_LENGTH]
+            short_name = name[:_MAX_NAME_LENGTH]
             number = to_number(value)
             if number is None:
                 if len(self.non_numeric) < _MAX_NAMES:
-                    self.non_numeric[kept] = self.non_numeric.get(kept, 0) + 1
-            elif kept in self._names or len(self._names) < _MAX_NAMES:
-                self._names.add(kept)
-                plain[kept] = number
+                    self.non_numeric[short_name] = self.non_numeric.get(short_name, 0) + 1
+            elif short_name in self._names or len(self._names) < _MAX_NAMES:
+                self._names.add(short_name)
+                plain[short_name] = number
             else:
                 self.has_too_many_names = True
         shapes = [tuple(plain)]
-        if (
-            shapes[0] not in self._blocks and len(self._blocks) >= _MAX_BLOCKS
-        ):  # names that differ all the time: each for itself
+        # Names that change all the time are stored separately.
+        if shapes[0] not in self._blocks and len(self._blocks) >= _MAX_BLOCKS:
             timed = (STEP, TIME) if TIME in plain else (STEP,)
             shapes = [(*timed, name) for name in plain if name not in timed]
         for shape in shapes:
@@ -144,23 +144,23 @@ class MetricTable:
             block.order.append(self.count)
 
     def columns(self) -> dict[str, tuple[Sequence[float], Sequence[float], Sequence[float]]]:
-        """Steps, moments (NaN where none was written) and values by name, in order of steps; of one step, the last record."""
+        """Return steps, times (NaN if unknown) and values by name, in order of steps, with the last record of each step."""
         of: dict[str, list[RecordBlock]] = {}
         for block in self._blocks.values():
             for name in block.names:
                 if name not in (STEP, TIME) and block.rows:
                     of.setdefault(name, []).append(block)
         orders: dict[tuple[int, ...], _JoinedBlocks] = {}
-        found = {}
+        columns = {}
         for name, blocks in of.items():
             key = tuple(map(id, blocks))
             joined = orders.get(key) or orders.setdefault(key, _JoinedBlocks(blocks))
-            found[name] = (joined.steps, joined.times, joined.values_of(name))
-        return found
+            columns[name] = (joined.steps, joined.times, joined.values_of(name))
+        return columns
 
 
 def to_number(value: object) -> float | None:
-    """A value as a number: also one that is not finite, as the JSONL sink writes it; None for what is none."""
+    """Convert a logged value to a number, including the texts of non-finite numbers; None for other values."""
     if isinstance(value, str):
         return _NON_FINITE.get(value)
     if not isinstance(value, int | float):
@@ -171,7 +171,7 @@ def to_number(value: object) -> float | None:
 
 
 class _JoinedBlocks:
-    """Blocks as one, in order of steps."""
+    """Several blocks in order of steps."""
 
     def __init__(self, blocks: list[RecordBlock]) -> None:
         self._blocks = blocks
@@ -191,7 +191,7 @@ class _JoinedBlocks:
         self.times: Sequence[float] = self._in_step_order(times)
 
     def values_of(self, name: str) -> Sequence[float]:
-        """The values of a name, at ``steps``."""
+        """Return the values of a name at ``steps``."""
         values = array("d")
         for block in self._blocks:
             values.extend(block.column(name))
@@ -202,7 +202,7 @@ class _JoinedBlocks:
 
 
 def _last_record_per_step(steps: Sequence[float], order: Sequence[int]) -> list[int]:
-    """Which records count, in order of steps: of those of one step, the last one written."""
+    """Return the indices of the records that count, in order of steps: the last record of each step."""
     last: dict[float, int] = {}
     for index, step in enumerate(steps):
         other = last.get(step)
@@ -213,10 +213,11 @@ def _last_record_per_step(steps: Sequence[float], order: Sequence[int]) -> list[
 
 MAX_POINTS = 1000
 MAX_MARKS = 200
-_MAX_TOTAL_POINTS = 150_000  # of all series together: a page that holds more takes long to open
+# points of all series: a larger page opens slowly
+_MAX_TOTAL_POINTS = 150_000
 
 StepTime = Callable[[float], tuple[float, float | None]]
-"""When a step was done, by the ledgers, and how many tokens there had been; raises LookupError if nobody knows."""
+"""Function from a step to its time and token count in the ledgers. Raises LookupError if unknown."""
 
 
 def make_series(
@@ -228,20 +229,21 @@ def make_series(
     moment: StepTime,
     points: int = MAX_POINTS,
 ) -> MetricSeries:
-    """The series of a metric, out of its columns.
+    """Build the series of a metric from its columns.
 
     Args:
-        steps: in order.
-        times: seconds since 1970, NaN where not known.
-        values: at the steps.
-        started_at: where times are counted from.
-        moment: for what the records do not say.
-        points: at most so many are kept, even.
+        steps: steps in order.
+        times: seconds since 1970, NaN if unknown.
+        values: values at the steps.
+        started_at: origin of times.
+        moment: function for unknown times and tokens.
+        points: largest number of points, even.
     """
     last_step, count = int(steps[-1]), len(values)
     marks: list[NonFiniteMark] = []
     bad = 0
-    if not math.isfinite(sum(values)):  # in C; looking at each takes a second for ten million. Large ones may overflow too
+    # The sum runs in C; a check of each value would take a second for ten million values. Large values may overflow, too.
+    if not math.isfinite(sum(values)):
         finite = [index for index, value in enumerate(values) if math.isfinite(value)]
         bad = count - len(finite)
         marks = _non_finite_marks(steps, times, values, started_at, moment)
@@ -268,19 +270,19 @@ def make_series(
 
 
 def points_per_series(names: int) -> int:
-    """How many points each of so many series may have."""
+    """Return the largest number of points per series."""
     return max(20, min(MAX_POINTS, _MAX_TOTAL_POINTS // max(names, 1)) // 2 * 2)
 
 
 def downsample(values: Sequence[float], points: int) -> list[int]:
-    """Which points to keep, by number: the first and the last, and of each stretch the least and the greatest value."""
+    """Return the indices of the points to keep: the first, the last, and minimum and maximum of each interval."""
     count = len(values)
     if count <= points:
         return list(range(count))
-    stretches = points // 2 - 1
+    num_intervals = points // 2 - 1
     chosen = {0, count - 1}
-    for stretch in range(stretches):
-        begin, end = stretch * count // stretches, (stretch + 1) * count // stretches
+    for interval in range(num_intervals):
+        begin, end = interval * count // num_intervals, (interval + 1) * count // num_intervals
         part = array("d", values[begin:end])
         chosen |= {begin + part.index(min(part)), begin + part.index(max(part))}
     return sorted(chosen)
@@ -289,10 +291,10 @@ def downsample(values: Sequence[float], points: int) -> list[int]:
 def _non_finite_marks(
     steps: Sequence[float], times: Sequence[float], values: Sequence[float], started_at: float, moment: StepTime
 ) -> list[NonFiniteMark]:
-    found = [index for index, value in enumerate(values) if not math.isfinite(value)]
-    if len(found) > MAX_MARKS:
-        found = [found[at * (len(found) - 1) // (MAX_MARKS - 1)] for at in range(MAX_MARKS)]
-    at, tokens = _times_and_tokens([steps[index] for index in found], [times[index] for index in found], started_at, moment)
+    indices = [index for index, value in enumerate(values) if not math.isfinite(value)]
+    if len(indices) > MAX_MARKS:
+        indices = [indices[mark * (len(indices) - 1) // (MAX_MARKS - 1)] for mark in range(MAX_MARKS)]
+    at, tokens = _times_and_tokens([steps[i] for i in indices], [times[i] for i in indices], started_at, moment)
     return [
         NonFiniteMark(
             step=int(steps[index]),
@@ -300,7 +302,7 @@ def _non_finite_marks(
             tokens=tokens[number] if tokens else None,
             at=at[number] if at else None,
         )
-        for number, index in enumerate(found)
+        for number, index in enumerate(indices)
     ]
 
 
@@ -313,7 +315,7 @@ def _non_finite_name(value: float) -> Literal["nan", "inf", "-inf"]:
 def _times_and_tokens(
     steps: Sequence[float], times: Sequence[float], started_at: float, moment: StepTime
 ) -> tuple[list[float], list[float]]:
-    """Seconds since the start, and tokens, at each step; an empty list for what is not known of all of them."""
+    """Return seconds since the start and tokens at each step; an empty list if any is unknown."""
     at, tokens = [], []
     for step, time in zip(steps, times, strict=True):
         try:

@@ -1,6 +1,4 @@
-"""A ledger that was read, as text for another process: without pickle, which would run what it is told to.
-
-The ledgers of all ranks: large ones on all processors, by processes of their own."""
+"""Read the ledgers of all ranks, large ledgers in parallel processes. Results are exchanged as JSON, not pickle."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from dtrain.report.reading.run_files import read_problems
 
 
 def encode_ledger(ledger: RankLedger, unreadable: int, failed: list[str]) -> str:
-    """One line of text."""
+    """Encode a ledger as one line of text."""
     attempts = []
     for lines in ledger.attempts.values():
         lines.flush_gauges()
@@ -39,11 +37,12 @@ def _encode_value(value: Any) -> Any:
         return b64encode(value.tobytes()).decode()
     if isinstance(value, CumulativeCurve):
         return {"at": value.at, "step": value.step, "rows": value.rows}
-    return sorted(value)  # a set
+    # a set
+    return sorted(value)
 
 
 def decode_ledger(text: str) -> tuple[RankLedger, int, list[str]]:
-    """What ``packed`` was given."""
+    """Decode the text of ``encode_ledger``."""
     facts = json.loads(text)
     ledger = RankLedger(facts["rank"])
     ledger.malformed, ledger.unknown_kinds, ledger.interleaved = facts["malformed"], facts["strange"], set(facts["mixed"])
@@ -56,7 +55,7 @@ def decode_ledger(text: str) -> tuple[RankLedger, int, list[str]]:
 
 
 def _decode_value(known: Any, value: Any) -> Any:
-    """A value in the type that the attribute has."""
+    """Convert a decoded value to the type of the attribute."""
     if isinstance(known, array):
         return _decode_array(value)
     if isinstance(known, CumulativeCurve):
@@ -72,29 +71,31 @@ def _decode_array(text: str) -> array[float]:
     return numbers
 
 
-_MIN_PARALLEL_BYTES = 24 << 20  # bytes, which take a second: ten times what a process takes to start
-_MAX_PROCESSES = 16  # processes
-_KIND_BYTES = 40  # bytes of a line, in which its kind is
+# Reading takes a second, ten times the start of a process.
+_MIN_PARALLEL_BYTES = 24 << 20
+_MAX_PROCESSES = 16
+# prefix of a line that contains its kind
+_KIND_BYTES = 40
 _PROGRAM = "from dtrain.report.reading.parallel import _serve; _serve()"
 
 LedgerResult = tuple[RankLedger, int, list[str]]
-"""A ledger, how many lines could not be read, and why the file could not."""
+"""Ledger, number of unreadable lines, and errors of the file."""
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Reading makes millions of small objects and no cycles: looking for those takes a third of the time."""
-    was = gc.isenabled()
+    """Pause the garbage collector. Collection would take a third of the time, and the millions of objects have no cycles."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()
 
 
 def read_into(into: RankLedger | MetricTable, lines: JsonlReader) -> list[str]:
-    """Read a file to its end. Returns why that failed, if it did."""
+    """Read a file to its end. Return the error, if any."""
     try:
         for rows in lines.read_batches():
             into.add(rows)
@@ -105,7 +106,7 @@ def read_into(into: RankLedger | MetricTable, lines: JsonlReader) -> list[str]:
 
 
 def resume_steps(files: Mapping[int, Path]) -> list[float]:
-    """The steps that attempts went on from: looked for in the first ledger, without reading all of it."""
+    """Return the first steps of attempts from the first ledger, without parsing every line."""
     steps: list[float] = []
     for path in [files[min(files)]] if files else []:
         try:
@@ -122,15 +123,16 @@ def resume_steps(files: Mapping[int, Path]) -> list[float]:
 def _step_of(line: bytes) -> list[float]:
     try:
         step = json.loads(line)["step"]
-        return [float(step)] if step > 0 else []  # a run is opened before its checkpoint is loaded, at step 0
+        # open_run precedes loading the checkpoint, at step 0.
+        return [float(step)] if step > 0 else []
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
 
 
 class ParallelLedgerReader:
-    """Begin to read ledgers, in processes of their own if that is worth it, while something else is done in this one.
+    """Context manager that reads large ledgers in processes while this process continues.
 
-    A context; ``result`` is what was read. Whatever is wrong with such a process, what it should have read is read here.
+    ``result`` returns the ledgers. If a process fails, this process reads the remaining ledgers.
     """
 
     def __init__(self, files: Mapping[int, Path]) -> None:
@@ -151,18 +153,18 @@ class ParallelLedgerReader:
             process.communicate()
 
     def result(self, folder: Path) -> tuple[list[RankLedger], list[str]]:
-        """The ledgers by rank, and what could not be read."""
+        """Return the ledgers by rank, and the problems."""
         read: dict[int, LedgerResult] = {}
         while self._workers:
             part, process = self._workers.pop()
-            # Fewer answers than questions if the process failed; then the rest is read here.
+            # A failed process returns fewer ledgers; this process reads the rest.
             read |= dict(zip([rank for rank, _ in part], _read_results(process), strict=False))
-        ledgers, wrong = [], []
+        ledgers, problems = [], []
         for rank, path in self._files.items():
             ledger, unreadable, failed = read.get(rank) or _read_ledger(rank, path)
-            wrong += [*failed, *read_problems(path, unreadable, folder, ledger.malformed, "line of a ledger")]
+            problems += [*failed, *read_problems(path, unreadable, folder, ledger.malformed, "line of a ledger")]
             ledgers.append(ledger)
-        return ledgers, wrong
+        return ledgers, problems
 
 
 def _file_size(path: Path) -> int:
@@ -190,7 +192,8 @@ def _start_worker(part: list[tuple[int, Path]]) -> subprocess.Popen[bytes] | Non
         with process.stdin:
             process.stdin.write(json.dumps([[rank, str(path.absolute())] for rank, path in part]).encode())
     except OSError:
-        pass  # it has ended, so its answer is empty
+        # The process has ended, so its output is empty.
+        pass
     return process
 
 
@@ -203,9 +206,9 @@ def _read_results(process: subprocess.Popen[bytes]) -> list[LedgerResult]:
 
 
 def _serve() -> None:
-    """What such a process does: paths from standard input, ledgers to standard output.
+    """Serve as a worker process: read paths from standard input, write ledgers to standard output.
 
-    All of them at the end: nobody reads them before, and who writes into a full pipe does not go on.
+    All ledgers are written at the end, because writing to a full pipe would block.
     """
     with gc_paused():
         answers = [encode_ledger(*_read_ledger(rank, Path(path))) for rank, path in json.load(sys.stdin)]

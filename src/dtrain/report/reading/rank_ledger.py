@@ -1,4 +1,4 @@
-"""The ledger of one rank: its lines, added up by attempt."""
+"""Read the ledger of one rank and accumulate its lines by attempt."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from dtrain.report.reading.cumulative_curve import COLUMN, WIDTH, CumulativeCurv
 from dtrain.report.reading.jsonl_reader import Row
 from dtrain.spans import OTHER, TIME_CATEGORIES, category_of
 
-_MAX_VALUE = 1e15  # of anything that is counted or timed here; what is beyond is damage
-_GAP_S = 1.0  # lines come so much apart from the seconds that they tell of, without a gap between them
-_MAX_EVENTS = 20_000  # of a rank and an attempt; a million of them are nobody's reading
+# largest count or time; larger values are damage
+_MAX_VALUE = 1e15
+# largest difference between the distance of two lines and their recorded seconds without a gap
+_GAP_S = 1.0
+# per rank and attempt
+_MAX_EVENTS = 20_000
 _MAX_GAUGES = 50
 _MAX_NAME_LENGTH = 200  # characters
 _NUMBER_TYPES = (int, float)
@@ -21,22 +24,22 @@ _OTHER_COLUMN = COLUMN[category_of(OTHER)]
 
 
 class AttemptLedger:
-    """What a rank wrote in one attempt.
+    """Ledger of a rank in one attempt.
 
     Attributes:
-        number: of the attempt.
-        opened: the line ``open``, empty if that is lost.
-        opened_at: its moment, or where the first line begins.
-        closed: the line ``close``, None if there is none.
-        curve: from the start of the process on.
-        cells: count, seconds and cause by span.
-        events: as they were written.
-        dropped_events: events beyond those.
-        resumed: whether it said which step it continued.
-        clock_back_s: for how long in all the clock went back.
-        last_line_at: the last line, of one that was killed later; None of others.
-        open_count: lines ``open``; more than one are several processes.
-        unknown_causes: causes that this version does not know.
+        number: number of the attempt.
+        opened: line ``open``; empty if lost.
+        opened_at: time of ``opened``, or the start of the first line.
+        closed: line ``close``; None if missing.
+        curve: curve since the start of the process.
+        cells: count, seconds and category by span.
+        events: events in order of writing.
+        dropped_events: number of events beyond the limit.
+        resumed: True if the ledger records the resumed step.
+        clock_back_s: seconds by which the clock was put back.
+        last_line_at: time of the last line of a killed process; else None.
+        open_count: number of lines ``open``; several mean several processes.
+        unknown_causes: categories unknown to this version.
     """
 
     def __init__(self, number: int) -> None:
@@ -55,33 +58,34 @@ class AttemptLedger:
         self.unknown_causes: set[str] = set()
         self._gauge_at = array("d")
         self._gauges: dict[str, array[float]] = {}
-        self._flat_names: tuple[str, ...] = ()  # of the gauges in the lines that came last
+        # names of the gauges in the latest lines
+        self._flat_names: tuple[str, ...] = ()
         self._flat_at, self._flat = array("d"), array("d")
         self._totals = [0.0] * WIDTH
         self._first_sum = True
 
     @property
     def ended_at(self) -> float:
-        """The moment of the last line."""
+        """Time of the last line."""
         return self.curve.at[-1]
 
     @property
     def first_step(self) -> int:
-        """Steps that were done when it began."""
+        """Number of completed steps at the start."""
         return int(self.curve.step[0])
 
     @property
     def last_step(self) -> int:
-        """Steps that were done when it ended."""
+        """Number of completed steps at the end."""
         return int(self.curve.step[-1])
 
     @property
     def setup_s(self) -> float:
-        """From the start of the process to the opening."""
+        """Seconds from process start to ``open_run``."""
         return self.opened_at - self.curve.at[0]
 
     def shift(self, by: float) -> None:
-        """Move all moments by so many seconds."""
+        """Shift all times."""
         self.opened_at += by
         self.curve.at = array("d", [at + by for at in self.curve.at])
         self._gauge_at = array("d", [at + by for at in self.gauge_at])
@@ -89,10 +93,11 @@ class AttemptLedger:
             event["at"] += by
 
     def open(self, row: Row) -> None:
-        """Take a line of the kind ``open``."""
+        """Add a line of kind ``open``."""
         at, setup, step = parse_number(row["at"]), parse_number(row.get("setup_s", 0.0)), parse_number(row.get("step", 0))
         self.open_count += 1
-        if self.curve.at:  # a second process under the same number, or a line too late to begin with
+        # A second process has the same number, or the line is out of order.
+        if self.curve.at:
             return
         self.opened, self.opened_at = row, at
         self.curve.add(at - setup, step, self._totals)
@@ -100,16 +105,17 @@ class AttemptLedger:
         self.curve.add(at, step, self._totals)
 
     def sum(self, row: Row) -> None:
-        """Take a line of the kind ``sum``: what has passed since the line before."""
+        """Add a line of kind ``sum``: the totals since the last line."""
         at, seconds, step, found = row["at"], row["seconds"], row["step"], row["spans"]
         samples, tokens = row.get("samples", 0), row.get("tokens", 0)
         used = sum([each for _, each in found.values()])
-        # One comparison a number, which is false for NaN, and no call: there are a million of these lines.
+        # One comparison per number, false for NaN, and no call: a ledger may have a million lines.
         if not (0 <= at < _MAX_VALUE and 0 <= seconds < _MAX_VALUE and 0 <= step < _MAX_VALUE and 0 <= used < _MAX_VALUE
                 and 0 <= samples < _MAX_VALUE and 0 <= tokens < _MAX_VALUE):  # fmt: skip
             raise ValueError(row)
         totals, curve = self._totals, self.curve
-        if not curve.at:  # the line ``open`` is lost
+        # The line ``open`` is lost.
+        if not curve.at:
             self.opened_at = at - seconds
             curve.add(at - seconds, 0.0, totals)
         before, done = curve.at[-1], curve.step[-1]
@@ -135,11 +141,12 @@ class AttemptLedger:
             self._add_gauges(at, gauges)
 
     def _backfill_start(self, step: float, counted: float) -> None:
-        """Fill in where it began, with the first line that has a step, which tells of the end of it only.
+        """Fill in the totals before the first line with a step.
 
-        A run is opened before its checkpoint is loaded, so the line ``open`` says 0, and the first sum of one that went on has
-        a step and counts none. Who loaded by other means than dtrain's said nothing of it: then it is the steps that the line
-        counts which were done here.
+        ``open_run`` precedes loading the checkpoint, so the line ``open`` has step 0, and the first line of totals after a
+        resume has a
+        step but no counted steps. A checkpoint loaded without dtrain leaves no event; then the counted steps give the first
+        step.
         """
         self._first_sum = False
         curve = self.curve
@@ -165,7 +172,8 @@ class AttemptLedger:
         return cell
 
     def _add_gauges(self, at: float, found: Mapping[str, Any]) -> None:
-        values = found.values()  # of what is no object there are none, and so nothing is taken
+        # A value other than an object has no items, so nothing is added.
+        values = found.values()
         before = len(self._flat)
         names = tuple(found)
         if names != self._flat_names:
@@ -173,7 +181,8 @@ class AttemptLedger:
             self._flat_names, before = names, 0
         try:
             self._flat.extend(values)
-        except (TypeError, OverflowError):  # one of them is no number
+        # A value is not a number.
+        except (TypeError, OverflowError):
             del self._flat[before:]
             self._flat.extend(
                 [value if type(value) in _NUMBER_TYPES and abs(value) < _MAX_VALUE else math.nan for value in values]
@@ -181,11 +190,11 @@ class AttemptLedger:
         self._flat_at.append(at)
 
     def set_gauges(self, gauges: dict[str, array[float]]) -> None:
-        """Have these for gauges."""
+        """Replace the gauges."""
         self._gauges = gauges
 
     def flush_gauges(self) -> None:
-        """Put the gauges that came with the same names, one line after another, to those before."""
+        """Append the buffered gauges with equal names to the columns."""
         at, flat, names = self._flat_at, self._flat, self._flat_names
         for name in names[: _MAX_GAUGES - len(self._gauges)]:
             self._gauges.setdefault(name, array("d", [math.nan]) * len(self._gauge_at))
@@ -196,18 +205,18 @@ class AttemptLedger:
 
     @property
     def gauge_at(self) -> array[float]:
-        """When there were gauges."""
+        """Times of the gauges."""
         self.flush_gauges()
         return self._gauge_at
 
     @property
     def gauges(self) -> dict[str, array[float]]:
-        """By name, at those moments; NaN where a line had none of this name."""
+        """Gauges by name at ``gauge_at``; NaN for a line without the gauge."""
         self.flush_gauges()
         return self._gauges
 
     def event(self, row: Row) -> None:
-        """Take a line of the kind ``event``."""
+        """Add a line of kind ``event``."""
         if not isinstance(row["name"], str):
             raise TypeError("name")
         at = parse_number(row["at"]) + self.clock_back_s
@@ -220,14 +229,14 @@ class AttemptLedger:
             self.dropped_events += 1
 
     def extend_to(self, at: float, step: float) -> None:
-        """Go on to a later moment, and the step that was done by then, with time that no line tells of."""
+        """Extend the curve to a later time and step. The time without lines counts as other."""
         if at > self.ended_at:
             self.last_line_at = self.ended_at
             self._totals[_OTHER_COLUMN] += at - self.ended_at
             self.curve.add(at, max(step, self.curve.step[-1]), self._totals)
 
     def close(self, row: Row) -> None:
-        """Take a line of the kind ``close``."""
+        """Add a line of kind ``close``."""
         at = parse_number(row["at"]) + self.clock_back_s
         if not isinstance(row["reason"], str):
             raise TypeError("reason")
@@ -237,14 +246,14 @@ class AttemptLedger:
 
 
 class RankLedger:
-    """What a rank wrote in all attempts.
+    """Ledger of a rank over all attempts.
 
     Attributes:
-        rank: which.
-        attempts: by number, in the order of the file.
-        malformed: objects that are no line of a ledger.
-        unknown_kinds: how many of each kind that this version does not know.
-        interleaved: attempts whose lines come after those of a later one began: several runs in one folder.
+        rank: number of the rank.
+        attempts: attempts by number, in file order.
+        malformed: number of objects that are not ledger lines.
+        unknown_kinds: number of lines by unknown kind.
+        interleaved: attempts with lines after a later attempt began, written by several runs in one folder.
     """
 
     def __init__(self, rank: int) -> None:
@@ -256,7 +265,7 @@ class RankLedger:
         self._current = AttemptLedger(0)
 
     def add(self, rows: list[Row]) -> None:
-        """Take further lines."""
+        """Add lines."""
         for row in rows:
             try:
                 if row["attempt"] != self._current.number:
@@ -284,11 +293,11 @@ class RankLedger:
 
 
 def parse_number(value: Any) -> float:
-    """A number of a line.
+    """Convert a value of a line to a number.
 
     Raises:
-        TypeError: it is none.
-        ValueError: it is negative, not finite, or larger than anything that is counted or timed.
+        TypeError: the value is not a number.
+        ValueError: the value is negative, not finite, or too large.
     """
     if not 0 <= value < _MAX_VALUE:
         raise ValueError(value)

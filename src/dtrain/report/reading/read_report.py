@@ -1,4 +1,4 @@
-"""Folders of runs into a report."""
+"""Read run folders into a report."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _MAX_HINTS = 5
 
 
 def read_report(folders: Sequence[str | Path], *, version: str, now: float | None = None) -> Report:
-    """What the folders tell.
+    """Read run folders into a report.
 
     Args:
-        folders: of runs.
-        version: of dtrain.
-        now: seconds since 1970; None for the clock's.
+        folders: folders of runs.
+        version: version of dtrain.
+        now: seconds since 1970; None uses the clock.
 
     Returns:
-        A report of all folders that hold a run. The others are in its ``problems``, with whatever is missing in those.
+        A report of all folders with a run. ``problems`` lists other folders and missing parts.
 
     Raises:
-        ConfigError: none of them holds a run.
+        ConfigError: no folder has a run.
     """
     now = time() if now is None else now
     read: list[RunReport] = []
@@ -73,10 +73,10 @@ def read_report(folders: Sequence[str | Path], *, version: str, now: float | Non
 
 
 def read_run(folder: str | Path, *, now: float) -> RunReport:
-    """What the folder of a run tells, as far as it can be read.
+    """Read the folder of a run, as far as possible.
 
     Raises:
-        ConfigError: there is no run in it.
+        ConfigError: the folder has no run.
     """
     path = Path(folder)
     _check_is_run(path, str(folder))
@@ -89,7 +89,8 @@ def _check_is_run(path: Path, given: str) -> None:
         if is_run(path):
             return
         there = path.is_dir()
-    except (OSError, ValueError) as error:  # a name that is too long, or with a zero in it
+    # The name may be too long or contain a null character.
+    except (OSError, ValueError) as error:
         raise ConfigError(f"report: {given[:200]!r} cannot be read: {error}") from error
     if not there:
         kind = "is a file" if path.exists() else "is not there"
@@ -144,7 +145,7 @@ def _read_run_folder(path: Path, given: str, now: float) -> RunReport:
 
 
 def read_metrics(path: Path, resumes: Sequence[float], *, has_ledger: bool) -> tuple[dict[str, MetricTable], list[str]]:
-    """The metrics of a run by file, and what could not be read."""
+    """Read the metrics of a run by file, and list the problems."""
     found: dict[str, MetricTable] = {}
     missing: list[str] = []
     for name, parts in metrics_files(path).items():
@@ -160,10 +161,10 @@ def read_metrics(path: Path, resumes: Sequence[float], *, has_ledger: bool) -> t
 
 
 def _guess_start_time(metrics: dict[str, MetricTable], abouts: dict[int, Row]) -> float | None:
-    """When a run without a ledger began, as far as anybody says."""
-    said = [about.get("started_at") for about in abouts.values()]
-    said += [float(times[0]) for each in metrics.values() for _, times, _ in each.columns().values() if len(times)]
-    known = [float(at) for at in said if isinstance(at, int | float) and math.isfinite(at) and at > 0]
+    """Guess the start of a run without a ledger."""
+    times_of_start = [about.get("started_at") for about in abouts.values()]
+    times_of_start += [float(times[0]) for each in metrics.values() for _, times, _ in each.columns().values() if len(times)]
+    known = [float(at) for at in times_of_start if isinstance(at, int | float) and math.isfinite(at) and at > 0]
     return min(known, default=None)
 
 
@@ -171,7 +172,8 @@ def _build_series(metrics: dict[str, MetricTable], found: list[MergedAttempt], s
     columns = {name: each.columns() for name, each in metrics.items()}
     points = points_per_series(sum(map(len, columns.values())))
 
-    @cache  # most series have the same steps
+    # Most series have the same steps.
+    @cache
     def moment(step: float) -> tuple[float, float | None]:
         curve = curve_with_step(found, step)
         tokens = curve.totals_at_step(step)[1]

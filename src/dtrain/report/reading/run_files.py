@@ -1,6 +1,4 @@
-"""What lies in a run's folder, and what is missing or damaged there, in words.
-
-What each attempt was: its file, and what changed from one attempt to the next."""
+"""List the files of a run's folder, read the metadata of attempts, and describe missing or damaged parts."""
 
 from __future__ import annotations
 
@@ -19,17 +17,18 @@ from dtrain.report.reading.metric_table import MetricTable
 from dtrain.report.reading.rank_ledger import RankLedger
 
 _METRICS_FILE = re.compile(r"(metrics[^/]*\.jsonl)(?:\.(\d{1,9}))?")
-_MAX_PROBLEMS = 12  # lines of one kind
+# lines of one kind
+_MAX_PROBLEMS = 12
 
 
 def ledger_files(folder: Path) -> dict[int, Path]:
-    """The ledgers by rank."""
+    """Return the ledgers by rank."""
     found = {run_layout.parse_rank(path.name): path for path in (folder / run_layout.LEDGER).glob("*.jsonl") if path.is_file()}
     return {rank: path for rank, path in sorted(found.items(), key=str) if rank is not None}
 
 
 def metrics_files(folder: Path) -> dict[str, list[Path]]:
-    """Files of metrics, each with the parts that were rotated away: oldest first. That of the loop comes first."""
+    """Return the metrics files, each with its rotated files, oldest first. The file of the loop comes first."""
     parts: dict[str, list[tuple[int, Path]]] = {}
     for path in folder.glob("metrics*.jsonl*"):
         if (found := _METRICS_FILE.fullmatch(path.name)) and path.is_file():
@@ -39,32 +38,32 @@ def metrics_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether anything of a run is there."""
+    """Return True if a folder has any file of a run."""
     abouts = (run_layout.parse_attempt(path.name) is not None for path in (folder / run_layout.ATTEMPTS).glob("*.json"))
     return bool(ledger_files(folder) or metrics_files(folder) or any(abouts))
 
 
 def find_runs(folder: Path) -> list[str]:
-    """Folders in it that are runs."""
+    """Return the names of subfolders with runs."""
     try:
         return sorted(each.name for each in folder.iterdir() if each.is_dir() and is_run(each))
     except OSError:
         return []
 
 
-def read_problems(path: Path, unreadable: int, folder: Path, malformed: int, what: str) -> list[str]:
-    """What could not be read in a file."""
-    where = path.relative_to(folder).as_posix()
-    found = []
+def read_problems(path: Path, unreadable: int, folder: Path, malformed: int, kind: str) -> list[str]:
+    """Describe the unreadable lines of a file."""
+    name = path.relative_to(folder).as_posix()
+    problems = []
     if unreadable:
-        found.append(f"{where}: {format_count(unreadable, 'line')} could not be read: cut short, or damaged")
+        problems.append(f"{name}: {format_count(unreadable, 'line')} could not be read: cut short, or damaged")
     if malformed:
-        found.append(f"{where}: {format_count(malformed, 'line')} {'is' if malformed == 1 else 'are'} no {what}")
-    return found
+        problems.append(f"{name}: {format_count(malformed, 'line')} {'is' if malformed == 1 else 'are'} no {kind}")
+    return problems
 
 
 def ledger_problems(ledgers: Sequence[RankLedger], found: Sequence[MergedAttempt], abouts: dict[int, Row]) -> list[str]:
-    """What the ledgers do not say."""
+    """Describe the missing parts of ledgers."""
     if not ledgers:
         return ["no ledger: where the time went, how it ended, speed, memory and checkpoints are not known"]
     if not found:
@@ -83,11 +82,11 @@ def ledger_problems(ledgers: Sequence[RankLedger], found: Sequence[MergedAttempt
         missing.append(
             f"nothing in the ledgers of attempt {format_list(gone)}: it ended before its first line, or that is lost"
         )
-    strange: dict[str, int] = {}
+    unknown_kinds: dict[str, int] = {}
     for ledger in ledgers:
         for kind, many in ledger.unknown_kinds.items():
-            strange[kind] = strange.get(kind, 0) + many
-    for kind, many in list(strange.items())[:_MAX_PROBLEMS]:
+            unknown_kinds[kind] = unknown_kinds.get(kind, 0) + many
+    for kind, many in list(unknown_kinds.items())[:_MAX_PROBLEMS]:
         missing.append(
             f"ledger: {format_count(many, 'line')} of a kind that this version does not know, {kind[:60]!r}; left out"
         )
@@ -101,7 +100,7 @@ def ledger_problems(ledgers: Sequence[RankLedger], found: Sequence[MergedAttempt
 
 
 def metrics_problems(name: str, metrics: MetricTable, *, has_ledger: bool) -> list[str]:
-    """What a file of metrics does not say."""
+    """Describe the missing parts of a metrics file."""
     missing = []
     for metric, many in sorted(metrics.non_numeric.items(), key=lambda item: -item[1])[:_MAX_PROBLEMS]:
         missing.append(
@@ -119,14 +118,14 @@ def metrics_problems(name: str, metrics: MetricTable, *, has_ledger: bool) -> li
     return missing
 
 
-_MAX_FILE_BYTES = 4 << 20  # bytes
+_MAX_FILE_BYTES = 4 << 20
 _MAX_DIFFERENCES = 200
 _TIME_FIELDS = ("format", "attempt", "pid", "started_at", "time", "at")
 _MAX_METADATA_DEPTH = 6
 
 
 def read_attempt_files(folder: Path) -> tuple[dict[int, Row], list[str]]:
-    """What the files about attempts say, by number, and what is wrong with them."""
+    """Read the files of attempts by number, and list the problems."""
     found: dict[int, Row] = {}
     wrong = []
     paths = sorted((folder / run_layout.ATTEMPTS).glob("*.json"))
@@ -153,7 +152,7 @@ def read_attempt_files(folder: Path) -> tuple[dict[int, Row], list[str]]:
 
 
 def attempt_differences(abouts: Mapping[int, Row]) -> list[AttemptDifference]:
-    """What is not the same in all attempts, apart from moments and numbers of processes."""
+    """Return the facts that differ between attempts, without times and process ids."""
     flat = {number: dict(_flatten(about)) for number, about in abouts.items()}
     names = sorted({name for each in flat.values() for name in each})
     changed = [name for name in names if len({repr(each.get(name)) for each in flat.values()}) > 1]

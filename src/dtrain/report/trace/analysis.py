@@ -1,8 +1,7 @@
-"""Stretches of time, as sorted lists of (start, end) that do not touch.
+"""Analyze a profiler trace: time by activity (``kernel_breakdown``) and allocated memory over time (``memory_timeline``).
 
-``kernel_breakdown``: what the time of the steps in a trace went to.
-
-``memory_timeline``: what allocations add up to, over the steps of a trace."""
+Intervals are sorted lists of disjoint (start, end) pairs.
+"""
 
 from __future__ import annotations
 
@@ -22,70 +21,69 @@ Intervals: TypeAlias = list[tuple[float, float]]
 
 
 def union(parts: Iterable[tuple[float, float]]) -> Intervals:
-    """All time that is in one of ``parts`` at least.
+    """Return the union of intervals.
 
     >>> union([(5, 6), (0, 2), (1, 3), (4, 4)])
     [(0, 3), (5, 6)]
     """
-    found: Intervals = []
+    merged: Intervals = []
     for start, end in sorted(part for part in parts if part[1] > part[0]):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
-def subtract(these: Intervals, those: Intervals) -> Intervals:
-    """What is in ``these`` and not in ``those``; both as ``union`` returns them.
+def subtract(first: Intervals, second: Intervals) -> Intervals:
+    """Return the time in ``first`` and not in ``second``, both in the form of ``union``.
 
-    >>> without([(0, 10)], [(2, 3), (9, 12)])
+    >>> subtract([(0, 10)], [(2, 3), (9, 12)])
     [(0, 2), (3, 9)]
     """
-    found: Intervals = []
-    at = 0
-    for start, end in these:
-        while at < len(those) and those[at][1] <= start:
-            at += 1
-        here = at
-        while here < len(those) and those[here][0] < end:
-            if those[here][0] > start:
-                found.append((start, those[here][0]))
-            start = max(start, those[here][1])
-            here += 1
+    rest: Intervals = []
+    begin = 0
+    for start, end in first:
+        while begin < len(second) and second[begin][1] <= start:
+            begin += 1
+        index = begin
+        while index < len(second) and second[index][0] < end:
+            if second[index][0] > start:
+                rest.append((start, second[index][0]))
+            start = max(start, second[index][1])
+            index += 1
         if start < end:
-            found.append((start, end))
-    return found
+            rest.append((start, end))
+    return rest
 
 
-def intersect(these: Intervals, those: Intervals) -> Intervals:
-    """What is in both.
+def intersect(first: Intervals, second: Intervals) -> Intervals:
+    """Return the time in both ``first`` and ``second``.
 
-    >>> within([(0, 10)], [(2, 3), (9, 12)])
+    >>> intersect([(0, 10)], [(2, 3), (9, 12)])
     [(2, 3), (9, 10)]
     """
-    return subtract(these, subtract(these, those))
+    return subtract(first, subtract(first, second))
 
 
-def total_length(these: Intervals) -> float:
-    """How long they are together."""
-    return sum(end - start for start, end in these)
+def total_length(intervals: Intervals) -> float:
+    """Return the total length of the intervals."""
+    return sum(end - start for start, end in intervals)
 
 
 TOP_OPERATIONS = 10
-_COMMUNICATION_KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)  # a kernel that communicates
-_BACKEND_MARKS = ("gloo:", "mpi:", "ucc:")  # marks of a backend's own threads, for as long as a collective takes
-_COLLECTIVE_PREFIXES = (
-    "c10d::",
-    "_c10d_functional::",
-    "record_param_comms",
-)  # operations that begin a collective, or wait for it
+_COMMUNICATION_KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)
+# Threads of a backend mark the duration of a collective.
+_BACKEND_MARKS = ("gloo:", "mpi:", "ucc:")
+# operations that start or wait for a collective
+_COLLECTIVE_PREFIXES = ("c10d::", "_c10d_functional::", "record_param_comms")
 _LOADER_MARKS = ("enumerate(DataLoader)", "data")
-_UNNAMED_SPANS = {"data", "other"}  # spans in which a loader may be that is not dtrain's
+# A loader other than dtrain's may run in these spans.
+_UNNAMED_SPANS = {"data", "other"}
 
 
 class OperationTime(NamedTuple):
-    """An operation by name: its own seconds, without those of others inside it, and how often it ran."""
+    """Operation by name: self time in seconds and number of calls."""
 
     name: str
     seconds: float
@@ -94,21 +92,21 @@ class OperationTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBreakdown:
-    """Seconds of one rank in the steps of a trace. Parts overlap, except for those that say otherwise.
+    """Seconds of one rank in the steps of a trace. Parts may overlap, unless stated otherwise.
 
     Args:
-        rank: whose they are.
-        steps: how many.
-        seconds: of them together, wall time.
-        to_device_async: whether operations are those of a GPU; else those of the host.
-        compute: with an operation that computes.
-        communication: with a collective, waiting for other ranks included.
-        exposed: of ``communication``, those in which nothing computes.
-        copies: of a GPU, with a copy between it and the host, or within it.
-        data: the loop waited for the loader. What spans say, else marks in the trace; else the time between steps.
-        data_from: which of these: ``spans``, ``marks``, ``between`` or ``nothing``.
-        idle: with none of these operations on the device; on a CPU, with none at all, ``data`` and Python's own time included.
-        top: the ten operations with the most time of their own.
+        rank: rank of the trace.
+        steps: number of steps.
+        seconds: wall time of all steps.
+        on_device: if True, operations are those of a GPU; else those of the host.
+        compute: seconds with a compute operation.
+        communication: seconds with a collective, including waits for other ranks.
+        exposed_communication: seconds of ``communication`` without a compute operation.
+        copies: on a GPU, seconds with a copy between GPU and host, or within the GPU.
+        data_wait: seconds of waiting for the loader: from spans, else from marks in the trace, else the time between steps.
+        data_wait_source: source of ``data_wait``: ``spans``, ``marks``, ``between`` or ``nothing``.
+        idle: seconds without an operation on the device; on a CPU, without any operation, including data wait and Python.
+        top: the ten operations with the largest self time.
     """
 
     rank: int
@@ -117,31 +115,37 @@ class KernelBreakdown:
     on_device: bool
     compute: float
     communication: float
-    exposed: float
+    exposed_communication: float
     copies: float
-    data: float
-    data_from: str
+    data_wait: float
+    data_wait_source: str
     idle: float
     top: tuple[OperationTime, ...] = ()
 
 
 def kernel_breakdown(trace: ProfilerTrace | str | Path) -> KernelBreakdown:
-    """What the time of the recorded steps went to: compute, communication, copies, waiting for data, nothing; and the top ten.
+    """Break down the time of the recorded steps into compute, communication, copies, data wait and idle time.
 
-    Of a GPU, kernels and copies count, those of NCCL (RCCL) as communication. On a CPU operations count, those of
-    ``torch.distributed`` and the time of gloo's threads as communication.
+    On a GPU, kernels and copies count; kernels of NCCL (RCCL) are communication. On a CPU, operations count; operations of
+    ``torch.distributed`` and the time of gloo's threads are communication.
 
     Args:
-        trace: a file, or what ``read_trace`` made of it.
+        trace: file, or result of ``read_trace``.
+
+    Example:
+        import dtrain as dt
+
+        breakdown = dt.profiling.kernel_breakdown("traces/trace-rank-00000-step-00000002.pt.trace.json")
+        print(breakdown.compute / breakdown.seconds, breakdown.top[0])
 
     Raises:
-        ConfigError: there is no such file.
-        DataError: it is damaged, or no trace.
+        ConfigError: the file does not exist.
+        DataError: the file is damaged or not a trace.
     """
     trace = trace if isinstance(trace, ProfilerTrace) else read_trace(trace)
     steps = union((step.start, step.end) for step in trace.steps)
     compute, communication, copies = (intersect(part, steps) for part in _activity_intervals(trace))
-    data, data_from = _data_wait(trace, steps)
+    data_wait, data_wait_source = _data_wait(trace, steps)
     total = total_length(steps)
     return KernelBreakdown(
         rank=trace.rank,
@@ -150,56 +154,56 @@ def kernel_breakdown(trace: ProfilerTrace | str | Path) -> KernelBreakdown:
         on_device=trace.on_device,
         compute=total_length(compute) / 1e6,
         communication=total_length(communication) / 1e6,
-        exposed=total_length(subtract(communication, compute)) / 1e6,
+        exposed_communication=total_length(subtract(communication, compute)) / 1e6,
         copies=total_length(copies) / 1e6,
-        data=data,
-        data_from=data_from,
+        data_wait=data_wait,
+        data_wait_source=data_wait_source,
         idle=(total - total_length(union([*compute, *communication, *copies]))) / 1e6,
         top=_top_operations(trace, steps),
     )
 
 
-def sum_windows(shares: Sequence[KernelBreakdown]) -> KernelBreakdown:
-    """The sum over windows of one rank."""
+def sum_windows(breakdowns: Sequence[KernelBreakdown]) -> KernelBreakdown:
+    """Sum the breakdowns of all traces of a rank."""
     summed = {
-        each.name: sum(getattr(share, each.name) for share in shares)
+        each.name: sum(getattr(breakdown, each.name) for breakdown in breakdowns)
         for each in fields(KernelBreakdown)
-        if each.name not in ("rank", "to_device_async", "data_from", "top")
+        if each.name not in ("rank", "on_device", "data_wait_source", "top")
     }
     operations: dict[str, tuple[float, int]] = {}
-    for name, seconds, count in (operation for share in shares for operation in share.top):
+    for name, seconds, count in (operation for breakdown in breakdowns for operation in breakdown.top):
         before = operations.get(name, (0.0, 0))
         operations[name] = (before[0] + seconds, before[1] + count)
-    return replace(shares[0], **summed, top=_largest_operations(operations))
+    return replace(breakdowns[0], **summed, top=_largest_operations(operations))
 
 
 def _activity_intervals(trace: ProfilerTrace) -> tuple[Intervals, Intervals, Intervals]:
-    """When it computes, communicates, and copies."""
+    """Return the intervals of compute, communication and copies."""
     if trace.on_device:
         kernels = [event for event in trace.events if event.category == "kernel"]
-        talks = [bool(_COMMUNICATION_KERNEL.search(event.name)) for event in kernels]
+        communicates = [bool(_COMMUNICATION_KERNEL.search(event.name)) for event in kernels]
         return (
-            union((event.start, event.end) for event, talk in zip(kernels, talks, strict=True) if not talk),
-            union((event.start, event.end) for event, talk in zip(kernels, talks, strict=True) if talk),
+            union((event.start, event.end) for event, is_comm in zip(kernels, communicates, strict=True) if not is_comm),
+            union((event.start, event.end) for event, is_comm in zip(kernels, communicates, strict=True) if is_comm),
             union((event.start, event.end) for event in trace.events if event.category in ("gpu_memcpy", "gpu_memset")),
         )
     backend = [event for event in trace.events if event.category == "user_annotation" and event.name.startswith(_BACKEND_MARKS)]
-    theirs = {(event.pid, event.tid) for event in backend}
-    calls: dict[tuple[object, object], list[tuple[float, float]]] = defaultdict(list)
-    works: dict[tuple[object, object], list[tuple[float, float]]] = defaultdict(list)
+    backend_threads = {(event.pid, event.tid) for event in backend}
+    collectives: dict[tuple[object, object], list[tuple[float, float]]] = defaultdict(list)
+    operations: dict[tuple[object, object], list[tuple[float, float]]] = defaultdict(list)
     for event in trace.events:
-        if event.category == "cpu_op" and (event.pid, event.tid) not in theirs:
-            (calls if event.name.startswith(_COLLECTIVE_PREFIXES) else works)[(event.pid, event.tid)].append(
-                (event.start, event.end)
-            )
-    # An operation may have a collective inside it (the hooks of backward), and waits there.
-    compute = union(part for thread, parts in works.items() for part in subtract(union(parts), union(calls[thread])))
+        thread = (event.pid, event.tid)
+        if event.category == "cpu_op" and thread not in backend_threads:
+            by_thread = collectives if event.name.startswith(_COLLECTIVE_PREFIXES) else operations
+            by_thread[thread].append((event.start, event.end))
+    # An operation may wait for a collective inside, such as a hook of backward.
+    compute = union(part for thread, parts in operations.items() for part in subtract(union(parts), union(collectives[thread])))
     waits = [(event.start, event.end) for event in backend]
-    return compute, union([*waits, *(part for parts in calls.values() for part in parts)]), []
+    return compute, union([*waits, *(part for parts in collectives.values() for part in parts)]), []
 
 
 def _data_wait(trace: ProfilerTrace, steps: Intervals) -> tuple[float, str]:
-    """Seconds in which the loop waited for its loader, and how that is known."""
+    """Return the seconds of waiting for the loader, and the source of the number."""
     by_span = sum(step.spans.get("data", 0.0) for step in trace.steps)
     if by_span > 0:
         return by_span, "spans"
@@ -218,26 +222,26 @@ def _data_wait(trace: ProfilerTrace, steps: Intervals) -> tuple[float, str]:
 
 
 def _between_steps(step: TraceStep) -> float:
-    """Seconds outside of the step function, without what has a name: saving, evaluating, waiting where metrics are reduced."""
+    """Return the seconds outside of the step function, without named spans such as saving, evaluation and metric reduction."""
     if step.step_fn_us is None:
         return 0.0
     inside = step.step_fn_us / 1e6
-    # Spans say how long, not where. All of the step function is in some named one, so what they have beyond it is the loop's.
+    # Spans have no position. Named spans cover the whole step function, so their excess belongs to the loop.
     named = sum(seconds for name, seconds in step.spans.items() if name not in _UNNAMED_SPANS)
     return max(0.0, (step.end - step.start) / 1e6 - inside - max(0.0, named - inside))
 
 
 def _top_operations(trace: ProfilerTrace, steps: Intervals) -> tuple[OperationTime, ...]:
-    """By their own time, of those that begin in a step; of one thread, an operation may hold others."""
+    """Return the operations that begin in a step by self time. An operation may contain operations of the same thread."""
     if not steps:
         return ()
     kind = ("kernel", "gpu_memcpy", "gpu_memset") if trace.on_device else ("cpu_op",)
     totals: dict[str, tuple[float, int]] = {}
-    open_: dict[tuple[object, object], list[TraceEvent]] = defaultdict(list)
+    open_events: dict[tuple[object, object], list[TraceEvent]] = defaultdict(list)
     for event in trace.events:
         if event.category not in kind or not steps[0][0] <= event.start < steps[-1][1]:
             continue
-        stack = open_[(event.pid, event.tid)]
+        stack = open_events[(event.pid, event.tid)]
         while stack and stack[-1].end <= event.start:
             stack.pop()
         if stack:
@@ -255,47 +259,54 @@ def _largest_operations(totals: dict[str, tuple[float, int]]) -> tuple[Operation
 
 
 class MemorySample(NamedTuple):
-    """What a device's allocator held from a time on: seconds after the first step began, and bytes."""
+    """Allocated bytes of a device from a time on, in seconds after the start of the first step."""
 
     at: float
     bytes: int
 
 
 def memory_timeline(trace: ProfilerTrace | str | Path, path: str | Path | None = None) -> dict[str, list[MemorySample]]:
-    """What is held after each allocation, by device (``"cpu"``, ``"cuda:0"``); empty without ``profile(memory=True)``.
+    """Return the allocated memory over time by device (``"cpu"``, ``"cuda:0"``); empty without ``profile(memory=True)``.
 
-    On CUDA that is all of the caching allocator. On a CPU torch counts from the beginning of the recording: parameters made
-    before are not in it, and what was there before and is freed may bring it below zero.
+    On CUDA, the bytes are those of the caching allocator. On a CPU, torch counts from the start of the recording: earlier
+    parameters are missing, and freeing earlier tensors may give negative values.
 
     Args:
-        trace: a file, or what ``read_trace`` made of it.
-        path: a file for it, replaced if it is there: ``{"rank": ..., "devices": {"cpu": [[seconds, bytes], ...]}}``.
+        trace: file, or result of ``read_trace``.
+        path: output file, replaced if present: ``{"rank": ..., "devices": {"cpu": [[seconds, bytes], ...]}}``; None writes no
+            file.
+
+    Example:
+        import dtrain as dt
+
+        timeline = dt.profiling.memory_timeline("traces/trace-rank-00000-step-00000002.pt.trace.json")
+        print(max(sample.bytes for sample in timeline["cuda:0"]))
 
     Raises:
-        ConfigError: there is no such trace.
-        DataError: it is damaged, or no trace.
+        ConfigError: the trace does not exist.
+        DataError: the file is damaged or not a trace.
     """
     trace = trace if isinstance(trace, ProfilerTrace) else read_trace(trace)
     begin = trace.steps[0].start if trace.steps else (trace.allocations[0].at if trace.allocations else 0.0)
-    found: dict[str, list[MemorySample]] = {}
+    timelines: dict[str, list[MemorySample]] = {}
     for each in trace.allocations:
-        found.setdefault(each.device, []).append(MemorySample((each.at - begin) / 1e6, each.bytes))
+        timelines.setdefault(each.device, []).append(MemorySample((each.at - begin) / 1e6, each.bytes))
     if path is not None:
-        storage.replace_file(storage.resolve_path(path), json.dumps({"rank": trace.rank, "devices": found}).encode())
-    return found
+        storage.replace_file(storage.resolve_path(path), json.dumps({"rank": trace.rank, "devices": timelines}).encode())
+    return timelines
 
 
 def peak_and_median(timeline: list[MemorySample]) -> tuple[int, int]:
-    """The most bytes, and those that half of the time no more than were held.
+    """Return the peak and the time-weighted median of allocated bytes.
 
-    >>> peak_and_median([Held(0.0, 10), Held(1.0, 50), Held(1.5, 20), Held(3.0, 0)])
+    >>> peak_and_median([MemorySample(0.0, 10), MemorySample(1.0, 50), MemorySample(1.5, 20), MemorySample(3.0, 0)])
     (50, 20)
     """
     times = sorted((now.bytes, later.at - now.at) for now, later in pairwise(timeline))
-    peak = max((held.bytes for held in timeline), default=0)
-    left = sum(seconds for _, seconds in times) / 2
-    for held, seconds in times:
-        left -= seconds
-        if left <= 0:
-            return peak, held
+    peak = max((sample.bytes for sample in timeline), default=0)
+    remaining = sum(seconds for _, seconds in times) / 2
+    for size, seconds in times:
+        remaining -= seconds
+        if remaining <= 0:
+            return peak, size
     return peak, peak

@@ -1,6 +1,4 @@
-"""What stands out in the shares of all ranks: one small function for each rule.
-
-``diagnose``: what stands out in the traces of a run, in words."""
+"""Diagnose the traces of a run: find bottlenecks with one small rule each, and describe them in words (``diagnose``)."""
 
 from __future__ import annotations
 
@@ -14,18 +12,24 @@ from dtrain.errors import ConfigError, DataError
 from dtrain.report.trace.analysis import KernelBreakdown, kernel_breakdown, memory_timeline, peak_and_median, sum_windows
 from dtrain.report.trace.trace_file import ProfilerTrace, find_traces, read_trace
 
-DATA_WAIT = 0.10  # of a step
-EXPOSED_COMMUNICATION = 0.20  # of a step, while nothing computes
-HOST_BOUND = 0.20  # of a step, in which a GPU has nothing to do
-STRAGGLER = 1.25  # times the work of the other ranks,
-STRAGGLER_MARGIN = 0.05  # and so much of a step more than theirs
-MEMORY_SPIKE = 2.0  # times what is held half of the time
-MEMORY_SPIKE_MIN_BYTES = 64 * 2**20  # a peak below it is nobody's trouble
+# largest fraction of a step spent waiting for data
+DATA_WAIT = 0.10
+# largest fraction of a step in collectives without compute
+EXPOSED_COMMUNICATION = 0.20
+# largest idle fraction of a step on a GPU, without data wait
+HOST_BOUND = 0.20
+# largest ratio of a rank's work to the work of other ranks, and smallest difference as a fraction of a step
+STRAGGLER = 1.25
+STRAGGLER_MARGIN = 0.05
+# largest ratio of peak and median memory
+MEMORY_SPIKE = 2.0
+# Smaller peaks are ignored.
+MEMORY_SPIKE_MIN_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFinding:
-    """Something that stands out: which rule says so, in words, and the numbers that it rests on."""
+    """Bottleneck found by a rule: name of the rule, description and numbers."""
 
     rule: str
     text: str
@@ -34,7 +38,7 @@ class TraceFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemoryUse:
-    """Of one device of one rank, in bytes: the most, and what is held half of the time."""
+    """Memory of a device of a rank in bytes: peak and median over time."""
 
     rank: int
     device: str
@@ -46,45 +50,45 @@ DiagnosisRule: TypeAlias = Callable[[Sequence[KernelBreakdown]], TraceFinding | 
 
 
 def check_data_wait(shares: Sequence[KernelBreakdown]) -> TraceFinding | None:
-    """The loader is late: on some rank, more than a tenth of the step is spent waiting for it."""
+    """Find a rank that waits for data for more than a tenth of a step."""
     worst = max(shares, key=_data_wait_share)
     share = _data_wait_share(worst)
     if share <= DATA_WAIT:
         return None
-    where = "between steps, where the loader is" if worst.data_from == "between" else "waiting for data"
+    waiting = "between steps, where the loader is" if worst.data_wait_source == "between" else "waiting for data"
     return TraceFinding(
-        rule="check_data_wait",
-        text=f"data wait: rank {worst.rank} spends {share:.0%} of a step {where} ({_format_ms(worst, worst.data)} of {_format_step(worst)}); "
-        "more loader workers, or less to do in them",
-        numbers={"rank": worst.rank, "share": share, "limit": DATA_WAIT, "seconds_per_step": worst.data / worst.steps},
+        rule="data_wait",
+        text=f"data wait: rank {worst.rank} spends {share:.0%} of a step {waiting} ({_format_ms(worst, worst.data_wait)} of "
+        f"{_format_step(worst)}); use more loader workers, or less work in them",
+        numbers={"rank": worst.rank, "share": share, "limit": DATA_WAIT, "seconds_per_step": worst.data_wait / worst.steps},
     )
 
 
 def check_communication(shares: Sequence[KernelBreakdown]) -> TraceFinding | None:
-    """Collectives hold the step up: by what they take of the rank that waits least in them for the others."""
+    """Find steps limited by collectives, measured on the rank that waits least for other ranks."""
     if len(shares) == 1 and shares[0].communication == 0:
         return None
-    least = min(shares, key=lambda share: share.exposed / share.seconds)
-    share = least.exposed / least.seconds
+    least = min(shares, key=lambda share: share.exposed_communication / share.seconds)
+    share = least.exposed_communication / least.seconds
     if share <= EXPOSED_COMMUNICATION:
         return None
     return TraceFinding(
         rule="communication",
-        text=f"communication: {share:.0%} of a step is spent in collectives while nothing computes (rank {least.rank}, which "
-        f"waits least: {_format_ms(least, least.exposed)} of {_format_step(least)}; in all {_format_ms(least, least.communication)}); "
-        "larger batches on each rank, or fewer ranks that shard",
+        text=f"communication: {share:.0%} of a step is spent in collectives without compute (rank {least.rank}, which waits "
+        f"least: {_format_ms(least, least.exposed_communication)} of {_format_step(least)}; in all "
+        f"{_format_ms(least, least.communication)}); use larger batches on each rank, or shard over fewer ranks",
         numbers={
             "rank": least.rank,
             "share": share,
             "limit": EXPOSED_COMMUNICATION,
-            "mean_share": mean(each.exposed / each.seconds for each in shares),
-            "overlapped_share": (least.communication - least.exposed) / least.seconds,
+            "mean_share": mean(each.exposed_communication / each.seconds for each in shares),
+            "overlapped_share": (least.communication - least.exposed_communication) / least.seconds,
         },
     )
 
 
 def check_host_bound(shares: Sequence[KernelBreakdown]) -> TraceFinding | None:
-    """GPUs have nothing to do, and it is not for want of data: the host does not launch fast enough."""
+    """Find a GPU that is idle without waiting for data: the host launches kernels too slowly."""
     on_device = [share for share in shares if share.on_device]
     if not on_device:
         return None
@@ -93,15 +97,15 @@ def check_host_bound(shares: Sequence[KernelBreakdown]) -> TraceFinding | None:
     if share <= HOST_BOUND:
         return None
     return TraceFinding(
-        rule="check_host_bound",
-        text=f"host-bound: the GPU of rank {worst.rank} has nothing to do for {share:.0%} of a step, data wait aside; compile, "
-        "fuse small operations, or look for what makes the host wait",
+        rule="host_bound",
+        text=f"host-bound: the GPU of rank {worst.rank} is idle for {share:.0%} of a step, without data wait; compile, fuse "
+        "small operations, or look for host synchronizations",
         numbers={"rank": worst.rank, "share": share, "limit": HOST_BOUND, "idle_share": worst.idle / worst.seconds},
     )
 
 
 def check_stragglers(shares: Sequence[KernelBreakdown]) -> TraceFinding | None:
-    """One rank has more to do than the others, which wait for it: computing, copying, and waiting for its data."""
+    """Find a rank that computes, copies and waits for data longer than the other ranks."""
     if len(shares) < 2:
         return None
     slowest = max(shares, key=_own_seconds)
@@ -112,13 +116,13 @@ def check_stragglers(shares: Sequence[KernelBreakdown]) -> TraceFinding | None:
     return TraceFinding(
         rule="stragglers",
         text=f"straggler: rank {slowest.rank} works {times:.2f} times as long in a step as the other ranks "
-        f"({_own_seconds(slowest) * 1e3:.1f} ms against {others * 1e3:.1f} ms), which wait for it",
+        f"({_own_seconds(slowest) * 1e3:.1f} ms against {others * 1e3:.1f} ms), which wait for rank {slowest.rank}",
         numbers={"rank": slowest.rank, "times": times, "limit": STRAGGLER, "seconds": _own_seconds(slowest), "others": others},
     )
 
 
 def check_memory_spike(memories: Sequence[DeviceMemoryUse]) -> TraceFinding | None:
-    """At some moment a device holds far more than for most of the step: that moment decides what fits."""
+    """Find a device with a peak far above its median memory; the peak limits the batch size."""
     large = [
         memory
         for memory in memories
@@ -128,9 +132,9 @@ def check_memory_spike(memories: Sequence[DeviceMemoryUse]) -> TraceFinding | No
         return None
     worst = max(large, key=lambda memory: memory.peak / max(memory.median, 1))
     return TraceFinding(
-        rule="check_memory_spike",
+        rule="memory_spike",
         text=f"memory spike: {worst.device} of rank {worst.rank} holds {worst.peak / 2**20:,.0f} MiB at its peak, and half of "
-        f"the time at most {worst.median / 2**20:,.0f} MiB; what is allocated then decides what fits",
+        f"the time at most {worst.median / 2**20:,.0f} MiB; the peak limits the batch size",
         numbers={"rank": worst.rank, "peak_bytes": worst.peak, "median_bytes": worst.median, "limit": MEMORY_SPIKE},
     )
 
@@ -139,8 +143,8 @@ RULES: tuple[DiagnosisRule, ...] = (check_data_wait, check_communication, check_
 
 
 def _data_wait_share(share: KernelBreakdown) -> float:
-    """For data, as a share: of a GPU, no more than it had nothing to do, since the host may wait while it works."""
-    return (min(share.data, share.idle) if share.on_device else share.data) / share.seconds
+    """Return the data wait as a fraction. On a GPU, the idle time is the limit, since the host may wait while the GPU works."""
+    return (min(share.data_wait, share.idle) if share.on_device else share.data_wait) / share.seconds
 
 
 def _idle_share(share: KernelBreakdown) -> float:
@@ -148,8 +152,8 @@ def _idle_share(share: KernelBreakdown) -> float:
 
 
 def _own_seconds(share: KernelBreakdown) -> float:
-    """Seconds of a step that are this rank's own work."""
-    return (share.compute + share.copies + share.data) / share.steps
+    """Return the seconds of a step that are the rank's own work."""
+    return (share.compute + share.copies + share.data_wait) / share.steps
 
 
 def _format_ms(share: KernelBreakdown, seconds: float) -> str:
@@ -165,13 +169,13 @@ NO_FINDINGS = "nothing stands out"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceDiagnosis:
-    """What stands out, and what it rests on. As text it is one line for each.
+    """Diagnosis of traces. As text, one line per finding.
 
     Args:
-        findings: what the rules say, the data first; empty if nothing stands out.
-        shares: of each rank, over all its windows.
-        memory: of each rank and device, where memory was recorded.
-        problems: traces that could not be used.
+        findings: bottlenecks found by the rules, data wait first; empty if none.
+        shares: breakdown of each rank over all traces.
+        memory: memory of each rank and device, if recorded.
+        problems: unusable traces.
     """
 
     findings: tuple[TraceFinding, ...]
@@ -185,41 +189,48 @@ class TraceDiagnosis:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: the fields by name, and ``text``."""
+        """Return the fields as plain data, and the text as ``text``."""
         return {**asdict(self), "text": str(self)}
 
 
-def diagnose(folder: str | Path) -> TraceDiagnosis:
-    """What stands out in the traces of ``profile`` in a folder, or that nothing does.
+def diagnose(path: str | Path) -> TraceDiagnosis:
+    """Diagnose the traces of ``profile`` in a folder.
 
-    The rules are in ``report.trace.rules``, each with its limit: a tenth of the step waiting for data, a fifth in collectives
-    while nothing computes, a GPU without work for a fifth, a rank that works a quarter longer than the others, memory whose
-    peak is twice what is held half of the time.
+    Each rule of ``dtrain.report.trace.diagnosis`` has a limit: a tenth of a step waiting for data, a fifth in collectives
+    without
+    compute, a fifth with an idle GPU, a rank with a quarter more work than the other ranks, a peak of twice the median memory.
 
     Args:
-        folder: where ``profile`` has written. Traces that cannot be read are in ``problems``.
+        path: output folder of ``profile``. Unreadable traces are listed in ``problems``.
+
+    Example:
+        import dtrain as dt
+
+        diagnosis = dt.profiling.diagnose("traces")
+        print(diagnosis)
+        worst = max(diagnosis.shares, key=lambda share: share.data_wait)
 
     Raises:
-        ConfigError: no trace in it.
+        ConfigError: the folder has no trace.
     """
-    files = find_traces(folder)
+    files = find_traces(path)
     if not files:
-        raise ConfigError(f"verdict: {folder} has no trace-rank-*.pt.trace.json; was it profiled?")
+        raise ConfigError(f"diagnose: path must contain trace-rank-*.pt.trace.json, got {path}. Run the loop in profile.")
     traces, problems = [], []
-    for path in files:
+    for file in files:
         try:
-            traces.append(read_trace(path))
+            traces.append(read_trace(file))
         except (DataError, ConfigError) as error:
             problems.append(str(error))
     return diagnose_traces(traces, problems=problems)
 
 
 def diagnose_traces(traces: Sequence[ProfilerTrace], *, problems: Sequence[str] = ()) -> TraceDiagnosis:
-    """The verdict on traces. Pure.
+    """Diagnose traces. Pure.
 
     Args:
-        traces: of any ranks, and of any number of windows of each.
-        problems: what is known already to be missing.
+        traces: traces of any ranks, any number per rank.
+        problems: known problems.
     """
     windows: dict[int, list[KernelBreakdown]] = {}
     memories: list[DeviceMemoryUse] = []
@@ -234,9 +245,9 @@ def diagnose_traces(traces: Sequence[ProfilerTrace], *, problems: Sequence[str] 
             peak, median = peak_and_median(timeline)
             memories.append(DeviceMemoryUse(rank=trace.rank, device=device, peak=peak, median=median))
     shares = tuple(sum_windows(windows[rank]) for rank in sorted(windows))
-    found = [rule(shares) for rule in RULES] if shares else []
+    findings = [rule(shares) for rule in RULES] if shares else []
     return TraceDiagnosis(
-        findings=tuple(finding for finding in [*found, check_memory_spike(memories)] if finding is not None),
+        findings=tuple(finding for finding in [*findings, check_memory_spike(memories)] if finding is not None),
         shares=shares,
         memory=tuple(memories),
         problems=tuple(missing),

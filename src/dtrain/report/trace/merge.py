@@ -1,4 +1,4 @@
-"""``merge_traces``: the traces of all ranks as one, on the clock of rank 0."""
+"""Merge the traces of all ranks into one trace on the clock of rank 0 (``merge_traces``)."""
 
 from __future__ import annotations
 
@@ -13,34 +13,45 @@ from dtrain import storage
 from dtrain.errors import ConfigError
 from dtrain.report.trace.trace_file import dtrain_metadata, find_traces, read_trace_json, trace_rank
 
-_PIDS_PER_RANK = 1000  # of one rank: its process, and one for each device
-_REPLACED_METADATA = ("process_name", "process_labels", "process_sort_index")  # which are given here
+# process ids per rank: the process, and one per device
+_PIDS_PER_RANK = 1000
+# metadata events that the merged trace replaces
+_REPLACED_METADATA = ("process_name", "process_labels", "process_sort_index")
 
 
 def merge_traces(traces: str | Path | Sequence[str | Path], path: str | Path) -> Path:
-    """Write one trace of all ranks, on one clock, and return its path. Perfetto and ``chrome://tracing`` show it.
+    """Merge the traces of all ranks into one file and return its path. Perfetto and ``chrome://tracing`` show the file.
 
-    Each rank is a process, ``rank 3``, and its GPU one beside it. Times are of rank 0's clock: each trace of ``profile`` says
-    how far its rank's was ahead, and within what bound, and that is taken off. Traces without it are taken to be right, as
-    on one host they are.
+    Each rank is a process, ``rank 3``, with its GPU as a second process. Times are in rank 0's clock: each trace of
+    ``profile``
+    stores the measured clock offset of its rank, which is subtracted. Traces without an offset are assumed to be in sync, as
+    on
+    one host.
 
     Args:
-        traces: the folder of ``profile``, or some files. All of them are read whole, one after another.
-        path: of the new file, replaced if it is there; compressed if its name ends in ``.gz``.
+        traces: output folder of ``profile``, or a list of files; every file is loaded completely.
+        path: output file, replaced if present; compressed if the name ends in ``.gz``.
+
+    Example:
+        import dtrain as dt
+
+        dt.profiling.merge_traces("traces", "traces/merged.json.gz")
 
     Raises:
-        ConfigError: no traces there.
-        DataError: one of them is damaged.
+        ConfigError: no traces.
+        DataError: a trace is damaged.
     """
     if isinstance(traces, str | Path):
         files = find_traces(traces)
         if not files:
-            raise ConfigError(f"merge_traces: {traces} has no trace-rank-*.pt.trace.json; was it profiled?")
+            raise ConfigError(
+                f"merge_traces: traces must contain trace-rank-*.pt.trace.json, got {traces}. Run the loop in profile."
+            )
     else:
         files = [Path(each) for each in traces]
         if not files:
-            raise ConfigError("merge_traces: needs the traces, got an empty list")
-    sources = [_read_source(number, path) for number, path in enumerate(files)]
+            raise ConfigError("merge_traces: traces must be a folder or a list of files, got an empty list.")
+    sources = [_read_source(number, file) for number, file in enumerate(files)]
     begin = min((source.begin_ns for source in sources if source.begin_ns is not None), default=0)
     merged: list[dict[str, Any]] = []
     pids = _ProcessIds()
@@ -57,22 +68,23 @@ def merge_traces(traces: str | Path | Sequence[str | Path], path: str | Path) ->
 
 @dataclass(slots=True, eq=False)
 class _ProcessIds:
-    """New numbers for processes: torch uses the system's, which two hosts may share, and texts, and devices' numbers."""
+    """Process ids of the merged trace. torch uses the ids of the system, which may be equal on two hosts, and texts."""
 
     seen: dict[tuple[int, str], int] = field(default_factory=dict)
     titles: dict[int, str] = field(default_factory=dict)
 
     def assign(self, rank: int, pid: Any, labels: Mapping[str, str]) -> int:
         label = labels.get(str(pid), "")
-        key = "CPU" if label == "CPU" else f"{label} {pid}"  # a process that was started again is the same rank
-        found = self.seen.get((rank, key))
-        if found is None:
-            mine = [number for (other, _), number in self.seen.items() if other == rank]
-            # The host's process comes first of its rank.
-            found = rank * _PIDS_PER_RANK if key == "CPU" else max([rank * _PIDS_PER_RANK, *mine]) + 1
-            self.seen[rank, key] = found
-            self.titles[found] = f"rank {rank}" if key == "CPU" else f"rank {rank}: {label or pid or 'other'}"
-        return found
+        # A restarted process belongs to the same rank.
+        key = "CPU" if label == "CPU" else f"{label} {pid}"
+        number = self.seen.get((rank, key))
+        if number is None:
+            numbers = [known for (other, _), known in self.seen.items() if other == rank]
+            # The host process is the first process of a rank.
+            number = rank * _PIDS_PER_RANK if key == "CPU" else max([rank * _PIDS_PER_RANK, *numbers]) + 1
+            self.seen[rank, key] = number
+            self.titles[number] = f"rank {rank}" if key == "CPU" else f"rank {rank}: {label or pid or 'other'}"
+        return number
 
     def metadata_events(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
@@ -85,7 +97,7 @@ class _ProcessIds:
 
 @dataclass(slots=True, eq=False)
 class _TraceSource:
-    """One file: ``shift_ns`` is added to its times to have them on rank 0's clock, since 1970."""
+    """Trace file. ``shift_ns`` converts its times to rank 0's clock, since 1970."""
 
     number: int
     rank: int
@@ -108,30 +120,31 @@ class _TraceSource:
         ]
 
     def _shift_event(self, event: dict[str, Any], shift: float, pid: int, of: int) -> dict[str, Any]:
-        changed = {**event, "pid": pid}
+        shifted = {**event, "pid": pid}
         if "ts" in event:
-            changed["ts"] = 0 if event.get("ph") == "M" else round(float(event["ts"]) + shift, 3)
-        if isinstance(event.get("id"), int):  # arrows between events are joined by it, and must not join two files
-            changed["id"] = event["id"] * of + self.number
-        return changed
+            shifted["ts"] = 0 if event.get("ph") == "M" else round(float(event["ts"]) + shift, 3)
+        # Ids join flow events, and must be unique across files.
+        if isinstance(event.get("id"), int):
+            shifted["id"] = event["id"] * of + self.number
+        return shifted
 
 
 def _read_source(number: int, path: Path) -> _TraceSource:
-    found = read_trace_json(path)
-    about, rank = dtrain_metadata(found), trace_rank(found, path.name)
-    ahead = int(about.get("offset_ns", 0))
-    shift = int(found.get("baseTimeNanoseconds", 0)) - ahead
-    starts = [float(event["ts"]) for event in found["traceEvents"] if event.get("ph") != "M" and "ts" in event]
+    content = read_trace_json(path)
+    about, rank = dtrain_metadata(content), trace_rank(content, path.name)
+    offset = int(about.get("offset_ns", 0))
+    shift = int(content.get("baseTimeNanoseconds", 0)) - offset
+    starts = [float(event["ts"]) for event in content["traceEvents"] if event.get("ph") != "M" and "ts" in event]
     return _TraceSource(
         number=number,
         rank=rank,
-        events=found["traceEvents"],
+        events=content["traceEvents"],
         shift_ns=shift,
         begin_ns=shift + round(min(starts) * 1000) if starts else None,
         about={
             "file": path.name,
             "rank": rank,
-            "offset_ns": ahead,
+            "offset_ns": offset,
             "offset_bound_ns": about.get("offset_bound_ns"),
             "steps": [step["step"] for step in about.get("steps", ())],
         },

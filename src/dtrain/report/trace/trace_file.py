@@ -1,4 +1,4 @@
-"""``read_trace``: a trace of torch's profiler, as the parts that are looked at here."""
+"""Read a trace of torch's profiler (``read_trace``) into steps, events and allocations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, cast
 from dtrain import storage
 from dtrain.errors import ConfigError, DataError
 
-TRACE_FORMAT = 1  # of what the profiler of dtrain adds to a trace
+# version of the metadata of dtrain in a trace
+TRACE_FORMAT = 1
 _TRACE_NAME = re.compile(r"trace-rank-(\d{5,})-step-(\d+)\.pt\.trace\.json(\.gz)?")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _KEPT_CATEGORIES = {"cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset"}
@@ -22,7 +23,7 @@ _DEVICES = {0: "cpu", 1: "cuda"}
 
 
 class TraceEvent(NamedTuple):
-    """Something that took time: microseconds on the trace's own clock."""
+    """Event with a duration, in microseconds of the trace's clock."""
 
     name: str
     category: str
@@ -33,9 +34,9 @@ class TraceEvent(NamedTuple):
 
 
 class TraceStep(NamedTuple):
-    """A step of the loop: from the end of the one before to its own; microseconds, and seconds by span.
+    """Step of the loop, from the end of the previous step to its own end, in microseconds, with seconds by span.
 
-    ``step_fn_us`` is how long the step function ran of it, None where that is not marked.
+    ``step_fn_us`` is the duration of the step function; None if unmarked.
     """
 
     number: int
@@ -46,7 +47,7 @@ class TraceStep(NamedTuple):
 
 
 class AllocatorSample(NamedTuple):
-    """What a device's allocator held after an allocation: microseconds, and bytes."""
+    """Bytes of a device's allocator after an allocation, with the time in microseconds."""
 
     at: float
     device: str
@@ -55,15 +56,15 @@ class AllocatorSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class ProfilerTrace:
-    """One window of one rank.
+    """Trace of one rank.
 
     Args:
-        source: the file's name.
-        rank: whose it is.
-        steps: in order; a trace without marks is one step.
-        events: what took time, by start; where one is inside another of its thread, the outer one first.
-        allocations: in order; empty unless memory was recorded.
-        thread: which the loop ran in.
+        source: name of the file.
+        rank: rank of the trace.
+        steps: steps in order; a trace without step marks has one step.
+        events: events by start; an enclosing event precedes the events inside.
+        allocations: allocations in order; empty unless memory was recorded.
+        thread: thread of the loop.
     """
 
     source: str
@@ -75,12 +76,12 @@ class ProfilerTrace:
 
     @property
     def on_device(self) -> bool:
-        """Whether there is anything in it that a GPU did."""
+        """True if the trace has GPU kernels."""
         return any(event.category == "kernel" for event in self.events)
 
 
 def find_traces(folder: str | Path) -> list[Path]:
-    """The traces that ``profile`` has left in a folder, by rank and step; empty if there is none, or no such folder."""
+    """List the traces of ``profile`` in a folder, by rank and step; empty without traces or folder."""
     place = Path(folder)
     names = storage.list_names(place) if storage.is_folder(place) else []
     found = sorted((int(match[1]), int(match[2]), name) for name in names if (match := _TRACE_NAME.fullmatch(name)))
@@ -88,41 +89,47 @@ def find_traces(folder: str | Path) -> list[Path]:
 
 
 def read_trace(path: str | Path) -> ProfilerTrace:
-    """A trace that was written by ``profile``, or by any profiler of torch.
+    """Read a trace of ``profile``, or of any torch profiler.
+
+    Example:
+        import dtrain as dt
+
+        trace = dt.profiling.read_trace("traces/trace-rank-00000-step-00000002.pt.trace.json")
+        print(trace.rank, [step.end - step.start for step in trace.steps])
 
     Raises:
-        ConfigError: there is no such file.
-        DataError: it is damaged, or no trace.
+        ConfigError: the file does not exist.
+        DataError: the file is damaged or not a trace.
     """
     return parse_trace(read_trace_json(Path(path)), Path(path).name)
 
 
 def read_trace_json(path: Path) -> dict[str, Any]:
-    """The file as it is, checked to be a trace."""
+    """Read the JSON of a trace and check its form."""
     size = storage.file_size(path)
     if size is None:
-        raise ConfigError(f"trace: there is no file {path}")
+        raise ConfigError(f"read_trace: path must be an existing file, got {path}.")
     try:
         data = storage.read_file(path, limit=size)
-        found = json.loads(gzip.decompress(data) if path.name.endswith(".gz") else data, strict=False)
-        if not isinstance(found, dict) or not isinstance(found["traceEvents"], list):
-            raise TypeError("no list of events in it")
-        if not all(isinstance(event, dict) for event in found["traceEvents"]):
-            raise TypeError("an event that is no object")
+        content = json.loads(gzip.decompress(data) if path.name.endswith(".gz") else data, strict=False)
+        if not isinstance(content, dict) or not isinstance(content["traceEvents"], list):
+            raise TypeError("traceEvents must be a list")
+        if not all(isinstance(event, dict) for event in content["traceEvents"]):
+            raise TypeError("every event must be an object")
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
         raise DataError(f"trace: {path} cannot be read as a trace of torch's profiler: {error}") from None
-    return found
+    return content
 
 
-def parse_trace(found: Mapping[str, Any], source: str) -> ProfilerTrace:
-    """The parts of a trace's JSON.
+def parse_trace(content: Mapping[str, Any], source: str) -> ProfilerTrace:
+    """Parse the JSON of a trace.
 
     Raises:
-        DataError: an event without its time.
+        DataError: an event has an invalid form.
     """
     try:
-        about = dtrain_metadata(found)
-        rows = found["traceEvents"]
+        about = dtrain_metadata(content)
+        rows = content["traceEvents"]
         events = [_parse_event(row) for row in rows if row.get("ph") == "X" and row.get("cat") in _KEPT_CATEGORIES]
         allocated = [_parse_allocation(row) for row in rows if row.get("name") == "[memory]"]
         events.sort(key=lambda event: (event.start, -event.end))
@@ -131,7 +138,7 @@ def parse_trace(found: Mapping[str, Any], source: str) -> ProfilerTrace:
         raise DataError(f"trace: {source} has an event or metadata of another form: {type(error).__name__}: {error}") from None
     return ProfilerTrace(
         source=source,
-        rank=trace_rank(found, source),
+        rank=trace_rank(content, source),
         steps=steps,
         events=tuple(events),
         allocations=tuple(sorted(allocated, key=lambda each: each.at)),
@@ -139,17 +146,17 @@ def parse_trace(found: Mapping[str, Any], source: str) -> ProfilerTrace:
     )
 
 
-def dtrain_metadata(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What ``profile`` has added to a trace; empty in those of others."""
-    about = found.get("dtrain")
+def dtrain_metadata(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the metadata that ``profile`` adds to a trace; empty for other traces."""
+    about = content.get("dtrain")
     return about if isinstance(about, dict) else {}
 
 
-def trace_rank(found: Mapping[str, Any], source: str) -> int:
-    """Whose trace it is: as ``profile`` says, else torch, else the file's name; else 0."""
-    for where in (dtrain_metadata(found), found.get("distributedInfo")):
-        if isinstance(where, dict) and type(where.get("rank")) is int:
-            return cast(int, where["rank"])
+def trace_rank(content: Mapping[str, Any], source: str) -> int:
+    """Return the rank of a trace: from ``profile``, else from torch, else from the file name, else 0."""
+    for facts in (dtrain_metadata(content), content.get("distributedInfo")):
+        if isinstance(facts, dict) and type(facts.get("rank")) is int:
+            return cast(int, facts["rank"])
     named = _TRACE_NAME.fullmatch(source)
     return int(named[1]) if named else 0
 
@@ -167,15 +174,15 @@ def _parse_allocation(row: Mapping[str, Any]) -> AllocatorSample:
 
 
 def _parse_steps(
-    events: list[TraceEvent], noted: Sequence[Mapping[str, Any]]
+    events: list[TraceEvent], metadata: Sequence[Mapping[str, Any]]
 ) -> tuple[tuple[TraceStep, ...], tuple[Any, Any] | None]:
-    """The marked steps and their thread; one step of everything where none is marked.
+    """Return the marked steps and their thread; one step for the whole trace without marks.
 
-    A step that the end of the window has cut short counts only if there is no other.
+    A step cut short by the end of the recording counts only if no other step exists.
     """
-    # By number and in order: where dtrain's own step stands still, as over an evaluation, several steps have its number.
+    # dtrain's step number does not change during an evaluation, so several steps may have the same number.
     notes: dict[int, list[Mapping[str, Any]]] = {}
-    for note in noted:
+    for note in metadata:
         notes.setdefault(int(note["step"]), []).append(note)
     marks = [(event, match) for event in events if (match := _STEP.fullmatch(event.name)) and event.category[:3] != "gpu"]
     if not marks:
