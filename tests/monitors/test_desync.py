@@ -21,7 +21,7 @@ from dtrain.transforms.weights.ema import ema
 from shard.copies import ADAMW, begin, part
 
 CPU = torch.device("cpu")
-ALL = ("params", "buffers", "optimizer", "slices", "rng", "position")
+ALL = ("params", "buffers", "optimizer", "transform_states", "rng", "position")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8, torch.bool,
           torch.complex64, torch.float8_e4m3fn)  # fmt: skip
 
@@ -159,7 +159,7 @@ def spoil(state, what):
         ("first.weight", {}, "first.weight"),
         ("temperature", {}, "temperature"),
         ("moment", {"of": ("optimizer",)}, "optimizer last.bias exp_avg_sq"),
-        ("slice", {"of": ("params", "slices")}, "slice ema params temperature"),
+        ("slice", {"of": ("params", "transform_states")}, "transform state ema params temperature"),
         ("clock", {}, "clock samples"),
         ("torch", {"same_rng": True}, "random numbers of torch"),
         ("python", {"same_rng": True}, "random numbers of python"),

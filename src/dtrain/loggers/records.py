@@ -187,11 +187,12 @@ def csv_file(path: str | Path, *, ranks: Ranks = 0) -> Logger:
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
         >>> import dtrain as dt
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     log = dt.loggers.csv_file(f"{folder}/metrics.csv")
         ...     log(10, {"loss": 2.5})
-        ...     print(open(f"{folder}/metrics.csv").readline().strip())
+        ...     print(Path(f"{folder}/metrics.csv").read_text().splitlines()[0])
         step,time,loss
 
     Raises:

@@ -98,7 +98,7 @@ ROWS: dict[str, Row] = {
     "activation_stats-image": Row(make=lambda: activation_stats("first", 2, stats=("kurtosis",)), task="image", moves=128),
     "watch_loss": Row(make=lambda: watch_loss(factor=1e3, window=10), of=("watch_loss",), points=watched),
     "desync_guard": Row(
-        make=lambda: desync_guard(2, of=("params", "buffers", "optimizer", "slices", "rng", "position")),
+        make=lambda: desync_guard(2, of=("params", "buffers", "optimizer", "transform_states", "rng", "position")),
         of=("desync_guard",),
         points=hashed,
         syncs=1,
