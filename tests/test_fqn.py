@@ -81,5 +81,5 @@ def test_a_dot_in_a_pattern_is_a_dot():
 
 
 def test_a_pattern_that_is_no_text_is_refused():
-    with pytest.raises(ConfigError, match="test: patterns of names are text, got 3"):
+    with pytest.raises(ConfigError, match="test: patterns of names must be text, got 3"):
         compile_patterns([3], caller="test")

@@ -210,21 +210,21 @@ def test_a_fork_counts_for_itself(pause):
     "name", ["", "x" * 61, "two\nlines", 7, None, ["save"]], ids=["empty", "long", "unprintable", "number", "none", "list"]
 )
 def test_a_name_is_a_short_text(name):
-    with pytest.raises(ConfigError, match="span: a name is a text of 1 to 60 printable characters, got"):
+    with pytest.raises(ConfigError, match="span: name must be a text of 1 to 60 printable characters, got"):
         spans.span(name)
 
 
 def test_an_unknown_cause_is_refused():
-    with pytest.raises(ConfigError, match=r"span: cause must be one of compute, data, .*, got 'fun'"):
+    with pytest.raises(ConfigError, match=r"span: category must be one of compute, data, .*, got 'fun'"):
         spans.span("mine", "fun")
 
 
 def test_a_name_has_one_cause():
     spans.span("mine", "data")
     spans.span("mine")
-    with pytest.raises(ConfigError, match="span: 'mine' counts as data already, got cause='setup'; choose another name"):
+    with pytest.raises(ConfigError, match=r"span: category of 'mine' must be data as before, got 'setup'. Choose another name"):
         spans.span("mine", "setup")
-    with pytest.raises(ConfigError, match="span: 'save' counts as checkpoint already"):
+    with pytest.raises(ConfigError, match="span: category of 'save' must be checkpoint as before"):
         spans.span("save", "data")
 
 

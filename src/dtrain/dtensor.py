@@ -257,8 +257,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     kinds = {(shard.dtype, shard.device) for shard in shards}
     for dtype, device in kinds:
         same = shards if len(kinds) == 1 else [s for s in shards if s.dtype == dtype and s.device == device]
-        # By a tensor, because a multiplication by a number takes three times as long on a CPU.
-        torch._foreach_mul_(same, factor.to(device, dtype))
+        torch._foreach_mul_(same, factor.to(device, dtype))  # three times as fast as by a number, on a CPU
 
 
 def add_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: Tensor) -> None:

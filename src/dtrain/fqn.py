@@ -1,7 +1,7 @@
-"""Clean names: those that the plain model has, whatever wraps its modules by now, and patterns over them.
+"""Find modules, parameters and buffers by fully qualified name (FQN) without wrappers, and match names with patterns.
 
-``module.compile()`` leaves names alone, but ``torch.compile(module)``, torch's activation checkpointing and DDP put a module
-of their own in between, and its name into those of all parameters below. A checkpoint must not depend on that.
+``module.compile()`` does not change names. But ``torch.compile(module)``, torch's activation checkpointing and DDP insert a
+module whose name becomes part of all parameter names. Checkpoints must not depend on such wrappers, so names here are clean.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from dtrain.errors import ConfigError
 
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_PARALLEL_WRAPPERS = (DataParallel, DistributedDataParallel)  # these call what they wrap "module", as other modules may too
+# These wrappers store the wrapped module as "module", a name that other modules may use, too.
+_PARALLEL_WRAPPERS = (DataParallel, DistributedDataParallel)
 
 
 def modules_by_fqn(model: nn.Module, *, include_duplicates: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that the plain model has, by clean name, parents first; wrappers are left out.
+    """Yield the modules of the unwrapped model by clean name, parents first.
 
     Args:
-        model: wrapped or not, at any depth.
-        include_duplicates: a module that sits in several places comes once for each; otherwise once.
+        model: wrapped or plain model, with wrappers at any depth.
+        include_duplicates: if True, yield a module once for each of its places in the model; else once.
     """
     seen: set[int] = set()
 
@@ -43,25 +44,26 @@ def modules_by_fqn(model: nn.Module, *, include_duplicates: bool = False) -> Ite
 
 
 def unwrap_module(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers that are around all of it; itself when there is none."""
+    """Return the model inside of all wrappers around the whole model."""
     while (inner := _inner_module(model)) is not None:
         model = inner
     return model
 
 
 def _inner_module(module: nn.Module) -> nn.Module | None:
-    """What ``module`` wraps, None when it is a module of the model's own."""
+    """Return the module that ``module`` wraps, None if ``module`` is not a wrapper."""
     if isinstance(module, _PARALLEL_WRAPPERS):
         return module._modules["module"]
     inside = module._modules
-    for key in _WRAPPER_NAMES:  # asked for in every step, so without a generator
+    # A plain loop, because every step calls this function.
+    for key in _WRAPPER_NAMES:
         if key in inside:
             return inside[key]
     return None
 
 
 def parameters_by_fqn(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameters by clean name, each once, and the further names of tied ones -> the name in the first."""
+    """Return parameters by clean name, each once, and the further names of tied parameters with the first name."""
     first: dict[int, str] = {}
     params: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -79,12 +81,12 @@ def parameters_by_fqn(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, st
 
 
 def buffers_by_fqn(model: nn.Module, *, persistent_only: bool = False) -> dict[str, Tensor]:
-    """Buffers by clean name, each once; ``persistent_only`` leaves out what no state dict holds."""
+    """Return buffers by clean name, each once. If ``persistent_only``, skip buffers that are not in the state dict."""
     return {name: module._buffers[key] for name, module, key in buffer_slots(model, persistent_only=persistent_only)}  # type: ignore[misc]
 
 
 def buffer_slots(model: nn.Module, *, persistent_only: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
-    """Where the buffers are: clean name, owner, and key there; each buffer once, whatever tensor is in it later."""
+    """Yield clean name, owner and key of each buffer, each once. The key stays valid if the buffer is replaced."""
     seen: set[int] = set()
     for prefix, module in modules_by_fqn(model):
         for key, buffer in module._buffers.items():
@@ -95,20 +97,20 @@ def buffer_slots(model: nn.Module, *, persistent_only: bool = False) -> Iterator
 
 
 def compile_patterns(patterns: Iterable[str], *, caller: str) -> Callable[[str], bool]:
-    """Whether a clean name fits one of ``patterns``, in which ``*`` stands for any text without a dot, ``**`` for any text.
+    """Return a predicate for clean names that match a pattern; ``*`` is any text without a dot, ``**`` is any text.
 
-    >>> fits = matcher(["layers.*.norm", "head.**"], caller="example")
-    >>> fits("layers.3.norm"), fits("layers.3.attn.norm"), fits("head.out.bias")
+    >>> matches = compile_patterns(["layers.*.norm", "head.**"], caller="example")
+    >>> matches("layers.3.norm"), matches("layers.3.attn.norm"), matches("head.out.bias")
     (True, False, True)
 
     Raises:
-        ConfigError: something that is not text.
+        ConfigError: a pattern that is not text.
     """
     parts = []
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise ConfigError(f"{caller}: patterns of names are text, got {pattern!r}")
+            raise ConfigError(f"{caller}: patterns of names must be text, got {pattern!r}")
         pieces = re.split(r"(\*\*|\*)", pattern)
         parts.append("".join({"**": ".*", "*": "[^.]*"}.get(piece, re.escape(piece)) for piece in pieces))
-    found = re.compile("|".join(f"(?:{part})" for part in parts) if parts else r"(?!)")
-    return lambda name: found.fullmatch(name) is not None
+    regex = re.compile("|".join(f"(?:{part})" for part in parts) if parts else r"(?!)")
+    return lambda name: regex.fullmatch(name) is not None

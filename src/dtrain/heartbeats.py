@@ -1,7 +1,7 @@
-"""What a rank tells its launcher while it runs: that it is alive, where it is, and what it has committed. Imports no torch.
+"""Report heartbeats and progress of a rank to its launcher through a pipe. Imports no torch.
 
-All ranks of a node write into one pipe, in records that are small enough to go in whole. Only the main thread reports progress:
-a thread of its own would go on saying "alive" while the training is stuck in a collective.
+All ranks of a node write to one pipe, in records that are small enough for atomic writes. Only the main thread reports
+progress: a separate thread would report heartbeats while the training hangs in a collective.
 """
 
 from __future__ import annotations
@@ -19,21 +19,30 @@ from enum import IntEnum
 
 from dtrain.launch_protocol import HEARTBEAT_FD
 
-_RECORD_STRUCT = struct.Struct("<4sHHqd40s")  # 64 bytes: far below what a pipe takes in whole (PIPE_BUF)
-_MAGIC = b"dtrP"  # begins each record: whatever a program writes into the pipe by mistake is passed over
-_MIN_INTERVAL_S = 0.1  # a record of progress; in between it is only counted
+# 64 bytes. Writes of at most PIPE_BUF bytes are atomic.
+_RECORD_STRUCT = struct.Struct("<4sHHqd40s")
+# Start of each record. Other data in the pipe is skipped.
+_MAGIC = b"dtrP"
+# Progress between two records is only counted.
+_MIN_INTERVAL_S = 0.1
 RECORD_BYTES = _RECORD_STRUCT.size
 
 
 class ProgressKind(IntEnum):
-    """What a record is about; ``value`` is the number that comes with it."""
+    """Kind of a record, which determines the meaning of its ``value``."""
 
-    OPENED = 1  # the rank is in ``init_dist``'s block; its pid
-    PROGRESS = 2  # how often the main thread has passed a point of progress
-    COMMITTED = 3  # the step of a checkpoint that is durable now
-    LEAVING = 4  # the rank leaves ``init_dist``'s block: it waits for the others there; progress
-    CLOSED = 5  # it has left; its pid
-    FAILED = 6  # its script was left by an exception, of which there is a record now; the exit code that is due
+    # The rank has entered ``init_dist``'s block. Value: pid.
+    OPENED = 1
+    # Value: number of heartbeats of the main thread.
+    PROGRESS = 2
+    # A checkpoint is durable. Value: step.
+    COMMITTED = 3
+    # The rank waits for the other ranks at the end of ``init_dist``'s block. Value: number of heartbeats.
+    LEAVING = 4
+    # The rank has left the block. Value: pid.
+    CLOSED = 5
+    # An exception has left the rank's script, and its record is written. Value: exit code.
+    FAILED = 6
 
 
 _PROGRESS_KINDS = frozenset(ProgressKind)
@@ -41,7 +50,7 @@ _PROGRESS_KINDS = frozenset(ProgressKind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressRecord:
-    """One record. ``at`` is seconds of the host's monotonic clock, ``activity`` what the rank was about to do."""
+    """One record. ``at`` is the host's monotonic clock in seconds, ``activity`` the next activity of the rank."""
 
     kind: ProgressKind
     rank: int
@@ -50,43 +59,42 @@ class ProgressRecord:
     activity: str = ""
 
     def encode(self) -> bytes:
-        """The record as bytes, ``RECORD_BYTES`` of them."""
+        """Encode the record in ``RECORD_BYTES`` bytes."""
         return _RECORD_STRUCT.pack(
             _MAGIC, self.kind, self.rank, self.value, self.at, self.activity.encode(errors="replace")[:40]
         )
 
 
 class ProgressDecoder:
-    """The launcher's end: makes records of what comes out of the pipe, in pieces of any length."""
+    """Decoder of the launcher that parses records from a stream of bytes."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[ProgressRecord]:
-        """The records that ``data`` completes. What is none of ours is passed over. Mutates: this decoder."""
+        """Return the records that ``data`` completes. Other data is skipped. Mutates: this decoder."""
         data, records = self._rest + data, []
-        at = data.find(_MAGIC)
-        while 0 <= at <= len(data) - RECORD_BYTES:
-            record = _decode_record(data[at : at + RECORD_BYTES])
+        start = data.find(_MAGIC)
+        while 0 <= start <= len(data) - RECORD_BYTES:
+            record = _decode_record(data[start : start + RECORD_BYTES])
             if record is not None:
                 records.append(record)
-            at = data.find(_MAGIC, at + (len(_MAGIC) if record is None else RECORD_BYTES))
-        self._rest = data[at:] if at >= 0 else data[-len(_MAGIC) :]
+            start = data.find(_MAGIC, start + (len(_MAGIC) if record is None else RECORD_BYTES))
+        self._rest = data[start:] if start >= 0 else data[-len(_MAGIC) :]
         return records
 
 
 def _decode_record(data: bytes) -> ProgressRecord | None:
-    _, kind, rank, value, at, doing = _RECORD_STRUCT.unpack(data)
+    _, kind, rank, value, at, activity = _RECORD_STRUCT.unpack(data)
     if kind not in _PROGRESS_KINDS:
         return None
-    return ProgressRecord(
-        kind=ProgressKind(kind), rank=rank, value=value, at=at, activity=doing.rstrip(b"\0").decode(errors="replace")
-    )
+    text = activity.rstrip(b"\0").decode(errors="replace")
+    return ProgressRecord(kind=ProgressKind(kind), rank=rank, value=value, at=at, activity=text)
 
 
 @dataclass(slots=True)
 class _HeartbeatState:
-    """Where this process reports, if anywhere."""
+    """Connection of this process to the launcher, and its progress."""
 
     fd: int | None = None
     pid: int = 0
@@ -102,10 +110,10 @@ _STATE = _HeartbeatState()
 def connect(fd: int, rank: int) -> None:
     """Report to the launcher on ``fd`` from now on, as ``rank``.
 
-    Mutates: this process's record; ``fd``, which programs that it starts do not inherit any more.
+    Mutates: this process's heartbeat state; ``fd``, which processes started by this process no longer inherit.
 
     Raises:
-        OSError: ``fd`` is not open, or is no pipe: a program that a rank has started may have the variable and not the pipe.
+        OSError: ``fd`` is not an open pipe. A process started by a rank may inherit the variable without the pipe.
     """
     if not stat.S_ISFIFO(os.fstat(fd).st_mode):
         raise OSError(errno.EBADF, "the launcher's pipe is not there", str(fd))
@@ -116,47 +124,58 @@ def connect(fd: int, rank: int) -> None:
 
 
 def connect_from_env(environment: MutableMapping[str, str], rank: int) -> None:
-    """``connect`` to where the launcher has said, unless it has said nothing, or the pipe is not there.
+    """Connect to the pipe named by the launcher's variable. Do nothing without the variable, or if the pipe is gone.
 
-    Mutates: ``environment``: what this process starts would inherit the variable and not the pipe, whose number is free there.
+    Mutates: ``environment``. The variable is removed, because processes started by this process do not inherit the pipe.
     """
     number = environment.pop(HEARTBEAT_FD, None)
     if number is not None:
-        with contextlib.suppress(OSError, ValueError):  # of somebody else's launch: this process has nobody to report to
+        # The variable may belong to another launch, which this process does not report to.
+        with contextlib.suppress(OSError, ValueError):
             connect(int(number), rank)
 
 
 def heartbeat(activity: str) -> None:
-    """Count one point of progress. Nothing without a launcher, in a fork of the rank, or outside its main thread.
+    """Report progress of the main thread to the launcher's watchdog.
+
+    Does nothing without a launcher, in a fork of the rank, or outside of the main thread. Takes well under a microsecond, and
+    writes at most ten times a second.
 
     Args:
-        activity: what the main thread does next, in a word or two; it is what a report of a hang says of this rank.
+        activity: next activity of the main thread, in a word or two, for reports of hangs.
 
-    Mutates: this process's count. Costs well under a microsecond, and a write at most ten times a second.
+    Mutates: this process's heartbeat state.
+
+    Example:
+        for batch in loader:
+            dt.heartbeat("generate")
+            samples = generate(model, batch)  # minutes without a step
     """
-    process = _STATE
-    if process.fd is None or threading.current_thread() is not threading.main_thread():
+    state = _STATE
+    if state.fd is None or threading.current_thread() is not threading.main_thread():
         return
-    process.count += 1
-    process.activity = activity
+    state.count += 1
+    state.activity = activity
     now = time.monotonic()
-    if now - process.written_at >= _MIN_INTERVAL_S:
-        process.written_at = now
-        report(ProgressKind.PROGRESS, process.count, activity)
+    if now - state.written_at >= _MIN_INTERVAL_S:
+        state.written_at = now
+        report(ProgressKind.PROGRESS, state.count, activity)
 
 
 def report(kind: ProgressKind, value: int = 0, activity: str = "") -> None:
-    """Send one record now. Nothing without a launcher, or in a fork of the rank. Never waits, never raises."""
-    process = _STATE
-    if process.fd is None or process.pid != os.getpid():
+    """Send one record now. Do nothing without a launcher, or in a fork of the rank. Never waits, never raises."""
+    state = _STATE
+    if state.fd is None or state.pid != os.getpid():
         return
-    pulse = ProgressRecord(kind=kind, rank=process.rank, value=value, at=time.monotonic(), activity=activity)
+    record = ProgressRecord(kind=kind, rank=state.rank, value=value, at=time.monotonic(), activity=activity)
     try:
-        os.write(process.fd, pulse.encode())
+        os.write(state.fd, record.encode())
     except BlockingIOError:
-        return  # the launcher is behind: a later record of progress says more than this one
+        # The pipe is full. A later record will contain newer progress.
+        return
     except OSError:
-        process.fd = None  # the launcher has gone; it ends this process, or has let it go
+        # The launcher is gone.
+        state.fd = None
 
 
 def is_connected() -> bool:
@@ -165,5 +184,5 @@ def is_connected() -> bool:
 
 
 def last_progress() -> tuple[int, str]:
-    """How many points of progress the main thread has passed, and what it does since the last: newer than any record sent."""
+    """Return the main thread's number of heartbeats and last activity, newer than any record sent."""
     return _STATE.count, _STATE.activity

@@ -1,4 +1,4 @@
-"""Checks of the two handles that a state is made of: a model and an optimizer that fit each other."""
+"""Check that the model and the optimizer of a new state fit each other."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
 from dtrain.typing import Params
 
-_NOT_FOR_DTENSOR = (torch.optim.Adafactor, torch.optim.Rprop)  # they write in place what DTensor would have to place anew
+# These optimizers write in place to tensors that DTensor would have to redistribute.
+_NOT_FOR_DTENSOR = (torch.optim.Adafactor, torch.optim.Rprop)
 
 
 def check_model_and_optimizer(model: object, optimizer: object) -> None:
-    """Refuse what is no model or no optimizer, and show the right call.
+    """Refuse arguments that are not a model and an optimizer, and show the right call.
 
     Raises:
         ConfigError: another type, or the two swapped.
     """
-    right = "`state = step.init(model, optimizer)`"
+    example = "`state = step.init(model, optimizer)`"
     if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
-        raise ConfigError(f"init: got the optimizer before the model; swap them: {right}")
+        raise ConfigError(f"init: got the optimizer before the model. Swap them: {example}.")
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"init: model must be an nn.Module, got {_type_name(model)}; as in {right}")
+        raise ConfigError(f"init: model must be an nn.Module, got {_type_name(model)}. Use {example}.")
     if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         raise ConfigError(
-            f"init: optimizer must be a torch.optim.Optimizer, got the scheduler {type(optimizer).__name__}; give its "
-            "optimizer, and the schedule to the step: dt.compose_step(loss_fn, [dt.transforms.scale_lr(...)])"
+            f"init: optimizer must be a torch.optim.Optimizer, got the scheduler {type(optimizer).__name__}. Give its "
+            "optimizer, and the schedule to the step: dt.compose_step(loss_fn, [dt.transforms.scale_lr(...)])."
         )
     if isinstance(optimizer, list | tuple):
         raise ConfigError(
-            f"init: optimizer must be one torch.optim.Optimizer, got a {type(optimizer).__name__} of {len(optimizer)}; give "
-            "the parameters as groups of one optimizer (dt.optim.param_groups), or make a state for each with partial=True"
+            f"init: optimizer must be one torch.optim.Optimizer, got a {type(optimizer).__name__} of {len(optimizer)}. Give "
+            "the parameters as groups of one optimizer (dt.optim.param_groups), or make a state for each with partial=True."
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"init: optimizer must be a torch.optim.Optimizer, got {_type_name(optimizer)}; as in "
-            "step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-4))"
+            f"init: optimizer must be a torch.optim.Optimizer, got {_type_name(optimizer)}. Use "
+            "step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-4))."
         )
 
 
@@ -48,73 +49,73 @@ def _type_name(value: object) -> str:
 
 
 def check_params(params: Params, *, sharded: Sequence[str]) -> None:
-    """Refuse a model without parameters, or with some that have no storage or no place in it.
+    """Refuse a model without parameters, with meta parameters, or with gathered parameters.
 
     Args:
-        params: the model's, by clean name.
-        sharded: names of those that are sharded.
+        params: the model's parameters by clean name.
+        sharded: names of the parameters that must be sharded.
 
     Raises:
-        ConfigError: no parameters, some on the meta device, or gathered copies where shards should be.
+        ConfigError: no parameters, parameters on the meta device, or gathered copies instead of shards.
     """
     if not params:
         raise ConfigError("init: the model has no parameters")
     meta = [name for name, p in params.items() if p.is_meta]
     if meta:
         raise ConfigError(
-            f"init: {len(meta)} of {len(params)} parameters are on the meta device (first: {meta[0]}); "
-            "call dt.materialize first"
+            f"init: {len(meta)} of {len(params)} parameters are on the meta device (first: {meta[0]}). "
+            "Call dt.materialize first."
         )
     gathered = [name for name in sharded if not is_dtensor(params[name])]
     if gathered:
         raise ConfigError(
             f"init: {len(gathered)} of {len(params)} parameters are gathered copies, left by a forward outside of a step "
-            f"(first: {gathered[0]}); run that forward under dt.eval_mode(model), and build the optimizer from what it leaves"
+            f"(first: {gathered[0]}). Run that forward under dt.eval_mode(model), and build the optimizer afterwards."
         )
 
 
 def check_optimizer_params(params: Params, optimizer: torch.optim.Optimizer, *, partial: bool) -> None:
-    """Refuse an optimizer that holds parameters of another model, or leaves out some that are trainable.
+    """Refuse an optimizer with parameters of another model, or without some trainable parameters.
 
     Args:
-        params: the model's, by clean name; tied ones once.
-        optimizer: the one to check.
-        partial: if True, trainable parameters may be left out.
+        params: the model's parameters by clean name; tied parameters once.
+        optimizer: optimizer to check.
+        partial: if True, trainable parameters may be missing.
 
     Raises:
-        ConfigError: parameters that only one of the two has.
+        ConfigError: parameters that are only in the model or only in the optimizer.
     """
     known = {id(p) for p in params.values()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    stray = [p for p in held if id(p) not in known]
-    if stray:
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    unknown = [p for p in optimized if id(p) not in known]
+    if unknown:
         raise ConfigError(
-            f"init: {len(stray)} of {len(held)} optimizer parameters are not in the model (first: shape "
-            f"{tuple(stray[0].shape)}); shard_model, materialize and edits of the model make new Parameter objects, so "
-            "build the optimizer after them"
+            f"init: {len(unknown)} of {len(optimized)} optimizer parameters are not in the model (first: shape "
+            f"{tuple(unknown[0].shape)}). shard_model, materialize and edits of the model make new Parameter objects. Build "
+            "the optimizer after them."
         )
     trainable = [name for name, p in params.items() if p.requires_grad]
-    trained = {id(p) for p in held}
-    left = [name for name in trainable if id(params[name]) not in trained]
-    if left and not partial:
-        names = f"{', '.join(left[:3])}{', ...' if len(left) > 3 else ''}"
+    optimized_ids = {id(p) for p in optimized}
+    missing = [name for name in trainable if id(params[name]) not in optimized_ids]
+    if missing and not partial:
+        names = f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
         raise ConfigError(
-            f"init: {type(optimizer).__name__} holds {len(trainable) - len(left)} of {len(trainable)} trainable parameters, so "
-            f"these would never train: {names}; add them, freeze them with requires_grad_(False), or pass partial=True"
+            f"init: {type(optimizer).__name__} holds {len(trainable) - len(missing)} of {len(trainable)} trainable parameters, "
+            f"so these would never train: {names}. Add them, freeze them with requires_grad_(False), or pass partial=True."
         )
 
 
 def check_fused_foreach(params: Params, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer, or a ``fused`` or ``foreach`` form of it, that would fail in the first step.
+    """Refuse an optimizer, or its ``fused`` or ``foreach`` form, that would fail in the first step.
 
     Raises:
-        ConfigError: an optimizer that torch cannot run on cut parameters; a form that torch does not have for the parameters
-            of a group.
+        ConfigError: an optimizer that torch cannot run on sharded parameters; a form that does not exist for the parameters of
+            a group.
     """
     if type(optimizer) in _NOT_FOR_DTENSOR and any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError(
-            f"init: optimizer must be one that torch can run on cut parameters, got {type(optimizer).__name__}. Use "
-            "torch.optim.AdamW, or leave the parameters whole with leave_out."
+            f"init: optimizer must be one that torch can run on sharded parameters, got {type(optimizer).__name__}. Use "
+            "torch.optim.AdamW, or keep the parameters whole with ignored_params."
         )
     names = {id(p): name for name, p in params.items()}
     for index, group in enumerate(optimizer.param_groups):
@@ -123,15 +124,15 @@ def check_fused_foreach(params: Params, optimizer: torch.optim.Optimizer) -> Non
 
 def _check_group_form(index: int, group: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     form = next((form for form in ("fused", "foreach") if group.get(form)), None)
-    trained = [p for p in group["params"] if p.requires_grad]
-    whole = [names[id(p)] for p in trained if not is_dtensor(p)]
-    if form is None or len(whole) == len(trained):
+    trainable = [p for p in group["params"] if p.requires_grad]
+    whole = [names[id(p)] for p in trainable if not is_dtensor(p)]
+    if form is None or len(whole) == len(trainable):
         return
-    what = f"init: group {index} of {type(optimizer).__name__}({form}=True) holds"
+    prefix = f"init: group {index} of {type(optimizer).__name__}({form}=True) holds"
     if whole:
         raise ConfigError(
-            f"{what} {len(trained) - len(whole)} cut parameters and {len(whole)} whole ones (first: {whole[0]}), which that "
-            "form does not take together; give the whole ones a group of their own"
+            f"{prefix} {len(trainable) - len(whole)} sharded parameters and {len(whole)} whole ones (first: {whole[0]}), which "
+            "this form does not take together. Give the whole parameters their own group."
         )
     if form == "fused" and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
-        raise ConfigError(f"{what} cut parameters, for which torch has a fused Adam and AdamW only; use foreach=True instead")
+        raise ConfigError(f"{prefix} sharded parameters, but torch has only fused Adam and AdamW for them. Use foreach=True.")

@@ -1,7 +1,7 @@
-"""Where the wall time of this process goes: named spans of its main thread. Imports no torch.
+"""Measure the wall time of this process in named spans of its main thread. Imports no torch.
 
-At any moment the main thread is in one span, the innermost that is open, or in ``other``. So the seconds by name always add up
-to the time since the recorder began, whatever is nested in what, and a span holds its own time only.
+At any moment the main thread is in one span: the innermost open span, or ``other``. So the times of all spans add up to the
+time since the recorder started. The time of a span excludes the spans inside.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from dtrain.errors import ConfigError
 TimeCategory = Literal[
     "compute", "data", "communication", "checkpoint", "evaluation", "compile", "restart", "stall", "setup", "other"
 ]
-"""What time goes to. Productive is ``compute`` alone; ``stall`` is waiting for other ranks, or for a step that began again."""
+"""Category of a span. Only ``compute`` is productive. ``stall`` is waiting for other ranks, or a repeated step."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 TIME_CATEGORIES: tuple[TimeCategory, ...] = get_args(TimeCategory)
-OTHER = "other"  # the name of what is in no span
+# Time outside of all spans.
+OTHER = "other"
 
 _LIBRARY_SPANS: dict[str, TimeCategory] = {
     OTHER: "other",
     "setup": "setup",
     "step": "compute",
     "data": "data",
-    "agree": "stall",  # at the step's records: a rank that came early waits there for the last one
-    "search": "stall",  # steps that ran out of memory and were begun again
+    # Exchange of a step's records, where early ranks wait for the last rank.
+    "agree": "stall",
+    # Steps that ran out of memory and were repeated.
+    "search": "stall",
     "reduce": "communication",
     "collective": "communication",
     "save": "checkpoint",
@@ -42,36 +45,43 @@ _LIBRARY_SPANS: dict[str, TimeCategory] = {
     "evaluate": "evaluation",
     "compile": "compile",
 }
-_MAX_NAMES = 100 + len(_LIBRARY_SPANS)  # different ones; what comes later is ``other``: a name with a step in it has no end
-_MAX_EVENTS = 200  # events until somebody listens
+# Further names count as ``other``, because names that contain a step number would never end.
+_MAX_NAMES = 100 + len(_LIBRARY_SPANS)
+# Events that are stored until a listener is set.
+_MAX_EVENTS = 200
 
 
 class SpanTime(NamedTuple):
-    """How often a span was entered, and its own seconds: without those of spans inside it."""
+    """Number of entries of a span, and its time without the spans inside."""
 
-    count: int  # type: ignore[assignment]  # a tuple's method of this name counts nothing that is in here
+    # Hides the method ``count`` of tuples, which is not useful here.
+    count: int  # type: ignore[assignment]
     seconds: float
 
 
 class SpanListener(Protocol):
-    """Who writes down what this module only counts."""
+    """Interface of the ledger that records steps and events."""
 
     def on_step(self) -> None:
-        """A step is done, and it is time to look: ``due_step`` or ``due_ns`` has come. It sets new ones."""
+        """Record a step that has reached ``due_step`` or ``due_ns``, and schedule the next check."""
         ...
 
     def on_event(self, event: Mapping[str, object]) -> None:
-        """Something is worth a line of its own; from any thread."""
+        """Record an event. May be called from any thread."""
         ...
 
 
 class _SpanRecorder:
-    """Of this process. ``top`` is the count and nanoseconds of the innermost span, charged up to ``mark``; ``stack`` has those
-    that it is in, the outermost first. The lists in ``totals`` are never replaced, so two are of one name if they are the same.
+    """Recorder of the spans of this process.
+
+    ``top`` is the count and nanoseconds of the innermost span, complete up to ``mark``. ``stack`` contains the enclosing spans,
+    the outermost first. The lists in ``totals`` are never replaced, so their identity identifies a span.
     """
 
-    __slots__ = ("categories", "due_ns", "due_step", "events", "listener", "mark", "samples", "stack", "step", "steps", "thread",
-                 "tokens", "top", "totals")  # fmt: skip
+    # fmt: off
+    __slots__ = ("categories", "due_ns", "due_step", "events", "listener", "mark", "samples", "stack", "step", "steps",
+                 "thread", "tokens", "top", "totals")
+    # fmt: on
 
     def __init__(self) -> None:
         self.thread = threading.main_thread().ident
@@ -89,18 +99,26 @@ class _SpanRecorder:
 _RECORDER = _SpanRecorder()
 
 
-class span:  # used as a function, and a class is the cheapest context manager
-    """A context whose wall time is counted under ``name``, without that of spans inside it.
+# A class, because it is the fastest context manager.
+class span:
+    """Context manager that counts wall time under ``name``, without the spans inside.
 
-    ``with dt.span("generate"): ...`` in a loop adds a row of that name to the ledger of the run, and to the report. Names that
-    dtrain uses itself add to its own rows: ``"save"``, ``"evaluate"``, ``"data"``. Outside of the main thread it does nothing.
+    A span adds a row to the ledger of the run and to the report. The names of dtrain's own spans add to their rows:
+    ``"save"``, ``"evaluate"``, ``"data"``. Outside of the main thread a span does nothing.
 
     Args:
-        name: one of a few fixed texts, of at most 60 characters; after a hundred different ones, further are counted as other.
-        category: what the time goes to; None for that of dtrain's own span of this name, else ``"other"``.
+        name: fixed text of at most 60 characters. After a hundred different names, further names count as ``"other"``.
+        category: category of the time; None uses the category of dtrain's own span of this name, else ``"other"``.
+
+    Example:
+        for batch in loader:
+            state, metrics = step(state, batch)
+            if state.crossed("1_000ba"):
+                with dt.span("generate", "evaluation"):
+                    generate(state.model)
 
     Raises:
-        ConfigError: another kind of name, an unknown cause, or one that differs from what this name had before.
+        ConfigError: an invalid name, an unknown category, or a category that differs from an earlier one of this name.
     """
 
     __slots__ = ("_name",)
@@ -119,7 +137,7 @@ class span:  # used as a function, and a class is the cheapest context manager
 
 
 def timed(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: the time of each call is counted under ``name``."""
+    """Decorate a function to count the time of each call under ``name``."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -133,7 +151,7 @@ def timed(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class outermost_span:
-    """``span`` where no other is open, else nothing: for what counts by itself only when the loop calls it."""
+    """``span`` if no other span is open, else nothing. For functions that count only if the loop calls them directly."""
 
     __slots__ = ("_name", "_open")
 
@@ -152,22 +170,22 @@ class outermost_span:
 
 def _declare_span(name: str, category: TimeCategory | None) -> None:
     if not isinstance(name, str) or not name or len(name) > 60 or not name.isprintable():
-        raise ConfigError(f"span: a name is a text of 1 to 60 printable characters, got {name!r}")
+        raise ConfigError(f"span: name must be a text of 1 to 60 printable characters, got {name!r}")
     if category is not None and category not in TIME_CATEGORIES:
-        raise ConfigError(f"span: cause must be one of {', '.join(TIME_CATEGORIES)}, got {category!r}")
+        raise ConfigError(f"span: category must be one of {', '.join(TIME_CATEGORIES)}, got {category!r}")
     known = _RECORDER.categories.get(name)
     if category is not None and known not in (None, category):
-        raise ConfigError(f"span: {name!r} counts as {known} already, got cause={category!r}; choose another name")
+        raise ConfigError(f"span: category of {name!r} must be {known} as before, got {category!r}. Choose another name.")
     if known is None and len(_RECORDER.categories) < _MAX_NAMES:
         _RECORDER.categories[name] = category or "other"
 
 
 def begin(name: str, times: int = 1) -> None:
-    """Enter a span; for where a ``with`` costs too much. Always with ``end`` in a ``finally``. Not outside of the main thread.
+    """Enter a span, if ``with`` is too slow. Call ``end`` in a ``finally``. No effect outside of the main thread.
 
     Args:
-        name: one of dtrain's own, or one that ``span`` has met; all others are counted as other.
-        times: how often it counts.
+        name: name of one of dtrain's own spans, or a name that ``span`` has declared; other names count as ``"other"``.
+        times: number of entries to count.
     """
     recorder = _RECORDER
     if get_ident() != recorder.thread:
@@ -186,12 +204,12 @@ def begin(name: str, times: int = 1) -> None:
 
 
 def end(name: str | None = None) -> None:
-    """Leave the innermost span called ``name``, and those in it that were never left. Nothing outside of the main thread.
+    """Leave the innermost span ``name``, and the spans inside that were never left. No effect outside of the main thread.
 
-    So a generator that is closed late, or a callback that comes twice, spoils no other span.
+    So a generator that is closed late, or a repeated callback, does not change other spans.
 
     Args:
-        name: what ``begin`` was given; None for the innermost, whatever it is called. Nothing happens if there is none.
+        name: name passed to ``begin``; None leaves the innermost span. Without such a span nothing happens.
     """
     recorder = _RECORDER
     if get_ident() != recorder.thread or not recorder.stack:
@@ -200,12 +218,13 @@ def end(name: str | None = None) -> None:
     if name is not None:
         entry = recorder.totals.get(name) or recorder.totals[OTHER]
         if recorder.top is not entry:
-            at = len(stack) - 1
-            while at and stack[at] is not entry:
-                at -= 1
-            if at == 0:  # the first is what is in no span
+            index = len(stack) - 1
+            while index and stack[index] is not entry:
+                index -= 1
+            # The first entry is the time outside of all spans.
+            if index == 0:
                 return
-            del stack[at + 1 :]
+            del stack[index + 1 :]
             _switch_to(recorder, stack.pop())
     before = stack.pop()
     if before is not recorder.top:
@@ -220,7 +239,7 @@ def _switch_to(recorder: _SpanRecorder, entry: list[int]) -> None:
 
 
 def reassign_later(name: str) -> Callable[[str], None]:
-    """A function that moves what spans called ``name`` take from here on to another name: for what shows late what it was."""
+    """Return a function that moves the time of spans called ``name`` from now on to another name, once the name is known."""
     recorder = _RECORDER
     add_time()
     entry = recorder.totals.setdefault(name, [0, 0])
@@ -230,16 +249,16 @@ def reassign_later(name: str) -> Callable[[str], None]:
         if get_ident() != recorder.thread:
             return
         add_time()
-        taken, to = entry[1] - before, recorder.totals.setdefault(other, [0, 0])
-        entry[1] -= taken
-        to[0] += 1
-        to[1] += taken
+        moved, target = entry[1] - before, recorder.totals.setdefault(other, [0, 0])
+        entry[1] -= moved
+        target[0] += 1
+        target[1] += moved
 
     return move
 
 
 def add_time() -> None:
-    """Count what the innermost span has taken up to now. Nothing outside of the main thread."""
+    """Add the time of the innermost span up to now. No effect outside of the main thread."""
     recorder = _RECORDER
     if get_ident() == recorder.thread:
         now = perf_counter_ns()
@@ -248,10 +267,9 @@ def add_time() -> None:
 
 
 def record_step(step: int, *, samples: int, tokens: int) -> None:
-    """A step is done: ``step`` so far, ``samples`` and ``tokens`` so far, all global. Called where the clock ticks.
+    """Record the counts after a step, all global, when the clock ticks.
 
-    It counts the step, which spans called ``"step"`` do not: a step written by hand has two of them, one that is begun again
-    more.
+    The number of steps is counted here, because a step may enter several spans called ``"step"``, for example when repeated.
     """
     recorder = _RECORDER
     recorder.step, recorder.samples, recorder.tokens = step, samples, tokens
@@ -261,35 +279,35 @@ def record_step(step: int, *, samples: int, tokens: int) -> None:
 
 
 def set_position(step: int, *, samples: int, tokens: int) -> None:
-    """The run goes on after ``step``: what ``position`` says until the next one is done."""
+    """Set the counts that ``position`` returns until the next step, for a resumed run."""
     _RECORDER.step, _RECORDER.samples, _RECORDER.tokens = step, samples, tokens
 
 
 def record_event(name: str, /, **fields: object) -> None:
-    """Something that is worth a line of its own in the run's ledger: ``event("committed", step=100, bytes=...)``.
+    """Record an event for the run's ledger: ``record_event("committed", step=100, bytes=...)``.
 
-    From any thread. Kept (the last two hundred) until the run is opened, and forgotten if it never is.
+    May be called from any thread. The last two hundred events are stored until a run is opened.
 
     Args:
-        name: what happened.
+        name: name of the event.
         fields: plain data.
     """
-    happened = {**fields, "name": name, "at": time()}
+    event = {**fields, "name": name, "at": time()}
     listener = _RECORDER.listener
     if listener is not None:
-        listener.on_event(happened)
+        listener.on_event(event)
     else:
-        _RECORDER.events.append(happened)
+        _RECORDER.events.append(event)
 
 
 def totals() -> dict[str, SpanTime]:
-    """What has been counted so far, by name: up to now, and in other threads up to where the main one is known to have been."""
+    """Return count and time of each span up to now. In other threads, up to the main thread's last change."""
     add_time()
     return {name: SpanTime(count, ns / 1e9) for name, (count, ns) in list(_RECORDER.totals.items())}
 
 
 def seconds_by_category(found: Mapping[str, SpanTime]) -> dict[TimeCategory, float]:
-    """Seconds by cause of what ``totals`` returned (or a difference of two): all categories, those without time as 0."""
+    """Return seconds by category for the result of ``totals`` (or a difference of two results), all categories included."""
     seconds: dict[TimeCategory, float] = dict.fromkeys(TIME_CATEGORIES, 0.0)
     for name, total in found.items():
         seconds[category_of(name)] += total.seconds
@@ -297,24 +315,25 @@ def seconds_by_category(found: Mapping[str, SpanTime]) -> dict[TimeCategory, flo
 
 
 def category_of(name: str) -> TimeCategory:
-    """What the time of a span goes to."""
+    """Return the category of a span."""
     return _RECORDER.categories.get(name, "other")
 
 
 def is_library_span(name: str) -> bool:
-    """Whether dtrain itself has a span of this name."""
+    """Return True if dtrain itself has a span of this name."""
     return name in _LIBRARY_SPANS
 
 
 def position() -> tuple[int, int, int]:
-    """Steps, samples and tokens after the last step; zeros before the first."""
+    """Return steps, samples and tokens after the last step, zeros before the first step."""
     return _RECORDER.step, _RECORDER.samples, _RECORDER.tokens
 
 
 def set_listener(listener: SpanListener | None) -> list[Mapping[str, object]]:
-    """Have ``listener`` told from now on, nobody with None. Returns the events that nobody has heard, which are forgotten."""
+    """Set the listener, None for no listener. Return the stored events, which are then discarded."""
     unheard = list(_RECORDER.events) if listener is not None else []
-    _RECORDER.thread = threading.main_thread().ident  # another one in a fork that was made by another thread
+    # A fork made by another thread has another main thread.
+    _RECORDER.thread = threading.main_thread().ident
     _RECORDER.listener = listener
     _RECORDER.due_step, _RECORDER.due_ns = 0, 0
     if listener is not None:
@@ -323,5 +342,5 @@ def set_listener(listener: SpanListener | None) -> list[Mapping[str, object]]:
 
 
 def schedule_next_check(*, step: int, in_s: float) -> None:
-    """When the listener is to be told of a step next: at ``step``, or after ``in_s`` seconds, whichever is first."""
+    """Schedule the listener's next check of a step: at ``step`` or after ``in_s`` seconds, whichever is first."""
     _RECORDER.due_step, _RECORDER.due_ns = step, perf_counter_ns() + int(in_s * 1e9)

@@ -1,4 +1,4 @@
-"""``TrainState``: everything a training step reads and replaces, and ``ShardSpec``: how its model is laid out."""
+"""Hold the state of a training run (``TrainState``) and the layout of its model (``ShardSpec``)."""
 
 from __future__ import annotations
 
@@ -29,27 +29,29 @@ from dtrain.typing import Batch, TransformState
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate", "none"]
 Accumulate = Literal["local", "sharded"]
 Buffers = Literal["broadcast", "mean", "local"]
-_SPEC_ATTRIBUTE = "_dtrain_spec"  # the attribute of a module that shard_model leaves its ShardSpec in
-_RUNS_ATTRIBUTE = "_dtrain_runs"  # the attribute of a model that Step.init leaves its _Runs in
+# Attribute of a module in which shard_model stores the ShardSpec.
+_SPEC_ATTRIBUTE = "_dtrain_spec"
+# Attribute of a model in which Step.init stores the _ModelRuns.
+_RUNS_ATTRIBUTE = "_dtrain_runs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardSpec:
-    """How a model is laid out. ``shard_model`` sets it; a plain model in one process has ``strategy="none"``.
+    """Layout of a model over ranks. ``shard_model`` sets it; a plain model in one process has ``strategy="none"``.
 
     Args:
-        strategy: the name that ``shard_model`` was given.
-        mesh: the whole mesh, None for a plain model.
-        data_rank: this rank's place among those that see different data.
-        data_ranks: how many of those there are.
-        ranks_per_batch: ranks that work on one batch together, over the mesh's ``cp`` and ``tp``; those of a batch follow each other.
-        counts_in_loss: whether this rank's sums count. Ranks along ``tp`` compute the same ones, so only those of the first do.
-        accumulate: whether gradients wait for a step's last microbatch at full size, or as shards.
-        buffers: what becomes of persistent buffers that a forward changed.
-        ignored_params: names of the parameters that are whole on every rank.
-        compute_device: the device of forward and backward, where parameters are kept on another one; else None.
-        replica_info: the copies of the model while they train apart: gradients are summed within each, and parameters may differ. None
-            otherwise, and always in what ``shard_model`` sets; see ``split_replicas``.
+        strategy: strategy passed to ``shard_model``.
+        mesh: whole mesh, None for a plain model.
+        data_rank: this rank's index among the ranks with different data.
+        data_ranks: number of such indices.
+        ranks_per_batch: number of consecutive ranks that share a batch, along ``cp`` and ``tp``.
+        counts_in_loss: if True, this rank's sums count. Ranks along ``tp`` compute equal sums, so only the first rank counts.
+        accumulate: gradients between microbatches: whole (``"local"``) or as shards (``"sharded"``).
+        buffers: synchronization of persistent buffers that a forward changed.
+        ignored_params: names of parameters that are whole on every rank.
+        compute_device: device of forward and backward if the parameters are offloaded, else None.
+        replica_info: replicas that train separately, which sum gradients only within a replica; see ``split_replicas``. None
+            otherwise, and always in the spec of ``shard_model``.
     """
 
     strategy: Strategy = "none"
@@ -66,58 +68,58 @@ class ShardSpec:
 
 
 def attach_spec(model: nn.Module, spec: ShardSpec) -> None:
-    """Remember ``spec`` on ``model``. Mutates: ``model`` (one attribute, in no state dict)."""
+    """Store ``spec`` on ``model``. Mutates: ``model`` (one attribute, not in the state dict)."""
     setattr(unwrap_module(model), _SPEC_ATTRIBUTE, spec)
 
 
 def get_spec(model: nn.Module) -> ShardSpec:
-    """The ``ShardSpec`` of a model, that of a plain one when ``shard_model`` never saw it."""
-    spec = unwrap_module(model).__dict__.get(_SPEC_ATTRIBUTE)  # nn.Module is slow to say that it has no such attribute
+    """Return the ``ShardSpec`` of a model, or the default spec if ``shard_model`` has not seen the model."""
+    spec = unwrap_module(model).__dict__.get(_SPEC_ATTRIBUTE)
     return spec if isinstance(spec, ShardSpec) else ShardSpec()
 
 
 def get_device(model: nn.Module) -> torch.device:
-    """Where ``model`` computes: where its parameters are, unless they are kept elsewhere; a model without any, as this rank."""
+    """Return the device on which ``model`` computes. For a model without parameters, the device of this rank."""
     return get_spec(model).compute_device or next((param.device for param in model.parameters()), get_dist_info().device)
 
 
 class _ModelRuns:
-    """The runs that train a model, oldest first. An attribute of the model, with weak references: it keeps no run alive."""
+    """Runs that train a model, oldest first. Stored on the model with weak references, which keep no run alive."""
 
     __slots__ = ("_runs",)
 
     def __init__(self) -> None:
         self._runs: list[weakref.ref[RunContext]] = []
 
-    def add(self, shared: RunContext) -> None:
+    def add(self, run_context: RunContext) -> None:
         self._runs = [run for run in self._runs if run() is not None]
-        self._runs.append(weakref.ref(shared))
+        self._runs.append(weakref.ref(run_context))
 
     def live(self) -> list[RunContext]:
         return [run for ref in self._runs if (run := ref()) is not None]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy or a pickle of the model is trained by none of these runs
+        return type(None), ()  # a copy of the model has no runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class TrainState:
-    """A training run between two steps. ``Step.init`` makes the first one, a step replaces it.
+    """State of a training run between two steps. ``Step.init`` makes the first state, each step returns the next.
+
+    A stepped state cannot be used again and raises ``StaleStateError``, because its parameters have changed.
 
     Args:
-        model: mutated in place by training.
-        optimizer: mutated in place by training.
-        spec: how the model is laid out.
-        params: clean name -> parameter (sharded ones are DTensors), captured once; a tied parameter appears once.
-        aliases: further names of tied parameters -> the name in ``params``.
-        clock: how far training has come.
-        transform_states: each transform's own state, by the transform's name.
-        seed: what all derived random streams start from.
-        step_counts: what the ranks agreed for the step in progress; None between steps.
-        step_batch: the batch of the step in progress; None between steps.
-        loader_history: the loaders that batches came from; in no checkpoint.
-
-    A state that has been stepped is spent: using it again raises ``StaleStateError``, since its parameters are gone.
+        model: model, mutated in place by training.
+        optimizer: optimizer, mutated in place by training.
+        spec: layout of the model.
+        params: parameters by clean name (sharded parameters are DTensors), captured once; a tied parameter appears once.
+        aliases: further names of tied parameters, with the name in ``params``.
+        clock: progress of training.
+        transform_states: state of each transform, by the transform's name.
+        seed: start of all derived random streams.
+        step_counts: agreed record of the step in progress; None between steps.
+        step_batch: batch of the step in progress; None between steps.
+        loader_history: loaders of the batches; not in checkpoints.
     """
 
     model: nn.Module
@@ -136,17 +138,17 @@ class TrainState:
 
     @classmethod
     def newest(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainState:
-        """Return the newest state of ``model``, where the variable that held it is out of reach, as after Ctrl-C in a function.
+        """Return the newest state of ``model`` if its variable is out of reach, for example after Ctrl-C in a function.
 
-        It is the state after the last complete step. The model keeps no state alive: some state of the run must still be held.
-        In an ``except`` block the interrupted function holds one.
+        The result is the state after the last complete step. The model keeps no state alive, so some state of the run must
+        still exist. In an ``except`` block the interrupted function keeps one.
 
         Args:
-            model: the model that was given to ``Step.init``.
-            optimizer: that of the run, needed where several optimizers train parts of the model in runs of their own.
+            model: model passed to ``Step.init``.
+            optimizer: optimizer of the run, needed if several runs train parts of the model.
 
         Raises:
-            ConfigError: no run of ``model`` is alive, or several are and none contains the others.
+            ConfigError: no run of ``model`` is alive, or several runs are alive and no run contains the others.
             StaleStateError: an update or a load was interrupted, so the parameters belong to no step.
 
         Example:
@@ -167,54 +169,54 @@ class TrainState:
         runs = _live_runs(model, optimizer)
         if not runs:
             raise ConfigError(
-                "TrainState.newest: no state of this model is alive; call it in the `except` block around the function that "
-                "trains, with the model that Step.init was given"
+                "TrainState.newest: no state of this model is alive. Call newest in the `except` block around the function "
+                "that trains, with the model that Step.init was given."
             )
-        shared = runs[-1]
-        if shared.interrupted_write is not None:
-            raise StaleStateError(f"TrainState.newest: {shared.interrupted_write}")
-        made = object.__new__(cls)
-        for put, value in zip(_SET_FIELDS, (*shared.newest_fields, shared), strict=True):
-            put(made, value)
-        if made.generation != shared.generation:
+        context = runs[-1]
+        if context.interrupted_write is not None:
+            raise StaleStateError(f"TrainState.newest: {context.interrupted_write}")
+        state = object.__new__(cls)
+        for set_field, value in zip(_SET_FIELDS, (*context.newest_fields, context), strict=True):
+            set_field(state, value)
+        if state.generation != context.generation:
             raise StaleStateError(
-                f"TrainState.newest: step {made.step} was interrupted after the update and before the tick of the clock; load "
-                "the last checkpoint"
+                f"TrainState.newest: step {state.step} was interrupted after the update and before the tick of the clock. "
+                "Load the last checkpoint."
             )
-        return made
+        return state
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of completed optimizer steps."""
         return self.clock.step
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes: where its parameters are, unless they are offloaded."""
+        """Device on which the model computes, also if the parameters are offloaded."""
         return self.spec.compute_device or next(iter(self.params.values())).device
 
     def crossed(self, interval: Duration | int | str) -> bool:
         """Return True if the last step crossed a boundary of ``interval``: ``"100ba"``, ``"1ep"``, ``"0.1dur"``, ``100``.
 
-        An epoch is one of the loader's. After every step on its last batch the answer is True: if a batch takes several steps,
-        ask once, after the last of them.
+        Epochs are the loader's epochs. If a batch takes several steps, all of them return True if the epoch ended with the
+        batch. So call once per batch, after its last step.
 
         Raises:
-            ConfigError: no duration, a share of a run of unknown length, or epochs of batches that no loader handed out.
+            ConfigError: not a duration, a share of a run of unknown length, or epochs of batches without a loader.
         """
         return self.clock.crossed(interval)
 
     def reached(self, point: Duration | int | str) -> bool:
-        """Whether training has come as far as ``point``, in any unit: a loop over tokens or hours ends by it."""
+        """Return True if training has come to ``point`` or beyond, in any unit. Ends a loop over tokens or hours."""
         return self.clock.reached(point)
 
     @property
     def padding_sample(self) -> Batch | None:
-        """A real sample for a rank that has none in the batch of the step in progress; None if the loader has none."""
+        """Real sample for a rank without samples in the batch of the step in progress; None if the loader has no sample."""
         return None if self.step_batch is None or self.step_batch.info is None else self.step_batch.info.padding_sample
 
     def with_padding_sample(self, sample: Batch | None) -> TrainState:
-        """This state with another spare sample: the one that a batch method made of the loader's."""
+        """Return this state with another padding sample, which a batch method made from the loader's padding sample."""
         if self.step_batch is None or self.step_batch.info is None:
             return self
         return self._replace(step_batch=replace(self.step_batch, info=replace(self.step_batch.info, padding_sample=sample)))
@@ -225,67 +227,70 @@ class TrainState:
             param.grad = None
 
     def _check_not_stale(self, caller: str) -> None:
-        """Raise ``StaleStateError`` if a later state of this run exists, or its parameters are swapped for an average."""
-        if self.run_context.swapped_average is not None:
+        """Raise ``StaleStateError`` if a later state of this run exists, or if an average replaces its parameters."""
+        average = self.run_context.swapped_average
+        if average is not None:
             raise StaleStateError(
-                f"{caller}: the average {self.run_context.swapped_average!r} is in the place of the parameters; leave "
-                f"`with dt.transforms.use_average(state, {self.run_context.swapped_average!r}):` first"
+                f"{caller}: the average {average!r} is in the place of the parameters. Leave "
+                f"`with dt.transforms.use_average(state, {average!r}):` first."
             )
         if self.run_context.interrupted_write is not None:
             raise StaleStateError(f"{caller}: {self.run_context.interrupted_write}")
         if self.generation != self.run_context.generation:
             raise StaleStateError(
-                f"{caller}: this state was stepped already (step {self.step}), and its parameters have changed since; "
-                "keep the returned one: `state, metrics = step(state, batch)`"
+                f"{caller}: this state was stepped already (step {self.step}), and its parameters have changed since. "
+                "Keep the returned state: `state, metrics = step(state, batch)`."
             )
 
     def _check_replicas_joined(self, caller: str) -> None:
-        """Raise ``ConfigError`` while copies of the model train apart: there is no one state of the run then."""
+        """Raise ``ConfigError`` while replicas train separately, because the run has no single state then."""
         if self.spec.replica_info is not None:
             raise ConfigError(
-                f"{caller}: {self.spec.replica_info.count} copies of the model are training apart at step {self.step}, so there is no "
-                "one state of the run; make one of them first: `state = dt.transforms.join_replicas(state)`"
+                f"{caller}: {self.spec.replica_info.count} copies of the model are training apart at step {self.step}, so the "
+                "run has no single state. Join the copies first: `state = dt.transforms.join_replicas(state)`."
             )
 
     def _next(self, **changes: Any) -> TrainState:
-        """The state after an update, with ``changes``; from now on this one is spent."""
+        """Return the state after an update, with ``changes``. This state becomes stale."""
         self.run_context.generation += 1
         return self._replace(generation=self.run_context.generation, **changes)
 
     def _replace(self, **changes: Any) -> TrainState:
-        """This state with other values in some fields. A step does this several times, and ``dataclasses.replace`` is slow."""
-        made = object.__new__(TrainState)
-        for put, value in zip(_SET_FIELDS, _GET_FIELDS(self), strict=True):
-            put(made, value)
+        """Return this state with ``changes``. Faster than ``dataclasses.replace``, because a step calls this several times."""
+        state = object.__new__(TrainState)
+        for set_field, value in zip(_SET_FIELDS, _GET_FIELDS(self), strict=True):
+            set_field(state, value)
         for name, value in changes.items():
-            object.__setattr__(made, name, value)
-        if made.step_counts is None and made.step_batch is None:
-            made._record_as_newest()
-        return made
+            object.__setattr__(state, name, value)
+        if state.step_counts is None and state.step_batch is None:
+            state._record_as_newest()
+        return state
 
     def _record_as_newest(self) -> None:
-        """Make this the state that ``newest`` returns. Mutates: ``shared``."""
+        """Make this the state that ``newest`` returns. Mutates: ``run_context``."""
         if self.generation == self.run_context.generation:
             self.run_context.newest_fields = _GET_FIELDS(self)[:-1]
 
     def with_transform_state(self, name: str, content: TransformState) -> TrainState:
-        """This state with the slice of one transform replaced."""
+        """Return this state with a new state of one transform."""
         return self._replace(transform_states={**self.transform_states, name: content})
 
     def __repr__(self) -> str:
         return (
             f"TrainState(step={self.step}, params={len(self.params)}, strategy={self.spec.strategy!r}, "
-            f"optimizer={type(self.optimizer).__name__}, slices={sorted(self.transform_states)}, seed={self.seed})"
+            f"optimizer={type(self.optimizer).__name__}, transform_states={sorted(self.transform_states)}, seed={self.seed})"
         )
 
 
 _INTERRUPTED_MESSAGE = (
-    "{where} was interrupted at step {step} after it had begun to write parameters, so they belong to no step; build the state "
-    "anew and load the last checkpoint"
+    "{caller} was interrupted at step {step} after it had begun to write parameters, so they belong to no step. Build the "
+    "state anew and load the last checkpoint."
 )
-_FIELD_NAMES = tuple(f.name for f in fields(TrainState))  # ``shared`` is the last one
+# ``run_context`` is the last field.
+_FIELD_NAMES = tuple(f.name for f in fields(TrainState))
 _GET_FIELDS = attrgetter(*_FIELD_NAMES)
-_SET_FIELDS = tuple(getattr(TrainState, name).__set__ for name in _FIELD_NAMES)  # of the slots, past the freeze
+# Setters of the slots, which work on a frozen dataclass.
+_SET_FIELDS = tuple(getattr(TrainState, name).__set__ for name in _FIELD_NAMES)
 
 
 def init_state(
@@ -297,23 +302,23 @@ def init_state(
     partial: bool = False,
     loader: TrackedLoader | None = None,
 ) -> TrainState:
-    """Make the state at step 0, without slices. Parameters are captured here, so shard and materialize before.
+    """Make the state at step 0, without transform states. Parameters are captured here, so shard and materialize before.
 
     Args:
         model: as in ``Step.init``.
         optimizer: as in ``Step.init``.
         seed: start of all derived random streams.
-        run: length of the run, for intervals that are a share of it (``"0.1dur"``).
+        run: length of the run, for intervals that are a share of the run (``"0.1dur"``).
         partial: if True, the optimizer may hold only some of the trainable parameters.
-        loader: the loader whose epochs the clock counts, if the batches cannot say; as in ``Step.init``.
+        loader: loader whose epochs the clock counts, if the batches do not name it; as in ``Step.init``.
 
-    Mutates: what SIGTERM does to this process, until the end of ``init_dist``'s block; see ``should_stop``. One attribute of
-    the model, which is in no state dict; see ``TrainState.newest``.
+    Mutates: this process's handling of SIGTERM, until the end of ``init_dist``'s block; see ``should_stop``. One attribute of
+    the model, not in the state dict; see ``TrainState.newest``.
 
     Raises:
-        ConfigError: something else in place of the model or the optimizer; no parameters, parameters on the meta device or
-            gathered for a forward; an optimizer that holds others than the model's, not all that are trainable, or cannot be
-            run by torch on them; a rank of a launcher on which ``init_dist`` was not called.
+        ConfigError: not a model or an optimizer; no parameters, or parameters on the meta device or gathered for a forward; an
+            optimizer with parameters of another model, without some trainable parameters, or that torch cannot run on the
+            parameters; a rank of a launcher without ``init_dist``.
     """
     check_init_dist_called("init")
     check_model_and_optimizer(model, optimizer)
@@ -323,7 +328,7 @@ def init_state(
     check_optimizer_params(params, optimizer, partial=partial)
     check_fused_foreach(params, optimizer)
     if loader is not None and not hasattr(loader, "last_batch_info"):
-        raise ConfigError(f"init: loader must be one that dt.build_loader made, got {loader!r}. Leave it out")
+        raise ConfigError(f"init: loader must be one that dt.build_loader made, got {loader!r}. Omit loader.")
     preemption.install_handlers()
     state = TrainState(
         model=model,
@@ -344,52 +349,52 @@ def init_state(
 
 @contextmanager
 def mark_interrupted_write(state: TrainState, caller: str) -> Iterator[None]:
-    """A context that writes parameters: if an error ends it, some may have changed, and all states of the run are spent.
+    """Mark the run as interrupted if an exception ends the context, which writes parameters. All states become stale.
 
-    Mutates: ``state.shared``, in case of an error, which gets a note.
+    Mutates: ``state.run_context`` after an exception, which also gets a note.
     """
     try:
         yield
     except BaseException as error:
-        state.run_context.interrupted_write = _INTERRUPTED_MESSAGE.format(where=caller, step=state.step)
+        state.run_context.interrupted_write = _INTERRUPTED_MESSAGE.format(caller=caller, step=state.step)
         error.add_note(state.run_context.interrupted_write)
         raise
 
 
 def _live_runs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[RunContext]:
-    """The living runs of ``model``, oldest first, those of ``optimizer`` only if it is given.
+    """Return the runs of ``model`` that are alive, oldest first; only runs of ``optimizer`` if given.
 
     Raises:
-        ConfigError: no model; several runs, and the newest does not train all that the others do.
+        ConfigError: not a model; or several runs, and the newest does not train all parameters of the other runs.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"TrainState.newest: needs the model (an nn.Module), got {type(model).__name__}")
+        raise ConfigError(f"TrainState.newest: model must be an nn.Module, got {type(model).__name__}")
     attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
     alive = attribute.live() if isinstance(attribute, _ModelRuns) else []
     optimizers: list[torch.optim.Optimizer] = [run.newest_fields[_FIELD_NAMES.index("optimizer")] for run in alive]
     if optimizer is not None:
         return [run for run, own in zip(alive, optimizers, strict=True) if own is optimizer]
-    held = [{id(param) for group in own.param_groups for param in group["params"]} for own in optimizers]
-    if any(not params <= held[-1] for params in held):
+    trained = [{id(param) for group in own.param_groups for param in group["params"]} for own in optimizers]
+    if any(not params <= trained[-1] for params in trained):
         names = ", ".join(type(own).__name__ for own in optimizers)
         raise ConfigError(
-            f"TrainState.newest: {len(alive)} runs train parts of this model (optimizers: {names}); say which: "
-            "TrainState.newest(model, optimizer)"
+            f"TrainState.newest: {len(alive)} runs train parts of this model (optimizers: {names}). Name the optimizer: "
+            "TrainState.newest(model, optimizer)."
         )
     return alive
 
 
 def check_state(state: object, caller: str, example: str) -> None:
-    """Refuse what is no ``TrainState``, and show the right ``example``.
+    """Refuse an argument that is not a ``TrainState``, and show the right ``example``.
 
     Raises:
-        ConfigError: a module, or something else, in place of the state.
+        ConfigError: a module or another object instead of the state.
     """
     if isinstance(state, TrainState):
         return
     if isinstance(state, nn.Module):
         raise ConfigError(
-            f"{caller}: the first argument must be a TrainState, got the module {type(state).__name__}; make a state of it "
-            f"first: `state = step.init(model, optimizer)`, then `{example}`"
+            f"{caller}: the first argument must be a TrainState, got the module {type(state).__name__}. Make a state "
+            f"first: `state = step.init(model, optimizer)`, then `{example}`."
         )
-    raise ConfigError(f"{caller}: the first argument must be a TrainState, got {type(state).__name__}; as in `{example}`")
+    raise ConfigError(f"{caller}: the first argument must be a TrainState, got {type(state).__name__}. Use `{example}`.")

@@ -267,7 +267,7 @@ def test_integers_are_not_cast(tmp_path, dtype):
 BAD_OPTIONS = {
     "pattern": ({"missing": ["lst.*"]}, "ConfigError: .*missing: no name of the model fits 'lst.*'; * stands for"),
     "text": ({"missing": "last.*"}, "ConfigError: .*missing takes a list of patterns, got the text 'last.*'"),
-    "no text": ({"missing": [3]}, "ConfigError: .*patterns of names are text, got 3"),
+    "no text": ({"missing": [3]}, "ConfigError: .*patterns of names must be text, got 3"),
     "one function": ({"missing": len}, "ConfigError: .*missing takes a list of patterns, got <built-in function len>; as in"),
     "pairs": ({"rename": [("a", "b")]}, "ConfigError: .*rename takes a function of the stored name, or a mapping, got [('a'"),
     "stray": ({"rename": {"cls.bias": None}}, "ConfigError: .*rename has 'cls.bias', which is not stored (1 such names)"),

@@ -48,9 +48,9 @@ SAID = {
         here=(
             "ConfigError: step: the arguments must be (state, batch), got (Tensor, TrainState). Swap them: "
             "`state, metrics = step(state, batch)`.",
-            "ConfigError: init: got the optimizer before the model; swap them: `state = step.init(model, optimizer)`",
-            "ConfigError: init: SGD holds 1 of 2 trainable parameters, so these would never train: bias; add them, freeze them "
-            "with requires_grad_(False), or pass partial=True",
+            "ConfigError: init: got the optimizer before the model. Swap them: `state = step.init(model, optimizer)`.",
+            "ConfigError: init: SGD holds 1 of 2 trainable parameters, so these would never train: bias. Add them, freeze them "
+            "with requires_grad_(False), or pass partial=True.",
             "ConfigError: microbatch_step: loss_fn must return a LossSum, got Tensor []. For a mean, wrap loss_fn in "
             'dt.mean_loss(loss_fn, weight=lambda batch: len(batch["labels"])); for a sum, return '
             "dt.LossSum(total=loss, weight=count).",
@@ -146,8 +146,8 @@ SAID = {
     ),
     "Gradients that are None": Said(
         here=(
-            "ConfigError: init: 1 of 1 optimizer parameters are not in the model (first: shape (4, 4)); shard_model, "
-            "materialize and edits of the model make new Parameter objects, so build the optimizer after them",
+            "ConfigError: init: 1 of 1 optimizer parameters are not in the model (first: shape (4, 4)). shard_model, "
+            "materialize and edits of the model make new Parameter objects. Build the optimizer after them.",
         ),
     ),
 }

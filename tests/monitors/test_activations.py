@@ -256,7 +256,7 @@ def test_the_whole_model_has_a_name_too(pattern, names):
         (("*", 1, "mean"), "activation_stats: stats must be a list of names from .* got 'mean'"),
         ((3, 1), "activation_stats: pattern must be a text, several texts, a regular expression or a function, got 3"),
         (([], 1), r"activation_stats: pattern must be .* got \[\]"),
-        (([3], 1), "activation_stats: patterns of names are text, got 3"),
+        (([3], 1), "activation_stats: patterns of names must be text, got 3"),
     ],
 )
 def test_wrong_arguments_are_refused(given, message):

@@ -102,7 +102,7 @@ def test_rules_that_cannot_be_right_are_refused(rules, message):
     [
         (lambda: ParamGroup(""), "Group: needs a name, got ''; as in Group"),
         (lambda: ParamGroup("a", 3), "Group: where is a pattern of names, several, or a function .*, got 3"),
-        (lambda: ParamGroup("a", [3]), "Group: patterns of names are text, got 3"),
+        (lambda: ParamGroup("a", [3]), "Group: patterns of names must be text, got 3"),
         (lambda: ParamGroup("a", None, {"params": []}), "Group: 'a': options are the optimizer's, got 'params'; leave it out"),
         (lambda: param_groups(Tied(), weight_decay=-1.0), "param_groups: needs a finite weight_decay >= 0, got -1.0"),
         (lambda: param_groups(Tied().parameters()), "param_groups: needs a model .an nn.Module., got generator"),

@@ -311,7 +311,7 @@ REFUSED = [
     ("no mapping", "tp_plan must be a mapping of module names to styles, got list"),
     ("no module", "tp_plan names '5', but the model has no such module"),
     ("no style", "tp_plan['0'] must be a ParallelStyle, got 'colwise'. Pass for example ColwiseParallel()"),
-    ("text", "tp_plan: patterns of names are text, got 0"),
+    ("text", "tp_plan: patterns of names must be text, got 0"),
     ("misfit", "tp_plan: ColwiseParallel does not fit '2', a Tanh: ColwiseParallel currently only support"),
     ("uneven", "tp_plan shards '4.weight' [3, 4] along dim 0 into 2 uneven pieces. Use a size that tp=2 d"),
     ("buffer", "tp_plan: SequenceParallel on '3' shards the buffer 'seen', but every rank must hold full buffers"),

@@ -102,7 +102,7 @@ def test_frozen_and_left_out_parameters_may_have_other_dtypes(blocks):
         (Stack, (3,), (), r"must be module classes, names or a function of \(name, module\), got 3"),
         (Stack, lambda name, module: False, (), "a function that selects no module"),
         (Stack, (), ("tail.*",), r"ignored_params names 'tail.\*', but no parameter matches"),
-        (Stack, (), (4,), "ignored_params: patterns of names are text, got 4"),
+        (Stack, (), (4,), "ignored_params: patterns of names must be text, got 4"),
         (Stack, (), 4, r"ignored_params must be names or a function of \(name, parameter\), got 4"),
         (Stack, 4, (), r"must be module classes, names or a function of \(name, module\), got 4"),
         (Stack, (Block(),), (), r"must be module classes, names or a function of \(name, module\), got a Block. Pass"),

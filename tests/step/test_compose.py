@@ -248,7 +248,7 @@ def test_init_refuses_a_model_without_parameters():
 def test_a_state_prints_short_and_a_step_its_transforms():
     step = dt.compose_step(LOSS, [dt.transforms.ema(0.9)])
     assert repr(step) == "Step(ema)"
-    assert repr(begin(step)) == "TrainState(step=0, params=2, strategy='none', optimizer=SGD, slices=['ema'], seed=0)"
+    assert repr(begin(step)) == "TrainState(step=0, params=2, strategy='none', optimizer=SGD, transform_states=['ema'], seed=0)"
 
 
 def test_tied_parameters_are_captured_once():

@@ -76,51 +76,51 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "module instead of a state": (
         lambda: STEP(net(), BATCH),
-        "step: the first argument must be a TrainState, got the module Sequential; make a state of it first: "
+        "step: the first argument must be a TrainState, got the module Sequential. Make a state first: "
         "`state = step.init(model, optimizer)`, then `state, metrics = step(state, batch)`",
     ),
     "what a step returns instead of a state": (
         lambda: STEP(STEP(begun(), BATCH), BATCH),
-        "step: the first argument must be a TrainState, got tuple; as in `state, metrics = step(state, batch)`",
+        "step: the first argument must be a TrainState, got tuple. Use `state, metrics = step(state, batch)`.",
     ),
     "module in a step by hand": (
         lambda: dt.microbatch_step(net(), BATCH, loss_fn=LOSS),
-        "microbatch_step: the first argument must be a TrainState, got the module Sequential; make a state of it first",
+        "microbatch_step: the first argument must be a TrainState, got the module Sequential. Make a state first",
     ),
     "module in an update by hand": (
         lambda: dt.apply_gradients(net(), {}),
-        "apply_gradients: the first argument must be a TrainState, got the module Sequential; make a state of it first",
+        "apply_gradients: the first argument must be a TrainState, got the module Sequential. Make a state first",
     ),
     "optimizer before model": (
         initialised(sgd, same),
-        "init: got the optimizer before the model; swap them: `state = step.init(model, optimizer)`",
+        "init: got the optimizer before the model. Swap them: `state = step.init(model, optimizer)`.",
     ),
     "list of optimizers": (
         initialised(same, lambda model: [sgd(part) for part in model]),
-        "init: optimizer must be one torch.optim.Optimizer, got a list of 2; give the parameters as groups of one optimizer "
-        "(dt.optim.param_groups), or make a state for each with partial=True",
+        "init: optimizer must be one torch.optim.Optimizer, got a list of 2. Give the parameters as groups of one optimizer "
+        "(dt.optim.param_groups), or make a state for each with partial=True.",
     ),
     "class of an optimizer": (
         initialised(same, lambda model: torch.optim.AdamW),
-        "init: optimizer must be a torch.optim.Optimizer, got the class AdamW; as in step.init(model, torch.optim.AdamW(",
+        "init: optimizer must be a torch.optim.Optimizer, got the class AdamW. Use step.init(model, torch.optim.AdamW(",
     ),
     "parameters for an optimizer": (
         initialised(same, lambda model: model.parameters()),
-        "init: optimizer must be a torch.optim.Optimizer, got a generator; as in step.init(model, torch.optim.AdamW(",
+        "init: optimizer must be a torch.optim.Optimizer, got a generator. Use step.init(model, torch.optim.AdamW(",
     ),
     "scheduler for an optimizer": (
         initialised(same, lambda model: torch.optim.lr_scheduler.ConstantLR(sgd(model))),
-        "init: optimizer must be a torch.optim.Optimizer, got the scheduler ConstantLR; give its optimizer, and the schedule "
-        "to the step: dt.compose_step(loss_fn, [dt.transforms.scale_lr(...)])",
+        "init: optimizer must be a torch.optim.Optimizer, got the scheduler ConstantLR. Give its optimizer, and the schedule "
+        "to the step: dt.compose_step(loss_fn, [dt.transforms.scale_lr(...)]).",
     ),
     "class of a model": (
         initialised(lambda model: nn.Linear, sgd),
-        "init: model must be an nn.Module, got the class Linear; as in `state = step.init(model, optimizer)`",
+        "init: model must be an nn.Module, got the class Linear. Use `state = step.init(model, optimizer)`.",
     ),
     "optimizer of a part": (
         initialised(same, lambda model: sgd(model.head)),
-        "init: SGD holds 2 of 4 trainable parameters, so these would never train: body.weight, body.bias; add them, freeze "
-        "them with requires_grad_(False), or pass partial=True",
+        "init: SGD holds 2 of 4 trainable parameters, so these would never train: body.weight, body.bias. Add them, freeze "
+        "them with requires_grad_(False), or pass partial=True.",
     ),
     "plain mean": (
         lost(lambda mean: mean),

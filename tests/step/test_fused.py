@@ -100,10 +100,10 @@ def test_fused_optimizers_train_save_and_load_as_the_plain_loop_does(ranks, tmp_
 
 def test_fused_and_foreach_forms_that_torch_lacks_are_refused_at_init(ranks):
     for sgd, adagrad, fused, foreach, torchs in ranks(2).run(refused):
-        says = "holds cut parameters, for which torch has a fused Adam and AdamW only; use foreach=True instead"
+        says = "holds sharded parameters, but torch has only fused Adam and AdamW for them. Use foreach=True."
         assert sgd == f"init: group 0 of SGD(fused=True) {says}"
         assert adagrad == f"init: group 0 of Adagrad(fused=True) {says}"
-        says = "which that form does not take together; give the whole ones a group of their own"
+        says = "which this form does not take together. Give the whole parameters their own group."
         for found, name in ((fused, "AdamW(fused=True)"), (foreach, "SGD(foreach=True)")):
             assert found.startswith(f"init: group 0 of {name} holds ")
             assert found.endswith(f"whole ones (first: temperature), {says}")

@@ -121,7 +121,7 @@ def test_an_interrupt_in_a_load_leaves_no_state_that_is_half_loaded(tmp_path):
         dt.load_sharded(tmp_path, state)
     assert all(torch.equal(param, saved[name]) for name, param in state.params.items())
     assert "was interrupted" in error.value.__notes__[0]
-    with pytest.raises(StaleStateError, match=r"TrainState.newest: .* build the state anew and load the last checkpoint"):
+    with pytest.raises(StaleStateError, match=r"TrainState.newest: .* Build the state anew and load the last checkpoint"):
         TrainState.newest(state.model)
     step, state = begun(dt.transforms.ema(0.5))
     assert dt.load_sharded(tmp_path, state).state.step == 1
@@ -137,7 +137,7 @@ def test_a_dropped_run_is_freed_at_once_and_the_model_keeps_nothing_of_it():
         gone = [weakref.ref(thing) for thing in (state.optimizer, state.transform_states["ema"]["params"]["weight"])]
         del state
         assert [ref() for ref in gone] == [None, None]
-        with pytest.raises(ConfigError, match="no state of this model is alive; call it in the `except` block"):
+        with pytest.raises(ConfigError, match="no state of this model is alive. Call newest in the `except` block"):
             TrainState.newest(model)
         alive = weakref.ref(model)
         del model
@@ -170,7 +170,7 @@ def test_runs_that_train_parts_of_one_model_are_told_apart_by_their_optimizers()
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     step = dt.compose_step(LOSS)
     halves = [step.init(model, torch.optim.SGD(part.parameters(), lr=0.1), partial=True) for part in model]
-    with pytest.raises(ConfigError, match=r"2 runs train parts of this model \(optimizers: SGD, SGD\); say which"):
+    with pytest.raises(ConfigError, match=r"2 runs train parts of this model \(optimizers: SGD, SGD\). Name the optimizer"):
         TrainState.newest(model)
     halves[0], _ = step(halves[0], BATCH)
     assert [TrainState.newest(model, half.optimizer).step for half in halves] == [1, 0]
@@ -199,7 +199,7 @@ def test_an_optimizer_that_failed_half_way_leaves_no_state_that_could_be_saved()
         step(state, BATCH)
     assert "the update was interrupted at step 0" in error.value.__notes__[0]
     for use in (lambda: step(state, BATCH), lambda: TrainState.newest(model)):
-        with pytest.raises(StaleStateError, match=r"interrupted at step 0 .*; build the state anew and load"):
+        with pytest.raises(StaleStateError, match=r"interrupted at step 0 .*\. Build the state anew and load"):
             use()
 
 

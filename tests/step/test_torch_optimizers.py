@@ -82,8 +82,8 @@ def test_an_optimizer_that_torch_cannot_run_on_cut_parameters_is_refused_at_init
     for found in ranks(2).run(refusals):
         for name, (said, torchs) in found.items():
             assert said == (
-                f"init: optimizer must be one that torch can run on cut parameters, got {name}. Use torch.optim.AdamW, or "
-                "leave the parameters whole with leave_out."
+                f"init: optimizer must be one that torch can run on sharded parameters, got {name}. Use torch.optim.AdamW, "
+                "or keep the parameters whole with ignored_params."
             )
             assert "placement" in torchs
 

@@ -54,7 +54,7 @@ def test_new_weights_are_like_those_beside_them():
         ({"min_channels": 0.5}, "min_channels must be a whole number"),
         ({"min_channels": 99}, r"with min_channels=99: nothing to replace: of 4 modules in this Sequential \(3 Conv2d"),
         ({"min_channels": 0, "names": "stem"}, "names has 'stem', but no convolution has such a name"),
-        ({"min_channels": 0, "names": ["1", 7]}, "patterns of names are text, got 7"),
+        ({"min_channels": 0, "names": ["1", 7]}, "patterns of names must be text, got 7"),
     ],
 )
 def test_what_cannot_be_right_is_refused(options, said):

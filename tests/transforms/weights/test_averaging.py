@@ -69,7 +69,7 @@ def test_a_run_stands_still_while_its_average_is_swapped_in(use, where, tmp_path
     step, state = begin(ema(0.75))
     state = take(step, state)
     with use_average(state, "ema"):
-        with pytest.raises(StaleStateError, match=f"{where}: the average 'ema' is in the place of the parameters; leave"):
+        with pytest.raises(StaleStateError, match=f"{where}: the average 'ema' is in the place of the parameters. Leave"):
             use(step, state, str(tmp_path))
         assert weight(state) == 3.875
     assert weight(take(step, state)) == 3.0

@@ -120,8 +120,8 @@ def refused_save(root: str, keep: bool, steps: int) -> str:
 def test_copies_that_differ_are_not_saved(ranks, tmp_path, keep, steps):
     for message in ranks(2).run(refused_save, str(tmp_path), keep, steps):
         assert message == (
-            f"save_sharded: 2 copies of the model are training apart at step {steps}, so there is no one state of the run; "
-            "make one of them first: `state = dt.transforms.join_replicas(state)`"
+            f"save_sharded: 2 copies of the model are training apart at step {steps}, so the run has no single state. "
+            "Join the copies first: `state = dt.transforms.join_replicas(state)`."
         )
     assert not list(Path(tmp_path).glob("step-*"))
 
