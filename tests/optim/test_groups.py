@@ -79,16 +79,19 @@ def test_a_tied_parameter_fits_under_any_name_and_is_there_once():
     [
         (
             [ParamGroup("a", "body.*"), ParamGroup("b", ["**.*", "scale"])],
-            "a and b both take body.weight, body.bias; each",
+            "the rules a and b both match body.weight, body.bias. Let one",
         ),
-        ([ParamGroup("a", "body.*")], r"no rule takes scale, embed.weight, norm.weight, norm.bias; add .*: Group\('rest'\)"),
+        (
+            [ParamGroup("a", "body.*")],
+            r"no rule matches scale, embed.weight, norm.weight, norm.bias. Add .*: ParamGroup\('rest'\)",
+        ),
         (
             [ParamGroup("a", "frozen.*"), ParamGroup("rest")],
-            "the rule 'a' fits none of 6 trainable parameters .first: 'scale'.",
+            "the rule 'a' matches none of 6 trainable parameters .first: 'scale'.",
         ),
-        ([ParamGroup("a", "body.*"), ParamGroup("a")], "two rules are called 'a'; give each a name of its own"),
-        ([ParamGroup("a"), ParamGroup("b")], "'a' and 'b' both take what no other takes; give one of them a where"),
-        ([{"params": "body.*"}], "rules are of the class Group, got .*; as in Group"),
+        ([ParamGroup("a", "body.*"), ParamGroup("a")], "names of rules must be unique, got 'a' twice"),
+        ([ParamGroup("a"), ParamGroup("b")], "only one rule may have no where, got 'a' and 'b'"),
+        ([{"params": "body.*"}], "rules must be ParamGroup objects, got .* Pass for example ParamGroup"),
     ],
     ids=["overlap", "leftover", "nothing", "one name", "two rests", "no rule"],
 )
@@ -100,12 +103,12 @@ def test_rules_that_cannot_be_right_are_refused(rules, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ParamGroup(""), "Group: needs a name, got ''; as in Group"),
-        (lambda: ParamGroup("a", 3), "Group: where is a pattern of names, several, or a function .*, got 3"),
-        (lambda: ParamGroup("a", [3]), "Group: patterns of names must be text, got 3"),
-        (lambda: ParamGroup("a", None, {"params": []}), "Group: 'a': options are the optimizer's, got 'params'; leave it out"),
-        (lambda: param_groups(Tied(), weight_decay=-1.0), "param_groups: needs a finite weight_decay >= 0, got -1.0"),
-        (lambda: param_groups(Tied().parameters()), "param_groups: needs a model .an nn.Module., got generator"),
+        (lambda: ParamGroup(""), "ParamGroup: name must be a non-empty string, got ''. Pass for example ParamGroup"),
+        (lambda: ParamGroup("a", 3), "ParamGroup: where must be name patterns or a function .*, got 3"),
+        (lambda: ParamGroup("a", [3]), "ParamGroup: patterns of names must be text, got 3"),
+        (lambda: ParamGroup("a", None, {"params": []}), "ParamGroup: options of 'a' must be optimizer options, got 'params'"),
+        (lambda: param_groups(Tied(), weight_decay=-1.0), "param_groups: weight_decay must be a finite number >= 0, got -1.0"),
+        (lambda: param_groups(Tied().parameters()), "param_groups: model must be a torch.nn.Module, got generator"),
         (lambda: param_groups(Tied().requires_grad_(False)), "param_groups: the model has no trainable parameters"),
     ],
 )

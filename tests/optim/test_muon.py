@@ -195,36 +195,42 @@ def test_matrices_that_are_cut_along_two_axes_are_gathered(ranks):
     [
         (
             lambda: Muon([nn.Parameter(torch.ones(3))]),
-            r"Muon: is for hidden matrices, got a parameter of shape \(3,\); .*as muon_groups",
+            r"Muon: parameters of a group with method='muon' must have two dims, got shape \(3,\). .*as muon_groups",
         ),
-        (lambda: Muon([{"params": matrices(), "method": "sgd"}]), "Muon: a group's method is 'muon' or 'adamw', got 'sgd'"),
+        (
+            lambda: Muon([{"params": matrices(), "method": "sgd"}]),
+            "Muon: method of a group must be 'muon' or 'adamw', got 'sgd'",
+        ),
         (
             lambda: Muon([{"params": matrices(), "method": "adamw", "momentum": 0.9}]),
-            "Muon: a group with method='adamw' has no option 'momentum'; it has lr, betas, eps",
+            "Muon: options of a group with method='adamw' must be among lr, betas, eps, .* got 'momentum'",
         ),
-        (lambda: Muon(matrices(), lr=-1.0), "Muon: needs a finite number lr >= 0, got -1.0"),
-        (lambda: Muon(matrices(), lr=torch.tensor(0.1)), r"Muon: needs a finite number lr >= 0, got tensor"),
-        (lambda: Muon(matrices(), momentum=1.0), "Muon: needs 0 <= momentum < 1, got 1.0"),
+        (lambda: Muon(matrices(), lr=-1.0), "Muon: lr must be a finite number >= 0, got -1.0"),
+        (lambda: Muon(matrices(), lr=torch.tensor(0.1)), r"Muon: lr must be a finite number >= 0, got tensor"),
+        (lambda: Muon(matrices(), momentum=1.0), "Muon: momentum must be at least 0 and less than 1, got 1.0"),
         (
             lambda: Muon([{"params": matrices(), "method": "adamw", "betas": (0.9, 1.0)}]),
-            r"Muon: needs 0 <= betas < 1, got \(0.9, 1.0\)",
+            r"Muon: betas must be at least 0 and less than 1, got \(0.9, 1.0\)",
         ),
-        (lambda: Muon(matrices(), adjust="rms"), "Muon: adjust is 'original' or 'match_rms', got 'rms'"),
-        (lambda: Muon(matrices(), ns_dtype="fp16"), "Muon: ns_dtype is 'bf16', 'fp32' or 'param', got 'fp16'"),
-        (lambda: Muon(matrices(), ns_steps=0), "Muon: needs a whole number ns_steps >= 1, got 0"),
-        (lambda: muon_groups(Deep(), head="nothing"), "muon_groups: head='nothing' fits none of 9 trainable parameters; pass"),
+        (lambda: Muon(matrices(), adjust="rms"), "Muon: adjust must be 'original' or 'match_rms', got 'rms'"),
+        (lambda: Muon(matrices(), ns_dtype="fp16"), "Muon: ns_dtype must be 'bf16', 'fp32' or 'param', got 'fp16'"),
+        (lambda: Muon(matrices(), ns_steps=0), "Muon: ns_steps must be an integer >= 1, got 0"),
+        (
+            lambda: muon_groups(Deep(), head="nothing"),
+            "muon_groups: head='nothing' matches none of 9 trainable parameters. Pass",
+        ),
         (
             lambda: muon_groups(Deep(), head="head.*", matrices=["layers.0.weight", "embed.*"]),
-            "muon_groups: matrices fits embed.weight, which belongs to an embedding; Muon is for hidden",
+            "muon_groups: matrices must match hidden matrices only, got embed.weight, which belongs to an embedding. Use AdamW",
         ),
         (
             lambda: muon_groups(Deep(), head="layers.3.*", matrices="layers.3.weight"),
-            "which belongs to the head; Muon is for hidden",
+            "which belongs to the head. Use AdamW",
         ),
-        (lambda: muon_groups(Deep(), head=(), matrices="layers.0.*"), "layers.0.bias, which has 1 dims; Muon is for hidden"),
+        (lambda: muon_groups(Deep(), head=(), matrices="layers.0.*"), "layers.0.bias, which has 1 dims. Use AdamW"),
         (
             lambda: muon_groups(nn.Linear(2, 2), head="*"),
-            "muon_groups: no trainable parameter is a hidden matrix; torch.optim.AdamW",
+            "muon_groups: no trainable parameter is a hidden matrix. Use torch.optim.AdamW",
         ),
     ],
 )

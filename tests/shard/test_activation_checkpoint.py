@@ -204,7 +204,7 @@ def refused_inside() -> str:
 
 def test_keeping_operators_with_units_inside_is_refused(ranks):
     for found in ranks(2).run(refused_inside):
-        assert "a FSDPQuiet that keeps some operators has a unit of sharding inside it" in found
+        assert "a FSDPQuiet with selective checkpointing contains a sharded unit" in found
 
 
 def awkward(strategy: str) -> dict[str, float]:

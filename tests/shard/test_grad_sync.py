@@ -181,7 +181,7 @@ def other_order() -> str:
 def test_units_in_another_order_on_one_rank_are_an_error_on_all(ranks):
     first, second = ranks(2).run(other_order)
     assert first.startswith(
-        "step: ranks run different units in the first step: rank 0 comes to 'blocks.1', rank 1 to 'blocks.2'"
+        "step: ranks must run the same units in the first step, got 'blocks.1' on rank 0 and 'blocks.2' on rank 1"
     )
     assert first == second
     assert first.endswith("left: 0")

@@ -198,17 +198,17 @@ class Misleading(nn.Module):
 def test_what_nothing_initialises_is_an_error_by_name(kind):
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), kind()))
     name = "1.weight" if isinstance(model[1], Nobody) else "1.table"
-    with pytest.raises(ConfigError, match=f"nothing initialises {name} \\(1 tensors\\); give the owning module"):
+    with pytest.raises(ConfigError, match=f"nothing initializes {name} \\(1 tensors\\). Write the tensors in reset_parameters"):
         materialize(model, seed=0)
 
 
 def test_uninitialised_memory_does_not_pass_for_a_value():
-    with pytest.raises(ConfigError, match=r"nothing initialises b0, b1, b2 \(3 tensors\)"):
+    with pytest.raises(ConfigError, match=r"nothing initializes b0, b1, b2 \(3 tensors\)"):
         materialize(on_meta(Junk), seed=0)
 
 
 def test_changing_what_a_child_drew_is_refused():
-    with pytest.raises(ConfigError, match=r"the initialiser of 0 changes Linear.weight below it without writing all of it"):
+    with pytest.raises(ConfigError, match=r"the initializer of 0 writes only a part of Linear.weight"):
         materialize(on_meta(lambda: nn.Sequential(Scales())), seed=0)
 
 
@@ -304,11 +304,11 @@ def test_adapters_of_peft_have_their_own_initial_values(ranks, kind, norm):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("pissa", "materialize: the adapter 'default' has init_lora_weights='pissa', which is computed from base weights"),
+        ("pissa", "materialize: init_lora_weights of the adapter 'default' must be True, False or 'gaussian', got 'pissa'"),
         (
             None,
             r"materialize: adapted.lora_A.default.weight, adapted.lora_B.default.weight \(2 tensors\) were written again after "
-            "their own reset_parameters while the model was made, probably by LoraLinear.reset_lora_parameters; the meta",
+            r"their reset_parameters during construction, probably by LoraLinear.reset_lora_parameters\. The meta",
         ),
     ],
 )
@@ -353,7 +353,7 @@ class Applied(nn.Module):
 
 @pytest.mark.parametrize(("make", "name"), [(ZeroOut, "out.weight"), (lambda: ZeroLinear(3, 3), "weight")])
 def test_what_was_written_again_while_the_model_was_made_is_an_error_by_name(make, name):
-    message = rf" {name} \(1 tensors\) were written again after their own reset_parameters while the model was made; the meta"
+    message = rf" {name} \(1 tensors\) were written again after their reset_parameters during construction. The meta"
     with pytest.raises(ConfigError, match=message):
         materialize(on_meta(make), seed=0)
 
@@ -435,5 +435,7 @@ def test_an_initialiser_that_is_a_method_writes_what_is_below_a_module(ranks):
 
 def test_a_model_of_transformers_without_an_initialiser_is_refused():
     config = GPTNeoXConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
-    with pytest.raises(ConfigError, match=r"GPTNeoXForCausalLM is a model of transformers, .*; pass init=model._init_weights"):
+    with pytest.raises(
+        ConfigError, match=r"GPTNeoXForCausalLM of transformers does not initialize .*. Pass init=model._init_weights"
+    ):
         materialize(on_meta(lambda: GPTNeoXForCausalLM(config)), seed=0)

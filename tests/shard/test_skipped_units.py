@@ -240,8 +240,8 @@ def test_a_unit_that_a_rank_skips_in_the_first_step_is_named_on_all(ranks, missi
     assert first == second
     message, clean, error = first
     assert message == (
-        f"step: ranks run different units in the first step: rank 0 comes to {comes_to[0]}, rank 1 to {comes_to[1]}. Run the "
-        "same units in the same order on all ranks in the first step; later steps may skip units."
+        f"step: ranks must run the same units in the first step, got {comes_to[0]} on rank 0 and {comes_to[1]} on rank 1. Run "
+        "the same units in the same order on all ranks in the first step. Later steps may skip units."
     )
     assert clean
     assert error <= 1e-12

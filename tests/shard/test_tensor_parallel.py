@@ -390,4 +390,6 @@ def test_cross_entropy_of_a_cut_vocabulary_equals_the_whole_one(ranks):
         assert max(total, gradients) < 1e-12
         assert weight == 5
         assert stray, "a target that no rank has shows"
-        assert said.startswith("token_cross_entropy: takes a DTensor whose last dim is sharded evenly over one axis, got shape (2,")
+        assert said.startswith(
+            "token_cross_entropy: takes a DTensor whose last dim is sharded evenly over one axis, got shape (2,"
+        )

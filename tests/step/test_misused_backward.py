@@ -94,8 +94,8 @@ def test_a_backward_in_the_loss_of_a_sharded_model_is_one_line_and_gradients_of_
     assert found.pop("largest error") <= 1e-12
     own = "microbatch_step: loss_fn must not call backward(), because the step calls backward itself"
     twice = (
-        "microbatch_step: the loss differentiates a gradient (create_graph=True), and FSDP2 frees weights between the two "
-        "backwards, under every strategy ('replicate' too)"
+        "microbatch_step: the loss must not use create_graph=True, because FSDP2 frees weights between the two "
+        "backwards under every strategy, also 'replicate'"
     )
     assert found == {"with_backward": [own], "with_two_forwards": [own], "with_penalty": [twice]}
 
@@ -103,7 +103,9 @@ def test_a_backward_in_the_loss_of_a_sharded_model_is_one_line_and_gradients_of_
 @pytest.mark.parametrize("size", [None, 1])
 @pytest.mark.parametrize("loss_fn", [with_backward, with_two_forwards])
 def test_a_backward_in_the_loss_of_a_plain_model_is_one_line(loss_fn, size):
-    with pytest.raises(ConfigError, match=r"loss_fn must not call backward\(\), because the step calls backward itself. Return"):
+    with pytest.raises(
+        ConfigError, match=r"loss_fn must not call backward\(\), because the step calls backward itself. Return"
+    ):
         gradient(make(), loss_fn, size)
 
 
@@ -137,4 +139,4 @@ def copied() -> list[str]:
 
 def test_a_copy_of_a_sharded_model_says_what_to_do_instead_and_that_works(ranks):
     kinds = ["Sequential", "Linear", "Sequential"] * len(STRATEGIES)
-    assert ranks(2).run(copied)[0] == [f"deepcopy: this {kind} is sharded" for kind in kinds]
+    assert ranks(2).run(copied)[0] == [f"deepcopy: the {kind} is sharded" for kind in kinds]

@@ -119,26 +119,26 @@ def test_layers_of_one_class_stay_of_one_class():
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda: alibi_slopes(0), "alibi_slopes: needs a whole number of heads of at least 1, got 0"),
-        (lambda: alibi_bias(2.0, 3), r"alibi_slopes: needs a whole number of heads of at least 1, got 2\.0"),
-        (lambda: alibi(Model(), max_sequence_length=0), "max_sequence_length is a whole number of at least 1, got 0"),
-        (lambda: alibi(Model(), attentions={Attention: "width"}), r"Attention\.width must be the number of heads, it is None"),
+        (lambda: alibi_slopes(0), "alibi_slopes: heads must be an integer >= 1, got 0"),
+        (lambda: alibi_bias(2.0, 3), r"alibi_slopes: heads must be an integer >= 1, got 2\.0"),
+        (lambda: alibi(Model(), max_sequence_length=0), "max_sequence_length must be an integer >= 1, got 0"),
+        (lambda: alibi(Model(), attentions={Attention: "width"}), r"Attention\.width must be the number of heads, got None"),
         (
             lambda: alibi(Model(), attentions={Attention: "heads"}, positions="position"),
-            "alibi: positions='position' fits no module of this Model",
+            "alibi: positions='position' matches no module of the Model",
         ),
         (
             lambda: add_alibi_bias(torch.ones(2, 2), alibi_bias(1, 2), causal=False),
-            r"takes masks of bools or floats \[batch, heads, length, keys\], got torch.float32 \[2, 2\]; use sdpa or eager",
+            r"mask must be a bool or float tensor \[batch, heads, length, keys\], got torch.float32 \[2, 2\]. Use sdpa",
         ),
-        (lambda: add_alibi_bias("full", alibi_bias(1, 2), causal=False), "takes masks of .*, got str"),
+        (lambda: add_alibi_bias("full", alibi_bias(1, 2), causal=False), "mask must be a bool or float tensor .*, got str"),
         (
             lambda: add_alibi_bias(torch.ones(1, 1, 2, 3), alibi_bias(1, 2), causal=False),
-            "a mask for 3 keys, but there are 2; caches of a fixed size are not known",
+            "mask must have 2 keys, got 3. Do not use caches of a fixed size",
         ),
         (
             lambda: alibi(nn.Sequential(Attention()), attentions={Attention: "heads"})[0](torch.ones(1, 2, 8), None),
-            "AlibiAttention must be called with attention_mask and what follows by name",
+            "AlibiAttention must get keyword arguments after hidden_states",
         ),
     ],
 )
@@ -149,12 +149,12 @@ def test_what_cannot_be_right_is_refused(run, message):
 
 def test_without_transformers_attention_must_be_named(monkeypatch):
     monkeypatch.setattr("dtrain.surgery.attention.alibi.find_imported_class", lambda module, name: None)
-    with pytest.raises(ConfigError, match="alibi: no attention that is known: transformers' BERT and GPT-2 are not in this"):
+    with pytest.raises(ConfigError, match="alibi: the model must have a known attention, but this process did not import"):
         alibi(Model())
 
 
 def test_a_pattern_that_fits_nothing_is_said_before_anything_changes():
     model = nn.Sequential(Attention())
-    with pytest.raises(ConfigError, match="alibi: positions='wpe' fits no module of this Sequential"):
+    with pytest.raises(ConfigError, match="alibi: positions='wpe' matches no module of the Sequential"):
         alibi(model, attentions={Attention: "heads"}, positions=("0", "wpe"))
     assert type(model[0]) is Attention

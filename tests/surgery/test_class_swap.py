@@ -119,6 +119,6 @@ def test_a_forward_of_its_own_would_hide_the_change(edit):
     model = nn.Sequential(nn.LayerNorm(4), nn.Conv2d(4, 4, 3, stride=2))
     before = [type(module) for module in model]
     dt.memory.checkpoint_activations(model, blocks=(nn.LayerNorm, nn.Conv2d))
-    with pytest.raises(ConfigError, match=r"surgery: a (LayerNorm|Conv2d) has a forward of its own, which would hide"):
+    with pytest.raises(ConfigError, match=r"surgery: a (LayerNorm|Conv2d) has its own forward, which would hide"):
         edit(model)
     assert [type(module) for module in model] == before

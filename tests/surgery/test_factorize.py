@@ -124,11 +124,11 @@ def test_on_meta_both_factors_are_drawn_later():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"min_channels": 1.5}, "min_channels must be a whole number of at least 0, got 1.5"),
-        ({"min_features": -1}, "min_features must be a whole number"),
-        ({"latent_channels": 1.0}, "latent_channels must be a whole number of at least 1, or a fraction .* got 1.0"),
-        ({"latent_features": 0}, "latent_features must be a whole number of at least 1"),
-        ({"factorize_convs": False, "factorize_linears": False}, "so there is nothing to do"),
+        ({"min_channels": 1.5}, "min_channels must be an integer >= 0, got 1.5"),
+        ({"min_features": -1}, "min_features must be an integer >= 0"),
+        ({"latent_channels": 1.0}, "latent_channels must be an integer >= 1 or a fraction .* got 1.0"),
+        ({"latent_features": 0}, "latent_features must be an integer >= 1"),
+        ({"factorize_convs": False, "factorize_linears": False}, "must be True, got False for both"),
     ],
 )
 def test_what_cannot_be_right_is_refused(options, said):
@@ -148,6 +148,8 @@ def test_sizes_are_numbers_or_fractions(value, of, size):
 
 def test_a_second_time_factors_stay_and_the_limits_are_named():
     model = factorize(nn.Sequential(nn.Linear(16, 16)), min_features=4)
-    with pytest.raises(ConfigError, match=r"factorize with min_channels=512 and min_features=4: nothing to replace: of 4 mod"):
+    with pytest.raises(
+        ConfigError, match=r"factorize with min_channels=512 and min_features=4: nothing to replace: none of the 4 mod"
+    ):
         factorize(model, min_features=4)
     assert list(model.state_dict()) == ["0.down.weight", "0.up.weight", "0.up.bias"]

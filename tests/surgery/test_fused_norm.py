@@ -7,7 +7,7 @@ from torch import nn
 from dtrain.surgery.normalization.fused_norm import fused_layer_norm
 from dtrain.surgery.normalization.low_precision_norm import low_precision_layer_norm
 
-NOTICE = "fused_layer_norm: torch has no fused norm on a cpu; 1 norms are torch's plain ones, with the same results"
+NOTICE = "fused_layer_norm: torch has no fused norm on a cpu. 1 norms use torch's unfused norms, with the same results"
 
 
 class Written(nn.Module):
@@ -92,9 +92,7 @@ def test_a_norm_on_meta_becomes_torchs():
 def test_what_computes_something_else_is_left_alone(kind):
     model = nn.Sequential(kind(6), nn.LayerNorm(6))
     before = list(model)
-    with pytest.warns(
-        UserWarning, match=r"no norm is written out in this Sequential, so it stays as it is; its 1 nn.LayerNorm"
-    ):
+    with pytest.warns(UserWarning, match=r"the Sequential has no unfused norm and does not change. Its 1 nn.LayerNorm"):
         assert fused_layer_norm(model) is model
     assert list(model) == before
 

@@ -70,12 +70,12 @@ def test_evaluation_of_torchs_own_layer_is_gated_too():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"activation": "swish", "networks": NETWORKS}, "activation is a function or one of sigmoid, .* got 'swish'"),
-        ({"activation": nn.GELU, "networks": NETWORKS}, "activation is a function or one of"),
-        ({"networks": {MLP: "up"}}, "networks is by class a pair of names, .* got "),
-        ({"networks": {MLP: ("act", "act")}}, r"MLP\.act must be an nn.Linear, it is GELU"),
-        ({"networks": {MLP: ("up", "gelu")}}, r"MLP\.gelu must be a function or a module, it is None"),
-        ({"networks": {nn.Conv2d: ("up", "act")}}, "no network to gate in this MLP: no Conv2d in it; for another model"),
+        ({"activation": "swish", "networks": NETWORKS}, "activation must be a function or one of sigmoid, .* got 'swish'"),
+        ({"activation": nn.GELU, "networks": NETWORKS}, "activation must be a function or one of"),
+        ({"networks": {MLP: "up"}}, "networks must map classes to pairs of names, .* got "),
+        ({"networks": {MLP: ("act", "act")}}, r"MLP\.act must be an nn.Linear, got GELU"),
+        ({"networks": {MLP: ("up", "gelu")}}, r"MLP\.gelu must be a function or a module, got None"),
+        ({"networks": {nn.Conv2d: ("up", "act")}}, "the MLP must have a network of class Conv2d, got none"),
     ],
 )
 def test_what_cannot_be_right_is_refused_and_changes_nothing(options, message):
@@ -88,5 +88,7 @@ def test_what_cannot_be_right_is_refused_and_changes_nothing(options, message):
 
 def test_without_transformers_networks_must_be_named(monkeypatch):
     monkeypatch.setattr("dtrain.surgery.layers.gated_linear_units.find_imported_class", lambda module, name: None)
-    with pytest.raises(ConfigError, match="no network to gate: transformers' BERT is not in this process"):
+    with pytest.raises(
+        ConfigError, match="the model must have a known network, but this process did not import transformers' BERT"
+    ):
         gated_linear_units(MLP())

@@ -171,39 +171,39 @@ def checkpointed():
         (
             lambda: nn.Sequential(nn.Tanh()),
             GELU,
-            r"replace_modules: nothing to replace: of 2 modules in this Sequential \(.*1 Tanh\) none is a ReLU that fits",
+            r"replace_modules: nothing to replace: none of the 2 modules of the Sequential \(.*1 Tanh\) matches \(ReLU\)",
         ),
         (lambda: nn.ReLU, GELU, "model must be a torch.nn.Module, got type"),
-        (lambda: nn.Sequential(nn.ReLU()), {}, "policies is a mapping of module classes to functions"),
-        (lambda: nn.Sequential(nn.ReLU()), [nn.ReLU], "policies is a mapping of module classes to functions"),
-        (lambda: nn.Sequential(nn.ReLU()), {"0": None}, "a policy is for a module class, .* got '0'"),
-        (lambda: nn.Sequential(nn.ReLU()), {int: None}, "a policy is for a module class, .* got <class 'int'>"),
+        (lambda: nn.Sequential(nn.ReLU()), {}, "policies must be a mapping of module classes to functions"),
+        (lambda: nn.Sequential(nn.ReLU()), [nn.ReLU], "policies must be a mapping of module classes to functions"),
+        (lambda: nn.Sequential(nn.ReLU()), {"0": None}, "keys of policies must be module classes, .* got '0'"),
+        (lambda: nn.Sequential(nn.ReLU()), {int: None}, "keys of policies must be module classes, .* got <class 'int'>"),
         (
             lambda: nn.Sequential(nn.ReLU()),
             {nn.ReLU: lambda m, n: nn.GELU},
-            "a policy returned <class .* for '0'; return a module",
+            "a policy must return a module or None, got <class .* for '0'",
         ),
-        (hooked, GELU, "'0' has forward hooks of its own, which would be lost"),
-        (checkpointed, GELU, "'0' has forward of its own, which would be lost"),
+        (hooked, GELU, "the replacement of '0' would lose forward hooks"),
+        (checkpointed, GELU, "the replacement of '0' would lose forward"),
         (
             compiled,
             GELU,
-            "'0' is compiled already, and what would take its place is not; change the model before torch.compile",
+            "'0' is compiled already, and its replacement would not be compiled. Edit the model before torch.compile",
         ),
         (
             lambda: nn.Sequential(torch.compile(nn.ReLU(), backend="eager")),
             GELU,
-            "'0' is compiled already, and what would take its place",
+            "'0' is compiled already, and its replacement",
         ),
         (
             lambda: nn.Sequential(nn.LazyLinear(2), nn.ReLU()),
             GELU,
-            "replace_modules: '0.weight' has no shape yet; call the model on a batch before it is changed",
+            "replace_modules: '0.weight' has no shape yet. Call the model on a batch before the edit",
         ),
         (
             lambda: nn.DataParallel(nn.Sequential(nn.ReLU())),
             GELU,
-            "this model is wrapped in DataParallel; change it before that",
+            "model must not be wrapped in DataParallel. Edit the model before wrapping",
         ),
     ],
     ids=[
@@ -239,4 +239,4 @@ def refused() -> str:
 
 
 def test_a_sharded_model_is_refused(ranks):
-    assert "is sharded already; change it before shard_model" in ranks(1).run(refused)[0]
+    assert "is sharded already. Edit the model before shard_model." in ranks(1).run(refused)[0]

@@ -50,10 +50,13 @@ def test_new_weights_are_like_those_beside_them():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"latent_channels": 0}, "latent_channels must be a whole number of at least 1, or a fraction"),
-        ({"min_channels": 0.5}, "min_channels must be a whole number"),
-        ({"min_channels": 99}, r"with min_channels=99: nothing to replace: of 4 modules in this Sequential \(3 Conv2d"),
-        ({"min_channels": 0, "names": "stem"}, "names has 'stem', but no convolution has such a name"),
+        ({"latent_channels": 0}, "latent_channels must be an integer >= 1 or a fraction"),
+        ({"min_channels": 0.5}, "min_channels must be an integer >= 0"),
+        (
+            {"min_channels": 99},
+            r"with min_channels=99: nothing to replace: none of the 4 modules of the Sequential \(3 Conv2d",
+        ),
+        ({"min_channels": 0, "names": "stem"}, "names has 'stem', but no convolution matches"),
         ({"min_channels": 0, "names": ["1", 7]}, "patterns of names must be text, got 7"),
     ],
 )
@@ -63,5 +66,5 @@ def test_what_cannot_be_right_is_refused(options, said):
 
 
 def test_a_gate_of_no_size_is_refused():
-    with pytest.raises(ConfigError, match="SqueezeExcite2d: latent_channels must be a whole number of at least 1"):
+    with pytest.raises(ConfigError, match="SqueezeExcite2d: latent_channels must be an integer >= 1"):
         SqueezeExcite2d(4, 0)

@@ -292,13 +292,16 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize(
     ("out", "said"),
-    [(lambda x: (x,), r"'0' makes a tuple of \[2, 4\]"), (lambda x: x[:, :2], r"'0' makes a tensor \[2, 2\] of \[2, 4\]")],
+    [
+        (lambda x: (x,), r"'0' must return a tensor \[2, 4\] like its input, got a tuple"),
+        (lambda x: x[:, :2], r"'0' must return a tensor \[2, 4\] like its input, got a tensor \[2, 2\]"),
+    ],
     ids=["tuple", "shape"],
 )
 @pytest.mark.parametrize("mode", [True, False])
 def test_a_block_that_gives_something_else_is_refused(out, said, mode):
     model = stochastic_depth(nn.Sequential(Odd(out)), Odd, drop_rate=0.0).train(mode)
-    with pytest.raises(ConfigError, match=f"stochastic_depth: {said}, so it cannot be left out"):
+    with pytest.raises(ConfigError, match=f"stochastic_depth: {said}. Select blocks that keep"):
         model(torch.ones(2, 4))
 
 
@@ -306,15 +309,15 @@ def test_a_block_that_gives_something_else_is_refused(out, said, mode):
     ("blocks", "options", "said"),
     [
         (nn.Conv2d, {}, "blocks names Conv2d, but the model has no such module"),
-        (Block, {"drop_rate": 1.0}, "needs 0 <= drop_rate < 1, got drop_rate=1.0"),
-        (Block, {"drop_rate": -0.1}, "needs 0 <= drop_rate < 1"),
-        (Block, {"drop_rate": float("nan")}, "needs 0 <= drop_rate < 1"),
-        (Block, {"drop_rate": None}, "needs 0 <= drop_rate < 1"),
-        (Block, {"distribution": "cubic"}, "unknown distribution='cubic'; use one of linear, uniform"),
-        (Block, {"method": "batch"}, "unknown method='batch'; use one of block, sample"),
-        (Block, {"kind": "residual"}, "unknown kind='residual'; use one of block, branch"),
-        (Block, {"seed": "five"}, "seed must be a whole number, got 'five'"),
-        ((), {}, r"blocks=\(\) picks no module inside the model"),
+        (Block, {"drop_rate": 1.0}, "drop_rate must be at least 0 and less than 1, got 1.0"),
+        (Block, {"drop_rate": -0.1}, "drop_rate must be at least 0 and less than 1"),
+        (Block, {"drop_rate": float("nan")}, "drop_rate must be at least 0 and less than 1"),
+        (Block, {"drop_rate": None}, "drop_rate must be at least 0 and less than 1"),
+        (Block, {"distribution": "cubic"}, "distribution must be one of linear, uniform, got 'cubic'"),
+        (Block, {"method": "batch"}, "method must be one of block, sample, got 'batch'"),
+        (Block, {"kind": "residual"}, "kind must be one of block, branch, got 'residual'"),
+        (Block, {"seed": "five"}, "seed must be an integer, got 'five'"),
+        ((), {}, r"blocks=\(\) selects no module inside the model"),
     ],
 )
 def test_what_cannot_be_right_is_refused(blocks, options, said):

@@ -113,8 +113,8 @@ def apply_policies(
     if not surgery.replaced and not missing_ok:
         searched = ", ".join(kind.__name__ for key in policies for kind in _classes_of(key))
         raise ConfigError(
-            f"{caller}: model must have a matching module{f' ({searched})' if searched else ''}, got a {type(model).__name__} "
-            f"with {surgery.num_visited} modules ({_count_classes(model)}). Select other modules."
+            f"{caller}: nothing to replace: none of the {surgery.num_visited} modules of the {type(model).__name__} "
+            f"({_count_classes(model)}) matches{f' ({searched})' if searched else ''}. Select other modules."
         )
     return SurgeryReport(model=new_model, replaced=surgery.replaced)
 
