@@ -37,7 +37,7 @@ def test_it_replaces_what_is_there(tmp_path):
 
 
 def test_where_nothing_is_known_it_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing counts the tensors of device cpu; do it on CUDA or inside"):
+    with pytest.raises(ConfigError, match=r"device must be a CUDA device, got cpu. On a CPU, use"):
         write_snapshot(tmp_path / "now.json")
     assert list(tmp_path.iterdir()) == []
 

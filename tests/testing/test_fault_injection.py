@@ -1,4 +1,4 @@
-"""fault: each action at each named point, on the rank it is meant for; never silently nowhere; undone afterwards."""
+"""inject_fault: each action at each named point, on the rank it is meant for; never silently nowhere; undone afterwards."""
 
 import os
 import signal
@@ -94,7 +94,7 @@ def raise_at(name: str, root: str) -> None:
         step_and_save(root)
 
 
-@pytest.mark.parametrize("name", ["gather", "reduce", "vote", "optimizer"])
+@pytest.mark.parametrize("name", ["gather", "reduce", "step_sync", "optimizer"])
 def test_an_error_at_a_point_is_reported_for_the_rank_it_was_meant_for(name, tmp_path):
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2 raised\n.*RuntimeError: broken on purpose"):
         run_ranks(raise_at, 2, name, str(tmp_path))
@@ -189,7 +189,7 @@ def test_functions_and_methods_of_every_kind_are_wrapped_and_put_back(path, call
 
 
 def test_a_method_that_is_only_inherited_is_wrapped_for_the_class_on_the_path():
-    with pytest.raises(ConfigError, match="never came"), inject_fault("raise", at=f"{HERE}.Child.plain"):
+    with pytest.raises(ConfigError, match="never fired"), inject_fault("raise", at=f"{HERE}.Child.plain"):
         assert Loads().plain(2) == 4
 
 
@@ -200,7 +200,7 @@ def test_everything_is_undone_after_an_error_of_the_bodys_own():
         inject_fault("raise", at="forward"),
         inject_fault("raise", at="backward"),
         inject_fault("raise", at="write"),
-        inject_fault("raise", at="sync"),
+        inject_fault("raise", at="fsync"),
         inject_fault("raise", at="optimizer"),
     ):
         raise KeyError("mine")
@@ -212,7 +212,7 @@ def test_everything_is_undone_after_an_error_of_the_bodys_own():
 
 
 def test_a_fault_that_never_fired_is_an_error():
-    message = r"fault: .*double was called 1 times on rank 0, so call=2 never came; .*from x import f"
+    message = r"inject_fault: .*double was called 1 times on rank 0, so call=2 never fired. .*from x import f"
     with pytest.raises(ConfigError, match=message), inject_fault("raise", at=f"{HERE}.double", call=2):
         find_function(f"{HERE}.double")(2)
 
@@ -234,26 +234,29 @@ def test_calls_of_several_threads_are_counted_once_each():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"at": "nope.f"}, "fault: there is nothing at 'nope.f': it begins with no module"),
-        ({"at": "gathr"}, "fault: there is nothing at 'gathr': it begins with no module; give a short name"),
+        ({"at": "nope.f"}, "inject_fault: there is nothing at 'nope.f': no module begins the path"),
+        ({"at": "gathr"}, "inject_fault: there is nothing at 'gathr': no module begins the path. Pass a short name"),
         ({"at": "dtrain.storage.local.os.nope"}, "'dtrain.storage.local.os.nope': os has no 'nope'; .*from x import f"),
         ({"at": "dtrain.nope.f"}, "'dtrain.nope.f': dtrain has no 'nope'"),
-        ({"at": "dtrain.storage.local.os"}, "fault: 'dtrain.storage.local.os' is no function but module; only calls can fail"),
-        ({"at": "builtins.int.bit_length"}, "fault: 'builtins.int.bit_length' belongs to int, which is built in"),
-        ({"at": ".f"}, r"fault: '\.f' is no import path; give a short name"),
-        ({"at": "torch..f"}, r"fault: 'torch\.\.f' is no import path"),
-        ({"at": 3}, "fault: 3 is no import path"),
+        (
+            {"at": "dtrain.storage.local.os"},
+            "inject_fault: 'dtrain.storage.local.os' must be a function, got module. Only calls can fail",
+        ),
+        ({"at": "builtins.int.bit_length"}, "inject_fault: 'builtins.int.bit_length' belongs to int, which is built in"),
+        ({"at": ".f"}, r"inject_fault: at must be a short name or an import path such as 'my_loop.load_batch', got '\.f'"),
+        ({"at": "torch..f"}, r"inject_fault: at must be a short name or an import path .*, got 'torch\.\.f'"),
+        ({"at": 3}, "inject_fault: at must be a short name or an import path .*, got 3"),
         ({"at": "torch.nn.Linear"}, r"'torch.nn.Linear' is a class, .*; give 'torch.nn.Linear.__init__'"),
-        ({"action": "explode"}, "fault: unknown action='explode'; use one of raise, kill, stop, delay"),
-        ({"when": "during"}, "fault: unknown when='during'; use one of before, after"),
-        ({"rank": 1}, "fault: rank=1 is none of the 1 ranks, so it would never fire"),
-        ({"rank": "0"}, "fault: rank='0' is none of the 1 ranks"),
-        ({"call": 0}, "fault: calls are counted from 1, got call=0; None means every call"),
-        ({"call": 1.5}, r"fault: calls are counted from 1, got call=1\.5"),
-        ({"error": "disk full"}, "fault: needs an exception to raise, got error='disk full'; as in error=OSError"),
-        ({"action": "delay", "error": OSError()}, "fault: error is for action='raise', got action='delay'"),
-        ({"seconds": -1.0}, "fault: needs seconds >= 0, got seconds=-1.0"),
-        ({"seconds": float("inf")}, "fault: needs seconds >= 0, got seconds=inf; for ever is what 'stop' does"),
+        ({"action": "explode"}, "inject_fault: action must be one of raise, kill, stop, delay, got 'explode'"),
+        ({"when": "during"}, "inject_fault: when must be one of before, after, got 'during'"),
+        ({"rank": 1}, "inject_fault: rank must be one of the 1 ranks, got 1"),
+        ({"rank": "0"}, "inject_fault: rank must be one of the 1 ranks, got '0'"),
+        ({"call": 0}, "inject_fault: call must be a whole number from 1, or None for every call, got 0"),
+        ({"call": 1.5}, r"inject_fault: call must be a whole number from 1, .*, got 1\.5"),
+        ({"error": "disk full"}, "inject_fault: error must be an exception, got 'disk full'. Write error=OSError"),
+        ({"action": "delay", "error": OSError()}, "inject_fault: error needs action='raise', got action='delay'"),
+        ({"seconds": -1.0}, "inject_fault: seconds must be a finite number of at least 0, got -1.0"),
+        ({"seconds": float("inf")}, "inject_fault: seconds must be a finite number of at least 0, got inf. Or use 'stop'"),
     ],
 )
 def test_what_cannot_be_right_is_refused_in_one_line(arguments, message):

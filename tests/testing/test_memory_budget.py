@@ -447,11 +447,11 @@ def test_another_thread_has_no_budget():
         (1.5, {}, "got 1.5"),
         ("1GiB", {}, "got '1GiB'"),
         (True, {}, "got True"),
-        ([1, 2], {}, "needs a budget for each of 1 ranks"),
-        ({1: 5}, {}, "needs a budget for each of 1 ranks"),
+        ([1, 2], {}, "max_bytes must have a limit for each of 1 ranks"),
+        ({1: 5}, {}, "max_bytes must have a limit for each of 1 ranks"),
         ([-1], {}, "got -1"),
-        (10, {"rank": 1}, "rank=1 is none of the 1 ranks"),
-        ([10], {"rank": 0}, "leave it out"),
+        (10, {"rank": 1}, "rank must be one of the 1 ranks, got 1"),
+        ([10], {"rank": 0}, "Leave out rank"),
     ],
 )
 def test_a_budget_that_cannot_be_right_is_refused(given, options, message):

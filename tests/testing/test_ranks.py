@@ -106,13 +106,13 @@ def test_functions_that_other_processes_cannot_find_are_refused():
     def inner() -> None: ...
 
     for fn in (lambda: None, inner, functools.partial(describe, "a")):
-        with pytest.raises(ConfigError, match="run_ranks: needs a function at the top level of a file, got"):
+        with pytest.raises(ConfigError, match="run_ranks: fn must be a function at the top level of a file, got"):
             run_ranks(fn, 2)
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 2.0, True, "2"])
 def test_needs_a_rank(world_size):
-    with pytest.raises(ConfigError, match=f"at least one rank, got world_size={world_size!r}"):
+    with pytest.raises(ConfigError, match=f"world_size must be a whole number of at least 1, got {world_size!r}"):
         Ranks(world_size)
 
 
@@ -121,9 +121,11 @@ def give_a_tensor() -> torch.Tensor:
 
 
 def test_what_json_cannot_hold_is_refused_on_the_way_in_and_out(ranks):
-    with pytest.raises(ConfigError, match=r"run_ranks: describe: arguments are plain data .*Tensor is not JSON serializable"):
+    with pytest.raises(ConfigError, match=r"run_ranks: describe: args must be plain data .*Tensor is not JSON serializable"):
         ranks(1).run(describe, torch.ones(2))
-    with pytest.raises(RankError, match=r"ConfigError: run_ranks: give_a_tensor: a result is plain data .*Tensor is not JSON"):
+    with pytest.raises(
+        RankError, match=r"ConfigError: run_ranks: give_a_tensor: a result must be plain data .*Tensor is not JSON"
+    ):
         run_ranks(give_a_tensor, 1)
 
 

@@ -1,7 +1,7 @@
-"""What is known about the memory of a device: now, at most, and how much there is.
+"""Measure the memory of a device: bytes in use, peak and capacity.
 
-One reading has the same fields wherever it comes from. On CUDA that is the caching allocator; on a CPU nothing counts the bytes
-of tensors, so there is a gauge only inside ``testing.memory_budget``, which installs its own.
+On CUDA the numbers come from the caching allocator. On a CPU nothing counts the bytes of tensors, so memory is measured only
+inside ``testing.memory_budget``, which installs its own ``DeviceMemory``.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["DeviceMemory", "MemoryStats", "get_device_memory", "release_cached_memory", "use_device_memory"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStats:
-    """Memory in bytes, as one process sees it.
+    """Memory of one process, in bytes.
 
     Args:
-        live: what this process's tensors hold now.
-        peak: the most that they have held since the last ``reset``.
-        capacity: what they may hold. On CUDA what is free on the device, and what this process's allocator already has from it,
-            within the share set by ``torch.cuda.set_per_process_memory_fraction``.
-        used_by_others: what is held on the device by anything but this process's allocator: other processes, and the context and
-            libraries of this one, which the driver does not tell apart. 0 where there is no device.
-        alloc_retries: how often the allocator has found nothing, given its cache back and tried again; so far, in this process.
+        live: bytes held by this process's tensors.
+        peak: most bytes held since the last ``reset``.
+        capacity: bytes that this process's tensors may hold. On CUDA: the free memory of the device and the memory of this
+            process's allocator, within the share set by ``torch.cuda.set_per_process_memory_fraction``.
+        used_by_others: bytes of the device outside of this process's allocator: other processes, and the context and libraries
+            of this process, which the driver does not report separately. 0 without a device.
+        alloc_retries: number of times in this process that the allocator freed its cache and tried an allocation again.
     """
 
     live: int
@@ -39,29 +37,29 @@ class MemoryStats:
 
     @property
     def free(self) -> int:
-        """What tensors could still take, and never less than 0."""
+        """Bytes that tensors could still allocate, at least 0."""
         return max(0, self.capacity - self.live)
 
 
 class DeviceMemory(Protocol):
-    """Reads the memory of one device for this process."""
+    """Interface that reads the memory of one device for this process."""
 
     def reset(self) -> None:
-        """Let the peak start again from what is live."""
+        """Start the peak again from the bytes in use."""
 
     def read(self) -> MemoryStats:
-        """The memory as it is now; does not wait for the device."""
+        """Return the current memory; does not wait for the device."""
 
     def release(self) -> None:
-        """Give memory that is cached, and held by no tensor, back to the device."""
+        """Free cached memory that no tensor holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CudaMemory:
-    """The caching allocator of one CUDA device.
+    """Memory of the caching allocator of one CUDA device.
 
-    Its counters live on the host, so reading them waits for nothing that the device computes. ``mem_get_info`` asks the driver,
-    some tens of microseconds: a gauge is for the edges of a step, not for every operation.
+    Its counters are on the host, so a read waits for no work of the device. ``mem_get_info`` asks the driver, which takes some
+    tens of microseconds: read at the edges of a step, not in every operation.
     """
 
     device: torch.device
@@ -83,17 +81,19 @@ class _CudaMemory:
         )
 
     def release(self) -> None:
-        with torch.cuda.device(self.device):  # empty_cache has no argument for it, and makes a context on the current device
+        # empty_cache takes no device and creates a context on the current device.
+        with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
 
 
-# The innermost last. A stack of the process and not of a thread: autograd's threads must read the gauge of who called backward.
+# A stack of the process, innermost last. It is not per thread: autograd's threads read the memory of the thread that called
+# backward.
 _overrides: list[DeviceMemory] = []
 _lock = threading.Lock()
 
 
 def get_device_memory(device: torch.device) -> DeviceMemory | None:
-    """How to read the memory of ``device``: the gauge that is installed, else CUDA's; None where nothing is known of it."""
+    """Return the installed ``DeviceMemory``, else the one of CUDA; None if the memory of ``device`` cannot be measured."""
     with _lock:
         if _overrides:
             return _overrides[-1]
@@ -101,24 +101,24 @@ def get_device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give memory that is cached, and held by no tensor, back to ``device``; nothing where nothing is known of it."""
-    gauge = get_device_memory(device)
-    if gauge is not None:
-        gauge.release()
+    """Free cached memory of ``device`` that no tensor holds, if its memory can be measured."""
+    memory = get_device_memory(device)
+    if memory is not None:
+        memory.release()
 
 
 @contextmanager
-def use_device_memory(gauge: DeviceMemory) -> Iterator[None]:
-    """A context in which ``gauge`` is that of every device of this process.
+def use_device_memory(memory: DeviceMemory) -> Iterator[None]:
+    """Use ``memory`` for every device of this process inside the context.
 
-    Mutates: what ``get_device_memory`` finds, until the context is left.
+    Mutates: the result of ``get_device_memory``, until the context ends.
     """
     with _lock:
-        _overrides.append(gauge)
+        _overrides.append(memory)
     try:
         yield
     finally:
         with _lock:
-            # The last one of them by identity: two contexts in two threads need not end in the order in which they began.
-            position = next(i for i in reversed(range(len(_overrides))) if _overrides[i] is gauge)
+            # Search by identity from the end, because contexts in two threads may end in another order than they began.
+            position = next(i for i in reversed(range(len(_overrides))) if _overrides[i] is memory)
             del _overrides[position]

@@ -1,4 +1,4 @@
-"""Which errors mean that there was no memory for a tensor, and that the process can go on with less."""
+"""Recognize errors that mean out of memory and leave the process usable."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import re
 import torch
 import torch.distributed as dist
 
-__all__ = ["is_out_of_memory"]
-
-# torch has one class for what its CUDA allocator refuses. All else is a RuntimeError that only its text tells apart.
+# torch has one class for out of memory of its CUDA allocator. All other sources raise a RuntimeError, known only by its text.
 _OOM_PATTERN = re.compile(
     "|".join(
         (
             r"DefaultCPUAllocator: (can't allocate|not enough) memory",
             r"std::bad_alloc",
-            r"(CUDA|HIP|XPU|MPS|MTIA)( backend)? out of memory",  # from code that throws the text without the class
-            r"(CUDA|HIP)( driver| runtime)? error: (out of memory|hipErrorOutOfMemory)",  # pinned memory, graphs, kernels
+            # Raised as text without the class.
+            r"(CUDA|HIP|XPU|MPS|MTIA)( backend)? out of memory",
+            # Raised for pinned memory, graphs and kernels.
+            r"(CUDA|HIP)( driver| runtime)? error: (out of memory|hipErrorOutOfMemory)",
             r"\bCU(BLAS|DNN|SOLVER|SPARSE)_STATUS_(INTERNAL_ERROR_(HOST|DEVICE)_)?ALLOC(ATION)?_FAILED",
             r"\bCUFFT_ALLOC_FAILED",
             r"\b(HIPBLAS|ROCBLAS|MIOPEN)_STATUS_(ALLOC_FAILED|MEMORY_ERROR)",
-            # torch tries one convolution algorithm after the other, and swallows that there was no memory for the workspace
+            # torch tries one convolution algorithm after another, and drops the error that the workspace had no memory.
             r"unable to find a valid cuDNN algorithm",
             r"unable to find an engine to execute this computation",
         )
@@ -30,12 +30,19 @@ _OOM_PATTERN = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation has failed that a smaller batch may not need, and this process is sound.
+    """Return True if ``error`` means out of memory, a smaller batch may help, and the process is usable.
 
-    True for ``torch.OutOfMemoryError``, ``MemoryError``, the CPU allocator's ``RuntimeError``, the allocation failures of
-    cuBLAS, cuDNN and their like, and an error that was raised ``from`` one of these. False for what a collective raises (NCCL
-    reports its own lack of memory as ``DistBackendError``): ranks are then no longer at the same place, and less data does not
-    help.
+    True for ``torch.OutOfMemoryError``, ``MemoryError``, the CPU allocator's ``RuntimeError``, allocation failures of cuBLAS,
+    cuDNN and similar libraries, and an error raised ``from`` one of these. False for errors of collectives (NCCL reports its
+    own lack of memory as ``DistBackendError``): after such an error ranks are out of step, and a smaller batch does not help.
+
+    Example:
+        try:
+            state, metrics = step(state, batch)
+        except Exception as error:
+            if not dt.memory.is_out_of_memory(error):
+                raise
+            dt.memory.write_snapshot("oom-{rank}.pickle")
     """
     seen: set[int] = set()
     current: BaseException | None = error

@@ -1,4 +1,4 @@
-"""What holds the memory, in a file: to look at after the process is gone."""
+"""Write a file that lists the tensors in memory, to read after the process has ended."""
 
 from __future__ import annotations
 
@@ -15,54 +15,58 @@ from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import get_device_memory
 from dtrain.memory.live_tensors import LiveStorage
 
-__all__ = ["snapshot_suffix", "write_snapshot"]
-
 
 @runtime_checkable
 class _ListsStorages(Protocol):
-    """A gauge that knows the storages behind its numbers, as a test's budget does."""
+    """Device memory that lists its storages, such as the memory budget of a test."""
 
     def storages(self) -> list[LiveStorage]: ...
 
 
 def write_snapshot(path: storage.AnyPath | str, *, max_storages: int = 1000) -> str:
-    """Write what holds the memory of this rank's device to a file, and return its path.
+    """Write the tensors in this rank's device memory to a file, and return its path.
 
-    On CUDA it is torch's own snapshot (a pickle), which https://docs.pytorch.org/memory_viz shows: all segments and blocks,
-    with the lines of code that made them if ``torch.cuda.memory._record_memory_history()`` was called before. Inside
-    ``testing.memory_budget`` it is JSON: ``live``, ``peak``, ``capacity``, and the largest storages with bytes, shape, dtype,
-    the operation that made each and, with ``stack_depth``, the lines of code.
+    On CUDA the file is torch's own snapshot (a pickle) for https://docs.pytorch.org/memory_viz. It has all segments and blocks,
+    and their call stacks if ``torch.cuda.memory._record_memory_history()`` was called before. Inside ``testing.memory_budget``
+    the file is JSON: ``live``, ``peak``, ``capacity``, and the largest storages with bytes, shape, dtype, the operation that
+    allocated each, and the call stack if ``stack_depth`` is set.
 
     Args:
-        path: of the file, replaced if it is there; ``{rank}`` in it stands for this rank. Ranks need paths of their own.
-        max_storages: how many storages JSON has.
+        path: path of the file, which is replaced; ``{rank}`` in the path becomes this rank. Each rank needs its own path.
+        max_storages: number of storages in the JSON file.
+
+    Example:
+        if dt.memory.is_out_of_memory(error):
+            path = dt.memory.write_snapshot("snapshots/oom-{rank}.pickle")
+            print(f"memory snapshot in {path}")
 
     Raises:
-        ConfigError: nothing is known of the memory here: a CPU without a budget.
+        ConfigError: the memory cannot be measured: a CPU without a budget.
     """
     info = get_dist_info()
-    gauge = get_device_memory(info.device)
-    named = str(path).replace("{rank}", str(info.rank))
-    target = storage.resolve_path(Path(named) if isinstance(path, Path) else named)
-    if isinstance(gauge, _ListsStorages):
-        reading = gauge.read()
-        numbers = {"live": reading.live, "peak": reading.peak, "capacity": reading.capacity}
-        rows = [asdict(held) for held in gauge.storages()]
+    memory = get_device_memory(info.device)
+    rank_path = str(path).replace("{rank}", str(info.rank))
+    target = storage.resolve_path(Path(rank_path) if isinstance(path, Path) else rank_path)
+    if isinstance(memory, _ListsStorages):
+        stats = memory.read()
+        numbers = {"live": stats.live, "peak": stats.peak, "capacity": stats.capacity}
+        rows = [asdict(row) for row in memory.storages()]
         text = json.dumps(
             {"rank": info.rank, **numbers, "storages": rows[:max_storages], "left_out": len(rows[max_storages:])}, indent=1
         )
         storage.replace_file(target, text.encode())
     elif info.device.type == "cuda":
-        torch.cuda.memory._dump_snapshot(str(target))  # writes to local folders only
+        # torch writes to local folders only.
+        torch.cuda.memory._dump_snapshot(str(target))
     else:
         raise ConfigError(
-            f"write_snapshot: nothing counts the tensors of device {info.device}; do it on CUDA or inside testing.memory_budget"
+            f"write_snapshot: device must be a CUDA device, got {info.device}. On a CPU, use testing.memory_budget."
         )
     return str(target)
 
 
 def snapshot_suffix() -> str | None:
-    """What the name of a snapshot of this rank's device ends in, ``.json`` or ``.pickle``; None where there can be none."""
+    """Return the suffix of a snapshot of this rank's device, ``.json`` or ``.pickle``; None if no snapshot is possible."""
     info = get_dist_info()
     if isinstance(get_device_memory(info.device), _ListsStorages):
         return ".json"

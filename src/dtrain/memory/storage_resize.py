@@ -1,6 +1,7 @@
-"""Sees storages that are resized by themselves, which no dispatch mode does: FSDP2 empties and fills gathered parameters so.
+"""Observe resizes of storages, and read from an operation's schema which memory the operation allocates.
 
-What an operation's schema says of memory: which arguments it may enlarge, and how large the result of a collective is."""
+FSDP2 empties and fills gathered parameters by resizing their storages, which no dispatch mode sees.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-__all__ = ["ResizeObserver", "add_resize_observer", "remove_resize_observer"]
-
 
 class ResizeObserver(Protocol):
-    """Is asked before each resize of a storage in this process, and told after it."""
+    """Observer of all resizes of storages in this process."""
 
     def before_resize(self, storage: UntypedStorage, size: int) -> BaseException | None:
-        """The error that refuses ``size`` bytes, or None."""
+        """Return an error to refuse ``size`` bytes, or None."""
 
     def after_resize(self, storage: UntypedStorage, size: int) -> None:
-        """The storage has ``size`` bytes now."""
+        """Record that the storage has ``size`` bytes now."""
 
 
 _observers: list[ResizeObserver] = []
@@ -32,9 +31,9 @@ _original_resize: Any = torch._C.StorageBase.resize_  # type: ignore[attr-define
 
 
 def add_resize_observer(observer: ResizeObserver) -> None:
-    """Let ``observer`` see resizes, until ``unwatch``.
+    """Call ``observer`` for each resize, until ``remove_resize_observer``.
 
-    Mutates: ``torch.UntypedStorage.resize_``, a method inherited from C++, while anybody watches.
+    Mutates: ``torch.UntypedStorage.resize_``, a method inherited from C++, while there are observers.
     """
     with _lock:
         _observers.append(observer)
@@ -42,7 +41,7 @@ def add_resize_observer(observer: ResizeObserver) -> None:
 
 
 def remove_resize_observer(observer: ResizeObserver) -> None:
-    """Take back one ``watch``; the order does not matter."""
+    """Remove one registration of ``observer``; the order of removals does not matter."""
     with _lock:
         del _observers[next(i for i in reversed(range(len(_observers))) if _observers[i] is observer)]
         if not _observers:
@@ -50,28 +49,27 @@ def remove_resize_observer(observer: ResizeObserver) -> None:
 
 
 def _observed_resize(self: UntypedStorage, size: int) -> Any:
-    watching = tuple(_observers)
-    for who in watching:
-        refusal = who.before_resize(self, size)
+    observers = tuple(_observers)
+    for observer in observers:
+        refusal = observer.before_resize(self, size)
         if refusal is not None:
             try:
                 raise refusal
             finally:
-                del refusal  # no ring of an error, its traceback and this frame: it would keep all frames above until collected
-    found = _original_resize(self, size)
-    for who in watching:
-        who.after_resize(self, size)
-    return found
+                # A cycle of the error, its traceback and this frame would keep all outer frames until garbage collection.
+                del refusal
+    result = _original_resize(self, size)
+    for observer in observers:
+        observer.after_resize(self, size)
+    return result
 
-
-__all__ = ["SavedLayout", "collective_result_bytes", "save_layouts"]
 
 _RESIZE_OPS = ("resize_", "resize_as_", "resize_as_sparse_", "set_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedLayout:
-    """How an argument was laid out before an operation that may enlarge it."""
+    """Layout of an argument before an operation that may enlarge it."""
 
     tensor: Tensor
     size: Sequence[int]
@@ -81,7 +79,7 @@ class SavedLayout:
     nbytes: int
 
     def restore(self) -> None:
-        """Give the argument its storage, its layout and its size in bytes back; the values may be new.
+        """Restore the argument's storage, layout and size in bytes; its values may have changed.
 
         Mutates: ``tensor`` and ``storage``.
         """
@@ -92,14 +90,14 @@ class SavedLayout:
 
 
 def save_layouts(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[SavedLayout]:
-    """The arguments that ``func`` may enlarge, as they are now: those of ``resize_`` and its like, and of ``out=``."""
-    found = []
+    """Return the layouts of the arguments that ``func`` may enlarge: the tensor of ``resize_`` and similar, and ``out=``."""
+    layouts = []
     for position, name in _resizable_arguments(func):
         value = args[position] if position < len(args) else kwargs.get(name)
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                found.append(_save_layout(tensor))
-    return found
+                layouts.append(_save_layout(tensor))
+    return layouts
 
 
 def _save_layout(tensor: Tensor) -> SavedLayout:
@@ -116,7 +114,8 @@ def _save_layout(tensor: Tensor) -> SavedLayout:
 
 @cache
 def _resizable_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    schema = getattr(func, "_schema", None)  # a higher-order operator has none
+    # A higher-order operator has no schema.
+    schema = getattr(func, "_schema", None)
     if schema is None:
         return ()
     resizes = schema.name.split("::")[-1] in _RESIZE_OPS
@@ -124,21 +123,21 @@ def _resizable_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def collective_result_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """What a functional collective will allocate for its result; 0 for all other operations.
+    """Return the bytes that a functional collective will allocate for its result; 0 for all other operations.
 
-    The others' results are known when they are there. c10d's own collectives write into tensors that are given.
+    The result of any other operation is counted after the operation. c10d's own collectives write into existing tensors.
     """
     if not _is_functional_collective(func):
         return 0
     value = args[0] if args else kwargs.get("input", kwargs.get("inputs"))
     tensors = value if isinstance(value, (list, tuple)) else (value,)
-    given = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
     name = func._schema.name.split("::")[-1]
     if name.startswith("all_gather"):
-        return given * int(args[1])
+        return size * int(args[1])
     if name.startswith("reduce_scatter"):
-        return given // int(args[2])
-    return given
+        return size // int(args[2])
+    return size
 
 
 _OPS_WITHOUT_RESULT = ("wait_tensor", "isend", "irecv", "batch_p2p_ops")

@@ -1,4 +1,4 @@
-"""Which collectives a piece of code runs, with their sizes: communication as a number that a test can hold."""
+"""Record the collectives that a piece of code runs, with their sizes, so that a test can limit communication."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from dtrain.errors import DistError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:
-    """One collective that this rank has issued. Its fields are plain data.
+    """One collective issued by this rank, as plain data.
 
     Args:
         op: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``broadcast``, ``reduce``, ``gather``, ``scatter``,
-            ``all_to_all``, ``send``, ``recv``, ``barrier``; torch's own name for one that is not in this list.
+            ``all_to_all``, ``send``, ``recv``, ``barrier``; torch's own name for any other collective.
         group: ``"training"`` (the default group), ``"control"``, ``"background"``, the axis of a mesh (``"dp_shard"``), or
-            ``"other"``. torch makes no new group for an axis over all ranks: it shows as ``"training"``.
-        group_size: how many ranks the group has, 1 included.
-        bytes: the *logical* size, that of the whole buffer whatever the backend sends for it: of the input for
-            ``reduce_scatter`` and ``all_to_all``, of the output for ``all_gather``, of what all ranks hold together for
-            ``gather`` and ``scatter``, of the tensor for ``all_reduce``, ``broadcast``, ``reduce``, ``send`` and ``recv``,
-            0 for ``barrier``.
-        dtype: of the elements, ``"float32"``.
+            ``"other"``. torch creates no new group for an axis over all ranks, so its group is ``"training"``.
+        group_size: number of ranks in the group, this rank included.
+        bytes: *logical* size of the whole buffer, regardless of the backend: of the input for ``reduce_scatter`` and
+            ``all_to_all``, of the output for ``all_gather``, of the buffers of all ranks for ``gather`` and ``scatter``, of the
+            tensor for ``all_reduce``, ``broadcast``, ``reduce``, ``send`` and ``recv``, 0 for ``barrier``.
+        dtype: dtype of the elements, such as ``"float32"``.
     """
 
     op: str
@@ -41,24 +40,24 @@ class CollectiveCall:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRecords:
-    """What ``count_collectives`` has recorded so far, in the order of issue."""
+    """Records of ``count_collectives`` so far, in the order of issue."""
 
     records: list[CollectiveCall] = field(default_factory=list)
 
     def select(self, *, op: str | None = None, group: str | None = None) -> list[CollectiveCall]:
-        """The records of this operation and this group; None stands for all."""
+        """Return the records of one operation and one group; None selects all."""
         return [r for r in self.records if op in (None, r.op) and group in (None, r.group)]
 
     def count(self, *, op: str | None = None, group: str | None = None) -> int:
-        """How many collectives there were."""
+        """Return the number of collectives."""
         return len(self.select(op=op, group=group))
 
     def bytes(self, *, op: str | None = None, group: str | None = None) -> int:
-        """The sum of their logical bytes."""
+        """Return the sum of the logical bytes."""
         return sum(r.bytes for r in self.select(op=op, group=group))
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """How many by group and operation: ``{"training": {"all_gather": 4, "reduce_scatter": 3}}``; plain data."""
+        """Return the number by group and operation: ``{"training": {"all_gather": 4, "reduce_scatter": 3}}``; plain data."""
         table: dict[str, dict[str, int]] = {}
         for record in self.records:
             row = table.setdefault(record.group, {})
@@ -68,37 +67,40 @@ class CollectiveRecords:
 
 @contextmanager
 def count_collectives() -> Iterator[CollectiveRecords]:
-    """Record every collective that this thread issues inside: FSDP2's, DTensor's, dtrain's and the user's own.
+    """Record every collective that this thread issues inside the context: of FSDP2, DTensor, dtrain and the user.
 
-    It sees what goes through torch's dispatcher, on every backend: the ``torch.distributed`` functions and the functional
-    collectives. Those that a backward issues are seen too: on a CPU it runs in the calling thread, and autograd's device
-    threads take the context over from it. A thread of the user's own does not, nor does that of a background save. A graph
-    that ``torch.compile`` made before, or memory that ranks share symmetrically, passes the dispatcher by.
+    Recorded are calls through torch's dispatcher, on every backend: the ``torch.distributed`` functions and the functional
+    collectives. Collectives of a backward are recorded, too: on a CPU backward runs in the calling thread, and autograd's
+    device threads inherit the context. Not recorded are collectives of other threads, such as a background save, of a graph
+    that ``torch.compile`` compiled before, and of symmetric memory.
 
     Collective: none of its own.
 
     Example:
-        >>> from dtrain.dist.init import init_dist
-        >>> with init_dist(device="cpu"), count_collectives() as seen:
+        >>> import dtrain as dt
+        >>> with dt.init_dist(device="cpu"), dt.testing.count_collectives() as records:
         ...     torch.distributed.all_reduce(torch.ones(3))
-        >>> seen.counts(), seen.bytes(op="all_reduce", group="training")
+        >>> records.counts(), records.bytes(op="all_reduce", group="training")
         ({'training': {'all_reduce': 1}}, 12)
     """
-    seen = CollectiveRecords()
+    records = CollectiveRecords()
 
-    def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_collective(func):
-            seen.records.extend(describe_collective(func, args, kwargs))
+            records.records.extend(describe_collective(func, args, kwargs))
 
-    with OpObserver(look):
-        yield seen
+    with OpObserver(record):
+        yield records
 
 
 @dataclass(frozen=True, slots=True)
 class _OpArguments:
-    """How to read the arguments of one operation.
+    """Position and meaning of the arguments of one operation.
 
-    ``tensor_argument`` is the position of the tensors that count; ``per_rank`` says that they are one rank's share of the whole.
+    Args:
+        op: name of the operation.
+        tensor_argument: position of the counted tensors.
+        per_rank: if True, the counted tensors are one rank's part of the whole.
     """
 
     op: str
@@ -147,13 +149,13 @@ _OP_ARGUMENTS = {
 
 
 def describe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[CollectiveCall]:
-    """The record of one call of a collective; nothing for operations beside them that talk to nobody (without a group)."""
-    given = named_arguments(func, args, kwargs)
-    group = group_from_arguments(given)
+    """Yield the record of one collective call; nothing for a helper operation without a process group."""
+    arguments = named_arguments(func, args, kwargs)
+    group = group_from_arguments(arguments)
     if group is None:
         return
     kind = _OP_ARGUMENTS.get(func.name().removesuffix(".default"), _OpArguments(func.name()))
-    tensors = list(_iter_tensors(list(given.values())[kind.tensor_argument]))
+    tensors = list(_iter_tensors(list(arguments.values())[kind.tensor_argument]))
     size = sum(t.numel() * t.element_size() for t in tensors) * (group.size() if kind.per_rank else 1)
     yield CollectiveCall(
         op=kind.op,
@@ -169,15 +171,16 @@ def _group_name(group: dist.ProcessGroup) -> str:
         return "training"
     try:
         info = get_dist_info()
-    except DistError:  # torch.distributed without init_dist: there are no groups of ours, but the others can be counted
+    # torch.distributed without init_dist has no control or background group.
+    except DistError:
         return _mesh_axis(group)
     return "control" if group == info.control else "background" if group == info.background else _mesh_axis(group)
 
 
 def _mesh_axis(group: dist.ProcessGroup) -> str:
-    """The axis of a mesh that torch made ``group`` for; torch writes it into the group's description."""
-    described = group.group_desc
-    return described.removeprefix("mesh_") if described.startswith("mesh_") else "other"
+    """Return the axis of the mesh that ``group`` was created for, from the group's description."""
+    description = group.group_desc
+    return description.removeprefix("mesh_") if description.startswith("mesh_") else "other"
 
 
 def _iter_tensors(value: Any) -> Iterator[Tensor]:

@@ -1,6 +1,4 @@
-"""Faults on purpose: an error, a kill, a stop or a delay at a named point of a program, on one rank.
-
-Finding a function by its import path, and putting another in its place for a while."""
+"""Inject faults into a program: an error, a kill, a stop or a delay at a named function, on one rank."""
 
 from __future__ import annotations
 
@@ -33,20 +31,21 @@ FAULT_POINTS = {
     "backward": "torch.Tensor.backward",
     "gather": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_all_gather",
     "reduce": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
-    "vote": "dtrain.dist.step_sync.all_gather_numbers",
+    "step_sync": "dtrain.dist.step_sync.all_gather_numbers",
     "write": "dtrain.storage.local.os.write",
     "write_data": "dtrain.storage.local.os.pwritev",
-    "sync": "dtrain.storage.local.os.fsync",
+    "fsync": "dtrain.storage.local.os.fsync",
     "rename": "dtrain.storage.local.os.rename",
 }
-"""Short names of the usual points. One more, ``"optimizer"``, is the ``step`` of every torch optimizer."""
+"""Import paths by short name. A further short name, ``"optimizer"``, is the ``step`` of every torch optimizer."""
 
-_OPTIMIZER = "optimizer"  # each class has a step of its own, so this point is torch's hooks and no path
+# Each optimizer class has its own step, so this point uses torch's hooks instead of an import path.
+_OPTIMIZER = "optimizer"
 
 
 @dataclass(slots=True, kw_only=True)
 class FaultPoint:
-    """What happened at a point so far: how often it was reached on this rank, and how often the fault fired there."""
+    """Counts of one fault point: calls on this rank, and calls at which the fault fired."""
 
     at: str
     calls: int = field(default=0, init=False)
@@ -54,7 +53,8 @@ class FaultPoint:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def _count_call(self, call: int | None) -> bool:
-        with self._lock:  # a background save writes in a thread of its own
+        # A background save writes in its own thread.
+        with self._lock:
             self.calls += 1
             hit = call in (None, self.calls)
             self.fired += hit
@@ -72,58 +72,58 @@ def inject_fault(
     error: BaseException | None = None,
     seconds: float = 1.0,
 ) -> Iterator[FaultPoint]:
-    """Do something bad at a point of the program that runs inside, and make sure that it happened.
+    """Inject a fault at a function that runs inside the context, and raise if the fault never fired.
 
     Args:
-        action: ``"raise"`` an exception, ``"kill"`` this process with SIGKILL, ``"stop"`` it with SIGSTOP (it neither runs
-            nor ends, like a machine that hangs), ``"delay"`` it. The process is the one that calls: run the code with
-            ``run_ranks``, or the test itself is killed.
-        at: a short name (``forward``, ``backward``, ``gather``, ``reduce``, ``vote``, ``optimizer``, ``write``, ``write_data``,
-            ``sync``, ``rename``; see ``POINTS``), or the import path of any function or method, as the code under test looks it
-            up: ``from x import f`` copies ``f``, so the point is then ``"importing_module.f"``. A path that goes through a
-            module imported elsewhere (``"dtrain.storage.local.os.fsync"``) changes what *that* module sees, and nobody else.
-        rank: the rank that fails; None means every rank. The others run as if there were no fault.
-        call: which call fires, counted from 1 on each rank; None means every call.
-        when: ``"before"`` the call, in place of it where the action raises or kills, or ``"after"`` it has returned.
-        error: what ``"raise"`` raises; by default an ``OSError`` (EIO).
-        seconds: how long ``"delay"`` sleeps.
+        action: ``"raise"`` an exception, ``"kill"`` this process with SIGKILL, ``"stop"`` it with SIGSTOP (it hangs), or
+            ``"delay"`` it. The action hits the calling process, so run the code with ``run_ranks``.
+        at: a short name (``forward``, ``backward``, ``gather``, ``reduce``, ``step_sync``, ``optimizer``, ``write``,
+            ``write_data``, ``fsync``, ``rename``), or the import path of any function or method, as the tested code looks it
+            up: ``from x import f`` copies ``f``, so the path is then ``"importing_module.f"``. A path through an imported
+            module (``"dtrain.storage.local.os.fsync"``) changes only the view of *that* module.
+        rank: rank that fails; None means every rank. The other ranks run without a fault.
+        call: number of the call that fires, from 1 on each rank; None means every call.
+        when: ``"before"`` the call, or ``"after"`` it has returned.
+        error: exception for ``"raise"``; None raises an ``OSError`` (EIO).
+        seconds: duration of ``"delay"``.
 
     Returns:
-        A context with the ``FaultPoint``. What it replaced is back in place when it is left, in whichever way.
+        A context with the ``FaultPoint``. The original function is restored at its end, also after an error.
 
-    Mutates: the function at the point, until the context is left.
-
-    Raises:
-        ConfigError: there is nothing at ``at``; an argument that cannot be right; or the fault never fired on the rank it was
-            meant for (unless something else was raised inside), because then the test has shown nothing.
+    Mutates: the function at the point, until the context ends.
 
     Example:
-        >>> from dtrain import storage
-        >>> with fault("raise", at="dtrain.storage.local.os.mkdir", error=PermissionError("not here")):
-        ...     storage.make_folder("/new")
+        >>> import dtrain as dt
+        >>> with dt.testing.inject_fault("raise", at="write", error=OSError("disk full")):  # doctest: +SKIP
+        ...     dt.save_sharded("ckpt", state)
         Traceback (most recent call last):
-        PermissionError: not here
+        OSError: disk full
+
+    Raises:
+        ConfigError: there is no function at ``at``, an argument is invalid, or the fault never fired on its rank. If the block
+            raises another error, that error is raised instead.
     """
     _check_arguments(action, rank, call, when, error, seconds)
     point = FaultPoint(at=at)
-    here = get_dist_info().rank
+    own_rank = get_dist_info().rank
     path = FAULT_POINTS.get(at, at)
     if at != _OPTIMIZER:
-        find_function(path)  # an unknown path is an error on every rank, not only on the one that fails
-    if rank not in (None, here):
+        # An unknown path is an error on every rank, not only on the rank that fails.
+        find_function(path)
+    if rank not in (None, own_rank):
         yield point
         return
 
-    def strike() -> None:
+    def fire() -> None:
         if point._count_call(call):
             _perform(action, error or OSError(errno.EIO, f"injected fault at {at}, call {point.calls}"), seconds)
 
-    with _hook_optimizer_step(strike, when) if at == _OPTIMIZER else patch_calls(path, **{when: strike}):
+    with _hook_optimizer_step(fire, when) if at == _OPTIMIZER else patch_calls(path, **{when: fire}):
         yield point
     if not point.fired:
         raise ConfigError(
-            f"fault: {at} was called {point.calls} times on rank {here}, so {call=} never came; is this the path by which the "
-            "code under test looks it up (`from x import f` copies f into the importing module)?"
+            f"inject_fault: {at} was called {point.calls} times on rank {own_rank}, so {call=} never fired. Check that the "
+            "tested code looks the function up by this path (`from x import f` copies f into the importing module)."
         )
 
 
@@ -131,19 +131,19 @@ def _check_arguments(
     action: str, rank: int | None, call: int | None, when: str, error: BaseException | None, seconds: float
 ) -> None:
     if action not in get_args(FaultAction):
-        raise ConfigError(f"fault: unknown {action=}; use one of {', '.join(get_args(FaultAction))}")
+        raise ConfigError(f"inject_fault: action must be one of {', '.join(get_args(FaultAction))}, got {action!r}.")
     if when not in get_args(FaultTiming):
-        raise ConfigError(f"fault: unknown {when=}; use one of {', '.join(get_args(FaultTiming))}")
+        raise ConfigError(f"inject_fault: when must be one of {', '.join(get_args(FaultTiming))}, got {when!r}.")
     if rank is not None and (type(rank) is not int or not 0 <= rank < get_dist_info().world_size):
-        raise ConfigError(f"fault: {rank=} is none of the {get_dist_info().world_size} ranks, so it would never fire")
+        raise ConfigError(f"inject_fault: rank must be one of the {get_dist_info().world_size} ranks, got {rank!r}.")
     if call is not None and (type(call) is not int or call < 1):
-        raise ConfigError(f"fault: calls are counted from 1, got {call=}; None means every call")
+        raise ConfigError(f"inject_fault: call must be a whole number from 1, or None for every call, got {call!r}.")
     if error is not None and action != "raise":
-        raise ConfigError(f"fault: error is for action='raise', got {action=}; leave it out")
+        raise ConfigError(f"inject_fault: error needs action='raise', got {action=}. Leave out error.")
     if error is not None and not isinstance(error, BaseException):
-        raise ConfigError(f"fault: needs an exception to raise, got {error=}; as in error=OSError('disk full')")
+        raise ConfigError(f"inject_fault: error must be an exception, got {error!r}. Write error=OSError('disk full').")
     if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-        raise ConfigError(f"fault: needs seconds >= 0, got {seconds=}; for ever is what 'stop' does")
+        raise ConfigError(f"inject_fault: seconds must be a finite number of at least 0, got {seconds}. Or use 'stop'.")
 
 
 def _perform(action: FaultAction, error: BaseException, seconds: float) -> None:
@@ -156,9 +156,9 @@ def _perform(action: FaultAction, error: BaseException, seconds: float) -> None:
 
 
 @contextmanager
-def _hook_optimizer_step(strike: Callable[[], None], when: FaultTiming) -> Iterator[None]:
+def _hook_optimizer_step(fire: Callable[[], None], when: FaultTiming) -> Iterator[None]:
     register = register_optimizer_step_pre_hook if when == "before" else register_optimizer_step_post_hook
-    handle = register(lambda optimizer, args, kwargs: strike())
+    handle = register(lambda optimizer, args, kwargs: fire())
     try:
         yield
     finally:
@@ -169,88 +169,95 @@ def _hook_optimizer_step(strike: Callable[[], None], when: FaultTiming) -> Itera
 def patch_calls(
     path: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Call ``before`` and ``after`` around the function at ``path``, for as long as the context is open.
+    """Call ``before`` and ``after`` around the function at ``path``, inside the context.
 
-    Only those who look the function up by this path are affected. For a path that leads through a module into one that it
-    has imported (``"dtrain.storage.local.os.fsync"``), the first of them gets a stand-in for the second: ``os`` stays as it is.
+    Only lookups by this path are affected. For a path through an imported module (``"dtrain.storage.local.os.fsync"``), the
+    importing module gets a proxy of the imported module, and ``os`` itself does not change.
 
-    Mutates: one attribute of a module or class; put back on leaving.
+    Mutates: one attribute of a module or class, restored at the end.
 
     Raises:
-        ConfigError: as ``find``.
+        ConfigError: as ``find_function``.
     """
     owner, names = _find_owner(path)
     own = names[0] in getattr(owner, "__dict__", {})
-    kept = inspect.getattr_static(owner, names[0], None)
+    original = inspect.getattr_static(owner, names[0], None)
     _set_attribute(owner, names[0], _make_replacement(owner, names, before or _do_nothing, after or _do_nothing), path)
     try:
         yield
     finally:
         if own:
-            setattr(owner, names[0], kept)
+            setattr(owner, names[0], original)
+        # The attribute was inherited, or loaded on demand.
         else:
-            delattr(owner, names[0])  # it was inherited, or loaded on demand
+            delattr(owner, names[0])
 
 
 def find_function(path: str) -> Any:
-    """The function or method at ``path``: a module's import path, then attributes.
+    """Return the function or method at ``path``: a module's import path, then attributes.
 
     Raises:
-        ConfigError: there is no such thing, or it is nothing that can be called, or a class.
+        ConfigError: there is no such object, it cannot be called, or it is a class.
     """
-    found, names = _import_prefix(path)
+    target, names = _import_prefix(path)
     for name in names:
         try:
-            found = getattr(found, name)
+            target = getattr(target, name)
         except AttributeError:
             raise ConfigError(
-                f"fault: there is nothing at {path!r}: {getattr(found, '__name__', found)} has no {name!r}; give a short name "
-                "or the path by which the code looks the function up (`from x import f` copies f into the importing module)"
+                f"inject_fault: there is nothing at {path!r}: {getattr(target, '__name__', target)} has no {name!r}. Pass a "
+                "short name or the path by which the code looks the function up (`from x import f` copies f into the importing "
+                "module)."
             ) from None
-    if not callable(found):
-        raise ConfigError(f"fault: {path!r} is no function but {type(found).__name__}; only calls can fail")
-    if isinstance(found, type):
-        raise ConfigError(f"fault: {path!r} is a class, which must stay what it is for isinstance; give '{path}.__init__'")
-    return found
+    if not callable(target):
+        raise ConfigError(f"inject_fault: {path!r} must be a function, got {type(target).__name__}. Only calls can fail.")
+    if isinstance(target, type):
+        raise ConfigError(f"inject_fault: {path!r} is a class and cannot be replaced. Use '{path}.__init__'.")
+    return target
 
 
 def _import_prefix(path: str) -> tuple[Any, list[str]]:
-    """The longest beginning of ``path`` that can be imported, and the names after it, at least one."""
+    """Return the longest prefix of ``path`` that can be imported, and the names after it, at least one."""
     parts = path.split(".") if isinstance(path, str) else []
     if not parts or not all(parts):
-        raise ConfigError(f"fault: {path!r} is no import path; give a short name, or a path such as 'my_loop.load_batch'")
+        raise ConfigError(
+            f"inject_fault: at must be a short name or an import path such as 'my_loop.load_batch', got {path!r}."
+        )
     for cut in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:cut])
         try:
             return import_module(name), parts[cut:]
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # the module is there, but lacks something that it imports itself
-    raise ConfigError(f"fault: there is nothing at {path!r}: it begins with no module; give a short name or an import path")
+                # The module exists, but one of its own imports is missing.
+                raise
+    raise ConfigError(
+        f"inject_fault: there is nothing at {path!r}: no module begins the path. Pass a short name or an import path."
+    )
 
 
 def _find_owner(path: str) -> tuple[Any, list[str]]:
-    """The object whose attribute is replaced, and the names from there on: the last class on the way, or the first module."""
+    """Return the object whose attribute is replaced (the last class of the path, or the first module) and the later names."""
     find_function(path)
     module, names = _import_prefix(path)
-    way = list(accumulate(names[:-1], getattr, initial=module))
-    last = max((index for index, thing in enumerate(way) if not isinstance(thing, ModuleType)), default=0)
-    return way[last], names[last:]
+    objects = list(accumulate(names[:-1], getattr, initial=module))
+    last = max((index for index, item in enumerate(objects) if not isinstance(item, ModuleType)), default=0)
+    return objects[last], names[last:]
 
 
 def _make_replacement(owner: Any, names: list[str], before: Callable[[], None], after: Callable[[], None]) -> Any:
-    """What takes the place of ``owner.<names[0]>`` so that the function at the end of ``names`` is a wrapped one."""
+    """Return the replacement of ``owner.<names[0]>``, in which the function at the end of ``names`` is wrapped."""
     if len(names) > 1:
         inner = getattr(owner, names[0])
         return _ModuleProxy(inner, names[1], _make_replacement(inner, names[1:], before, after))
-    kept = inspect.getattr_static(owner, names[0], None)
-    if isinstance(kept, (staticmethod, classmethod)):
-        return type(kept)(_call_around(kept.__func__, before, after))
+    original = inspect.getattr_static(owner, names[0], None)
+    if isinstance(original, (staticmethod, classmethod)):
+        return type(original)(_call_around(original.__func__, before, after))
     return _call_around(getattr(owner, names[0]), before, after)
 
 
 class _ModuleProxy(ModuleType):
-    """A module with one attribute replaced; the rest is looked up in the real one."""
+    """Proxy of a module with one attribute replaced."""
 
     def __init__(self, module: ModuleType, name: str, value: Any) -> None:
         super().__init__(module.__name__)
@@ -263,13 +270,13 @@ class _ModuleProxy(ModuleType):
 
 def _call_around(function: Callable[..., Any], before: Callable[[], None], after: Callable[[], None]) -> Callable[..., Any]:
     @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         before()
         result = function(*args, **kwargs)
         after()
         return result
 
-    return called
+    return wrapper
 
 
 def _set_attribute(owner: Any, name: str, value: Any, path: str) -> None:
@@ -277,8 +284,8 @@ def _set_attribute(owner: Any, name: str, value: Any, path: str) -> None:
         setattr(owner, name, value)
     except (TypeError, AttributeError):
         raise ConfigError(
-            f"fault: {path!r} belongs to {getattr(owner, '__name__', owner)}, which is built in and cannot be changed; "
-            "give a function that calls it"
+            f"inject_fault: {path!r} belongs to {getattr(owner, '__name__', owner)}, which is built in and cannot be changed. "
+            "Use a function that calls it."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Running out of memory on a laptop: a limit on the bytes of tensors, and a real ``torch.OutOfMemoryError`` at it."""
+"""Limit the bytes of tensors, and raise ``torch.OutOfMemoryError`` beyond the limit, so that a CPU can test out of memory."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import MemoryStats, use_device_memory
 from dtrain.memory.live_tensors import LiveBytes, LiveStorage
 
-__all__ = ["UNLIMITED", "MemoryBudget", "memory_budget"]
-
 UNLIMITED = sys.maxsize
-"""The limit of a rank that has none."""
+"""Limit of a rank without a budget."""
 
-BACKEND_RELEASE_S = 0.02  # gloo's threads drop what they have sent when they get Python's lock, which sleeping gives them
+# gloo's threads free their buffers when they get Python's lock, which sleeping releases. Seconds.
+BACKEND_RELEASE_S = 0.02
 
 
 class MemoryBudget:
-    """What the tensors of this rank hold, and may hold. It is also the gauge of every device while its context is open.
+    """Memory budget of this rank, and the ``DeviceMemory`` of every device while its context is open.
 
     Args:
-        limit: bytes; may be set at any time. A limit below what is live takes effect at the next allocation.
-        rank: of whom it is, for messages.
-        shared: whether there are other ranks, so that threads of the backend hold tensors too. Before it refuses, it then waits
-            a moment for what they are about to drop.
-        stack_depth: how many lines of code ``storages`` names for each storage.
+        limit: limit in bytes, which may change at any time. A limit below the live bytes applies from the next allocation.
+        rank: rank named in messages.
+        shared: if True, there are other ranks, so threads of the backend hold tensors, too. An allocation then waits a moment
+            for these threads before it is refused.
+        stack_depth: number of call-stack lines per storage in ``storages``.
     """
 
     def __init__(self, limit: int, *, rank: int = 0, shared: bool = False, stack_depth: int = 0) -> None:
@@ -45,7 +44,7 @@ class MemoryBudget:
 
     @property
     def limit(self) -> int:
-        """The most bytes that tensors may hold at once; ``UNLIMITED`` for a rank that has no budget."""
+        """Most bytes that tensors may hold at once; ``UNLIMITED`` for a rank without a budget."""
         return self._limit
 
     @limit.setter
@@ -54,48 +53,48 @@ class MemoryBudget:
 
     @property
     def live(self) -> int:
-        """Bytes that tensors hold now."""
+        """Bytes held by tensors now."""
         return self._tracker.live
 
     @property
     def peak(self) -> int:
-        """The most that they have held at once since the last ``reset``. What was refused is not in it."""
+        """Most bytes held at once since the last ``reset``, without refused allocations."""
         return self._tracker.peak
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Count ``tensors`` that were made before the context, instead of waiting for the first operation that uses them."""
+        """Count ``tensors`` from before the context now, instead of at their first use."""
         self._tracker.count(tensors)
 
     def storages(self) -> list[LiveStorage]:
-        """What is held now, the largest first."""
+        """Return the storages in memory, the largest first."""
         return self._tracker.storages()
 
     def reset(self) -> None:
-        """Let the peak start again from what is live."""
+        """Start the peak again from the bytes in use."""
         self._tracker.reset()
 
     def read(self) -> MemoryStats:
-        """The same numbers as any gauge has them."""
+        """Return the memory in the form of ``DeviceMemory``."""
         return MemoryStats(live=self.live, peak=self.peak, capacity=self.limit, used_by_others=0, alloc_retries=0)
 
     def release(self) -> None:
-        """Nothing: a CPU's allocator keeps no cache."""
+        """Do nothing, because a CPU's allocator keeps no cache."""
 
     def __repr__(self) -> str:
         return f"MemoryBudget(rank={self.rank}, live={self.live}, peak={self.peak}, limit={self.limit}, refused={self.refused})"
 
-    def _check_allocation(self, wanted: int) -> torch.OutOfMemoryError | None:
+    def _check_allocation(self, size: int) -> torch.OutOfMemoryError | None:
         live = self.live
-        if live + wanted > self._limit and self._shared:
+        if live + size > self._limit and self._shared:
             time.sleep(BACKEND_RELEASE_S)
             live = self.live
-        if live + wanted <= self._limit or _is_control_allocation():
+        if live + size <= self._limit or _is_control_allocation():
             return None
         self.refused += 1
         limit, free = _format_bytes(self._limit), _format_bytes(max(0, self._limit - live))
         return torch.OutOfMemoryError(
-            f"CPU out of memory. Tried to allocate {_format_bytes(wanted)}. The memory budget of rank {self.rank} is {limit}, of which "
-            f"{free} is free; its tensors hold {_format_bytes(live)}, at most {_format_bytes(self.peak)}."
+            f"CPU out of memory. Tried to allocate {_format_bytes(size)}. The memory budget of rank {self.rank} is {limit}, of "
+            f"which {free} is free; its tensors hold {_format_bytes(live)}, at most {_format_bytes(self.peak)}."
         )
 
 
@@ -107,77 +106,77 @@ def memory_budget(
     existing: Iterable[Tensor] = (),
     stack_depth: int = 0,
 ) -> Iterator[MemoryBudget]:
-    """A context in which tensors of this rank may hold so many bytes, and an allocation beyond them fails as on a GPU.
+    """Limit the bytes that tensors of this rank hold, and raise as on a GPU if an allocation exceeds the limit.
 
-    It counts storages, each once: activations, gradients, optimizer state, buffers of a collective, parameters that FSDP2 has
-    gathered, copies and tensors made in backward. What was made before the context counts from the first operation that uses
-    it, or at once when it is named in ``existing``. The operation whose result would pass the budget raises
-    ``torch.OutOfMemoryError``; that result is dropped, and a storage that was to grow keeps its size. A collective is refused
-    before it begins.
+    Storages count, each once: activations, gradients, optimizer state, buffers of a collective, unsharded parameters, copies
+    and tensors of backward. A tensor from before the context counts from its first use, or at once if it is in ``existing``. An
+    operation whose result exceeds the limit raises ``torch.OutOfMemoryError``; its result is dropped, and a storage that should
+    grow keeps its size. A collective is refused before it begins. Allocations of dtrain's own control messages count, but are
+    never refused, because on a GPU they would be on the host.
 
-    What dtrain's own agreements between ranks allocate counts, and is never refused: on a GPU it would lie on the host.
-
-    Not seen: what an operation allocates and frees again inside itself (a convolution's workspace), and memory outside of
-    tensors. Inside the context nothing is compiled: ``torch.compile`` runs what it is given as it is, also what it compiled
-    before. It is for tests: an operation takes about ten microseconds more.
+    Not counted are temporary memory inside one operation (a convolution's workspace), and memory outside of tensors. Inside the
+    context ``torch.compile`` runs its functions uncompiled. The context is meant for tests: an operation takes about ten
+    microseconds longer.
 
     Args:
-        max_bytes: of every rank; or a sequence with one budget per rank; or a mapping by rank, and ranks that it does not name have
-            none.
-        rank: the only rank that has a budget, where ``max_bytes`` is one number; the others only count.
-        existing: tensors that are there already and count from the start, as in ``existing=model.parameters()``.
-        stack_depth: record so many lines of code for each storage, for ``MemoryBudget.storages`` and ``write_snapshot``; slow.
+        max_bytes: limit of every rank, a sequence with one limit per rank, or a mapping from rank to limit. A rank that is not
+            in the mapping has no limit.
+        rank: the only rank with a limit, if ``max_bytes`` is one number; the other ranks only count.
+        existing: tensors that count from the start, such as ``existing=model.parameters()``.
+        stack_depth: call-stack lines to record per storage, for ``MemoryBudget.storages`` and ``write_snapshot``; slow.
 
     Returns:
-        A context with the ``MemoryBudget``: ``live``, ``peak``, ``limit`` (may be set), ``refused`` (how often it has raised).
+        A context with the ``MemoryBudget``: ``live``, ``peak``, ``limit`` (may be set), ``refused`` (number of errors raised).
 
-    Mutates: the gauge of this process, and ``torch.UntypedStorage.resize_``, until the context is left.
-
-    Raises:
-        ConfigError: a budget that is no whole number of bytes >= 0, or for ranks that do not exist.
+    Mutates: the ``DeviceMemory`` of this process, and ``torch.UntypedStorage.resize_``, until the context ends.
 
     Example:
-        >>> with memory_budget(100) as budget:
-        ...     kept = torch.zeros(10)
+        >>> import dtrain as dt
+        >>> with dt.testing.memory_budget(100) as budget:
+        ...     x = torch.zeros(10)
         ...     try:
-        ...         kept.repeat(2)
+        ...         x.repeat(2)
         ...     except torch.OutOfMemoryError:
         ...         budget.live, budget.peak, budget.refused
         (40, 40, 1)
+
+    Raises:
+        ConfigError: a limit that is not a whole number of bytes >= 0, or limits of ranks that do not exist.
     """
-    here = get_dist_info()
-    limit = _limit_of(max_bytes, rank, here.rank, here.world_size)
-    budget = MemoryBudget(limit, rank=here.rank, shared=here.world_size > 1, stack_depth=stack_depth)
+    info = get_dist_info()
+    limit = _limit_of(max_bytes, rank, info.rank, info.world_size)
+    budget = MemoryBudget(limit, rank=info.rank, shared=info.world_size > 1, stack_depth=stack_depth)
     budget.count(existing)
     with use_device_memory(budget), budget._tracker:
         yield budget
 
 
-def _limit_of(given: int | Sequence[int] | Mapping[int, int], only: int | None, rank: int, world_size: int) -> int:
-    """The budget of ``rank``."""
-    if isinstance(given, str) or not isinstance(given, (Sequence, Mapping)):
+def _limit_of(max_bytes: int | Sequence[int] | Mapping[int, int], only: int | None, rank: int, world_size: int) -> int:
+    """Return the limit of ``rank``."""
+    if isinstance(max_bytes, str) or not isinstance(max_bytes, (Sequence, Mapping)):
         if only is not None and (type(only) is not int or not 0 <= only < world_size):
-            raise ConfigError(f"memory_budget: rank={only} is none of the {world_size} ranks, so nobody would have a budget")
-        return _check_limit(given) if only in (None, rank) else UNLIMITED
+            raise ConfigError(f"memory_budget: rank must be one of the {world_size} ranks, got {only!r}.")
+        return _check_limit(max_bytes) if only in (None, rank) else UNLIMITED
     if only is not None:
-        raise ConfigError(f"memory_budget: rank={only} is for one number of bytes, got {given!r}; leave it out")
-    by_rank = given if isinstance(given, Mapping) else dict(enumerate(given))
-    strays = sorted(set(by_rank) - set(range(world_size)))
-    if strays or (not isinstance(given, Mapping) and len(given) != world_size):
+        raise ConfigError(f"memory_budget: rank needs one number of bytes, got {max_bytes!r}. Leave out rank.")
+    by_rank = max_bytes if isinstance(max_bytes, Mapping) else dict(enumerate(max_bytes))
+    unknown = sorted(set(by_rank) - set(range(world_size)))
+    if unknown or (not isinstance(max_bytes, Mapping) and len(max_bytes) != world_size):
         raise ConfigError(
-            f"memory_budget: needs a budget for each of {world_size} ranks, got {given!r}; a mapping may name some"
+            f"memory_budget: max_bytes must have a limit for each of {world_size} ranks, got {max_bytes!r}. Use a mapping to "
+            "limit some ranks."
         )
     return _check_limit(by_rank.get(rank, UNLIMITED))
 
 
 def _check_limit(limit: int) -> int:
     if type(limit) is not int or limit < 0:
-        raise ConfigError(f"memory_budget: needs a whole number of bytes >= 0, got {limit!r}")
+        raise ConfigError(f"memory_budget: max_bytes must be a whole number of bytes >= 0, got {limit!r}.")
     return limit
 
 
 def _is_control_allocation() -> bool:
-    """Whether dtrain's own agreements between ranks are what allocates: a GPU's memory would not hold those few numbers."""
+    """Return True if dtrain's own control messages allocate the memory, which would not be on a GPU."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != collectives.__file__:
         frame = frame.f_back

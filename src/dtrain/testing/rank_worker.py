@@ -1,4 +1,4 @@
-"""What the processes behind ``Ranks`` do: a rank runs tasks, a guard ends the ranks when the caller is killed."""
+"""Main functions of the processes behind ``Ranks``: a rank that runs tasks, and a reaper that ends orphaned ranks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from dtrain.dist.init import init_dist
 from dtrain.errors import ConfigError, DistError
 
 READY = b"ready"
-STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # one that no code under test has a use for
+# A signal that no tested code uses.
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 
 
 def run_worker(pipe: Connection[Any, Any], env: dict[str, str], stack_file: str) -> None:
-    """A rank: open the group, then run tasks until the pipe closes. ``STACK_SIGNAL`` makes it write down where it is."""
+    """Run a rank: open the process group, then run tasks until the pipe closes. ``STACK_SIGNAL`` writes the call stacks."""
     os.environ.clear()
     os.environ.update(env)
     os.environ.pop(launch_protocol.AGENT_STORE, None)
-    torch.set_num_threads(1)  # the variable is read when torch is loaded, which was before the fork
+    # torch reads OMP_NUM_THREADS when it is imported, which was before the fork.
+    torch.set_num_threads(1)
     with init_dist(device="cpu", init_timeout_s=120), open(stack_file, "w") as stacks:
-        # On demand, and not by faulthandler's timer: that reads the stacks of threads that run, which has crashed slow ranks.
+        # Stacks are written on a signal. faulthandler's timer would read running threads, which has crashed slow ranks.
         faulthandler.register(STACK_SIGNAL, file=stacks)
         pipe.send_bytes(READY)
         while True:
@@ -43,17 +45,21 @@ def run_worker(pipe: Connection[Any, Any], env: dict[str, str], stack_file: str)
                 return
             try:
                 pipe.send_bytes(_run_task(task))
-            except (BrokenPipeError, ConnectionResetError):  # the caller gave up on this task
+            # The caller gave up on this task.
+            except (BrokenPipeError, ConnectionResetError):
                 os._exit(1)
 
 
 def kill_orphaned_ranks(pipe: Connection[Any, Any], ranks: list[int], folder: str) -> None:
-    """Wait for a word on the pipe; if it closes without one, the caller was killed: kill the ranks, remove their folder.
+    """Wait for a message on the pipe; if the pipe closes without one, the caller was killed: kill the ranks.
 
-    A process of its own, because a rank may be busy in C, or stopped, and then no thread of it would run. The kernel's
-    parent death signal is no help: the ranks are children of the fork server.
+    The function runs in its own process, because a rank that is stopped or busy in C runs no thread. The kernel's parent death
+    signal does not help, because the ranks are children of the fork server.
+
+    Mutates: the ranks' folder, which is removed after a kill.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the caller decides what ends
+    # Ctrl-C reaches all processes of the terminal; the caller decides which ones end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         pipe.recv_bytes()
     except (EOFError, ConnectionResetError):
@@ -62,7 +68,8 @@ def kill_orphaned_ranks(pipe: Connection[Any, Any], ranks: list[int], folder: st
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        shutil.rmtree(folder, ignore_errors=True)  # a rank that is dying may still write there, and nobody is left to tell
+        # A dying rank may still write there.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_task(task: dict[str, Any]) -> bytes:
@@ -71,23 +78,25 @@ def _run_task(task: dict[str, Any]) -> bytes:
         for part in task["name"].split("."):
             fn = getattr(fn, part)
         return _encode_result(fn(*task["args"]), task["name"])
-    except BaseException as error:  # noqa: BLE001  # every way a rank can fail is reported to the caller, which raises it
-        at = time.monotonic()  # first of all: formatting may take a while
-        return json.dumps({"at": at, "error": traceback.format_exc(), "blames_a_peer": _is_peer_failure(error)}).encode()
+    # Every failure of a rank is reported to the caller, which raises it.
+    except BaseException as error:  # noqa: BLE001
+        # The time is taken first, because formatting may take a while.
+        at = time.monotonic()
+        return json.dumps({"at": at, "error": traceback.format_exc(), "peer_lost": _is_peer_failure(error)}).encode()
 
 
 def _encode_result(result: Any, name: str) -> bytes:
     try:
         return json.dumps({"result": result}).encode()
     except (TypeError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"run_ranks: {name}: a result is plain data (numbers, text, lists, dicts): {problem}") from None
+        raise ConfigError(f"run_ranks: {name}: a result must be plain data (numbers, text, lists, dicts): {problem}.") from None
 
 
 def _is_peer_failure(error: BaseException) -> bool:
-    """Whether ``error`` looks like what a rank gets when another one has failed: it came out of a collective.
+    """Return True if ``error`` came out of a collective, as on a rank whose peer has failed.
 
-    torch has no class of its own for a lost connection (gloo raises ``RuntimeError``), so the place counts: whether the error
-    was raised in ``torch.distributed``, or in torch on behalf of it.
+    torch has no class for a lost connection (gloo raises ``RuntimeError``), so the traceback decides: the error was raised in
+    ``torch.distributed``, or in torch on behalf of it.
     """
     if isinstance(error, DistError):
         return True
@@ -102,14 +111,15 @@ def _is_peer_failure(error: BaseException) -> bool:
 
 
 def _load_module(file: Path) -> ModuleType:
-    """The module that ``file`` holds, imported once per process under a name of its own."""
+    """Return the module in ``file``, imported once per process under its own name."""
     name = f"dtrain_ranks_{file.stem}_{abs(hash(file))}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
-            raise ConfigError(f"run_ranks: cannot import {file}; define the function at the top level of a file")
+            raise ConfigError(f"run_ranks: cannot import {file}. Define the function at the top level of a file.")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        sys.path.append(str(file.parent))  # at the end: a neighbour of this file must not hide what the caller finds elsewhere
+        # The folder goes last, so that its files do not hide other modules of the caller.
+        sys.path.append(str(file.parent))
         spec.loader.exec_module(module)
     return sys.modules[name]

@@ -1,11 +1,9 @@
 """Run a function on several real ranks inside a test.
 
 ``run_ranks(fn, 2)`` starts two processes joined by gloo, calls ``fn`` on both, and returns both results. ``Ranks`` keeps
-the processes, so that a test session pays for them once.
-
-The processes behind ``Ranks``: started together, ended together, also when the caller is killed.
-
-They are forked from a server process that has imported torch and nothing else, so a start costs tenths of a second."""
+the processes, so that a test session starts them once. The processes start and end together, also if the caller is killed. They
+are forked from a server process that has imported torch and nothing else, so a start takes tenths of a second.
+"""
 
 from __future__ import annotations
 
@@ -33,52 +31,63 @@ from dtrain.typing import Plain
 RankFn = Callable[..., Plain]
 """A module-level function; arguments and result are plain data."""
 
-SETTLE_S = 0.1  # for reports that are on their way when the first failure is read: the earliest one counts
-ROOT_CAUSE_WAIT_S = 10.0  # for the rank that failed by itself, when the first to report is one that only lost its peer
+# Time for reports on their way when the first failure is read; the earliest failure counts. Seconds.
+SETTLE_S = 0.1
+# Time to wait for the root cause when the first report comes from a rank that only lost its peer. Seconds.
+ROOT_CAUSE_WAIT_S = 10.0
 
 
 def run_ranks(fn: RankFn, world_size: int, *args: Plain, timeout_s: float = 120.0) -> list[Any]:
-    """``fn(*args)`` on ``world_size`` real ranks, inside ``init_dist``; the results by rank.
+    """Run ``fn(*args)`` on ``world_size`` real ranks, inside ``init_dist``, and return the results by rank.
 
-    It never hangs, and no process is left, whatever happens: a rank that raises, dies, or is stopped, Ctrl-C, or the
-    caller being killed. When one rank fails, the others are ended at once: they may be waiting for it.
+    The call never hangs and leaves no process, even if a rank raises, dies or is stopped, after Ctrl-C, or if the caller is
+    killed. When one rank fails, the other ranks end at once, because they may be waiting for it.
 
     Args:
-        fn: a function at the top level of a file. The other processes import that file once more, under a name of their
-            own, so a script that calls ``run_ranks`` does it below ``if __name__ == "__main__":``.
-        world_size: how many CPU ranks, joined by gloo on loopback.
-        args: plain data, the same on every rank; ``torch.distributed.get_rank()`` tells them apart.
-        timeout_s: after this many seconds all ranks are ended, and the error names those that had not finished, with stacks.
+        fn: function at the top level of a file. Each rank imports the file under another name, so a script must call
+            ``run_ranks`` below ``if __name__ == "__main__":``.
+        world_size: number of CPU ranks, joined by gloo on loopback.
+        args: plain data, equal on every rank; ``torch.distributed.get_rank()`` differs.
+        timeout_s: seconds after which all ranks end; the error names the unfinished ranks, with stacks.
 
     Returns:
-        What each rank returned, plain data, by rank.
+        The result of each rank, plain data, by rank.
+
+    Example:
+        def total(value):
+            x = torch.tensor([value])
+            torch.distributed.all_reduce(x)
+            return x.item()
+
+        def test_all_reduce():
+            assert dt.testing.run_ranks(total, 2, 1.5) == [3.0, 3.0]
 
     Raises:
         ConfigError: ``fn`` is not at the top level of a file, ``args`` are not plain data, or ``world_size`` < 1.
-        RankError: a rank raised, died, or did not finish, with the traceback of the rank that failed *first*, not of one that
-            lost its connection because of it.
+        RankError: a rank raised, died, or did not finish. The traceback is that of the rank that failed *first*, not of a rank
+            that lost its connection.
     """
     with Ranks(world_size) as ranks:
         return ranks.run(fn, *args, timeout_s=timeout_s)
 
 
 class Ranks:
-    """``world_size`` processes with an open process group that run one function after another.
+    """Processes with an open process group that run one function after another.
 
-    They start with the first ``run``, in the caller's current folder and with its environment variables as they are then. A
-    function that raises on any rank ends all the processes (they may be waiting for each other); the next ``run`` starts new
-    ones. A context manager; without it, call ``close``. As a pytest fixture::
+    The processes start with the first ``run``, in the caller's current folder and with its environment variables. If a function
+    raises on any rank, all processes end, because they may be waiting for each other; the next ``run`` starts new ones. Use the
+    object as a context manager, or call ``close``. As a pytest fixture::
 
         @pytest.fixture(scope="session")
         def two_ranks():
-            with Ranks(2) as ranks:
+            with dt.testing.Ranks(2) as ranks:
                 yield ranks
 
-        def test_all_ranks_are_there(two_ranks):
+        def test_all_ranks_run(two_ranks):
             assert two_ranks.run(world_size) == [2, 2]
 
     Args:
-        world_size: how many CPU ranks, joined by gloo on loopback.
+        world_size: number of CPU ranks, joined by gloo on loopback.
 
     Raises:
         ConfigError: ``world_size`` < 1.
@@ -86,7 +95,7 @@ class Ranks:
 
     def __init__(self, world_size: int) -> None:
         if type(world_size) is not int or world_size < 1:
-            raise ConfigError(f"Ranks: needs a whole number of at least one rank, got {world_size=}")
+            raise ConfigError(f"Ranks: world_size must be a whole number of at least 1, got {world_size!r}.")
         self.world_size = world_size
         self._pool: RankProcesses | None = None
         self._end: weakref.finalize[..., Ranks] | None = None
@@ -98,7 +107,7 @@ class Ranks:
         self.close(kill=kind is not None)
 
     def run(self, fn: RankFn, *args: Plain, timeout_s: float = 120.0) -> list[Any]:
-        """``fn(*args)`` on every rank; see ``run_ranks``."""
+        """Run ``fn(*args)`` on every rank and return the results by rank; see ``run_ranks``."""
         task = _encode_task({**_function_address(fn), "args": args}, fn.__qualname__)
         pool = self._open()
         try:
@@ -108,7 +117,7 @@ class Ranks:
             raise
 
     def close(self, *, kill: bool = False) -> None:
-        """End the processes: politely (their groups are closed), or at once."""
+        """End the processes: close their process groups first, or kill them at once if ``kill`` is True."""
         pool, self._pool = self._pool, None
         if pool is not None and self._end is not None:
             self._end.detach()
@@ -117,7 +126,7 @@ class Ranks:
     def _open(self) -> RankProcesses:
         if self._pool is None:
             self._pool = RankProcesses.start(self.world_size)
-            # Ranks that nobody closed would keep the interpreter from exiting.
+            # Ranks that are not closed would keep the interpreter from exiting.
             self._end = weakref.finalize(self, self._pool.end, kill=True)
         return self._pool
 
@@ -127,10 +136,10 @@ _DIED, _RAISED, _PEER_LOST = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankFailure:
-    """A rank that raised or died.
+    """Failure of one rank.
 
-    ``order`` sorts what happened to several: a death is nobody else's fault, an error out of a collective mostly is; then by
-    time (of the system's monotonic clock, the same for all processes).
+    ``order`` sorts failures by their probable cause: a death first, then an error, then an error out of a collective; then by
+    time (of the system's monotonic clock, which all processes share).
     """
 
     rank: int
@@ -143,7 +152,7 @@ class _RankFailure:
 
 
 class _TaskRun:
-    """One function on all ranks of a pool: the results, or the failure that came first."""
+    """Run of one function on all ranks of a pool, with its results or failures."""
 
     def __init__(self, pool: RankProcesses, name: str, timeout_s: float) -> None:
         self._pool, self._name, self._timeout_s = pool, name, timeout_s
@@ -165,7 +174,7 @@ class _TaskRun:
         return [self._results[rank] for rank in range(len(self._results))]
 
     def _collect(self, deadline: float) -> None:
-        """Read answers until all are there, the time is over, or nothing better is to be expected after a failure."""
+        """Read answers until all arrived, the time is over, or the root cause of a failure is known."""
         while self._waiting:
             ready = wait(list(self._waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -184,7 +193,7 @@ class _TaskRun:
             self._failures.append(_RankFailure(rank=rank, order=order, text=self._pool.describe_exit(rank)))
             return
         if "error" in answer:
-            order = (_PEER_LOST if answer["blames_a_peer"] else _RAISED, answer["at"])
+            order = (_PEER_LOST if answer["peer_lost"] else _RAISED, answer["at"])
             self._failures.append(_RankFailure(rank=rank, order=order, text=f"raised\n{answer['error']}"))
         else:
             self._results[rank] = answer["result"]
@@ -198,20 +207,19 @@ class _TaskRun:
         return RankError("\n".join(lines))
 
     def _timeout_error(self) -> RankError:
-        ranks = f"ranks {sorted(self._waiting)} of {len(self._pool.pipes)}"
-        return RankError(
-            f"run_ranks: {self._name}: {ranks} did not finish within {self._timeout_s:g} s\n{self._pool.describe_stacks(self._waiting)}"
-        )
+        waiting = f"ranks {sorted(self._waiting)} of {len(self._pool.pipes)}"
+        stacks = self._pool.describe_stacks(self._waiting)
+        return RankError(f"run_ranks: {self._name}: {waiting} did not finish within {self._timeout_s:g} s\n{stacks}")
 
     def _describe_rank(self, rank: int) -> str:
         return f"run_ranks: {self._name}: rank {rank} of {len(self._pool.pipes)}"
 
 
 def _function_address(fn: RankFn) -> dict[str, str]:
-    """Where the other processes find ``fn``."""
+    """Return the file and name of ``fn`` for the rank processes."""
     code, name = getattr(fn, "__code__", None), getattr(fn, "__qualname__", repr(fn))
     if code is None or "<" in name:
-        raise ConfigError(f"run_ranks: needs a function at the top level of a file, got {name}; other processes cannot find it")
+        raise ConfigError(f"run_ranks: fn must be a function at the top level of a file, got {name}. Ranks import it by name.")
     return {"file": code.co_filename, "name": name}
 
 
@@ -219,17 +227,18 @@ def _encode_task(task: dict[str, Any], name: str) -> bytes:
     try:
         return json.dumps(task).encode()
     except (TypeError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"run_ranks: {name}: arguments are plain data (numbers, text, lists, dicts): {problem}") from None
+        raise ConfigError(f"run_ranks: {name}: args must be plain data (numbers, text, lists, dicts): {problem}.") from None
 
 
 START_TIMEOUT_S = 120.0
 STACK_TIMEOUT_S = 5.0
-END_TIMEOUT_S = 30.0  # for the last collective and the closing of the groups
+# Time for the last collective and for closing the process groups. Seconds.
+END_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
 class RankProcesses:
-    """Ranks with an open process group, a pipe to each, and the guard that outlives a killed caller to end them."""
+    """Rank processes with an open process group, a pipe to each, and the reaper that ends them if the caller is killed."""
 
     stack_folder: tempfile.TemporaryDirectory[str]
     processes: list[Any] = field(default_factory=list)
@@ -238,10 +247,10 @@ class RankProcesses:
 
     @classmethod
     def start(cls, world_size: int) -> RankProcesses:
-        """``world_size`` ranks that have met.
+        """Start ``world_size`` ranks and wait until they are ready.
 
         Raises:
-            RankError: one died, or did not come up in time; none is left then.
+            RankError: a rank died, or did not start in time; no process is left then.
         """
         pool = cls(tempfile.TemporaryDirectory(prefix="dtrain-ranks-"))
         try:
@@ -253,12 +262,12 @@ class RankProcesses:
 
     def _start(self, world_size: int) -> None:
         context = _forkserver_context()
-        with socket.socket() as held:
-            # Bound but not listening: nobody else gets the port, and rank 0 may still bind and listen on it.
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind(("127.0.0.1", 0))
+        with socket.socket() as reserved:
+            # The socket is bound but does not listen: no other process gets the port, and rank 0 can still listen on it.
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("127.0.0.1", 0))
             for rank in range(world_size):
-                env = _rank_environment(rank, world_size, held.getsockname()[1])
+                env = _rank_environment(rank, world_size, reserved.getsockname()[1])
                 process, pipe = _start_process(context, run_worker, env, str(self._stack_file(rank)))
                 self.processes.append(process)
                 self.pipes.append(pipe)
@@ -281,48 +290,53 @@ class RankProcesses:
                     waiting.pop(rank).recv_bytes()
                 except EOFError:
                     raise RankError(
-                        f"run_ranks: rank {rank} of {len(self.pipes)} {self.describe_exit(rank)} before it was ready; see its output"
+                        f"run_ranks: rank {rank} of {len(self.pipes)} {self.describe_exit(rank)} before it was ready. See its "
+                        "output."
                     ) from None
 
     def end(self, *, kill: bool = False) -> None:
-        """End the processes: politely (their groups are closed), or at once."""
+        """End the processes: close their process groups first, or kill them at once if ``kill`` is True."""
         for pipe in self.pipes:
             pipe.close()
         deadline = time.monotonic() + (0.0 if kill else END_TIMEOUT_S)
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         for process in self.processes:
-            process.kill()  # nothing to one that has ended; also ends one that is stopped
+            # A kill also ends a stopped process, and does nothing to one that has ended.
+            process.kill()
             process.join()
         if self.reaper is not None:
             process, pipe = self.reaper
-            with suppress(BrokenPipeError):  # somebody has killed it too
+            # The reaper may have been killed, too.
+            with suppress(BrokenPipeError):
                 pipe.send_bytes(b"done")
             process.join()
             pipe.close()
         self.stack_folder.cleanup()
 
     def describe_exit(self, rank: int) -> str:
-        """How a rank whose pipe has closed came to its end: ``"died with exit code 3"``."""
+        """Return the exit of a rank whose pipe has closed: ``"died with exit code 3"``."""
         process = self.processes[rank]
         process.join(10)
         return f"died with exit code {process.exitcode}"
 
     def describe_stacks(self, ranks: Collection[int]) -> str:
-        """What ranks are doing that give no answer: where each is in the code, or that a signal holds it."""
+        """Return the call stacks of ranks that do not answer, or that a signal has stopped them."""
         for rank in ranks:
-            with suppress(ProcessLookupError):  # it has just died
+            # The rank may have just died.
+            with suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, STACK_SIGNAL)
         deadline = time.monotonic() + STACK_TIMEOUT_S
         return "\n".join(f"rank {rank}:\n{self._describe_stack(rank, deadline)}" for rank in ranks)
 
     def _describe_stack(self, rank: int, deadline: float) -> str:
         if _is_stopped(self.processes[rank].pid):
-            return "(stopped by a signal: it runs no code)"
+            return "(stopped by a signal, so it runs no code)"
         text = None
         while time.monotonic() < deadline:
             text, before = self._stack_file(rank).read_text(), text
-            if text and text == before:  # it is written line by line
+            # The stack is written line by line, so it is complete once it no longer grows.
+            if text and text == before:
                 return text.rstrip()
             time.sleep(0.1)
         return text or "(no stack)"
@@ -332,31 +346,32 @@ class RankProcesses:
 
 
 def _start_process(context: Any, target: Any, *args: Any) -> tuple[Any, Connection[Any, Any]]:
-    """A process that runs ``target(pipe, *args)``, and our end of the pipe."""
+    """Start a process that runs ``target(pipe, *args)``, and return it with the caller's end of the pipe."""
     ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *args), daemon=False)  # a rank may have children: loader workers
+    # A rank may have children (loader workers), so it is no daemon.
+    process = context.Process(target=target, args=(theirs, *args), daemon=False)
     process.start()
     theirs.close()
     return process, ours
 
 
 def _forkserver_context() -> Any:
-    """A context whose processes are forked from one clean process that has torch loaded and a single thread."""
+    """Return a context whose processes are forked from one clean process with torch loaded and a single thread."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dtrain.testing.rank_worker", "torch.distributed.fsdp", "torch.testing"])
     return context
 
 
 def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    place = launch_protocol.rank_environment(
+    rank_env = launch_protocol.rank_environment(
         rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, node_rank=0, nodes=1,
         addr="127.0.0.1", port=port,
     )  # fmt: skip
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    # The fork server has the environment of its own start, which may be long ago.
+    # The fork server keeps the environment of its own start, so the current one is passed on.
     return {
         **os.environ,
-        **place,
+        **rank_env,
         launch_protocol.LOOPBACK: "1",
         launch_protocol.GLOO_INTERFACE: loopback,
         launch_protocol.OMP_THREADS: "1",
@@ -364,7 +379,7 @@ def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether the process is held by SIGSTOP or a debugger; False where the system does not say."""
+    """Return True if the process is stopped by SIGSTOP or a debugger; False if the system does not say."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     except OSError:
