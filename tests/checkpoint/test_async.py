@@ -73,7 +73,7 @@ def spoil(state):
 
 
 def with_average(state):
-    return replace(state, slices={"ema": {name: param.detach().clone() for name, param in state.params.items()}})
+    return replace(state, transform_states={"ema": {name: param.detach().clone() for name, param in state.params.items()}})
 
 
 def test_what_is_saved_is_the_state_as_it_was_at_the_call(tmp_path, held):
@@ -334,7 +334,7 @@ def test_what_was_copied_is_not_kept_alive(tmp_path, held):
     state = with_average(train(plain_state(), 1))
     old = weakref.ref(next(iter(state.slices["ema"].values())))
     save_sharded(tmp_path, state, mode="async")
-    state = replace(state, slices={})
+    state = replace(state, transform_states={})
     assert held.reached.wait(LONG_S)
     assert old() is None
 
@@ -350,7 +350,7 @@ def test_a_request_to_stop_is_met_before_an_old_failure_is_raised(failed, tmp_pa
     state, _ = failed
     monkeypatch.setattr("dtrain.dist.preemption.is_agreed", lambda: True)
     monkeypatch.setattr(
-        "dtrain.dist.preemption.record_save", lambda *, since_agreed: None
+        "dtrain.dist.preemption.record_save", lambda *, after_agreement: None
     )  # else this process is a preempted one
     assert save_sharded(tmp_path, state).result().written
     with pytest.raises(CheckpointError, match="No space left"):

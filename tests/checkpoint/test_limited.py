@@ -218,7 +218,7 @@ def test_a_parent_is_a_step_of_the_same_root(tmp_path):
 def test_weights_alone_do_not_make_a_preempted_run_a_saved_one(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("dtrain.dist.preemption.is_agreed", lambda: True)
-    monkeypatch.setattr("dtrain.dist.preemption.record_save", lambda *, since_agreed: said.append(since_agreed))
+    monkeypatch.setattr("dtrain.dist.preemption.record_save", lambda *, after_agreement: said.append(after_agreement))
     state = train(plain_state(), 1)
     save_sharded(tmp_path / "weights", state, only=("model",))
     save_sharded(tmp_path / "whole", state)

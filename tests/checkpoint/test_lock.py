@@ -77,7 +77,14 @@ def on_disk(root: Path) -> holders.LockOwner:
 
 def somebody(**changes: object) -> holders.LockOwner:
     """A holder on another host, alive now."""
-    known = {"host": "elsewhere", "pid": 17, "started": 5, "boot": "other-boot", "space": "pid:[1]", "run_id": OTHER}
+    known = {
+        "host": "elsewhere",
+        "pid": 17,
+        "start_ticks": 5,
+        "boot_id": "other-boot",
+        "pid_namespace": "pid:[1]",
+        "run_id": OTHER,
+    }
     return replace(
         holders.LockOwner(token="0123456789abcdef", acquired_at=time.time(), heartbeat_at=time.time(), **known), **changes
     )
@@ -211,43 +218,43 @@ held.check()
     assert names(tmp_path) == []
 
 
-ME = {"host": "here", "boot": "boot", "space": "pid:[1]"}
-ALIVE = {"pid": os.getpid(), "started": holders.process_start_ticks(os.getpid())}
-ENDED = {"pid": 2**31 - 1, "started": 7}
+ME = {"host": "here", "boot_id": "boot", "pid_namespace": "pid:[1]"}
+ALIVE = {"pid": os.getpid(), "start_ticks": holders.process_start_ticks(os.getpid())}
+ENDED = {"pid": 2**31 - 1, "start_ticks": 7}
 VERDICTS = {
     "this process": (ME | ALIVE, 1e9, "live"),
     "a pid that does not exist": (ME | ENDED, 0.0, "dead"),
-    "a pid that was given out again": (ME | ALIVE | {"started": 7}, 0.0, "dead"),
-    "a start time that nobody wrote down": (ME | ALIVE | {"started": None}, 1e9, "live"),
-    "another user's process": (ME | {"pid": 1, "started": None}, 1e9, "live"),
+    "a pid that was given out again": (ME | ALIVE | {"start_ticks": 7}, 0.0, "dead"),
+    "a start time that nobody wrote down": (ME | ALIVE | {"start_ticks": None}, 1e9, "live"),
+    "another user's process": (ME | {"pid": 1, "start_ticks": None}, 1e9, "live"),
     "the same kernel by another name": (ME | ALIVE | {"host": "container"}, 1e9, "live"),
-    "another pid namespace, silent for 59 s": (ME | ENDED | {"space": "pid:[2]"}, 59.0, "unknown"),
-    "another pid namespace, silent for 60 s": (ME | ALIVE | {"space": "pid:[2]"}, 60.0, "dead"),
-    "another boot, silent for 19 s": (ME | ENDED | {"boot": "before"}, 19.0, "unknown"),
-    "another boot, silent for 20 s": (ME | ALIVE | {"boot": "before"}, 20.0, "dead"),
-    "another host, silent for 59 s": (ME | ENDED | {"host": "there", "boot": "its"}, 59.0, "unknown"),
-    "another host, silent for 60 s": (ME | ALIVE | {"host": "there", "boot": "its"}, 60.0, "dead"),
-    "another host, whose clock is an hour ahead": (ME | ALIVE | {"host": "there", "boot": "its"}, -3600.0, "unknown"),
-    "no /proc there": (ME | ENDED | {"boot": None, "space": None}, 30.0, "unknown"),
+    "another pid namespace, silent for 59 s": (ME | ENDED | {"pid_namespace": "pid:[2]"}, 59.0, "unknown"),
+    "another pid namespace, silent for 60 s": (ME | ALIVE | {"pid_namespace": "pid:[2]"}, 60.0, "dead"),
+    "another boot, silent for 19 s": (ME | ENDED | {"boot_id": "before"}, 19.0, "unknown"),
+    "another boot, silent for 20 s": (ME | ALIVE | {"boot_id": "before"}, 20.0, "dead"),
+    "another host, silent for 59 s": (ME | ENDED | {"host": "there", "boot_id": "its"}, 59.0, "unknown"),
+    "another host, silent for 60 s": (ME | ALIVE | {"host": "there", "boot_id": "its"}, 60.0, "dead"),
+    "another host, whose clock is an hour ahead": (ME | ALIVE | {"host": "there", "boot_id": "its"}, -3600.0, "unknown"),
+    "no /proc there": (ME | ENDED | {"boot_id": None, "pid_namespace": None}, 30.0, "unknown"),
 }
 
 
 @pytest.mark.parametrize(("who", "silent_s", "verdict"), VERDICTS.values(), ids=VERDICTS)
 def test_who_lives_is_told_by_the_pid_where_it_means_something_and_by_the_heartbeat_elsewhere(who, silent_s, verdict):
     me = somebody(**ME, **ALIVE)
-    holder = somebody(**{**who, "beat": NOW - silent_s})
+    holder = somebody(**{**who, "heartbeat_at": NOW - silent_s})
     assert holders.owner_status(holder, me, now=NOW, unchanged_s=0.0) == verdict
 
 
 def test_what_was_watched_for_long_enough_is_dead_whatever_its_clock_says():
-    holder, me = somebody(beat=NOW + 3600), somebody(**ME, **ALIVE)
+    holder, me = somebody(heartbeat_at=NOW + 3600), somebody(**ME, **ALIVE)
     assert holders.owner_status(holder, me, now=NOW, unchanged_s=59.0) == "unknown"
     assert holders.owner_status(holder, me, now=NOW, unchanged_s=60.0) == "dead"
 
 
 def test_without_proc_the_heartbeat_decides():
-    bare = {"boot": None, "space": None, "started": None}
-    holder, me = somebody(**{**ME, **ENDED, **bare}, beat=NOW), somebody(**{**ME, **ALIVE, **bare})
+    bare = {"boot_id": None, "pid_namespace": None, "start_ticks": None}
+    holder, me = somebody(**{**ME, **ENDED, **bare}, heartbeat_at=NOW), somebody(**{**ME, **ALIVE, **bare})
     assert holders.owner_status(holder, me, now=NOW + 59, unchanged_s=0.0) == "unknown"
     assert holders.owner_status(holder, me, now=NOW + 60, unchanged_s=0.0) == "dead"
 
@@ -266,8 +273,8 @@ def test_a_record_comes_back_and_nothing_else_is_taken_for_one():
         data.replace(b'"version": 1', b'"version": 2'),
         data.replace(b"dtrain-lock", b"other-lock"),
         data.replace(b'"pid": ', b'"pid": -'),
-        data.replace(b'"since": 1000000.0', b'"since": 1e300'),
-        data.replace(b'"since": 1000000.0', b'"since": NaN'),
+        data.replace(b'"acquired_at": 1000000.0', b'"acquired_at": 1e300'),
+        data.replace(b'"acquired_at": 1000000.0', b'"acquired_at": NaN'),
         data.replace(RUN.encode(), b"\\u001b[2J"),
         b"[" * 4000,
     ):
@@ -286,7 +293,7 @@ def test_a_holder_elsewhere_that_renews_its_lock_is_refused(tmp_path):
 
     def renew():
         while not stop.wait(0.05):
-            storage.replace_file(tmp_path / LOCK_FILE, somebody(beat=time.time()).encode())
+            storage.replace_file(tmp_path / LOCK_FILE, somebody(heartbeat_at=time.time()).encode())
 
     thread = threading.Thread(target=renew)
     thread.start()
@@ -301,7 +308,7 @@ def test_a_holder_elsewhere_that_renews_its_lock_is_refused(tmp_path):
 
 def test_a_holder_elsewhere_that_is_silent_is_watched_and_then_taken_over(tmp_path, monkeypatch):
     monkeypatch.setattr(holders, "DEAD_AFTER_S", 0.3)
-    (tmp_path / LOCK_FILE).write_bytes(somebody(beat=time.time() + 1000).encode())
+    (tmp_path / LOCK_FILE).write_bytes(somebody(heartbeat_at=time.time() + 1000).encode())
     begun = time.monotonic()
     with lock_root(tmp_path, RUN):
         assert time.monotonic() - begun >= 0.3
@@ -309,7 +316,7 @@ def test_a_holder_elsewhere_that_is_silent_is_watched_and_then_taken_over(tmp_pa
 
 
 def test_a_holder_elsewhere_that_has_been_silent_is_taken_over_without_waiting(tmp_path, monkeypatch):
-    (tmp_path / LOCK_FILE).write_bytes(somebody(beat=time.time() - 61).encode())
+    (tmp_path / LOCK_FILE).write_bytes(somebody(heartbeat_at=time.time() - 61).encode())
     monkeypatch.setattr(locks.time, "sleep", lambda seconds: pytest.fail("waited"))
     with lock_root(tmp_path, RUN):
         assert on_disk(tmp_path).pid == os.getpid()

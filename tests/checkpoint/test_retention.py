@@ -229,7 +229,7 @@ def pruned_by_a_child(root: Path, at: int) -> int:
 
 
 def test_a_kill_anywhere_in_a_removal_leaves_sound_steps_and_litter_that_the_next_one_removes(tmp_path, fill, monkeypatch):
-    monkeypatch.setattr(retention, "hold", lambda *_: nullcontext())  # has such a test of its own
+    monkeypatch.setattr(retention, "lock_root", lambda *_: nullcontext())  # has such a test of its own
     seen, at, code = set(), 0, 9
     while code == 9:
         root = tmp_path / str(at)
@@ -248,7 +248,7 @@ def test_a_kill_anywhere_in_a_removal_leaves_sound_steps_and_litter_that_the_nex
 
 
 def test_a_failing_operation_anywhere_in_a_removal_is_told_and_the_next_one_completes_it(tmp_path, fill, monkeypatch):
-    monkeypatch.setattr(retention, "hold", lambda *_: nullcontext())
+    monkeypatch.setattr(retention, "lock_root", lambda *_: nullcontext())
     at, fired, raised = 0, True, 0
     while fired:
         root = tmp_path / str(at)

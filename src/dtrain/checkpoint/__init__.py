@@ -1,11 +1,12 @@
 """List, verify, prune and convert checkpoints that ``dt.save_sharded`` wrote.
 
     for info in dt.checkpoint.list_steps("runs/gpt/ckpt"):
-        print(info.step, dt.checkpoint.verify(info.path))
+        print(info.step, info.bytes, info.path)
+    dt.checkpoint.verify("runs/gpt/ckpt")  # the newest step
     dt.checkpoint.prune("runs/gpt/ckpt", keep_last=3)
-    dt.checkpoint.convert("runs/gpt/ckpt", "model.safetensors")
+    dt.checkpoint.convert("runs/gpt/ckpt", "model.safetensors", to="safetensors")
 
-A checkpoint is committed by one rename, every read is checked against a digest, and no file is a pickle.
+A checkpoint is committed by one rename. Every read is checked against a digest, and no file is a pickle.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Which checkpoints a root holds. The truth is the manifest in each step's folder; nothing else is asked."""
+"""List the checkpoints of a root from the manifests in its step folders. No other file is read."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dtrain.storage import AnyPath
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """A committed step, as its manifest describes it.
+    """Committed step, as its manifest describes the step.
 
     Args:
-        step: of the state.
-        path: its folder.
-        run_id: of the run that wrote it.
-        parent_step: the step that the run had continued from or committed before, None for its first.
-        serial: place in the order of commits of its root.
-        world_size: ranks that wrote it.
-        bytes: size of their files.
-        only: what the save was limited to, () for all of a state.
+        step: step of the state.
+        path: folder of the step.
+        run_id: id of the run that wrote the step.
+        parent_step: step that the run had loaded or committed before; None for the first step of the run.
+        serial: number of the commit in its root.
+        world_size: number of ranks that wrote the step.
+        bytes: total size of the ranks' files in bytes.
+        only: limit of the save; () for whole states.
     """
 
     step: int
@@ -39,7 +39,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorruptStep:
-    """A folder with a manifest that cannot be believed."""
+    """Folder with a corrupt manifest."""
 
     step: int
     path: AnyPath
@@ -47,40 +47,40 @@ class CorruptStep:
 
 
 def has_manifest(folder: AnyPath) -> bool:
-    """Whether the folder claims to be a checkpoint."""
+    """Return True if the folder has a manifest."""
     return storage.exists(folder / layout.MANIFEST)
 
 
 def read_manifest(folder: AnyPath) -> layout.Manifest:
-    """The manifest of a step's folder.
+    """Read the manifest of a step's folder.
 
     Raises:
-        CorruptCheckpointError: not there, or not as it was written.
-        CheckpointError: of another format version.
+        CorruptCheckpointError: a manifest that is missing or was changed.
+        CheckpointError: a manifest of another format version.
     """
     return layout.parse_manifest(read_manifest_bytes(folder))
 
 
 def read_manifest_bytes(folder: AnyPath) -> bytes:
-    """What ``manifest.json`` holds.
+    """Read the bytes of ``manifest.json``.
 
     Raises:
-        CorruptCheckpointError: there is no such file.
+        CorruptCheckpointError: a missing file.
     """
     path = folder / layout.MANIFEST
     if storage.file_size(path) is None:
-        raise CorruptCheckpointError(f"{layout.MANIFEST}: not a file")
+        raise CorruptCheckpointError(f"{layout.MANIFEST}: must be a file")
     return storage.read_file(path, limit=layout.MAX_MANIFEST_BYTES)
 
 
 def scan_root(root: AnyPath) -> tuple[list[CheckpointInfo], list[CorruptStep]]:
-    """All steps with a valid manifest, in the order of their commits, and all with a damaged one, by step.
+    """Return all steps with a valid manifest, in the order of their commits, and all steps with a corrupt manifest, by step.
 
     Raises:
         CheckpointError: a step of another format version.
-        OSError: the root cannot be read; a root that does not exist holds nothing.
+        OSError: an unreadable root. A missing root has no steps.
     """
-    committed, damaged = [], []
+    committed, corrupt = [], []
     for name in storage.list_names(root) if storage.exists(root) else []:
         step = layout.step_of(name)
         if step is None or not has_manifest(root / name):
@@ -88,17 +88,17 @@ def scan_root(root: AnyPath) -> tuple[list[CheckpointInfo], list[CorruptStep]]:
         try:
             committed.append(read_info(root / name, step))
         except CorruptCheckpointError as error:
-            damaged.append(CorruptStep(step=step, path=root / name, reason=str(error)))
+            corrupt.append(CorruptStep(step=step, path=root / name, reason=str(error)))
         except CheckpointError as error:
             raise CheckpointError(f"{root / name}: {error}") from None
-    return sorted(committed, key=lambda c: (c.serial, c.step)), sorted(damaged, key=lambda d: d.step)
+    return sorted(committed, key=lambda c: (c.serial, c.step)), sorted(corrupt, key=lambda d: d.step)
 
 
 def read_info(folder: AnyPath, step: int | None = None) -> CheckpointInfo:
-    """What the manifest of a folder says. ``step``, when given, must be the one it says."""
+    """Read the manifest of a folder, and check that its step is ``step`` unless None."""
     manifest = read_manifest(folder)
     if step is not None and manifest.step != step:
-        raise CorruptCheckpointError(f"{layout.MANIFEST}: is that of step {manifest.step}, in a folder of step {step}")
+        raise CorruptCheckpointError(f"{layout.MANIFEST}: step must be {step} as in the folder's name, got {manifest.step}")
     return CheckpointInfo(
         step=manifest.step,
         path=folder,
@@ -112,31 +112,37 @@ def read_info(folder: AnyPath, step: int | None = None) -> CheckpointInfo:
 
 
 def list_steps(root: Path | str) -> list[CheckpointInfo]:
-    """The committed steps of a root, in the order in which they were committed; [] when there is none.
+    """List the committed steps of a root in the order of their commits. The list is empty if there are none.
 
-    A step whose manifest is damaged is left out, with a warning. Files are not verified: see ``verify``.
+    Steps with a corrupt manifest are skipped with a warning. Files are not verified; see ``verify``.
+
+        for info in dt.checkpoint.list_steps("runs/gpt/ckpt"):
+            print(info.step, info.path, info.bytes)
 
     Raises:
         CheckpointError: a root that cannot be read, or a step of another format version.
     """
     try:
-        committed, damaged = scan_root(storage.resolve_path(root))
+        committed, corrupt = scan_root(storage.resolve_path(root))
     except OSError as error:
         raise CheckpointError(f"list_steps: {error}") from error
-    for bad in damaged:
-        warnings.warn(f"list_steps: {bad.path} is damaged and left out: {bad.reason}", stacklevel=2)
+    for bad in corrupt:
+        warnings.warn(f"list_steps: {bad.path} is corrupt and skipped: {bad.reason}", stacklevel=2)
     return committed
 
 
 def latest_checkpoint(root: Path | str) -> AnyPath | None:
-    """The folder of the newest committed step of a root: the one committed last; None when there is none.
+    """Return the folder of the step of a root that was committed last, or None if there is none.
 
-    After going back to an older step and saving from there, that is not the highest step. The folder of a step stands for
-    itself.
+    After a run went back to an older step, this is not the highest step. For the folder of a step, its path is returned.
+
+        path = dt.latest_checkpoint("runs/gpt/ckpt")
+        if path is not None:
+            state, result = dt.load_sharded(path, state)
 
     Raises:
         CheckpointError: as ``list_steps``; or the folder of a step whose save was not completed.
-        CorruptCheckpointError: the folder of a step whose manifest is damaged.
+        CorruptCheckpointError: the folder of a step with a corrupt manifest.
     """
     try:
         step = as_step_folder(storage.resolve_path(root), "latest_checkpoint")
@@ -151,8 +157,8 @@ def latest_checkpoint(root: Path | str) -> AnyPath | None:
     return committed[-1].path if committed else None
 
 
-def as_step_folder(path: AnyPath, where: str) -> AnyPath | None:
-    """``path`` if it is the folder of a step, None if it is a root, or nothing.
+def as_step_folder(path: AnyPath, caller: str) -> AnyPath | None:
+    """Return ``path`` if the path is the folder of a step, or None for a root or a missing folder.
 
     Raises:
         CheckpointError: a step's folder without a manifest.
@@ -160,19 +166,21 @@ def as_step_folder(path: AnyPath, where: str) -> AnyPath | None:
     if has_manifest(path):
         return path
     if layout.step_of(path.name) is not None and storage.is_folder(path):
-        raise CheckpointError(f"{where}: {path} has no {layout.MANIFEST}: the save was not completed; load another step")
+        raise CheckpointError(
+            f"{caller}: {path} has no {layout.MANIFEST}, because its save was not completed. Load another step."
+        )
     return None
 
 
 def skipped_steps(root: AnyPath, folder: AnyPath) -> dict[str, str]:
-    """Why the folders of a root that look newer than ``folder``, the step to be taken, are not taken; by name."""
+    """Return the reasons why folders that look newer than ``folder`` are not loaded, by folder name."""
     step = layout.step_of(folder.name)
-    committed, damaged = scan_root(root)
-    reasons = {c.path.name: "committed before; the run has gone back since" for c in committed if c.path != folder}
-    reasons |= {d.path.name: f"damaged: {d.reason}" for d in damaged}
-    found = {}
+    committed, corrupt = scan_root(root)
+    reasons = {c.path.name: "committed earlier, before the run went back" for c in committed if c.path != folder}
+    reasons |= {d.path.name: f"corrupt: {d.reason}" for d in corrupt}
+    skipped = {}
     for name in storage.list_names(root):
-        theirs = layout.step_of(name.partition(".tmp-")[0])
-        if theirs is not None and name != folder.name and (step is None or theirs > step):
-            found[name] = reasons.get(name, "its save was not completed")
-    return found
+        other_step = layout.step_of(name.partition(".tmp-")[0])
+        if other_step is not None and name != folder.name and (step is None or other_step > step):
+            skipped[name] = reasons.get(name, "its save was not completed")
+    return skipped

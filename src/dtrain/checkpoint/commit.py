@@ -1,8 +1,8 @@
-"""Rank 0's part of a save: what is to be done about the step, and what makes it a checkpoint.
+"""Prepare and commit a save on rank 0.
 
-On a file system that is a rename. Until then nothing under a step's name has changed, so whatever fails before it leaves the
-earlier steps as they were, and what a killed save leaves behind is a side folder that no one reads and the run's next save
-removes. An object store renames nothing: there it is the manifest, which is put last, and only if there is none.
+On a file system the commit is a rename. Until the rename nothing under the step's name has changed, so a failure leaves the
+earlier steps unchanged. A killed save leaves a staging folder, which is never read and which the run's next save removes. An
+object store has no rename: there the commit is the manifest, written last and only if there is none.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Action = Literal["write", "skip"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveDecision:
-    """What rank 0 has decided about a save.
+    """Decision of rank 0 about a save.
 
     Args:
-        action: write the step, or leave it: this process has committed or loaded it.
-        root: where, as rank 0 calls it.
-        run_id: of the run.
-        staging_folder: the folder to write into: one beside the step's, or where nothing can be renamed the step's own.
-        serial: of the commit.
-        replaces: whether the run has a step of this number, of a lineage that it has left, or that holds something else.
-        previous: the name of the run's newest step, whose files may serve again; None without one.
+        action: "skip" if this process has committed or loaded the step already, else "write".
+        root: root, as rank 0 names it.
+        run_id: id of the run.
+        staging_folder: folder to write into: a staging folder, or the step's folder if the storage has no rename.
+        serial: number of the commit.
+        replaces: if True, the run has a step of this number from an abandoned lineage or with other contents.
+        previous: name of the run's newest step, whose files may be linked; None without one.
     """
 
     action: Action
@@ -50,52 +50,53 @@ class SaveDecision:
 
 
 def prepare_save(
-    root: AnyPath, run: Sequence[RunContext], step: int, only: tuple[str, ...], content_key: object, where: str
+    root: AnyPath, run: Sequence[RunContext], step: int, only: tuple[str, ...], content_key: object, caller: str
 ) -> SaveDecision:
-    """Look at the root, decide, and make the side folder.
+    """Inspect the root, decide, and create the staging folder.
 
     Args:
-        root: as ``storage.real_path`` gives it.
-        run: the run's place among checkpoints, once for each of its states.
-        step: to be saved.
-        only: what the save is limited to.
-        content_key: what the step will hold; see ``contents.identity``.
-        where: begins messages.
+        root: root, as ``storage.real_path`` returns it.
+        run: run context of each state.
+        step: step to save.
+        only: limit of the save.
+        content_key: key of the contents; see ``state_dict.content_key``.
+        caller: prefix of messages.
 
-    Mutates: ``run`` (the lock on the root is kept there); files: moves aside what has the step's name and is no checkpoint,
-    removes what killed saves of the run left.
+    Mutates: ``run``, which keeps the lock on the root; files: a folder with the step's name that is no checkpoint is moved
+    aside, and leftovers of killed saves of the run are removed.
 
     Raises:
-        CheckpointError: the step belongs to another run, or the root holds steps of the other kind (whole or limited).
-        OSError: the file system refuses.
+        CheckpointError: the step belongs to another run, or the root holds steps of another limit (``only``).
+        OSError: a failed file operation.
     """
     if storage.exists(root) and not storage.is_folder(root):
-        raise CheckpointError(f"{where}: {root} is not a directory; name the folder that steps are to be in")
+        raise CheckpointError(f"{caller}: root must be a directory, got {root}. Name the folder for the steps.")
     run_id = run[0].run_id or secrets.token_hex(16)
-    acquire_lock(root, run, run_id, where)
-    order = _decide(root, run, run_id, step, only, content_key, where)
-    if order.action == "write":
+    acquire_lock(root, run, run_id, caller)
+    decision = _decide(root, run, run_id, step, only, content_key, caller)
+    if decision.action == "write":
         storage.make_folders(root)
         remove_leftovers(root)
-        if order.replaces and not storage.supports_rename(root):
-            remove_step(root / order.staging_folder, step, order.run_id)  # it is of a lineage that the run has left
-        storage.make_folder(root / order.staging_folder)
-    return order
+        if decision.replaces and not storage.supports_rename(root):
+            # Without rename, the step of the abandoned lineage must be removed before its name is used again.
+            remove_step(root / decision.staging_folder, step, decision.run_id)
+        storage.make_folder(root / decision.staging_folder)
+    return decision
 
 
-def acquire_lock(root: AnyPath, run: Sequence[RunContext], run_id: str, where: str) -> None:
-    """Hold the root for this run, or raise because somebody else does."""
+def acquire_lock(root: AnyPath, run: Sequence[RunContext], run_id: str, caller: str) -> None:
+    """Lock the root for this run, or raise if another process has locked the root."""
     try:
         lock = run[0].locks.get(str(root))
         if not isinstance(lock, Lock):
             lock = run[0].locks[str(root)] = lock_root(root, run_id, protected=resumed_steps(root, run))
         lock.check()
     except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from None
+        raise CheckpointError(f"{caller}: {error}") from None
 
 
 def resumed_steps(root: AnyPath, run: Sequence[RunContext]) -> set[int]:
-    """The step of this root that the process has loaded, if any."""
+    """Return the step of this root that the process has loaded, as a set of at most one."""
     if run[0].resumed_from is None:
         return set()
     folder = storage.resolve_path(run[0].resumed_from)
@@ -104,18 +105,18 @@ def resumed_steps(root: AnyPath, run: Sequence[RunContext]) -> set[int]:
 
 
 def _decide(
-    root: AnyPath, run: Sequence[RunContext], run_id: str, step: int, only: tuple[str, ...], holds: object, where: str
+    root: AnyPath, run: Sequence[RunContext], run_id: str, step: int, only: tuple[str, ...], content_key: object, caller: str
 ) -> SaveDecision:
     committed, _ = scan_root(root)
     other = next((c for c in committed if c.only != only), None)
     if other is not None:
-        held = f"saves with only={other.only}" if other.only else "whole states"
+        stored = f"saves with only={other.only}" if other.only else "whole states"
         raise CheckpointError(
-            f"{where}: {root} holds {held} (step {other.step}), this save has only={only or None}; a run is resumed from its "
-            "newest step, so save into another root"
+            f"{caller}: {root} holds {stored} (step {other.step}), this save has only={only or None}. A run is resumed "
+            "from its newest step. Save into another root."
         )
-    mine = [c for c in committed if c.run_id == run_id]
-    order = SaveDecision(
+    own_steps = [c for c in committed if c.run_id == run_id]
+    decision = SaveDecision(
         action="write",
         root=str(root),
         run_id=run_id,
@@ -124,57 +125,61 @@ def _decide(
         else layout.step_name(step),
         serial=1 + max((c.serial for c in committed), default=0),
         replaces=False,
-        previous=mine[-1].path.name if mine else None,
+        previous=own_steps[-1].path.name if own_steps else None,
     )
-    there = next((c for c in committed if c.step == step), None)
-    if there is None:
-        _move_aside(root / layout.step_name(step), where)
-        return order
-    if there.run_id != run_id:
+    existing = next((c for c in committed if c.step == step), None)
+    if existing is None:
+        _move_aside(root / layout.step_name(step), caller)
+        return decision
+    if existing.run_id != run_id:
         raise CheckpointError(
-            f"{where}: {there.path} belongs to run {there.run_id}, this run is {run_id}; save into another root, load that "
-            "checkpoint to continue its run, or remove the folder"
+            f"{caller}: {existing.path} must belong to this run {run_id}, got run {existing.run_id}. Save into another root, "
+            "load that checkpoint to continue its run, or remove the folder."
         )
-    ours = run[0].committed_steps.get(str(root), {}).get(step) == holds
-    return replace(order, action="skip" if ours else "write", replaces=not ours)
+    is_same = run[0].committed_steps.get(str(root), {}).get(step) == content_key
+    return replace(decision, action="skip" if is_same else "write", replaces=not is_same)
 
 
-def _move_aside(folder: AnyPath, where: str) -> None:
-    """Free a step's name from something that is no valid checkpoint, without destroying it."""
+def _move_aside(folder: AnyPath, caller: str) -> None:
+    """Rename a folder that has a step's name and is no valid checkpoint, without destroying the folder."""
     if storage.exists(folder) and not storage.supports_rename(folder):
         if has_manifest(folder):
-            raise CheckpointError(f"{where}: {folder} is not a valid checkpoint, and cannot be moved aside there; remove it")
+            raise CheckpointError(
+                f"{caller}: {folder} is not a valid checkpoint, and its storage cannot rename. Remove the folder."
+            )
     elif storage.exists(folder):
         aside = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
         storage.rename(folder, aside)
-        warnings.warn(f"{where}: {folder} is not a valid checkpoint; it is now {aside.name}", stacklevel=2)
+        warnings.warn(f"{caller}: {folder} is not a valid checkpoint and was renamed to {aside.name}", stacklevel=2)
 
 
-def commit(order: SaveDecision, run: Sequence[RunContext], manifest: Manifest, where: str) -> None:
-    """Write the manifest and give the side folder the step's name, durably, or leave things as they were.
+def commit(decision: SaveDecision, run: Sequence[RunContext], manifest: Manifest, caller: str) -> None:
+    """Write the manifest and rename the staging folder to the step's name, durably. A failure changes nothing.
 
     Mutates: files.
 
     Raises:
-        CheckpointError: the lock on the root was lost meanwhile.
-        OSError: the file system refuses; nothing is published then.
+        CheckpointError: the lock on the root was lost during the save.
+        OSError: a failed file operation; the step is not committed.
     """
-    root = storage.resolve_path(order.root)
-    acquire_lock(root, run, order.run_id, where)  # writing may have taken longer than a lock lives without its holder
-    side, final = root / order.staging_folder, root / layout.step_name(manifest.step)
+    root = storage.resolve_path(decision.root)
+    # Writing may have taken longer than the lifetime of a lock without heartbeat.
+    acquire_lock(root, run, decision.run_id, caller)
+    staging, final = root / decision.staging_folder, root / layout.step_name(manifest.step)
     if not storage.supports_rename(root):
-        storage.create_file(final / layout.MANIFEST, layout.encode_manifest(manifest))  # all else is there already
+        # All other files of the step have been written to their final names.
+        storage.create_file(final / layout.MANIFEST, layout.encode_manifest(manifest))
         return
-    storage.write_file(side / layout.MANIFEST, layout.encode_manifest(manifest))
-    storage.sync_folder(side)
-    superseded = root / layout.staging_name(manifest.step, "old", order.run_id, secrets.token_hex(4))
+    storage.write_file(staging / layout.MANIFEST, layout.encode_manifest(manifest))
+    storage.sync_folder(staging)
+    superseded = root / layout.staging_name(manifest.step, "old", decision.run_id, secrets.token_hex(4))
     undo: list[tuple[AnyPath, AnyPath]] = []
     try:
-        if order.replaces:
+        if decision.replaces:
             storage.rename(final, superseded)
             undo.append((superseded, final))
-        storage.rename(side, final)
-        undo.append((final, side))
+        storage.rename(staging, final)
+        undo.append((final, staging))
         storage.sync_folder(root)
     except OSError:
         for now, before in reversed(undo):
@@ -182,10 +187,10 @@ def commit(order: SaveDecision, run: Sequence[RunContext], manifest: Manifest, w
         raise
 
 
-def remove_or_warn(folder: AnyPath, where: str) -> None:
-    """Remove a folder where possible; failing to is a warning."""
+def remove_or_warn(folder: AnyPath, caller: str) -> None:
+    """Remove a folder, and warn if the removal fails."""
     try:
         if storage.exists(folder):
             storage.remove_folder(folder, first=layout.MANIFEST)
     except OSError as error:
-        warnings.warn(f"{where}: could not remove {folder}: {error}", stacklevel=2)
+        warnings.warn(f"{caller}: could not remove {folder}: {error}", stacklevel=2)

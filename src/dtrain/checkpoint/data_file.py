@@ -1,11 +1,10 @@
-"""A rank's tensors as an ordinary safetensors file: how it is laid out, its content, and writing it with its digests.
+"""Lay out a rank's tensors as a safetensors file, write the file with chunk digests, and verify every read.
 
 The format: 8 bytes with the length of the header, the header (JSON: name -> dtype, shape, byte range), the data without
-gaps. Boxes lie in order of falling item size, so that each is aligned.
+gaps. Tensors are in the order of falling item size, so that each is aligned.
 
 Source: the format section of the safetensors README (huggingface/safetensors).
-
-Digests of a data file in chunks: computed by the threads that write it, checked whenever it is read."""
+"""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from dtrain.storage import AnyPath, Buffer, FileReader
 
 
 def digest_of(buffers: Iterable[Buffer]) -> str:
-    """The digest of a chunk, whose bytes are those of ``buffers`` one after the other."""
+    """Return the digest of a chunk, whose bytes are the concatenated ``buffers``."""
     state = xxhash.xxh3_128()
     for buffer in buffers:
         state.update(buffer)
@@ -36,14 +35,14 @@ def digest_of(buffers: Iterable[Buffer]) -> str:
 
 
 def chunk_range(begin: int, end: int) -> range:
-    """The chunks that bytes ``[begin, end)`` lie in."""
+    """Return the numbers of the chunks that contain the bytes ``[begin, end)``."""
     return range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)) if end > begin else range(0)
 
 
 class VerifiedReader:
-    """Byte ranges of a data file, each chunk checked against its digest every time it is fetched.
+    """Reader of a data file that checks each chunk against its digest after every fetch.
 
-    Keeps the chunk it fetched last, so reads in the order of the file fetch each chunk once.
+    The last chunk is cached, so reads in the order of the file fetch each chunk once.
     """
 
     def __init__(self, file: FileReader, name: str, chunks: tuple[str, ...]) -> None:
@@ -52,15 +51,15 @@ class VerifiedReader:
         self._cached_chunk: int | None = None
 
     def verify(self, chunks: Iterable[int]) -> None:
-        """Check these chunks, whatever is in them."""
+        """Check the digests of these chunks."""
         for chunk in chunks:
             self._fetch(chunk)
 
     def read(self, begin: int, end: int) -> bytearray:
-        """The bytes ``[begin, end)``.
+        """Return the bytes ``[begin, end)``.
 
         Raises:
-            CorruptCheckpointError: a chunk does not have its digest, or is not there.
+            CorruptCheckpointError: a chunk that is missing or does not match its digest.
         """
         out = bytearray(end - begin)
         for chunk in chunk_range(begin, end):
@@ -77,19 +76,21 @@ class VerifiedReader:
         if self._cached_chunk == chunk:
             return view
         self._cached_chunk = None
-        got = self.file.read_into(start, view)
-        if got != len(view) or digest_of([view]) != self.chunks[chunk]:
+        count = self.file.read_into(start, view)
+        if count != len(view) or digest_of([view]) != self.chunks[chunk]:
             raise CorruptCheckpointError(f"{self.name}: bytes from {start} on do not match their digest")
         self._cached_chunk = chunk
         return view
 
 
-_GATHER_BELOW_BYTES = 64 * 2**10  # what is smaller is gathered, to spare a call for each
-_MAX_GROUP_BYTES = 32 * 2**20  # gathered at once: it is a copy
+# Smaller tensors are gathered into one buffer, which saves a call for each of them.
+_GATHER_BELOW_BYTES = 64 * 2**10
+# A gathered group is a copy, so its size is limited.
+_MAX_GROUP_BYTES = 32 * 2**20
 
 
 class TensorSlot(NamedTuple):
-    """A tensor of the file: its name there, dtype by its safetensors name, shape, and bytes of data."""
+    """Slot of a tensor in a file: name, safetensors dtype name, shape, and size of the data in bytes."""
 
     key: str
     dtype: str
@@ -98,13 +99,13 @@ class TensorSlot(NamedTuple):
 
     @classmethod
     def of(cls, key: str, dtype: str, size: tuple[int, ...]) -> TensorSlot:
-        """The box with its size in bytes."""
+        """Compute the size in bytes of a slot."""
         return cls(key, dtype, size, prod(size) * DTYPES[dtype].itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLayout:
-    """A file's plan: the header's bytes, the boxes in the order of the file, each one's byte range in it, its size."""
+    """Layout of a file: bytes of the header, slots in the order of the file, byte range of each slot, and size."""
 
     header: bytes
     slots: tuple[TensorSlot, ...]
@@ -112,15 +113,15 @@ class FileLayout:
     size: int
 
 
-def plan_file_layout(boxes: Iterable[TensorSlot]) -> FileLayout:
-    """Lay out a file that holds ``boxes``, a pure function."""
-    ordered = tuple(sorted(boxes, key=lambda box: (-DTYPES[box.dtype].itemsize, box.key)))
+def plan_file_layout(slots: Iterable[TensorSlot]) -> FileLayout:
+    """Lay out a file that holds ``slots``."""
+    ordered = tuple(sorted(slots, key=lambda slot: (-DTYPES[slot.dtype].itemsize, slot.key)))
     head: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, at = {}, 0
-    for box in ordered:
-        offsets[box.key] = (at, at + box.nbytes)
-        head[box.key] = {"dtype": box.dtype, "shape": box.size, "data_offsets": offsets[box.key]}
-        at += box.nbytes
+    for slot in ordered:
+        offsets[slot.key] = (at, at + slot.nbytes)
+        head[slot.key] = {"dtype": slot.dtype, "shape": slot.size, "data_offsets": offsets[slot.key]}
+        at += slot.nbytes
     text = json.dumps(head, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     header = len(text).to_bytes(8, "little") + text
@@ -134,21 +135,21 @@ def plan_file_layout(boxes: Iterable[TensorSlot]) -> FileLayout:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SerializedFile:
-    """The content of a file that is to be written: pieces of host memory in a row, which nobody changes meanwhile."""
+    """Content of a file to write: consecutive buffers of host memory, which must not change until the file is written."""
 
     buffers: Sequence[Buffer]
     starts: Sequence[int]
     size: int
 
     @classmethod
-    def from_buffers(cls, pieces: Iterable[Buffer]) -> SerializedFile:
-        """The image of these pieces; empty ones are left out."""
-        kept = [piece for piece in pieces if len(piece)]
-        ends = list(accumulate(map(len, kept)))
-        return cls(kept, [0, *ends[:-1]], ends[-1] if ends else 0)
+    def from_buffers(cls, buffers: Iterable[Buffer]) -> SerializedFile:
+        """Serialize the buffers; empty buffers are skipped."""
+        filled = [buffer for buffer in buffers if len(buffer)]
+        ends = list(accumulate(map(len, filled)))
+        return cls(filled, [0, *ends[:-1]], ends[-1] if ends else 0)
 
     def views(self, begin: int, end: int) -> list[memoryview]:
-        """The bytes ``[begin, end)``, as views."""
+        """Return the bytes ``[begin, end)`` as views."""
         found, at = [], bisect_right(self.starts, begin) - 1
         while begin < end:
             low = begin - self.starts[at]
@@ -159,29 +160,29 @@ class SerializedFile:
 
 
 def _no_op() -> None:
-    """For callers who do not watch."""
+    """Default of ``on_part``."""
 
 
 def write_data_file(
-    path: AnyPath, image: SerializedFile, *, threads: int = 1, on_part: Callable[[], None] = _no_op
+    path: AnyPath, serialized: SerializedFile, *, threads: int = 1, on_part: Callable[[], None] = _no_op
 ) -> tuple[str, ...]:
-    """Write a new file in chunks, on the disk when this returns.
+    """Write a new file in chunks. The data are on the disk when the function returns.
 
     Args:
         path: a name that does not exist.
-        image: its content.
-        threads: how many write and digest at a time.
-        on_part: called for every chunk, by the thread that writes it.
+        serialized: content of the file.
+        threads: number of threads that write and digest.
+        on_part: called for every chunk, by the thread that writes the chunk.
 
     Returns:
         The digest of each chunk.
     """
-    chunks = chunk_sizes(image.size)
+    chunks = chunk_sizes(serialized.size)
     digests = [""] * len(chunks)
 
     def part_of(number: int) -> list[memoryview]:
         on_part()
-        part = image.views(number * CHUNK_BYTES, number * CHUNK_BYTES + chunks[number])
+        part = serialized.views(number * CHUNK_BYTES, number * CHUNK_BYTES + chunks[number])
         digests[number] = digest_of(part)
         return part
 
@@ -189,55 +190,56 @@ def write_data_file(
     return tuple(digests)
 
 
-def chunk_digests(image: SerializedFile) -> tuple[str, ...]:
-    """What ``write_data_file`` would return, with nothing written."""
-    chunks = chunk_sizes(image.size)
-    return tuple(digest_of(image.views(at * CHUNK_BYTES, at * CHUNK_BYTES + size)) for at, size in enumerate(chunks))
+def chunk_digests(serialized: SerializedFile) -> tuple[str, ...]:
+    """Return the digests that ``write_data_file`` would return, without writing."""
+    chunks = chunk_sizes(serialized.size)
+    return tuple(digest_of(serialized.views(at * CHUNK_BYTES, at * CHUNK_BYTES + size)) for at, size in enumerate(chunks))
 
 
 def chunk_sizes(size: int) -> list[int]:
-    """The sizes of the chunks of a file of ``size`` bytes."""
+    """Return the sizes of the chunks of a file of ``size`` bytes."""
     whole, rest = divmod(size, CHUNK_BYTES)
     return [CHUNK_BYTES] * whole + [rest] * (rest > 0)
 
 
-def group_slots(placed: FileLayout, tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorSlot, ...]]:
-    """The boxes of a file in stretches handled at once: a large one alone, small ones of a dtype and device together."""
-    run: list[TensorSlot] = []
-    held, kind = 0, None
-    for box in placed.slots:
-        kind_here = (box.dtype, tensors[box.key].device)
-        large = box.nbytes > _GATHER_BELOW_BYTES
-        if run and (large or kind_here != kind or held >= _MAX_GROUP_BYTES):
-            yield tuple(run)
-            run, held = [], 0
+def group_slots(layout: FileLayout, tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorSlot, ...]]:
+    """Group the slots of a file: a large slot alone, small slots of one dtype and device together."""
+    group: list[TensorSlot] = []
+    group_bytes, group_kind = 0, None
+    for slot in layout.slots:
+        kind = (slot.dtype, tensors[slot.key].device)
+        large = slot.nbytes > _GATHER_BELOW_BYTES
+        if group and (large or kind != group_kind or group_bytes >= _MAX_GROUP_BYTES):
+            yield tuple(group)
+            group, group_bytes = [], 0
         if large:
-            yield (box,)
+            yield (slot,)
             continue
-        run.append(box)
-        held, kind = held + box.nbytes, kind_here
-    if run:
-        yield tuple(run)
+        group.append(slot)
+        group_bytes, group_kind = group_bytes + slot.nbytes, kind
+    if group:
+        yield tuple(group)
 
 
-def serialize_in_place(placed: FileLayout, tensors: Mapping[str, Tensor]) -> SerializedFile:
-    """The image of a file, made of the memory of the tensors where they lie on the CPU row by row, and of copies else.
+def serialize_in_place(layout: FileLayout, tensors: Mapping[str, Tensor]) -> SerializedFile:
+    """Serialize a file from the memory of contiguous CPU tensors, and from copies of all other tensors.
 
-    Host sync: one for each run of tensors that is not on the CPU.
+    Host sync: one per group of tensors that is not on the CPU.
     """
+    groups = group_slots(layout, tensors)
     return SerializedFile.from_buffers(
-        [placed.header, *(_bytes_of(flatten([tensors[box.key] for box in run])) for run in group_slots(placed, tensors))]
+        [layout.header, *(_bytes_of(flatten([tensors[slot.key] for slot in group])) for group in groups)]
     )
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """The data of tensors of one dtype and device as one flat tensor, sharing memory where it is a single contiguous one."""
+    """Flatten tensors of one dtype and device into one tensor; a single contiguous tensor shares its memory."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The data of a plain tensor, row by row; sharing memory where it lies so already."""
+    """Return the data of a plain tensor in row-major order; a contiguous CPU tensor shares its memory."""
     return _bytes_of(flatten([tensor]))
 
 

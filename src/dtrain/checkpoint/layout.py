@@ -1,16 +1,18 @@
-"""How a checkpoint lies in its folder: names, dtypes, the manifest (for the index see ``rank_index``). Pure: touches no file.
+"""Define the layout of a checkpoint folder: file names, dtype names and the manifest. Pure functions.
+
+For the index of a rank see ``rank_index``.
 
 ::
 
     root/step-00000100/
         manifest.json            run, step, mesh, the files with sizes and digests; written last, digested by itself
-        rank-00000.json          what is where in the data files, their digests, plain values; digested by the manifest
-        rank-00000.safetensors   the tensor boxes of rank 0, an ordinary safetensors file; digested chunk by chunk
-        rank-00000-frozen.safetensors   of incremental saves: the boxes of parameters that are not trained
+        rank-00000.json          index of the data files, their digests, plain values; digested by the manifest
+        rank-00000.safetensors   tensor shards of rank 0, an ordinary safetensors file; digested chunk by chunk
+        rank-00000-frozen.safetensors   of incremental saves: shards of parameters that are not trained
         rank-00001.json ...
 
-While it is written, a folder is called ``step-00000100.tmp-<run>-<random>``; one on its way out
-``step-00000100.old-<run>-<random>``. Neither is ever read.
+During a save the folder is named ``step-00000100.tmp-<run>-<random>``, and during a removal
+``step-00000100.old-<run>-<random>``. Folders with such names are never read.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 FORMAT, VERSION = "dtrain-checkpoint", 1
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 16 * 2**20  # of tens of thousands of ranks
+# Large enough for tens of thousands of ranks.
+MAX_MANIFEST_BYTES = 16 * 2**20
 DIGEST = "xxh3-128"
-"""Of data, because it costs next to nothing (sha256 costs more than the disk). It finds what happens to bytes by accident; who
-can write into the folder can write a digest as well, whichever it is. JSON files, which are small, are digested by sha256."""
+"""Digest of data, which costs far less than sha256 (slower than the disk). The digest finds accidental changes only. An
+attacker who can write into the folder can write any digest as well. JSON files are small and digested by sha256."""
 CHUNK_BYTES = 4 * 2**20
 
 SaveScope = Literal["model", "trainable"]
@@ -44,11 +47,11 @@ _SECTIONS_OF: dict[tuple[str, ...], tuple[str, ...]] = {
     ("trainable",): ("params", "clock", "seed"),
 }
 EXTRA, STATES = "extra", "states"
-"""The section of what the caller added, and, where several named states are one checkpoint, the one that they are below."""
+"""Sections of the caller's extra objects, and of the named states if there are several."""
 
 
 def sections_of(only: tuple[str, ...]) -> tuple[str, ...]:
-    """What is stored of a state by a save that was limited to ``only``: the names of sections."""
+    """Return the stored sections of a state if a save is limited to ``only``."""
     return _SECTIONS_OF[only]
 
 
@@ -69,7 +72,7 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-"""The names of dtypes in safetensors files, and so in ours."""
+"""Dtypes by their names in safetensors files."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -78,39 +81,39 @@ _STAGING_NAME = re.compile(r"step-[0-9]{8,18}\.(?:tmp|old)-[0-9a-f]{8}-[0-9a-f]{
 
 
 def step_name(step: int) -> str:
-    """The folder of a step."""
+    """Return the name of a step's folder."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step whose folder this is, or None for any other name."""
+    """Return the step of a folder name, or None for any other name."""
     match = _STEP_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def staging_name(step: int, purpose: str, run_id: str, random: str) -> str:
-    """The folder of a step while it is written (``tmp``) or removed (``old``)."""
+    """Return the name of a step's folder during a save (``tmp``) or a removal (``old``)."""
     return f"{step_name(step)}.{purpose}-{run_id[:8]}-{random}"
 
 
 def is_staging_name(name: str) -> bool:
-    """Whether the folder is a side folder."""
+    """Return True if the name is that of a staging folder."""
     return _STAGING_NAME.fullmatch(name) is not None
 
 
 def data_name(rank: int, *, frozen: bool = False) -> str:
-    """The file of a rank's tensors, or of those that are parameters that are not trained."""
+    """Return the name of a rank's data file, or of its file of parameters that are not trained."""
     return f"rank-{rank:05d}{'-frozen' * frozen}.safetensors"
 
 
 def index_name(rank: int) -> str:
-    """The file that says what is in the rank's data file, and holds the rank's plain values."""
+    """Return the name of a rank's index file."""
     return f"rank-{rank:05d}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """A file of tensors: its name in the step's folder, and its size."""
+    """Data file: name in the step's folder, and size in bytes."""
 
     name: str
     bytes: int
@@ -118,7 +121,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFiles:
-    """The files of a rank as the manifest knows them: the digest of the index covers those of the data."""
+    """Files of a rank, as the manifest lists them. The digest of the index covers the digests of the data."""
 
     index: str
     index_bytes: int
@@ -127,13 +130,13 @@ class RankFiles:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes by file name."""
+        """Sizes in bytes by file name."""
         return {self.index: self.index_bytes, **{file.name: file.bytes for file in self.data}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshLayout:
-    """The mesh that a checkpoint was written on; None and () without one."""
+    """Mesh that a checkpoint was written on; ``axes`` and ``shape`` are () without a mesh."""
 
     strategy: str
     axes: tuple[str, ...]
@@ -141,24 +144,24 @@ class MeshLayout:
 
     @property
     def ranks_per_batch(self) -> int:
-        """How many ranks worked on one batch together."""
+        """Number of ranks that shared one batch."""
         return prod(size for axis, size in zip(self.axes, self.shape, strict=False) if axis in MODEL_AXES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What makes a folder a checkpoint.
+    """Manifest of a checkpoint. A folder with a valid manifest is a checkpoint.
 
     Args:
-        run_id: of the run, kept across resumes.
-        step: of the state.
-        parent_step: the step that this one continued from, None for the first of a run.
-        serial: this was the how-manieth commit in its root. The newest checkpoint is the one with the highest serial,
-            which after going back to an older step is not the one with the highest step.
+        run_id: id of the run, kept across resumes.
+        step: step of the state.
+        parent_step: step that the run continued from; None for the first step of a run.
+        serial: number of the commit in its root. The newest checkpoint has the highest serial. After a run went back to an
+            older step, this is not the highest step.
         layout: mesh and strategy.
-        only: what the save was limited to, () for all of a state.
-        states: the names of the states, () for one without a name.
-        ranks: the files, by rank.
+        only: limit of the save; () for whole states.
+        states: names of the states; () for an unnamed state.
+        ranks: files by rank.
     """
 
     run_id: str
@@ -172,17 +175,17 @@ class Manifest:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file that the folder holds besides the manifest, by name."""
+        """Sizes in bytes of all files of the folder except the manifest, by name."""
         return {name: size for files in self.ranks for name, size in files.sizes.items()}
 
     @property
     def bytes(self) -> int:
-        """Size of all ranks' files."""
+        """Total size of all ranks' files in bytes."""
         return sum(self.sizes.values())
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """The sections of a state that are stored."""
+        """Stored sections of a state."""
         return sections_of(self.only)
 
 
@@ -195,7 +198,7 @@ _LAYOUT_FIELDS = ("strategy", "axes", "shape")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of ``manifest.json``: readable JSON whose last field digests the canonical JSON of all before it."""
+    """Encode ``manifest.json``: readable JSON, whose last field is the digest of the canonical JSON of all other fields."""
     return _sign({"format": FORMAT, "version": VERSION, **asdict(manifest)})
 
 
@@ -206,31 +209,31 @@ def _sign(body: dict[str, Any]) -> bytes:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """The manifest that these bytes are.
+    """Parse a manifest.
 
     Raises:
-        CorruptCheckpointError: not exactly what ``encode_manifest`` writes.
-        CheckpointError: sound, but of another format version.
+        CorruptCheckpointError: bytes that ``encode_manifest`` does not write.
+        CheckpointError: a valid manifest of another format version.
     """
     body = strict_json.parse_json(data, MANIFEST)
     if type(body) is not dict or type(body.get("sha256")) is not str:
-        raise CorruptCheckpointError(f"{MANIFEST}: not an object with a sha256")
+        raise CorruptCheckpointError(f"{MANIFEST}: must be an object with a sha256")
     digest = body.pop("sha256")
     if hashlib.sha256(strict_json.canonical_json(body)).hexdigest() != digest:
-        raise CorruptCheckpointError(f"{MANIFEST}: its sha256 does not match its content")
+        raise CorruptCheckpointError(f"{MANIFEST}: sha256 does not match the content")
     check_format(body, MANIFEST, FORMAT)
     if _sign(body) != data:
-        raise CorruptCheckpointError(f"{MANIFEST}: the text was altered (the values were not)")
+        raise CorruptCheckpointError(f"{MANIFEST}: the text was changed, the values were not")
     raw = strict_json.read_object(body, MANIFEST, _MANIFEST_FIELDS)
     ranks = strict_json.read_list(raw["ranks"], f"{MANIFEST}: ranks", parse_rank_files)
     for rank, files in enumerate(ranks):
         names, known = [file.name for file in files.data], [data_name(rank), data_name(rank, frozen=True)]
         if files.index != index_name(rank) or not names or names != known[: len(names)]:
             raise CorruptCheckpointError(
-                f"{MANIFEST}: ranks[{rank}]: foreign file names {strict_json.describe_value([files.index, *names])}"
+                f"{MANIFEST}: ranks[{rank}]: unexpected file names {strict_json.describe_value([files.index, *names])}"
             )
     if not ranks:
-        raise CorruptCheckpointError(f"{MANIFEST}: ranks: needs at least one")
+        raise CorruptCheckpointError(f"{MANIFEST}: ranks: must list at least one rank")
     return Manifest(
         run_id=strict_json.read_str(raw["run_id"], f"{MANIFEST}: run_id", RUN_ID),
         step=strict_json.read_int(raw["step"], f"{MANIFEST}: step"),
@@ -254,51 +257,52 @@ def _parse_states(value: Any) -> tuple[str, ...]:
     names = strict_json.read_list(value, f"{MANIFEST}: states", strict_json.read_str)
     if len(set(names)) != len(names) or "" in names:
         raise CorruptCheckpointError(
-            f"{MANIFEST}: states: a name is given twice, or empty: {strict_json.describe_value(value)}"
+            f"{MANIFEST}: states: names must be unique and not empty, got {strict_json.describe_value(value)}"
         )
     return names
 
 
-def check_format(body: Any, where: str, name: str) -> None:
-    """Refuse what is not a file of the format ``name``, or of another version of it."""
+def check_format(body: Any, location: str, name: str) -> None:
+    """Raise if ``body`` is not of the format ``name``, or of another version."""
     if type(body) is not dict or body.get("format") != name:
-        raise CorruptCheckpointError(f"{where}: not a file of format {name!r}")
+        raise CorruptCheckpointError(f"{location}: must be a file of format {name!r}")
     if type(body.get("version")) is not int:
         raise CorruptCheckpointError(
-            f"{where}: version: needs a whole number, got {strict_json.describe_value(body.get('version'))}"
+            f"{location}: version: must be an integer, got {strict_json.describe_value(body.get('version'))}"
         )
     if body["version"] != VERSION:
         raise CheckpointError(
-            f"{where}: has format version {body['version']}, this dtrain reads version {VERSION}; use the dtrain that wrote it"
+            f"{location}: format version must be {VERSION}, got {body['version']}. Use the dtrain version that wrote the file."
         )
 
 
-def parse_rank_files(value: Any, where: str = "rank files") -> RankFiles:
-    """The files of a rank from their JSON form.
+def parse_rank_files(value: Any, location: str = "rank files") -> RankFiles:
+    """Parse the files of a rank.
 
     Raises:
-        CorruptCheckpointError: not of that form.
+        CorruptCheckpointError: a value of another form.
     """
-    raw = strict_json.read_object(value, where, _RANK_FIELDS)
+    raw = strict_json.read_object(value, location, _RANK_FIELDS)
     return RankFiles(
-        index=strict_json.read_str(raw["index"], f"{where}: index"),
-        index_bytes=strict_json.read_int(raw["index_bytes"], f"{where}: index_bytes"),
-        index_sha256=strict_json.read_str(raw["index_sha256"], f"{where}: index_sha256", strict_json.SHA256),
-        data=strict_json.read_list(raw["data"], f"{where}: data", _parse_data_file),
+        index=strict_json.read_str(raw["index"], f"{location}: index"),
+        index_bytes=strict_json.read_int(raw["index_bytes"], f"{location}: index_bytes"),
+        index_sha256=strict_json.read_str(raw["index_sha256"], f"{location}: index_sha256", strict_json.SHA256),
+        data=strict_json.read_list(raw["data"], f"{location}: data", _parse_data_file),
     )
 
 
-def _parse_data_file(value: Any, where: str) -> DataFile:
-    raw = strict_json.read_object(value, where, _FILE_FIELDS)
+def _parse_data_file(value: Any, location: str) -> DataFile:
+    raw = strict_json.read_object(value, location, _FILE_FIELDS)
     return DataFile(
-        name=strict_json.read_str(raw["name"], f"{where}: name"), bytes=strict_json.read_int(raw["bytes"], f"{where}: bytes")
+        name=strict_json.read_str(raw["name"], f"{location}: name"),
+        bytes=strict_json.read_int(raw["bytes"], f"{location}: bytes"),
     )
 
 
-def _parse_layout(value: Any, where: str) -> MeshLayout:
-    raw = strict_json.read_object(value, where, _LAYOUT_FIELDS)
+def _parse_layout(value: Any, location: str) -> MeshLayout:
+    raw = strict_json.read_object(value, location, _LAYOUT_FIELDS)
     return MeshLayout(
-        strategy=strict_json.read_str(raw["strategy"], f"{where}: strategy"),
-        axes=strict_json.read_list(raw["axes"], f"{where}: axes", strict_json.read_str),
-        shape=strict_json.read_ints(raw["shape"], f"{where}: shape"),
+        strategy=strict_json.read_str(raw["strategy"], f"{location}: strategy"),
+        axes=strict_json.read_list(raw["axes"], f"{location}: axes", strict_json.read_str),
+        shape=strict_json.read_ints(raw["shape"], f"{location}: shape"),
     )

@@ -1,8 +1,8 @@
-"""``load_sharded``: read and verify everything into memory that is not yet the state, agree, then take it over.
+"""Load a checkpoint into a state: read and verify all tensors into new memory, agree on all ranks, then apply them.
 
-Each chunk of a file that this rank needs is read once, and verified as it comes: new tensors of the optimizer become the
-state's own, the others are copied into those that are there. So a checkpoint that is refused has changed nothing anywhere, what
-was verified is what is taken over, and memory grows by this rank's own shards and a few buffers.
+Each chunk of a file that this rank needs is read and verified once. New tensors of the optimizer become part of the state, and
+all other tensors are copied into existing tensors. A refused checkpoint therefore changes nothing on any rank, and the applied
+bytes are the verified bytes. Memory grows by this rank's own shards and a few buffers.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from dtrain.storage import AnyPath
 
 OnCorrupt = Literal["raise", "previous"]
 OneOrSeveral = TypeVar("OneOrSeveral", TrainState, Mapping[str, TrainState])
-_WHERE = "load_sharded"
+_CALLER = "load_sharded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadResult(Generic[OneOrSeveral]):
-    """What ``load_sharded`` found.
+    """Result of ``load_sharded``.
 
     Args:
-        state: the restored state, or states by name, in place of what was given; that itself when nothing was there.
-        extra: the values of ``extra`` that do not load themselves; as given when nothing was there.
-        step: the step that was read, None when nothing was there.
-        path: its folder.
-        missing: with ``strict=False``, names in the model (or of transforms) that were not stored, and are as they were; of
-            several states, with the state's name and a slash before them.
-        unexpected: names that were stored and are not here; a state of several as ``states/<name>``.
+        state: loaded state, or states by name; the state passed in if there was no checkpoint.
+        extra: values of ``extra`` without ``load_state_dict``; the values passed in if there was no checkpoint.
+        step: step that was read; None if there was no checkpoint.
+        path: folder of the step; None if there was no checkpoint.
+        missing: with ``strict=False``, names in the model (or of transforms) that were not stored and did not change. With
+            several states, prefixed by the name of the state and a slash.
+        unexpected: stored names that are not in the model; a state as ``states/<name>``.
     """
 
     state: OneOrSeveral
@@ -77,58 +77,61 @@ def load_sharded(
     missing_ok: bool = False,
     on_corrupt: OnCorrupt = "raise",
 ) -> LoadResult[OneOrSeveral]:
-    """Put a checkpoint into ``state``, whatever world size, mesh and placements it was saved with.
+    """Load a checkpoint into ``state``, for any world size, mesh and placements of the save.
+
+        result = dt.load_sharded("runs/gpt/ckpt", state, extra={"loader": loader}, missing_ok=True)
+        state = result.state
+        print("resumed at step", result.step)
 
     Args:
-        path: the root given to ``save_sharded``, a folder or a URL, of which the step committed last is taken; or the folder
-            of one step.
-        state: from ``Step.init`` or ``init_state``, with model, optimizer and transforms as in the run that was saved; or
-            several by name, as they were saved.
-        extra: by name, objects whose ``load_state_dict`` is called, or default values of plain data. The names must be those
-            that the checkpoint holds, except for those that ``ignore`` lists. Tensors come back on the CPU.
-        only: ``("model",)`` takes parameters and buffers, of whole checkpoints or of those that hold only weights, and begins a
-            new run with them: optimizer, clock and random generators stay as they are, and transforms make their slices anew
-            from what was loaded, if ``Step.init`` made the state.
-        strict: whether parameters, buffers and transforms that only one side has are an error. Otherwise they are left as they
-            are, or left out, and named in what is returned; a transform that is new makes its slice from what was loaded.
-        ignore: patterns (``*`` is text without a dot, ``**`` any text) of what stays as it is here, whatever is stored. Names
-            of the model, such as a new head, with their part of the optimizer and of slices; and parts of the checkpoint:
-            ``"extra/<name>"``, ``"slices/<transform>"`` (a transform that is here begins anew from what was loaded),
-            ``"states/<name>"``, ``"optimizer"``, ``"rng"``. Each must fit something here or in the checkpoint.
-        cast: whether floating-point tensors may be stored in another dtype than they have here; the optimizer's follow theirs.
-        missing_ok: whether a root without any checkpoint is fine; the state then comes back as it is.
-        on_corrupt: what to do when the step fails verification: ``"raise"``, or take the newest older sound one
-            (``"previous"``), with a warning.
+        path: root passed to ``save_sharded`` (a folder or a URL), whose last committed step is loaded; or the folder of a step.
+        state: state from ``Step.init`` or ``init_state``, with model, optimizer and transforms as in the saved run; or several
+            states by name, as they were saved.
+        extra: objects with ``load_state_dict``, or default values of plain data, by name. The names must be the stored names,
+            except for names in ``ignore``. Tensors are returned on the CPU.
+        only: ``("model",)`` loads parameters and buffers, from whole checkpoints or checkpoints of weights, and starts a new
+            run: optimizer, clock and random generators do not change, and transforms are initialized again from the loaded
+            parameters if ``Step.init`` made the state.
+        strict: if True, parameters, buffers and transforms that only one side has are an error. If False, such names are
+            skipped and reported in the result; a new transform is initialized from the loaded parameters.
+        ignore: patterns (``*`` matches text without a dot, ``**`` any text) of names that do not change. Either names of the
+            model, such as a new head, with their optimizer and transform state; or parts of the checkpoint:
+            ``"extra/<name>"``, ``"slices/<transform>"`` (the transform is initialized from the loaded parameters),
+            ``"states/<name>"``, ``"optimizer"``, ``"rng"``. Each pattern must match a name in the state or the checkpoint.
+        cast: if True, floating-point tensors may be stored in another dtype than in the model. Optimizer state is cast alike.
+        missing_ok: if True, a root without checkpoint is no error, and the state is returned unchanged.
+        on_corrupt: "raise" raises if the step fails verification; "previous" loads the newest older valid step instead, with
+            a warning.
 
     Returns:
-        The restored state (the one given is spent), plain extras, the step, its folder, and what was left. Rank 0 prints a line
-        to standard error that says which step of a root was taken, and why newer ones were not.
+        The loaded state (the state passed in is spent), plain extras, the step, its folder, and skipped names. Rank 0 prints
+        the loaded step of a root to standard error, and the reasons why newer steps were skipped.
 
-    Warns when there is no space in a root for a save of this state.
+    Warns if the root has no space for a save of this state.
 
-    Mutates: parameters, persistent buffers, the optimizer, tensors in slices, objects in ``extra``, and, last, the global
-    random generators. At the world size of the save each rank's own stream goes on, at another one new streams are derived
-    from seed, step and rank; a loader in ``extra`` goes on with the next sample at any of them. Of buffers that were saved
-    once per rank, rank ``r`` takes those of rank ``r % saved world size`` if its model is laid out with ``buffers="local"``
-    too, and otherwise those of rank 0. Memory grows by this rank's own shards meanwhile, and a few buffers. When it raises
-    before all ranks have verified and agreed, nothing has changed on any of them; an object in ``extra`` that refuses its
-    state may leave those before it loaded. Optimizer flags of the machine (``foreach``, ``fused``, ``capturable``,
-    ``differentiable``) stay as they are. Saves of this process that are under way are waited for.
+    Mutates: parameters, persistent buffers, the optimizer, tensors of transforms, objects in ``extra``, and, last, the global
+    random generators. At the world size of the save each rank continues its own random stream; at another world size new
+    streams are derived from seed, step and rank. A loader in ``extra`` continues with the next sample at any world size. If
+    buffers were saved once per rank, rank ``r`` loads the buffers of rank ``r % saved world size`` if its model has
+    ``buffers="local"`` too, and otherwise the buffers of rank 0. If an error is raised before all ranks have verified and
+    agreed, nothing has changed on any rank. If an object in ``extra`` refuses its state, earlier objects may have been loaded.
+    Optimizer options of the machine (``foreach``, ``fused``, ``capturable``, ``differentiable``) do not change. Saves in
+    progress in this process are awaited.
     Collective: exchanges of JSON on the control group; every rank must call it. Every rank must see the same files.
 
     Raises:
-        CheckpointError: nothing to load, or it cannot be read.
-        CorruptCheckpointError: a committed step fails verification; names the file, and the newest older sound step.
-        CheckpointMismatchError: sound, but it does not fit this state; the first ten differences.
-        ConfigError: an option that cannot be right, or copies of the model that train apart (``local_sgd``).
+        CheckpointError: no checkpoint, or a checkpoint that cannot be read.
+        CorruptCheckpointError: a committed step fails verification; names the file, and the newest older valid step.
+        CheckpointMismatchError: a valid checkpoint that does not fit this state; lists the first ten differences.
+        ConfigError: an invalid option, or replicas that train separately (``local_sgd``).
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
-    given = dict(extra or {})
-    with RaiseOnAllRanks(_WHERE):
-        _check_arguments({"": state} if isinstance(state, TrainState) else state, given, only, on_corrupt)
-        asked = LoadOptions(
-            model_only=only is not None, strict=strict, ignore=parse_ignore(ignore, where=f"{_WHERE}: ignore"), cast=cast
+    objects = dict(extra or {})
+    with RaiseOnAllRanks(_CALLER):
+        _check_arguments({"": state} if isinstance(state, TrainState) else state, objects, only, on_corrupt)
+        options = LoadOptions(
+            model_only=only is not None, strict=strict, ignore=parse_ignore(ignore, caller=f"{_CALLER}: ignore"), cast=cast
         )
     with spans.span("load"):
         save_thread.wait_for_slot(1)
@@ -136,88 +139,90 @@ def load_sharded(
         folder = _agree_on_folder(root)
         if folder is None:
             if not missing_ok:
-                raise CheckpointError(f"{_WHERE}: there is no checkpoint in {path}; pass missing_ok=True to start without one")
-            _log(f"there is no checkpoint in {root}, beginning anew")
+                raise CheckpointError(f"{_CALLER}: no checkpoint found in {path}. Pass missing_ok=True to start without one.")
+            _log(f"no checkpoint found in {root}; starting from scratch")
             _warn_if_low_space(root, _min_save_bytes(state))
-            plain_values = {name: value for name, value in given.items() if name not in stateful_extra(given)}
+            plain_values = {name: value for name, value in objects.items() if name not in stateful_extra(objects)}
             return LoadResult(state=state, extra=plain_values, step=None, path=None)
         with gc_paused():
-            restored = _read_and_apply(folder, root, state, given, asked, on_corrupt)
-    if not asked.model_only:
-        loaded: Any = restored.state
+            result = _read_and_apply(folder, root, state, objects, options, on_corrupt)
+    if not options.model_only:
+        loaded: Any = result.state
         clock = (loaded if isinstance(loaded, TrainState) else next(iter(loaded.values()))).clock
         spans.set_position(clock.step, samples=clock.samples, tokens=clock.tokens)
-        spans.record_event("resumed", step=restored.step, path=str(restored.path))
-    return restored
+        spans.record_event("resumed", step=result.step, path=str(result.path))
+    return result
 
 
 def _read_and_apply(
-    folder: AnyPath, root: AnyPath, state: OneOrSeveral, extra: Mapping[str, Any], asked: LoadOptions, on_damaged: OnCorrupt
+    folder: AnyPath, root: AnyPath, state: OneOrSeveral, extra: Mapping[str, Any], options: LoadOptions, on_corrupt: OnCorrupt
 ) -> LoadResult[OneOrSeveral]:
-    """Read, agree, and take over."""
+    """Read on all ranks, agree, and apply."""
     states = {"": state} if isinstance(state, TrainState) else dict(state)
-    found: LoadedCheckpoint = _read_on_all_ranks(folder, root, states, extra, asked, on_damaged)
-    if folder != root and not asked.model_only:
-        _warn_if_low_space(root, found.reader.manifest.bytes)
-    _load_extra(found, extra)
-    restored: Any = _apply(found, states, asked)
+    loaded: LoadedCheckpoint = _read_on_all_ranks(folder, root, states, extra, options, on_corrupt)
+    if folder != root and not options.model_only:
+        _warn_if_low_space(root, loaded.reader.manifest.bytes)
+    _load_extra(loaded, extra)
+    new_states: Any = _apply(loaded, states, options)
     return LoadResult(
-        state=restored[""] if isinstance(state, TrainState) else restored,
-        extra={name: found.extra.get(name, value) for name, value in extra.items() if name not in stateful_extra(extra)},
-        step=found.reader.manifest.step,
-        path=found.reader.folder,
-        missing=tuple(_qualified_names(found, "missing")),
-        unexpected=(*_qualified_names(found, "unexpected"), *found.skipped_states),
+        state=new_states[""] if isinstance(state, TrainState) else new_states,
+        extra={name: loaded.extra.get(name, value) for name, value in extra.items() if name not in stateful_extra(extra)},
+        step=loaded.reader.manifest.step,
+        path=loaded.reader.folder,
+        missing=tuple(_qualified_names(loaded, "missing")),
+        unexpected=(*_qualified_names(loaded, "unexpected"), *loaded.skipped_states),
     )
 
 
-def _check_arguments(states: Any, extra: Mapping[str, Any], only: Any, on_damaged: str) -> None:
-    """Refuse what cannot be right; nothing was looked at yet."""
-    kinds = list(states.items()) if isinstance(states, Mapping) else [("", states)]
-    strange = [thing for name, thing in kinds if type(name) is not str or not isinstance(thing, TrainState)]
-    if strange or not kinds:
-        kind = type(strange[0] if strange else states).__name__
-        raise ConfigError(f"{_WHERE}: needs a TrainState, or a dict of them by their names, got {kind}")
+def _check_arguments(states: Any, extra: Mapping[str, Any], only: Any, on_corrupt: str) -> None:
+    """Check the arguments before any file is read."""
+    items = list(states.items()) if isinstance(states, Mapping) else [("", states)]
+    invalid = [value for name, value in items if type(name) is not str or not isinstance(value, TrainState)]
+    if invalid or not items:
+        kind = type(invalid[0] if invalid else states).__name__
+        raise ConfigError(f"{_CALLER}: state must be a TrainState, or a dict of states by name, got {kind}")
     for state in states.values():
-        state._check_not_stale(_WHERE)
-        state._check_replicas_joined(_WHERE)
-    if on_damaged not in ("raise", "previous"):
-        raise ConfigError(f"{_WHERE}: on_damaged must be 'raise' or 'previous', got {on_damaged!r}")
+        state._check_not_stale(_CALLER)
+        state._check_replicas_joined(_CALLER)
+    if on_corrupt not in ("raise", "previous"):
+        raise ConfigError(f"{_CALLER}: on_corrupt must be 'raise' or 'previous', got {on_corrupt!r}")
     if only is not None and (isinstance(only, str) or tuple(only) != ("model",)):
-        raise ConfigError(f"{_WHERE}: only must be ('model',) or None, got {only!r}")
+        raise ConfigError(f"{_CALLER}: only must be ('model',) or None, got {only!r}")
     if only is not None and extra:
-        raise ConfigError(f"{_WHERE}: only=('model',) takes no extra, got {sorted(extra)}; leave out one of the two")
+        raise ConfigError(
+            f"{_CALLER}: extra must be empty with only=('model',), got {sorted(extra)}. Pass only one of the two."
+        )
 
 
-def _qualified_names(found: LoadedCheckpoint, what: Literal["missing", "unexpected"]) -> Iterator[str]:
-    for name, fitted in found.plans.items():
-        yield from (f"{name}/{left}" if name else left for left in getattr(fitted, what))
+def _qualified_names(loaded: LoadedCheckpoint, field: Literal["missing", "unexpected"]) -> Iterator[str]:
+    for state, plan in loaded.plans.items():
+        yield from (f"{state}/{name}" if state else name for name in getattr(plan, field))
 
 
 def _min_save_bytes(state: TrainState | Mapping[str, TrainState]) -> int:
-    """What a save of the state takes at the least: the parameters of all ranks."""
+    """Return a lower bound of the bytes of a save: the parameters of all ranks."""
     states = [state] if isinstance(state, TrainState) else state.values()
     return sum(param.numel() * param.itemsize for one in states for param in one.params.values())
 
 
 def _warn_if_low_space(root: AnyPath, needed_bytes: int) -> None:
-    """Say at the start of a run what its first save would find out hours later. Rank 0 only."""
+    """Warn on rank 0 at the start of a run if its first save would fail hours later."""
     if get_dist_info().rank == 0:
         try:
-            check_free_space(root, needed_bytes, where=_WHERE)
+            check_free_space(root, needed_bytes, caller=_CALLER)
         except (OSError, CheckpointError) as error:
             warnings.warn(f"the next save will fail: {error}", stacklevel=3)
 
 
 def _log(line: str) -> None:
-    """One line for people, from rank 0."""
+    """Print a line on rank 0."""
     if get_dist_info().rank == 0:
-        print(f"dtrain: {_WHERE}: {line}", file=sys.stderr, flush=True)
+        print(f"dtrain: {_CALLER}: {line}", file=sys.stderr, flush=True)
 
 
 def _agree_on_folder(root: AnyPath) -> AnyPath | None:
-    """Rank 0's choice, on every rank."""
-    chosen = broadcast_decision(_WHERE, lambda: _str_or_none(choose_step(root, _WHERE)))
+    """Choose the folder on rank 0, and broadcast the choice."""
+    chosen = broadcast_decision(_CALLER, lambda: _str_or_none(choose_step(root, _CALLER)))
     return storage.resolve_path(cast(str, chosen)) if chosen is not None else None
 
 
@@ -230,145 +235,154 @@ def _read_on_all_ranks(
     root: AnyPath,
     states: Mapping[str, TrainState],
     extra: Mapping[str, Any],
-    asked: LoadOptions,
-    on_damaged: OnCorrupt,
+    options: LoadOptions,
+    on_corrupt: OnCorrupt,
 ) -> LoadedCheckpoint:
-    """What all ranks have read and agree on, of older and older steps if damaged ones may be passed over."""
+    """Read a checkpoint on all ranks and agree on its content. Try older steps if corrupt steps may be skipped."""
     refused: dict[str, str] = {}
     while True:
-        found, damage, seen = None, None, ""
-        with RaiseOnAllRanks(_WHERE):
+        loaded, corruption, digest = None, None, ""
+        with RaiseOnAllRanks(_CALLER):
             try:
-                found = read_checkpoint(folder, states, extra, asked)
-                seen = hashlib.sha256(layout.encode_manifest(found.reader.manifest)).hexdigest()
+                loaded = read_checkpoint(folder, states, extra, options)
+                digest = hashlib.sha256(layout.encode_manifest(loaded.reader.manifest)).hexdigest()
             except CorruptCheckpointError as error:
-                damage = str(error)
-            except CheckpointMismatchError:  # names the folder itself
+                corruption = str(error)
+            except CheckpointMismatchError:  # The message names the folder already.
                 raise
             except CheckpointError as error:
-                raise CheckpointError(f"{_WHERE}: {folder}: {error}") from None
-        reports = cast(list[list[Any]], all_gather_json([damage, seen, asked.summary(extra)]))
+                raise CheckpointError(f"{_CALLER}: {folder}: {error}") from None
+        reports = cast(list[list[Any]], all_gather_json([corruption, digest, options.summary(extra)]))
         bad = next((f"rank {rank}: {report}" for rank, (report, _, _) in enumerate(reports) if report is not None), None)
         if bad is None:
             _check_options_equal([summary for _, _, summary in reports])
-            if any(report[1] != seen for report in reports):
-                raise CheckpointError(f"{_WHERE}: ranks see different files in {folder}; all nodes must share its file system")
-            assert found is not None, "no damage was reported, so all was read"
+            if any(report[1] != digest for report in reports):
+                raise CheckpointError(
+                    f"{_CALLER}: ranks see different files in {folder}. All nodes must share its file system."
+                )
+            assert loaded is not None, "no rank has reported corruption"
             if folder != root:
                 _log_choice(root, folder, refused)
-            return found
-        del found  # its memory, before the next one is read
-        refused[folder.name] = f"damaged: {bad}"
-        folder = _previous_sound_step(folder, bad, on_damaged)
+            return loaded
+        # The memory must be free before the next step is read.
+        del loaded
+        refused[folder.name] = f"corrupt: {bad}"
+        folder = _previous_sound_step(folder, bad, on_corrupt)
 
 
 def _check_options_equal(summaries: Sequence[str]) -> None:
-    """Refuse a load of which ranks ask for different parts: they would go on from different states."""
+    """Raise if ranks pass different options, because they would continue from different states."""
     for rank, summary in enumerate(summaries):
         if summary != summaries[0]:
             raise ConfigError(
-                f"{_WHERE}: rank {rank} asks for other parts than rank 0: {summary}, against {summaries[0]}; pass the same "
-                "options on all ranks"
+                f"{_CALLER}: options must be equal on all ranks, got {summary} on rank {rank} and {summaries[0]} on rank 0. "
+                "Pass the same options on all ranks."
             )
 
 
 def _log_choice(root: AnyPath, folder: AnyPath, refused: Mapping[str, str]) -> None:
-    """Which step was taken, and why newer ones were not."""
+    """Print the loaded step, and the reasons why newer steps were skipped."""
     if get_dist_info().rank != 0:
         return
     try:
-        others = {**skipped_steps(root, folder), **refused}
-    except (OSError, CheckpointError):  # another process may change the root meanwhile: no reason to fail on this rank alone
-        others = dict(refused)
-    why = "; ".join(f"passed over {name} ({reason})" for name, reason in sorted(others.items()))
-    _log(f"taking {folder}{f'; {why}' if why else ''}")
+        skipped = {**skipped_steps(root, folder), **refused}
+    # Another process may change the root meanwhile, which is no reason to fail on this rank alone.
+    except (OSError, CheckpointError):
+        skipped = dict(refused)
+    reasons = "; ".join(f"skipped {name} ({reason})" for name, reason in sorted(skipped.items()))
+    _log(f"loading {folder}{f'; {reasons}' if reasons else ''}")
 
 
-def _previous_sound_step(folder: AnyPath, reason: str, on_damaged: OnCorrupt) -> AnyPath:
-    """The step to try instead of a damaged one, found by rank 0; or the error that offers it."""
+def _previous_sound_step(folder: AnyPath, reason: str, on_corrupt: OnCorrupt) -> AnyPath:
+    """Return the step to try instead of a corrupt step, chosen by rank 0, or raise the error that names this step."""
     older = (candidate.path for candidate in iter_sound_steps_before(folder))
-    shared = cast(str | None, broadcast_decision(_WHERE, lambda: _str_or_none(next(older, None))))
-    if shared is None:
-        raise CorruptCheckpointError(f"{_WHERE}: {folder} is damaged: {reason}; there is no older sound step beside it")
-    if on_damaged == "raise":
+    path = cast(str | None, broadcast_decision(_CALLER, lambda: _str_or_none(next(older, None))))
+    if path is None:
+        raise CorruptCheckpointError(f"{_CALLER}: {folder} is corrupt: {reason}. The root has no older valid step.")
+    if on_corrupt == "raise":
         raise CorruptCheckpointError(
-            f"{_WHERE}: {folder} is damaged: {reason}; the newest older sound step is {shared}: load that folder, or pass "
-            "on_damaged='previous'"
+            f"{_CALLER}: {folder} is corrupt: {reason}. The newest older valid step is {path}. Load that folder, or pass "
+            "on_corrupt='previous'."
         )
     if get_dist_info().rank == 0:
-        warnings.warn(f"{_WHERE}: {folder} is damaged: {reason}; taking {shared} instead", stacklevel=4)
-    return storage.resolve_path(shared)
+        warnings.warn(f"{_CALLER}: {folder} is corrupt: {reason}. Loading {path} instead.", stacklevel=4)
+    return storage.resolve_path(path)
 
 
-def _load_extra(found: LoadedCheckpoint, given: Mapping[str, Any]) -> None:
-    """Give the objects of ``extra`` their states. They may draw random numbers before they refuse."""
+def _load_extra(loaded: LoadedCheckpoint, extra: Mapping[str, Any]) -> None:
+    """Load the states of the objects in ``extra``. Restore the random generators if an object refuses its state."""
     random = rng_state()
     try:
-        with RaiseOnAllRanks(f"{_WHERE}: extra"):
-            for name, thing in stateful_extra(given).items():
-                if name in found.extra:
-                    thing.load_state_dict(found.extra[name])
+        with RaiseOnAllRanks(f"{_CALLER}: extra"):
+            for name, target in stateful_extra(extra).items():
+                if name in loaded.extra:
+                    target.load_state_dict(loaded.extra[name])
     except Exception:
         set_rng_state(random)
         raise
 
 
-def _apply(found: LoadedCheckpoint, states: Mapping[str, TrainState], asked: LoadOptions) -> dict[str, TrainState]:
-    """Put what was read into the states. From the beginning the given ones are spent: an error leaves tensors of two steps."""
-    fresh = {}
-    advice = "; parameters may be half loaded: build the state anew and load again"
-    with RaiseOnAllRanks(_WHERE, advice=advice), torch.no_grad():
+def _apply(loaded: LoadedCheckpoint, states: Mapping[str, TrainState], options: LoadOptions) -> dict[str, TrainState]:
+    """Apply the loaded tensors to the states, which are then spent: an error leaves tensors of two steps in them."""
+    new_states = {}
+    advice = ". Parameters may be half loaded. Build the state again and load again."
+    with RaiseOnAllRanks(_CALLER, advice=advice), torch.no_grad():
         for name, state in states.items():
-            fitted = found.plans[name]
-            landed = {key: found.tensors[key_prefix(name) + key] for key in fitted.regions}
-            with mark_interrupted_write(state, _WHERE):
-                fresh[name] = _start_from_weights(state, fitted, landed) if asked.model_only else _resume(state, fitted, landed)
-    if asked.model_only:
-        return fresh
-    manifest, folder = found.reader.manifest, found.reader.folder
+            plan = loaded.plans[name]
+            tensors = {key: loaded.tensors[key_prefix(name) + key] for key in plan.regions}
+            with mark_interrupted_write(state, _CALLER):
+                apply = _start_from_weights if options.model_only else _resume
+                new_states[name] = apply(state, plan, tensors)
+    if options.model_only:
+        return new_states
+    manifest, folder = loaded.reader.manifest, loaded.reader.folder
     for state in states.values():
-        shared = state.run_context
-        shared.run_id = manifest.run_id
-        shared.committed_steps.clear()  # what this process committed belongs to the lineage that it leaves
-        shared.committed_steps[str(folder.parent)] = {manifest.step: content_key(fresh, (), None)}
-        shared.resumed_from = str(folder)
-    if found.rng is not None:
-        set_rng_state(found.rng)
-    elif not asked.ignore.part(RNG):
-        first = fresh.get(manifest.states[0] if manifest.states else "", next(iter(fresh.values())))
+        context = state.run_context
+        context.run_id = manifest.run_id
+        # Earlier commits of this process belong to the abandoned lineage.
+        context.committed_steps.clear()
+        context.committed_steps[str(folder.parent)] = {manifest.step: content_key(new_states, (), None)}
+        context.resumed_from = str(folder)
+    if loaded.rng is not None:
+        set_rng_state(loaded.rng)
+    elif not options.ignore.part(RNG):
+        first = new_states.get(manifest.states[0] if manifest.states else "", next(iter(new_states.values())))
         seed_all(first.seed, "resume", manifest.step, get_dist_info().rank // first.spec.ranks_per_batch)
-    return fresh
+    return new_states
 
 
-def _start_from_weights(state: TrainState, fitted: LoadPlan, landed: Mapping[str, Tensor]) -> TrainState:
-    """The state with other weights, at the beginning of a run of its own."""
-    fresh = state._next()
-    _copy_tensors(state, fitted, landed)
-    make = state.run_context.init_transform_states
-    return fresh if make is None else fresh._replace(transform_states=make(fresh))
+def _start_from_weights(state: TrainState, plan: LoadPlan, tensors: Mapping[str, Tensor]) -> TrainState:
+    """Load weights only, and start a new run."""
+    new_state = state._next()
+    _copy_tensors(state, plan, tensors)
+    init_transforms = state.run_context.init_transform_states
+    return new_state if init_transforms is None else new_state._replace(transform_states=init_transforms(new_state))
 
 
-def _resume(state: TrainState, fitted: LoadPlan, landed: Mapping[str, Tensor]) -> TrainState:
-    """The state as it was saved."""
-    clock = None if fitted.clock is None else replace(fitted.clock, run=state.clock.run)  # how long it is to be is new
-    fresh = state._next(clock=clock, seed=fitted.seed)
-    _copy_tensors(state, fitted, landed)
-    if fitted.optimizer is not None:
-        clear_optimizer_(state, fitted.skipped)  # frees its memory before more is made on the device
-        made = {key: make(landed[key]) for key, make in fitted.builders.items()}
-        set_optimizer_(fresh, fill_tensors(fitted.optimizer, lambda key, ref: made[key]))
-    slices = fill_tensors(
-        keep_skipped(fitted.slices, state.transform_states, fitted.skipped), lambda key, ref: fitted.targets[key]
-    )
-    fresh = fresh._replace(transform_states=slices)
-    make_slices = state.run_context.init_transform_states
-    new = [name for name in state.transform_states if name not in (fitted.slices or {})]
-    if not new or make_slices is None:
-        return fresh
-    begun = make_slices(fresh)  # an average that is new in this run would be one of parameters that are gone
-    return fresh._replace(transform_states={**slices, **{name: begun[name] for name in new}})
+def _resume(state: TrainState, plan: LoadPlan, tensors: Mapping[str, Tensor]) -> TrainState:
+    """Load the whole state."""
+    # The length of the run is an option of this run, not of the saved run.
+    clock = None if plan.clock is None else replace(plan.clock, run=state.clock.run)
+    new_state = state._next(clock=clock, seed=plan.seed)
+    _copy_tensors(state, plan, tensors)
+    if plan.optimizer is not None:
+        # The old state is freed before new tensors are allocated on the device.
+        clear_optimizer_(state, plan.skipped)
+        built = {key: build(tensors[key]) for key, build in plan.builders.items()}
+        set_optimizer_(new_state, fill_tensors(plan.optimizer, lambda key, ref: built[key]))
+    tree = keep_skipped(plan.slices, state.transform_states, plan.skipped)
+    transform_states = fill_tensors(tree, lambda key, ref: plan.targets[key])
+    new_state = new_state._replace(transform_states=transform_states)
+    init_transforms = state.run_context.init_transform_states
+    new_names = [name for name in state.transform_states if name not in (plan.slices or {})]
+    if not new_names or init_transforms is None:
+        return new_state
+    # The state of a new transform, such as an average, must be computed from the loaded parameters.
+    initial = init_transforms(new_state)
+    return new_state._replace(transform_states={**transform_states, **{name: initial[name] for name in new_names}})
 
 
-def _copy_tensors(state: TrainState, fitted: LoadPlan, landed: Mapping[str, Tensor]) -> None:
-    reshard(state.model)  # a gathered copy of parameters would hide what is loaded into the shards
-    copy_into_({key: to_local(tensor) for key, tensor in fitted.targets.items()}, landed)
+def _copy_tensors(state: TrainState, plan: LoadPlan, tensors: Mapping[str, Tensor]) -> None:
+    # A gathered copy of parameters would hide the loaded shards.
+    reshard(state.model)
+    copy_into_({key: to_local(tensor) for key, tensor in plan.targets.items()}, tensors)

@@ -1,6 +1,7 @@
-"""The option ``ignore``: patterns of names in the model, and of parts of a checkpoint, that a load leaves as they are.
+"""Plan a load: compare a checkpoint with a state, and determine the region of each tensor that this rank needs.
 
-Where the tensors of a checkpoint go: whether it fits a state, and which part of each tensor this rank needs."""
+``IgnorePatterns`` implements the option ``ignore``: patterns of names in the model, and of parts of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ _PART_PATTERN = re.compile(rf"{OPTIMIZER}|{RNG}|({layout.EXTRA}|{SLICES}|{layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IgnorePatterns:
-    """The patterns of ``ignore``. A pattern is for parts or for names of the model: ``"**"`` fits every name and no part.
+    """Patterns of ``ignore``. A pattern matches parts or names of the model: ``"**"`` matches every name and no part.
 
     Args:
-        patterns: the patterns as they were given.
+        patterns: patterns of the caller.
         name: returns True if a name of the model is ignored.
         part: returns True if a part is ignored: ``"optimizer"``, ``"rng"``, or a key such as ``"extra/loader"``,
             ``"slices/ema"`` and ``"states/critic"``.
@@ -42,34 +43,35 @@ class IgnorePatterns:
     name: Callable[[str], bool]
     part: Callable[[str], bool]
 
-    def check_used(self, names: Iterable[str], parts: Iterable[str], *, where: str) -> None:
-        """Refuse a pattern that fits none of the names and parts that the state or the checkpoint has.
+    def check_used(self, names: Iterable[str], parts: Iterable[str], *, caller: str) -> None:
+        """Raise if a pattern matches no name and no part of the state or the checkpoint.
 
         Raises:
             ConfigError: the first such pattern.
         """
         known_names, known_parts = list(names), list(parts)
         for pattern in self.patterns:
-            if not any(map(compile_patterns([pattern], caller=where), known_parts if _is_part(pattern) else known_names)):
+            if not any(map(compile_patterns([pattern], caller=caller), known_parts if _is_part(pattern) else known_names)):
                 raise ConfigError(
-                    f"{where}: nothing here or in the checkpoint fits {pattern!r}; write a name of the model, 'extra/<name>', "
-                    "'slices/<transform>', 'states/<name>', 'optimizer' or 'rng' (* is text without a dot, ** any text)"
+                    f"{caller}: a pattern must match a name in the model or the checkpoint, got {pattern!r}. Use a name of the "
+                    "model, 'extra/<name>', 'slices/<transform>', 'states/<name>', 'optimizer' or 'rng' "
+                    "(* matches text without a dot, ** any text)."
                 )
 
 
-def parse_ignore(patterns: Sequence[str], *, where: str) -> IgnorePatterns:
-    """Sort the patterns by what they are for.
+def parse_ignore(patterns: Sequence[str], *, caller: str) -> IgnorePatterns:
+    """Split the patterns into patterns of names and patterns of parts.
 
     Raises:
-        ConfigError: a text instead of a list, or a pattern that is no text.
+        ConfigError: a string instead of a list, or a pattern that is not a string.
     """
     if isinstance(patterns, str):
-        raise ConfigError(f"{where} takes a list of patterns, got the text {patterns!r}; write [{patterns!r}]")
-    compile_patterns(patterns, caller=where)
+        raise ConfigError(f"{caller} must be a list of patterns, got the string {patterns!r}. Write [{patterns!r}].")
+    compile_patterns(patterns, caller=caller)
     return IgnorePatterns(
         patterns=tuple(patterns),
-        name=compile_patterns([pattern for pattern in patterns if not _is_part(pattern)], caller=where),
-        part=compile_patterns([pattern for pattern in patterns if _is_part(pattern)], caller=where),
+        name=compile_patterns([pattern for pattern in patterns if not _is_part(pattern)], caller=caller),
+        part=compile_patterns([pattern for pattern in patterns if _is_part(pattern)], caller=caller),
     )
 
 
@@ -79,13 +81,13 @@ def _is_part(pattern: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class LoadOptions:
-    """What the caller of a load has asked for.
+    """Options of a load.
 
     Args:
-        model_only: parameters and buffers, and nothing else.
-        strict: whether names that only one side has are an error.
-        ignore: names of the model and parts of the checkpoint that are left out, whatever is stored under them.
-        cast: whether floating-point tensors may be stored in another dtype than they have here.
+        model_only: if True, only parameters and buffers are loaded.
+        strict: if True, names that only one side has are an error.
+        ignore: names of the model and parts of the checkpoint that are not loaded.
+        cast: if True, floating-point tensors may be stored in another dtype than in the model.
     """
 
     model_only: bool
@@ -94,22 +96,22 @@ class LoadOptions:
     cast: bool
 
     def summary(self, extra: Iterable[str]) -> str:
-        """What is asked for, in a line, which must be equal on all ranks."""
+        """Format the options, which must be equal on all ranks, in one line."""
         only = "only=('model',), " if self.model_only else ""
         return f"{only}extra={sorted(extra)}, ignore={sorted(self.ignore.patterns)}, strict={self.strict}, cast={self.cast}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class LoadPlan:
-    """How a checkpoint fits a state.
+    """Plan of a load.
 
     Args:
-        regions: which part of each stored tensor this rank needs, by key.
-        targets: for those that the state has already, its tensor.
-        builders: for the others, what makes the state's tensor of the one that was read.
-        optimizer: the optimizer's tree; None if the optimizer stays as it is, with ``model_only`` or because it is ignored.
-        slices: the tree of the slices, without ignored ones; None with ``model_only``, as are clock and seed.
-        skipped: names in the model that are neither written nor removed.
+        regions: region of each stored tensor that this rank needs, by key.
+        targets: tensors that the state has already, by key.
+        builders: functions that build all other tensors of the state from the tensor that was read, by key.
+        optimizer: the optimizer's tree; None if the optimizer does not change (``model_only`` or ignored).
+        slices: states of the transforms without ignored ones; None with ``model_only``, like clock and seed.
+        skipped: names in the model that do not change.
         missing: names that only the state has.
         unexpected: names that only the checkpoint has.
     """
@@ -126,60 +128,64 @@ class LoadPlan:
     unexpected: tuple[str, ...]
 
 
-def plan_load(opened: CheckpointReader, state: TrainState, asked: LoadOptions, *, where: str, first: bool = True) -> LoadPlan:
-    """The targets of a checkpoint in ``state``; nothing is changed.
+def plan_load(
+    reader: CheckpointReader, state: TrainState, options: LoadOptions, *, caller: str, first: bool = True
+) -> LoadPlan:
+    """Plan the load of a checkpoint into ``state``, which does not change.
 
     Args:
-        opened: the checkpoint, or the part of it that belongs to one of several states.
-        state: what it is to go into.
-        asked: what is wanted.
-        where: begins a message.
-        first: of several states, the one whose step is that of the checkpoint.
+        reader: checkpoint, or the part of one of several states.
+        state: the state to load into.
+        options: options of the load.
+        caller: prefix of messages.
+        first: if True, the step of the state must be the step of the checkpoint.
 
     Raises:
         CheckpointMismatchError: names, shapes, dtypes or hyperparameters that differ, the first ten in a table.
-        CorruptCheckpointError: values that make no sense.
+        CorruptCheckpointError: invalid values.
     """
-    found = _StateComparison(asked, partial=opened.manifest.only == ("trainable",))
+    comparison = _StateComparison(options, partial=reader.manifest.only == ("trainable",))
     for section, tensors in (("params", state.params), ("buffers", buffers_by_fqn(state.model, persistent_only=True))):
-        found.compare_model(section, _section_refs(opened, section), tensors)
+        comparison.compare_model(section, _section_refs(reader, section), tensors)
     optimizer = slices = clock = seed = None
-    if not asked.model_only:
-        slices = dict(_section_dict(opened, SLICES))
-        found.compare_slices(_section_refs(opened, SLICES), slices, state)
-        if not asked.ignore.part(OPTIMIZER):
+    if not options.model_only:
+        slices = dict(_section_dict(reader, SLICES))
+        comparison.compare_slices(_section_refs(reader, SLICES), slices, state)
+        if not options.ignore.part(OPTIMIZER):
             optimizer = strict_json.read_object(
-                _section_dict(opened, OPTIMIZER), f"{layout.index_name(0)}: {OPTIMIZER}", ("state", "groups")
+                _section_dict(reader, OPTIMIZER), f"{layout.index_name(0)}: {OPTIMIZER}", ("state", "groups")
             )
-            found.rows.extend(find_unknown_state(optimizer, state, found.skipped, strict=asked.strict))
-            found.rows.extend(compare_groups(optimizer, state, found.skipped))
-    if found.rows:
-        raise mismatch_error(where, found.rows, source="checkpoint", advice=_advice(found.rows, asked))
-    if not asked.model_only:
-        clock, seed = _read_clock(opened, check_step=first), _read_seed(opened)
+            comparison.rows.extend(find_unknown_state(optimizer, state, comparison.skipped, strict=options.strict))
+            comparison.rows.extend(compare_groups(optimizer, state, comparison.skipped))
+    if comparison.rows:
+        raise mismatch_error(caller, comparison.rows, source="checkpoint", advice=_advice(comparison.rows, options))
+    if not options.model_only:
+        clock, seed = _read_clock(reader, check_step=first), _read_seed(reader)
     if optimizer is not None:
-        kept = {
-            name: content for name, content in optimizer["state"].items() if name in state.params and name not in found.skipped
+        loaded = {
+            name: content
+            for name, content in optimizer["state"].items()
+            if name in state.params and name not in comparison.skipped
         }
-        optimizer = {**optimizer, "state": kept}
-        plan_optimizer(optimizer, state, opened.refs, found, cast=asked.cast)
+        optimizer = {**optimizer, "state": loaded}
+        plan_optimizer(optimizer, state, reader.refs, comparison, cast=options.cast)
     return LoadPlan(
-        regions=found.regions,
-        targets=found.targets,
-        builders=found.builders,
+        regions=comparison.regions,
+        targets=comparison.targets,
+        builders=comparison.builders,
         optimizer=optimizer,
         slices=slices,
         clock=clock,
         seed=seed,
-        skipped=frozenset(found.skipped),
-        missing=tuple(found.missing),
-        unexpected=tuple(found.unexpected),
+        skipped=frozenset(comparison.skipped),
+        missing=tuple(comparison.missing),
+        unexpected=tuple(comparison.unexpected),
     )
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _StateComparison:
-    """What was found so far; ``skipped`` are the names in the model about which the two sides do not agree."""
+    """Comparison of a checkpoint with a state; ``skipped`` are the names in the model that differ or are ignored."""
 
     options: LoadOptions
     partial: bool
@@ -193,19 +199,19 @@ class _StateComparison:
     _regions_by_layout: dict[Any, Region] = field(default_factory=dict)
 
     def region_of(self, tensor: Tensor) -> Region:
-        """The part of a tensor that this rank has; computed once for all that lie alike."""
-        lies = (tensor.shape, getattr(tensor, "placements", None), id(getattr(tensor, "device_mesh", None)))
-        region = self._regions_by_layout.get(lies)
+        """Return the region of a tensor that this rank has. Tensors of equal layout share one computation."""
+        tensor_layout = (tensor.shape, getattr(tensor, "placements", None), id(getattr(tensor, "device_mesh", None)))
+        region = self._regions_by_layout.get(tensor_layout)
         if region is None:
             box = shard_box(tensor)
-            region = self._regions_by_layout[lies] = Region(offset=box.offset, size=box.size)
+            region = self._regions_by_layout[tensor_layout] = Region(offset=box.offset, size=box.size)
         return region
 
     def compare_model(self, section: str, stored: Mapping[str, TensorRef], here: Mapping[str, Tensor]) -> None:
-        """Parameters, or buffers."""
-        left = {tree_json.join_key(section, name): name for name in here}
+        """Compare parameters or buffers."""
+        unmatched = {tree_json.join_key(section, name): name for name in here}
         for key, ref in stored.items():
-            name = left.pop(key, None)
+            name = unmatched.pop(key, None)
             if name is not None and not self.options.ignore.name(name):
                 if self._matches(key, ref, here[name]):
                     self._add_target(key, here[name])
@@ -216,16 +222,16 @@ class _StateComparison:
             else:
                 stored_name = tree_json.unescape_key(key.partition("/")[2])
                 self._unexpected(stored_name, key, str(ref), ignored=self.options.ignore.name(stored_name))
-        for key, name in left.items():
+        for key, name in unmatched.items():
             if self.options.ignore.name(name):
                 self.skipped.add(name)
             elif not self.partial or (section == "params" and here[name].requires_grad):
                 self._missing(name, key, str(tree_json.ref_of(here[name])))
 
     def compare_slices(self, stored: Mapping[str, TensorRef], tree: dict[str, Any], state: TrainState) -> None:
-        """Transforms by name, and the tensors of those that are on both sides.
+        """Compare the transforms by name, and the tensors of transforms that are on both sides.
 
-        Mutates: ``tree``, which loses the transforms that are not taken over.
+        Mutates: ``tree``: transforms that are not loaded are removed.
         """
         for name in {**state.transform_states, **tree}:
             key = tree_json.join_key(SLICES, name)
@@ -238,9 +244,8 @@ class _StateComparison:
             else:
                 continue
             tree.pop(name, None)
-        here = tree_json.encode({name: content for name, content in state.transform_states.items() if name in tree}, "slices")[
-            1
-        ]
+        content = {name: content for name, content in state.transform_states.items() if name in tree}
+        here = tree_json.encode(content, SLICES)[1]
         for key in {**stored, **here}:
             if self._is_skipped(key):
                 continue
@@ -253,7 +258,7 @@ class _StateComparison:
                 self._add_target(key, tensor)
 
     def _is_skipped(self, key: str) -> bool:
-        """Whether a tensor of a slice belongs to something about which enough was said."""
+        """Return True if a tensor of a transform belongs to a skipped name, which has been reported."""
         return bool(self.skipped) and not self.skipped.isdisjoint(map(tree_json.unescape_key, key.split("/")[1:]))
 
     def _matches(self, key: str, ref: TensorRef, tensor: Tensor) -> bool:
@@ -286,75 +291,84 @@ class _StateComparison:
             self.unexpected.append(name)
 
 
-def _advice(rows: list[MismatchRow], asked: LoadOptions) -> str:
-    """What to do, by what there is to be done."""
+def _advice(rows: list[MismatchRow], options: LoadOptions) -> str:
+    """Return the advice for these kinds of differences."""
     kinds = {row.kind for row in rows}
-    ways = ["build model, optimizer and transforms as in the run that wrote it, or load another checkpoint"]
-    if asked.strict and kinds <= {"missing", "unexpected"}:
-        ways.append("strict=False leaves what only one side has")
+    advice = ["Build model, optimizer and transforms as in the run that wrote the checkpoint, or load another checkpoint."]
+    if options.strict and kinds <= {"missing", "unexpected"}:
+        advice.append("Or pass strict=False to skip names that only one side has.")
     if all(row.name.startswith(f"{OPTIMIZER}/") for row in rows):
-        ways.append('ignore=["optimizer"] leaves the optimizer as it is here')
+        advice.append('Or pass ignore=["optimizer"] to keep the current optimizer.')
     elif kinds <= {"missing", "unexpected"}:
-        ways.append('ignore=[...] leaves the names that it lists, as in ignore=["head.*", "slices/ema"]')
-    if kinds == {"dtype"} and not asked.cast:
-        ways.append("cast=True converts floating-point dtypes")
-    return "; ".join(ways)
+        advice.append('Or pass ignore=[...] to skip names, as in ignore=["head.*", "slices/ema"].')
+    if kinds == {"dtype"} and not options.cast:
+        advice.append("Or pass cast=True to convert floating-point dtypes.")
+    return " ".join(advice)
 
 
-def _section_refs(opened: CheckpointReader, name: str) -> dict[str, TensorRef]:
-    begin = f"{name}/"
-    return {key: ref for key, ref in opened.refs.items() if key.startswith(begin)}
+def _section_refs(reader: CheckpointReader, name: str) -> dict[str, TensorRef]:
+    prefix = f"{name}/"
+    return {key: ref for key, ref in reader.refs.items() if key.startswith(prefix)}
 
 
-def _section_dict(opened: CheckpointReader, section: str) -> dict[str, Any]:
-    """A section with a ``Leaf`` in place of each tensor, which must be a dict with text keys."""
-    found = opened.structures[section]
-    if type(found) is not dict or not all(type(key) is str for key in found):
+def _section_dict(reader: CheckpointReader, section: str) -> dict[str, Any]:
+    """Return a section, a dict with string keys, with a ``TensorPlaceholder`` in place of each tensor."""
+    values = reader.structures[section]
+    if type(values) is not dict or not all(type(key) is str for key in values):
         raise CorruptCheckpointError(
-            f"{layout.index_name(0)}: {section}: needs a dict, got {strict_json.describe_value(found)}"
+            f"{layout.index_name(0)}: {section}: must be a dict, got {strict_json.describe_value(values)}"
         )
-    return found
+    return values
 
 
-def _read_clock(opened: CheckpointReader, *, check_step: bool) -> Clock:
-    where = f"{layout.index_name(0)}: clock"
-    raw = {"previous": None, "step_start": None, **_section_dict(opened, "clock")}  # they may be missing
+def _read_clock(reader: CheckpointReader, *, check_step: bool) -> Clock:
+    location = f"{layout.index_name(0)}: clock"
+    # Both fields are optional in the file.
+    raw = {"previous": None, "step_start": None, **_section_dict(reader, "clock")}
     previous, start = raw.pop("previous"), raw.pop("step_start")
     if previous is not None and type(previous) is not dict:
-        raise CorruptCheckpointError(f"{where}: previous: needs a dict, got {strict_json.describe_value(previous)}")
-    counts = _read_counts(raw, where)
-    if check_step and counts["step"] != opened.manifest.step:
-        raise CorruptCheckpointError(f"{where}: is at step {counts['step']}, the manifest at step {opened.manifest.step}")
+        raise CorruptCheckpointError(f"{location}: previous: must be a dict, got {strict_json.describe_value(previous)}")
+    counts = _read_counts(raw, location)
+    if check_step and counts["step"] != reader.manifest.step:
+        raise CorruptCheckpointError(
+            f"{location}: step must be {reader.manifest.step} as in the manifest, got {counts['step']}"
+        )
     return Clock(
         **counts,
-        previous=None if previous is None else Clock(**_read_counts(previous, f"{where}: previous")),
-        step_start=None if start is None else _read_place(start, f"{where}: step_start"),
+        previous=None if previous is None else Clock(**_read_counts(previous, f"{location}: previous")),
+        step_start=None if start is None else _read_place(start, f"{location}: step_start"),
     )
 
 
-def _read_place(raw: Any, where: str) -> EpochPosition:
-    numbers = [strict_json.read_int(value, where) for value in raw] if type(raw) is list else []
+def _read_place(raw: Any, location: str) -> EpochPosition:
+    numbers = [strict_json.read_int(value, location) for value in raw] if type(raw) is list else []
     if len(numbers) != 2:
-        raise CorruptCheckpointError(f"{where}: needs two whole numbers, got {strict_json.describe_value(raw)}")
+        raise CorruptCheckpointError(f"{location}: must be two integers, got {strict_json.describe_value(raw)}")
     return EpochPosition(*numbers)
 
 
+<<<<<<< HEAD
 def _read_counts(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The counts of a clock, checked."""
     strict_json.read_object(raw, where, tuple(name for name in Clock().state_dict() if name != "previous"))
+=======
+def _read_counts(raw: dict[str, Any], location: str) -> dict[str, Any]:
+    """Read and check the counts of a clock."""
+    strict_json.read_object(raw, location, tuple(name for name in Clock().state_dict() if name != "before"))
+>>>>>>> 1af571b (checkpoint, storage: plain language in docstrings and errors, old keys in lock files and tests)
     seconds = raw["seconds"]
     if type(seconds) is not float:
-        raise CorruptCheckpointError(f"{where}: seconds: needs a float, got {strict_json.describe_value(seconds)}")
+        raise CorruptCheckpointError(f"{location}: seconds: must be a float, got {strict_json.describe_value(seconds)}")
     return {
-        **{name: strict_json.read_int(value, f"{where}: {name}") for name, value in raw.items() if name != "seconds"},
+        **{name: strict_json.read_int(value, f"{location}: {name}") for name, value in raw.items() if name != "seconds"},
         "seconds": seconds,
     }
 
 
-def _read_seed(opened: CheckpointReader) -> int:
-    seed = opened.shared["seed"]
+def _read_seed(reader: CheckpointReader) -> int:
+    seed = reader.shared["seed"]
     if type(seed) is not int:
         raise CorruptCheckpointError(
-            f"{layout.index_name(0)}: seed: needs a whole number, got {strict_json.describe_value(seed)}"
+            f"{layout.index_name(0)}: seed: must be an integer, got {strict_json.describe_value(seed)}"
         )
     return seed

@@ -1,6 +1,4 @@
-"""Which stored tensor goes where in a model: by name, renamed where asked for, nothing left over in silence.
-
-``load_weights_``: the weights of another run or project, by name, into a model before its training state is made."""
+"""Load weights of another run or project into a model by name, before its training state is made."""
 
 from __future__ import annotations
 
@@ -37,19 +35,19 @@ from dtrain.storage import AnyPath
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
-_ADVICE = "rename= gives stored tensors their names in the model, or leaves them out; missing= allows what need not be stored"
+_ADVICE = "Pass rename= to map stored names to names in the model or to None, or missing= for names that need not be stored."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class NameMatch:
-    """Which stored tensors go where.
+    """Match of stored tensors and tensors of the model.
 
     Args:
-        targets: the model's tensor, by stored name.
-        names: its name in the model, by stored name.
-        duplicates: pairs of stored names that go to one place, of which the first is in ``targets``.
-        kept: names in the model of what is not stored, and need not be.
-        left_out: stored names that ``rename`` left out.
+        targets: tensor of the model, by stored name.
+        names: name in the model, by stored name.
+        duplicates: pairs of stored names of one tensor of the model; the first name is in ``targets``.
+        kept: names in the model that are not stored and need not be stored.
+        left_out: stored names that ``rename`` maps to None.
     """
 
     targets: Mapping[str, Tensor]
@@ -60,39 +58,39 @@ class NameMatch:
 
 
 def match_by_name(
-    refs: Mapping[str, TensorRef], model: nn.Module, rename: Rename | None, missing: Sequence[str], *, where: str
+    refs: Mapping[str, TensorRef], model: nn.Module, rename: Rename | None, missing: Sequence[str], *, caller: str
 ) -> NameMatch:
-    """Find the place of each stored tensor.
+    """Match stored tensors and tensors of the model by name.
 
     Args:
-        refs: what is stored, by name.
-        model: with real storage.
-        rename: the name in the model of each stored name, or None; a function or a mapping.
+        refs: stored tensors by name.
+        model: model with real storage.
+        rename: function or mapping from a stored name to the name in the model, or to None.
         missing: patterns of names in the model that need not be stored.
-        where: begins every message.
+        caller: prefix of messages.
 
     Raises:
-        ConfigError: tensors on the meta device, a pattern or a name in ``rename`` that nothing has, or another kind of value.
-        CheckpointMismatchError: what has no place, does not fit there, or is not stored; the first ten in a table.
+        ConfigError: tensors on the meta device, a pattern or a name in ``rename`` without match, or an invalid value.
+        CheckpointMismatchError: tensors without match or of another shape or dtype; lists the first ten.
     """
-    here, aliases = _model_tensors(model, where)
-    allowed = _missing_matcher(missing, {*here, *aliases}, where)
-    names = _apply_rename(refs, rename, where)
+    here, aliases = _model_tensors(model, caller)
+    allowed = _missing_matcher(missing, {*here, *aliases}, caller)
+    names = _apply_rename(refs, rename, caller)
     rows: list[MismatchRow] = []
     stored_as: dict[str, str] = {}
-    twins = []
-    for name, wanted in names.items():
-        first = aliases.get(wanted, wanted)
+    duplicates = []
+    for name, model_name in names.items():
+        first = aliases.get(model_name, model_name)
         if first in stored_as:
-            twins.append((stored_as[first], name))
+            duplicates.append((stored_as[first], name))
             continue
         stored_as[first] = name
         tensor = here.get(first)
-        label = name if name == wanted else f"{wanted} (stored as {name})"
+        label = name if name == model_name else f"{model_name} (stored as {name})"
         if tensor is None:
-            rows.append(mismatch_report.unexpected_row(wanted, str(refs[name]), label=label))
+            rows.append(mismatch_report.unexpected_row(model_name, str(refs[name]), label=label))
         elif not _fits(refs[name], tensor):
-            rows.append(mismatch_report.unequal_row(wanted, refs[name], tree_json.ref_of(tensor), label=label))
+            rows.append(mismatch_report.unequal_row(model_name, refs[name], tree_json.ref_of(tensor), label=label))
     every_name = defaultdict(set, {first: {first} for first in here})
     for alias, first in aliases.items():
         every_name[first].add(alias)
@@ -100,35 +98,35 @@ def match_by_name(
     kept = [first for first in absent if any(map(allowed, every_name[first]))]
     rows.extend(mismatch_report.missing_row(first, _describe_tensor(here[first])) for first in absent if first not in kept)
     if rows:
-        raise mismatch_report.mismatch_error(where, rows, source="file", advice=_ADVICE)
+        raise mismatch_report.mismatch_error(caller, rows, source="file", advice=_ADVICE)
     if not stored_as:
         raise CheckpointMismatchError(
-            f"{where}: none of the {len(refs)} tensors goes into the model; see rename=, which can leave them out"
+            f"{caller}: at least one of the {len(refs)} tensors must match the model, but rename= leaves out all of them"
         )
     return NameMatch(
         targets={name: here[first] for first, name in stored_as.items()},
         names={name: names[name] for name in stored_as.values()},
-        duplicates=twins,
+        duplicates=duplicates,
         kept=kept,
         left_out=[name for name in refs if name not in names],
     )
 
 
-def _model_tensors(model: nn.Module, where: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What is to be loaded, by clean name, and the further names of what sits in several places."""
+def _model_tensors(model: nn.Module, caller: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors to load by name, and the aliases of shared tensors."""
     params, aliases = parameters_by_fqn(model)
     buffers = buffers_by_fqn(model, persistent_only=True)
-    found, aliases = {**params, **buffers}, {**aliases, **_buffer_aliases(buffers, model)}
-    meta = [name for name, tensor in found.items() if tensor.is_meta]
+    tensors, aliases = {**params, **buffers}, {**aliases, **_buffer_aliases(buffers, model)}
+    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
     if meta:
         raise ConfigError(
-            f"{where}: {len(meta)} of {len(found)} tensors are on the meta device (first: {meta[0]}); call dt.materialize"
+            f"{caller}: {len(meta)} of {len(tensors)} tensors are on the meta device (first: {meta[0]}). Call dt.materialize."
         )
-    return found, aliases
+    return tensors, aliases
 
 
 def _buffer_aliases(buffers: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
-    """The names in a state dict that ``buffers`` lacks -> the name there: a module in two places has its buffers twice."""
+    """Map the aliases of buffers to their first name. A module with two names has two names for each buffer."""
     first = {id(buffer): name for name, buffer in buffers.items()}
     every = {
         f"{prefix}.{key}" if prefix else key: id(buffer)
@@ -138,35 +136,35 @@ def _buffer_aliases(buffers: Mapping[str, Tensor], model: nn.Module) -> dict[str
     return {name: first[buffer] for name, buffer in every.items() if name not in buffers and buffer in first}
 
 
-def _missing_matcher(missing: Sequence[str], names: Iterable[str], where: str) -> Callable[[str], bool]:
+def _missing_matcher(missing: Sequence[str], names: Iterable[str], caller: str) -> Callable[[str], bool]:
     if isinstance(missing, str):
-        raise ConfigError(f"{where}: missing takes a list of patterns, got the text {missing!r}; write [{missing!r}]")
+        raise ConfigError(f"{caller}: missing must be a list of patterns, got the string {missing!r}. Write [{missing!r}].")
     if not isinstance(missing, Iterable):
-        raise ConfigError(f"{where}: missing takes a list of patterns, got {missing!r}; as in missing=['head.*']")
+        raise ConfigError(f"{caller}: missing must be a list of patterns such as ['head.*'], got {missing!r}")
     names = list(names)
     for pattern in missing:
-        if not any(map(compile_patterns([pattern], caller=f"{where}: missing"), names)):
+        if not any(map(compile_patterns([pattern], caller=f"{caller}: missing"), names)):
             raise ConfigError(
-                f"{where}: missing: no name of the model fits {pattern!r}; * stands for text without a dot, ** for any"
+                f"{caller}: missing must match names of the model, got {pattern!r} (* matches text without a dot, ** any text)"
             )
-    return compile_patterns(missing, caller=f"{where}: missing")
+    return compile_patterns(missing, caller=f"{caller}: missing")
 
 
-def _apply_rename(refs: Mapping[str, TensorRef], rename: Rename | None, where: str) -> dict[str, str]:
-    """The name in the model of each stored tensor that is not left out."""
-    given = {} if rename is None else rename
-    if isinstance(given, Mapping):
-        stray = [name for name in given if name not in refs]
-        if stray:
-            raise ConfigError(f"{where}: rename has {stray[0]!r}, which is not stored ({len(stray)} such names)")
-        results = {name: given.get(name, name) for name in refs}
-    elif not callable(given):
-        raise ConfigError(f"{where}: rename takes a function of the stored name, or a mapping, got {given!r}")
+def _apply_rename(refs: Mapping[str, TensorRef], rename: Rename | None, caller: str) -> dict[str, str]:
+    """Return the name in the model of each stored tensor, without names that ``rename`` maps to None."""
+    mapping = {} if rename is None else rename
+    if isinstance(mapping, Mapping):
+        unknown = [name for name in mapping if name not in refs]
+        if unknown:
+            raise ConfigError(f"{caller}: rename must have stored names, got {unknown[0]!r} ({len(unknown)} such names)")
+        results = {name: mapping.get(name, name) for name in refs}
+    elif not callable(mapping):
+        raise ConfigError(f"{caller}: rename must be a function of the stored name, or a mapping, got {mapping!r}")
     else:
-        results = {name: given(name) for name in refs}
+        results = {name: mapping(name) for name in refs}
     bad = next((name for name, result in results.items() if not isinstance(result, str | None)), None)
     if bad is not None:
-        raise ConfigError(f"{where}: rename gives {results[bad]!r} for {bad!r}; needs the name in the model, or None")
+        raise ConfigError(f"{caller}: rename must return a name in the model or None for {bad!r}, got {results[bad]!r}")
     return {name: result for name, result in results.items() if result is not None}
 
 
@@ -180,19 +178,19 @@ def _describe_tensor(tensor: Tensor) -> str:
     return f"{layout.DTYPE_NAMES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}"
 
 
-_WHERE = "load_weights_"
+_CALLER = "load_weights_"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeightsResult:
-    """What ``load_weights_`` did.
+    """Result of ``load_weights_``.
 
     Args:
-        path: the file or folder that was read; of a root, the step.
-        loaded: names in the model that have got their values.
-        kept: names in the model that were not stored, as ``missing`` allows; their values are as before.
-        left_out: stored names that ``rename`` left out.
+        path: file or folder that was read; for a root, the step.
+        loaded: names in the model that were loaded.
+        kept: names in the model that were not stored and did not change, as ``missing`` allows.
+        left_out: stored names that ``rename`` maps to None.
     """
 
     path: AnyPath
@@ -204,102 +202,108 @@ class LoadWeightsResult:
 def load_weights_(
     model: nn.Module, path: AnyPath | str, *, rename: Rename | None = None, missing: Sequence[str] = ()
 ) -> LoadWeightsResult:
-    """Copy stored weights into ``model`` by name, every rank reading the bytes of its own shards only.
+    """Copy stored weights into ``model`` by name. Every rank reads the bytes of its own shards only.
 
-    Call it after ``shard_model`` and ``materialize`` and before the state is made; ``load_sharded`` is what resumes a run::
+    Call this function after ``shard_model`` and ``materialize``, and before the state is made. To resume a run, use
+    ``load_sharded``::
 
         model = dt.materialize(dt.shard_model(model, mesh, blocks=(BertLayer,)), seed=0, init=model._init_weights)
         new_head = {"rename": lambda name: None if name.startswith("cls.") else name, "missing": ["classifier.*"]}
         dt.load_weights_(model, "bert-base", **new_head)
 
     Args:
-        model: sharded or plain, with real storage. Its names are those of the plain model, whatever wraps its modules.
-        path: a folder as ``save_pretrained`` of Hugging Face writes it (``model.safetensors``, or several files and
-            ``model.safetensors.index.json``), one ``.safetensors`` file, the folder of a step that ``save_sharded`` wrote, or
-            its root, of which the newest step is taken.
-        rename: from each stored name to the name in the model, or None to leave it out: a function of the name, or a
-            mapping, where names that it lacks stay as they are.
-        missing: patterns of names in the model that need not be stored (``*`` is text without a dot, ``**`` any text) and
-            keep their values then, such as the head of a new task.
+        model: sharded or plain model with real storage. Names are the names of the plain model without wrappers.
+        path: folder that Hugging Face's ``save_pretrained`` wrote (``model.safetensors``, or several files and
+            ``model.safetensors.index.json``), a ``.safetensors`` file, the folder of a step that ``save_sharded`` wrote, or
+            its root, whose newest step is read.
+        rename: function or mapping from each stored name to the name in the model, or to None to leave out the tensor. Names
+            that a mapping lacks do not change.
+        missing: patterns of names in the model that need not be stored (``*`` matches text without a dot, ``**`` any text)
+            and then keep their values, such as a new head.
 
-    All parameters and persistent buffers of the model must be there under any of their names if they are tied, in the same
-    shape; floating dtypes are cast to the model's, others must be the same.
+    All parameters and persistent buffers of the model must be stored in the same shape, tied tensors under any of their names.
+    Floating-point dtypes are cast to the dtypes of the model; other dtypes must be equal.
 
-    Mutates: parameters and persistent buffers of ``model``. When it raises before all ranks have agreed, nothing has changed.
+    Mutates: parameters and persistent buffers of ``model``. An error before all ranks have agreed changes nothing.
     Collective: exchanges of JSON on the control group; every rank must call it, and see the same files.
     Host sync: copies from the host.
 
     Raises:
-        ConfigError: tensors on the meta device, a pattern or a name in ``rename`` that nothing has.
-        CheckpointError: there is nothing to load in ``path``, a pickle, or it cannot be read.
-        CorruptCheckpointError: a file is malformed; of a step of ours, any byte that is not as it was written.
-        CheckpointMismatchError: names, shapes or dtypes that differ, the first ten in a table.
+        ConfigError: tensors on the meta device, or a pattern or a name in ``rename`` without match.
+        CheckpointError: no weights in ``path``, a pickle, or an unreadable file.
+        CorruptCheckpointError: an invalid file; for a step, any byte that does not match its digest.
+        CheckpointMismatchError: names, shapes or dtypes that differ; lists the first ten.
         PeerError: another rank failed.
     """
-    path = _resolve_source(cast(str, broadcast_decision(_WHERE, lambda: str(_choose_source(_resolve_source(path))))))
-    with RaiseOnAllRanks(_WHERE), _add_path_to_errors(path):
-        reshard(model)  # a gathered copy of parameters would hide the shards, which are what is loaded into
-        stored = _open_source(path, model)
-        match = match_by_name(stored.refs, model, rename, missing, where=f"{_WHERE}: {path}")
-        _check_duplicates(stored, path, match)
-        landed = _read_regions(stored, {name: _local_region(tensor) for name, tensor in match.targets.items()})
-    _check_same_files(stored, path, match)
+    chosen = broadcast_decision(_CALLER, lambda: str(_choose_source(_resolve_source(path))))
+    source = _resolve_source(cast(str, chosen))
+    with RaiseOnAllRanks(_CALLER), _add_path_to_errors(source):
+        # A gathered copy of parameters would hide the shards, which are the targets of the load.
+        reshard(model)
+        files = _open_source(source, model)
+        match = match_by_name(files.refs, model, rename, missing, caller=f"{_CALLER}: {source}")
+        _check_duplicates(files, source, match)
+        tensors = _read_regions(files, {name: _local_region(tensor) for name, tensor in match.targets.items()})
+    _check_same_files(files, source, match)
     with torch.no_grad():
-        copy_into_({name: to_local(tensor) for name, tensor in match.targets.items()}, landed)
+        copy_into_({name: to_local(tensor) for name, tensor in match.targets.items()}, tensors)
     loaded = tuple(match.names[name] for name in match.targets)
-    return LoadWeightsResult(path=path, loaded=loaded, kept=tuple(match.kept), left_out=tuple(match.left_out))
+    return LoadWeightsResult(path=source, loaded=loaded, kept=tuple(match.kept), left_out=tuple(match.left_out))
 
 
 @contextmanager
 def _add_path_to_errors(path: AnyPath) -> Iterator[None]:
-    """Put the path before what is wrong with one of its files."""
+    """Add the path to errors about its files."""
     try:
         yield
-    except CheckpointMismatchError:  # has it already
+    except CheckpointMismatchError:  # The message names the path already.
         raise
     except CheckpointError as error:
-        raise type(error)(f"{_WHERE}: {path}: {error}") from None
+        raise type(error)(f"{_CALLER}: {path}: {error}") from None
 
 
 def _resolve_source(source: AnyPath | str) -> AnyPath:
-    """What ``source`` names. A link stays one: what it points to may have a name without a suffix."""
-    place = storage.resolve_path(source)
-    return place if isinstance(place, storage.RemotePath) else Path(str(source)).absolute()
+    """Return the absolute path. Links are not resolved, because the name of their target may have no suffix."""
+    path = storage.resolve_path(source)
+    return path if isinstance(path, storage.RemotePath) else Path(str(source)).absolute()
 
 
 def _choose_source(path: AnyPath) -> AnyPath:
-    """What to read: the file or folder itself, or the newest step of a root of ours."""
+    """Choose the file or folder to read: the path itself, or the newest step of a root."""
     if storage.file_size(path) is not None:
         if Path(path.name).suffix != tensor_files.SUFFIX:
-            raise CheckpointError(f"{_WHERE}: {path} is no {tensor_files.SUFFIX} file{_pickle_hint([path.name])}")
+            raise CheckpointError(
+                f"{_CALLER}: path must be a {tensor_files.SUFFIX} file, got {path}.{_pickle_hint([path.name])}"
+            )
         return path
     if not storage.is_folder(path):
-        raise CheckpointError(f"{_WHERE}: there is no file or folder {path}; check the path (nothing is downloaded)")
+        raise CheckpointError(f"{_CALLER}: path must exist, got {path}. Check the path, because nothing is downloaded.")
     if has_manifest(path) or tensor_files.is_model_folder(path):
         return path
-    step = choose_step(path, _WHERE)
+    step = choose_step(path, _CALLER)
     if step is None:
         names = storage.list_names(path)
         raise CheckpointError(
-            f"{_WHERE}: {path} holds no {tensor_files.MODEL_FILE}, no {tensor_files.INDEX_FILE} and no checkpoint of dtrain; it has "
-            f"{', '.join(names[:5]) or 'nothing'}{_pickle_hint(names) or f'; name the {tensor_files.SUFFIX} file or the folder'}"
+            f"{_CALLER}: {path} must hold {tensor_files.MODEL_FILE}, {tensor_files.INDEX_FILE} or a checkpoint of dtrain, "
+            f"got {', '.join(names[:5]) or 'an empty folder'}."
+            f"{_pickle_hint(names) or f' Name the {tensor_files.SUFFIX} file or the folder.'}"
         )
     return step
 
 
 def _pickle_hint(names: Iterable[str]) -> str:
-    found = next((name for name in names if Path(name).suffix in _PICKLE_SUFFIXES), None)
-    if found is None:
+    pickle = next((name for name in names if Path(name).suffix in _PICKLE_SUFFIXES), None)
+    if pickle is None:
         return ""
     return (
-        f"; {found} may be a pickle, which can run code and is never opened here: load it once where you trust it, and save "
-        "it with safetensors.torch.save_model (or save_pretrained)"
+        f" {pickle} may be a pickle, which can run code and is never opened. Load the pickle where you trust it, and save the "
+        "model with safetensors.torch.save_model (or save_pretrained)."
     )
 
 
 def _open_source(path: AnyPath, model: nn.Module) -> TensorFiles:
     if has_manifest(path):
-        # Ranks that do not keep buffers of their own must have equal ones: all take those of rank 0.
+        # Ranks without buffers of their own must have equal buffers, so all load the buffers of rank 0.
         return open_step(path, get_dist_info().rank if get_spec(model).buffers == "local" else 0)
     return tensor_files.open_safetensors_folder(path) if storage.is_folder(path) else tensor_files.open_safetensors_file(path)
 
@@ -309,34 +313,32 @@ def _local_region(tensor: Tensor) -> Region:
     return Region(offset=box.offset, size=box.size)
 
 
-def _check_duplicates(stored: TensorFiles, path: AnyPath, match: NameMatch) -> None:
-    """Tensors that go to one place must be equal there; files of models with tied weights may hold them twice."""
+def _check_duplicates(files: TensorFiles, path: AnyPath, match: NameMatch) -> None:
+    """Raise if stored tensors of one tensor of the model differ. Files of models with tied weights may store them twice."""
     for first, other in match.duplicates:
         region = _local_region(match.targets[first])
-        if stored.refs[first] != stored.refs[other] or _region_bytes(stored, first, region) != _region_bytes(
-            stored, other, region
-        ):
+        if files.refs[first] != files.refs[other] or _region_bytes(files, first, region) != _region_bytes(files, other, region):
             raise CheckpointMismatchError(
-                f"{_WHERE}: {path}: {first!r} and {other!r} differ, but both go into {match.names[first]!r} of the model; "
-                "leave one out with rename="
+                f"{_CALLER}: {path}: {first!r} and {other!r} must be equal, because both are {match.names[first]!r} of the "
+                "model. Leave out one of them with rename=."
             )
 
 
-def _read_regions(stored: TensorFiles, regions: Mapping[str, Region]) -> dict[str, Tensor]:
+def _read_regions(files: TensorFiles, regions: Mapping[str, Region]) -> dict[str, Tensor]:
     sizes = {name: region.size for name, region in regions.items()}
-    return read_tensors(sizes, plan_reads(stored.shards, regions), stored.refs, stored.open_file)
+    return read_tensors(sizes, plan_reads(files.shards, regions), files.refs, files.open_file)
 
 
-def _region_bytes(stored: TensorFiles, name: str, region: Region) -> bytes:
-    return bytes(as_bytes(_read_regions(stored, {name: region})[name]))
+def _region_bytes(files: TensorFiles, name: str, region: Region) -> bytes:
+    return bytes(as_bytes(_read_regions(files, {name: region})[name]))
 
 
-def _check_same_files(stored: TensorFiles, path: AnyPath, match: NameMatch) -> None:
+def _check_same_files(files: TensorFiles, path: AnyPath, match: NameMatch) -> None:
     names = hashlib.sha256(strict_json.canonical_json(sorted(match.names.items()))).hexdigest()
-    everyone = all_gather_json([stored.content_hash, names])
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
+    hashes_by_rank = all_gather_json([files.content_hash, names])
+    for rank, hashes in enumerate(hashes_by_rank):
+        if hashes != hashes_by_rank[0]:
             raise CheckpointError(
-                f"{_WHERE}: rank {rank} and rank 0 see different files in {path}, or rename differs between them; all nodes "
-                "must share its file system"
+                f"{_CALLER}: rank {rank} and rank 0 see different files in {path}, or their rename differs. All nodes must "
+                "share the file system."
             )

@@ -1,12 +1,12 @@
-"""One live job per root: ``run.lock``, held by rank 0 from its first save on and renewed every few seconds.
+"""Lock a root for one live job: rank 0 holds ``run.lock`` from its first save on and renews its heartbeat every few seconds.
 
-It keeps out a second job that was started by mistake into the same folder. It does not make commits atomic, which they are
-without it, and who only reads takes none. What a killed job leaves is taken over. Nothing but creating a file that must not
-exist, replacing one and removing one is needed, so it works on object stores as well.
+The lock refuses a second job that was started by mistake into the same folder. Commits are atomic without the lock, and readers
+take no lock. The lock of a killed job is taken over. The lock needs exclusive creation, replacement and removal of files only,
+so it works on object stores as well.
 
-Taking over is for one process at a time: who wants to replace the lock with token T must first create ``run.lock.T``, and then
-still find what it judged. A holder that was taken for dead and is not (stopped for minutes, say) finds another's token in the
-file, and its next save raises.
+One process at a time takes a lock over: to replace the lock with token T, a process must first create ``run.lock.T``, and then
+find the lock unchanged. If a live owner was taken for dead (because it was stopped for minutes, for example), the next save of
+this owner finds another token in the file and raises.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dtrain import storage
-from dtrain.checkpoint import lock_owner as holders
+from dtrain.checkpoint import lock_owner
 from dtrain.checkpoint.lock_owner import LockOwner
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.storage import AnyPath
 
 LOCK_FILE = "run.lock"
-HEARTBEAT_THREAD = "dtrain-heartbeat"  # the name of the thread
-_STALE_CLAIM = re.compile(r"run\.lock\.([0-9a-f]{16}|[0-9a-f]{8}\.tmp)")  # claims, and what a killed replacement leaves
+HEARTBEAT_THREAD = "dtrain-heartbeat"
+# Claims, and leftovers of a killed replacement.
+_STALE_CLAIM = re.compile(r"run\.lock\.([0-9a-f]{16}|[0-9a-f]{8}\.tmp)")
 _POLL_S = 0.2
-_EXIT_TIMEOUT_S = 10.0  # for servers to let go of locks; then others have to see that the process has gone
+# Time to release locks on servers at exit. After that, other processes detect the dead owner.
+_EXIT_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class _HeldLock:
-    """A lock file of this process; ``handles`` are the ``Lock`` objects on it."""
+    """Lock file of this process; ``handles`` counts its ``Lock`` objects."""
 
     root: AnyPath
     owner: LockOwner
@@ -56,9 +58,10 @@ class _HeldLock:
 
 @dataclass(slots=True, eq=False)
 class _LockRegistry:
-    """What this process holds, by root. ``lock`` is reentrant: the garbage collector may release a lock anywhere.
+    """Locks of this process by root. ``lock`` is reentrant, because the garbage collector may release a lock anywhere.
 
-    ``to_release`` has holds on servers that the garbage collector released, and None to wake the thread that renews and drops.
+    ``to_release`` holds locks on servers that the garbage collector released, and None to wake the heartbeat thread. ``stop``
+    ends the heartbeat thread, and is None without a thread.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -66,14 +69,14 @@ class _LockRegistry:
     lock: threading.RLock = field(default_factory=threading.RLock)
     acquisition_lock: threading.Lock = field(default_factory=threading.Lock)
     to_release: queue.SimpleQueue[_HeldLock | None] = field(default_factory=queue.SimpleQueue)
-    stop: threading.Event | None = None  # of the thread that renews; None while there is none
+    stop: threading.Event | None = None
 
 
 _REGISTRY = _LockRegistry()
 
 
 def _registry() -> _LockRegistry:
-    """The record of this process. A fork begins with an empty one: it holds nothing, and its locks may be in any state."""
+    """Return the registry of this process. A fork starts with an empty registry, because its locks may be in any state."""
     global _REGISTRY
     if _REGISTRY.pid != os.getpid():
         _REGISTRY = _LockRegistry()
@@ -81,17 +84,17 @@ def _registry() -> _LockRegistry:
 
 
 class Lock:
-    """One hold on a root. Released by ``release``, with the last reference to it, or when the interpreter ends normally.
+    """Hold on a root, released by ``release``, with the last reference, or when the interpreter ends normally.
 
-    A root may be held several times by one process; the file goes with the last hold.
+    A process may hold a root several times; the file is removed with the last hold.
     """
 
-    __slots__ = ("__weakref__", "_finish", "_held", "_of")
+    __slots__ = ("__weakref__", "_finish", "_held", "_registry")
 
-    def __init__(self, of: _LockRegistry, held: _HeldLock) -> None:
-        self._of, self._held = of, held
+    def __init__(self, registry: _LockRegistry, held: _HeldLock) -> None:
+        self._registry, self._held = registry, held
         held.handles += 1
-        self._finish = weakref.finalize(self, _release_from_gc, of, held)
+        self._finish = weakref.finalize(self, _release_from_gc, registry, held)
         self._finish.atexit = isinstance(held.root, Path)
 
     def __repr__(self) -> str:
@@ -99,38 +102,39 @@ class Lock:
 
     @property
     def root(self) -> AnyPath:
-        """What is held."""
+        """Locked root."""
         return self._held.root
 
     def protect(self, steps: Collection[int]) -> None:
-        """Keep these steps of the root from ``prune`` in this process. Mutates: this hold's record."""
+        """Keep ``prune`` in this process from removing these steps. Mutates: the record of this hold."""
         self._held.protected.update(steps)
 
     def check(self) -> None:
-        """Make sure that the lock is still ours. A file that somebody has removed meanwhile is put back.
+        """Raise unless this process still owns the lock. If the file was removed, the file is created again.
 
         Raises:
-            CheckpointError: another process has taken it over, or this hold was released or belongs to the parent process.
-            OSError: the file cannot be read.
+            CheckpointError: another process has taken over the lock, or this hold was released or is the parent process's.
+            OSError: an unreadable lock file.
         """
-        if self._of.pid != os.getpid():
-            raise CheckpointError(f"{self.root}: is held by the process that this one is a fork of; save from that one")
-        with self._of.lock:
+        if self._registry.pid != os.getpid():
+            raise CheckpointError(f"{self.root}: the lock belongs to the parent process of this fork. Save from the parent.")
+        with self._registry.lock:
             if not self._finish.alive:
-                raise CheckpointError(f"{self.root}: the lock was released; take it again before saving")
+                raise CheckpointError(f"{self.root}: the lock was released. Lock the root again before saving.")
             if not _still_ours(self._held) and self._held.lost_to is None:
                 _create(self._held.path, self._held.owner)
-                _still_ours(self._held)  # somebody else may have been faster
+                # Another process may have created the file first.
+                _still_ours(self._held)
             if self._held.lost_to is not None:
                 raise CheckpointError(
-                    f"{self.root}: another process has taken the lock of this run ({self._held.lost_to}): this one was silent for "
-                    "so long that it was taken for dead; end one of the two, then load the latest step"
+                    f"{self.root}: another process has taken over the lock of this run ({self._held.lost_to}), because this "
+                    "process sent no heartbeat for too long. End one of the two, then load the latest step."
                 )
 
     def release(self) -> None:
-        """Give up this hold. A second call does nothing. Mutates: the lock file goes with the last hold."""
+        """Release this hold. A second call does nothing. Mutates: the lock file is removed with the last hold."""
         if self._finish.detach() is not None:
-            _release(self._of, self._held)
+            _release(self._registry, self._held)
 
     def __enter__(self) -> Lock:
         return self
@@ -140,116 +144,137 @@ class Lock:
 
 
 def lock_root(root: AnyPath, run_id: str, *, protected: Collection[int] = ()) -> Lock:
-    """Hold ``root`` for a run of this process, or raise because another live process does.
+    """Lock ``root`` for a run of this process, or raise if another live process has locked the root.
 
     Args:
-        root: a folder, made if missing; its one true name (``storage.real_path``).
-        run_id: of the run, for the message that others get.
-        protected: steps of the root that this process still needs: the one resumed from.
+        root: folder, created if missing, as ``storage.real_path`` returns it.
+        run_id: id of the run, for the messages of other processes.
+        protected: steps of the root that this process still needs: the step resumed from.
 
     Returns:
-        A hold, which counts as long as the object lives. When this process holds the root already, one more on the same file.
+        A hold, which lasts as long as the object. If this process has locked the root already, the file is shared.
 
-    Mutates: ``run.lock``; a thread renews it every few seconds until the last hold of this process is released.
-    Waits: for up to a minute, when the holder is on another host or in another container and was alive less than a minute ago:
-    it either renews its lock, and is refused with its name, or has died, and is taken over. On the same host that is known at
-    once.
+    Mutates: ``run.lock``; a thread renews its heartbeat every few seconds until the last hold of this process is released.
+    Waits: up to a minute if the owner is on another host or in another container and was alive less than a minute ago. A
+    heartbeat of the owner then raises, and silence lets this process take over. An owner on the same host is inspected at once.
 
     Raises:
-        CheckpointError: a live process holds the root.
-        OSError: a file operation failed.
+        CheckpointError: a live process has locked the root.
+        OSError: a failed file operation.
     """
-    process = _registry()
-    with process.acquisition_lock:  # so that two threads of this process do not take each other for strangers
-        made = _share_held_lock(process, root)
+    registry = _registry()
+    # Two threads of this process must not take each other for different processes.
+    with registry.acquisition_lock:
+        hold = _share_held_lock(registry, root)
+        if hold is None:
+            storage.make_folders(root)
+            held = _HeldLock(
+                root=root, owner=_acquire_file(root / LOCK_FILE, lock_owner.current_owner(run_id, now=time.time()))
+            )
+            with registry.lock:
+                registry.locks[str(root)] = held
+                hold = Lock(registry, held)
+                _start_heartbeat(registry)
+            _remove_stale_claims(held)
+    hold.protect(protected)
+    return hold
+    registry = _registry()
+    with registry.acquisition_lock:  # so that two threads of this registry do not take each other for strangers
+        made = _share_held_lock(registry, root)
         if made is None:
             storage.make_folders(root)
-            held = _HeldLock(root=root, owner=_acquire_file(root / LOCK_FILE, holders.current_owner(run_id, now=time.time())))
-            with process.lock:
-                process.locks[str(root)] = held
-                made = Lock(process, held)
-                _start_heartbeat(process)
+            held = _HeldLock(
+                root=root, owner=_acquire_file(root / LOCK_FILE, lock_owner.current_owner(run_id, now=time.time()))
+            )
+            with registry.lock:
+                registry.locks[str(root)] = held
+                made = Lock(registry, held)
+                _start_heartbeat(registry)
             _remove_stale_claims(held)
     made.protect(protected)
     return made
 
 
-def _share_held_lock(process: _LockRegistry, root: AnyPath) -> Lock | None:
-    """A hold on what this process holds already, None when it holds nothing, or holds it no longer."""
-    with process.lock:
-        held = process.locks.get(str(root))
-        return Lock(process, held) if held is not None and held.lost_to is None else None
+def _share_held_lock(registry: _LockRegistry, root: AnyPath) -> Lock | None:
+    """Return another hold on a lock of this process, or None if the process has none or has lost the lock."""
+    with registry.lock:
+        held = registry.locks.get(str(root))
+        return Lock(registry, held) if held is not None and held.lost_to is None else None
 
 
 def is_held_here(root: AnyPath) -> bool:
-    """Whether this process holds the root."""
+    """Return True if this process has locked the root."""
     return str(root) in _registry().locks
 
 
 def protected_steps(root: AnyPath) -> frozenset[int]:
-    """The steps of the root that its holds in this process need."""
+    """Return the steps of the root that the holds in this process protect."""
     held = _registry().locks.get(str(root))
     return frozenset() if held is None else frozenset(held.protected)
 
 
-def _acquire_file(path: AnyPath, me: LockOwner) -> LockOwner:
-    """Make ``path`` a file that names this process, as soon as no live one is named there."""
+def _acquire_file(path: AnyPath, our_owner: LockOwner) -> LockOwner:
+    """Create ``path`` with this process as owner, once no live owner is named there."""
     watched, since = b"", time.monotonic()
     while True:
         now = time.time()
-        me = replace(me, acquired_at=now, heartbeat_at=now)
-        if _create(path, me):
-            return me
+        our_owner = replace(our_owner, acquired_at=now, heartbeat_at=now)
+        if _create(path, our_owner):
+            return our_owner
         found = _read(path)
         if found is None:
-            continue  # released between the two
-        holder = holders.parse_owner(found)
+            # The owner released the lock after the attempt to create the file.
+            continue
+        owner = lock_owner.parse_owner(found)
         if found != watched:
-            before = holders.parse_owner(watched)
-            if holder is not None and before is not None and holder.token == before.token:
-                raise _in_use_error(path, holder)  # it has renewed its heartbeat
+            before = lock_owner.parse_owner(watched)
+            if owner is not None and before is not None and owner.token == before.token:
+                # The owner has renewed its heartbeat.
+                raise _in_use_error(path, owner)
             watched, since = found, time.monotonic()
-        verdict = holders.owner_status(holder, me, now=now, unchanged_s=time.monotonic() - since)
-        if holder is not None and holders.is_same_process(holder, me):
-            verdict = "dead"  # this process holds nothing here: its last attempt failed half way
-        if verdict == "live":
-            assert holder is not None, "what names nobody is not alive"
-            raise _in_use_error(path, holder)
-        if verdict == "dead" and _take_over(path, found, me):
-            return me
+        status = lock_owner.owner_status(owner, our_owner, now=now, unchanged_s=time.monotonic() - since)
+        if owner is not None and lock_owner.is_same_process(owner, our_owner):
+            # This process has no lock on the root, so its last attempt failed half way.
+            status = "dead"
+        if status == "live":
+            assert owner is not None, "a file without owner is never live"
+            raise _in_use_error(path, owner)
+        if status == "dead" and _take_over(path, found, our_owner):
+            return our_owner
         time.sleep(_POLL_S)
 
 
-def _take_over(path: AnyPath, found: bytes, me: LockOwner) -> bool:
-    """Put ``me`` in the place of a dead holder, if what was judged is still there. The claim on it is a lock like any other."""
-    dead = holders.parse_owner(found)
+def _take_over(path: AnyPath, found: bytes, our_owner: LockOwner) -> bool:
+    """Replace a dead owner by ``our_owner`` if the file is unchanged. The claim for the takeover is a lock file itself."""
+    dead = lock_owner.parse_owner(found)
     token = hashlib.sha256(found).hexdigest()[:16] if dead is None else dead.token
     claim = path.with_name(f"{LOCK_FILE}.{token}")
-    claimed = _acquire_file(claim, replace(me, token=holders.new_token()))
+    claimed = _acquire_file(claim, replace(our_owner, token=lock_owner.new_token()))
     try:
         if _read(path) != found:
-            return False  # another one was faster, or the holder lives after all
-        storage.replace_file(path, me.encode())
+            # Another process was faster, or the owner is alive.
+            return False
+        storage.replace_file(path, our_owner.encode())
         return True
     finally:
         _remove_if_owned_by(claim, claimed)
 
 
-def _in_use_error(path: AnyPath, holder: LockOwner) -> CheckpointError:
+def _in_use_error(path: AnyPath, owner: LockOwner) -> CheckpointError:
     return CheckpointError(
-        f"{path.parent}: is in use by another live job ({holder.describe()}); save into another root, or end that job first"
+        f"{path.parent}: another live job uses this root ({owner.describe()}). Save into another root, or end that job first."
     )
 
 
-def _create(path: AnyPath, me: LockOwner) -> bool:
-    """Create the file; False when there is one."""
-    data = me.encode()
+def _create(path: AnyPath, our_owner: LockOwner) -> bool:
+    """Create the lock file. Return False if the file exists."""
+    data = our_owner.encode()
     try:
         storage.create_file(path, data)
     except FileExistsError:
         return False
     except OSError:
-        # What we began must not stand in the way of the next attempt, and nobody else's file is a part of ours.
+        # A partly written file of this process must not block the next attempt. Files of other processes differ in the token.
         with suppress(OSError):
             found = _read(path)
             if found is not None and data.startswith(found):
@@ -259,43 +284,44 @@ def _create(path: AnyPath, me: LockOwner) -> bool:
 
 
 def _read(path: AnyPath) -> bytes | None:
-    """The content of a lock file, None when there is none, nothing when it cannot be one."""
+    """Return the content of a lock file; None if there is none, and b"" if the content cannot be a lock file."""
     try:
         size = storage.file_size(path)
         if size is None:
             return b"" if storage.exists(path) else None
-        return b"" if size > holders.MAX_BYTES else storage.read_file(path, limit=holders.MAX_BYTES)
+        return b"" if size > lock_owner.MAX_BYTES else storage.read_file(path, limit=lock_owner.MAX_BYTES)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE):
-            return None  # removed or replaced while it was read, here or on a network's server
+            # The file was removed or replaced while being read.
+            return None
         raise
 
 
 def _still_ours(held: _HeldLock) -> bool:
-    """Whether the file is there and ours; the lock is lost if it is another's, or we may have missed one. Mutates: ``held``."""
+    """Return True if the lock file is ours. The lock is lost if another owner may have had the file. Mutates: ``held``."""
     found = _read(held.path)
     if found is None:
-        # Removed by hand, unless we were silent for so long that somebody may have come and gone.
-        if time.time() - held.owner.heartbeat_at >= holders.DEAD_AFTER_S:
-            held.lost_to = "one that has ended since"
+        # The file was removed by hand, or by another owner that came and ended while this process sent no heartbeat.
+        if time.time() - held.owner.heartbeat_at >= lock_owner.DEAD_AFTER_S:
+            held.lost_to = "a process that has ended since"
         return False
-    holder = holders.parse_owner(found)
-    if holder is not None and holder.token == held.owner.token:
+    owner = lock_owner.parse_owner(found)
+    if owner is not None and owner.token == held.owner.token:
         return held.lost_to is None
-    held.lost_to = "one that cannot be read" if holder is None else holder.describe()
+    held.lost_to = "a process whose lock file is unreadable" if owner is None else owner.describe()
     return False
 
 
-def _remove_if_owned_by(path: AnyPath, me: LockOwner) -> None:
-    """Remove a lock file if it is ours. Failing to leaves one whose holder is dead, or will be."""
+def _remove_if_owned_by(path: AnyPath, our_owner: LockOwner) -> None:
+    """Remove a lock file if this process owns it. If the removal fails, a file with a dead owner remains."""
     with suppress(OSError, ConfigError):
-        found = holders.parse_owner(_read(path) or b"")
-        if found is not None and found.token == me.token:
+        found = lock_owner.parse_owner(_read(path) or b"")
+        if found is not None and found.token == our_owner.token:
             storage.remove_file(path)
 
 
 def _remove_stale_claims(held: _HeldLock) -> None:
-    """Remove what was left by those that died while taking over or renewing. No claim on a lock that is gone can succeed."""
+    """Remove leftovers of processes that died during a takeover or heartbeat. Claims on a removed lock cannot succeed."""
     with suppress(OSError):
         for name in storage.list_names(held.root):
             if _STALE_CLAIM.fullmatch(name) and name != f"{LOCK_FILE}.{held.owner.token}":
@@ -303,72 +329,75 @@ def _remove_stale_claims(held: _HeldLock) -> None:
                     storage.remove_file(held.root / name)
 
 
-def _release_from_gc(process: _LockRegistry, held: _HeldLock) -> None:
-    """The end of one hold by the garbage collector, whatever this thread is in the middle of.
+def _release_from_gc(registry: _LockRegistry, held: _HeldLock) -> None:
+    """Release a hold from the garbage collector, which may interrupt any operation of this thread.
 
-    That may be a request to the very server, whose answer no other request can wait for; so another thread does it there.
+    For a lock on a server, the interrupted operation may be a request to this server. Another thread releases such a lock.
     """
     if isinstance(held.root, Path):
-        _release(process, held)
-    elif process.pid == os.getpid():
-        process.to_release.put(held)
+        _release(registry, held)
+    elif registry.pid == os.getpid():
+        registry.to_release.put(held)
 
 
 def _release_at_exit() -> None:
-    """Holds on servers end with the interpreter, too, if the server answers soon; it may be what the process has ended of."""
-    process, deadline = _registry(), time.monotonic() + _EXIT_TIMEOUT_S
-    for held in [held for held in process.locks.values() if not isinstance(held.root, Path)]:
+    """Release locks on servers when the interpreter ends, if the server answers in time."""
+    registry, deadline = _registry(), time.monotonic() + _EXIT_TIMEOUT_S
+    for held in [held for held in registry.locks.values() if not isinstance(held.root, Path)]:
         held.handles = 1
-        process.to_release.put(held)
-        while str(held.root) in process.locks and time.monotonic() < deadline:
+        registry.to_release.put(held)
+        while str(held.root) in registry.locks and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
-def _release(process: _LockRegistry, held: _HeldLock) -> None:
-    """The end of one hold, in whatever thread."""
-    if process.pid != os.getpid():
-        return  # a fork of the holder ends
-    with process.lock:
+def _release(registry: _LockRegistry, held: _HeldLock) -> None:
+    """Release a hold, from any thread."""
+    if registry.pid != os.getpid():
+        # A fork of the owner ends.
+        return
+    with registry.lock:
         held.handles -= 1
         if held.handles > 0:
             return
         held.released = True
         _remove_if_owned_by(held.path, held.owner)
-        if process.locks.get(str(held.root)) is held:
-            del process.locks[str(held.root)]
-        if not process.locks and process.stop is not None:
-            process.stop.set()
-            process.stop = None
-            process.to_release.put(None)
+        if registry.locks.get(str(held.root)) is held:
+            del registry.locks[str(held.root)]
+        if not registry.locks and registry.stop is not None:
+            registry.stop.set()
+            registry.stop = None
+            registry.to_release.put(None)
 
 
-def _start_heartbeat(process: _LockRegistry) -> None:
-    """Have a thread renew what is held, if none does."""
-    if process.stop is None:
+def _start_heartbeat(registry: _LockRegistry) -> None:
+    """Start the heartbeat thread unless it runs."""
+    if registry.stop is None:
         atexit.unregister(_release_at_exit)
         atexit.register(_release_at_exit)
-        process.stop = threading.Event()
-        threading.Thread(target=_heartbeat_loop, args=(process, process.stop), name=HEARTBEAT_THREAD, daemon=True).start()
+        registry.stop = threading.Event()
+        threading.Thread(target=_heartbeat_loop, args=(registry, registry.stop), name=HEARTBEAT_THREAD, daemon=True).start()
 
 
-def _heartbeat_loop(process: _LockRegistry, stop: threading.Event) -> None:
+def _heartbeat_loop(registry: _LockRegistry, stop: threading.Event) -> None:
     while not stop.is_set():
         try:
-            dropped = process.to_release.get(timeout=holders.HEARTBEAT_INTERVAL_S)
+            dropped = registry.to_release.get(timeout=lock_owner.HEARTBEAT_INTERVAL_S)
         except queue.Empty:
-            for held in list(process.locks.values()):
-                _renew_heartbeat(process, held)
+            for held in list(registry.locks.values()):
+                _renew_heartbeat(registry, held)
         else:
             if dropped is not None:
-                _release(process, dropped)
+                _release(registry, dropped)
 
 
-def _renew_heartbeat(process: _LockRegistry, held: _HeldLock) -> None:
-    """One heartbeat. Failing is no reason to end: the disk may be full for a while."""
-    with process.lock, suppress(OSError, ConfigError):  # the latter of a server that needs other credentials by now
+def _renew_heartbeat(registry: _LockRegistry, held: _HeldLock) -> None:
+    """Renew one heartbeat. A failure does not end the thread, because the disk may be full for a while."""
+    # A server that needs other credentials by now raises ConfigError.
+    with registry.lock, suppress(OSError, ConfigError):
         if not held.released and _still_ours(held):
-            me = holders.with_heartbeat(held.owner, now=time.time())
-            storage.replace_file(held.path, me.encode())
-            held.owner = me
-            if held.released:  # by the garbage collector, just now, in this thread
-                _remove_if_owned_by(held.path, me)
+            renewed = lock_owner.with_heartbeat(held.owner, now=time.time())
+            storage.replace_file(held.path, renewed.encode())
+            held.owner = renewed
+            # The garbage collector may have released the hold in this thread during the replacement.
+            if held.released:
+                _remove_if_owned_by(held.path, renewed)

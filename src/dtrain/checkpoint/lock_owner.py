@@ -1,8 +1,7 @@
-"""Who holds the lock of a root, as the lock file says it, and whether that process still lives. No file of the root is touched.
+"""Parse the owner of a root's lock file, and determine whether the owner's process is alive. No file of the root is read.
 
-A process is known by the kernel that it runs on (boot id), by the space of its pid (pid namespace), by pid and start time.
-Where all four can be compared the answer is certain. Where they cannot, on another host or in another container, the heartbeat
-decides.
+A process is identified by the boot id of its kernel, its pid namespace, its pid and its start time. If all four can be
+compared, the answer is certain. If they cannot be compared (another host or container), the heartbeat decides.
 """
 
 from __future__ import annotations
@@ -21,36 +20,38 @@ from dtrain.checkpoint import strict_json
 from dtrain.errors import CorruptCheckpointError
 
 FORMAT, VERSION = "dtrain-lock", 1
-MAX_BYTES = 4096  # of a lock file; ours has some 400
+# Limit for a lock file; a written file has about 400 bytes.
+MAX_BYTES = 4096
 HEARTBEAT_INTERVAL_S = 5.0
-"""How often a holder renews its heartbeat."""
+"""Interval between heartbeats of an owner."""
 DEAD_AFTER_S = 60.0
-"""A holder that cannot be looked at is dead when it has not renewed its heartbeat for so long."""
+"""Age of the last heartbeat from which an owner that cannot be inspected is dead."""
 REBOOTED_AFTER_S = 20.0
-"""The same for a host of our name with another boot id. Not at once: two machines may have one name."""
+"""Like ``DEAD_AFTER_S``, for a host of our name with another boot id. Not zero: two machines may have one name."""
 TORN_AFTER_S = 2.0
-"""What is no record, and does not change for so long, is what somebody left who died while writing it."""
+"""Age from which an unreadable file that does not change is taken for the leftover of an interrupted write."""
 
 OwnerStatus = Literal["live", "dead", "unknown"]
 _TOKEN = re.compile(r"[0-9a-f]{16}")
-_WORD = re.compile(r"[!-~]{1,255}")  # what may go into a message as it is
+# These characters are safe in a message.
+_WORD = re.compile(r"[!-~]{1,255}")
 _MAX_PID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockOwner:
-    """What a lock file says of its holder.
+    """Owner of a lock, as the lock file names the owner.
 
     Args:
-        token: of this holding; no other has the same.
-        host: its name.
-        pid: of the process, in its own pid namespace.
-        start_ticks: when the process started, in ticks since the boot of its kernel; this and the next two are None without /proc.
-        boot_id: id of that boot.
-        pid_namespace: the pid namespace.
-        run_id: of the run.
-        acquired_at: when the lock was taken, in seconds since 1970 by the holder's clock.
-        heartbeat_at: when the holder was last known to live, likewise.
+        token: unique token of the lock.
+        host: name of the host.
+        pid: pid of the process in its pid namespace.
+        start_ticks: start time of the process in ticks since boot; None without /proc.
+        boot_id: id of the boot; None without /proc.
+        pid_namespace: pid namespace; None without /proc.
+        run_id: id of the run.
+        acquired_at: time of acquisition in seconds since 1970 by the owner's clock.
+        heartbeat_at: time of the last heartbeat in seconds since 1970 by the owner's clock.
     """
 
     token: str
@@ -64,16 +65,16 @@ class LockOwner:
     heartbeat_at: float
 
     def encode(self) -> bytes:
-        """The bytes of the lock file. The token comes first, so that a part of them can be told from anybody else's."""
+        """Encode the lock file. The token is the first field, so that a part of the file identifies its writer."""
         return json.dumps({**asdict(self), "format": FORMAT, "version": VERSION}, allow_nan=False).encode() + b"\n"
 
     def describe(self) -> str:
-        """The holder in words, with which ``ps`` on the right host finds it."""
+        """Describe the owner such that ``ps`` on the named host finds the process."""
         return f"host {self.host}, pid {self.pid}, since {_format_utc(self.acquired_at)}, run {self.run_id}"
 
 
 def parse_owner(data: bytes) -> LockOwner | None:
-    """The holder that a lock file names, or None when it is nothing that this version writes."""
+    """Parse a lock file. Return None if this version cannot have written the file."""
     try:
         raw = strict_json.read_object(
             strict_json.parse_json(data, "lock"), "lock", (*(f.name for f in fields(LockOwner)), "format", "version")
@@ -84,44 +85,45 @@ def parse_owner(data: bytes) -> LockOwner | None:
             token=strict_json.read_str(raw["token"], "token", _TOKEN),
             host=strict_json.read_str(raw["host"], "host", _WORD),
             pid=min(strict_json.read_int(raw["pid"], "pid"), _MAX_PID),
-            start_ticks=strict_json.read_optional(raw["started"], "started", strict_json.read_int),
-            boot_id=strict_json.read_optional(raw["boot"], "boot", _read_word),
-            pid_namespace=strict_json.read_optional(raw["space"], "space", _read_word),
+            start_ticks=strict_json.read_optional(raw["start_ticks"], "start_ticks", strict_json.read_int),
+            boot_id=strict_json.read_optional(raw["boot_id"], "boot_id", _read_word),
+            pid_namespace=strict_json.read_optional(raw["pid_namespace"], "pid_namespace", _read_word),
             run_id=strict_json.read_str(raw["run_id"], "run_id", _WORD),
-            acquired_at=_read_seconds(raw["since"]),
-            heartbeat_at=_read_seconds(raw["beat"]),
+            acquired_at=_read_seconds(raw["acquired_at"]),
+            heartbeat_at=_read_seconds(raw["heartbeat_at"]),
         )
     except CorruptCheckpointError:
         return None
 
 
-def _read_word(value: object, where: str) -> str:
-    return strict_json.read_str(value, where, _WORD)
+def _read_word(value: object, location: str) -> str:
+    return strict_json.read_str(value, location, _WORD)
 
 
 def _read_seconds(value: object) -> float:
     if type(value) is not float or not 0 <= value < 1e11:
-        raise CorruptCheckpointError(f"lock: needs seconds, got {strict_json.describe_value(value)}")
+        raise CorruptCheckpointError(f"lock: must be seconds, got {strict_json.describe_value(value)}")
     return value
 
 
 def current_owner(run_id: str, *, now: float) -> LockOwner:
-    """This process as a holder that begins now."""
-    space: str | None = None
-    boot: str | None = None
+    """Return an owner for this process, which acquires a lock now."""
+    pid_namespace: str | None = None
+    boot_id: str | None = None
     try:
-        space = os.readlink("/proc/self/ns/pid")
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        pid_namespace = os.readlink("/proc/self/ns/pid")
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        pass  # no Linux, or a sandbox without them: what is None is never compared
-    looked = process_start_ticks(os.getpid())
+        # Without Linux, or in a sandbox without these files, the fields are None and never compared.
+        pass
+    start_ticks = process_start_ticks(os.getpid())
     return LockOwner(
         token=new_token(),
         host=re.sub(r"[^!-~]", "?", socket.gethostname())[:255] or "?",
         pid=os.getpid(),
-        start_ticks=looked if type(looked) is int else None,
-        boot_id=boot,
-        pid_namespace=space,
+        start_ticks=start_ticks if type(start_ticks) is int else None,
+        boot_id=boot_id,
+        pid_namespace=pid_namespace,
         run_id=run_id,
         acquired_at=now,
         heartbeat_at=now,
@@ -129,66 +131,68 @@ def current_owner(run_id: str, *, now: float) -> LockOwner:
 
 
 def new_token() -> str:
-    """What no other holding is called."""
+    """Return a unique token."""
     return secrets.token_hex(8)
 
 
 def is_same_process(one: LockOwner, other: LockOwner) -> bool:
-    """Whether both are of one process: what it left behind itself, because an operation failed or it replaced its program."""
-    names = ("host", "pid", "started", "boot", "space")
+    """Return True if both owners are the same process, which may have left a lock after an error or an ``exec``."""
+    names = ("host", "pid", "start_ticks", "boot_id", "pid_namespace")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-def with_heartbeat(holder: LockOwner, *, now: float) -> LockOwner:
-    """The same holder, alive at ``now``. Its beat never stands still, whatever the clock does: a change is what shows life."""
-    return replace(holder, heartbeat_at=max(now, holder.heartbeat_at + 1e-3))
+def with_heartbeat(owner: LockOwner, *, now: float) -> LockOwner:
+    """Return the owner with a heartbeat at ``now``. The heartbeat always increases, because a change shows life."""
+    return replace(owner, heartbeat_at=max(now, owner.heartbeat_at + 1e-3))
 
 
 def process_start_ticks(pid: int) -> int | Literal["gone", "hidden"]:
-    """When the process of this pid started, in ticks; "gone" when it has ended; "hidden" when that is all that can be seen."""
+    """Return the start time of a process in ticks; "gone" if the process has ended, "hidden" if no more is visible."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return "gone"
     except OSError:
-        pass  # another user's: it is there
+        # The process exists and belongs to another user.
+        pass
     try:
-        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the name in brackets may hold anything
+        # The process name in brackets may contain any character.
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return "hidden"
     return "gone" if words[0] in (b"Z", b"X") else int(words[19])
 
 
-def owner_status(holder: LockOwner | None, me: LockOwner, *, now: float, unchanged_s: float) -> OwnerStatus:
-    """Whether who wrote a lock file lives.
+def owner_status(owner: LockOwner | None, our_owner: LockOwner, *, now: float, unchanged_s: float) -> OwnerStatus:
+    """Return whether the owner of a lock file is alive.
 
     Args:
-        holder: what the file says, None when it makes no sense.
-        me: this process.
-        now: by the clock of this host. It is compared with the holder's: one that is a minute ahead of it takes a living
-            holder on another host for dead, who will find out at its next heartbeat; one that is behind waits longer.
-        unchanged_s: for how long this process has seen the file unchanged.
+        owner: the parsed owner; None if the file is unreadable.
+        our_owner: owner of this process.
+        now: time of this host's clock, which is compared with the owner's clock. A clock that is a minute ahead takes a live
+            owner on another host for dead, and this owner raises at its next heartbeat. A clock that is behind waits longer.
+        unchanged_s: time for which this process has seen the file unchanged.
 
     Returns:
-        "unknown" while the file has to be watched: its next change shows a living holder, the lack of one a dead one.
+        "unknown" while the file has to be watched: a change shows a live owner, no change a dead owner.
     """
-    if holder is None:
+    if owner is None:
         return "dead" if unchanged_s >= TORN_AFTER_S else "unknown"
-    same_kernel = holder.boot_id is not None and holder.boot_id == me.boot_id
-    if same_kernel and holder.pid_namespace is not None and holder.pid_namespace == me.pid_namespace and holder.pid > 0:
-        return _status_by_pid(holder)
-    # The ids of another boot, or the pids of another space, say nothing here: a pid that does not exist may well be alive.
-    rebooted = holder.host == me.host and holder.boot_id is not None and me.boot_id is not None and not same_kernel
-    silent_s = max(now - holder.heartbeat_at, unchanged_s)
+    same_kernel = owner.boot_id is not None and owner.boot_id == our_owner.boot_id
+    if same_kernel and owner.pid_namespace is not None and owner.pid_namespace == our_owner.pid_namespace and owner.pid > 0:
+        return _status_by_pid(owner)
+    # Ids of another boot or pids of another namespace say nothing: a pid that does not exist here may be alive there.
+    rebooted = owner.host == our_owner.host and owner.boot_id is not None and our_owner.boot_id is not None and not same_kernel
+    silent_s = max(now - owner.heartbeat_at, unchanged_s)
     return "dead" if silent_s >= (REBOOTED_AFTER_S if rebooted else DEAD_AFTER_S) else "unknown"
 
 
-def _status_by_pid(holder: LockOwner) -> OwnerStatus:
-    found = process_start_ticks(holder.pid)
+def _status_by_pid(owner: LockOwner) -> OwnerStatus:
+    found = process_start_ticks(owner.pid)
     if found == "gone":
         return "dead"
-    # The pid of a dead process is given out again, with another start time.
-    return "dead" if type(found) is int and holder.start_ticks is not None and found != holder.start_ticks else "live"
+    # The kernel reuses the pid of a dead process, with another start time.
+    return "dead" if type(found) is int and owner.start_ticks is not None and found != owner.start_ticks else "live"
 
 
 def _format_utc(at: float) -> str:

@@ -1,4 +1,4 @@
-"""What differs between a stored model and the one that is here: a short table."""
+"""Format the differences between a stored model and the current model as an error with a short table."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _KIND_LABELS: dict[MismatchKind, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchRow:
-    """One line of the table.
+    """Row of the table.
 
     Args:
-        name: of what differs.
-        kind: ``"missing"`` is here and not stored, ``"unexpected"`` is stored and not here.
-        stored: what is stored under the name, None for nothing.
-        here: what is here.
-        label: the name as it is shown, where that says more.
+        name: name of the entry.
+        kind: ``"missing"`` is not stored, ``"unexpected"`` is stored and not in the model.
+        stored: description of the stored entry; None without one.
+        here: description of the entry in the model; None without one.
+        label: text to show instead of the name.
     """
 
     name: str
@@ -42,40 +42,41 @@ class MismatchRow:
 
 
 def missing_row(name: str, here: str) -> MismatchRow:
-    """Something that is here and not stored."""
+    """Return a row for an entry that is not stored."""
     return MismatchRow(name=name, kind="missing", stored=None, here=here)
 
 
 def unexpected_row(name: str, stored: str, *, label: str = "") -> MismatchRow:
-    """Something that is stored and not here."""
+    """Return a row for an entry that is stored and not in the model."""
     return MismatchRow(name=name, kind="unexpected", stored=stored, here=None, label=label)
 
 
 def unequal_row(name: str, stored: TensorRef, here: TensorRef, *, label: str = "") -> MismatchRow:
-    """A tensor that is stored in another shape, or else in another dtype."""
+    """Return a row for a tensor that is stored in another shape, or else in another dtype."""
     kind: MismatchKind = "shape" if stored.shape != here.shape else "dtype"
     return MismatchRow(name=name, kind=kind, stored=str(stored), here=str(here), label=label)
 
 
 def other_row(name: str, stored: str, here: str) -> MismatchRow:
-    """Something that is no tensor."""
+    """Return a row for an entry that is not a tensor."""
     return MismatchRow(name=name, kind="other", stored=stored, here=here)
 
 
-def mismatch_error(where: str, rows: Sequence[MismatchRow], *, source: str, advice: str) -> CheckpointMismatchError:
-    """The error that says how many entries differ in which way, with at most ten of them in a table.
+def mismatch_error(caller: str, rows: Sequence[MismatchRow], *, source: str, advice: str) -> CheckpointMismatchError:
+    """Return the error with the number of differences of each kind, and at most ten of them in a table.
 
-    A name that only one side has is shown with the nearest of those that only the other side has: it may have been renamed.
+    A name that only one side has is shown with the most similar name that only the other side has, because the entry may have
+    been renamed.
 
     Args:
-        where: the call, and what it was given.
-        rows: what differs, at least one row.
-        source: what the stored side is called, such as ``"checkpoint"``.
-        advice: what to do.
+        caller: prefix of the message: the function and its argument.
+        rows: differences, at least one.
+        source: name of the stored side, such as ``"checkpoint"``.
+        advice: sentences of advice.
     """
     kinds = {kind: [row for row in rows if row.kind == kind] for kind in _KIND_LABELS}
     counts = ", ".join(f"{len(of_kind)} {_KIND_LABELS[kind]}" for kind, of_kind in kinds.items() if of_kind)
-    # In turns, so that a kind of which there are hundreds does not hide the others.
+    # Kinds take turns, so that hundreds of rows of one kind do not hide the other kinds.
     turns = (row for turn in zip_longest(*kinds.values()) for row in turn if row is not None)
     shown = {id(row) for row, _ in zip(turns, range(MAX_ROWS), strict=False)}
     only_one_side = {"missing": [row.name for row in kinds["unexpected"]], "unexpected": [row.name for row in kinds["missing"]]}
@@ -89,7 +90,7 @@ def mismatch_error(where: str, rows: Sequence[MismatchRow], *, source: str, advi
     if len(rows) > len(lines):
         lines.append(f"  and {len(rows) - len(lines)} more")
     table = "\n".join(lines)
-    return CheckpointMismatchError(f"{where} does not fit, {len(rows)} entries differ ({counts}); {advice}\n{table}")
+    return CheckpointMismatchError(f"{caller} does not fit. {len(rows)} entries differ ({counts}). {advice}\n{table}")
 
 
 def _nearest(name: str, others: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Where an optimizer's state and hyperparameters go, parameter by parameter and group by group."""
+"""Compare a stored optimizer with the current optimizer, and plan the load of its state and hyperparameters."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from dtrain.errors import CorruptCheckpointError
 from dtrain.state import TrainState
 
 TensorBuilder = Callable[[Tensor], Tensor]
-"""Makes a tensor of the state of one on the CPU that nobody else has."""
+"""Function that builds a tensor of the state from a tensor on the CPU, which the state may keep."""
 
 # Hyperparameters that a schedule adds to a group on its first use, after the optimizer of a resumed run was built.
 _ADDED_BY_SCHEDULES = frozenset({"initial_lr"})
 
 
 class PlanBuilder(Protocol):
-    """Collects what goes where."""
+    """Protocol of an object that collects the regions and builders of a load."""
 
     regions: dict[str, Region]
     builders: dict[str, TensorBuilder]
 
     def region_of(self, tensor: Tensor) -> Region:
-        """The part of a tensor that this rank has."""
+        """Return the region of a tensor that this rank has."""
 
 
 def find_unknown_state(
     optimizer: dict[str, Any], state: TrainState, skipped: Collection[str], *, strict: bool
 ) -> Iterator[MismatchRow]:
-    """Saved state of what is no parameter here, and not one of ``skipped``; with ``strict`` off there may be some."""
+    """Return a row for each stored state of an unknown parameter, except for ``skipped`` names and with ``strict=False``."""
     for name, content in _dict(optimizer["state"], "optimizer/state").items():
         _dict(content, f"optimizer/state/{name}")
         if name not in state.params and name not in skipped and strict:
@@ -48,26 +48,26 @@ def find_unknown_state(
 
 
 def compare_groups(optimizer: dict[str, Any], state: TrainState, skipped: Collection[str]) -> Iterator[MismatchRow]:
-    """Groups must hold the same parameters but for ``skipped``; hyperparameters may be new here, but not unknown here."""
-    theirs, ours = optimizer["groups"], optimizer_groups(state)
-    if type(theirs) is not list or len(theirs) != len(ours):
-        count = len(theirs) if type(theirs) is list else 0
-        yield other_row("optimizer/groups", f"{count} groups", f"{len(ours)} groups")
+    """Return rows for groups with other parameters, except for ``skipped``, and for unknown stored hyperparameters."""
+    stored_groups, groups = optimizer["groups"], optimizer_groups(state)
+    if type(stored_groups) is not list or len(stored_groups) != len(groups):
+        count = len(stored_groups) if type(stored_groups) is list else 0
+        yield other_row("optimizer/groups", f"{count} groups", f"{len(groups)} groups")
         return
-    for at, (saved, group) in enumerate(zip(theirs, ours, strict=True)):
-        where = f"optimizer/groups/{at}"
-        _dict(saved, where)
-        there, here = _param_names(saved.get("params"), skipped), _param_names(group["params"], skipped)
-        if there != here:
-            first = next((a or b for a, b in _pairs(there, here) if a != b), "?")
-            yield other_row(f"{where}/params", f"{len(there)} (first difference: {first})", f"{len(here)}")
+    for at, (saved, group) in enumerate(zip(stored_groups, groups, strict=True)):
+        location = f"optimizer/groups/{at}"
+        _dict(saved, location)
+        stored, here = _param_names(saved.get("params"), skipped), _param_names(group["params"], skipped)
+        if stored != here:
+            first = next((a or b for a, b in _pairs(stored, here) if a != b), "?")
+            yield other_row(f"{location}/params", f"{len(stored)} (first difference: {first})", f"{len(here)}")
         for key in saved:
             if key not in group and key not in _ADDED_BY_SCHEDULES:
-                yield unexpected_row(f"{where}/{key}", "a hyperparameter")
+                yield unexpected_row(f"{location}/{key}", "a hyperparameter")
 
 
-def _param_names(names: Any, touched: Collection[str]) -> list[Any]:
-    return [name for name in names if type(name) is not str or name not in touched] if type(names) is list else []
+def _param_names(names: Any, skipped: Collection[str]) -> list[Any]:
+    return [name for name in names if type(name) is not str or name not in skipped] if type(names) is list else []
 
 
 def _pairs(a: list[Any], b: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -75,55 +75,56 @@ def _pairs(a: list[Any], b: list[Any]) -> Iterator[tuple[Any, Any]]:
         yield (a[at] if at < len(a) else None), (b[at] if at < len(b) else None)
 
 
-def _dict(value: Any, where: str) -> dict[str, Any]:
-    """``value`` as a dict of the decoded values.
+def _dict(value: Any, location: str) -> dict[str, Any]:
+    """Return ``value`` as a dict.
 
     Raises:
-        CorruptCheckpointError: it is none.
+        CorruptCheckpointError: a value of another type.
     """
     if type(value) is not dict:
-        raise CorruptCheckpointError(f"{layout.index_name(0)}: {where}: needs a dict, got {strict_json.describe_value(value)}")
+        raise CorruptCheckpointError(
+            f"{layout.index_name(0)}: {location}: must be a dict, got {strict_json.describe_value(value)}"
+        )
     return value
 
 
 def plan_optimizer(
     optimizer: dict[str, Any], state: TrainState, refs: Mapping[str, TensorRef], plan: PlanBuilder, *, cast: bool
 ) -> None:
-    """Add to ``plan`` where each tensor of the optimizer goes; the tree fits the state.
+    """Add the region and the builder of each tensor of the optimizer to ``plan``. The tree must fit the state.
 
     Mutates: ``plan``.
     """
     on_device = _params_with_device_step(state)
     for name, content in optimizer["state"].items():
         param = state.params[name]
-        mine = to_local(param)
-        here = _ParamPlacement(
+        local = to_local(param)
+        placement = _ParamPlacement(
             param=param,
             shape=tuple(param.shape),
             region=plan.region_of(param),
             saved_ref=refs[tree_json.join_key("params", name)],
-            adopts_read=mine.is_cpu and mine.is_contiguous(),
+            adopts_read=local.is_cpu and local.is_contiguous(),
             step_device=param.device if id(param) in on_device else torch.device("cpu"),
             cast=cast,
         )
         for leaf in iter_placeholders(content):
-            plan.regions[leaf.key], plan.builders[leaf.key] = here.plan(leaf)
+            plan.regions[leaf.key], plan.builders[leaf.key] = placement.plan(leaf)
     for group, content in zip(state.optimizer.param_groups, optimizer["groups"], strict=True):
         for name, value in content.items():
-            there = group.get(name)
-            device = there.device if isinstance(there, Tensor) else torch.device("cpu")
+            current = group.get(name)
+            device = current.device if isinstance(current, Tensor) else torch.device("cpu")
             for leaf in iter_placeholders(value):
                 plan.regions[leaf.key], plan.builders[leaf.key] = full_region(leaf.ref.shape), partial(_move_to, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class _ParamPlacement:
-    """What the optimizer's tensors of a parameter are laid out by, as the optimizer itself would.
+    """Placement of the optimizer's tensors of a parameter, as the optimizer itself would place them.
 
-    What has the parameter's shape lies like the parameter. ``step`` does not, even for a scalar parameter, and stays on
-    the CPU unless the optimizer counts on the device: both are torch's own convention. What lay with the parameter in
-    another shape (a factored second moment, the codes of an 8-bit one) is whole on every rank, a DTensor if the parameter is
-    one.
+    A tensor of the parameter's shape has the parameter's layout. ``step`` is an exception even for a scalar parameter, and is
+    on the CPU unless the optimizer counts on the device: both are conventions of torch. A tensor of another shape (a factored
+    second moment, the codes of an 8-bit optimizer) is replicated on every rank, as a DTensor if the parameter is a DTensor.
     """
 
     param: Tensor
@@ -135,7 +136,7 @@ class _ParamPlacement:
     cast: bool
 
     def plan(self, leaf: TensorPlaceholder) -> tuple[Region, TensorBuilder]:
-        """The part of a stored tensor that this rank needs, and what becomes of it."""
+        """Return the region of a stored tensor that this rank needs, and its builder."""
         key, ref = leaf
         counts = key.endswith("/step") and not ref.distributed
         if ref.shape == self.shape and not counts:
@@ -157,9 +158,9 @@ class _ParamPlacement:
 
 
 def _copy_with_layout(param: Tensor, dtype: torch.dtype, shard: Tensor) -> Tensor:
-    mine = to_local(param)
-    # As zeros_like of the parameter is: strided like it, too, which fused kernels need.
-    return from_local_like(param, torch.empty_like(mine, dtype=dtype, requires_grad=False).copy_(shard))
+    local = to_local(param)
+    # Like ``zeros_like`` of the parameter, the copy has its strides, which fused kernels need.
+    return from_local_like(param, torch.empty_like(local, dtype=dtype, requires_grad=False).copy_(shard))
 
 
 def _move_to(device: torch.device, tensor: Tensor) -> Tensor:
@@ -167,24 +168,24 @@ def _move_to(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def _params_with_device_step(state: TrainState) -> set[int]:
-    """The parameters whose steps the optimizer counts on the device."""
+    """Return the ids of parameters whose steps the optimizer counts on the device."""
     groups = (group for group in state.optimizer.param_groups if group.get("capturable") or group.get("fused"))
     return {id(param) for group in groups for param in group["params"]}
 
 
 def clear_optimizer_(state: TrainState, skipped: Collection[str]) -> None:
-    """Forget the optimizer's state, but that of the parameters ``skipped``.
+    """Clear the optimizer's state, except for the parameters ``skipped``.
 
     Mutates: ``state.optimizer``.
     """
-    held, params = state.optimizer.state, state.params
-    kept = {params[name]: held[params[name]] for name in skipped if name in params and params[name] in held}
-    held.clear()
-    held.update(kept)
+    current, params = state.optimizer.state, state.params
+    skipped_state = {params[name]: current[params[name]] for name in skipped if name in params and params[name] in current}
+    current.clear()
+    current.update(skipped_state)
 
 
 def set_optimizer_(state: TrainState, saved: dict[str, Any]) -> None:
-    """Assign the optimizer's state as it was saved. ``Optimizer.load_state_dict`` would cast it to the parameter's dtype.
+    """Assign the saved state of the optimizer. ``Optimizer.load_state_dict`` would cast the state to the parameter's dtype.
 
     Mutates: ``state.optimizer``.
     """

@@ -1,6 +1,7 @@
-"""A checkpoint opened without trusting it: all of it but the tensor data is read and verified.
+"""Open a checkpoint and verify all of its files except the tensor data; ``verify`` checks the tensor data as well.
 
-Verifying all of a checkpoint, and choosing the step that a path stands for."""
+``choose_step`` returns the step that a path names: a step's folder, or the newest step of a root.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from dtrain.storage import AnyPath
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestedFile:
-    """A data file: which rank wrote it, its name, its size, and the digests of its chunks."""
+    """Data file: the rank that wrote the file, name, size in bytes, and digests of the chunks."""
 
     rank: int
     name: str
@@ -42,18 +43,18 @@ class DigestedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class CheckpointReader:
-    """A checkpoint whose manifest, file list, sizes and indexes are verified; tensor data are not yet.
+    """Checkpoint with verified manifest, file list, sizes and indexes. Tensor data are verified when they are read.
 
     Args:
-        folder: of the step.
-        manifest: as it was read.
-        files: all data files, rank by rank; boxes name them by their number in here.
-        shards: the stored boxes of the tensors of the run, by key.
+        folder: folder of the step.
+        manifest: manifest of the step.
+        files: all data files in the order of ranks; shards refer to a file by its number in this tuple.
+        shards: stored shards of the tensors of the run, by key.
         refs: dtype and shape of the tensors of the run, by key.
-        shared: the encoded values of the run: by section; where there are several states, below their names (``select_state``).
-        structures: the same values decoded, with a ``Leaf`` in place of each tensor.
-        per_rank: by rank, the boxes of the tensors that it has for itself, by key.
-        values: by rank, its encoded values.
+        shared: encoded values of the run by section. Several states are below their names (``select_state``).
+        structures: decoded ``shared``, with a ``TensorPlaceholder`` in place of each tensor.
+        per_rank: stored shards of the tensors that only one rank has: by rank, then by key.
+        values: encoded values of each rank.
     """
 
     folder: AnyPath
@@ -68,81 +69,79 @@ class CheckpointReader:
 
     @property
     def world_size(self) -> int:
-        """How many ranks wrote it."""
+        """Number of ranks that wrote the checkpoint."""
         return len(self.values)
 
     @contextmanager
     def open_data(self, number: int) -> Iterator[VerifiedReader]:
-        """An open data file."""
-        found = self.files[number]
-        with storage.FileReader(self.folder / found.name) as file:
-            yield VerifiedReader(file, found.name, found.chunks)
+        """Open a data file."""
+        info = self.files[number]
+        with storage.FileReader(self.folder / info.name) as file:
+            yield VerifiedReader(file, info.name, info.chunks)
 
     def select_state(self, name: str) -> CheckpointReader:
-        """The part of one of several states, as if it had been saved alone.
+        """Return the checkpoint of one of several states, as if the state had been saved alone.
 
         Raises:
             CheckpointMismatchError: there is no state of this name.
         """
         if name not in self.manifest.states:
-            there = (
-                f"the states {', '.join(map(repr, self.manifest.states))}"
-                if self.manifest.states
-                else "one state without a name"
+            stored = ", ".join(map(repr, self.manifest.states)) or "one state without a name"
+            raise CheckpointMismatchError(
+                f"{self.folder}: state must be one that was saved ({stored}), got {name!r}. Load a saved state."
             )
-            raise CheckpointMismatchError(f"{self.folder}: holds {there}, not {name!r}; load what was saved")
         prefix = tree_json.join_key(layout.STATES, name) + "/"
-        kept = {layout.EXTRA: self.shared[layout.EXTRA]} if layout.EXTRA in self.shared else {}
+        extra = {layout.EXTRA: self.shared[layout.EXTRA]} if layout.EXTRA in self.shared else {}
         return replace(
             self,
             shards={
-                k.removeprefix(prefix): _strip_key_prefix(boxes, prefix)
-                for k, boxes in self.shards.items()
-                if _belongs_to(k, prefix)
+                key.removeprefix(prefix): _strip_key_prefix(shards, prefix)
+                for key, shards in self.shards.items()
+                if _belongs_to(key, prefix)
             },
-            refs={k.removeprefix(prefix): ref for k, ref in self.refs.items() if _belongs_to(k, prefix)},
-            shared={**self.shared[layout.STATES][name], **kept},
+            refs={key.removeprefix(prefix): ref for key, ref in self.refs.items() if _belongs_to(key, prefix)},
+            shared={**self.shared[layout.STATES][name], **extra},
             structures={section: strip_prefix(tree, prefix) for section, tree in self.structures[layout.STATES][name].items()},
             per_rank=tuple(
                 {
-                    k.removeprefix(prefix): _strip_key_prefix([box], prefix)[0]
-                    for k, box in own.items()
-                    if _belongs_to(k, prefix)
+                    key.removeprefix(prefix): _strip_key_prefix([shard], prefix)[0]
+                    for key, shard in shards.items()
+                    if _belongs_to(key, prefix)
                 }
-                for own in self.per_rank
+                for shards in self.per_rank
             ),
             values=tuple(_state_values(values, name, layout.index_name(rank)) for rank, values in enumerate(self.values)),
         )
 
 
-def _state_values(values: Any, name: str, where: str) -> dict[str, Any]:
-    """A rank's values as if it had saved one state alone."""
-    values = strict_json.read_object(values, f"{where}: values", (layout.STATES, "rng"))
+def _state_values(values: Any, name: str, location: str) -> dict[str, Any]:
+    """Return a rank's values as if the rank had saved one state alone."""
+    values = strict_json.read_object(values, f"{location}: values", (layout.STATES, "rng"))
     states = values[layout.STATES]
     if type(states) is not dict or name not in states:
-        raise CorruptCheckpointError(f"{where}: values: no state {name!r}")
-    return {"rng": values["rng"], **strict_json.read_object(states[name], f"{where}: values: {name}", ("buffers",))}
+        raise CorruptCheckpointError(f"{location}: values: no state {name!r}")
+    return {"rng": values["rng"], **strict_json.read_object(states[name], f"{location}: values: {name}", ("buffers",))}
 
 
 def _belongs_to(key: str, prefix: str) -> bool:
-    """Whether a tensor belongs to the state with this prefix, or to none."""
+    """Return True if a tensor belongs to the state with this prefix, or to no state."""
     return key.startswith(prefix) or not key.startswith(f"{layout.STATES}/")
 
 
-def _strip_key_prefix(boxes: Sequence[StoredShard], prefix: str) -> list[StoredShard]:
-    return [box._replace(entry=box.entry._replace(key=box.entry.key.removeprefix(prefix))) for box in boxes]
+def _strip_key_prefix(shards: Sequence[StoredShard], prefix: str) -> list[StoredShard]:
+    return [shard._replace(entry=shard.entry._replace(key=shard.entry.key.removeprefix(prefix))) for shard in shards]
 
 
 def open_checkpoint(folder: AnyPath) -> CheckpointReader:
-    """Read and verify all of a step but the tensor data.
+    """Open a step, and verify all of its files except the tensor data.
 
     Raises:
-        CorruptCheckpointError: a file is missing, foreign, of the wrong size, altered, or makes no sense.
+        CorruptCheckpointError: a file is missing, unexpected, of the wrong size, changed or invalid.
     """
     manifest = layout.parse_manifest(read_manifest_bytes(folder))
     step = layout.step_of(folder.name)
     if step is not None and manifest.step != step:
-        raise CorruptCheckpointError(f"{layout.MANIFEST}: is that of step {manifest.step}, in a folder of step {step}")
+        raise CorruptCheckpointError(f"{layout.MANIFEST}: step must be {step} as in the folder's name, got {manifest.step}")
     _check_files(folder, manifest)
     indexes = tuple(_read_index(folder, manifest, rank) for rank in range(len(manifest.ranks)))
     files = tuple(
@@ -151,24 +150,24 @@ def open_checkpoint(folder: AnyPath) -> CheckpointReader:
         for file, chunks in zip(manifest.ranks[rank].data, index.chunks, strict=True)
     )
     shared = _check_shared(indexes[0], manifest)
-    for file, entries in zip(
-        files, _group_by_file([(*index.shards, *index.per_rank) for index in indexes], manifest), strict=True
-    ):
+    entries_by_file = _group_by_file([(*index.shards, *index.per_rank) for index in indexes], manifest)
+    for file, entries in zip(files, entries_by_file, strict=True):
         _check_disjoint(entries, f"{layout.index_name(file.rank)}: {file.name}")
-    boxes = index_shards(_group_by_file([index.shards for index in indexes], manifest))
-    outlines = {section: decode_structure(part, section) for section, part in shared.items()}
-    refs = {leaf.key: leaf.ref for leaf in iter_placeholders(outlines)}
-    _check_shards(boxes, refs, files)
-    own = tuple(_check_per_rank(index, first) for index, first in zip(indexes, _first_file_numbers(manifest), strict=True))
+    shards = index_shards(_group_by_file([index.shards for index in indexes], manifest))
+    structures = {section: decode_structure(values, section) for section, values in shared.items()}
+    refs = {placeholder.key: placeholder.ref for placeholder in iter_placeholders(structures)}
+    _check_shards(shards, refs, files)
+    first_numbers = _first_file_numbers(manifest)
+    per_rank = tuple(_check_per_rank(index, first) for index, first in zip(indexes, first_numbers, strict=True))
     return CheckpointReader(
         folder=folder,
         manifest=manifest,
         files=files,
-        shards=boxes,
+        shards=shards,
         refs=refs,
         shared=shared,
-        structures=outlines,
-        per_rank=own,
+        structures=structures,
+        per_rank=per_rank,
         values=tuple(index.values for index in indexes),
     )
 
@@ -178,13 +177,14 @@ def _check_files(folder: AnyPath, manifest: Manifest) -> None:
     if found != expected:
         missing, foreign = sorted(expected - found), sorted(found - expected)
         name = (missing or foreign)[0]
-        raise CorruptCheckpointError(f"{name}: is missing" if missing else f"{name}: is not part of the checkpoint")
+        raise CorruptCheckpointError(f"{name}: file is missing" if missing else f"{name}: file is not part of the checkpoint")
     for name, size in manifest.sizes.items():
         heartbeats.heartbeat("load")
         actual = storage.file_size(folder / name)
+        if actual is None:
+            raise CorruptCheckpointError(f"{name}: must be a file")
         if actual != size:
-            what = "is not a file" if actual is None else f"has {actual} bytes, the manifest says {size}"
-            raise CorruptCheckpointError(f"{name}: {what}")
+            raise CorruptCheckpointError(f"{name}: size must be {size} bytes as in the manifest, got {actual}")
 
 
 def _read_index(folder: AnyPath, manifest: Manifest, rank: int) -> RankIndex:
@@ -192,18 +192,18 @@ def _read_index(folder: AnyPath, manifest: Manifest, rank: int) -> RankIndex:
     files = manifest.ranks[rank]
     data = storage.read_file(folder / files.index, limit=strict_json.MAX_JSON_BYTES)
     if hashlib.sha256(data).hexdigest() != files.index_sha256:
-        raise CorruptCheckpointError(f"{files.index}: its sha256 is not the one in the manifest")
+        raise CorruptCheckpointError(f"{files.index}: sha256 does not match the manifest")
     return rank_index.parse_index(data, rank, [file.bytes for file in files.data])
 
 
 def _first_file_numbers(manifest: Manifest) -> list[int]:
-    """The number of each rank's first data file among all."""
+    """Return the number of each rank's first data file among all data files."""
     counts = [len(files.data) for files in manifest.ranks]
     return [sum(counts[:rank]) for rank in range(len(counts))]
 
 
 def _group_by_file(entries: Sequence[Sequence[TensorShardEntry]], manifest: Manifest) -> list[list[TensorShardEntry]]:
-    """The ranks' entries by the number of their data file among all."""
+    """Group the entries of all ranks by the number of their data file among all data files."""
     found: list[list[TensorShardEntry]] = [[] for files in manifest.ranks for _ in files.data]
     for first, of_rank in zip(_first_file_numbers(manifest), entries, strict=True):
         for entry in of_rank:
@@ -211,108 +211,112 @@ def _group_by_file(entries: Sequence[Sequence[TensorShardEntry]], manifest: Mani
     return found
 
 
-def _check_disjoint(entries: Sequence[TensorShardEntry], where: str) -> None:
-    """No byte of a file belongs to two boxes: a reader would fetch it for each of them."""
+def _check_disjoint(entries: Sequence[TensorShardEntry], location: str) -> None:
+    """Raise if two shards share a byte of a file, which a reader would have to fetch for each of them."""
     reach = 0
     for entry in sorted(entries, key=attrgetter("begin")):
         if entry.begin < reach and entry.end > entry.begin:
-            raise CorruptCheckpointError(f"{where}: {entry.key}: begins at byte {entry.begin}, inside of another box")
+            raise CorruptCheckpointError(f"{location}: {entry.key}: begins at byte {entry.begin}, inside of another shard")
         reach = max(reach, entry.end)
 
 
 def _check_shared(index: RankIndex, manifest: Manifest) -> dict[str, Any]:
-    """The values of the run, which must be what the manifest says the checkpoint holds."""
-    where = f"{layout.index_name(0)}: shared"
+    """Return the values of the run, and check their sections against the manifest."""
+    location = f"{layout.index_name(0)}: shared"
     extra = () if manifest.only else (layout.EXTRA,)
     if not manifest.states:
-        return strict_json.read_object(index.shared, where, (*manifest.sections, *extra))
-    shared = strict_json.read_object(index.shared, where, (layout.STATES, *extra))
-    for name, sections in strict_json.read_object(shared[layout.STATES], f"{where}: states", manifest.states).items():
-        strict_json.read_object(sections, f"{where}: states: {name}", manifest.sections)
+        return strict_json.read_object(index.shared, location, (*manifest.sections, *extra))
+    shared = strict_json.read_object(index.shared, location, (layout.STATES, *extra))
+    for name, sections in strict_json.read_object(shared[layout.STATES], f"{location}: states", manifest.states).items():
+        strict_json.read_object(sections, f"{location}: states: {name}", manifest.sections)
     return shared
 
 
 def _check_shards(
-    boxes: Mapping[str, Sequence[StoredShard]], refs: Mapping[str, tree_json.TensorRef], files: Sequence[DigestedFile]
+    shards: Mapping[str, Sequence[StoredShard]], refs: Mapping[str, tree_json.TensorRef], files: Sequence[DigestedFile]
 ) -> None:
-    """The tensors that the shared values name, each agreeing with its boxes."""
-    for key, parts in boxes.items():
+    """Check that each stored shard agrees with the tensor that the shared values name."""
+    for key, tensor_shards in shards.items():
         ref = refs.get(key)
-        for part in parts:
-            if ref is None or (part.entry.dtype, part.entry.shape) != (ref.dtype, ref.shape):
-                name = layout.index_name(files[part.file].rank)
-                found = f"{part.entry.dtype} {part.entry.shape}"
-                raise CorruptCheckpointError(f"{name}: {key}: is {found}, {layout.index_name(0)} says {ref}")
+        for shard in tensor_shards:
+            if ref is None or (shard.entry.dtype, shard.entry.shape) != (ref.dtype, ref.shape):
+                name = layout.index_name(files[shard.file].rank)
+                found = f"{shard.entry.dtype} {shard.entry.shape}"
+                raise CorruptCheckpointError(f"{name}: {key}: must be {ref} as in {layout.index_name(0)}, got {found}")
 
 
 def _check_per_rank(index: RankIndex, first: int) -> dict[str, StoredShard]:
-    """A rank's own tensors: exactly those that its values name, each whole."""
+    """Return the tensors that only this rank has, and check them against its values: the same keys, each tensor whole."""
     name = layout.index_name(index.rank)
-    own = {entry.key: entry for entry in index.per_rank}
-    named = tree_json.tensor_refs(index.values, "")
-    if len(own) != len(index.per_rank) or own.keys() != named.keys():
-        raise CorruptCheckpointError(f"{name}: own: needs exactly the tensors of its values")
-    for key, ref in named.items():
-        if (own[key].dtype, own[key].shape, own[key].size) != (ref.dtype, ref.shape, ref.shape):
-            raise CorruptCheckpointError(f"{name}: own: {key}: is not {ref}")
-    return {key: StoredShard(file=first + entry.file, entry=entry) for key, entry in own.items()}
+    entries = {entry.key: entry for entry in index.per_rank}
+    refs = tree_json.tensor_refs(index.values, "")
+    if len(entries) != len(index.per_rank) or entries.keys() != refs.keys():
+        raise CorruptCheckpointError(f"{name}: own: must list exactly the tensors of its values")
+    for key, ref in refs.items():
+        if (entries[key].dtype, entries[key].shape, entries[key].size) != (ref.dtype, ref.shape, ref.shape):
+            raise CorruptCheckpointError(f"{name}: own: {key}: must be {ref}")
+    return {key: StoredShard(file=first + entry.file, entry=entry) for key, entry in entries.items()}
 
 
-def with_buffers_of(opened: CheckpointReader, rank: int) -> CheckpointReader:
-    """``opened`` with the buffers that one of its ranks had for itself taken as those of the run; it may have had none."""
-    own = {key: box for key, box in opened.per_rank[rank].items() if key.startswith("buffers/")}
-    refs = tree_json.tensor_refs(opened.values[rank], "")
+def with_buffers_of(reader: CheckpointReader, rank: int) -> CheckpointReader:
+    """Return ``reader`` with the buffers that only ``rank`` has as buffers of the run. The rank may have none."""
+    buffers = {key: shard for key, shard in reader.per_rank[rank].items() if key.startswith("buffers/")}
+    refs = tree_json.tensor_refs(reader.values[rank], "")
     return replace(
-        opened,
-        shards={**opened.shards, **{key: [box] for key, box in own.items()}},
-        refs={**opened.refs, **{key: refs[key] for key in own}},
+        reader,
+        shards={**reader.shards, **{key: [shard] for key, shard in buffers.items()}},
+        refs={**reader.refs, **{key: refs[key] for key in buffers}},
     )
 
 
 def verify_step(folder: AnyPath) -> CheckpointReader:
-    """Verify every byte of a step, and that each tensor is stored once and whole.
+    """Verify every byte of a step, and that each tensor is stored completely and once.
 
     Raises:
-        CorruptCheckpointError: with the file and the reason.
+        CorruptCheckpointError: names the file and the reason.
     """
-    opened = open_checkpoint(folder)
-    verify_data(opened)
-    return opened
+    reader = open_checkpoint(folder)
+    verify_data(reader)
+    return reader
 
 
-def verify_data(opened: CheckpointReader, on_bytes: Callable[[int], object] = lambda _: None) -> None:
-    """Verify the tensor data of a checkpoint that is open: every byte, and that each tensor is stored once and whole.
+def verify_data(reader: CheckpointReader, on_bytes: Callable[[int], object] = lambda _: None) -> None:
+    """Verify the tensor data of an open checkpoint: every byte, and that each tensor is stored completely and once.
 
     Args:
-        opened: the checkpoint.
-        on_bytes: told how many bytes were read, chunk by chunk.
+        reader: the checkpoint.
+        on_bytes: called with the number of bytes after each chunk.
 
     Raises:
-        CorruptCheckpointError: with the file and the reason.
+        CorruptCheckpointError: names the file and the reason.
     """
-    for number, file in enumerate(opened.files):
-        with opened.open_data(number) as reader:
+    for number, file in enumerate(reader.files):
+        with reader.open_data(number) as data:
             for chunk in chunk_range(0, file.bytes):
-                reader.verify([chunk])
-                heartbeats.heartbeat("verify")  # one rank may verify older steps while the others wait for it
+                data.verify([chunk])
+                # One rank may verify older steps while the other ranks wait.
+                heartbeats.heartbeat("verify")
                 on_bytes(min(layout.CHUNK_BYTES, file.bytes - chunk * layout.CHUNK_BYTES))
-    plan_reads(opened.shards, {key: full_region(ref.shape) for key, ref in opened.refs.items()})
+    plan_reads(reader.shards, {key: full_region(ref.shape) for key, ref in reader.refs.items()})
 
 
 def verify(path: AnyPath | str) -> CheckpointInfo:
-    """Read all of a checkpoint and return its description if every byte is as it was written.
+    """Read a whole checkpoint, and return its description if every byte matches its digest.
+
+        info = dt.checkpoint.verify("runs/gpt/ckpt")
+        print(f"step {info.step}: {info.bytes} bytes verified")
 
     Args:
-        path: the folder of a step, or a root, of which the newest step is verified.
+        path: folder of a step, or a root, whose newest step is verified.
 
     Raises:
-        CorruptCheckpointError: with the file and the reason.
-        CheckpointError: there is no checkpoint, or it cannot be read.
+        CorruptCheckpointError: names the file and the reason.
+        CheckpointError: there is no checkpoint, or the checkpoint cannot be read.
     """
     try:
         folder = choose_step(storage.resolve_path(path), "verify")
         if folder is None:
-            raise CheckpointError(f"verify: there is no checkpoint in {path}")
+            raise CheckpointError(f"verify: no checkpoint found in {path}")
         return _verify_and_describe(folder)
     except OSError as error:
         raise CheckpointError(f"verify: {error}") from error
@@ -326,31 +330,31 @@ def _verify_and_describe(folder: AnyPath) -> CheckpointInfo:
         raise type(error)(f"verify: {folder}: {error}") from None
 
 
-def choose_step(path: AnyPath, where: str) -> AnyPath | None:
-    """The step that a path stands for: itself, or the newest of a root, None when the root holds none.
+def choose_step(path: AnyPath, caller: str) -> AnyPath | None:
+    """Return the step that a path names: the folder of a step, or the newest step of a root; None for an empty root.
 
-    A damaged manifest does not make its step older: it is chosen, for verification to refuse it.
+    A step with a corrupt manifest may be the newest and is then returned, so that verification refuses the step.
 
     Raises:
         CheckpointError: a step's folder without a manifest.
     """
-    step = as_step_folder(path, where)
+    step = as_step_folder(path, caller)
     if step is not None:
         return step
-    committed, damaged = scan_root(path)
+    committed, corrupt = scan_root(path)
     newest: CheckpointInfo | CorruptStep | None = committed[-1] if committed else None
-    if damaged and (newest is None or damaged[-1].step > newest.step):
-        newest = damaged[-1]
+    if corrupt and (newest is None or corrupt[-1].step > newest.step):
+        newest = corrupt[-1]
     return newest.path if newest else None
 
 
 def iter_sound_steps_before(folder: AnyPath) -> Iterable[CheckpointInfo]:
-    """The steps beside ``folder`` that were committed before it and pass deep verification, newest first."""
+    """Iterate over the steps of the root that were committed before ``folder`` and pass verification, newest first."""
     committed, _ = scan_root(folder.parent)
     serials = [c.serial for c in committed if c.path == folder]
     step = layout.step_of(folder.name)
     for candidate in reversed(committed):
-        # Of a step with a damaged manifest the serial is unknown: its number has to do.
+        # The serial of a step with a corrupt manifest is unknown, so its step number is compared instead.
         older = candidate.serial < serials[0] if serials else step is None or candidate.step < step
         if older and candidate.path != folder:
             try:

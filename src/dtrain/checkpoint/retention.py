@@ -1,9 +1,9 @@
-"""Which steps are removed, and how: what has a step's name is a checkpoint at every moment, and litter can be told from it.
+"""Select and remove old steps, so that a folder with a step's name is a complete checkpoint at every moment.
 
-A removal first renames the folder, and then removes the manifest before all else. The rename is one operation: the name stands
-for a whole checkpoint before it and for nothing after it, and an interrupted removal leaves a side folder that says whose it
-was. Without it, a folder without a manifest would lie under the step's name, and nobody could tell it from a broken save.
-Object stores rename nothing: the manifest goes first there, and what is left of the step is found by the lack of one.
+A removal first renames the folder, and then removes the manifest before all other files. The rename is atomic, and an
+interrupted removal leaves a staging folder that names its run. Without the rename, a folder without a manifest could not be
+told from a failed save. On object stores, which have no rename, the manifest is removed first, and the missing manifest marks
+the leftover.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtrain.checkpoint.reader import verify_step
 from dtrain.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from dtrain.storage import AnyPath
 
-_WHERE = "prune"
+_CALLER = "prune"
 
 
 def plan_retention(
@@ -32,27 +32,27 @@ def plan_retention(
     keep_steps: Collection[int] = (),
     protected: Collection[int] = (),
 ) -> list[int]:
-    """The steps to remove so that the last ``keep_last`` remain, and all others that there is a reason to keep.
+    """Return the steps to remove so that the last ``keep_last`` steps and all other steps to keep remain.
 
     Args:
-        steps: the committed steps, in the order in which they were committed.
-        keep_last: how many of the last ones stay, at least 1; None keeps all.
-        keep_every: steps that are multiples of it stay.
-        keep_steps: steps that the user wants to keep.
-        protected: steps that are needed.
+        steps: committed steps, in the order of their commits.
+        keep_last: number of last steps to keep, at least 1; None keeps all steps.
+        keep_every: multiples of this number are kept.
+        keep_steps: steps that the user keeps.
+        protected: steps in use.
 
     >>> plan_retention([100, 200, 250, 300, 400], 1, keep_every=200, protected={100})
     [250, 300]
 
     Raises:
-        ConfigError: ``keep_last`` or ``keep_every`` is neither None nor a whole number of at least 1, or a pin is no step.
+        ConfigError: ``keep_last`` or ``keep_every`` is neither None nor an integer of at least 1; a step is not an integer.
     """
-    for name, value, none in (("keep_last", keep_last, "keep all"), ("keep_every", keep_every, "keep none for its number")):
+    for name, value, none in (("keep_last", keep_last, "keep all"), ("keep_every", keep_every, "ignore multiples")):
         if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name} must be a whole number of at least 1, or None to {none}, got {value!r}")
-    strange = [step for step in keep_steps if type(step) is not int]
-    if strange:
-        raise ConfigError(f"pinned must be steps, which are whole numbers, got {strange[0]!r}")
+            raise ConfigError(f"{name} must be an integer of at least 1, or None to {none}, got {value!r}")
+    invalid = [step for step in keep_steps if type(step) is not int]
+    if invalid:
+        raise ConfigError(f"keep_steps must be step numbers, got {invalid[0]!r}")
     if keep_last is None:
         return []
     kept = {*keep_steps, *protected}
@@ -67,79 +67,86 @@ def prune(
     keep_steps: Collection[int] = (),
     dry_run: bool = False,
 ) -> list[CheckpointInfo]:
-    """Remove steps of a root where no job is running, and what killed saves left there.
+    """Remove old steps of a root without a running job, and leftovers of killed saves.
 
-    The last step that can be relied on is never removed: what is kept is read and verified from the newest on, and where none
-    of it passes, the newest step that does is kept as well. If there is no such step, nothing is removed.
+    The remaining steps of each run are verified from the newest on. If none of them passes, the newest step that passes is
+    kept as well. If no step passes, no step is removed.
+
+        for info in dt.checkpoint.prune("runs/gpt/ckpt", keep_last=3, dry_run=True):
+            print("would remove", info.path)
+        dt.checkpoint.prune("runs/gpt/ckpt", keep_last=3, keep_every=10_000)
 
     Args:
-        root: a folder of steps.
-        keep_last: how many of the last steps of each run stay; None removes only what killed saves left.
-        keep_every: steps that are multiples of it stay.
-        keep_steps: these steps stay.
-        dry_run: remove nothing.
+        root: folder of steps.
+        keep_last: number of last steps to keep per run; None removes only leftovers of killed saves.
+        keep_every: multiples of this number are kept.
+        keep_steps: steps to keep.
+        dry_run: if True, nothing is removed.
 
     Returns:
-        The steps that were removed, or would be, in the order of their commits.
+        The removed steps in the order of their commits. With ``dry_run``, the steps that would be removed.
 
-    Mutates: files. Steps with a damaged manifest, and folders that were moved aside, stay.
+    Mutates: files. Steps with a corrupt manifest, and folders that were moved aside, are not removed.
 
     Raises:
         ConfigError: as ``plan_retention``.
-        CheckpointError: a live job uses the root (give ``keep_last`` to its saves instead), it cannot be read or written, or
-            it is the folder of a step.
+        CheckpointError: a running job uses the root (pass ``keep_last`` to its saves instead), the root cannot be read or
+            written, or the root is the folder of a step.
     """
     plan_retention([], keep_last, keep_every=keep_every, keep_steps=keep_steps)
     folder = storage.resolve_path(root)
     try:
         if has_manifest(folder):
-            raise CheckpointError(f"{_WHERE}: {folder} is one step; give the folder that it lies in")
+            raise CheckpointError(f"{_CALLER}: root must be a folder of steps, got the step {folder}. Pass its parent folder.")
         if dry_run or not storage.exists(folder):
             return _steps_to_remove(folder, keep_last, keep_every, keep_steps)
-        save_thread.wait_for_slot(1)  # a side folder may be that of a save under way in this process
+        # A staging folder may belong to a save in progress in this process.
+        save_thread.wait_for_slot(1)
         with _lock_for_pruning(folder):
-            remove_leftovers(folder, where=_WHERE)
+            remove_leftovers(folder, caller=_CALLER)
             removed = _steps_to_remove(folder, keep_last, keep_every, keep_steps)
             for step in removed:
                 remove_step(step.path, step.step, step.run_id)
         return removed
     except OSError as error:
-        raise CheckpointError(f"{_WHERE}: {error}") from error
+        raise CheckpointError(f"{_CALLER}: {error}") from error
 
 
 def _lock_for_pruning(root: AnyPath) -> Lock:
     try:
-        return lock_root(root, _WHERE)
+        return lock_root(root, _CALLER)
     except CheckpointError as error:
-        raise CheckpointError(f"{_WHERE}: {error}; a job that runs removes its own steps with keep_last") from None
+        raise CheckpointError(f"{_CALLER}: {error} Pass keep_last to the saves of a running job instead.") from None
 
 
 def _steps_to_remove(
-    root: AnyPath, keep_last: int | None, keep_every: int | None, pinned: Collection[int]
+    root: AnyPath, keep_last: int | None, keep_every: int | None, keep_steps: Collection[int]
 ) -> list[CheckpointInfo]:
-    """The steps to remove, run by run, in the order of their commits."""
+    """Return the steps to remove in the order of their commits. Each run is planned separately."""
     committed, _ = scan_root(root)
-    needed = protected_steps(root)
+    protected = protected_steps(root)
     found = []
     for run_id in dict.fromkeys(step.run_id for step in committed):
         run = [step for step in committed if step.run_id == run_id]
-        going = plan_retention([c.step for c in run], keep_last, keep_every=keep_every, keep_steps=pinned, protected=needed)
-        found += _keep_newest_sound(run, set(going)) if going else []
+        to_remove = plan_retention(
+            [c.step for c in run], keep_last, keep_every=keep_every, keep_steps=keep_steps, protected=protected
+        )
+        found += _keep_newest_sound(run, set(to_remove)) if to_remove else []
     return sorted(found, key=committed.index)
 
 
-def _keep_newest_sound(run: Sequence[CheckpointInfo], going: set[int]) -> list[CheckpointInfo]:
-    """The steps of a run that may go: not the newest sound one, unless a sound one stays."""
-    kept = [step for step in run if step.step not in going]
-    leaving = [step for step in run if step.step in going]
-    if any(_is_sound(step) for step in reversed(kept)):
-        return leaving
-    last = next((step for step in reversed(leaving) if _is_sound(step)), None)
-    if last is None:
-        warnings.warn(f"{_WHERE}: no step of run {run[0].run_id} passes verification, so none is removed", stacklevel=4)
+def _keep_newest_sound(run: Sequence[CheckpointInfo], to_remove: set[int]) -> list[CheckpointInfo]:
+    """Return the steps of a run to remove, without the newest valid step unless a valid step remains."""
+    remaining = [step for step in run if step.step not in to_remove]
+    removable = [step for step in run if step.step in to_remove]
+    if any(_is_sound(step) for step in reversed(remaining)):
+        return removable
+    newest = next((step for step in reversed(removable) if _is_sound(step)), None)
+    if newest is None:
+        warnings.warn(f"{_CALLER}: no step of run {run[0].run_id} passes verification, so no step is removed", stacklevel=4)
         return []
-    warnings.warn(f"{_WHERE}: {last.path} is kept: no step that was to stay passes verification", stacklevel=4)
-    return [step for step in leaving if step is not last]
+    warnings.warn(f"{_CALLER}: {newest.path} is kept, because no step to keep passes verification", stacklevel=4)
+    return [step for step in removable if step is not newest]
 
 
 def _is_sound(step: CheckpointInfo) -> bool:
@@ -159,72 +166,72 @@ def apply_retention(
     keep_steps: Collection[int] = (),
     protected: Collection[int] = (),
 ) -> list[int]:
-    """Remove what a commit of this process has made superfluous: older steps of the run, and what its killed saves left.
+    """Remove older steps of the run after a commit, and leftovers of killed saves.
 
     Args:
-        root: where.
-        run_id: of the run; steps of others are left alone.
+        root: folder of steps.
+        run_id: id of the run; steps of other runs are not removed.
         keep_last: as for ``plan_retention``.
-        keep_every: likewise.
-        keep_steps: likewise.
-        protected: the step just committed, and the one that this process resumed from.
+        keep_every: as for ``plan_retention``.
+        keep_steps: as for ``plan_retention``.
+        protected: the step just committed, and the step that this process resumed from.
 
     Returns:
-        The steps that were removed.
+        The removed steps.
 
     Mutates: files.
 
     Raises:
-        CheckpointError: the run's last step is not all there; nothing is removed then.
-        OSError: a file operation failed; each step is whole or gone.
+        CheckpointError: files of the run's last step are missing; nothing is removed.
+        OSError: a failed file operation; each step is complete or removed.
     """
     remove_leftovers(root)
     if keep_last is None:
         return []
     run = [step for step in scan_root(root)[0] if step.run_id == run_id]
-    going = plan_retention(
+    to_remove = plan_retention(
         [step.step for step in run], keep_last, keep_every=keep_every, keep_steps=keep_steps, protected=protected
     )
-    if not going:
+    if not to_remove:
         return []
-    # Its bytes were digested on their way out and synced. Reading them again would double the cost of a save; this does not.
+    # The bytes were digested and synced by the save. Reading them again would double its cost; comparing sizes is cheap.
     missing = [
         name for name, size in read_manifest(run[-1].path).sizes.items() if storage.file_size(run[-1].path / name) != size
     ]
     if missing:
-        raise CheckpointError(f"{run[-1].path / missing[0]}: is not as it was written")
+        raise CheckpointError(f"{run[-1].path / missing[0]} must have the size that the save wrote. Verify the step.")
     for step in run:
-        if step.step in going:
+        if step.step in to_remove:
             remove_step(step.path, step.step, run_id)
-    return going
+    return to_remove
 
 
-def remove_leftovers(root: AnyPath, *, where: str = "save_sharded") -> None:
-    """Remove what killed saves and removals left, of any run: of the live jobs only the one that holds the lock writes here.
+def remove_leftovers(root: AnyPath, *, caller: str = "save_sharded") -> None:
+    """Remove leftovers of killed saves and removals of any run. Among running jobs, only the lock's owner writes here.
 
-    Failing to is no reason not to save: it is a warning.
+    A failed removal is a warning, because the save can continue.
 
-    Mutates: files. The lock must be held, and nothing may be on its way when this is called.
+    Mutates: files. The caller must hold the lock, and no save may be in progress.
     """
     for name in storage.list_names(root):
         if _is_leftover(root, name):
             try:
                 storage.remove_folder(root / name, first=layout.MANIFEST)
             except OSError as error:
-                warnings.warn(f"{where}: could not remove {root / name}: {error}", stacklevel=3)
+                warnings.warn(f"{caller}: could not remove {root / name}: {error}", stacklevel=3)
 
 
 def _is_leftover(root: AnyPath, name: str) -> bool:
     if layout.is_staging_name(name):
         return True
-    # Where nothing is renamed, saves write under the step's name.
+    # If the storage has no rename, saves write under the step's name.
     return layout.step_of(name) is not None and not storage.supports_rename(root) and not has_manifest(root / name)
 
 
 def remove_step(folder: AnyPath, step: int, run_id: str) -> None:
-    """Remove a step for good. What an interrupted removal leaves is litter of the run, which its next save removes.
+    """Remove a step. The run's next save removes the leftover of an interrupted removal.
 
-    Nothing is synced: what a power failure brings back is the whole step, or a part of it, which is refused.
+    The removal is not synced: after a power failure the step may be complete again, or incomplete and then refused.
     """
     if storage.supports_rename(folder):
         aside = folder.with_name(layout.staging_name(step, "old", run_id, secrets.token_hex(4)))
@@ -233,18 +240,18 @@ def remove_step(folder: AnyPath, step: int, run_id: str) -> None:
     storage.remove_folder(folder, first=layout.MANIFEST)
 
 
-def check_free_space(root: AnyPath, needed_bytes: int, *, where: str = "save_sharded") -> None:
-    """Raise if so many bytes do not fit where ``root`` is, or will be. Where that is not known they do.
+def check_free_space(root: AnyPath, needed_bytes: int, *, caller: str = "save_sharded") -> None:
+    """Raise if ``needed_bytes`` do not fit on the storage of ``root``. If its free space is unknown, do nothing.
 
     Raises:
-        CheckpointError: with both figures.
-        OSError: the file system does not answer.
+        CheckpointError: too little space, with both figures.
+        OSError: a failed query of the file system.
     """
     free = storage.free_bytes(root)
     if free is not None and free < needed_bytes:
         raise CheckpointError(
-            f"{where}: {root} has {_format_bytes(free)} free, this save needs {_format_bytes(needed_bytes)}; free space, or keep fewer steps "
-            "(keep_last)"
+            f"{caller}: free space of {root} must be at least {_format_bytes(needed_bytes)}, got {_format_bytes(free)}. "
+            "Free space, or keep fewer steps (keep_last)."
         )
 
 

@@ -1,4 +1,4 @@
-"""What the background thread of every rank does for a save: agree on an order, write, agree again, commit, clean up."""
+"""Run a save in the background thread of every rank: decide, write, commit, and remove old steps."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ from dtrain.errors import CheckpointError
 from dtrain.run_context import RunContext
 from dtrain.storage import AnyPath
 
-WRITE_THREADS = 2  # that digest and write, on each rank: they wait for the disk most of the time, and more of them gain nothing
-_ADVICE = "; nothing was published and earlier steps are untouched: free space or repair the file system, then save again"
+# Threads per rank. They wait for the disk most of the time, so more threads gain nothing.
+WRITE_THREADS = 2
+_ADVICE = ". The step was not committed and earlier steps are unchanged. Free space or repair the file system, then save again."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveResult:
-    """A committed step.
+    """Result of a save.
 
     Args:
-        step: of the state.
-        path: its folder.
-        bytes: written by all ranks; 0 when the step was there already.
-        written: False when this process had committed (or loaded) the step before, and nothing was done.
+        step: step of the state.
+        path: folder of the step.
+        bytes: bytes written by all ranks; 0 if the step was not written.
+        written: False if this process had committed or loaded the step before.
     """
 
     step: int
@@ -51,11 +52,16 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class SaveRequest:
-    """What the thread needs to know of a save; nothing of it changes while training goes on."""
+    """Inputs of a save in the background thread. They do not change while training continues.
 
-    where: str
+    Args:
+        run: run context of each state.
+        started_at: ``time.monotonic()`` at the call of ``save_sharded``.
+    """
+
+    caller: str
     root: AnyPath
-    run: Sequence[RunContext]  # the place among checkpoints of each of the states
+    run: Sequence[RunContext]
     step: int
     layout: MeshLayout
     only: tuple[str, ...]
@@ -72,11 +78,11 @@ class SaveRequest:
     keep_last: int | None
     keep_every: int | None
     keep_steps: Collection[int]
-    started_at: float  # ``time.monotonic()`` when ``save_sharded`` was called
+    started_at: float
 
 
 def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
-    """The save, in the background thread of every rank."""
+    """Run a save in the background thread, and release its buffers."""
     try:
         return _run(save, task)
     finally:
@@ -85,97 +91,99 @@ def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
 
 def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
     _check_groups_open(save)
-    order = _decide_on_rank_0(save)
-    for shared in save.run:
-        shared.run_id = order.run_id
-    root = storage.resolve_path(order.root)
+    decision = _decide_on_rank_0(save)
+    for context in save.run:
+        context.run_id = decision.run_id
+    root = storage.resolve_path(decision.root)
     final = root / layout.step_name(save.step)
-    if order.action == "skip":
+    if decision.action == "skip":
         preemption.record_save(after_agreement=_is_resumable(save))
         return SaveResult(step=save.step, path=final, bytes=0, written=False)
     try:
-        files = _write_on_all_ranks(order, save, task)
-        manifest = _commit_on_all_ranks(order, save, files, task)
+        files = _write_on_all_ranks(decision, save, task)
+        manifest = _commit_on_all_ranks(decision, save, files, task)
     except Exception:
         if save.info.rank == 0:
-            remove_or_warn(root / order.staging_folder, save.where)
+            remove_or_warn(root / decision.staging_folder, save.caller)
         raise
-    for shared in save.run:
-        shared.committed_steps.setdefault(order.root, {})[save.step] = save.content_key
+    for context in save.run:
+        context.committed_steps.setdefault(decision.root, {})[save.step] = save.content_key
     preemption.record_save(after_agreement=_is_resumable(save))
     if save.info.rank == 0:
         heartbeats.report(heartbeats.ProgressKind.COMMITTED, save.step)
         spans.record_event("committed", step=save.step, seconds=time.monotonic() - save.started_at, bytes=manifest.bytes)
-        _clean_up(root, order.run_id, save)
+        _clean_up(root, decision.run_id, save)
     return SaveResult(step=save.step, path=final, bytes=manifest.bytes, written=True)
 
 
 def _is_resumable(save: SaveRequest) -> bool:
-    """Whether a run that was asked to stop can be resumed from this step."""
+    """Return True if a run that was asked to stop can resume from this step."""
     return save.after_stop_agreed and not save.only
 
 
 def _check_groups_open(save: SaveRequest) -> None:
-    """Stop before a phase that would publish what is not whole.
+    """Raise if the process groups were closed, before an incomplete step is committed.
 
-    Without the groups this process seems to be the only rank, and would agree with itself.
+    Without process groups this process would appear to be the only rank.
     """
     if get_dist_info() is not save.info:
-        raise CheckpointError(f"{save.where}: the process groups were closed while step {save.step} was being written")
+        raise CheckpointError(f"{save.caller}: the process groups were closed during the save of step {save.step}")
 
 
 def _decide_on_rank_0(save: SaveRequest) -> SaveDecision:
-    """Rank 0 looks at the root, decides, and makes the side folder; every rank gets the decision."""
+    """Inspect the root and create the staging folder on rank 0, and broadcast the decision."""
 
     def decide() -> dict[str, Any]:
         check_free_space(save.root, save.total_bytes)
-        return asdict(prepare_save(save.root, save.run, save.step, save.only, save.content_key, save.where))
+        return asdict(prepare_save(save.root, save.run, save.step, save.only, save.content_key, save.caller))
 
-    decided = broadcast_decision(save.where, decide, group="background", advice=_ADVICE)
-    return SaveDecision(**cast(dict[str, Any], decided))
+    values = broadcast_decision(save.caller, decide, group="background", advice=_ADVICE)
+    return SaveDecision(**cast(dict[str, Any], values))
 
 
-def _write_on_all_ranks(order: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> list[RankFiles]:
-    """Every rank's files in the side folder, durable; what each wrote, by rank."""
-    mine: RankFiles | None = None
-    with RaiseOnAllRanks(f"{save.where}: step {save.step}", group="background", advice=_ADVICE):
-        mine = _write_rank(order, save, task)
-    everyone = all_gather_json(cast(Any, asdict(mine)), group="background")
+def _write_on_all_ranks(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> list[RankFiles]:
+    """Write every rank's files into the staging folder, durably, and return the files by rank."""
+    files: RankFiles | None = None
+    with RaiseOnAllRanks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE):
+        files = _write_rank(decision, save, task)
+    files_by_rank = all_gather_json(cast(Any, asdict(files)), group="background")
     _check_groups_open(save)
-    return [layout.parse_rank_files(files) for files in everyone]
+    return [layout.parse_rank_files(files) for files in files_by_rank]
 
 
-def _write_rank(order: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> RankFiles:
-    """This rank's data files and index."""
+def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> RankFiles:
+    """Write this rank's data files and index."""
     for event in save.copy_events:
         event.synchronize()
-    root = storage.resolve_path(order.root)
-    side, share = root / order.staging_folder, save.write_plan
+    root = storage.resolve_path(decision.root)
+    staging, plan = root / decision.staging_folder, save.write_plan
     chunks = []
-    for name, image in save.files.items():
-        digests = chunk_digests(image) if _can_link(name, order, save) else None
-        if digests is None or not _try_link(root / cast(str, order.previous), side, name, image.size, digests, share.rank):
-            digests = write_data_file(side / name, image, threads=WRITE_THREADS, on_part=task.advance)
+    for name, serialized in save.files.items():
+        digests = chunk_digests(serialized) if _can_link(name, decision, save) else None
+        if digests is None or not _try_link(
+            root / cast(str, decision.previous), staging, name, serialized.size, digests, plan.rank
+        ):
+            digests = write_data_file(staging / name, serialized, threads=WRITE_THREADS, on_part=task.advance)
         chunks.append(digests)
-    index = rank_index.encode_index(build_rank_index(share, chunks))
-    storage.write_file(side / layout.index_name(share.rank), index)
-    storage.sync_folder(side)
+    index = rank_index.encode_index(build_rank_index(plan, chunks))
+    storage.write_file(staging / layout.index_name(plan.rank), index)
+    storage.sync_folder(staging)
     return RankFiles(
-        index=layout.index_name(share.rank),
+        index=layout.index_name(plan.rank),
         index_bytes=len(index),
         index_sha256=hashlib.sha256(index).hexdigest(),
-        data=tuple(layout.DataFile(name=name, bytes=image.size) for name, image in save.files.items()),
+        data=tuple(layout.DataFile(name=name, bytes=serialized.size) for name, serialized in save.files.items()),
     )
 
 
-def _can_link(name: str, order: SaveDecision, save: SaveRequest) -> bool:
-    return save.incremental and order.previous is not None and name == layout.data_name(save.write_plan.rank, frozen=True)
+def _can_link(name: str, decision: SaveDecision, save: SaveRequest) -> bool:
+    return save.incremental and decision.previous is not None and name == layout.data_name(save.write_plan.rank, frozen=True)
 
 
-def _try_link(previous: AnyPath, side: AnyPath, name: str, size: int, digests: tuple[str, ...], rank: int) -> bool:
-    """Link a file of an earlier step into this one where it has the very content; whether that was so, and possible.
+def _try_link(previous: AnyPath, staging: AnyPath, name: str, size: int, digests: tuple[str, ...], rank: int) -> bool:
+    """Link a file of an earlier step into the staging folder if its content is equal. Return True if linked.
 
-    A step that is being removed, or a file system without links, is no reason not to save.
+    If the earlier step is being removed, or the file system has no links, the file is written instead.
     """
     try:
         manifest = layout.parse_manifest(read_manifest_bytes(previous))
@@ -187,45 +195,45 @@ def _try_link(previous: AnyPath, side: AnyPath, name: str, size: int, digests: t
         index = rank_index.parse_index(storage.read_file(previous / files.index, limit=files.index_bytes), rank, sizes)
         if index.chunks[names.index(name)] != digests:
             return False
-        # What is linked is read once: else the damage of one file would be handed on from step to step.
+        # A linked file is read once, so that a corrupt file is not linked from step to step.
         with storage.FileReader(previous / name) as file:
             if file.size != size:
                 return False
             VerifiedReader(file, name, digests).verify(range(len(digests)))
-        storage.link_file(previous / name, side / name)
+        storage.link_file(previous / name, staging / name)
     except (OSError, CheckpointError):
         return False
     return True
 
 
 def _commit_on_all_ranks(
-    order: SaveDecision, save: SaveRequest, files: list[RankFiles], task: SaveTask[SaveResult]
+    decision: SaveDecision, save: SaveRequest, files: list[RankFiles], task: SaveTask[SaveResult]
 ) -> Manifest:
-    """Rank 0 publishes the step; every rank returns when it is durable."""
+    """Commit the step on rank 0, and return on every rank when the step is durable."""
     manifest = Manifest(
-        run_id=order.run_id,
+        run_id=decision.run_id,
         step=save.step,
-        parent_step=_parent_step(order, save),
-        serial=order.serial,
+        parent_step=_parent_step(decision, save),
+        serial=decision.serial,
         layout=save.layout,
         only=save.only,
         states=save.state_names,
         ranks=tuple(files),
     )
-    with RaiseOnAllRanks(f"{save.where}: step {save.step}", group="background", advice=_ADVICE):
+    with RaiseOnAllRanks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE):
         task.raise_if_cancelled()
         if save.info.rank == 0:
-            commit(order, save.run, manifest, save.where)
+            commit(decision, save.run, manifest, save.caller)
     return manifest
 
 
-def _parent_step(order: SaveDecision, save: SaveRequest) -> int | None:
-    """The step of this root that the run committed or loaded last."""
-    return next((step for step in reversed(save.run[0].committed_steps.get(order.root, {})) if step != save.step), None)
+def _parent_step(decision: SaveDecision, save: SaveRequest) -> int | None:
+    """Return the step of this root that the run committed or loaded last."""
+    return next((step for step in reversed(save.run[0].committed_steps.get(decision.root, {})) if step != save.step), None)
 
 
 def _clean_up(root: AnyPath, run_id: str, save: SaveRequest) -> None:
-    """Remove what the commit made superfluous. The step is durable: failing here is a warning."""
+    """Remove steps that the commit made superfluous. The step is durable, so a failure is a warning."""
     protected = {save.step, *resumed_steps(root, save.run)}
     try:
         apply_retention(
@@ -233,5 +241,5 @@ def _clean_up(root: AnyPath, run_id: str, save: SaveRequest) -> None:
         )  # fmt: skip
     except (OSError, CheckpointError) as error:
         warnings.warn(
-            f"{save.where}: step {save.step} is committed, but older ones could not be removed: {error}", stacklevel=2
+            f"{save.caller}: step {save.step} is committed, but older steps could not be removed: {error}", stacklevel=2
         )

@@ -1,9 +1,10 @@
-"""The thread that carries out saves, in their order, while training goes on: one for each process, whatever it saves.
+"""Run saves in their order in one background thread per process, while training continues.
 
-Its collectives run on the ``background`` group, which no other thread uses. So ranks agree on the order of saves by calling
-``save_sharded`` in the same order, and on nothing else.
+The collectives of the thread run on the ``background`` group, which no other thread uses. Ranks agree on the order of saves by
+calling ``save_sharded`` in the same order.
 
-Copies of what is to be saved, in host memory that is used again and again: training may go on when they are made."""
+``StagingPool`` owns reusable host memory for copies of the state, so that training may continue during a save.
+"""
 
 from __future__ import annotations
 
@@ -28,45 +29,52 @@ from dtrain.dist.shutdown import register_shutdown_hook
 from dtrain.errors import CheckpointError
 
 T = TypeVar("T")
-_POLL_S = 0.5  # while waiting: how often to tell the launcher that the save gets on
+# Interval at which a waiting thread reports progress to the launcher.
+_POLL_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class SaveTask(Generic[T]):
-    """A piece of work in the thread: its result, and how far it is."""
+    """Task of the thread: its result and its progress.
+
+    Args:
+        progress: increases with every finished part.
+        failure_reported: True if a caller has received the failure.
+        cancelled: True if no caller waits any more, and the inputs may change.
+    """
 
     name: str
     future: Future[T] = field(init=False, repr=False)
-    progress: int = 0  # goes up with every piece that is done
-    failure_reported: bool = False  # somebody was told that it failed
-    cancelled: bool = False  # nobody waits for it any more, and what it works on may change
+    progress: int = 0
+    failure_reported: bool = False
+    cancelled: bool = False
 
     def advance(self) -> None:
-        """Note that the work gets on. Called by the threads that do it.
+        """Record progress. Called by the threads of the task.
 
         Raises:
-            CheckpointError: it was given up.
+            CheckpointError: the task was cancelled.
         """
         self.progress += 1
         self.raise_if_cancelled()
 
     def raise_if_cancelled(self) -> None:
-        """Raise if the work is not wanted any more."""
+        """Raise if the task was cancelled."""
         if self.cancelled:
             raise CheckpointError(f"{self.name} was interrupted")
 
     def result(self, timeout_s: float | None = None) -> T:
-        """What the work returned; waits for it.
+        """Wait for the task and return its result.
 
         Raises:
-            TimeoutError: not within ``timeout_s`` seconds.
-            Exception: what the work raised.
+            TimeoutError: the task takes longer than ``timeout_s`` seconds.
+            Exception: the exception of the task.
         """
         with spans.outermost_span("save"):
             return self._wait(timeout_s)
 
     def _wait(self, timeout_s: float | None) -> T:
-        moved = self.progress
+        reported_progress = self.progress
         if not self.future.done():
             heartbeats.heartbeat("save")
         while True:
@@ -74,16 +82,18 @@ class SaveTask(Generic[T]):
             try:
                 result = self.future.result(step_s)
             except NotYet:
-                if self.future.done():  # just now; or it was the work that ran out of time
+                # The task has ended just now, or the task itself has raised a TimeoutError.
+                if self.future.done():
                     self.failure_reported = self.future.exception() is not None
                     return self.future.result()
                 if timeout_s is not None and (timeout_s := timeout_s - step_s) <= 0:
                     raise TimeoutError(f"{self.name} has not ended yet") from None
-                if self.progress != moved:
-                    moved = self.progress
+                if self.progress != reported_progress:
+                    reported_progress = self.progress
                     heartbeats.heartbeat("save")
             except BaseException:
-                self.failure_reported = self.future.done()  # else an interrupt while waiting
+                # If the task is not done, an interrupt has ended the wait.
+                self.failure_reported = self.future.done()
                 _shut_down_if_idle(wait=self.failure_reported)
                 raise
             else:
@@ -93,13 +103,17 @@ class SaveTask(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class _SaveThreadState:
-    """The thread of this process and what it has to do; a fork has none of it."""
+    """Thread and tasks of this process; a fork starts without them.
+
+    Args:
+        finished_thread: the last thread that has shut down.
+    """
 
     pid: int = 0
     thread: ThreadPoolExecutor | None = None
     tasks: list[SaveTask[object]] = field(default_factory=list)
     hooks_registered: bool = False
-    finished_thread: ThreadPoolExecutor | None = None  # the last one that has nothing to do any more
+    finished_thread: ThreadPoolExecutor | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -107,69 +121,69 @@ _STATE = _SaveThreadState()
 
 
 def submit(name: str, work: Callable[[SaveTask[T]], T]) -> SaveTask[T]:
-    """Have ``work`` done by the thread, after all that it was given before.
+    """Submit ``work`` to the thread, after all earlier tasks.
 
     Args:
-        name: for messages.
-        work: gets its own task, to tell how far it is.
+        name: name of the task in messages.
+        work: function that receives its own task, to report progress.
     """
-    process = _current_state()
-    if not process.hooks_registered:
-        process.hooks_registered = True
+    state = _current_state()
+    if not state.hooks_registered:
+        state.hooks_registered = True
         register_shutdown_hook("saves", _on_dist_shutdown)
         atexit.register(_at_exit, os.getpid())
     task: SaveTask[T] = SaveTask(name)
-    with process.lock:
-        if process.thread is None:
-            process.thread = ThreadPoolExecutor(1, thread_name_prefix="dtrain-save")
-        task.future = process.thread.submit(work, task)
-        process.tasks = [old for old in process.tasks if _is_pending(old)]
-        process.tasks.append(task)  # type: ignore[arg-type]
+    with state.lock:
+        if state.thread is None:
+            state.thread = ThreadPoolExecutor(1, thread_name_prefix="dtrain-save")
+        task.future = state.thread.submit(work, task)
+        state.tasks = [old for old in state.tasks if _is_pending(old)]
+        state.tasks.append(task)  # type: ignore[arg-type]
     task.future.add_done_callback(_shut_down_if_idle)
     return task
 
 
 def _shut_down_if_idle(_: object = None, *, wait: bool = False) -> None:
-    """Let the thread end when it has nothing to do: a process without threads may be forked.
+    """Shut down the thread if no task is left, because only a process without threads may fork safely.
 
-    Called at the end of each task by the thread itself, and by who has waited for one.
+    Called by the thread at the end of each task, and by callers that have waited for a task.
     """
-    process = _current_state()
-    with process.lock:
-        if process.thread is not None and all(task.future.done() for task in process.tasks):
-            process.finished_thread, process.thread = process.thread, None
-            process.finished_thread.shutdown(wait=False)
-        ended = process.finished_thread
+    state = _current_state()
+    with state.lock:
+        if state.thread is not None and all(task.future.done() for task in state.tasks):
+            state.finished_thread, state.thread = state.thread, None
+            state.finished_thread.shutdown(wait=False)
+        ended = state.finished_thread
     if wait and ended is not None:
         ended.shutdown()
 
 
 def wait_for_slot(max_running: int) -> None:
-    """Wait until fewer than ``max_running`` tasks are under way, whatever becomes of the others."""
+    """Wait until fewer than ``max_running`` tasks are running. Failures are not raised."""
     running = [task for task in _current_state().tasks if not task.future.done()]
     for task in running[: max(0, len(running) - max_running + 1)]:
         wait(task)
 
 
 def wait(task: SaveTask[T]) -> None:
-    """Wait for the end of a task; a failure of it stays to be raised."""
+    """Wait for the end of a task. A failure remains unreported."""
     before = task.failure_reported
     try:
         task.result()
-    except Exception:  # noqa: BLE001 - kept in the task
+    except Exception:  # noqa: BLE001 - the task keeps the exception
         task.failure_reported = before
 
 
 def has_unreported_failure() -> bool:
-    """Whether a task has failed and nobody was told."""
+    """Return True if a task has failed and no caller has received the failure."""
     return any(_is_unreported_failure(task) for task in _current_state().tasks)
 
 
 def wait_all() -> None:
-    """Wait for all tasks, and raise the first failure that nobody was told of.
+    """Wait for all tasks, and raise the first unreported failure.
 
     Raises:
-        Exception: that failure; the others are notes of it.
+        Exception: the first failure; further failures are added as notes.
     """
     tasks = list(_current_state().tasks)
     for task in tasks:
@@ -181,7 +195,7 @@ def wait_all() -> None:
             errors.append(task.future.exception())
     if errors and errors[0] is not None:
         for other in errors[1:]:
-            errors[0].add_note(f"after it, too: {other}")
+            errors[0].add_note(f"a later task failed, too: {other}")
         raise errors[0]
 
 
@@ -201,24 +215,25 @@ def _is_pending(task: SaveTask[object]) -> bool:
 
 
 def _on_dist_shutdown(error: BaseException | None) -> None:
-    """At the end of ``init_dist``'s block: the saves that were begun are finished, also when the loop has failed."""
+    """Finish all saves at the end of ``init_dist``'s block, also if the block has failed."""
     try:
         wait_all()
     except Exception as failure:
-        if error is None or isinstance(error, SystemExit):  # a program that thinks that all is well
+        # Without an error of its own, the program would end as if all saves had succeeded.
+        if error is None or isinstance(error, SystemExit):
             raise
-        error.add_note(f"besides, a save in the background failed: {failure}")
+        error.add_note(f"a save in the background failed, too: {failure}")
 
 
 def _at_exit(pid: int) -> None:
-    """At the end of a process that never left such a block: a failure that nobody was told of is its exit code."""
+    """Exit with an error code if the process ends with an unreported failure, and without ``init_dist``'s block."""
     if pid != os.getpid():
         return
     try:
         wait_all()
-    except Exception as failure:  # noqa: BLE001 - what an exit handler raises does not change the exit code
+    except Exception as failure:  # noqa: BLE001 - an exception of an exit handler does not change the exit code
         traceback.print_exception(failure)
-        message = "dtrain: a save in the background failed and the program has ended without asking for it"
+        message = "dtrain: a save in the background failed, and the program ended without waiting for its result"
         print(message, file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
@@ -229,32 +244,39 @@ PAGE_BYTES = 4096
 
 @dataclass(slots=True, eq=False, repr=False)
 class StagingBuffer:
-    """Memory for one file at a time, pinned where tensors come from a GPU; and its views, kept while the layout stays."""
+    """Staging memory for one file at a time, pinned if tensors come from a GPU.
+
+    Views of the memory are kept while the layout of the file does not change.
+
+    Args:
+        views: views of groups by the first and last key of the group.
+    """
 
     memory: Tensor
     header: bytes = b""
-    views: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # by the first and last key of a run
+    views: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
-    def fill(self, placed: FileLayout, tensors: Mapping[str, Tensor]) -> SerializedFile:
-        """The file's image, copied. From a GPU the copy is asked for, in the order of its stream, and not waited for.
+    def fill(self, layout: FileLayout, tensors: Mapping[str, Tensor]) -> SerializedFile:
+        """Copy a file into the memory. Copies from a GPU are enqueued on its current stream and not awaited.
 
-        To be called where no gradients are recorded.
+        The caller must disable autograd.
 
         Mutates: the memory.
         """
-        if self.header != placed.header:
-            self.header, self.views = placed.header, {}
-            self.memory[: len(placed.header)] = torch.frombuffer(bytearray(placed.header), dtype=torch.uint8)
-        for run in group_slots(placed, tensors):
-            _copy_flat([tensors[box.key] for box in run], self._view(placed, run))
-        return SerializedFile.from_buffers([memoryview(self.memory[: placed.size].numpy().data)])
+        if self.header != layout.header:
+            self.header, self.views = layout.header, {}
+            self.memory[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+        for group in group_slots(layout, tensors):
+            _copy_flat([tensors[slot.key] for slot in group], self._view(layout, group))
+        return SerializedFile.from_buffers([memoryview(self.memory[: layout.size].numpy().data)])
 
-    def _view(self, placed: FileLayout, run: Sequence[TensorSlot]) -> Tensor:
-        ends = run[0].key, run[-1].key  # tensors that have moved to another device make other runs
+    def _view(self, layout: FileLayout, group: Sequence[TensorSlot]) -> Tensor:
+        # Tensors that have moved to another device form other groups.
+        ends = group[0].key, group[-1].key
         view = self.views.get(ends)
         if view is None:
-            begin, end = placed.ranges[run[0].key][0], placed.ranges[run[-1].key][1]
-            view = self.memory[begin:end].view(DTYPES[run[0].dtype])
+            begin, end = layout.ranges[group[0].key][0], layout.ranges[group[-1].key][1]
+            view = self.memory[begin:end].view(DTYPES[group[0].dtype])
             self.views[ends] = view
         return view
 
@@ -267,29 +289,30 @@ def _copy_flat(tensors: Sequence[Tensor], into: Tensor) -> None:
 
 
 def _allocate_aligned(size: int, pinned: bool) -> Tensor:
-    """Memory that begins at a page: the chunks of a file whose image it is go to the disk without another copy."""
+    """Allocate page-aligned memory, from which the chunks of a file are written to the disk without another copy."""
     memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     begin = -memory.data_ptr() % PAGE_BYTES
     return memory[begin : begin + size]
 
 
 class StagingPool:
-    """The buffers of a process: as many as there were saves in flight at a time, each as large as was ever needed."""
+    """Pool of the staging buffers of a process: one per save in progress, each of the largest size needed so far."""
 
     def __init__(self) -> None:
         self._free: list[StagingBuffer] = []
 
     def acquire(self, size: int, *, pinned: bool) -> StagingBuffer:
-        """A buffer of at least ``size`` bytes that nobody uses; ``give`` it back. The first time costs an allocation."""
+        """Return an unused buffer of at least ``size`` bytes, to be released. The first call allocates memory."""
         fitting = [b for b in self._free if b.memory.numel() >= size and b.memory.is_pinned() == pinned]
         if fitting:
-            found = min(fitting, key=lambda buffer: buffer.memory.numel())
-            self._free.remove(found)
-            return found
+            best = min(fitting, key=lambda buffer: buffer.memory.numel())
+            self._free.remove(best)
+            return best
         if self._free:
-            self._free.pop()  # too small for this run: do not keep both
+            # The buffer is too small for this run, so only the new buffer is kept.
+            self._free.pop()
         return StagingBuffer(_allocate_aligned(size, pinned))
 
     def release(self, buffer: StagingBuffer) -> None:
-        """Take back a buffer."""
+        """Return a buffer to the pool."""
         self._free.append(buffer)

@@ -1,22 +1,21 @@
-"""What a checkpoint holds: a ``TrainState`` as plain values and named tensors.
+"""Collect the contents of a checkpoint from a ``TrainState``: plain values and named tensors.
 
-Sections, and with them the beginnings of tensor keys::
+Sections, which are also the prefixes of tensor keys::
 
-    params/<name>                       model parameters, each tied one once
+    params/<name>                       model parameters, each tied parameter once
     buffers/<name>                      persistent buffers that are equal on all ranks
     optimizer/state/<name>/<key>        per parameter name
     optimizer/groups                    hyperparameters, with "params" as names
     slices/<transform>/...  clock  seed
-    extra/<name>/...                    what the caller gave, equal on all ranks, without sharded tensors
+    extra/<name>/...                    objects of the caller, equal on all ranks, without sharded tensors
 
-and of each rank::
+Sections of each rank::
 
-    rng/...                             its random state
-    buffers/<name>                      its persistent buffers, where each rank has its own (``buffers="local"``)
+    rng/...                             random state
+    buffers/<name>                      persistent buffers, if each rank has its own (``buffers="local"``)
 
-Several named states lie below ``states/<name>/``; ``extra`` and ``rng`` stay where they are.
-
-Python's search for garbage, kept away from work that makes tens of thousands of objects and no cycles of them."""
+Several named states are stored below ``states/<name>/``; the keys of ``extra`` and ``rng`` do not change.
+"""
 
 from __future__ import annotations
 
@@ -37,32 +36,32 @@ from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn
 from dtrain.state import TrainState
 
-# How torch computes a step, not what it computes: belongs to the machine and the program, which may differ after a resume.
+# These options choose the implementation of a step, not its result. They may differ after a resume on another machine.
 MACHINE_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_STORED = MACHINE_OPTIONS | {"params", "param_names"}
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Something whose state can be taken as plain data (and tensors), and given back."""
+    """Protocol of an object that returns its state as plain data and tensors, and loads this state again."""
 
     def state_dict(self) -> Any:
-        """The state."""
+        """Return the state."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Take over a state."""
+        """Load a state that ``state_dict`` returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class CheckpointContents:
-    """One rank's view of what is to be saved.
+    """Contents of a checkpoint, as seen by one rank.
 
     Args:
-        shared: encoded values of the run by section, the same on every rank.
-        tensors: tensors of the run by key: DTensors, and plain ones that are equal on every rank.
+        shared: encoded values of the run by section, equal on all ranks.
+        tensors: tensors of the run by key: DTensors, and plain tensors that are equal on all ranks.
         values: encoded values of this rank.
         per_rank: tensors of this rank by key.
-        frozen: the keys of parameters that are not trained.
+        frozen: keys of parameters without ``requires_grad``.
     """
 
     shared: dict[str, Any]
@@ -73,53 +72,54 @@ class CheckpointContents:
 
 
 States = Mapping[str, TrainState]
-"""Named states that are one checkpoint; a single one without a name has the name ``""``."""
+"""Named states of one checkpoint. A single unnamed state has the name ``""``."""
 
 
 def content_key(states: States, only: tuple[str, ...], cast: torch.dtype | None) -> object:
-    """What a save of these states would hold: two saves of the same are one."""
+    """Return a key of the contents of a save. Two saves with equal keys have the same contents."""
     return (tuple((name, state.step) for name, state in states.items()), only, cast)
 
 
 def collect_contents(
     states: States, extra: Mapping[str, Any], *, only: tuple[str, ...] = (), cast: torch.dtype | None = None
 ) -> CheckpointContents:
-    """The contents of a checkpoint of ``states``; the tensors are those of the states, not copies (``cast`` ones are).
+    """Collect the contents of a checkpoint of ``states``. Tensors are not copied unless ``cast`` changes their dtype.
 
     Args:
-        states: by name.
-        extra: of the run as a whole; left out by ``only``.
-        only: what to limit the contents to; see ``layout.sections_of``.
-        cast: the dtype of floating-point parameters.
+        states: states by name.
+        extra: objects of the run; ignored if ``only`` is set.
+        only: limit of the contents; see ``layout.sections_of``.
+        cast: dtype of floating-point parameters.
 
     Raises:
-        ConfigError: something that is neither a tensor nor plain data, named by its path; a name in ``extra`` that is no text.
+        ConfigError: a value that is neither a tensor nor plain data, named by its path; a name in ``extra`` that is not a
+            string.
     """
     bad = next((name for name in extra if type(name) is not str), None)
     if bad is not None:
-        raise ConfigError(f"extra: names are text, got {type(bad).__name__} {bad!r}")
+        raise ConfigError(f"save_sharded: extra must have string names, got {type(bad).__name__} {bad!r}")
     shared: dict[str, Any] = {}
     values: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    own: dict[str, Tensor] = {}
+    per_rank: dict[str, Tensor] = {}
     for name, state in states.items():
         path = tree_json.join_key(layout.STATES, name) if name else ""
-        place = shared.setdefault(layout.STATES, {}).setdefault(name, {}) if name else shared
+        section_values = shared.setdefault(layout.STATES, {}).setdefault(name, {}) if name else shared
         for section, tree in _sections(state, only, cast).items():
-            place[section], found = tree_json.encode(tree, f"{path}/{section}".lstrip("/"))
+            section_values[section], found = tree_json.encode(tree, f"{path}/{section}".lstrip("/"))
             tensors.update(found)
-        place, mine = (
-            values.setdefault(layout.STATES, {}).setdefault(name, {}) if name else values,
-            _per_rank_buffers(state, only),
-        )
-        place["buffers"], found = tree_json.encode(mine, f"{path}/buffers".lstrip("/"))
-        own.update(found)
+        rank_values = values.setdefault(layout.STATES, {}).setdefault(name, {}) if name else values
+        buffers = _per_rank_buffers(state, only)
+        rank_values["buffers"], found = tree_json.encode(buffers, f"{path}/buffers".lstrip("/"))
+        per_rank.update(found)
     if not only:
-        given = {name: thing.state_dict() if _is_stateful(thing) else thing for name, thing in extra.items()}
-        shared[layout.EXTRA], found = tree_json.encode(given, layout.EXTRA)
+        plain_extra = {name: value.state_dict() if _is_stateful(value) else value for name, value in extra.items()}
+        shared[layout.EXTRA], found = tree_json.encode(plain_extra, layout.EXTRA)
         sharded = next((key for key, tensor in found.items() if is_dtensor(tensor)), None)
         if sharded is not None:
-            raise ConfigError(f"{sharded}: extra holds plain tensors, got a sharded one (DTensor); put it into a slice")
+            raise ConfigError(
+                f"save_sharded: {sharded} must be a plain tensor, got a DTensor. Store sharded tensors in a transform's state."
+            )
         tensors.update(found)
     values["rng"], found = tree_json.encode({} if only else rng_state(), "rng")
     frozen = frozenset(
@@ -128,11 +128,11 @@ def collect_contents(
         for key, param in state.params.items()
         if not param.requires_grad
     )
-    return CheckpointContents(shared=shared, tensors=tensors, values=values, per_rank={**own, **found}, frozen=frozen)
+    return CheckpointContents(shared=shared, tensors=tensors, values=values, per_rank={**per_rank, **found}, frozen=frozen)
 
 
 def _sections(state: TrainState, only: tuple[str, ...], cast: torch.dtype | None) -> dict[str, Any]:
-    """What is stored of a state and is the same on all ranks, by section."""
+    """Return the stored trees of a state that are equal on all ranks, by section."""
     params = {name: param for name, param in state.params.items() if only != ("trainable",) or param.requires_grad}
     tree: dict[str, Callable[[], Any]] = {
         "params": lambda: {name: _cast(param, cast) for name, param in params.items()},
@@ -154,29 +154,29 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _is_stateful(thing: Any) -> bool:
-    return isinstance(thing, Stateful) and not isinstance(thing, type)
+def _is_stateful(value: Any) -> bool:
+    return isinstance(value, Stateful) and not isinstance(value, type)
 
 
 def stateful_extra(extra: Mapping[str, Any]) -> dict[str, Stateful]:
-    """Those of ``extra`` that take a state."""
-    return {name: cast(Stateful, thing) for name, thing in extra.items() if _is_stateful(thing)}
+    """Return the objects in ``extra`` that have ``state_dict`` and ``load_state_dict``."""
+    return {name: cast(Stateful, value) for name, value in extra.items() if _is_stateful(value)}
 
 
 def _optimizer_state(state: TrainState) -> dict[str, Any]:
-    """The optimizer's state by parameter name, in the order of the parameters."""
+    """Return the optimizer's state by parameter name, in the order of the parameters."""
     names = {id(param): name for name, param in state.params.items()}
     by_name = {}
     for param, content in state.optimizer.state.items():
         if id(param) not in names:
-            what = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
-            raise ConfigError(f"optimizer/state: holds state for something that is no parameter of the model ({what})")
+            shown = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
+            raise ConfigError(f"save_sharded: optimizer state must belong to parameters of the model, got state for {shown}")
         by_name[names[id(param)]] = content
     return {name: dict(by_name[name]) for name in state.params if name in by_name}
 
 
 def optimizer_groups(state: TrainState) -> list[dict[str, Any]]:
-    """The optimizer's hyperparameters by group, with the names of the group's parameters under ``params``."""
+    """Return the optimizer's hyperparameters by group, with the names of the group's parameters under ``params``."""
     names = {id(param): name for name, param in state.params.items()}
     return [
         {
@@ -188,32 +188,32 @@ def optimizer_groups(state: TrainState) -> list[dict[str, Any]]:
 
 
 def content_hashes(contents: CheckpointContents) -> dict[str, str]:
-    """A digest of each part that must be the same on all ranks: values; of tensors names, shapes and dtypes, not data."""
+    """Hash each part that must be equal on all ranks: values, and the names, shapes and dtypes of tensors, not their data."""
     return {
         path: hashlib.sha256(strict_json.canonical_json(values)).hexdigest() for path, values in _iter_parts(contents.shared)
     }
 
 
 def check_equal_on_all_ranks(hashes_by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Refuse contents whose shared part differs between ranks: one rank's values would be saved for all.
+    """Raise if the shared contents differ between ranks, because only one rank's values are saved.
 
     Args:
-        hashes_by_rank: the fingerprints of each rank.
+        hashes_by_rank: content hashes of each rank.
 
     Raises:
-        ConfigError: on all ranks alike, with the first part that differs.
+        ConfigError: on all ranks, with the first part that differs.
     """
     for rank, theirs in enumerate(hashes_by_rank):
         differing = [path for path in {**hashes_by_rank[0], **theirs} if hashes_by_rank[0].get(path) != theirs.get(path)]
         if differing:
             raise ConfigError(
-                f"save_sharded: {differing[0]} differs between rank 0 and rank {rank}; what a checkpoint holds must be the "
-                "same on all ranks, or it could not be resumed at another world size (a tensor that differs is a DTensor)"
+                f"save_sharded: {differing[0]} must be equal on all ranks, but differs between rank 0 and rank {rank}. "
+                "Make it equal on all ranks, or a DTensor."
             )
 
 
 def _iter_parts(shared: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The sections, those with several contributors by contributor. Dicts in the encoded form of ``plain``."""
+    """Iterate over the sections by path; sections with several contributors are split by contributor."""
     for section, values in shared.items():
         here = tree_json.join_key(path, section)
         if section == layout.STATES:
@@ -227,7 +227,7 @@ def _iter_parts(shared: Mapping[str, Any], path: str = "") -> Iterator[tuple[str
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Let Python not look for garbage inside. For the index of a large model that would take longer than all else.
+    """Pause the garbage collector in the block. Its passes over the index of a large model take longer than the work.
 
     Mutates: the collector of this process, until the block is left.
     """

@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: which boxes of which tensors, in which files, and what its index says of them."""
+"""Plan the part of a checkpoint that one rank writes: the shards, the data files, and the index of the rank."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class RankWritePlan:
     """One rank's part of a save.
 
     Args:
-        rank: whose.
-        files: what lies where in each data file, by its name; the first one is there in any case.
-        shards: by key, the box of each tensor of the run that this rank writes.
-        per_rank: by key, the box of each tensor that the rank has for itself.
-        tensors: the data by key, on any device: the state's own memory, not a copy.
-        values: the rank's own encoded values.
-        shared: the encoded values of the run; None on all ranks but the first.
+        rank: the rank that writes.
+        files: layout of each data file by name; the first file always exists.
+        shards: box of each tensor of the run that this rank writes, by key.
+        per_rank: box of each tensor that only this rank has, by key.
+        tensors: data by key, on any device: the memory of the state, not a copy.
+        values: encoded values of the rank.
+        shared: encoded values of the run; None on all ranks but rank 0.
     """
 
     rank: int
@@ -41,19 +41,36 @@ class RankWritePlan:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of all data files."""
+        """Total size of all data files in bytes."""
         return sum(placed.size for placed in self.files.values())
 
 
 def plan_rank_write(contents: CheckpointContents, rank: int, world_size: int, *, separate_frozen: bool) -> RankWritePlan:
-    """The part of ``contents`` that a rank writes: of each box that several ranks hold, one of them writes it.
+    """Plan the part of ``contents`` that a rank writes. One rank writes each shard that several ranks hold.
 
     Args:
-        contents: what is to be saved.
-        rank: whose part.
-        world_size: among how many ranks.
-        separate_frozen: whether parameters that are not trained get a file of their own, which then never changes.
+        contents: contents of the checkpoint.
+        rank: the rank that writes.
+        world_size: number of ranks.
+        separate_frozen: if True, parameters that are not trained get a file of their own, which never changes.
     """
+    shards = _select_shards(contents.tensors, rank, world_size)
+    per_rank = {key: shard_box(tensor) for key, tensor in contents.per_rank.items()}
+    tensors = {**{key: to_local(contents.tensors[key]) for key in shards}, **contents.per_rank}
+    boxes = {**shards, **per_rank}
+    separate = contents.frozen if separate_frozen else frozenset[str]()
+    files = {
+        layout.data_name(rank, frozen=frozen): plan_file_layout(
+            TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], boxes[key].size)
+            for key in boxes
+            if (key in separate) is frozen
+        )
+        for frozen in ((False, True) if separate else (False,))
+    }
+    shared = contents.shared if rank == 0 else None
+    return RankWritePlan(
+        rank=rank, files=files, shards=shards, per_rank=per_rank, tensors=tensors, values=contents.values, shared=shared
+    )
     boxes = _select_shards(contents.tensors, rank, world_size)
     own = {key: shard_box(tensor) for key, tensor in contents.per_rank.items()}
     tensors = {**{key: to_local(contents.tensors[key]) for key in boxes}, **contents.per_rank}
@@ -74,36 +91,37 @@ def plan_rank_write(contents: CheckpointContents, rank: int, world_size: int, *,
 
 
 def _select_shards(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, ShardBox]:
-    """The boxes that this rank stores; empty ones nobody does."""
-    extents = {
-        # Of a plain tensor all ranks hold all.
+    """Return the boxes that this rank stores. Empty boxes are not stored."""
+    boxes = {
+        # Every rank holds the whole of a plain tensor.
         key: shard_box(tensor) if is_dtensor(tensor) else full_box(tuple(tensor.shape), rank, world_size)
         for key, tensor in tensors.items()
     }
-    held = {key: box for key, box in extents.items() if box.num_replicas > 1}
-    sizes = {key: prod(box.shape) * tensors[key].itemsize for key, box in held.items()}
-    # The largest first: what comes last evens out what went before.
-    order = sorted(held, key=lambda key: -sizes[key])
-    writers = assign_writers((key, sizes[key], held[key].num_replicas) for key in order)
-    return {key: box for key, box in extents.items() if writers.get(key, box.replica) == box.replica and 0 not in box.size}
+    replicated = {key: box for key, box in boxes.items() if box.num_replicas > 1}
+    sizes = {key: prod(box.shape) * tensors[key].itemsize for key, box in replicated.items()}
+    # Large tensors come first, so that the small tensors even out the load.
+    order = sorted(replicated, key=lambda key: -sizes[key])
+    writers = assign_writers((key, sizes[key], replicated[key].num_replicas) for key in order)
+    return {key: box for key, box in boxes.items() if writers.get(key, box.replica) == box.replica and 0 not in box.size}
 
 
-def build_rank_index(share: RankWritePlan, chunks: Sequence[tuple[str, ...]]) -> RankIndex:
-    """The index of a share whose files have these digests, in their order."""
-    where = {key: (number, *span) for number, placed in enumerate(share.files.values()) for key, span in placed.ranges.items()}
-    names = {box.key: box.dtype for placed in share.files.values() for box in placed.slots}
+def build_rank_index(write_plan: RankWritePlan, chunks: Sequence[tuple[str, ...]]) -> RankIndex:
+    """Build the index of a write plan from the chunk digests of its files, in the order of the files."""
+    files = enumerate(write_plan.files.values())
+    ranges = {key: (number, *span) for number, file in files for key, span in file.ranges.items()}
+    dtypes = {slot.key: slot.dtype for file in write_plan.files.values() for slot in file.slots}
 
-    def entries(extents: Mapping[str, ShardBox]) -> tuple[TensorShardEntry, ...]:
+    def entries(boxes: Mapping[str, ShardBox]) -> tuple[TensorShardEntry, ...]:
         return tuple(
-            TensorShardEntry(key, names[key], e.shape, e.offset, e.size, where[key][1], where[key][2], where[key][0])
-            for key, e in extents.items()
+            TensorShardEntry(key, dtypes[key], e.shape, e.offset, e.size, ranges[key][1], ranges[key][2], ranges[key][0])
+            for key, e in boxes.items()
         )
 
     return RankIndex(
-        rank=share.rank,
-        shards=entries(share.shards),
-        per_rank=entries(share.per_rank),
+        rank=write_plan.rank,
+        shards=entries(write_plan.shards),
+        per_rank=entries(write_plan.per_rank),
         chunks=tuple(chunks),
-        values=share.values,
-        shared=share.shared,
+        values=write_plan.values,
+        shared=write_plan.shared,
     )

@@ -1,4 +1,7 @@
-"""The only package that touches files: create, write, sync, rename, list, remove, read a range. Here or on a server."""
+"""Create, write, sync, rename, list, remove and read files, on this machine or on a server.
+
+No other package touches files.
+"""
 
 from dtrain.storage.file_lock import FolderEntry, LockableFile, make_private_folder, modified_ns, scan_folder
 from dtrain.storage.files import (

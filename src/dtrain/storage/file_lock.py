@@ -1,8 +1,8 @@
-"""Files that several processes of this machine use at a time: locks that end with their holder, memory maps, private folders.
+"""Open files that several processes of this machine share: locks, memory maps and private folders.
 
-As in ``local`` every operation is one call of ``os``, through the name ``os`` of this module. Locks are those of flock(2): the
-system takes them back when the last handle is closed, however the process ended. A handle that a fork has copied is the same
-holder, so whoever forks while it has some closes them in the child.
+As in ``local``, every operation is one call of ``os``, through the name ``os`` of this module. Locks are locks of flock(2): the
+system releases a lock when the last handle is closed, however the process ended. A handle that a fork has copied holds the same
+lock, so a fork must close the copied handles in the child.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_FILE = "is not a regular file, but a link, pipe, device, socket or folder"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderEntry:
-    """A regular file in a folder: its name, bytes, and when it was last used or written, in nanoseconds."""
+    """Regular file in a folder: name, size in bytes, and time of the last use or write in nanoseconds."""
 
     name: str
     size: int
@@ -36,21 +36,21 @@ class FolderEntry:
 
 
 def scan_folder(path: Path) -> list[FolderEntry]:
-    """The regular files in a folder. What goes away meanwhile is left out."""
+    """Return the regular files in a folder. Files that are removed meanwhile are skipped."""
     found = []
     with os.scandir(path) as entries:
         for entry in entries:
             try:
-                about = entry.stat(follow_symlinks=False)
+                status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            if stat.S_ISREG(about.st_mode):
-                found.append(FolderEntry(name=entry.name, size=about.st_size, modified_ns=about.st_mtime_ns))
+            if stat.S_ISREG(status.st_mode):
+                found.append(FolderEntry(name=entry.name, size=status.st_size, modified_ns=status.st_mtime_ns))
     return found
 
 
 def walk_files(path: Path) -> Iterator[tuple[str, int]]:
-    """Every regular file below a folder: its name relative to it, with ``/``, and its bytes. Links to files are files."""
+    """Iterate over all regular files below a folder: relative name with ``/``, and size in bytes. Links to files are files."""
     for folder, folders, names in os.walk(path):
         folders.sort()
         for name in sorted(names):
@@ -61,7 +61,7 @@ def walk_files(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def modified_ns(path: Path) -> int | None:
-    """When the file was last written, in nanoseconds; None when there is none."""
+    """Return the time of the last write in nanoseconds, or None if there is no file."""
     try:
         return os.stat(path).st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
@@ -69,35 +69,36 @@ def modified_ns(path: Path) -> int | None:
 
 
 def make_private_folder(path: Path) -> None:
-    """Create a folder that only this user can use, if it is not there.
+    """Create a folder that only this user can access, unless the folder exists.
 
     Raises:
-        ConfigError: it is there and somebody else's: in a place where all may write, that is not to be trusted.
+        ConfigError: the folder exists and belongs to another user. Such a folder in a shared place is not safe.
     """
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
-        found = os.lstat(path)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ConfigError(f"{path} is not a folder of this user (uid {os.getuid()}); give another place") from None
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise ConfigError(f"{path} must be a folder of this user (uid {os.getuid()}). Name another folder.") from None
 
 
-_OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK  # a link is refused, and a pipe not waited for
+# A link is refused, and a pipe is not waited for.
+_OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-def _open(path: Path, how: OpenMode) -> int:
-    if how == "new":
+def _open(path: Path, mode: OpenMode) -> int:
+    if mode == "new":
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        handle = os.open(
-            path, os.O_RDONLY | _OPEN_FLAGS
-        )  # not made if it is there: systems refuse that for others' files in /tmp
+        # An existing file is opened without O_CREAT, which systems refuse for files of other users in /tmp.
+        handle = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
     except FileNotFoundError:
-        if how == "read":
+        if mode == "read":
             raise
         handle = os.open(path, os.O_RDONLY | os.O_CREAT | _OPEN_FLAGS, 0o644)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+        # A link raises ELOOP, a socket ENXIO.
+        if error.errno in (errno.ELOOP, errno.ENXIO):
             raise OSError(errno.EINVAL, _NO_FILE, str(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -107,15 +108,15 @@ def _open(path: Path, how: OpenMode) -> int:
 
 
 class LockableFile:
-    """An open file that can be locked. A context manager.
+    """Open file that can be locked. A context manager.
 
     Args:
-        path: of the file.
-        mode: ``"read"`` one that exists; ``"lock"`` one that is made if it is missing and never written; ``"new"`` one that must
-            not exist, to write.
+        path: path of the file.
+        mode: ``"read"`` opens an existing file; ``"lock"`` creates a missing file, which is never written; ``"new"`` creates a
+            file to write, which must not exist.
 
     Raises:
-        FileNotFoundError: nothing to read. FileExistsError: the new name is taken.
+        FileNotFoundError: no file to read. FileExistsError: the new file exists.
         OSError: a link, or no regular file.
     """
 
@@ -132,25 +133,25 @@ class LockableFile:
 
     @property
     def size(self) -> int:
-        """Bytes it has."""
+        """Size in bytes."""
         return os.fstat(self.fileno).st_size
 
     @property
     def is_linked(self) -> bool:
-        """Whether it still stands in a folder: somebody may have removed it between opening and locking."""
+        """True if the file is still in a folder. Another process may have removed the file between opening and locking."""
         return os.fstat(self.fileno).st_nlink > 0
 
     def lock(self, *, shared: bool = False, wait: bool = False) -> bool:
-        """Take the lock, for oneself or with others that share it. Returns whether that was possible; waits if told to."""
-        how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        """Lock the file, exclusively or shared, and wait for the lock if ``wait``. Return True if locked."""
+        flags = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         try:
-            fcntl.flock(self.fileno, how)
+            fcntl.flock(self.fileno, flags)
         except BlockingIOError:
             return False
         return True
 
     def touch(self) -> None:
-        """Note that it is used now. Nothing where it is somebody else's, or on a disk that is only read."""
+        """Set the time of the last use, unless the file belongs to another user or the disk is read-only."""
         try:
             os.utime(self.fileno)
         except OSError as error:
@@ -165,16 +166,17 @@ class LockableFile:
                 rest = rest[os.write(self.fileno, rest) :]
 
     def truncate(self) -> None:
-        """Begin again with an empty file."""
+        """Remove the content of the file."""
         os.ftruncate(self.fileno, 0)
         os.lseek(self.fileno, 0, os.SEEK_SET)
 
     def map_memory(self) -> memoryview:
-        """Its bytes, mapped into memory. They stay readable, and a lock stays taken, until the view and its slices are gone."""
+        """Map the file into memory. The view and its slices stay readable, and keep a lock, until they are released."""
         size = self.size
         if size == 0:
             return memoryview(b"")
-        return memoryview(mmap.mmap(self.fileno, size, access=mmap.ACCESS_READ))  # which has a copy of the handle
+        # The map has a copy of the handle.
+        return memoryview(mmap.mmap(self.fileno, size, access=mmap.ACCESS_READ))
 
     def __enter__(self) -> LockableFile:
         return self
@@ -183,7 +185,7 @@ class LockableFile:
         self.close()
 
     def close(self) -> None:
-        """Let go of the handle; more than once is fine."""
+        """Close the handle. A second call does nothing."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             os.close(handle)

@@ -1,4 +1,4 @@
-"""The operations on files, for places of this machine and on servers alike: each is done by ``local`` or by ``remote``."""
+"""Dispatch file operations to ``local`` for paths of this machine, and to ``remote`` for URLs of servers."""
 
 from __future__ import annotations
 
@@ -11,73 +11,73 @@ from dtrain.storage.path import AnyPath, RemotePath
 
 
 def supports_rename(path: AnyPath) -> bool:
-    """Whether a folder there can be given another name at once, so that a rename commits.
+    """Return True if a folder can be renamed atomically, so that a rename commits.
 
-    Not so on object stores: there, what counts as there has to be the file that is put last, by ``create_file``.
+    Object stores have no rename: the commit must be the file that ``create_file`` writes last.
     """
     return remote.supports_rename(path) if isinstance(path, RemotePath) else True
 
 
 def exists(path: AnyPath) -> bool:
-    """Whether the name exists, whatever it is (a dangling link does)."""
+    """Return True if the name exists, also as a dangling link."""
     return remote.exists(path) if isinstance(path, RemotePath) else local.exists(path)
 
 
 def is_folder(path: AnyPath) -> bool:
-    """Whether there is a folder (or a link to one); on object stores, whether there is anything in it."""
+    """Return True if there is a folder, or a link to a folder. On object stores, the folder must have content."""
     return remote.is_folder(path) if isinstance(path, RemotePath) else local.is_folder(path)
 
 
 def file_size(path: AnyPath) -> int | None:
-    """Bytes of a regular file (or a link to one); None when there is none, or something else of that name."""
+    """Return the size in bytes of a regular file (or a link to one), or None if there is no regular file."""
     return remote.file_size(path) if isinstance(path, RemotePath) else local.file_size(path)
 
 
 def list_names(path: AnyPath) -> list[str]:
-    """The names in a folder, sorted. ``FileNotFoundError`` when there is no such folder."""
+    """Return the sorted names in a folder. Raise ``FileNotFoundError`` if there is no such folder."""
     return remote.list_names(path) if isinstance(path, RemotePath) else local.list_names(path)
 
 
 def walk_files(path: AnyPath) -> Iterator[tuple[str, int]]:
-    """Every file below a folder: its name relative to it, with ``/``, and its bytes. Web servers tell of one folder only."""
+    """Iterate over all files below a folder: relative name with ``/``, and size. Web servers list one folder only."""
     return remote.walk_files(path) if isinstance(path, RemotePath) else file_lock.walk_files(path)
 
 
 def make_folders(path: AnyPath) -> None:
-    """Create the folder and its parents where missing, durably as far as the folder's own entry goes."""
+    """Create the folder and its missing parents, durably as far as the folder's own entry goes."""
     remote.make_folders(path) if isinstance(path, RemotePath) else local.make_folders(path)
 
 
 def make_folder(path: AnyPath) -> None:
-    """Create one folder that must not exist yet. On object stores there is nothing to do, and nothing is checked."""
+    """Create one folder, which must not exist. On object stores, do nothing."""
     remote.make_folder(path) if isinstance(path, RemotePath) else local.make_folder(path)
 
 
 def sync_folder(path: AnyPath) -> None:
-    """Make the names in a folder durable. On a server they are when it has answered."""
+    """Make the names in a folder durable. On a server, names are durable when the server has answered."""
     if not isinstance(path, RemotePath):
         local.sync_folder(path)
 
 
 def rename(old: AnyPath, new: AnyPath) -> None:
-    """Give a file or folder another name in the same place, atomically. A folder with content is not replaced.
+    """Rename a file or folder within one storage, atomically. A folder with content is not replaced.
 
-    Only where ``renames``.
+    Requires ``supports_rename``.
     """
     if isinstance(old, RemotePath) and isinstance(new, RemotePath):
         remote.rename(old, new)
     else:
-        assert not isinstance(old, RemotePath), f"{old} and {new} are in different places"
-        assert not isinstance(new, RemotePath), f"{old} and {new} are in different places"
+        assert not isinstance(old, RemotePath), f"{old} and {new} are in different storages"
+        assert not isinstance(new, RemotePath), f"{old} and {new} are in different storages"
         local.rename(old, new)
 
 
 def remove_folder(path: AnyPath, *, first: str | None = None) -> None:
-    """Remove a folder and all below it, never following links.
+    """Remove a folder and its content, without following links.
 
     Args:
-        path: the folder.
-        first: a name in it that goes before all others, so that what an interrupted removal leaves lacks it.
+        path: folder to remove.
+        first: name to remove before all other names, which the leftover of an interrupted removal therefore lacks.
     """
     remote.remove_folder(path, first=first) if isinstance(path, RemotePath) else local.remove_folder(path, first=first)
 
@@ -88,59 +88,58 @@ def remove_file(path: AnyPath) -> None:
 
 
 def write_file(path: AnyPath, data: Buffer) -> None:
-    """Create a file with this content, on the disk when this returns.
+    """Create a file with this content. The data are on the disk when the function returns.
 
     Raises:
-        FileExistsError: the name is taken.
+        FileExistsError: the file exists.
     """
     remote.create_file(path, data) if isinstance(path, RemotePath) else local.write_file(path, data)
 
 
 def create_file(path: AnyPath, data: Buffer) -> None:
-    """``write_file``, durably as far as the name goes, too: of several that try, one succeeds.
+    """Create a file as ``write_file`` does, with a durable name. If several processes try, one of them succeeds.
 
-    On a server it is read back, and an answer that was lost is no failure.
+    On a server the file is read back, and a lost answer is no failure.
     """
     remote.create_file(path, data) if isinstance(path, RemotePath) else local.create_file(path, data)
 
 
 def replace_file(path: AnyPath, data: Buffer) -> None:
-    """Give the file this content, durably; whoever reads meanwhile gets the old content or the new, whole."""
+    """Replace the content of a file durably and atomically: a reader gets the old content or the new content."""
     remote.replace_file(path, data) if isinstance(path, RemotePath) else local.replace_file(path, data)
 
 
 def link_file(old: AnyPath, new: AnyPath) -> None:
-    """Make ``new`` the same file as ``old`` without writing it: one more name, or a copy that the server makes by itself.
+    """Link ``new`` to the file ``old`` without writing data. A server makes a copy by itself.
 
     Raises:
-        OSError: ``new`` is taken, or the place knows nothing of the kind.
+        OSError: ``new`` exists, or the storage supports no links.
     """
     if isinstance(old, RemotePath) and isinstance(new, RemotePath):
         remote.link_file(old, new)
     else:
-        assert not isinstance(old, RemotePath), f"{old} and {new} are in different places"
-        assert not isinstance(new, RemotePath), f"{old} and {new} are in different places"
+        assert not isinstance(old, RemotePath), f"{old} and {new} are in different storages"
+        assert not isinstance(new, RemotePath), f"{old} and {new} are in different storages"
         local.link_file(old, new)
 
 
 def free_bytes(path: AnyPath) -> int | None:
-    """Bytes that can still be written where ``path`` is, or will be; None when that is not known, as on servers."""
+    """Return the free bytes of the storage of ``path``, or None if unknown, as on servers."""
     return None if isinstance(path, RemotePath) else local.free_bytes(path)
 
 
 def write_parts(path: AnyPath, sizes: Sequence[int], part_of: Callable[[int], Sequence[Buffer]], *, threads: int) -> None:
-    """Create a file of parts that lie one after the other, on the disk when this returns.
+    """Create a file from consecutive parts. The data are on the disk when the function returns.
 
     Args:
-        path: a name that is not taken.
-        sizes: bytes of each part.
-        part_of: called once per part, in no fixed order, from the thread that writes it (which may as well compute a digest):
-            the part's bytes in one or more buffers, which nobody changes until this returns.
-        threads: that write side by side; with 1 no thread is started. To a server up to eight send, whatever is given.
+        path: name that does not exist.
+        sizes: size of each part in bytes.
+        part_of: function that returns a part as one or more buffers, which must not change until the end. Called once per
+            part in any order, in the thread that writes the part (so the function may compute a digest).
+        threads: number of threads that write; 1 starts no thread. To a server up to eight threads send in any case.
 
     Raises:
-        OSError: the first one, when no thread writes any more. What is there of a local file by then stays; on a server there
-            is none.
+        OSError: the first error, after all threads have ended. A local file is left incomplete; on a server there is no file.
     """
     if isinstance(path, RemotePath):
         remote.write_parts(path, sizes, part_of, threads=threads)
@@ -149,12 +148,12 @@ def write_parts(path: AnyPath, sizes: Sequence[int], part_of: Callable[[int], Se
 
 
 class FileWriter:
-    """A new file, written from its beginning to its end. A context manager; leaving it does not make the file durable.
+    """New file, written sequentially. A context manager, whose end does not make the file durable.
 
-    On a server the file is there when it has been synced, once, at the end; until then its content is held.
+    On a server the file exists after ``sync``, which must be called once, at the end; until then the content is in memory.
 
     Raises:
-        FileExistsError: the name is taken.
+        FileExistsError: the file exists.
     """
 
     __slots__ = ("_file",)
@@ -164,7 +163,7 @@ class FileWriter:
 
     @property
     def written(self) -> int:
-        """Bytes so far."""
+        """Bytes written so far."""
         return self._file.written
 
     def write(self, data: Buffer) -> None:
@@ -172,7 +171,7 @@ class FileWriter:
         self._file.write(data)
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until the data are on the disk."""
         self._file.sync()
 
     def __enter__(self) -> FileWriter:
@@ -183,26 +182,28 @@ class FileWriter:
 
 
 class FileReader:
-    """A regular file, read by ranges. A context manager.
+    """Regular file, read by ranges. A context manager.
 
     Args:
-        path: of the file.
-        quiet: show no progress: for what goes on in the background.
+        path: path of the file.
+        quiet: if True, no progress is shown, for reads in the background.
 
     Raises:
-        OSError: there is no such file, or it is no regular file (a pipe is refused, not waited for).
+        OSError: there is no regular file. A pipe is refused without waiting.
     """
 
     __slots__ = ("_file", "is_remote", "ranges", "size")
 
     def __init__(self, path: AnyPath, *, quiet: bool = False) -> None:
         self._file = remote.RemoteFileReader(path, quiet=quiet) if isinstance(path, RemotePath) else local.LocalFileReader(path)
-        self.is_remote = isinstance(path, RemotePath)  # a request costs more than the bytes of many small reads
+        # A request costs more than the bytes of many small reads.
+        self.is_remote = isinstance(path, RemotePath)
         self.size = self._file.size
-        self.ranges = not isinstance(self._file, remote.RemoteFileReader) or self._file.ranges  # else it is read whole, at once
+        # A server without range requests sends the whole file at once.
+        self.ranges = not isinstance(self._file, remote.RemoteFileReader) or self._file.ranges
 
     def read_into(self, begin: int, out: memoryview) -> int:
-        """Fill ``out`` from byte ``begin`` on. Returns how many bytes there were, fewer only at the end of the file.
+        """Read into ``out`` from byte ``begin`` on. Return the number of bytes, which is smaller only at the end of the file.
 
         Mutates: ``out``.
         """
@@ -216,13 +217,13 @@ class FileReader:
 
 
 def read_file(path: AnyPath, *, limit: int) -> bytes:
-    """The content of a file of at most ``limit`` bytes.
+    """Return the content of a file of at most ``limit`` bytes.
 
     Raises:
-        OSError: no regular file, or a larger one.
+        OSError: no regular file, or a larger file.
     """
     with FileReader(path) as file:
         if file.size > limit:
-            raise OSError(f"{path} has {file.size} bytes, at most {limit} are read")
+            raise OSError(f"{path} must have at most {limit} bytes, got {file.size}")
         out = bytearray(file.size)
         return bytes(out[: file.read_into(0, memoryview(out))])

@@ -1,7 +1,7 @@
-"""Files of this machine: create, write, sync, rename, list, remove, read a range.
+"""Create, write, sync, rename, list, remove and read files of this machine.
 
-Every operation is one call of ``os``, made through the name ``os`` of this module, so that a test can fail, kill or record
-the k-th one by putting something else in its place. Errors are ``OSError`` that carry the path.
+Every operation is one call of ``os`` through the name ``os`` of this module. A test can replace this name to fail, kill or
+record a call. Errors are ``OSError`` with the path.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from dtrain.storage.o_direct import DirectWriter
 from dtrain.storage.parallel_parts import for_each_part
 
 Buffer = bytes | bytearray | memoryview
-_IOV_MAX = 1024  # that the system takes in one call (IOV_MAX)
-_DIRECT_MIN_BYTES = 16 * 2**20  # bytes of a file: what is smaller, the page cache takes as fast
+# Limit of the buffers of one system call.
+_IOV_MAX = 1024
+# The page cache writes smaller files as fast.
+_DIRECT_MIN_BYTES = 16 * 2**20
 _APPEND_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
 
 @contextmanager
 def _add_path_to_errors(path: Path) -> Iterator[None]:
-    """Put the path into an ``OSError`` of a call that knew only a file descriptor."""
+    """Add the path to an ``OSError`` of a call on a file descriptor."""
     try:
         yield
     except OSError as error:
@@ -37,19 +39,19 @@ def _add_path_to_errors(path: Path) -> Iterator[None]:
 
 
 def real_path(path: Path | str) -> Path:
-    """``path`` made absolute, with links resolved: one name for one folder, whether or not it exists."""
+    """Return the absolute path with resolved links: one name for one folder, which need not exist."""
     return Path(os.path.realpath(path))
 
 
 def make_folders(path: Path) -> None:
-    """Create the folder and its parents where missing, durably as far as the folder's own entry goes."""
+    """Create the folder and its missing parents, durably as far as the folder's own entry goes."""
     if not is_folder(path):
         os.makedirs(path, exist_ok=True)
         sync_folder(path.parent)
 
 
 def make_folder(path: Path) -> None:
-    """Create one folder that must not exist yet."""
+    """Create one folder, which must not exist."""
     os.mkdir(path)
 
 
@@ -64,16 +66,16 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a file or folder another name in the same file system, atomically. A folder with content is not replaced."""
+    """Rename a file or folder in one file system, atomically. A folder with content is not replaced."""
     os.rename(old, new)
 
 
 def remove_folder(path: Path, *, first: str | None = None) -> None:
-    """Remove a folder and all below it, never following links.
+    """Remove a folder and its content, without following links.
 
     Args:
-        path: the folder.
-        first: a name in it that goes before all others, so that what an interrupted removal leaves lacks it.
+        path: folder to remove.
+        first: name to remove before all other names, which the leftover of an interrupted removal therefore lacks.
     """
     names = list_names(path)
     for name in sorted(names, key=lambda name: (name != first, name)):
@@ -86,12 +88,12 @@ def remove_folder(path: Path, *, first: str | None = None) -> None:
 
 
 def list_names(path: Path) -> list[str]:
-    """The names in a folder, sorted."""
+    """Return the sorted names in a folder."""
     return sorted(os.listdir(path))
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder (or a link to one)."""
+    """Return True if there is a folder, or a link to a folder."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -99,7 +101,7 @@ def is_folder(path: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Whether the name exists, whatever it is (a dangling link does)."""
+    """Return True if the name exists, also as a dangling link."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -108,19 +110,19 @@ def exists(path: Path) -> bool:
 
 
 def file_size(path: Path) -> int | None:
-    """Bytes of a regular file (or a link to one); None when there is none, or something else of that name."""
+    """Return the size in bytes of a regular file (or a link to one), or None if there is no regular file."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 class LocalFileWriter:
-    """A new file, written from its beginning to its end. A context manager; leaving it does not make the file durable.
+    """New file, written sequentially. A context manager, whose end does not make the file durable.
 
     Raises:
-        FileExistsError: the name is taken.
+        FileExistsError: the file exists.
     """
 
     __slots__ = ("_handle", "_path", "written")
@@ -131,16 +133,16 @@ class LocalFileWriter:
         self.written = 0
 
     def write(self, data: Buffer) -> None:
-        """Append all of ``data``; the system may take it in several calls."""
+        """Append all of ``data``, in several system calls if needed."""
         rest = memoryview(data).cast("B")
         with _add_path_to_errors(self._path):
             while rest:
-                taken = os.write(self._handle, rest)
-                self.written += taken
-                rest = rest[taken:]
+                count = os.write(self._handle, rest)
+                self.written += count
+                rest = rest[count:]
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until the data are on the disk."""
         with _add_path_to_errors(self._path):
             os.fsync(self._handle)
 
@@ -151,34 +153,34 @@ class LocalFileWriter:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with _add_path_to_errors(self._path):
             os.close(self._handle)
 
     def write_at(self, begin: int, buffers: Sequence[Buffer]) -> None:
-        """Put the buffers one after the other at byte ``begin``. Threads may call it for ranges that do not overlap."""
+        """Write consecutive buffers at byte ``begin``. Threads may write ranges that do not overlap."""
         rest = [view for data in buffers if len(view := memoryview(data).cast("B"))]
         with _add_path_to_errors(self._path):
             while rest:
-                taken = os.pwritev(self._handle, rest[:_IOV_MAX], begin)
-                begin += taken
-                rest = _drop_bytes(rest, taken)
+                count = os.pwritev(self._handle, rest[:_IOV_MAX], begin)
+                begin += count
+                rest = _drop_bytes(rest, count)
 
 
-def _drop_bytes(buffers: list[memoryview], taken: int) -> list[memoryview]:
-    """What is left of the buffers when their first ``taken`` bytes are gone."""
+def _drop_bytes(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """Return the buffers without their first ``count`` bytes."""
     for index, view in enumerate(buffers):
-        if taken < len(view):
-            return [view[taken:], *buffers[index + 1 :]]
-        taken -= len(view)
+        if count < len(view):
+            return [view[count:], *buffers[index + 1 :]]
+        count -= len(view)
     return []
 
 
 def write_file(path: Path, data: Buffer) -> None:
-    """Create a file with this content, on the disk when this returns.
+    """Create a file with this content. The data are on the disk when the function returns.
 
     Raises:
-        FileExistsError: the name is taken.
+        FileExistsError: the file exists.
     """
     with LocalFileWriter(path) as file:
         file.write(data)
@@ -186,51 +188,51 @@ def write_file(path: Path, data: Buffer) -> None:
 
 
 def create_file(path: Path, data: Buffer) -> None:
-    """``write_file``, durably as far as the name goes, too: of several that try, one succeeds."""
+    """Create a file as ``write_file`` does, with a durable name. If several processes try, one of them succeeds."""
     write_file(path, data)
     sync_folder(path.parent)
 
 
 def replace_file(path: Path, data: Buffer) -> None:
-    """Give the file this content, durably; whoever reads meanwhile gets the old content or the new, whole."""
-    side = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    """Replace the content of a file durably and atomically: a reader gets the old content or the new content."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        write_file(side, data)
-        os.rename(side, path)
+        write_file(temporary, data)
+        os.rename(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(side)
+            os.unlink(temporary)
         raise
     sync_folder(path.parent)
 
 
 def remove_file(path: Path) -> None:
-    """Remove one file, or a link; its name is gone for good when the folder is synced."""
+    """Remove a file or a link. The removal is durable when the folder is synced."""
     os.unlink(path)
 
 
 def link_file(old: Path, new: Path) -> None:
-    """Give a file one more name, ``new``, without copying it.
+    """Create the hard link ``new`` to a file.
 
     Raises:
-        OSError: ``new`` is taken, or the file system has no such links (other devices, some network shares).
+        OSError: ``new`` exists, or the file system does not support the link (another device, some network shares).
     """
     os.link(old, new, follow_symlinks=False)
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes that this user can still write where ``path`` is, or will be; None when that is not known."""
+    """Return the bytes that this user can write on the file system of ``path``, which need not exist."""
     while not exists(path) and path != path.parent:
         path = path.parent
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 class LocalFileReader:
-    """A regular file, read by ranges. A context manager.
+    """Regular file, read by ranges. A context manager.
 
     Raises:
-        OSError: there is no such file, or it is no regular file (a pipe is refused, not waited for).
+        OSError: there is no regular file. A pipe is refused without waiting.
     """
 
     __slots__ = ("_handle", "_path", "size")
@@ -238,24 +240,24 @@ class LocalFileReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        found = os.fstat(self._handle)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(self._handle)
+        if not stat.S_ISREG(status.st_mode):
             os.close(self._handle)
             raise OSError(f"not a regular file: {path}")
-        self.size = found.st_size
+        self.size = status.st_size
 
     def read_into(self, begin: int, out: memoryview) -> int:
-        """Fill ``out`` from byte ``begin`` on. Returns how many bytes there were, fewer only at the end of the file.
+        """Read into ``out`` from byte ``begin`` on. Return the number of bytes, which is smaller only at the end of the file.
 
         Mutates: ``out``.
         """
         done = 0
         with _add_path_to_errors(self._path):
             while done < len(out):
-                got = os.preadv(self._handle, [out[done:]], begin + done)
-                if got == 0:
+                count = os.preadv(self._handle, [out[done:]], begin + done)
+                if count == 0:
                     break
-                done += got
+                done += count
         return done
 
     def __enter__(self) -> LocalFileReader:
@@ -265,22 +267,22 @@ class LocalFileReader:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._handle)
 
 
 def write_parts(path: Path, sizes: Sequence[int], part_of: Callable[[int], Sequence[Buffer]], *, threads: int) -> None:
-    """Create a file of parts that lie one after the other, on the disk when this returns; as ``files.write_parts`` has it.
+    """Create a file from consecutive parts, as ``files.write_parts`` describes.
 
     Raises:
-        OSError: the first one, when no thread writes any more. What is there of the file by then stays.
+        OSError: the first error, after all threads have ended. The file is left incomplete.
     """
     begins = list(accumulate(sizes, initial=0))
     with LocalFileWriter(path) as file, DirectWriter(path, os, enabled=begins[-1] >= _DIRECT_MIN_BYTES) as direct:
 
         def write(part: int) -> None:
             buffers = [memoryview(data).cast("B") for data in part_of(part)]
-            assert sum(map(len, buffers)) == sizes[part], f"part {part} has another size than announced"
+            assert sum(map(len, buffers)) == sizes[part], f"the size of part {part} differs from its declared size"
             with _add_path_to_errors(path):
                 done = direct.write_at(begins[part], buffers)
             if done < sizes[part]:
@@ -291,13 +293,14 @@ def write_parts(path: Path, sizes: Sequence[int], part_of: Callable[[int], Seque
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line to a text file, which is created where missing, with its folders.
+    """Append a line to a text file. A missing file is created with its folders.
 
-    A writer that was killed may have left half a line: it is ended first, so that this one is whole.
+    A killed writer may have left an incomplete line, which is ended first.
     """
     try:
         handle = os.open(path, _APPEND_FLAGS, 0o644)
-    except FileNotFoundError:  # looked for only then: this is called where every microsecond counts
+    # The folder is created only after an error, because every microsecond of this function counts.
+    except FileNotFoundError:
         make_folders(path.parent)
         handle = os.open(path, _APPEND_FLAGS, 0o644)
     try:

@@ -1,4 +1,4 @@
-"""Writing past the page cache: what is saved is not read again soon, and copying it there costs more than the disk does."""
+"""Write files past the page cache, because copying data that are not read again soon costs more than the disk."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-_BLOCK_BYTES = 4096  # to which positions, sizes and memory are aligned: enough for every usual disk
+# Alignment of positions, sizes and memory, which is sufficient for every common disk.
+_BLOCK_BYTES = 4096
 _MEMMOVE_MIN_BYTES = 64 * 2**10
 
 
 class DirectWriter:
-    """A second handle on a file that is being written. A context manager.
+    """Second handle on a file that is being written, opened with O_DIRECT. A context manager.
 
-    It takes whole blocks that lie at block boundaries; what it does not take is for the caller to write as usual. Nothing is
-    taken where the file system does not know such a handle.
+    The handle writes whole blocks at block boundaries. The caller must write all other data through the first handle. If the
+    file system does not support O_DIRECT, no data are written.
 
     Args:
-        path: the file, which exists.
-        system: the module ``os``, or what stands in for it.
-        enabled: whether to try at all.
+        path: existing file.
+        system: the module ``os``, or a stand-in for tests.
+        enabled: if False, no data are written.
 
     Source: the notes on O_DIRECT in open(2) of the Linux man-pages.
     """
@@ -40,10 +41,10 @@ class DirectWriter:
                 self._handle = system.open(path, system.O_WRONLY | system.O_DIRECT)
 
     def write_at(self, begin: int, buffers: Sequence[memoryview]) -> int:
-        """Put the buffers one after the other at byte ``begin``. Threads may call it for ranges that do not overlap.
+        """Write consecutive buffers at byte ``begin``. Threads may write ranges that do not overlap.
 
         Returns:
-            How many bytes it took, from the first one on.
+            The number of bytes written, from the first byte on.
         """
         size = sum(map(len, buffers))
         if self._handle is None or self._unsupported or begin % _BLOCK_BYTES or size % _BLOCK_BYTES or not size:
@@ -51,19 +52,20 @@ class DirectWriter:
         view, done = self._gather(buffers, size), 0
         while done < size:
             try:
-                taken = self._system.pwritev(self._handle, [view[done:]], begin + done)
+                count = self._system.pwritev(self._handle, [view[done:]], begin + done)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._unsupported = True  # it could be opened, but does not take this alignment
+                # The file system supports O_DIRECT, but not this alignment.
+                self._unsupported = True
                 return done
-            done += taken
-            if taken % _BLOCK_BYTES:
+            done += count
+            if count % _BLOCK_BYTES:
                 break
         return done
 
     def _gather(self, buffers: Sequence[memoryview], size: int) -> memoryview:
-        """The bytes in memory that begins at a page: where they are, or a copy of the thread's own."""
+        """Return the bytes in page-aligned memory: the buffer itself, or a copy in memory of the thread."""
         if len(buffers) == 1 and _is_page_aligned(buffers[0]):
             return buffers[0]
         memory = getattr(self._memory, "own", None)
@@ -88,7 +90,7 @@ def _is_page_aligned(data: memoryview) -> bool:
 
 
 def _copy_into(memory: mmap.mmap, at: int, data: memoryview) -> None:
-    """Put the bytes into ``memory`` from ``at`` on. Other threads run meanwhile when there are many of them."""
+    """Copy bytes into ``memory`` from ``at`` on. Large copies release the GIL."""
     if data.readonly or len(data) < _MEMMOVE_MIN_BYTES:
         memory[at : at + len(data)] = data
         return

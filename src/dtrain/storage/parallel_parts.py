@@ -1,4 +1,4 @@
-"""Work on numbered parts by several threads: they are taken in order, the first error ends all, and no thread is left."""
+"""Process numbered parts in order with several threads. The first error stops all threads, and no thread outlives the call."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 from dtrain import heartbeats
 
-_POLL_S = 0.5  # between two looks at how many parts are done
+# Interval at which a waiting thread checks the number of finished parts.
+_POLL_S = 0.5
 
 
 class _PartQueue:
-    """Hands out the numbers 0 to ``count`` - 1, until an error."""
+    """Queue of the numbers 0 to ``count`` - 1, emptied by an error."""
 
     def __init__(self, count: int) -> None:
         self._lock = threading.Lock()
@@ -27,35 +28,35 @@ class _PartQueue:
             return self._next - 1
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Hand out no more. The first error is kept."""
+        """Empty the queue, and keep the first error."""
         with self._lock:
             self._next = self._count
             if self.error is None:
                 self.error = error
 
     def run(self, do: Callable[[int], None]) -> None:
-        """A thread's whole life."""
+        """Process parts until the queue is empty. The target of a thread."""
         try:
             while (part := self.take()) is not None:
                 do(part)
                 with self._lock:
                     self.done += 1
-        except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
+        except BaseException as error:  # noqa: BLE001  # the waiting thread raises the error
             self.stop(error)
 
 
 def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: str, activity: str | None = None) -> None:
-    """``do(0)`` to ``do(count - 1)``, each once, by ``threads`` threads that take them in order; all are done on return.
+    """Call ``do(0)`` to ``do(count - 1)`` once each with ``threads`` threads, in order. All calls have ended on return.
 
     Args:
-        count: of parts.
-        do: called from several threads at a time.
-        threads: at most so many; with 1 everything happens in the calling thread.
-        name: of the threads.
-        activity: a word for the launcher, which hears it whenever parts have been done; None tells the launcher nothing.
+        count: number of parts.
+        do: function of a part number, called from several threads.
+        threads: maximum number of threads; with 1, the calling thread does the work.
+        name: name of the threads.
+        activity: word for the heartbeat to the launcher, sent whenever parts are done; None sends no heartbeat.
 
     Raises:
-        BaseException: the first that ``do`` raised, when no thread works any more. An interrupt (Ctrl-C) comes through as late.
+        BaseException: the first error of ``do``, or Ctrl-C, after all threads have ended.
     """
     threads = min(threads, count)
     if threads <= 1:
@@ -64,9 +65,9 @@ def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: 
             if activity is not None:
                 heartbeats.heartbeat(activity)
         return
-    turns = _PartQueue(count)
+    part_queue = _PartQueue(count)
     workers = [
-        threading.Thread(target=turns.run, args=(do,), name=f"{name}-{number}", daemon=True) for number in range(threads)
+        threading.Thread(target=part_queue.run, args=(do,), name=f"{name}-{number}", daemon=True) for number in range(threads)
     ]
     started: list[threading.Thread] = []
     try:
@@ -74,23 +75,24 @@ def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: 
             worker.start()
             started.append(worker)
         for worker in started:
-            _join_with_heartbeat(worker, turns, activity)
+            _join_with_heartbeat(worker, part_queue, activity)
     finally:
-        turns.stop()  # when this is an interrupt, or a thread could not be had
+        # An interrupt, or a thread that cannot be started, leaves parts in the queue.
+        part_queue.stop()
         for worker in started:
             worker.join()
-    if turns.error is not None:
-        raise turns.error
+    if part_queue.error is not None:
+        raise part_queue.error
 
 
-def _join_with_heartbeat(worker: threading.Thread, turns: _PartQueue, doing: str | None) -> None:
-    """Wait until a thread ends, and tell the launcher that the work gets on as long as it does."""
-    if doing is None:
+def _join_with_heartbeat(worker: threading.Thread, part_queue: _PartQueue, activity: str | None) -> None:
+    """Wait until a thread ends, and send heartbeats while parts are being finished."""
+    if activity is None:
         worker.join()
         return
-    seen = 0
+    reported = 0
     while worker.is_alive():
         worker.join(_POLL_S)
-        if turns.done != seen:
-            seen = turns.done
-            heartbeats.heartbeat(doing)
+        if part_queue.done != reported:
+            reported = part_queue.done
+            heartbeats.heartbeat(activity)

@@ -1,4 +1,4 @@
-"""Where files are: a path of this machine, or a place on a server, named by a URL."""
+"""Parse file locations: paths of this machine, and URLs of files on servers (``RemotePath``)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ _LIBRARIES = {
     "https": "aiohttp",
 }
 PROTOCOLS = tuple(_LIBRARIES)
-"""What may come before ``://``."""
+"""Protocols before ``://``."""
 
-_EXTRAS = {"gs": "gcs", "az": "azure", "https": "http"}  # of the others the name is that of the protocol
-_READ_ONLY_PROTOCOLS = ("http", "https")  # to read only
+# The extra of any other protocol has the name of the protocol.
+_EXTRAS = {"gs": "gcs", "az": "azure", "https": "http"}
+_READ_ONLY_PROTOCOLS = ("http", "https")
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class RemotePath:
-    """A file or folder on a server. Made by ``place``; ``/``, ``name``, ``parent`` and ``with_name`` as of a ``Path``.
+    """Path of a file or folder on a server, made by ``resolve_path``, with some attributes of ``Path``.
 
-    ``authority`` is the bucket or container, or of ``sftp`` the host, with user and port where given.
+    ``authority`` is the bucket or container; for ``sftp`` the host, with user and port if given.
     """
 
     protocol: str
@@ -42,8 +43,8 @@ class RemotePath:
     parts: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        if strange := next((part for part in self.parts if part in ("", ".", "..") or "/" in part or "\0" in part), None):
-            raise ConfigError(f"{self}: {strange!r} is no name of a file or folder")
+        if invalid := next((part for part in self.parts if part in ("", ".", "..") or "/" in part or "\0" in part), None):
+            raise ConfigError(f"{self}: parts must be names of files or folders, got {invalid!r}")
 
     def __truediv__(self, name: str) -> RemotePath:
         return replace(self, parts=(*self.parts, *_split_names(name)))
@@ -53,21 +54,21 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last name; empty for the top of a bucket."""
+        """Last part; empty for the top of a bucket."""
         return self.parts[-1] if self.parts else ""
 
     @property
     def parent(self) -> RemotePath:
-        """The folder that this is in; the top of a bucket is its own."""
+        """Parent folder; the top of a bucket is its own parent."""
         return replace(self, parts=self.parts[:-1])
 
     def with_name(self, name: str) -> RemotePath:
-        """A neighbour of that name."""
+        """Return the path with another last part."""
         return self.parent / name
 
     @property
     def key(self) -> str:
-        """The name that the server's library has for it."""
+        """Key of the path for the library of the protocol."""
         if self.protocol == "sftp":
             return "/" + "/".join(self.parts)
         if self.protocol in _READ_ONLY_PROTOCOLS:
@@ -76,7 +77,7 @@ class RemotePath:
 
 
 AnyPath = Path | RemotePath
-"""Every function of this package takes either."""
+"""Path that every function of this package accepts."""
 
 
 def _split_names(text: str) -> tuple[str, ...]:
@@ -84,7 +85,7 @@ def _split_names(text: str) -> tuple[str, ...]:
 
 
 def resolve_path(text: str | AnyPath) -> AnyPath:
-    """The place that ``text`` names: a URL, or a path of this machine, made absolute and free of links.
+    """Parse a URL, or a path of this machine, which is made absolute and free of links.
 
     Raises:
         ConfigError: an unknown protocol, no bucket or host, a password in the URL, or a library that is not installed.
@@ -93,7 +94,7 @@ def resolve_path(text: str | AnyPath) -> AnyPath:
         return text
     if isinstance(text, Path):
         if re.match(rf"(?:{'|'.join(PROTOCOLS)}):/", str(text)):
-            raise ConfigError(f"Path({str(text)!r}) has lost a slash of its URL; give the URL as a str")
+            raise ConfigError(f"path must be a URL as a str, got Path({str(text)!r}), which has lost a slash. Pass a str.")
         return local.real_path(text)
     parsed = _URL.fullmatch(text)
     if parsed is None:
@@ -106,23 +107,23 @@ def resolve_path(text: str | AnyPath) -> AnyPath:
 
 def _parse_remote(protocol: str, authority: str, rest: str) -> RemotePath:
     if protocol not in _LIBRARIES:
-        kept = ", ".join(name for name in PROTOCOLS if name not in _READ_ONLY_PROTOCOLS)
+        writable = ", ".join(name for name in PROTOCOLS if name not in _READ_ONLY_PROTOCOLS)
         raise ConfigError(
-            f"{protocol}:// is no place to keep files; known: {kept}, or a path without ://; to read only: {', '.join(_READ_ONLY_PROTOCOLS)}"
+            f"protocol must be one of {writable}, or {', '.join(_READ_ONLY_PROTOCOLS)} for reading, got {protocol}://. "
+            "Pass a URL of these, or a path without ://."
         )
     if not authority:
-        raise ConfigError(
-            f"{protocol}://{rest}: names no {'host' if protocol in ('sftp', *_READ_ONLY_PROTOCOLS) else 'bucket'}"
-        )
+        kind = "host" if protocol in ("sftp", *_READ_ONLY_PROTOCOLS) else "bucket"
+        raise ConfigError(f"{protocol}://{rest}: URL must name a {kind}")
     if protocol == "sftp" and ":" in authority.rpartition("@")[0]:
         raise ConfigError(
-            f"sftp://...@{authority.rpartition('@')[2]}{rest}: a password in a URL ends up in logs; use a key, an agent, or "
-            "the environment variable FSSPEC_SFTP_PASSWORD"
+            f"sftp://...@{authority.rpartition('@')[2]}{rest}: URL must not have a password, which would appear in logs. Use a "
+            "key, an agent, or the environment variable FSSPEC_SFTP_PASSWORD."
         )
     if protocol in _READ_ONLY_PROTOCOLS and ("@" in authority or "?" in rest or "#" in rest):
         raise ConfigError(
-            f"{protocol}://{authority.rpartition('@')[2]}{rest.split('?')[0]}: takes neither a user nor a query; give headers "
-            "in fsspec's configuration (client_kwargs of http)"
+            f"{protocol}://{authority.rpartition('@')[2]}{rest.split('?')[0]}: URL must have neither a user nor a query. Set "
+            "headers in fsspec's configuration (client_kwargs of http)."
         )
     library = _LIBRARIES[protocol]
     if importlib.util.find_spec(library) is None:

@@ -1,4 +1,4 @@
-"""Files on servers, by the operations that ``local`` has: each is tried again while it may help, and errors are ``OSError``."""
+"""Operate on files on servers, with the operations of ``local``. Requests are retried, and errors are ``OSError``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from dtrain.storage.transfer_progress import SHOW_AFTER_S, TransferProgress
 Result = TypeVar("Result")
 
 RETRY = RetryPolicy()
-_MAX_PARTS = 9_000  # of one upload; S3 takes 10,000
-_READ_REQUEST_BYTES = 8 * 2**20  # of one read request
+# Limit of the parts of one upload; the limit of S3 is 10,000.
+_MAX_PARTS = 9_000
+_READ_REQUEST_BYTES = 8 * 2**20
 
 
 def _request(path: RemotePath, do: Callable[[Store], Result]) -> Result:
@@ -31,10 +32,11 @@ def _request(path: RemotePath, do: Callable[[Store], Result]) -> Result:
 def _request_once(
     path: RemotePath, do: Callable[[Store], None], is_done: Callable[[Store], bool], *, always: bool = False
 ) -> None:
-    """What must not be done twice. After an answer that was lost, ``is_done`` tells whether "exists" is our own work.
+    """Send a request that must succeed only once. After a lost answer, ``is_done`` tells an own success from a failure.
 
-    ``always``: also after the first answer. Libraries of HTTP send a request again by themselves when the connection that they
-    kept has gone, and do not say so.
+    Args:
+        always: if True, ``is_done`` is asked after the first answer, too. HTTP libraries silently repeat a request if a kept
+            connection has been closed.
     """
     in_doubt = always
 
@@ -52,7 +54,7 @@ def _request_once(
 
 
 def supports_rename(path: RemotePath) -> bool:
-    """Whether folders there are real, and renamed at once."""
+    """Return True if the server has real folders with atomic rename."""
     return _request(path, lambda store: store.supports_rename)
 
 
@@ -61,59 +63,60 @@ def _stat(path: RemotePath) -> FileStat | None:
 
 
 def exists(path: RemotePath) -> bool:
-    """Whether there is a file or folder of that name."""
+    """Return True if there is a file or folder of this name."""
     return _stat(path) is not None
 
 
 def is_folder(path: RemotePath) -> bool:
-    """Whether there is a folder; of object stores: something in it."""
-    found = _stat(path)
-    return found is not None and found.size is None
+    """Return True if there is a folder. On object stores, the folder must have content."""
+    status = _stat(path)
+    return status is not None and status.size is None
 
 
 def file_size(path: RemotePath) -> int | None:
-    """Bytes of a file; None when there is none."""
-    found = _stat(path)
-    return None if found is None else found.size
+    """Return the size of a file in bytes, or None if there is no file."""
+    status = _stat(path)
+    return None if status is None else status.size
 
 
 def list_names(path: RemotePath) -> list[str]:
-    """The names in a folder, sorted."""
+    """Return the sorted names in a folder."""
     return sorted(_request(path, lambda store: store.list_names(path.key)))
 
 
 def walk_files(path: RemotePath) -> Iterator[tuple[str, int]]:
-    """Every file below a folder: its name relative to it, and its bytes."""
+    """Iterate over all files below a folder: relative name, and size in bytes."""
     keys = sorted(_request(path, lambda store: store.list_recursive(path.key)))
-    places = [path / key.strip("/").removeprefix(path.key.strip("/")) for key in keys]
+    paths = [path / key.strip("/").removeprefix(path.key.strip("/")) for key in keys]
     sizes: list[int | None] = [None] * len(keys)
 
-    def look(number: int) -> None:
-        sizes[number] = file_size(places[number])
+    def read_size(number: int) -> None:
+        sizes[number] = file_size(paths[number])
 
-    for_each_part(len(keys), look, threads=_request(path, lambda store: store.max_requests), name="dtrain-look")
-    for found, size in zip(places, sizes, strict=True):
+    for_each_part(len(keys), read_size, threads=_request(path, lambda store: store.max_requests), name="dtrain-stat")
+    for file, size in zip(paths, sizes, strict=True):
         if size is not None:
-            yield "/".join(found.parts[len(path.parts) :]), size
+            yield "/".join(file.parts[len(path.parts) :]), size
 
 
 def make_folder(path: RemotePath) -> None:
-    """Create one folder that must not exist yet; nothing on object stores."""
+    """Create one folder, which must not exist. On object stores, do nothing."""
     _request_once(path, lambda store: store.make_folder(path.key), lambda store: store.stat(path.key) is not None)
 
 
 def make_folders(path: RemotePath) -> None:
-    """Create the folder and its parents where missing; nothing on object stores."""
+    """Create the folder and its missing parents. On object stores, do nothing."""
     if not supports_rename(path) or is_folder(path):
         return
     if path.parent != path:
         make_folders(path.parent)
-    with contextlib.suppress(FileExistsError):  # another rank was first
+    # Another rank may have created the folder first.
+    with contextlib.suppress(FileExistsError):
         make_folder(path)
 
 
 def rename(old: RemotePath, new: RemotePath) -> None:
-    """Give a file or folder another name on the same server, atomically."""
+    """Rename a file or folder on one server, atomically."""
     _request_once(
         old,
         lambda store: store.rename(old.key, new.key),
@@ -127,7 +130,7 @@ def remove_file(path: RemotePath) -> None:
 
 
 def remove_folder(path: RemotePath, *, first: str | None = None) -> None:
-    """Remove a folder and all below it; the name ``first`` in it goes before all others."""
+    """Remove a folder and its content; the name ``first`` is removed before all other names."""
     if first is not None and file_size(path / first) is not None:
         _remove_key(path, (path / first).key)
     files = _request(path, lambda store: store.list_recursive(path.key))
@@ -138,7 +141,8 @@ def remove_folder(path: RemotePath, *, first: str | None = None) -> None:
 
 
 def _remove_key(path: RemotePath, key: str) -> None:
-    with contextlib.suppress(FileNotFoundError):  # by the try before this, or by somebody else
+    # An earlier attempt, or another process, may have removed the file.
+    with contextlib.suppress(FileNotFoundError):
         _request(path, lambda store: store.remove(key))
 
 
@@ -149,20 +153,21 @@ def _remove_empty_folders(path: RemotePath) -> None:
 
 
 def link_file(old: RemotePath, new: RemotePath) -> None:
-    """A copy that the server makes by itself. ``OSError`` where it does not, or where ``new`` is taken."""
+    """Copy a file on the server. Raise ``OSError`` if the server cannot copy, or ``new`` exists."""
     if exists(new):
         raise FileExistsError(17, "exists", str(new))
     _request(old, lambda store: store.copy(old.key, new.key))
 
 
 def create_file(path: RemotePath, data: Buffer) -> None:
-    """Create a file at once, of several that try by one, and read it back.
+    """Create a file atomically, and read the file back. If several processes try, one of them succeeds.
 
     Raises:
-        FileExistsError: the name is taken.
+        FileExistsError: the file exists.
     """
     content = bytes(data)
-    mark = secrets.token_hex(16)  # tells our file from one of the same content
+    # The mark distinguishes our file from another file of the same content.
+    mark = secrets.token_hex(16)
     _request_once(
         path,
         lambda store: store.put(path.key, content, mark=mark),
@@ -170,25 +175,25 @@ def create_file(path: RemotePath, data: Buffer) -> None:
         always=not supports_rename(path),
     )
     if not _request(path, lambda store: _has_content(store, path, content)):
-        raise OSError(5, "the server does not give back what was written", str(path))
+        raise OSError(5, "the server does not return the written content", str(path))
 
 
 def _has_content(store: Store, path: RemotePath, content: bytes) -> bool:
-    found = store.stat(path.key)
-    return found == FileStat(size=len(content)) and (not content or store.read_range(path.key, 0, len(content)) == content)
+    status = store.stat(path.key)
+    return status == FileStat(size=len(content)) and (not content or store.read_range(path.key, 0, len(content)) == content)
 
 
 def replace_file(path: RemotePath, data: Buffer) -> None:
-    """Give the file this content; whoever reads meanwhile gets the old content or the new, whole."""
+    """Replace the content of a file atomically: a reader gets the old content or the new content."""
     content = bytes(data)
     _request(path, lambda store: store.put(path.key, content))
 
 
 def write_parts(path: RemotePath, sizes: Sequence[int], part_of: Callable[[int], Sequence[Buffer]], *, threads: int) -> None:
-    """Create a file of parts that lie one after the other. What nobody finishes is not seen under the name.
+    """Create a file from consecutive parts. An unfinished file is not visible under its name.
 
-    Parts are sent side by side, small ones joined. Holds the bytes of as many as are under way. ``threads`` is of no concern:
-    what is waited for is the network.
+    Parts are sent in parallel, and small parts are joined. Memory holds the bytes of all parts in progress. ``threads`` is
+    ignored, because the number of parallel requests is a property of the store.
     """
     store = _request(path, lambda store: store)
     groups = _group_parts(sizes, max(store.part_bytes, -(-sum(sizes) // _MAX_PARTS)))
@@ -217,12 +222,12 @@ def write_parts(path: RemotePath, sizes: Sequence[int], part_of: Callable[[int],
         _clean_up_upload(path, upload, finished=finished)
 
 
-def _group_parts(sizes: Sequence[int], least: int) -> list[range]:
-    """Parts to be sent in one request: the fewest that make ``least`` bytes."""
+def _group_parts(sizes: Sequence[int], min_bytes: int) -> list[range]:
+    """Group consecutive parts into requests of at least ``min_bytes`` bytes."""
     groups, begin, filled = [], 0, 0
     for part, size in enumerate(sizes):
         filled += size
-        if filled >= least or part == len(sizes) - 1:
+        if filled >= min_bytes or part == len(sizes) - 1:
             groups.append(range(begin, part + 1))
             begin, filled = part + 1, 0
     return groups
@@ -230,18 +235,18 @@ def _group_parts(sizes: Sequence[int], least: int) -> list[range]:
 
 def _finish_upload(path: RemotePath, upload: Upload, size: int) -> None:
     _request_once(path, lambda store: upload.finish(), lambda store: upload.is_committed(), always=not supports_rename(path))
-    if (found := file_size(path)) != size:
-        raise OSError(5, f"the server has {found} bytes of {size}", str(path))
+    if (uploaded := file_size(path)) != size:
+        raise OSError(5, f"size on the server must be {size} bytes, got {uploaded}", str(path))
 
 
 def _clean_up_upload(path: RemotePath, upload: Upload, *, finished: bool) -> None:
-    """Parts that stay behind are in the way of whoever lists the folder; after another error they are of less concern."""
+    """Remove leftover parts, which would appear in listings of the folder. After another error, failures are ignored."""
     with contextlib.nullcontext() if finished else contextlib.suppress(OSError):
         RETRY.call(str(path), lambda: upload.clean_up(finished=finished))
 
 
 class RemoteFileWriter:
-    """A new file, written from its beginning to its end, and sent when it is synced. Not for large ones."""
+    """New file, written sequentially, and sent by ``sync``. For small files only."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
@@ -251,7 +256,7 @@ class RemoteFileWriter:
 
     @property
     def written(self) -> int:
-        """Bytes so far."""
+        """Bytes written so far."""
         return len(self._content)
 
     def write(self, data: Buffer) -> None:
@@ -259,52 +264,52 @@ class RemoteFileWriter:
         self._content += memoryview(data).cast("B")
 
     def sync(self) -> None:
-        """Send it."""
+        """Send the file."""
         view = memoryview(self._content)
         sizes = [min(2**24, len(view) - begin) for begin in range(0, len(view), 2**24)]
         write_parts(self._path, sizes, lambda part: [view[part << 24 : (part << 24) + sizes[part]]], threads=1)
 
     def close(self) -> None:
-        """Nothing: what was not synced is not there."""
+        """Do nothing: unsynced content is discarded."""
 
 
 class RemoteFileReader:
-    """A file, read by ranges; large ones by several requests at a time."""
+    """File, read by ranges, with parallel requests for large ranges."""
 
     def __init__(self, path: RemotePath, *, quiet: bool = False) -> None:
         self._path = path
-        found = _stat(path)
-        if found is None:
+        status = _stat(path)
+        if status is None:
             raise FileNotFoundError(2, "no such file", str(path))
-        if found.size is None:
+        if status.size is None:
             raise OSError(f"not a regular file: {path}")
-        self.size: int = found.size
-        self._ranges = found.ranges
+        self.size: int = status.size
+        self._ranges = status.ranges
         self._progress = TransferProgress(f"reading {path.name}", None, show_after_s=math.inf if quiet else SHOW_AFTER_S)
 
     def read_into(self, begin: int, out: memoryview) -> int:
-        """Fill ``out`` from byte ``begin`` on; returns how many bytes there were."""
+        """Read into ``out`` from byte ``begin`` on, and return the number of bytes."""
         count = max(0, min(len(out), self.size - begin))
         if not self._ranges and (begin or count < self.size):
-            raise OSError(95, "the server gives whole files only, no parts of them", str(self._path))
-        pieces = list(_split_range(count)) if self._ranges else [(0, count)]
+            raise OSError(95, "the server sends whole files only, no ranges", str(self._path))
+        ranges = list(_split_range(count)) if self._ranges else [(0, count)]
 
         def read(number: int) -> None:
-            low, high = pieces[number]
+            low, high = ranges[number]
             out[low:high] = _request(self._path, lambda store: store.read_range(self._path.key, begin + low, begin + high))
             self._progress.advance(high - low)
 
         threads = _request(self._path, lambda store: store.max_requests)
-        for_each_part(len(pieces), read, threads=threads, name="dtrain-fetch")
+        for_each_part(len(ranges), read, threads=threads, name="dtrain-fetch")
         return count
 
     @property
     def ranges(self) -> bool:
-        """Whether parts of it can be read."""
+        """True if ranges of the file can be read."""
         return self._ranges
 
     def close(self) -> None:
-        """No more is read."""
+        """End the progress bar."""
         self._progress.__exit__(None, None, None)
 
 

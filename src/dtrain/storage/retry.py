@@ -1,8 +1,8 @@
-"""Try again what a server or the network may do better the next time: a few times, after growing, random pauses.
+"""Retry requests to servers after transient failures: a few times, after growing random delays.
 
-Again: a lost or refused connection, a time-out, a body that ends too early, and the answers 408, 429, 500, 502, 503 ("slow
-down") and 504. Not again: what will be no different, such as 403, 404 and 412. The libraries' own retries are switched off
-where they can be, since tries multiply.
+Transient failures are a lost or refused connection, a timeout, an incomplete body, and the answers 408, 429, 500, 502, 503
+("slow down") and 504. Permanent failures such as 403, 404 and 412 are raised at once. Retries of the libraries are disabled if
+possible, because attempts multiply.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _ERROR_CLASSES: tuple[tuple[type[OSError], int, int], ...] = (
     (PermissionError, errno.EACCES, 403),
 )
 _NETWORK_ERRNOS = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EPIPE})
-# Lost connections, time-outs and bodies cut short, as the libraries say it. Looked up by name: what is not imported has raised
-# nothing.
+# Classes of the libraries for lost connections, timeouts and incomplete bodies. They are looked up by name, because a library
+# that is not imported has raised no error.
 _LIBRARY_ERRORS = {
     "aiohttp": ("ClientConnectionError", "ClientPayloadError"),
     "azure.core.exceptions": ("ServiceRequestError", "ServiceResponseError", "DecodeError"),
     "botocore.exceptions": (
-        "ChecksumError",  # of a body that lost its end: S3 may send one with it
+        # S3 may send the checksum of an incomplete body with the body.
+        "ChecksumError",
         "ConnectionError",
         "FlexibleChecksumError",
         "HTTPClientError",
@@ -52,12 +53,12 @@ _LIBRARY_ERRORS = {
 
 
 class TruncatedError(ConnectionError):
-    """A server sent fewer bytes than it has."""
+    """Server sent fewer bytes than the file has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often, and after what pauses: the k-th is half of to all of ``initial_delay_s`` times 2**k, at most ``max_delay_s``."""
+    """Number of attempts and delays: delay k is ``initial_delay_s * 2**k``, at most ``max_delay_s``, times 0.5 to 1."""
 
     max_attempts: int = 7
     initial_delay_s: float = 0.25
@@ -66,22 +67,22 @@ class RetryPolicy:
     jitter: Callable[[], float] = field(default_factory=lambda: random.Random().random)
 
     def delays(self) -> Iterator[float]:
-        """Seconds before each try after the first."""
-        for turn in range(self.max_attempts - 1):
-            yield min(self.max_delay_s, self.initial_delay_s * 2**turn) * (1 + self.jitter()) / 2
+        """Iterate over the delays in seconds before each further attempt."""
+        for attempt in range(self.max_attempts - 1):
+            yield min(self.max_delay_s, self.initial_delay_s * 2**attempt) * (1 + self.jitter()) / 2
 
     def call(self, name: str, do: Callable[[], Result]) -> Result:
-        """What ``do()`` returns, called again while what it raises may pass.
+        """Return ``do()``, called again after transient errors.
 
         Args:
-            name: of the file, for the error.
-            do: may be called again when it has failed, whether or not the server did what was asked.
+            name: name of the file for errors.
+            do: function that may be called again after a failure, even if the server has done the work.
 
         Raises:
-            OSError: the last error, whatever the library made of it.
-            DtrainError: our own, as it is.
+            OSError: the last error, converted from the error of the library.
+            DtrainError: an error of dtrain, unchanged.
         """
-        for pause in self.delays():
+        for delay in self.delays():
             try:
                 return do()
             except DtrainError:
@@ -89,23 +90,22 @@ class RetryPolicy:
             except Exception as error:
                 if not is_transient(error):
                     raise to_os_error(error, name) from error
-            self.sleep(pause)
+            self.sleep(delay)
         try:
             return do()
         except DtrainError:
             raise
         except Exception as error:
-            tried = f" (tried {self.max_attempts} times)" if is_transient(error) else ""
-            raise to_os_error(error, name, tried) from error
+            attempts = f" (tried {self.max_attempts} times)" if is_transient(error) else ""
+            raise to_os_error(error, name, attempts) from error
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed a little later."""
+    """Return True if the same request may succeed a little later."""
     if isinstance(error, _PERMANENT_ERRORS):
         return False
-    if any(
-        isinstance(error, kind) for kind in _loaded_library_errors()
-    ):  # before the status: aiohttp gives one to a body cut short
+    # Classes are checked before the status, because aiohttp's error for an incomplete body has a status.
+    if any(isinstance(error, kind) for kind in _loaded_library_errors()):
         return True
     code = http_status(error)
     if code is not None:
@@ -122,28 +122,29 @@ def _loaded_library_errors() -> Iterator[type]:
 
 
 def http_status(error: BaseException) -> int | None:
-    """The HTTP status that an error of any of the libraries stands for; None when it stands for none."""
-    seen: BaseException | None = error
-    for _ in range(4):  # libraries wrap each other's errors, and keep them as the cause
-        if seen is None:
+    """Return the HTTP status of an error of any library, or None without one."""
+    cause: BaseException | None = error
+    # Libraries wrap errors of other libraries, and keep them as the cause.
+    for _ in range(4):
+        if cause is None:
             return None
-        answer = getattr(seen, "response", None)
+        answer = getattr(cause, "response", None)
         if isinstance(answer, dict):
             code = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
             if isinstance(code, int):
                 return code
         for name in ("status_code", "status", "code"):
-            value = getattr(seen, name, None)
+            value = getattr(cause, name, None)
             if isinstance(value, int | str) and str(value).isdecimal():
                 return int(value)
-        seen = seen.__cause__
+        cause = cause.__cause__
     return None
 
 
-def to_os_error(error: Exception, name: str, more: str = "") -> OSError:
-    """The error as an ``OSError`` of one line that carries the file's name; missing, taken and forbidden keep their classes."""
-    said = (isinstance(error, OSError) and error.strerror) or str(error).strip() or type(error).__name__
-    text = said.splitlines()[0].rstrip(".") + more
+def to_os_error(error: Exception, name: str, suffix: str = "") -> OSError:
+    """Convert an error to an ``OSError`` of one line with the file's name, of the class for missing, existing or forbidden."""
+    message = (isinstance(error, OSError) and error.strerror) or str(error).strip() or type(error).__name__
+    text = message.splitlines()[0].rstrip(".") + suffix
     code = http_status(error)
     for kind, number, status in _ERROR_CLASSES:
         if isinstance(error, kind) or (code == status and not isinstance(error, _PERMANENT_ERRORS)):

@@ -1,4 +1,4 @@
-"""A progress bar for what takes long, where somebody looks: on a terminal, and after the first second."""
+"""Show a progress bar for long transfers, on a terminal and after the first second."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ SHOW_AFTER_S = 1.0
 
 
 class TransferProgress:
-    """A bar on standard error. A context manager, and any thread may ``advance`` it. Without a terminal it does nothing.
+    """Progress bar on standard error. A context manager; any thread may call ``advance``. Without a terminal, do nothing.
 
     Args:
-        label: shown before the bar.
-        total: bytes in all; None when that is not known.
-        show_after_s: for so long nothing is shown.
+        label: text before the bar.
+        total: total number of bytes; None if unknown.
+        show_after_s: time without a bar in seconds.
     """
 
     def __init__(self, label: str, total: int | None, *, show_after_s: float = SHOW_AFTER_S) -> None:
-        self._what, self._total, self._show_after_s = label, total, show_after_s
+        self._label, self._total, self._show_after_s = label, total, show_after_s
         self._lock = threading.Lock()
-        self._since = time.monotonic()
+        self._started_at = time.monotonic()
         self._done = 0
         self._closed = not sys.stderr.isatty()
         self._bar: Any = None
 
     def advance(self, count: int) -> None:
-        """``count`` bytes more are through."""
+        """Add ``count`` bytes to the progress."""
         if self._closed:
             return
         with self._lock:
             self._done += count
-            if self._bar is None and time.monotonic() - self._since >= self._show_after_s:
-                self._bar = _start_bar(self._what, self._total)
+            if self._bar is None and time.monotonic() - self._started_at >= self._show_after_s:
+                self._bar = _start_bar(self._label, self._total)
             if self._bar is not None:
                 self._bar.update(self._bar.task_ids[0], completed=self._done)
 
@@ -50,13 +50,13 @@ class TransferProgress:
                 self._bar = None
 
 
-def _start_bar(what: str, total: int | None) -> Any:
+def _start_bar(label: str, total: int | None) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Bar(*columns, console=Console(stderr=True), transient=True)
-    bar.add_task(what, total=total)
+    bar.add_task(label, total=total)
     bar.start()
     return bar

@@ -142,14 +142,14 @@ def test_a_new_folder_on_a_server_is_refused(source):
 
 _PEAK = """
 import sys
-from dtrain.checkpoint.convert import convert, distributed, hugging_face, pieces, steps
+from dtrain.checkpoint.conversion import convert, dcp, weight_stream, write_step
 
 
 def resident(which):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(which))
 
 
-for function in (pieces.cut, pieces.groups):
+for function in (weight_stream.batch_regions, weight_stream.group_by_size):
     function.__kwdefaults__["limit"] = 8 * 2**20
 convert.convert("x.safetensors", "warm", to=sys.argv[1])
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint.convert.models import MODELS, TIED, logits, saved
 from safetensors.torch import save_file
 from torch import nn
 
+from checkpoint.conversion.models import MODELS, TIED, logits, saved
 from dtrain.checkpoint.conversion.convert import convert
 from dtrain.errors import CorruptCheckpointError
 

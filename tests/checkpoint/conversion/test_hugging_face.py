@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from checkpoint.convert.models import MODELS, TIED, config_of, loaded, logits, saved, state_of
 from safetensors import safe_open
 
+from checkpoint.conversion.models import MODELS, TIED, config_of, loaded, logits, saved, state_of
 from dtrain.checkpoint.conversion.convert import convert
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.mesh import build_mesh

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from checkpoint.convert.models import MODELS, TIED, logits, state_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from checkpoint.conversion.models import MODELS, TIED, logits, state_of
 from dtrain.checkpoint.conversion.convert import convert
 from dtrain.checkpoint.layout import CHUNK_BYTES
 from dtrain.checkpoint.load import load_sharded

@@ -1,4 +1,4 @@
-"""Writes the folder of ``torch.distributed.checkpoint``, by torch's own writer, which gets one tensor at a time."""
+"""Write a folder of ``torch.distributed.checkpoint`` with torch's own writer, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -20,51 +20,52 @@ from dtrain.errors import CheckpointError
 
 
 class _StreamingSavePlanner(DefaultSavePlanner):  # type: ignore[misc,unused-ignore]
-    """Plans with tensors that have no data, and reads them when they are about to be written."""
+    """Save planner that plans with meta tensors, and reads each tensor just before the writer writes the tensor."""
 
-    def __init__(self, given: WeightStream, names: dict[str, str]) -> None:
+    def __init__(self, weights: WeightStream, names: dict[str, str]) -> None:
         super().__init__()
-        self._weights, self._names = given, names
-        refs = given.files.refs
-        sizes = {name: nbytes(refs[name]) for name in given.dtypes}
+        self._weights, self._names = weights, names
+        refs = weights.files.refs
+        sizes = {name: nbytes(refs[name]) for name in weights.dtypes}
         together = [{name: tensor_region(refs[name]) for name in group} for group in group_by_size(sizes)]
         self._regions = {name: group for group in together for name in group}
         self._batch: dict[str, Tensor] = {}
         self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The tensor of one item; that of the item before has been written."""
+        """Return the tensor of one item. The tensor of the previous item has been written and is freed."""
         if self._last is not None:
             # The writer keeps a reference to every tensor until the end of its file.
             self._last.untyped_storage().resize_(0)
         name = self._names[write_item.index.fqn]
         if name not in self._batch:
-            # Neighbours together: each alone would fetch all of the chunk that it lies in.
+            # Tensors of one chunk are read together, because each read fetches the whole chunk.
             self._batch = read_batch(self._weights.files, self._regions[name], self._weights.dtypes)
-        self._last = self._batch.pop(name).clone()  # memory that NumPy has seen cannot be given back
+        # Memory that NumPy has exported cannot be resized, so the tensor is cloned.
+        self._last = self._batch.pop(name).clone()
         self._weights.on_bytes_written(self._last.nbytes)
         return self._last
 
 
-def write_dcp(folder: Path, given: WeightStream, *, key: str | None) -> None:
-    """Write the folder's files, on the disk when this returns.
+def write_dcp(folder: Path, weights: WeightStream, *, key: str | None) -> None:
+    """Write the files of the folder. They are on the disk when the function returns.
 
     Args:
-        folder: there, and empty.
-        given: what is written.
-        key: name of a dict that the tensors are in, as ``"model"`` for ``load({"model": model.state_dict()})``; None for
+        folder: existing empty folder.
+        weights: weights to write.
+        key: name of a dict for the tensors, as ``"model"`` for ``load({"model": model.state_dict()})``; None for
             ``load(model.state_dict())``.
 
     Raises:
-        OSError: a file cannot be written.
-        CheckpointError: torch refuses, or a tensor cannot be read.
+        OSError: a failed file operation.
+        CheckpointError: an error of torch, or an unreadable tensor.
     """
     tensors: dict[str, Any] = {
-        name: torch.empty(given.files.refs[name].shape, dtype=DTYPES[dtype], device="meta")
-        for name, dtype in given.dtypes.items()
+        name: torch.empty(weights.files.refs[name].shape, dtype=DTYPES[dtype], device="meta")
+        for name, dtype in weights.dtypes.items()
     }
     names = {name if key is None else f"{key}.{name}": name for name in tensors}
-    # With one thread and nothing copied ahead, an item is written before the next one is asked for.
+    # With one thread and no copies ahead, an item is written before the next item is requested.
     writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -72,10 +73,11 @@ def write_dcp(folder: Path, given: WeightStream, *, key: str | None) -> None:
             save(
                 tensors if key is None else {key: tensors},
                 storage_writer=writer,
-                planner=_StreamingSavePlanner(given, names),
+                planner=_StreamingSavePlanner(weights, names),
                 no_dist=True,
             )
-        except CheckpointException as error:  # which is no Exception
+        # CheckpointException is not a subclass of Exception.
+        except CheckpointException as error:
             cause, _ = next(iter(error.failures.values()))
             raise cause if isinstance(cause, CheckpointError | OSError) else CheckpointError(f"convert: {cause}") from None
     storage.sync_folder(folder)

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: names, shapes, dtypes, values; read side by side, a piece of each at a time."""
+"""Compare two checkpoints by names, shapes, dtypes and values, in batches of limited size."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from dtrain.checkpoint.tensor_files import TensorFiles
 from dtrain.checkpoint.tree_json import TensorRef
 
 DifferenceKind = Literal["only in a", "only in b", "shape", "dtype", "values", "plain value"]
-_RUN_ELEMENTS = 2**21  # elements compared at a time: they are made float64
-_MAX_VALUE_CHARS = 60  # characters of a plain value
+# Elements compared at a time, because they are converted to float64.
+_RUN_ELEMENTS = 2**21
+_MAX_VALUE_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDifference:
-    """One thing in which two checkpoints differ.
+    """Difference between two checkpoints.
 
     Args:
-        key: of the tensor or value.
-        kind: how. A ``dtype`` may come with equal values; then ``differing`` is 0.
-        a: what the first has: dtype and shape, or the value; None for nothing.
-        b: what the second has.
-        differing: elements that differ, where both have the same shape: in one dtype those whose bytes do, in two dtypes
-            those whose values do. None for everything else.
-        max_abs: the largest absolute difference of two elements; NaN where only one of two is a number.
+        key: key of the tensor or path of the plain value.
+        kind: kind of the difference. A ``dtype`` difference may have equal values; then ``differing`` is 0.
+        a: dtype and shape, or value, in the first checkpoint; None without one.
+        b: dtype and shape, or value, in the second checkpoint; None without one.
+        differing: number of differing elements of tensors of one shape: elements with different bytes if the dtypes are equal,
+            elements with different values otherwise. None for all other kinds.
+        max_abs: largest absolute difference of two elements; NaN if only one of two elements is a number.
     """
 
     key: str
@@ -42,25 +43,26 @@ class CheckpointDifference:
     max_abs: float | None = None
 
 
-def tensors_and_values(opened: CheckpointReader) -> tuple[TensorFiles, dict[str, Any]]:
-    """All tensors of a step by key, and all plain values by path; what a rank has for itself is below ``rank-00000``."""
-    refs, boxes = dict(opened.refs), dict(opened.shards)
-    values = dict(_plain_values(opened.shared))
-    for rank, (own, of_rank) in enumerate(zip(opened.per_rank, opened.values, strict=True)):
+def tensors_and_values(reader: CheckpointReader) -> tuple[TensorFiles, dict[str, Any]]:
+    """Return all tensors of a step by key, and all plain values by path. Those of one rank are below ``rank-00000``."""
+    refs, shards = dict(reader.refs), dict(reader.shards)
+    values = dict(_plain_values(reader.shared))
+    for rank, (per_rank, rank_values) in enumerate(zip(reader.per_rank, reader.values, strict=True)):
         prefix = f"rank-{rank:05d}"
-        for key, ref in tree_json.tensor_refs(of_rank, "").items():
+        for key, ref in tree_json.tensor_refs(rank_values, "").items():
             refs[f"{prefix}/{key}"] = ref
-            boxes[f"{prefix}/{key}"] = [own[key]._replace(entry=own[key].entry._replace(key=f"{prefix}/{key}"))]
-        values |= {f"{prefix}/{key}": value for key, value in _plain_values(of_rank)}
-    return _tensor_files(opened, refs, boxes), values
+            shard = per_rank[key]
+            shards[f"{prefix}/{key}"] = [shard._replace(entry=shard.entry._replace(key=f"{prefix}/{key}"))]
+        values |= {f"{prefix}/{key}": value for key, value in _plain_values(rank_values)}
+    return _tensor_files(reader, refs, shards), values
 
 
-def _tensor_files(opened: CheckpointReader, refs: Mapping[str, TensorRef], boxes: Mapping[str, Any]) -> TensorFiles:
-    return TensorFiles(content_hash="", refs=refs, shards=boxes, open_file=opened.open_data)
+def _tensor_files(reader: CheckpointReader, refs: Mapping[str, TensorRef], shards: Mapping[str, Any]) -> TensorFiles:
+    return TensorFiles(content_hash="", refs=refs, shards=shards, open_file=reader.open_data)
 
 
 def _plain_values(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The plain values of an encoded tree, by path."""
+    """Iterate over the plain values of an encoded tree, by path."""
     for name, part in tree.items():
         yield from _iter_values(tree_json.decode(part, name, lambda key, ref: ref), name)
 
@@ -77,7 +79,7 @@ def _iter_values(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def diff_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[CheckpointDifference]:
-    """The plain values that differ, by path. A pure function."""
+    """Compare plain values by path. A pure function."""
     for path in {**a, **b}:
         left, right = (_text(values[path]) if path in values else None for values in (a, b))
         if left != right:
@@ -85,7 +87,8 @@ def diff_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Checkpoi
 
 
 def _text(value: Any) -> str:
-    return repr(value)  # NaN equals itself, and 1 is not 1.0
+    # The text distinguishes 1 from 1.0, and NaN equals NaN.
+    return repr(value)
 
 
 def _shorten(text: str | None) -> str | None:
@@ -93,20 +96,20 @@ def _shorten(text: str | None) -> str | None:
 
 
 def common_bytes(a: TensorFiles, b: TensorFiles) -> int:
-    """How much of ``a`` will be compared."""
+    """Return the number of bytes of ``a`` that ``diff_tensors`` will compare."""
     return sum(nbytes(ref) for name, ref in a.refs.items() if name in b.refs and b.refs[name].shape == ref.shape)
 
 
 def diff_tensors(a: TensorFiles, b: TensorFiles, *, on_bytes_compared: Callable[[int], None]) -> Iterator[CheckpointDifference]:
-    """The tensors in which two checkpoints differ: those that one lacks, then those of another shape, then the rest.
+    """Compare the tensors of two checkpoints: first missing tensors, then shapes, then all other differences.
 
     Args:
-        a: the first.
-        b: the second.
-        on_bytes_compared: is told how many more bytes of ``a`` have been compared.
+        a: first checkpoint.
+        b: second checkpoint.
+        on_bytes_compared: called with the number of further bytes of ``a`` compared.
 
     Raises:
-        CorruptCheckpointError: bytes that are not as they were written, as far as the files can tell.
+        CorruptCheckpointError: bytes that were changed, as far as the files can tell.
     """
     for name, ref in a.refs.items():
         if name not in b.refs:
@@ -124,49 +127,50 @@ def diff_tensors(a: TensorFiles, b: TensorFiles, *, on_bytes_compared: Callable[
 
 
 def _diff_common_tensors(
-    a: TensorFiles, b: TensorFiles, names: list[str], compared: Callable[[int], None]
+    a: TensorFiles, b: TensorFiles, names: list[str], on_bytes_compared: Callable[[int], None]
 ) -> Iterator[CheckpointDifference]:
     found: dict[str, tuple[int, float | None]] = {}
     for batch in batch_regions(a.refs, names, limit=BUFFER_BYTES // 2):
         left, right = read_batch(a, batch), read_batch(b, batch)
         for name in batch:
-            count, largest = count_differences(left[name], right[name])
-            before, so_far = found.get(name, (0, None))
+            count, max_abs = count_differences(left[name], right[name])
+            old_count, old_max = found.get(name, (0, None))
             found[name] = (
-                before + count,
-                largest if so_far is None else so_far if largest is None else _max_or_nan(so_far, largest),
+                old_count + count,
+                max_abs if old_max is None else old_max if max_abs is None else _max_or_nan(old_max, max_abs),
             )
-            compared(left[name].nbytes)
+            on_bytes_compared(left[name].nbytes)
     for name in names:
-        count, largest = found[name]
-        one, other = a.refs[name], b.refs[name]
-        if one.dtype != other.dtype or count:
-            kind: DifferenceKind = "values" if one.dtype == other.dtype else "dtype"
-            yield CheckpointDifference(key=name, kind=kind, a=str(one), b=str(other), differing=count, max_abs=largest)
+        count, max_abs = found[name]
+        ref_a, ref_b = a.refs[name], b.refs[name]
+        if ref_a.dtype != ref_b.dtype or count:
+            kind: DifferenceKind = "values" if ref_a.dtype == ref_b.dtype else "dtype"
+            yield CheckpointDifference(key=name, kind=kind, a=str(ref_a), b=str(ref_b), differing=count, max_abs=max_abs)
 
 
 def count_differences(a: Tensor, b: Tensor) -> tuple[int, float | None]:
-    """How many elements of two tensors of one shape differ, and by how much at most; None where none does."""
+    """Count the differing elements of two tensors of one shape. Return the largest difference as well, None without any."""
     if a.dtype == b.dtype and torch.equal(raw_bytes(a), raw_bytes(b)):
         return 0, None
-    count, largest = 0, None
-    for one, other in zip(a.reshape(-1).split(_RUN_ELEMENTS), b.reshape(-1).split(_RUN_ELEMENTS), strict=True):
-        differ = _differing_elements(one, other)
+    count, max_abs = 0, None
+    for run_a, run_b in zip(a.reshape(-1).split(_RUN_ELEMENTS), b.reshape(-1).split(_RUN_ELEMENTS), strict=True):
+        differ = _differing_elements(run_a, run_b)
         count += int(differ.sum())
         if bool(differ.any()):
-            apart = (one.double() - other.double())[differ].abs()
-            most = float(apart.max())  # NaN where there is one
-            if most == 0 and not a.is_floating_point() and not b.is_floating_point():
-                most = 1.0  # two integers that float64 does not tell apart
-            largest = most if largest is None else _max_or_nan(largest, most)
-    return count, largest
+            # The maximum is NaN if one of the differences is NaN.
+            run_max = float((run_a.double() - run_b.double())[differ].abs().max())
+            if run_max == 0 and not a.is_floating_point() and not b.is_floating_point():
+                # Two different integers may have one float64 value.
+                run_max = 1.0
+            max_abs = run_max if max_abs is None else _max_or_nan(max_abs, run_max)
+    return count, max_abs
 
 
 def _differing_elements(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == b.dtype:
         return (raw_bytes(a).view(-1, a.itemsize) != raw_bytes(b).view(-1, a.itemsize)).any(1)
-    one, other = a.double(), b.double()
-    return (one != other) & ~(one.isnan() & other.isnan())
+    double_a, double_b = a.double(), b.double()
+    return (double_a != double_b) & ~(double_a.isnan() & double_b.isnan())
 
 
 def _max_or_nan(a: float, b: float) -> float:

@@ -1,6 +1,7 @@
-"""Stored tensors read in an order, piece by piece: what is in memory does not grow with the checkpoint.
+"""Read named tensors from files in batches of limited size, and write them to files of another format.
 
-``Weights``: named tensors on their way from files of one format into files of another."""
+Memory does not grow with the size of the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +23,21 @@ from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CheckpointMismatchError, ConfigError
 from dtrain.storage import Buffer, FileWriter
 
-# Of tensors in memory at a time. Larger batches read less twice: a chunk of a file that two batches need is fetched for each.
+# Limit of the tensors in memory. Larger batches read less twice: a chunk that two batches need is fetched for each of them.
 BUFFER_BYTES = 128 * 2**20
 
 
 def nbytes(ref: TensorRef) -> int:
-    """Bytes of a tensor's data."""
+    """Return the size of a tensor's data in bytes."""
     return prod(ref.shape) * DTYPES[ref.dtype].itemsize
 
 
 def batch_regions(
     refs: Mapping[str, TensorRef], names: Iterable[str], *, limit: int = BUFFER_BYTES
 ) -> Iterator[dict[str, Region]]:
-    """The tensors in this order, in batches of at most ``limit`` bytes: whole ones, and rows of one that is larger.
+    """Split the tensors in order into batches of at most ``limit`` bytes: whole tensors, or rows of a larger tensor.
 
-    One row may be larger than ``limit``. The data of all regions in their order are the data of all tensors, row by row.
+    One row may be larger than ``limit``. The data of all regions in order are the data of all tensors in row-major order.
     """
     for group in group_by_size({name: nbytes(refs[name]) for name in names}, limit=limit):
         if len(group) == 1 and nbytes(refs[group[0]]) > limit:
@@ -46,26 +47,27 @@ def batch_regions(
 
 
 def group_by_size(sizes: Mapping[str, int], *, limit: int = BUFFER_BYTES) -> Iterator[list[str]]:
-    """The names in their order, in groups of at most ``limit`` bytes; what is larger is alone."""
+    """Split the names in order into groups of at most ``limit`` bytes. A larger tensor is alone in its group."""
     group: list[str] = []
-    room = limit
+    remaining = limit
     for name, size in sizes.items():
-        if group and size > room:
+        if group and size > remaining:
             yield group
-            group, room = [], limit
+            group, remaining = [], limit
         group.append(name)
-        room -= size
+        remaining -= size
     if group:
         yield group
 
 
 def tensor_region(ref: TensorRef) -> Region:
-    """All of a tensor."""
+    """Return the region of a whole tensor."""
     return Region(offset=(0,) * len(ref.shape), size=ref.shape)
 
 
 def _row_regions(ref: TensorRef, limit: int) -> Iterator[Region]:
-    if not ref.shape:  # a scalar has no rows
+    # A scalar has no rows.
+    if not ref.shape:
         yield tensor_region(ref)
         return
     rows, *inner = ref.shape
@@ -74,29 +76,29 @@ def _row_regions(ref: TensorRef, limit: int) -> Iterator[Region]:
         yield Region(offset=(row, *(0 for _ in inner)), size=(min(run, rows - row), *inner))
 
 
-def read_batch(stored: TensorFiles, batch: Mapping[str, Region], dtypes: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """These regions as tensors, of the stored dtypes, or cast to those that are given.
+def read_batch(files: TensorFiles, batch: Mapping[str, Region], dtypes: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+    """Read regions as tensors of the stored dtypes, or cast to ``dtypes``.
 
     Raises:
-        CorruptCheckpointError: bytes that are not as they were written, as far as the files can tell.
+        CorruptCheckpointError: bytes that were changed, as far as the files can tell.
     """
     sizes = {name: region.size for name, region in batch.items()}
-    landed = read_tensors(sizes, plan_reads(stored.shards, batch), stored.refs, stored.open_file)
-    return {name: landed[name].to(DTYPES[(dtypes or {}).get(name, stored.refs[name].dtype)]) for name in batch}
+    tensors = read_tensors(sizes, plan_reads(files.shards, batch), files.refs, files.open_file)
+    return {name: tensors[name].to(DTYPES[(dtypes or {}).get(name, files.refs[name].dtype)]) for name in batch}
 
 
 CAST_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_WHERE = "convert"
+_CALLER = "convert"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class WeightStream:
-    """Tensors by name, and what they become.
+    """Stream of tensors from files, with the dtypes to write.
 
     Args:
-        files: where they are.
-        dtypes: that they are written in, by name.
-        on_bytes_written: is told how many bytes have been written since it was told last.
+        files: files of the tensors.
+        dtypes: dtypes to write, by name.
+        on_bytes_written: called with the number of bytes written since the last call.
     """
 
     files: TensorFiles
@@ -105,61 +107,61 @@ class WeightStream:
 
     @property
     def slots(self) -> list[TensorSlot]:
-        """What is written."""
+        """Slots of the tensors to write."""
         return [TensorSlot.of(name, dtype, self.files.refs[name].shape) for name, dtype in self.dtypes.items()]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of what is written, by name."""
-        return {box.key: box.nbytes for box in self.slots}
+        """Size of each tensor to write in bytes, by name."""
+        return {slot.key: slot.nbytes for slot in self.slots}
 
     @property
     def bytes(self) -> int:
-        """Size of what is written."""
+        """Total size of the tensors to write in bytes."""
         return sum(self.sizes.values())
 
     def iter_tensors(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """The data of these tensors, one after the other, row by row, in tensors of a handy size."""
+        """Iterate over the data of these tensors in row-major order, in tensors of limited size."""
         for batch in batch_regions(self.files.refs, names):
             yield from read_batch(self.files, batch, self.dtypes).values()
 
 
-def stream_weights(stored: TensorFiles, *, cast: str | None, on_bytes_written: Callable[[int], None]) -> WeightStream:
-    """All tensors of ``stored``, floating ones cast when ``cast`` is given: ``fp32``, ``bf16`` or ``fp16``.
+def stream_weights(files: TensorFiles, *, cast: str | None, on_bytes_written: Callable[[int], None]) -> WeightStream:
+    """Stream all tensors of ``files``; floating-point tensors are cast to ``fp32``, ``bf16`` or ``fp16`` unless None.
 
     Raises:
-        ConfigError: another cast.
+        ConfigError: another value of ``cast``.
     """
     if cast is not None and cast not in CAST_DTYPES:
         raise ConfigError(
-            f"{_WHERE}: cast must be one of {', '.join(CAST_DTYPES)}, got {cast!r}; leave it out to keep the dtypes"
+            f"{_CALLER}: cast must be one of {', '.join(CAST_DTYPES)}, got {cast!r}. Leave out cast to keep the dtypes."
         )
     dtypes = {
         name: CAST_DTYPES[cast] if cast is not None and DTYPES[ref.dtype].is_floating_point else ref.dtype
-        for name, ref in stored.refs.items()
+        for name, ref in files.refs.items()
     }
-    return WeightStream(files=stored, dtypes=dtypes, on_bytes_written=on_bytes_written)
+    return WeightStream(files=files, dtypes=dtypes, on_bytes_written=on_bytes_written)
 
 
 def write_safetensors(
     path: Path, weights: WeightStream, names: Iterable[str], on_data: Callable[[Buffer], Any] | None = None
 ) -> int:
-    """Write these tensors as one safetensors file, on the disk when this returns.
+    """Write tensors as one safetensors file, which is on the disk when the function returns.
 
     Args:
         path: a name that does not exist.
-        weights: what they are taken from.
-        names: which of them.
-        on_data: gets every byte of the file, in order.
+        weights: stream of the tensors.
+        names: names of the tensors to write.
+        on_data: called with every part of the file, in order.
 
     Returns:
-        Bytes of the file.
+        The size of the file in bytes.
     """
-    chosen = set(names)
-    placed = plan_file_layout(box for box in weights.slots if box.key in chosen)
+    selected = set(names)
+    layout = plan_file_layout(slot for slot in weights.slots if slot.key in selected)
 
     with FileWriter(path) as file:
-        for data in _iter_buffers(placed.header, weights.iter_tensors(box.key for box in placed.slots)):
+        for data in _iter_buffers(layout.header, weights.iter_tensors(slot.key for slot in layout.slots)):
             file.write(data)
             if on_data is not None:
                 on_data(data)
@@ -168,59 +170,61 @@ def write_safetensors(
     return file.written
 
 
-def _iter_buffers(header: bytes, pieces: Iterable[Tensor]) -> Iterator[Buffer]:
+def _iter_buffers(header: bytes, tensors: Iterable[Tensor]) -> Iterator[Buffer]:
     yield header
-    for piece in pieces:
-        yield cpu_bytes(piece)
+    for tensor in tensors:
+        yield cpu_bytes(tensor)
 
 
 def cpu_bytes(tensor: Tensor) -> memoryview:
-    """The data of a tensor on the CPU, row by row; sharing memory where it lies so already."""
+    """Return the data of a CPU tensor in row-major order; a contiguous tensor shares its memory."""
     return memoryview(raw_bytes(tensor).numpy().data)
 
 
-def rename_tensors(stored: TensorFiles, names: Mapping[str, str]) -> TensorFiles:
-    """``stored`` under new names: each new name -> the stored one. What no new name stands for is left out."""
+def rename_tensors(files: TensorFiles, names: Mapping[str, str]) -> TensorFiles:
+    """Return ``files`` with new names: new name -> stored name. Stored names without new name are left out."""
 
-    def boxes(new: str, old: str) -> list[Any]:
-        return [box._replace(entry=box.entry._replace(key=new)) for box in stored.shards.get(old, ())]
+    def shards(new: str, old: str) -> list[Any]:
+        return [shard._replace(entry=shard.entry._replace(key=new)) for shard in files.shards.get(old, ())]
 
     return replace(
-        stored,
-        refs={new: stored.refs[old] for new, old in names.items()},
-        shards={new: boxes(new, old) for new, old in names.items()},
+        files,
+        refs={new: files.refs[old] for new, old in names.items()},
+        shards={new: shards(new, old) for new, old in names.items()},
     )
 
 
-def apply_ties(stored: TensorFiles, tie: Mapping[str, str], *, once: bool) -> TensorFiles:
-    """``stored`` with what ``tie`` says is one tensor (a further name -> the first) under both names, or ``once``.
+def apply_ties(files: TensorFiles, tie: Mapping[str, str], *, once: bool) -> TensorFiles:
+    """Return ``files`` with tied tensors (a further name -> the first) under both names, or ``once`` under the first.
 
     Raises:
-        ConfigError: neither of two names is stored.
-        CheckpointMismatchError: both are, and differ.
+        ConfigError: none of two tied names is stored.
+        CheckpointMismatchError: both names are stored, and their tensors differ.
     """
-    names = {name: name for name in stored.refs}
+    names = {name: name for name in files.refs}
     for alias, first in tie.items():
-        there = next((name for name in (first, alias) if name in stored.refs), None)
-        if there is None or alias == first:
-            raise ConfigError(f"{_WHERE}: tie: {alias!r} and {first!r} must be two names of which one is stored, and are not")
-        if alias in stored.refs and first in stored.refs and not _are_equal(stored, alias, first):
-            raise CheckpointMismatchError(f"{_WHERE}: tie: {alias!r} and {first!r} are both stored, and differ; leave out tie")
-        names |= {alias: there, first: there}
+        stored = next((name for name in (first, alias) if name in files.refs), None)
+        if stored is None or alias == first:
+            raise ConfigError(f"{_CALLER}: tie must map a name to another, one of which is stored, got {alias!r}: {first!r}")
+        if alias in files.refs and first in files.refs and not _are_equal(files, alias, first):
+            raise CheckpointMismatchError(
+                f"{_CALLER}: tie must map equal tensors, but {alias!r} and {first!r} are both stored and differ. Leave out tie."
+            )
+        names |= {alias: stored, first: stored}
         if once:
             del names[alias]
-    return rename_tensors(stored, names)
+    return rename_tensors(files, names)
 
 
-def _are_equal(stored: TensorFiles, a: str, b: str) -> bool:
-    if stored.refs[a].shape != stored.refs[b].shape or stored.refs[a].dtype != stored.refs[b].dtype:
+def _are_equal(files: TensorFiles, a: str, b: str) -> bool:
+    if files.refs[a].shape != files.refs[b].shape or files.refs[a].dtype != files.refs[b].dtype:
         return False
     return all(
-        torch.equal(raw_bytes(read_batch(stored, batch)[a]), raw_bytes(read_batch(stored, {b: batch[a]})[b]))
-        for batch in batch_regions(stored.refs, [a])
+        torch.equal(raw_bytes(read_batch(files, batch)[a]), raw_bytes(read_batch(files, {b: batch[a]})[b]))
+        for batch in batch_regions(files.refs, [a])
     )
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """The data of a tensor as flat bytes, row by row."""
+    """Return the data of a tensor as flat bytes in row-major order."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

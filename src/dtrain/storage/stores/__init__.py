@@ -1,1 +1,1 @@
-"""Object stores, one module per kind of server. Each call is one try; ``dtrain.storage.remote`` retries."""
+"""Object stores, one module per kind of server. Each call is one attempt; ``dtrain.storage.remote`` retries."""

@@ -1,4 +1,4 @@
-"""Azure Blob Storage. Creating is an upload that does not overwrite, which the SDK makes ``If-None-Match: *``."""
+"""Access Azure Blob Storage. A file is created by an upload with ``overwrite=False`` (``If-None-Match: *``)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _MARK_KEY = "dtrain_upload"
 
 
 class AzStore(ObjectStore):
-    """A container."""
+    """Store of a container."""
 
     def __init__(self, fs: Any) -> None:
         super().__init__(fs)
         policy = getattr(getattr(fs.service_client, "_config", None), "retry_policy", None)
         if policy is not None:
-            policy.total_retries = 0  # its own first pause is a quarter of a minute
+            # The first delay of the SDK's own retries is 15 seconds.
+            policy.total_retries = 0
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
         metadata = {} if mark is None else {_MARK_KEY: mark}
@@ -39,14 +40,14 @@ class AzStore(ObjectStore):
         while (copied := _call(self.fs, new, lambda client: client.get_blob_properties()).copy).status == "pending":
             time.sleep(0.5)
         if copied.status not in (None, "success"):
-            raise OSError(errno.EIO, f"the server has not copied {old}: {copied.status}", new)
+            raise OSError(errno.EIO, f"the server must copy {old}, got copy status {copied.status}", new)
 
     def upload(self, key: str, count: int) -> Upload:
         return _AzUpload(self.fs, key)
 
 
 def _call(fs: Any, key: str, do: Callable[[Any], Awaitable[Any]]) -> Any:
-    """``do`` with the SDK's client of the blob."""
+    """Call ``do`` with the SDK's client of the blob."""
     from azure.core.exceptions import ResourceExistsError
     from fsspec.asyn import sync
 
@@ -79,7 +80,8 @@ class _AzUpload:
         self._ids: dict[int, str] = {}
 
     def send_part(self, number: int, begin: int, data: bytes) -> None:
-        block = f"{self._mark}-{number:06d}"  # all ids of a blob must have one length
+        # All block ids of a blob must have one length.
+        block = f"{self._mark}-{number:06d}"
         _call(self._fs, self._key, lambda client: client.stage_block(block, data, length=len(data), **self._fs._timeout_kwargs))
         self._ids[number] = block
 
@@ -100,4 +102,4 @@ class _AzUpload:
         return _mark_of(self._fs, self._key) == self._mark
 
     def clean_up(self, *, finished: bool) -> None:
-        """Nothing: the service forgets blocks that no list names after a week."""
+        """Do nothing: the service discards uncommitted blocks after a week."""

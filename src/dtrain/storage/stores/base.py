@@ -1,4 +1,4 @@
-"""What every server is asked, and the answers of those that fsspec makes look alike."""
+"""Define the requests to every kind of server (``Store``, ``Upload``), and implement common requests with fsspec."""
 
 from __future__ import annotations
 
@@ -12,82 +12,82 @@ from dtrain.storage.retry import TruncatedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStat:
-    """What a name stands for: a file with its size, or a folder (``size`` is None). ``ranges``: parts of it can be read."""
+    """Status of a name: a file with its size, or a folder (``size`` is None). ``ranges`` is True if ranges can be read."""
 
     size: int | None
     ranges: bool = True
 
 
 class Upload(Protocol):
-    """A file on its way to the server in parts, which nobody sees before ``finish``."""
+    """Upload of a file in parts, which is not visible before ``finish``."""
 
     def send_part(self, number: int, begin: int, data: bytes) -> None:
-        """Send a part: its number from 0 on, the byte it begins at. Threads may send several at a time, and each again."""
+        """Send part ``number`` (from 0 on), which begins at byte ``begin``. Threads may send parts in parallel and again."""
 
     def finish(self) -> None:
-        """Make the file of all parts. ``FileExistsError`` when the name is taken."""
+        """Create the file from all parts. Raise ``FileExistsError`` if the file exists."""
 
     def is_committed(self) -> bool:
-        """Whether the name has this upload's content: ``finish`` was done, though the answer was lost."""
+        """Return True if the name has this upload's content: ``finish`` succeeded, but its answer was lost."""
 
     def clean_up(self, *, finished: bool) -> None:
-        """Remove what was sent and is no part of a finished file."""
+        """Remove sent parts that are not part of a finished file."""
 
 
 class Store(Protocol):
-    """One bucket, or one server. Keys are names from the top, ``RemotePath.key``."""
+    """Store of one bucket or server. Keys are names from the top, ``RemotePath.key``."""
 
     supports_rename: bool
-    """Whether folders are real and can be given another name, all at once."""
+    """True if folders are real and can be renamed atomically."""
 
     part_bytes: int
-    """Parts of an upload have at least so many bytes, but for the last."""
+    """Minimum size of the parts of an upload in bytes, except for the last part."""
 
     max_requests: int
-    """So many requests at a time, since one alone mostly waits for the network."""
+    """Number of parallel requests, because a single request mostly waits for the network."""
 
     def stat(self, key: str) -> FileStat | None:
-        """What the name stands for, if anything."""
+        """Return the status of a name, or None without one."""
 
     def list_names(self, key: str) -> list[str]:
-        """Names in a folder."""
+        """Return the names in a folder."""
 
     def list_recursive(self, key: str) -> list[str]:
-        """Keys of all files below a folder."""
+        """Return the keys of all files below a folder."""
 
     def read_range(self, key: str, begin: int, end: int) -> bytes:
-        """Bytes ``[begin, end)`` of a file, all of them."""
+        """Return all bytes ``[begin, end)`` of a file."""
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
-        """Set the content of a file at once. With a mark, which the file gets, ``FileExistsError`` when there is a file."""
+        """Write a file atomically. With a mark, which the file gets, raise ``FileExistsError`` if the file exists."""
 
     def was_written_by(self, key: str, mark: str, data: bytes) -> bool:
-        """Whether the file is there by a ``put`` of this content with this mark."""
+        """Return True if a ``put`` of this content with this mark has created the file."""
 
     def upload(self, key: str, count: int) -> Upload:
-        """Begin a new file of ``count`` parts."""
+        """Start a new file of ``count`` parts."""
 
     def copy(self, old: str, new: str) -> None:
-        """Make ``new`` the same as ``old`` without sending its bytes. ``OSError`` where the server does not."""
+        """Copy a file on the server without sending its bytes. Raise ``OSError`` if the server cannot."""
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file or folder another name. Only where ``renames``."""
+        """Rename a file or folder. Requires ``supports_rename``."""
 
     def make_folder(self, key: str) -> None:
-        """Create a folder that must not exist; nothing where folders are not real."""
+        """Create a folder, which must not exist. Without real folders, do nothing."""
 
     def remove(self, key: str) -> None:
         """Remove a file."""
 
     def remove_folder(self, key: str) -> None:
-        """Remove an empty folder; nothing where folders are not real."""
+        """Remove an empty folder. Without real folders, do nothing."""
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
 
 
 class ObjectStore:
-    """A store without real folders, through its fsspec file system. ``put`` and ``upload`` are each server's own."""
+    """Store without real folders, with fsspec's file system. Subclasses implement ``put`` and ``upload``."""
 
     supports_rename = False
     part_bytes = 8 * 2**20
@@ -107,8 +107,9 @@ class ObjectStore:
         entries = self.fs.ls(key, detail=True)
         if not entries:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
-        found = (entry["name"].strip("/") for entry in entries)
-        return [name.rsplit("/", 1)[-1] for name in found if name != key.strip("/")]  # a folder may have an object of its name
+        names = (entry["name"].strip("/") for entry in entries)
+        # A folder may have an object of its own name.
+        return [name.rsplit("/", 1)[-1] for name in names if name != key.strip("/")]
 
     def list_recursive(self, key: str) -> list[str]:
         return [str(name) for name in self.fs.find(key)]
@@ -116,23 +117,23 @@ class ObjectStore:
     def read_range(self, key: str, begin: int, end: int) -> bytes:
         data = bytes(self.fs.cat_file(key, start=begin, end=end))
         if len(data) != end - begin:
-            raise TruncatedError(f"{len(data)} bytes came of {end - begin}")
+            raise TruncatedError(f"the server must send {end - begin} bytes, got {len(data)}")
         return data
 
     def copy(self, old: str, new: str) -> None:
         self.fs.cp_file(old, new)
 
     def rename(self, old: str, new: str) -> None:
-        raise NotImplementedError("objects have no folders to rename")
+        raise NotImplementedError("object stores have no folders to rename")
 
     def make_folder(self, key: str) -> None:
-        """Nothing: a folder is there when something is in it."""
+        """Do nothing: a folder exists if it has content."""
 
     def remove(self, key: str) -> None:
         self.fs.rm_file(key)
 
     def remove_folder(self, key: str) -> None:
-        """Nothing: it has gone with what was in it."""
+        """Do nothing: a folder without content does not exist."""
 
     def close(self) -> None:
-        """Nothing; the file system's own end closes its connections."""
+        """Do nothing: the file system closes its connections when it is deleted."""

@@ -1,4 +1,4 @@
-"""Which store a place is in. Connections are kept by this process for as long as it lives."""
+"""Connect to the store of a path. Connections stay open for the lifetime of the process."""
 
 from __future__ import annotations
 
@@ -26,25 +26,29 @@ _STORES = {
 
 @dataclass(slots=True)
 class _Connections:
-    """Of one process; a child that inherits them by a fork makes its own."""
+    """Connections of one process; a fork makes its own.
+
+    Args:
+        lock: reentrant, because the garbage collector may use a store during a connect.
+    """
 
     pid: int
     stores: dict[str, Store]
     inherited: list[dict[str, Store]]
-    lock: threading.RLock  # the garbage collector may let somebody use a store in the middle of connecting
+    lock: threading.RLock
 
 
 _CONNECTIONS = _Connections(os.getpid(), {}, [], threading.RLock())
 
 
 def store_of(path: RemotePath) -> Store:
-    """The store that ``path`` is in, connected.
+    """Return the connected store of ``path``.
 
-    Credentials and options are fsspec's: what each library takes from the environment, and fsspec's own configuration
+    Credentials and options come from fsspec: the environment variables of each library, and fsspec's own configuration
     (``FSSPEC_S3_ENDPOINT_URL=...`` or a file in ``~/.config/fsspec``).
 
     Raises:
-        ConfigError: the library does not take the options or finds no credentials.
+        ConfigError: the library refuses the options or finds no credentials.
         OSError: the server cannot be reached, or refuses.
     """
     if _CONNECTIONS.pid != os.getpid():
@@ -57,15 +61,16 @@ def store_of(path: RemotePath) -> Store:
 
 
 def _reset_after_fork() -> None:
-    """In a child of a fork. The parent's connections are kept aside: their ends would wait for a thread that is not here."""
+    """Reset the connections in a fork. The parent's connections are kept, because closing them would wait for its threads."""
     _CONNECTIONS.inherited.append(_CONNECTIONS.stores)
     _CONNECTIONS.pid, _CONNECTIONS.stores, _CONNECTIONS.lock = os.getpid(), {}, threading.RLock()
     if (asyn := sys.modules.get("fsspec.asyn")) is not None:
-        asyn.reset_lock()  # another thread of the parent may have held it at the fork
+        # Another thread of the parent may have held the lock at the fork.
+        asyn.reset_lock()
 
 
 def disconnect() -> None:
-    """Close all connections; the next use makes new ones, by the options of then. Mutates: this process's connections."""
+    """Close all connections. The next use connects with the current options. Mutates: this process's connections."""
     with _CONNECTIONS.lock:
         while _CONNECTIONS.stores:
             _CONNECTIONS.stores.popitem()[1].close()
@@ -82,21 +87,21 @@ def _connect_sftp(path: RemotePath) -> Store:
 
     user, _, host = path.authority.rpartition("@")
     name, _, port = host.partition(":")
-    there: dict[str, Any] = {"host": name}
+    address: dict[str, Any] = {"host": name}
     if user:
-        there["username"] = user
+        address["username"] = user
     if port:
-        there["port"] = int(port)
-    return sftp.SftpStore(_make_file_system("sftp", sftp.make_options(), **there))
+        address["port"] = int(port)
+    return sftp.SftpStore(_make_file_system("sftp", sftp.make_options(), **address))
 
 
-def _make_file_system(protocol: str, defaults: dict[str, Any], **there: Any) -> Any:
-    """fsspec's, made with our defaults under the user's configuration, which win by name."""
+def _make_file_system(protocol: str, defaults: dict[str, Any], **address: Any) -> Any:
+    """Create fsspec's file system with our defaults, which the user's configuration overrides by name."""
     import fsspec
     from fsspec.config import apply_config
 
     kind = fsspec.get_filesystem_class(protocol)
-    options = {**defaults, **apply_config(kind, {}), **there}
+    options = {**defaults, **apply_config(kind, {}), **address}
     for name, value in defaults.items():
         if isinstance(value, dict):
             options[name] = {**value, **options[name]}
@@ -106,5 +111,5 @@ def _make_file_system(protocol: str, defaults: dict[str, Any], **there: Any) -> 
         raise
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{protocol}://: {str(error).splitlines()[0]}; options come from the environment and fsspec's configuration"
+            f"{protocol}://: {str(error).splitlines()[0]}. Set options in the environment or in fsspec's configuration."
         ) from error

@@ -1,4 +1,4 @@
-"""Google Cloud Storage. Creating asks for generation 0; parts are objects of their own, which the server joins."""
+"""Access Google Cloud Storage. A file is created with generation 0; parts are objects that the server composes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from dtrain.storage.stores.base import ObjectStore, Upload
 
 OPTIONS: dict[str, Any] = {"use_listings_cache": False}
 _MARK_KEY = "dtrain-upload"
-_MAX_COMPOSE = 32  # objects that one call joins
+# Limit of objects that one call composes.
+_MAX_COMPOSE = 32
 
 
 class GsStore(ObjectStore):
-    """A bucket."""
+    """Store of a bucket."""
 
     def __init__(self, fs: Any) -> None:
         super().__init__(fs)
         once = getattr(type(fs)._request, "__wrapped__", None)
         if once is not None:
-            fs._request = types.MethodType(once, fs)  # without the six tries of gcsfs
+            # The wrapped function has no retries; gcsfs makes six attempts.
+            fs._request = types.MethodType(once, fs)
         if fs.requests_timeout is None:
             import aiohttp
 
@@ -40,7 +42,7 @@ class GsStore(ObjectStore):
         return self.mark_of(key) == mark
 
     def mark_of(self, key: str) -> str | None:
-        """The mark that a file was created with."""
+        """Return the mark that the file was created with."""
         try:
             _, answer = self.fs.call("GET", "b/{}/o/{}", *key.split("/", 1))
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Files on a web server, to read. What a server says of ranges is found by asking for the first byte of a file."""
+"""Read files from a web server. The request for the first byte of a file shows if the server supports ranges."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from dtrain.storage.retry import TruncatedError
 from dtrain.storage.stores.base import FileStat, ObjectStore, Upload
 
 OPTIONS: dict[str, Any] = {"simple_links": False, "client_kwargs": {"auto_decompress": False}}
-_HEADERS = {"Accept-Encoding": "identity"}  # sizes and ranges are of the file, not of what it is packed into on its way
+# Sizes and ranges must be of the file, not of a compressed transfer.
+_HEADERS = {"Accept-Encoding": "identity"}
 _RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
 
 
 class HttpStore(ObjectStore):
-    """A server. Keys are whole URLs, with names as they are, not quoted."""
+    """Store of a web server. Keys are whole URLs with unquoted names."""
 
     def __init__(self, fs: Any) -> None:
         super().__init__(fs)
@@ -27,24 +28,24 @@ class HttpStore(ObjectStore):
         fs.kwargs.setdefault("timeout", aiohttp.ClientTimeout(sock_connect=10, sock_read=60))
 
     def stat(self, key: str) -> FileStat | None:
-        """As of every store; ``Found.ranges`` tells whether the server gives parts of this file."""
+        """Return the status of a name. ``FileStat.ranges`` is True if the server sends ranges of this file."""
         from fsspec.asyn import sync
 
-        found: FileStat | None = sync(self.fs.loop, self._first_byte, key)
-        return found
+        status: FileStat | None = sync(self.fs.loop, self._first_byte, key)
+        return status
 
     async def _first_byte(self, key: str) -> FileStat | None:
-        async with await self._asked(key, {"Range": "bytes=0-0"}) as answer:
+        async with await self._get(key, {"Range": "bytes=0-0"}) as answer:
             if answer.status in (404, 410):
                 return None
             if answer.status in (206, 416):
                 return FileStat(size=_total_size(key, answer.headers.get("Content-Range", "")))
             answer.raise_for_status()
             if (length := answer.headers.get("Content-Length")) is None:
-                raise OSError(errno.ENOTSUP, "the server does not say how large it is", key)
+                raise OSError(errno.ENOTSUP, "the server does not send the size of the file", key)
             return FileStat(size=int(length), ranges=False)
 
-    async def _asked(self, key: str, headers: dict[str, str]) -> Any:
+    async def _get(self, key: str, headers: dict[str, str]) -> Any:
         import yarl
 
         session = await self.fs.set_session()
@@ -54,25 +55,25 @@ class HttpStore(ObjectStore):
     def read_range(self, key: str, begin: int, end: int) -> bytes:
         from fsspec.asyn import sync
 
-        data: bytes = sync(self.fs.loop, self._part, key, begin, end)
+        data: bytes = sync(self.fs.loop, self._read_range, key, begin, end)
         return data
 
-    async def _part(self, key: str, begin: int, end: int) -> bytes:
+    async def _read_range(self, key: str, begin: int, end: int) -> bytes:
         if begin == end:
             return b""
-        async with await self._asked(key, {"Range": f"bytes={begin}-{end - 1}"}) as answer:
+        async with await self._get(key, {"Range": f"bytes={begin}-{end - 1}"}) as answer:
             if answer.status == 404:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
             answer.raise_for_status()
             if answer.status != 206 and begin:
-                raise OSError(errno.ENOTSUP, "the server gives whole files only, no parts of them", key)
+                raise OSError(errno.ENOTSUP, "the server sends whole files only, no ranges", key)
             data = bytes(await answer.read())
         if len(data) != end - begin:
-            raise TruncatedError(f"{len(data)} bytes came of {end - begin}")
+            raise TruncatedError(f"the server must send {end - begin} bytes, got {len(data)}")
         return data
 
     def list_names(self, key: str) -> list[str]:
-        """Names that the server's page about a folder links to."""
+        """Return the names that the server's page of a folder links to."""
         top = key.rstrip("/") + "/"
         try:
             links = self.fs.ls(top, detail=False)
@@ -85,7 +86,7 @@ class HttpStore(ObjectStore):
         return sorted(names)
 
     def list_recursive(self, key: str) -> list[str]:
-        """Files of a folder; a web server's folders do not tell themselves from files, so only names with a dot are."""
+        """Return the files of a folder. A web server does not distinguish folders, so files are the names with a dot."""
         return [f"{key.rstrip('/')}/{name}" for name in self.list_names(key) if "." in name]
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
@@ -105,11 +106,11 @@ class HttpStore(ObjectStore):
 
 
 def _total_size(key: str, text: str) -> int:
-    found = _RANGE.fullmatch(text.strip())
-    if found is None:
-        raise OSError(errno.ENOTSUP, f"the server does not say how large it is (Content-Range: {text!r})", key)
-    return int(found[3])
+    match = _RANGE.fullmatch(text.strip())
+    if match is None:
+        raise OSError(errno.ENOTSUP, f"the server does not send the size of the file (Content-Range: {text!r})", key)
+    return int(match[3])
 
 
 def _refuse_write(key: str) -> NoReturn:
-    raise ConfigError(f"{key}: http:// and https:// are for reading; write to a folder or an object store")
+    raise ConfigError(f"path must be writable, got {key}. Write to a folder or an object store instead of a web server.")

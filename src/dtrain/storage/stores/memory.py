@@ -1,4 +1,4 @@
-"""A store in the memory of this process, for trying things out with one rank."""
+"""Store files in the memory of this process, for trials with one rank."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 from dtrain.storage.stores.base import ObjectStore, Upload
 
 OPTIONS: dict[str, Any] = {}
-_CREATE_LOCK = threading.Lock()  # fsspec looks and then creates
+# fsspec checks for an existing file before creating the file, which is not atomic.
+_CREATE_LOCK = threading.Lock()
 
 
 class MemoryStore(ObjectStore):
-    """All of the process's ``memory://``."""
+    """Store of all ``memory://`` files of the process."""
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
         with _CREATE_LOCK:
             self.fs.pipe_file(key, data, mode="overwrite" if mark is None else "create")
 
     def was_written_by(self, key: str, mark: str, data: bytes) -> bool:
-        return False  # no answer is ever lost
+        # No answer is ever lost.
+        return False
 
     def upload(self, key: str, count: int) -> Upload:
         return _MemoryUpload(self, key)

@@ -1,4 +1,4 @@
-"""Oracle's object storage. Creating is a put with ``If-None-Match: *``, by the SDK client that ocifs holds."""
+"""Access Oracle's object storage. A file is created by a put with ``If-None-Match: *`` through the SDK client of ocifs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARK_KEY = "dtrain-upload"
 
 
 class OciStore(ObjectStore):
-    """A bucket, ``bucket@namespace`` in the URL."""
+    """Store of a bucket, ``bucket@namespace`` in the URL."""
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
         bucket, namespace, name = self.fs.split_path(key)
@@ -30,7 +30,7 @@ class OciStore(ObjectStore):
         answer = self.fs.oci_client.get_object(namespace, bucket, name, range=f"bytes={begin}-{end - 1}")
         data = bytes(answer.data.content)
         if len(data) != end - begin:
-            raise TruncatedError(f"{len(data)} bytes came of {end - begin}")
+            raise TruncatedError(f"the server must send {end - begin} bytes, got {len(data)}")
         return data
 
     def remove(self, key: str) -> None:
@@ -38,7 +38,7 @@ class OciStore(ObjectStore):
         self.fs.oci_client.delete_object(namespace, bucket, name)
 
     def copy(self, old: str, new: str) -> None:
-        raise OSError(errno.EOPNOTSUPP, "copies are made by the server some time later, and not waited for")
+        raise OSError(errno.EOPNOTSUPP, "the server copies some time later, and dtrain does not wait for such copies")
 
     def upload(self, key: str, count: int) -> Upload:
         return _OciUpload(self.fs, key)
@@ -61,26 +61,26 @@ class _OciUpload:
 
         self._client = fs.oci_client
         bucket, namespace, self._name = fs.split_path(key)
-        self._where = (namespace, bucket)
+        self._bucket = (namespace, bucket)
         self._mark = secrets.token_hex(16)
         details = CreateMultipartUploadDetails(object=self._name, metadata={f"opc-meta-{_MARK_KEY}": self._mark})
-        self._id = self._client.create_multipart_upload(*self._where, details, if_none_match="*").data.upload_id
+        self._id = self._client.create_multipart_upload(*self._bucket, details, if_none_match="*").data.upload_id
         self._tags: dict[int, str] = {}
 
     def send_part(self, number: int, begin: int, data: bytes) -> None:
-        sent = self._client.upload_part(*self._where, self._name, self._id, number + 1, data)
-        self._tags[number] = sent.headers["etag"]
+        response = self._client.upload_part(*self._bucket, self._name, self._id, number + 1, data)
+        self._tags[number] = response.headers["etag"]
 
     def finish(self) -> None:
         from oci.object_storage.models import CommitMultipartUploadDetails, CommitMultipartUploadPartDetails
 
         parts = [CommitMultipartUploadPartDetails(part_num=number + 1, etag=tag) for number, tag in sorted(self._tags.items())]
         details = CommitMultipartUploadDetails(parts_to_commit=parts)
-        self._client.commit_multipart_upload(*self._where, self._name, self._id, details, if_none_match="*")
+        self._client.commit_multipart_upload(*self._bucket, self._name, self._id, details, if_none_match="*")
 
     def is_committed(self) -> bool:
-        return _mark_of(self._client, *self._where, self._name) == self._mark
+        return _mark_of(self._client, *self._bucket, self._name) == self._mark
 
     def clean_up(self, *, finished: bool) -> None:
         if not finished:
-            self._client.abort_multipart_upload(*self._where, self._name, self._id)
+            self._client.abort_multipart_upload(*self._bucket, self._name, self._id)

@@ -1,4 +1,4 @@
-"""Amazon S3 and what speaks its language. Creating is a put with ``If-None-Match: *``."""
+"""Access Amazon S3 and compatible servers. A file is created by a put with ``If-None-Match: *``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _MARK_KEY = "dtrain-upload"
 
 
 class S3Store(ObjectStore):
-    """A bucket."""
+    """Store of a bucket."""
 
     def __init__(self, fs: Any) -> None:
         super().__init__(fs)
-        fs.retries = 1  # tries of s3fs for each request
+        # Attempts of s3fs for each request.
+        fs.retries = 1
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
         options = {} if mark is None else {"IfNoneMatch": "*", "Metadata": {_MARK_KEY: mark}}
@@ -44,29 +45,30 @@ def _bucket_and_key(key: str) -> dict[str, str]:
 
 def _mark_of(fs: Any, key: str) -> str | None:
     try:
-        found = fs.call_s3("head_object", **_bucket_and_key(key))
+        response = fs.call_s3("head_object", **_bucket_and_key(key))
     except FileNotFoundError:
         return None
-    return str(found.get("Metadata", {}).get(_MARK_KEY))
+    return str(response.get("Metadata", {}).get(_MARK_KEY))
 
 
 class _S3Upload:
     def __init__(self, fs: Any, key: str) -> None:
         self._fs = fs
-        self._key, self._where = key, _bucket_and_key(key)
-        self._mark = secrets.token_hex(16)  # tells this upload from another of the same name when an answer is lost
-        made = fs.call_s3("create_multipart_upload", **self._where, Metadata={_MARK_KEY: self._mark})
-        self._id = made["UploadId"]
+        self._key, self._object = key, _bucket_and_key(key)
+        # The mark distinguishes this upload from another upload of the same name after a lost answer.
+        self._mark = secrets.token_hex(16)
+        response = fs.call_s3("create_multipart_upload", **self._object, Metadata={_MARK_KEY: self._mark})
+        self._id = response["UploadId"]
         self._tags: dict[int, str] = {}
 
     def send_part(self, number: int, begin: int, data: bytes) -> None:
-        sent = self._fs.call_s3("upload_part", **self._where, UploadId=self._id, PartNumber=number + 1, Body=data)
-        self._tags[number] = sent["ETag"]
+        response = self._fs.call_s3("upload_part", **self._object, UploadId=self._id, PartNumber=number + 1, Body=data)
+        self._tags[number] = response["ETag"]
 
     def finish(self) -> None:
         parts = [{"PartNumber": number + 1, "ETag": self._tags[number]} for number in sorted(self._tags)]
         self._fs.call_s3(
-            "complete_multipart_upload", **self._where, UploadId=self._id, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
+            "complete_multipart_upload", **self._object, UploadId=self._id, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
         )
 
     def is_committed(self) -> bool:
@@ -74,4 +76,4 @@ class _S3Upload:
 
     def clean_up(self, *, finished: bool) -> None:
         if not finished:
-            self._fs.call_s3("abort_multipart_upload", **self._where, UploadId=self._id)
+            self._fs.call_s3("abort_multipart_upload", **self._object, UploadId=self._id)

@@ -1,8 +1,7 @@
-"""A file system behind an SSH server. Folders are real, and a rename is the server's own: steps commit as on a local disk.
+"""Access the file system of an SSH server. Folders are real, and rename is atomic, so steps commit as on a local disk.
 
-One connection, used by one thread at a time: paramiko's client is not made for more. A connection that broke is made anew by
-the next try. SFTP has no way to wait for the disk that every server knows: what was acknowledged is as safe as the server
-makes it.
+There is one connection, used by one thread at a time, because paramiko's client is not thread-safe. The next attempt replaces a
+broken connection. SFTP has no common request to sync a file: acknowledged data are as durable as the server makes them.
 """
 
 from __future__ import annotations
@@ -25,28 +24,29 @@ _TIMEOUT_S = 60.0
 
 
 def make_options() -> dict[str, Any]:
-    """For fsspec: time-outs, and only hosts that ``~/.ssh/known_hosts`` knows."""
+    """Return options for fsspec: timeouts, and only hosts in ``~/.ssh/known_hosts``."""
     import paramiko
 
     class KnownHosts(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # of an extra, which may not be installed
-        """Refuses a server that it does not know; fsspec would trust whoever answers."""
+        """Policy that refuses unknown servers; fsspec would trust every server."""
 
         def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
             known = Path("~/.ssh/known_hosts").expanduser()
             keys = paramiko.HostKeys(str(known) if known.exists() else None)
             if not keys.check(hostname, key):
-                text = f"its host key ({key.get_name()}) is not in {known}; compare it, then add it with ssh-keyscan"
+                text = f"the host key ({key.get_name()}) is not in {known}. Compare the key, then add it with ssh-keyscan."
                 raise PermissionError(errno.EACCES, text, hostname)
 
     return {"timeout": 10, "banner_timeout": 20, "auth_timeout": 20, "host_key_policy": KnownHosts()}
 
 
 class SftpStore:
-    """A server."""
+    """Store of an SSH server."""
 
     supports_rename = True
     part_bytes = 4 * 2**20
-    max_requests = 2  # one is on the connection while the other gets its bytes together
+    # One request uses the connection while the other collects its data.
+    max_requests = 2
 
     def __init__(self, fs: Any) -> None:
         self._fs = fs
@@ -55,7 +55,7 @@ class SftpStore:
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[Any]:
-        """The client, connected, for this thread alone."""
+        """Yield the connected client for this thread alone."""
         with self._lock:
             if self._broken:
                 with contextlib.suppress(Exception):
@@ -69,7 +69,8 @@ class SftpStore:
                 raise
             except Exception:
                 self._broken = not self._alive()
-                if self._broken:  # paramiko says this with errors of many classes
+                # paramiko reports a lost connection with errors of many classes.
+                if self._broken:
                     raise ConnectionResetError(errno.ECONNRESET, "the connection to the SFTP server is lost") from None
                 raise
 
@@ -79,24 +80,24 @@ class SftpStore:
             return False
         try:
             self._fs.ftp.stat(".")
-        except Exception:  # noqa: BLE001  # whatever it is, this connection is of no use
+        except Exception:  # noqa: BLE001  # after any error the connection is unusable
             return False
         return True
 
     def stat(self, key: str) -> FileStat | None:
         with self.connected() as ftp:
             try:
-                found = ftp.stat(key)
+                status = ftp.stat(key)
             except FileNotFoundError:
                 return None
-        return FileStat(size=None if stat.S_ISDIR(found.st_mode) else found.st_size)
+        return FileStat(size=None if stat.S_ISDIR(status.st_mode) else status.st_size)
 
     def list_names(self, key: str) -> list[str]:
         with self.connected() as ftp:
             return [str(name) for name in ftp.listdir(key)]
 
     def list_recursive(self, key: str) -> list[str]:
-        """All that is no folder, links included and never followed."""
+        """Return all entries that are not folders. Links are included and not followed."""
         found: list[str] = []
         with self.connected() as ftp:
             for entry in ftp.listdir_attr(key):
@@ -109,31 +110,32 @@ class SftpStore:
             file._start_prefetch = functools.partial(_send_requests, file)
             data = b"".join(file.readv([(at, min(32768, end - at)) for at in range(begin, end, 32768)]))
         if len(data) != end - begin:
-            raise TruncatedError(f"{len(data)} bytes came of {end - begin}")
+            raise TruncatedError(f"the server must send {end - begin} bytes, got {len(data)}")
         return data
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
-        side = f"{key}.{secrets.token_hex(4)}.tmp"
+        temporary = f"{key}.{secrets.token_hex(4)}.tmp"
         with self.connected() as ftp:
             try:
-                _write_at(ftp, side, "wx", 0, data)
+                _write_at(ftp, temporary, "wx", 0, data)
                 if mark is not None:
-                    self.rename_if_absent(ftp, side, key)
+                    self.rename_if_absent(ftp, temporary, key)
                 else:
-                    ftp.posix_rename(side, key)
+                    ftp.posix_rename(temporary, key)
             except BaseException:
                 with contextlib.suppress(Exception):
-                    ftp.remove(side)
+                    ftp.remove(temporary)
                 raise
 
     def was_written_by(self, key: str, mark: str, data: bytes) -> bool:
-        """Whether it has this content: files have nothing beside it that a mark could be in."""
+        """Return True if the file has this content. Files on an SSH server have no metadata for a mark."""
         return self.stat(key) == FileStat(size=len(data)) and self.read_range(key, 0, len(data)) == data
 
     def rename_if_absent(self, ftp: Any, old: str, new: str) -> None:
-        """Rename a file to a name that must not be taken."""
+        """Rename a file to a name that must not exist."""
         try:
-            ftp.rename(old, new)  # of SFTP, not of POSIX: the server refuses when the name is taken
+            # The rename of SFTP, unlike that of POSIX, fails if the name exists.
+            ftp.rename(old, new)
         except OSError:
             if self.stat(new) is not None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new) from None
@@ -171,37 +173,37 @@ class SftpStore:
 
 
 class _SftpUpload:
-    """A file under another name, written at offsets, which gets its own at the end."""
+    """Upload to a temporary file, written at offsets and renamed at the end."""
 
     def __init__(self, store: SftpStore, key: str) -> None:
         self._store, self._key = store, key
-        self._side = f"{key}.{secrets.token_hex(4)}.tmp"
+        self._temporary = f"{key}.{secrets.token_hex(4)}.tmp"
         self._sizes: dict[int, int] = {}
         with store.connected() as ftp:
-            _write_at(ftp, self._side, "wx", 0, b"")
+            _write_at(ftp, self._temporary, "wx", 0, b"")
 
     def send_part(self, number: int, begin: int, data: bytes) -> None:
         with self._store.connected() as ftp:
-            _write_at(ftp, self._side, "r+", begin, data)
+            _write_at(ftp, self._temporary, "r+", begin, data)
         self._sizes[number] = len(data)
 
     def finish(self) -> None:
         with self._store.connected() as ftp:
-            self._store.rename_if_absent(ftp, self._side, self._key)
+            self._store.rename_if_absent(ftp, self._temporary, self._key)
 
     def is_committed(self) -> bool:
-        found = self._store.stat(self._key)
-        return self._store.stat(self._side) is None and found == FileStat(size=sum(self._sizes.values()))
+        status = self._store.stat(self._key)
+        return self._store.stat(self._temporary) is None and status == FileStat(size=sum(self._sizes.values()))
 
     def clean_up(self, *, finished: bool) -> None:
         if not finished:
-            self._store.remove(self._side)
+            self._store.remove(self._temporary)
 
 
 def _set_timeout(channel: Any) -> None:
-    """Give each request to a silent server one time-out, and close the connection after it.
+    """Give each request to a silent server one timeout, and then close the connection.
 
-    paramiko asks the server to close a file whose read has failed. On an open connection that waits for as long again.
+    After a failed read, paramiko asks the server to close the file. On an open connection, this would wait for another timeout.
 
     Mutates: ``channel``.
     """
@@ -221,8 +223,8 @@ def _close_on_timeout(channel: Any, do: Callable[[Any, Any], Any], argument: Any
 def _send_requests(file: Any, *args: Any) -> None:
     """Send the read requests of ``readv`` from this thread.
 
-    paramiko starts a thread for them. If the connection breaks meanwhile, that thread dies with a traceback on stderr; here
-    the reader gets the error, and tries again. A piece of 8 MiB is 256 requests, together 8 KiB: to send them does not block.
+    paramiko would start a thread for the requests. If the connection breaks, that thread dies with a traceback on stderr; in
+    this thread, the reader gets the error and tries again. The 256 requests of a read of 8 MiB have 8 KiB and do not block.
 
     Mutates: ``file``, as paramiko's ``_start_prefetch`` does.
     """
@@ -231,8 +233,10 @@ def _send_requests(file: Any, *args: Any) -> None:
 
 
 def _write_at(ftp: Any, key: str, mode: str, begin: int, data: bytes) -> None:
-    """Many requests without waiting for each answer. The last byte waits for all: paramiko drops answers that it has not read
-    when a file is closed, and with them the server's "no space left"."""
+    """Write data with many requests in parallel. The last byte waits for all answers.
+
+    When a file is closed, paramiko drops unread answers, which may be the server's "no space left".
+    """
     with ftp.open(key, mode) as file:
         file.seek(begin)
         file.set_pipelined(True)
