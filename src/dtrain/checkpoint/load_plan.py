@@ -347,15 +347,9 @@ def _read_place(raw: Any, location: str) -> EpochPosition:
     return EpochPosition(*numbers)
 
 
-<<<<<<< HEAD
-def _read_counts(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """The counts of a clock, checked."""
-    strict_json.read_object(raw, where, tuple(name for name in Clock().state_dict() if name != "previous"))
-=======
 def _read_counts(raw: dict[str, Any], location: str) -> dict[str, Any]:
     """Read and check the counts of a clock."""
-    strict_json.read_object(raw, location, tuple(name for name in Clock().state_dict() if name != "before"))
->>>>>>> 1af571b (checkpoint, storage: plain language in docstrings and errors, old keys in lock files and tests)
+    strict_json.read_object(raw, location, tuple(name for name in Clock().state_dict() if name != "previous"))
     seconds = raw["seconds"]
     if type(seconds) is not float:
         raise CorruptCheckpointError(f"{location}: seconds: must be a float, got {strict_json.describe_value(seconds)}")
