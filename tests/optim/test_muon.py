@@ -30,11 +30,11 @@ def trained(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps:
     return [param.detach().clone() for param in params]
 
 
-@pytest.mark.parametrize(("adjust", "theirs"), [("original", "original"), ("match_rms", "match_rms_adamw")])
+@pytest.mark.parametrize(("adjust_lr_fn", "theirs"), [("original", "original"), ("match_rms_adamw", "match_rms_adamw")])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_it_is_torchs_bit_for_bit(adjust, theirs, nesterov):
+def test_it_is_torchs_bit_for_bit(adjust_lr_fn, theirs, nesterov):
     ours, peers = matrices(), matrices()
-    got = trained(Muon(ours, lr=0.02, adjust=adjust, nesterov=nesterov), ours)
+    got = trained(Muon(ours, lr=0.02, adjust_lr_fn=adjust_lr_fn, nesterov=nesterov), ours)
     known = trained(torch.optim.Muon(peers, lr=0.02, weight_decay=0.1, adjust_lr_fn=theirs, nesterov=nesterov), peers)
     assert all(torch.equal(a, b) for a, b in zip(got, known, strict=True))
 
@@ -212,7 +212,7 @@ def test_matrices_that_are_cut_along_two_axes_are_gathered(ranks):
             lambda: Muon([{"params": matrices(), "method": "adamw", "betas": (0.9, 1.0)}]),
             r"Muon: betas must be at least 0 and less than 1, got \(0.9, 1.0\)",
         ),
-        (lambda: Muon(matrices(), adjust="rms"), "Muon: adjust must be 'original' or 'match_rms', got 'rms'"),
+        (lambda: Muon(matrices(), adjust_lr_fn="rms"), "Muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', got 'rms'"),
         (lambda: Muon(matrices(), ns_dtype="fp16"), "Muon: ns_dtype must be 'bf16', 'fp32' or 'param', got 'fp16'"),
         (lambda: Muon(matrices(), ns_steps=0), "Muon: ns_steps must be an integer >= 1, got 0"),
         (

@@ -75,10 +75,10 @@ def made(block: type[nn.Module]) -> Net:
 
 def moved(net: nn.Module) -> nn.Module:
     """As ``offload_activations``, but also on the CPU, where there is nowhere to go: the copies are real ones."""
-    shelf = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
+    offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     for module in net.modules():
         if isinstance(module, KINDS):
-            activation_checkpoint._update_settings(module, offloader=shelf)
+            activation_checkpoint._update_settings(module, offloader=offloader)
     return net
 
 

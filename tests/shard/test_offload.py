@@ -29,26 +29,26 @@ from shard import models
 X = torch.randn(4, 8)
 
 
-def taken(shelf: ActivationOffloader, module: nn.Module, run) -> tuple[list[bool], Tensor]:
+def taken(offloader: ActivationOffloader, module: nn.Module, run) -> tuple[list[bool], Tensor]:
     """Whether each tensor that ``run`` saved was taken, in order; and its result."""
     found: list[bool] = []
-    put = shelf._pack
+    put = offloader._pack
 
     def watched(tensor, stays):
-        box = put(tensor, stays)
-        found.append(box is not tensor)
-        return box
+        offloaded_tensor = put(tensor, stays)
+        found.append(offloaded_tensor is not tensor)
+        return offloaded_tensor
 
-    shelf._pack = watched  # type: ignore[method-assign]
-    with shelf.offload_saved_tensors(module):
+    offloader._pack = watched  # type: ignore[method-assign]
+    with offloader.offload_saved_tensors(module):
         out = run()
     return found, out
 
 
 def test_parameters_their_views_and_small_tensors_stay():
     layer = nn.Linear(8, 8)
-    shelf = ActivationOffloader(min_bytes=X.nbytes, copies_on_cpu=True)
-    found, out = taken(shelf, layer, lambda: layer(X.clone().requires_grad_()))
+    offloader = ActivationOffloader(min_bytes=X.nbytes, copies_on_cpu=True)
+    found, out = taken(offloader, layer, lambda: layer(X.clone().requires_grad_()))
     assert sorted(found) == [False, True], "the weight's view, and the input"
     found, out = taken(
         ActivationOffloader(min_bytes=X.nbytes + 1, copies_on_cpu=True), layer, lambda: layer(X.clone().requires_grad_())
@@ -64,13 +64,13 @@ def test_on_the_cpu_nothing_moves():
 
 
 def test_a_tensor_that_several_operators_save_leaves_once():
-    shelf = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
+    offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     x = X.clone().requires_grad_()
-    with shelf.offload_saved_tensors(nn.Identity()):
+    with offloader.offload_saved_tensors(nn.Identity()):
         h = x * 2
         out = h.sin() + h.cos() + h.exp().sum()
-    boxes = list(shelf._streams[torch.device("cpu")]._offloaded.values())
-    assert len([ref for ref in boxes if ref() is not None]) == 2, "the input of sin and cos, and the output of exp"
+    tensors = list(offloader._streams[torch.device("cpu")]._offloaded.values())
+    assert len([ref for ref in tensors if ref() is not None]) == 2, "the input of sin and cos, and the output of exp"
     out.sum().backward()
     torch.testing.assert_close(x.grad, 2 * ((2 * X).cos() - (2 * X).sin() + 32 * (2 * X).exp()))
 
@@ -81,25 +81,25 @@ def test_a_tensor_that_several_operators_save_leaves_once():
     ids=["turned", "with gaps", "expanded", "of another dtype"],
 )
 def test_a_tensor_comes_back_as_it_was(make):
-    shelf = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
+    offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     tensor = make(X)
-    box = shelf._pack(tensor, set())
-    back = box if isinstance(box, Tensor) else box.fetch()
+    offloaded_tensor = offloader._pack(tensor, set())
+    back = offloaded_tensor if isinstance(offloaded_tensor, Tensor) else offloaded_tensor.fetch()
     assert torch.equal(back, tensor)
     assert back.dtype == tensor.dtype
 
 
 def test_what_was_put_before_is_fetched_ahead():
-    shelf = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
-    boxes = [shelf._pack(torch.full((4,), float(at)), set()) for at in range(6)]
-    boxes[5].fetch()
-    assert [box._fetched is not None for box in boxes] == [False, False, False, True, True, False]
-    assert [box.fetch()[0].item() for box in reversed(boxes)] == [5, 4, 3, 2, 1, 0]
+    offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
+    tensors = [offloader._pack(torch.full((4,), float(at)), set()) for at in range(6)]
+    tensors[5].fetch()
+    assert [offloaded_tensor._fetched is not None for offloaded_tensor in tensors] == [False, False, False, True, True, False]
+    assert [offloaded_tensor.fetch()[0].item() for offloaded_tensor in reversed(tensors)] == [5, 4, 3, 2, 1, 0]
 
 
 def test_a_tensor_that_is_changed_after_it_was_saved_is_an_error_as_without():
-    shelf = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
-    with shelf.offload_saved_tensors(nn.Identity()):
+    offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
+    with offloader.offload_saved_tensors(nn.Identity()):
         h = X.clone().requires_grad_() * 2
         out = h.sin().sum()
         h.add_(1.0)
@@ -108,14 +108,14 @@ def test_a_tensor_that_is_changed_after_it_was_saved_is_an_error_as_without():
 
 
 def test_few_originals_are_held_and_none_when_the_graph_is_dropped():
-    shelf = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
-    boxes = [shelf._pack(torch.full((4,), float(at)), set()) for at in range(50)]
-    assert [at for at, box in enumerate(boxes) if box.is_in_flight] == [46, 47, 48, 49]
-    lane = shelf._streams[torch.device("cpu")]
-    del boxes
+    offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
+    tensors = [offloader._pack(torch.full((4,), float(at)), set()) for at in range(50)]
+    assert [at for at, offloaded_tensor in enumerate(tensors) if offloaded_tensor.is_in_flight] == [46, 47, 48, 49]
+    streams = offloader._streams[torch.device("cpu")]
+    del tensors
     gc.collect()
-    assert [ref for ref in lane._in_flight if ref() is not None] == []
-    assert len(lane._offloaded) <= 32
+    assert [ref for ref in streams._in_flight if ref() is not None] == []
+    assert len(streams._offloaded) <= 32
 
 
 def test_offloading_is_without_effect_on_the_cpu():

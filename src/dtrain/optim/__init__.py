@@ -1,9 +1,11 @@
 """Optimizers and parameter groups that torch does not have.
 
-    groups = dt.optim.param_groups(model, [dt.optim.ParamGroup("no_decay", "*.bias", weight_decay=0.0)])
-    optimizer = dt.optim.DecoupledAdamW(groups, lr=3e-4, weight_decay=1e-5)
+    model = dt.shard_model(model, dt.build_mesh(), blocks=(Block,))
+    head = dt.optim.ParamGroup("head", "head.**", {"lr": 1e-3})
+    groups = dt.optim.param_groups(model, head, dt.optim.ParamGroup("rest"), weight_decay=1e-5)
+    optimizer = dt.optim.DecoupledAdamW(groups, lr=3e-4)
 
-All optimizers work on sharded parameters (FSDP2, tensor parallel) and with ``dt.save_sharded``.
+All optimizers support sharded parameters (FSDP2, tensor parallelism) and ``dt.save_sharded``.
 """
 
 from typing import TYPE_CHECKING

@@ -76,9 +76,9 @@ class Muon(torch.optim.Optimizer):
 
     Formula: ``buffer = momentum * buffer + (1 - momentum) * grad``,
         ``update = (1 - momentum) * grad + momentum * buffer`` with ``nesterov``, else ``buffer``,
-        ``param = param - lr * weight_decay * param - lr * adjust * orthogonalize(update)``, where ``adjust`` is
-        ``sqrt(max(1, rows / cols))`` (``"original"``) or ``0.2 * sqrt(max(rows, cols))`` (``"match_rms"``: updates have the
-        size of AdamW's updates, so AdamW's learning rate and decay apply)
+        ``param = param - lr * weight_decay * param - lr * factor * orthogonalize(update)``, where ``factor`` is
+        ``sqrt(max(1, rows / cols))`` (``"original"``) or ``0.2 * sqrt(max(rows, cols))`` (``"match_rms_adamw"``: updates have
+        the size of AdamW's updates, so AdamW's learning rate and decay apply)
 
     Under FSDP2, parameters, gradients and buffers stay sharded, but the iteration needs full matrices. Of each ``n`` matrices
     on ``n`` ranks, every rank receives one full update in ``ns_dtype``, orthogonalizes the update, and returns the shards.
@@ -92,7 +92,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: decoupled weight decay of matrices, multiplied by ``lr`` as in ``torch.optim.AdamW``, >= 0.
         momentum: in ``[0, 1)``.
         nesterov: if True, use Nesterov momentum.
-        adjust: factor of the learning rate by shape, ``"original"`` or ``"match_rms"``.
+        adjust_lr_fn: factor of the learning rate by shape, ``"original"`` or ``"match_rms_adamw"``.
         ns_steps, ns_coefficients, eps: as in ``orthogonalize``.
         ns_dtype: dtype of the iteration and its communication: ``"bf16"``, ``"fp32"``, or ``"param"`` for the parameter dtype.
 
@@ -113,7 +113,8 @@ class Muon(torch.optim.Optimizer):
         ConfigError: an argument out of range, an unknown method, or a parameter in a Muon group that has not two dims.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (learning rates, momentum, iteration);
-        Liu et al. 2025, arXiv:2502.16982, section 2.2 (decay, ``match_rms``). ``torch.optim.Muon`` is equal in one process.
+        Liu et al. 2025, arXiv:2502.16982, section 2.2 (decay, ``match_rms_adamw``). ``torch.optim.Muon`` is equal in one
+        process.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        adjust: str = "original",
+        adjust_lr_fn: str = "original",
         ns_steps: int = 5,
         ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
         eps: float = 1e-7,
@@ -135,7 +136,7 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "momentum": momentum,
             "nesterov": nesterov,
-            "adjust": adjust,
+            "adjust_lr_fn": adjust_lr_fn,
             "ns_steps": ns_steps,
             "ns_coefficients": ns_coefficients,
             "eps": eps,
@@ -194,7 +195,7 @@ class Muon(torch.optim.Optimizer):
 
         mul_(params, 1.0 - lr * group["weight_decay"])
         for index, part in map_matrices(orthogonal, params, update_of, caller="Muon"):
-            to_local(params[index]).add_(part, alpha=-lr * _lr_factor(group["adjust"], *params[index].shape))
+            to_local(params[index]).add_(part, alpha=-lr * _lr_factor(group["adjust_lr_fn"], *params[index].shape))
 
     def _step_adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
         for param in params:
@@ -227,9 +228,9 @@ def _grad_of(param: Tensor) -> Tensor:
     return param.grad
 
 
-def _lr_factor(adjust: str, rows: int, cols: int) -> float:
+def _lr_factor(adjust_lr_fn: str, rows: int, cols: int) -> float:
     """Return the learning rate factor of a matrix."""
-    return math.sqrt(max(1.0, rows / cols)) if adjust == "original" else 0.2 * math.sqrt(max(rows, cols))
+    return math.sqrt(max(1.0, rows / cols)) if adjust_lr_fn == "original" else 0.2 * math.sqrt(max(rows, cols))
 
 
 def _check_options(group: dict[str, Any]) -> None:
@@ -241,8 +242,8 @@ def _check_options(group: dict[str, Any]) -> None:
         if not 0.0 <= value < 1.0:
             raise ConfigError(f"Muon: {key} must be at least 0 and less than 1, got {group[key]!r}.")
     if group["method"] == "muon":
-        if group["adjust"] not in ("original", "match_rms"):
-            raise ConfigError(f"Muon: adjust must be 'original' or 'match_rms', got {group['adjust']!r}.")
+        if group["adjust_lr_fn"] not in ("original", "match_rms_adamw"):
+            raise ConfigError(f"Muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}.")
         if group["ns_dtype"] not in (*_DTYPES, "param"):
             raise ConfigError(f"Muon: ns_dtype must be 'bf16', 'fp32' or 'param', got {group['ns_dtype']!r}.")
         if type(group["ns_steps"]) is not int or group["ns_steps"] < 1:

@@ -29,7 +29,7 @@ KeepFn: TypeAlias = "Callable[..., CheckpointPolicy | bool]"
 KeepPolicy: TypeAlias = "Literal['nothing', 'matmuls'] | KeepFn"
 
 # The module attribute that stores the ``_BlockSettings``.
-_SETTINGS_ATTRIBUTE = "_dtrain_activations"
+_SETTINGS_ATTRIBUTE = "_dtrain_activation_settings"
 
 
 def checkpoint_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, keep: KeepPolicy = "nothing") -> nn.Module:
@@ -195,15 +195,15 @@ class _CompiledForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> _CompiledForward:
         return _CompiledForward(self._settings)
 
-    def get(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def get(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         if self._function is None:
-            self._function = torch.compile(plain, **self._settings)
+            self._function = torch.compile(forward, **self._settings)
         return self._function
 
 
 def _settings_of(module: nn.Module) -> _BlockSettings:
-    found = module.__dict__.get(_SETTINGS_ATTRIBUTE)
-    return found if isinstance(found, _BlockSettings) else _BlockSettings(own_forward=module.__dict__.get("forward"))
+    settings = module.__dict__.get(_SETTINGS_ATTRIBUTE)
+    return settings if isinstance(settings, _BlockSettings) else _BlockSettings(own_forward=module.__dict__.get("forward"))
 
 
 def _update_settings(module: nn.Module, **changes: Any) -> None:
@@ -254,12 +254,12 @@ def _checkpoint_with_buffers(
 
 
 def _has_buffers(module: nn.Module) -> bool:
-    return any(each._buffers for each in module.modules())
+    return any(submodule._buffers for submodule in module.modules())
 
 
 def _early_stop_option(module: nn.Module, settings: _BlockSettings) -> dict[str, Any]:
     """Return the ``early_stop`` option. A recomputation must not stop in the middle of the forward of an inner unit."""
-    if not any(isinstance(each, FSDPModule) for each in module.modules() if each is not module):
+    if not any(isinstance(submodule, FSDPModule) for submodule in module.modules() if submodule is not module):
         return {}
     # The policy would see the operators of the all-gather, which differ in the recomputation.
     if settings.policy is not None:

@@ -138,12 +138,12 @@ def _clone_batch(batch: Batch, dims: Mapping[str, int], device: torch.device, ra
 
 
 def _match_buffers(model: nn.Module, dims: Mapping[str, int]) -> list[tuple[Tensor, int]]:
-    found = []
+    buffer_dims = []
     buffers = buffers_by_fqn(model)
     for pattern, dim in dims.items():
         is_match = compile_patterns([pattern], caller="context_parallel: buffer_seq_dims")
         matches = [(buffer, dim) for name, buffer in buffers.items() if is_match(name)]
         if not matches:
             raise ConfigError(f"context_parallel: buffer_seq_dims names {pattern!r}, but the model has no such buffer.")
-        found += matches
-    return found
+        buffer_dims += matches
+    return buffer_dims

@@ -55,11 +55,11 @@ def describe(model: nn.Module) -> str:
 def _unit_rows(model: nn.Module) -> Iterable[tuple[str, ...]]:
     modules = {id(module): (name or "model", type(module).__name__) for name, module in modules_by_fqn(model)}
     for group in fsdp_param_groups(model):
-        known = [modules.get(id(module), ("model", type(module).__name__)) for module in group.modules]
+        labels = [modules.get(id(module), ("model", type(module).__name__)) for module in group.modules]
         compute, reduce = compute_dtypes(group)
         yield _row(
-            " + ".join(name for name, _ in known),
-            " + ".join(kind.removeprefix("FSDP") for _, kind in known),
+            " + ".join(name for name, _ in labels),
+            " + ".join(kind.removeprefix("FSDP") for _, kind in labels),
             sharded_params(group),
             computed=_short(compute),
             reduced=_short(reduce),

@@ -183,9 +183,11 @@ def _check_types(model: object, mesh: object, precision: object) -> None:
 
 def _check_options(model: nn.Module, mesh: DeviceMesh, strategy: str, accumulate: str, buffers: str) -> Strategy:
     resolved = _STRATEGY_ALIASES.get(strategy, strategy) if isinstance(strategy, str) else strategy
-    known = [name for name in get_args(Strategy) if name != "none"]
-    if resolved not in known:
-        raise ConfigError(f"shard_model: strategy must be one of {', '.join([*known, *_STRATEGY_ALIASES])}, got {strategy!r}.")
+    strategies = [name for name in get_args(Strategy) if name != "none"]
+    if resolved not in strategies:
+        raise ConfigError(
+            f"shard_model: strategy must be one of {', '.join([*strategies, *_STRATEGY_ALIASES])}, got {strategy!r}."
+        )
     for name, value, allowed in (("accumulate", accumulate, get_args(Accumulate)), ("buffers", buffers, get_args(Buffers))):
         if value not in allowed:
             raise ConfigError(f"shard_model: {name} must be one of {', '.join(allowed)}, got {value!r}.")
@@ -234,9 +236,9 @@ def _offload_policy(offload: str | None) -> OffloadPolicy:
 
 def _stored_dtype(modules: Sequence[nn.Module], assigned: set[int]) -> torch.dtype:
     """Return the dtype of a unit's trainable parameters, else of all its parameters, except parameters of other units."""
-    own = [param for module in modules for param in module.parameters() if id(param) not in assigned]
-    trainable = [param for param in own if param.requires_grad]
-    return next((param.dtype for param in (*trainable, *own)), torch.float32)
+    unit_params = [param for module in modules for param in module.parameters() if id(param) not in assigned]
+    trainable = [param for param in unit_params if param.requires_grad]
+    return next((param.dtype for param in (*trainable, *unit_params)), torch.float32)
 
 
 def _apply_fully_shard(
@@ -331,14 +333,14 @@ def register_forward_methods(model: nn.Module, forward_methods: Sequence[str]) -
         setattr(owner, name, MethodType(_use_plain_inside_forward(method, getattr(owner, name)), owner))
 
 
-def _use_plain_inside_forward(plain: Any, unsharding: Any) -> Any:
-    """Return ``unsharding``, or ``plain`` within a forward of the module.
+def _use_plain_inside_forward(plain_method: Any, unsharding_method: Any) -> Any:
+    """Return ``unsharding_method``, or ``plain_method`` within a forward of the module.
 
     A nested unsharding call would reshard the parameters in the middle of the forward.
     """
 
     def method(owner: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        return (plain if is_in_forward(owner) else unsharding)(*args, **kwargs)
+        return (plain_method if is_in_forward(owner) else unsharding_method)(*args, **kwargs)
 
     return method
 
@@ -347,7 +349,7 @@ def _resolve_method(model: nn.Module, path: str) -> tuple[nn.Module, str]:
     prefix, _, name = path.rpartition(".")
     if not prefix:
         return model, name
-    found = dict(modules_by_fqn(model, include_duplicates=True)).get(prefix)
-    if found is None:
+    owner = dict(modules_by_fqn(model, include_duplicates=True)).get(prefix)
+    if owner is None:
         raise ConfigError(f"shard_model: forward_methods names {path!r}, but the model has no module {prefix!r}.")
-    return found, name
+    return owner, name

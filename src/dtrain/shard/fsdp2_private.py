@@ -24,15 +24,12 @@ from torch.utils.hooks import RemovableHandle
 from dtrain.errors import ConfigError
 from dtrain.shard.precision import accumulation_dtype
 
-# torch before 2.15 accumulates microbatches in ``unsharded_accumulated_grad``, torch 2.15 in the gradient itself.
+# True before torch 2.15, which accumulates microbatches in a tensor beside the gradient.
 _SEPARATE_GRAD_SUMS = not hasattr(FSDPParam, "unsharded_accumulated_grad")
 
 
 def units_of(model: nn.Module) -> Iterator[FSDPModule]:
-    """Return the FSDP2 units of ``model``, outermost first; none for a plain model.
-
-    All modules of a unit with several modules are returned, because each has FSDP2's methods.
-    """
+    """Return the modules of all FSDP2 units of ``model``, outermost first; none for a plain model."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
@@ -58,9 +55,8 @@ def is_in_forward(unit: FSDPModule) -> bool:
 def intercept_reduction(group: Any, call: Callable[[Callable[[bool], None]], None]) -> None:
     """Run ``call(reduce)`` in place of each reduction of ``group``. Mutates: ``group``.
 
-    ``reduce(within_replica)`` reduces immediately. If ``within_replica`` is True, gradients are summed over the shards of one
-    replica only. Gradients that wait for a later microbatch are stored in at least float32, also if ``group`` reduces in a
-    narrower dtype.
+    ``reduce(within_replica)`` reduces immediately. If ``within_replica`` is True, only the shards of one replica are summed.
+    Gradients that wait for a later microbatch are stored in at least float32, even if ``group`` reduces in a narrower dtype.
     """
     post_backward_of_torch = group.post_backward
     if _SEPARATE_GRAD_SUMS:
@@ -92,7 +88,6 @@ def intercept_reduction(group: Any, call: Callable[[Callable[[bool], None]], Non
 def add_end_of_backward_hook(model: nn.Module, call: Callable[[], None]) -> None:
     """Run ``call`` at the end of a backward, before FSDP2 reduces unreached units. Mutates: FSDP2's units."""
     states: dict[int, Any] = {id(state): state for state in (unit._get_fsdp_state() for unit in units_of(model))}
-    # Several modules of one unit share one state.
     for state in states.values():
 
         def finish(reduce: Callable[[], None] = state._root_post_backward_final_callback) -> None:
@@ -137,38 +132,28 @@ def has_unreduced_grads(group: Any) -> bool:
 
 def _unreduced_grads(param: Any) -> Iterator[Tensor]:
     """Return the full gradients of ``param`` that wait for their reduction."""
-    # The attribute does not exist before the first gather.
-    unsharded = getattr(param, "_unsharded_param", None)
-    grads = (param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad)
+    full = getattr(param, "_unsharded_param", None)
+    grads = (param.unsharded_accumulated_grad, None if full is None else full.grad)
     return (grad for grad in grads if grad is not None)
 
 
 def _upcast_accumulated_grad(param: Any) -> None:
     """Store the gradient of one microbatch in at least float32, so that later microbatches are added exactly.
 
-    FSDP2 accumulates in the dtype of reductions. In bfloat16, 1,024 gradients of 1 sum to 256.
-
-    Mutates: gradients of FSDP2's unsharded parameters.
+    FSDP2 accumulates in the dtype of reductions. In bfloat16, 1,024 gradients of 1 sum to 256. Mutates: unsharded gradients.
     """
     if not _SEPARATE_GRAD_SUMS:
         param.to_accumulated_grad_if_needed()
         return
     # The attribute does not exist before the first gather.
-    unsharded = getattr(param, "_unsharded_param", None)
-    if (
-        unsharded is not None
-        and unsharded.grad is not None
-        and accumulation_dtype(unsharded.grad.dtype) != unsharded.grad.dtype
-    ):
-        param.unsharded_accumulated_grad = unsharded.grad.to(accumulation_dtype(unsharded.grad.dtype))
-        unsharded.grad = None
+    full = getattr(param, "_unsharded_param", None)
+    if full is not None and full.grad is not None and accumulation_dtype(full.grad.dtype) != full.grad.dtype:
+        param.unsharded_accumulated_grad = full.grad.to(accumulation_dtype(full.grad.dtype))
+        full.grad = None
 
 
 def _upcast_partial_reduce(group: Any) -> None:
-    """Store sums within a replica, which wait for the all-reduce over replicas, in at least float32.
-
-    Mutates: ``group``.
-    """
+    """Store sums within a replica in at least float32 until the all-reduce over replicas. Mutates: ``group``."""
     summed = group._partial_reduce_output
     if summed is not None and accumulation_dtype(summed.dtype) != summed.dtype:
         # FSDP2 allocates and accumulates the output in this stream.
@@ -181,7 +166,6 @@ def wait_for_reduction(group: Any) -> None:
     if group._post_reduce_event is not None:
         group.device_handle.current_stream().wait_event(group._post_reduce_event)
     for param in group.fsdp_params:
-        # The copy to host memory may be in flight.
         if param.grad_offload_event is not None:
             param.grad_offload_event.synchronize()
 
@@ -221,10 +205,9 @@ def has_pending_backward(group: Any) -> bool:
 
 
 def free_reduce_buffer(group: Any) -> None:
-    """Free the all-reduce buffer of ``group``, which FSDP2 keeps until backward ends. Gradients are views of the buffer.
+    """Free the all-reduce buffer of ``group``, which FSDP2 keeps until backward ends. Mutates: ``group``.
 
-    The allocator does not know that the stream of the all-reduce, here the current stream, reads the buffer. Mutates:
-    ``group``.
+    Gradients are views of the buffer. The allocator does not know that the current stream, which all-reduces, reads the buffer.
     """
     state = getattr(group, "_all_reduce_state", None)
     if state is not None:
@@ -246,14 +229,12 @@ def zero_fill_missing_grads(group: Any) -> tuple[list[int], list[int]]:
     present: list[int] = []
     missing: list[int] = []
     for at, param in trainable:
-        # The attribute does not exist before the first gather.
-        unsharded = getattr(param, "_unsharded_param", None)
+        full = getattr(param, "_unsharded_param", None)
         has_no_grad = next(_unreduced_grads(param), None) is None
         (missing if has_no_grad else present).append(at)
-        if has_no_grad and unsharded is not None:
-            unsharded.grad = torch.zeros_like(unsharded)
-        if accumulated and unsharded is not None and param.unsharded_accumulated_grad is None:
-            # All gradients of one reduction must have one dtype.
+        if has_no_grad and full is not None:
+            full.grad = torch.zeros_like(full)
+        if accumulated and full is not None and param.unsharded_accumulated_grad is None:
             _upcast_accumulated_grad(param)
     return present, missing
 
@@ -296,15 +277,11 @@ def is_idle(model: nn.Module, groups: Sequence[Any]) -> bool:
 def reset_iteration(model: nn.Module) -> None:
     """Discard an interrupted forward or backward: unsharded parameters and partly accumulated gradients.
 
-    FSDP2 stores unreduced gradients beside the parameters, out of reach of ``zero_grad``. The next step would count the
-    gradients twice. torch has no public call to clear the gradients.
-
-    Mutates: FSDP2's units; no effect on a plain model. Collective: none.
+    FSDP2 stores unreduced gradients beside the parameters, out of reach of ``zero_grad``, so the next step would count the
+    gradients twice. No public call of torch clears them. Mutates: FSDP2's units. Collective: none.
     """
     if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
-        # The model is plain, or its first forward has not begun.
         return
-    # torch 2.13 added the method.
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
     else:
@@ -324,7 +301,6 @@ def _reset_iteration_before_torch_2_13(model: nn.Module) -> None:
         torch.cuda.current_stream().synchronize()
     root._comm_ctx.all_gather_state = None
     root._comm_ctx.post_forward_order.clear()
-    # The name depends on the version.
     for name, empty in (("reduce_scatter_states", []), ("reduce_scatter_state", None)):
         if hasattr(root._comm_ctx, name):
             setattr(root._comm_ctx, name, empty)
@@ -343,10 +319,9 @@ def _reset_iteration_before_torch_2_13(model: nn.Module) -> None:
 
 
 def wrap_collectives(group: Any, during: Callable[[str], AbstractContextManager[None]]) -> None:
-    """Run the allocations of ``group`` inside ``during(purpose)``.
+    """Run the allocations of ``group`` inside ``during(purpose)``. Mutates: ``group``.
 
-    ``purpose`` is ``"gathered"`` for unsharded parameters and ``"communication"`` for send and receive buffers. Mutates:
-    ``group``.
+    ``purpose`` is ``"gathered"`` for unsharded parameters and ``"communication"`` for send and receive buffers.
     """
 
     def wrap(method: Callable[..., Any], purpose: str) -> Callable[..., Any]:
@@ -415,8 +390,8 @@ class UnitForward:
 
 def unit_forwards(model: nn.Module) -> list[UnitForward]:
     """Return the units of ``model`` that own parameters, outermost first, without duplicates."""
-    found = {id(unit._get_fsdp_state()): unit for unit in reversed(list(units_of(model)))}
-    return [UnitForward(cast(nn.Module, unit)) for unit in reversed(found.values()) if _groups_in_state(unit._get_fsdp_state())]
+    units = {id(unit._get_fsdp_state()): unit for unit in reversed(list(units_of(model)))}
+    return [UnitForward(cast(nn.Module, unit)) for unit in reversed(units.values()) if _groups_in_state(unit._get_fsdp_state())]
 
 
 def _groups_in_state(state: Any) -> list[Any]:

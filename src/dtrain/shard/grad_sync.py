@@ -39,7 +39,7 @@ from dtrain.shard.unshard import is_unsharded
 from dtrain.state import ShardSpec, TrainState
 
 # The model attribute that stores its ``GradSync``.
-_GRAD_SYNC_ATTRIBUTE = "_dtrain_reduction"
+_GRAD_SYNC_ATTRIBUTE = "_dtrain_grad_sync"
 
 # All instances of this process, for ``abort_all``. An instance lives as long as its model.
 _INSTANCES: weakref.WeakSet[GradSync] = weakref.WeakSet()
@@ -202,9 +202,9 @@ class GradSync:
         Mutates: FSDP2's units of every sharded model of this process, except models in ``unshard_params``.
         """
         self.abort()
-        for other in list(_INSTANCES):
-            model = other._model
-            if other is not self and other._sharded and not is_unsharded(model) and not is_idle(model, other._groups):
+        for instance in list(_INSTANCES):
+            model = instance._model
+            if instance is not self and instance._sharded and not is_unsharded(model) and not is_idle(model, instance._groups):
                 reset_iteration(model)
 
     def unsharded_params(self) -> list[nn.Parameter]:

@@ -1,18 +1,15 @@
 """Allocate storage and compute initial weights for a model on the meta device: ``materialize``.
 
 Weights must not depend on the mesh. Each module is therefore initialized at full size, from random streams seeded by its
-name, and every rank stores its shard. Peak memory is one module's full tensors. 1, 2 or 512 ranks get the same numbers (on
-one device type).
-
-A tensor is initialized in this order, children before parents:
+name, and every rank stores its shard. Peak memory is one module's full tensors. Any number of ranks gets the same numbers on
+one device type. A tensor is initialized in this order, children before parents:
 
 1. ``reset_parameters()`` or ``_reset_parameters()`` of the owning module, or of an ancestor. An ancestor sees all tensors of
    its descendants at full size. For LoRA adapters of peft: ``reset_lora_parameters`` of the layer;
 2. the caller's ``init(module)``, a function as for ``nn.Module.apply``. A method of a model (``model._init_weights``) may
    write tensors of descendants, as under ``apply``, and sees only these at full size;
 3. a second run of the module's ``__init__``, for buffers computed there (rotary tables, masks) and parameters such as
-   ``torch.ones(dim)``. The arguments are read from attributes of the same names. The result is used only if the plain
-   attributes of both modules are equal.
+   ``torch.ones(dim)``.
 
 A tensor that remains unwritten is an error. A parameter that construction wrote more often than these three steps is an
 error, too: the meta device did not keep its initial value (see ``meta_writes``).
@@ -159,8 +156,8 @@ def _find_tied_params(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _restore_ties(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:
-    for (owner, first), *others in ties:
-        for module, key in others:
+    for (owner, first), *locations in ties:
+        for module, key in locations:
             module.register_parameter(key, owner._parameters[first])
 
 
@@ -190,9 +187,9 @@ def _initialize_module(
 
     ``by_init`` maps descendants to the keys of tensors that ``init(module)`` writes.
     """
-    own = born_meta[id(module)]
+    own_keys = born_meta[id(module)]
     below = [(m, born_meta[id(m)]) for m in module.modules()] if resets else []
-    if not own and not by_init and not any(keys for _, keys in below):
+    if not own_keys and not by_init and not any(keys for _, keys in below):
         return []
     written: dict[int, tuple[Tensor, Tensor]] = {}
     if resets:
@@ -201,9 +198,9 @@ def _initialize_module(
                 reset()
         written |= _collect_writes(name, full_tensors)
         _count_writes(full_tensors, written, repeated.by_reset, repeated)
-    if init is not None and (own or by_init):
+    if init is not None and (own_keys or by_init):
         reached = [(inner, by_init[id(inner)]) for inner in module.modules() if id(inner) in by_init]
-        with _substitute_full_tensors(module, [(module, own), *reached], device) as full_tensors:
+        with _substitute_full_tensors(module, [(module, own_keys), *reached], device) as full_tensors:
             for entry in full_tensors:
                 # As with apply, init may build on the values of the reset.
                 if id(entry.target) in written:
@@ -212,7 +209,9 @@ def _initialize_module(
             init(module)
         written |= _collect_writes(name, full_tensors)
         _count_writes(full_tensors, written, repeated.by_init, repeated)
-    unwritten = [key for key in own if id(_get_tensor(module, key)) in pending and id(_get_tensor(module, key)) not in written]
+    unwritten = [
+        key for key in own_keys if id(_get_tensor(module, key)) in pending and id(_get_tensor(module, key)) not in written
+    ]
     for key, full in (recompute_buffers(module, unwritten, device) if unwritten else {}).items():
         target = _get_tensor(module, key)
         written[id(target)] = target, full
@@ -257,7 +256,6 @@ def _substitute_full_tensors(
     """
     full_tensors: list[_FullTensor] = []
     before = [(module, dict(module._parameters), dict(module._buffers)) for module, _ in places]
-    # A tied tensor has one substitute.
     substitutes: dict[int, Tensor] = {}
     try:
         for module, keys in places:
@@ -274,7 +272,7 @@ def _substitute_full_tensors(
                     full_tensors.append(_FullTensor(module, key, target, full, full._version, module is not top))
         yield full_tensors
         for entry in full_tensors:
-            # The initializer may assign a new tensor instead of writing.
+            # The initializer may have assigned a new tensor.
             current = _get_tensor(entry.module, entry.key)
             entry.full, entry.replaced = current, current is not entry.full
     finally:
@@ -316,8 +314,8 @@ def _is_fully_written(entry: _FullTensor) -> bool:
 
 def _nan_filled_tensor(like: Tensor, device: torch.device) -> Tensor:
     """Return a full-size tensor that shows unwritten elements: filled with NaN if the dtype has NaN."""
-    plain = torch.empty(like.shape, dtype=like.dtype, device=device)
-    return plain.fill_(float("nan")) if plain.is_floating_point() or plain.is_complex() else plain
+    full = torch.empty(like.shape, dtype=like.dtype, device=device)
+    return full.fill_(float("nan")) if full.is_floating_point() or full.is_complex() else full
 
 
 def _copy_own_shard_(target: Tensor, full: Tensor) -> None:
@@ -370,8 +368,10 @@ def _constructor_arguments(kind: type[nn.Module], module: nn.Module) -> dict[str
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the plain attributes that a constructor stored, which are equal for equal arguments."""
-    plain = (bool, int, float, str, tuple, type(None), torch.dtype)
-    return {k: v for k, v in module.__dict__.items() if isinstance(v, plain) and not k.startswith("_") and k != "training"}
+    plain_types = (bool, int, float, str, tuple, type(None), torch.dtype)
+    return {
+        k: v for k, v in module.__dict__.items() if isinstance(v, plain_types) and not k.startswith("_") and k != "training"
+    }
 
 
 def _shape_of(module: nn.Module, key: str) -> torch.Size | None:
@@ -380,10 +380,7 @@ def _shape_of(module: nn.Module, key: str) -> torch.Size | None:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Makes functions that return uninitialized memory return meta tensors.
-
-    Unwritten tensors stay on meta and are recognized. Parameters of children need no memory during the second construction.
-    """
+    """Makes functions that return uninitialized memory return meta tensors, so that unwritten tensors are recognized."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -42,8 +42,8 @@ def record_write_counts(model: nn.Module) -> None:
 
 def write_counts_of(model: nn.Module) -> dict[str, int]:
     """Return the number of writes into each meta parameter of ``model`` by clean name, as of ``shard_model``."""
-    found: dict[str, int] | None = unwrap_module(model).__dict__.get(_WRITE_COUNTS_ATTRIBUTE)
-    return _count_meta_writes(model) if found is None else found
+    counts: dict[str, int] | None = unwrap_module(model).__dict__.get(_WRITE_COUNTS_ATTRIBUTE)
+    return _count_meta_writes(model) if counts is None else counts
 
 
 def _count_meta_writes(model: nn.Module) -> dict[str, int]:
@@ -96,8 +96,8 @@ def reset_functions(module: nn.Module, model: nn.Module) -> list[Callable[[], No
     Raises:
         ConfigError: an initialization that is computed from the base weights.
     """
-    plain = [reset for key in _RESET_METHODS if callable(reset := getattr(module, key, None))]
-    return [*plain, *_lora_reset_functions(module, model)]
+    resets = [reset for key in _RESET_METHODS if callable(reset := getattr(module, key, None))]
+    return [*resets, *_lora_reset_functions(module, model)]
 
 
 def _lora_reset_functions(module: nn.Module, model: nn.Module) -> Iterator[Callable[[], None]]:
@@ -117,8 +117,8 @@ def _lora_reset_functions(module: nn.Module, model: nn.Module) -> Iterator[Calla
 
 
 def _peft_configs(model: nn.Module) -> dict[str, Any] | None:
-    found = (getattr(module, "peft_config", None) for module in model.modules())
-    return next((configs for configs in found if isinstance(configs, dict)), None)
+    configs_of_modules = (getattr(module, "peft_config", None) for module in model.modules())
+    return next((configs for configs in configs_of_modules if isinstance(configs, dict)), None)
 
 
 def check_write_counts(model: nn.Module, repeated: InitWriteCounts) -> None:
@@ -213,8 +213,8 @@ def _substitute_meta_tensors(
             for key in born_meta.get(id(inner), ()):
                 target = {**params, **buffers}[key]
                 assert target is not None, "the key was listed because the tensor exists"
-                plain = torch.empty(target.shape, dtype=target.dtype, device="meta")
-                substitute = substitutes.setdefault(id(target), nn.Parameter(plain, requires_grad=False))
+                empty = torch.empty(target.shape, dtype=target.dtype, device="meta")
+                substitute = substitutes.setdefault(id(target), nn.Parameter(empty, requires_grad=False))
                 store: dict[str, Any] = inner._parameters if key in params else inner._buffers
                 store[key] = substitute
                 placed.append((inner, key, substitute))

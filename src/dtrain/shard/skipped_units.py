@@ -297,11 +297,11 @@ class SkippedUnits:
         numbers = [int(row[0]) for row in all_gather_numbers([number], caller="microbatch_step")]
         if len(set(numbers)) == 1:
             return
-        other = next(rank for rank, number_of_rank in enumerate(numbers) if number_of_rank != numbers[0])
+        differing_rank = next(rank for rank, number_of_rank in enumerate(numbers) if number_of_rank != numbers[0])
         raise StepError(
             f"step: ranks must run the same units in the first step, got {self._describe_unit(numbers[0])} on rank 0 and "
-            f"{self._describe_unit(numbers[other])} on rank {other}. Run the same units in the same order on all ranks in the "
-            "first step. Later steps may skip units."
+            f"{self._describe_unit(numbers[differing_rank])} on rank {differing_rank}. Run the same units in the same order on "
+            "all ranks in the first step. Later steps may skip units."
         )
 
     def _describe_unit(self, number: int) -> str:
@@ -309,7 +309,7 @@ class SkippedUnits:
 
     def _unit_name(self, number: int) -> str:
         module = self._units[number].module
-        name = next(name for name, found in modules_by_fqn(self._model) if found is module)
+        name = next(name for name, submodule in modules_by_fqn(self._model) if submodule is module)
         return repr(name) if name else "the model itself"
 
 

@@ -50,7 +50,7 @@ def resolve_tp_plan(model: nn.Module, plan: TensorParallelPlan | None, mesh: Dev
             f"shard_model: tp_plan needs a mesh with a tp axis, got axes {list(mesh.mesh_dim_names or ())} of sizes "
             f"{list(mesh.shape)}. Pass for example dt.build_mesh(tp=2)."
         )
-    planned: list[PlannedModule] = []
+    planned_modules: list[PlannedModule] = []
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
             raise ConfigError(
@@ -63,8 +63,8 @@ def resolve_tp_plan(model: nn.Module, plan: TensorParallelPlan | None, mesh: Dev
         }
         if not matches:
             raise ConfigError(f"shard_model: tp_plan names {pattern!r}, but the model has no such module.")
-        planned += [PlannedModule(name=name, module=module, style=style) for name, module in matches.values()]
-    return planned
+        planned_modules += [PlannedModule(name=name, module=module, style=style) for name, module in matches.values()]
+    return planned_modules
 
 
 def _check_axes(mesh: DeviceMesh) -> None:
@@ -80,13 +80,16 @@ def _check_axes(mesh: DeviceMesh) -> None:
         )
 
 
-def format_tp_plan(planned: Sequence[PlannedModule]) -> list[str]:
+def format_tp_plan(planned_modules: Sequence[PlannedModule]) -> list[str]:
     """Return a description of each planned module, equal on all ranks if the plans are equal."""
-    return [f"{p.name}: {type(p.style).__name__ if type(p.style).__repr__ is object.__repr__ else p.style!r}" for p in planned]
+    return [
+        f"{p.name}: {type(p.style).__name__ if type(p.style).__repr__ is object.__repr__ else p.style!r}"
+        for p in planned_modules
+    ]
 
 
 def apply_tp_plan(
-    model: nn.Module, planned: Sequence[PlannedModule], mesh: DeviceMesh, ignored_params: Collection[str]
+    model: nn.Module, planned_modules: Sequence[PlannedModule], mesh: DeviceMesh, ignored_params: Collection[str]
 ) -> DeviceMesh:
     """Shard the planned modules over the ``tp`` axis of ``mesh``, and return the mesh without ``tp``.
 
@@ -98,10 +101,10 @@ def apply_tp_plan(
         ConfigError: a style does not fit its module, the axis does not divide a dimension, tied parameters get different
             placements, or the plan shards an ignored parameter or a buffer. All ranks raise, and the model is unusable.
     """
-    if not planned:
+    if not planned_modules:
         return mesh
     locations, axis = _param_locations(model), mesh["tp"]
-    for entry in planned:
+    for entry in planned_modules:
         try:
             parallelize_module(entry.module, axis, entry.style, src_data_rank=None)
         except (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError) as problem:
@@ -131,12 +134,12 @@ _ParamLocation: TypeAlias = tuple[str, nn.Module, str]
 
 def _param_locations(model: nn.Module) -> list[tuple[nn.Parameter, list[_ParamLocation]]]:
     """Return every parameter with its locations: clean name, owner and key."""
-    found: dict[int, tuple[nn.Parameter, list[_ParamLocation]]] = {}
+    locations: dict[int, tuple[nn.Parameter, list[_ParamLocation]]] = {}
     for name, module in modules_by_fqn(model):
         for key, param in module._parameters.items():
             if param is not None:
-                found.setdefault(id(param), (param, []))[1].append((f"{name}.{key}".lstrip("."), module, key))
-    return list(found.values())
+                locations.setdefault(id(param), (param, []))[1].append((f"{name}.{key}".lstrip("."), module, key))
+    return list(locations.values())
 
 
 def _check_placements(

@@ -14,7 +14,7 @@ from dtrain.shard.fsdp2_private import fsdp_param_groups, reshard_groups, units_
 from dtrain.state import TrainState, get_spec
 
 # A model has this attribute during ``unshard_params``.
-_UNSHARDED_ATTRIBUTE = "_dtrain_whole"
+_UNSHARDED_ATTRIBUTE = "_dtrain_unsharded"
 
 
 def reshard(model: nn.Module) -> None:

@@ -83,10 +83,10 @@ def select_blocks(model: nn.Module, blocks: Blocks, *, caller: str = "shard_mode
         ConfigError: an entry without a match, or a module without ``forward``. The message begins with ``caller``.
     """
     submodules = [(name, module) for name, module in modules_by_fqn(model) if name]
-    found: list[tuple[str, nn.Module]] = []
+    selected: list[tuple[str, nn.Module]] = []
     if callable(blocks) and not isinstance(blocks, type):
-        found = [(name, module) for name, module in submodules if blocks(name, module)]
-        if not found:
+        selected = [(name, module) for name, module in submodules if blocks(name, module)]
+        if not selected:
             raise ConfigError(f"{caller}: blocks is a function that selects no module of this model. Select by (name, module).")
     else:
         for entry in blocks if isinstance(blocks, Iterable) and not isinstance(blocks, str | type) else [blocks]:
@@ -94,13 +94,13 @@ def select_blocks(model: nn.Module, blocks: Blocks, *, caller: str = "shard_mode
             matches = [(name, module) for name, module in submodules if is_match(name, module)]
             if not matches and not is_match("", model):
                 raise ConfigError(f"{caller}: blocks names {_format_entry(entry)}, but the model has no such module.")
-            found += matches
-    for name, module in found:
+            selected += matches
+    for name, module in selected:
         if isinstance(module, _CONTAINER_CLASSES) and not _has_forward(module):
             raise ConfigError(
                 f"{caller}: blocks selects {name!r}, a {type(module).__name__} without forward. Select its submodules."
             )
-    return list({id(module): module for _, module in found}.values())
+    return list({id(module): module for _, module in selected}.values())
 
 
 def _block_matcher(entry: BlockSelector, caller: str) -> Callable[[str, nn.Module], bool]:
@@ -136,7 +136,10 @@ def _join_tied_modules(
     single, joint = list(selected), list[tuple[nn.Module, ...]]()
     while True:
         home = _unit_of_each_module(model, [*((module,) for module in single), *joint])
-        split_owners = next((found for found in owners if len({home[id(module)] for module in found}) > 1), None)
+        split_owners = next(
+            (modules_of_param for modules_of_param in owners if len({home[id(module)] for module in modules_of_param}) > 1),
+            None,
+        )
         if split_owners is None:
             return single, joint
         touched = {home[id(module)] for module in split_owners}
@@ -181,13 +184,13 @@ def _unit_of_each_module(model: nn.Module, units: list[tuple[nn.Module, ...]]) -
 def _check_dtypes(model: nn.Module, units: list[tuple[nn.Module, ...]], ignored_ids: set[int]) -> None:
     """Raise ``ConfigError`` for a unit with trainable parameters of several dtypes, which one collective cannot reduce."""
     home = _unit_of_each_module(model, units)
-    found: dict[int, dict[torch.dtype, str]] = {}
+    dtypes_of_unit: dict[int, dict[torch.dtype, str]] = {}
     for name, module in modules_by_fqn(model):
         for key, param in module._parameters.items():
             if param is not None and param.requires_grad and id(param) not in ignored_ids:
                 description = f"{name}.{key}".lstrip(".") + f" {str(param.dtype).removeprefix('torch.')}"
-                found.setdefault(home[id(module)], {}).setdefault(param.dtype, description)
-    for unit, dtypes in found.items():
+                dtypes_of_unit.setdefault(home[id(module)], {}).setdefault(param.dtype, description)
+    for unit, dtypes in dtypes_of_unit.items():
         if len(dtypes) > 1:
             name = next((repr(name) for name, module in modules_by_fqn(model) if name and id(module) == unit), "of the model")
             raise ConfigError(
@@ -201,13 +204,13 @@ def _order_innermost_first(model: nn.Module, units: list[tuple[nn.Module, ...]])
     unit_of = {id(module): index for index, modules in enumerate(units) for module in modules}
     order: TopologicalSorter[int] = TopologicalSorter(dict.fromkeys(range(len(units)), ()))
 
-    def walk(module: nn.Module, around: tuple[int, ...]) -> None:
+    def walk(module: nn.Module, enclosing: tuple[int, ...]) -> None:
         if id(module) in unit_of:
-            for outer in around:
+            for outer in enclosing:
                 order.add(outer, unit_of[id(module)])
-            around = (*around, unit_of[id(module)])
+            enclosing = (*enclosing, unit_of[id(module)])
         for child in module.children():
-            walk(child, around)
+            walk(child, enclosing)
 
     walk(model, ())
     if id(next(modules_by_fqn(model))[1]) in unit_of:

@@ -1,11 +1,11 @@
-"""Edit a model before it is sharded: replace modules, change attention, normalization and dropout.
+"""Edit a model before sharding: replace modules, and change attention, normalization and dropout.
 
     model = build_model()
-    report = dt.surgery.blur_pool(model)
-    report = dt.surgery.squeeze_excite(model, min_channels=64)
-    model, spec = dt.shard_model(model, mesh)
+    model = dt.surgery.blur_pool(model)
+    model = dt.surgery.squeeze_excite(model, min_channels=64)
+    model = dt.shard_model(model, dt.build_mesh(), blocks=(Block,))
 
-Every edit returns a ``SurgeryReport`` that lists the replaced modules.
+Every edit returns the model. ``replace_modules`` returns a ``SurgeryReport`` with the model and the replaced modules.
 """
 
 from typing import TYPE_CHECKING

@@ -66,12 +66,12 @@ def swap_class(module: nn.Module, kind: Any) -> nn.Module:
 @cache
 def _combined_class(mixin: Any, base: Any) -> Any:
     name = f"{mixin.__name__}{base.__name__}"
-    return type(name, (mixin, base), {"__module__": mixin.__module__, "__doc__": mixin.__doc__, "_dtrain_mixed": True})
+    return type(name, (mixin, base), {"__module__": mixin.__module__, "__doc__": mixin.__doc__, "_dtrain_combined": True})
 
 
 def _split_combined_class(kind: type[nn.Module]) -> list[type[nn.Module]]:
     """Return the base class and then the mixins in the order of addition."""
-    if "_dtrain_mixed" not in vars(kind):
+    if "_dtrain_combined" not in vars(kind):
         return [kind]
     mixin, base = kind.__bases__
     return [*_split_combined_class(base), mixin]

@@ -97,7 +97,7 @@ def test_only_averages_that_are_there_can_be_swapped_in():
 
 def test_an_average_is_swapped_in_before_the_model_is_made_whole(monkeypatch):
     _, state = begin(ema(0.75))
-    state.model.__dict__["_dtrain_whole"] = True  # as unsharded does
+    state.model.__dict__["_dtrain_unsharded"] = True  # as unsharded does
     with (
         pytest.raises(
             ConfigError, match=r"swapped: the model is whole just now, .*; enter dt.memory.unshard_params inside of it"

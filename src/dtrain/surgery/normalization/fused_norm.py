@@ -80,8 +80,8 @@ def _could_be_norm(name: str, module: nn.Module) -> bool:
     params = dict(module.named_parameters())
     shapes = {param.shape for param in params.values()}
     affine = set(params) in ({"weight"}, {"weight", "bias"}) and len(shapes) == 1 and len(next(iter(shapes))) == 1
-    plain = not module._modules and not module._buffers
-    return affine and plain and not isinstance(module, _TORCH_NORMS) and _find_eps(module) is not None
+    is_leaf = not module._modules and not module._buffers
+    return affine and is_leaf and not isinstance(module, _TORCH_NORMS) and _find_eps(module) is not None
 
 
 def _find_eps(module: nn.Module) -> float | None:
