@@ -143,7 +143,7 @@ def test_spec_works_on_a_tensordict():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"ids": torch.zeros(3, 4)}, "has no 'label'; it has .*ids"),
+        ({"ids": torch.zeros(3, 4)}, "has no 'label', only .*ids"),
         ({"ids": torch.zeros(3), "label": torch.zeros(4)}, r"'ids' must be \[seq, batch\], got shape \(3,\)"),
         ({"ids": torch.zeros(3, 4), "label": torch.zeros(5)}, "axis 'batch' is 4 in 'ids' but 5 in 'label'"),
         (torch.zeros(3), "needs a mapping of tensors, got a Tensor"),

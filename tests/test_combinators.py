@@ -251,19 +251,25 @@ def test_a_mask_that_is_none_is_refused(where):
     [
         (lambda: every(0, dt.transforms.ema(0.5)), "needs at least 1 ba, got 0"),
         (lambda: every("3 apples", dt.transforms.ema(0.5)), "unknown unit 'apples'"),
-        (lambda: every(10, dt.transforms.ema), r"every: got the function ema.*dt\.every\(10, dt\.ema\(\.\.\.\)\)"),
+        (
+            lambda: every(10, dt.transforms.ema),
+            r"every: got the function ema.*dt\.transforms\.every\(10, dt\.transforms\.ema\(\.\.\.\)\)",
+        ),
         (
             lambda: every(dt.transforms.ema(0.5), 10),
-            r"every: needs a Transform, got 10; as in dt\.every\(10, dt\.ema\(0\.999\)\)",
+            r"every: needs a Transform, got 10\. Use dt\.transforms\.every\(10, dt\.transforms\.ema\(0\.999\)\)",
         ),
         (lambda: between(5, 5, dt.transforms.ema(0.5)), "between: start must be before end, got start='5ba', end='5ba'"),
-        (lambda: between("3ep", "2ep", dt.transforms.ema(0.5)), "between: start must be before end, got start='3ep', end='2ep'"),
+        (
+            lambda: between("3ep", "2ep", dt.transforms.ema(0.5)),
+            "between: start must be before end, got start='3ep', end='2ep'",
+        ),
         (lambda: between(0, 0, dt.transforms.ema(0.5)), "needs at least 1 ba, got 0"),
         (lambda: between(-1, 5, dt.transforms.ema(0.5)), "needs at least 0, got -1 ba"),
         (lambda: between(False, 5, dt.transforms.ema(0.5)), "needs a whole number of ba, got False ba"),
         (lambda: between(0, 5, None), "between: needs a Transform, got None"),
         (lambda: masked(dt.transforms.clip_by_norm, "0.*"), "masked: got the function clip_by_norm"),
-        (lambda: on_batch(None, name="x"), r"on_batch: needs a function \(batch, generator\) -> batch, got None"),
+        (lambda: on_batch(None, name="x"), r"on_batch: fn must be a function \(batch, generator\) -> batch, got None"),
         (lambda: on_batch(lambda b, g: b, name="a b"), "name must be letters, digits and underscores, got 'a b'"),
     ],
 )
@@ -316,9 +322,7 @@ def test_a_batch_function_draws_from_seed_name_step_and_rank_alike_when_it_is_ca
 
 def test_a_batch_function_that_returns_nothing_is_refused():
     step = dt.compose_step(LOSS, [on_batch(lambda batch, source: None, name="inplace")])
-    with pytest.raises(
-        ConfigError, match="on_batch: the function of 'inplace' returned None. Return the new batch"
-    ):
+    with pytest.raises(ConfigError, match=r"on_batch: the function of 'inplace' returned None. Return the new batch"):
         step(begin(step), BATCH)
 
 

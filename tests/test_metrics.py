@@ -120,7 +120,7 @@ def test_logits_that_are_cut_along_the_classes_score_alike(ranks, case):
     ("shape", "mask", "message"),
     [
         ((6, 4), None, r"needs logits \[\*, classes\] and targets \[\*\], got \(6, 5, 8\) and \(6, 4\)"),
-        ((6, 5), (6, 1), r"needs a mask \(6, 5\) like the targets, got \(6, 1\)"),
+        ((6, 5), (6, 1), r"mask must be \(6, 5\) like targets, got \(6, 1\)"),
     ],
 )
 def test_shapes_that_do_not_match_are_refused(shape, mask, message):

@@ -11,12 +11,12 @@ def test_a_transform_passes_the_check():
 
 def test_a_factory_that_was_not_called_is_shown_the_call():
     with pytest.raises(
-        ConfigError, match=r"^here: got the function ema, not what it makes; call it: there\(dt\.ema\(\.\.\.\)\)$"
+        ConfigError, match=r"^here: got the function ema instead of its result. Use there\(dt\.transforms\.ema\(\.\.\.\)\)\.$"
     ):
         check_transform(ema, "here", "there({})")
 
 
 @pytest.mark.parametrize("value", [None, 3, "ema", Transform, [ema(0.9)]])
 def test_something_else_is_shown_a_transform(value):
-    with pytest.raises(ConfigError, match=r"^here: needs a Transform, got .*; as in there\(dt\.ema\(0\.999\)\)$"):
+    with pytest.raises(ConfigError, match=r"^here: needs a Transform, got .*\. Use there\(dt\.transforms\.ema\(0\.999\)\)\.$"):
         check_transform(value, "here", "there({})")

@@ -1,7 +1,7 @@
-"""What the launcher and its ranks say to each other: environment variables and failure records. Imports no torch.
+"""Define the protocol between the launcher and its ranks: environment variables, files and failure records. Imports no torch.
 
-The launcher writes the variables (``rank_environment``), ``dist/`` reads them, and nobody else does. The names
-without the ``DTRAIN_`` prefix are those of torchrun, so a script that knows torchrun's environment runs unchanged.
+The launcher writes the variables (``rank_environment``), and only ``dist/`` reads them. Names without the ``DTRAIN_`` prefix
+are torchrun's names, so a script for torchrun's environment runs unchanged.
 """
 
 from __future__ import annotations
@@ -20,59 +20,75 @@ RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 NODE_RANK = "GROUP_RANK"
 MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": somebody else serves the store, rank 0 is a client too
-RUN_ID = "TORCHELASTIC_RUN_ID"  # names one launch; torch counts a process that has it as started by torchrun
+# "True" if another process serves the store, so that rank 0 is a client, too.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+# Name of one launch. torch treats a process with this variable as started by torchrun.
+RUN_ID = "TORCHELASTIC_RUN_ID"
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 OMP_THREADS = "OMP_NUM_THREADS"
-RUN_DIR = "DTRAIN_RUN_DIR"  # folder of this launch, for what belongs to the launch and not to the training run
-LOOPBACK = "DTRAIN_LOOPBACK"  # "1": all ranks are on this host, so nothing may listen beyond loopback
-FAILURE_FILE = "DTRAIN_FAILURE_FILE"  # where a rank records the exception that leaves its script
+# Folder of this launch, not of the training run.
+RUN_DIR = "DTRAIN_RUN_DIR"
+# "1" if all ranks are on this host, so that servers listen on loopback only.
+LOOPBACK = "DTRAIN_LOOPBACK"
+# File in which a rank records the exception that leaves its script.
+FAILURE_FILE = "DTRAIN_FAILURE_FILE"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-HEARTBEAT_FD = "DTRAIN_HEARTBEAT_FD"  # where a rank reports its progress and commits: see ``pulse``
-DUMP_REQUEST_FD = (
-    "DTRAIN_DUMP_REQUEST_FD"  # can be read when the launcher wants every rank to write down what it is doing; nobody reads it
-)
-FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE",)  # how many collectives torch remembers; its older name draws a warning
-PREEMPTED_EXIT_CODE = 75  # what a rank exits with that was asked to stop, and has saved
-STOP_SIGNAL = "DTRAIN_STOP_SIGNAL"  # number of a signal that asks a rank to save and stop, besides SIGTERM
+# Pipe to which a rank reports progress and commits; see ``heartbeats``.
+HEARTBEAT_FD = "DTRAIN_HEARTBEAT_FD"
+# Pipe that becomes readable when the launcher requests a dump of all ranks. Nobody reads its bytes.
+DUMP_REQUEST_FD = "DTRAIN_DUMP_REQUEST_FD"
+# Number of collectives that torch's flight recorder stores. torch warns about the older name of the variable.
+FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE",)
+# Exit code of a rank that was asked to stop and has saved.
+PREEMPTED_EXIT_CODE = 75
+# Number of a signal that asks a rank to save and stop, in addition to SIGTERM.
+STOP_SIGNAL = "DTRAIN_STOP_SIGNAL"
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to the launcher: it asks the ranks to end by the same one
-FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # to the launcher: the ranks get them, and nothing else happens
-STACKS_SIGNAL = signal.SIGRTMIN + 6 if sys.platform == "linux" else signal.SIGURG  # on which a rank writes its stacks
+# The launcher ends the ranks by the same signal.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The launcher only forwards these signals to the ranks.
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+# A rank writes its stacks on this signal.
+STACKS_SIGNAL = signal.SIGRTMIN + 6 if sys.platform == "linux" else signal.SIGURG
 
 OWNED_PREFIXES = ("DTRAIN_", "TORCHELASTIC_")
-"""Variables that describe one launch: those of an outer launch say nothing true about the ranks of an inner one."""
+"""Prefixes of variables that describe one launch. The variables of an outer launch are wrong for ranks of an inner launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """The exception that left a rank's script. ``at`` is seconds of the host's monotonic clock: comparable on one host."""
+    """Exception that left a rank's script. ``at`` is the host's monotonic clock in seconds, comparable on one host."""
 
     rank: int
     at: float
     error_type: str
     message: str
     traceback_text: str
-    exit_code: int  # what the rank is about to exit with
-    maybe_from_peer: bool = False  # of a class that a lost peer causes, too: perhaps another rank's failure came first
-    in_collective: bool = False  # raised where ranks talk to each other: it may say no more than that a peer is gone
-    short_traceback: str = ""  # ``frames`` without those of dtrain and torch
-    already_printed: bool = False  # the rank has printed the traceback in a way of its own
+    # Exit code that the rank is about to return.
+    exit_code: int
+    # True for exception classes that a lost peer can cause, so another rank may have failed first.
+    maybe_from_peer: bool = False
+    # True if raised in communication code, so the error may only report a lost peer.
+    in_collective: bool = False
+    # Traceback without frames of dtrain and torch.
+    short_traceback: str = ""
+    # True if the rank has printed the traceback itself.
+    already_printed: bool = False
 
     @classmethod
     def from_exception(
         cls, rank: int, error: BaseException, *, short_traceback: str = "", already_printed: bool = False
     ) -> RankFailure:
-        """Record ``error``, now.
+        """Make the record of ``error``, at the current time.
 
         Args:
-            rank: whose script it leaves.
-            error: the exception.
-            short_traceback: its traceback without frames of libraries.
+            rank: rank of the script.
+            error: exception that leaves the script.
+            short_traceback: traceback without frames of libraries.
             already_printed: if True, the rank prints the traceback itself.
         """
-        maybe_of_a_peer = isinstance(error, OSError | EOFError | RuntimeError)
+        maybe_from_peer = isinstance(error, OSError | EOFError | RuntimeError)
         return cls(
             rank=rank,
             at=time.monotonic(),
@@ -80,8 +96,8 @@ class RankFailure:
             message=_message(error),
             traceback_text="".join(traceback.format_exception(error)),
             exit_code=exit_code_for(error),
-            maybe_from_peer=maybe_of_a_peer,
-            in_collective=maybe_of_a_peer and _is_communication_error(error),
+            maybe_from_peer=maybe_from_peer,
+            in_collective=maybe_from_peer and _is_communication_error(error),
             short_traceback=short_traceback,
             already_printed=already_printed,
         )
@@ -93,24 +109,25 @@ class RankFailure:
             OSError: the folder is gone, or the disk is full.
         """
         partial = path.with_suffix(".partial")
-        path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
+        # The user may have removed the folder.
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
         os.replace(partial, path)
 
     @classmethod
     def read(cls, path: Path) -> RankFailure | None:
-        """The record at ``path``, or None when the rank left none that can be read."""
+        """Return the record at ``path``, or None without a readable record."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError):
-            # A record only improves the message about a failure that was noticed anyway; a damaged one is worth none.
+            # A record only improves the message about a failure, so a damaged record is ignored.
             return None
 
 
 def _is_communication_error(error: BaseException) -> bool:
-    """Return True if the innermost frame is in torch's or dtrain's part that talks to other ranks."""
+    """Return True if the innermost frame is in communication code of torch or dtrain."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -121,12 +138,12 @@ def _is_communication_error(error: BaseException) -> bool:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - a broken __str__ of the script's must not hide the failure itself
+    except Exception:  # noqa: BLE001 - a broken __str__ must not hide the failure
         return ""
 
 
 def exit_code_for(error: BaseException) -> int:
-    """What Python exits with when ``error`` leaves the main module, as a shell gives it."""
+    """Return Python's exit code if ``error`` leaves the main module, in the form of a shell."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     if not isinstance(error, SystemExit):
@@ -137,27 +154,27 @@ def exit_code_for(error: BaseException) -> int:
 
 
 def failure_file(run_dir: Path, rank: int) -> Path:
-    """Where ``rank`` records the exception that leaves its script."""
+    """Return the file in which ``rank`` records the exception that leaves its script."""
     return run_dir / "failures" / f"rank-{rank:05d}.json"
 
 
 def job_failed_file(run_dir: Path) -> Path:
-    """There once the job has failed: a signal that ranks get then is no request to save, for which all would be needed."""
+    """Return the file that exists once the job has failed. Then a stop signal no longer asks for a checkpoint."""
     return run_dir / "failures" / "failed"
 
 
 def interrupted_file(run_dir: Path) -> Path:
-    """There once the launcher has passed a Ctrl-C on: ranks that end of it need not show where they were."""
+    """Return the file that exists once the launcher has forwarded a Ctrl-C. Then ranks do not print their stacks."""
     return run_dir / "failures" / "interrupted"
 
 
 def stacks_file(run_dir: Path, rank: int) -> Path:
-    """Where ``rank`` writes the Python stacks of its threads when the launcher asks."""
+    """Return the file to which ``rank`` writes the Python stacks of its threads when the launcher asks."""
     return run_dir / "hang" / f"rank-{rank:05d}.stacks"
 
 
 def flight_record_file(run_dir: Path, rank: int) -> Path:
-    """Where ``rank`` writes its last collectives when the launcher asks."""
+    """Return the file to which ``rank`` writes its last collectives when the launcher asks."""
     return run_dir / "hang" / f"rank-{rank:05d}.json"
 
 
@@ -172,7 +189,7 @@ def rank_environment(
     addr: str,
     port: int,
 ) -> Mapping[str, str]:
-    """The variables that tell a process which rank it is, as torchrun sets them."""
+    """Make the environment variables of one rank, like torchrun."""
     return {
         RANK: str(rank),
         WORLD_SIZE: str(world_size),

@@ -1,8 +1,8 @@
 """Import public names on first use.
 
 A package lists its public names once, as ``from module import name as name`` under ``if TYPE_CHECKING:`` in its
-``__init__.py``. Type checkers and editors read that block. ``attach`` reads the same block at run time, when a name is first
-asked for, so that importing the package imports nothing else:
+``__init__.py``. Type checkers and editors read the block. ``attach`` reads the same block at run time, on first use of a name.
+So importing the package imports nothing else:
 
     if TYPE_CHECKING:
         from dtrain.schedules.curves import cosine as cosine

@@ -1,4 +1,4 @@
-"""What may be installed besides: the extras of the package, and the modules that each brings. Imports none of them."""
+"""List the extras of the package and their modules, and make errors for missing extras. Imports none of the modules."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ EXTRA_MODULES: dict[str, tuple[str, ...]] = {
 
 
 def install_command(extra: str) -> str:
-    """What brings ``extra``, to be typed."""
+    """Return the command that installs ``extra``."""
     assert extra in EXTRA_MODULES, f"no extra {extra!r}"
     return f'pip install "dtrain[{extra}]"'
 
 
 def missing_extra_error(need: str, extra: str) -> ConfigError:
-    """The error to raise where a package of ``extra`` is not there; ``need`` says who needs which."""
+    """Make the error for a missing package of ``extra``; ``need`` names the function and the package."""
     return ConfigError(f"{need}: {install_command(extra)}")

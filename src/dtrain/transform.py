@@ -1,7 +1,7 @@
-"""``Transform``: an algorithm as a pair of wrappers around the two halves of a step.
+"""Define ``Transform``: a training method as wrappers around the loss, the gradient and the update of a step.
 
-A step is a ``GradFn`` (leaves the gradient in ``.grad``) followed by an ``UpdateFn`` (applies it). A transform wraps either,
-or the loss, and owns one slice of the state. Skipping, repeating and retrying are calling ``inner`` zero, one or k times.
+A step is a ``GradFn`` (leaves the gradient in ``.grad``) followed by an ``UpdateFn`` (applies the gradient). A transform wraps
+some of these functions and owns a state. Skipping, repeating and retrying are zero, one or k calls of ``inner``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dtrain.typing import Batch, LossFn, Metrics, TransformState
 
 
 class GradStep(Protocol):
-    """Computes gradients from a loss: ``microbatch_step`` and whatever takes its place."""
+    """Function that computes gradients from a loss: ``microbatch_step``, or a replacement."""
 
     def __call__(
         self, state: TrainState, batch: Batch, *, loss_fn: LossFn, microbatch_size: int | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Clear gradients, then leave that of the global weighted mean loss in ``.grad``; never step the optimizer."""
+        """Clear gradients, then leave the gradient of the global weighted mean loss in ``.grad``. Never step the optimizer."""
         ...
 
 
 class GradFn(Protocol):
-    """A ``GradStep`` with its loss bound. Idempotent: it may be called again for the same state and batch."""
+    """``GradStep`` with its loss bound. Idempotent: a transform may call it again for the same state and batch."""
 
     def __call__(self, state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
         """Leave the unscaled gradient in ``.grad``."""
@@ -38,15 +38,15 @@ class GradFn(Protocol):
 
 
 UpdateFn: TypeAlias = Callable[[TrainState, Metrics], tuple[TrainState, Metrics]]
-"""Applies the gradient, or decides not to."""
+"""Function that applies the gradient, or skips the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepContext:
-    """What a loss wrapper may know: the state about to be stepped, and a generator of its own.
+    """Context of a loss wrapper: the state at the start of the step, and a generator.
 
-    The generator is on the model's device and seeded by the run's seed, the transform's name, the step, and the
-    data-parallel rank, so there is no generator state to save.
+    The generator is on the model's device. Its seed depends on the run's seed, the transform's name, the step and the
+    data-parallel rank, so no generator state is saved.
     """
 
     state: TrainState
@@ -54,28 +54,36 @@ class StepContext:
 
 
 def empty_state(state: TrainState) -> TransformState:
-    """The slice of a transform that keeps nothing."""
+    """Return the state of a transform without state."""
     return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transform:
-    """An algorithm: what it keeps, and what it wraps.
+    """Training method, defined by its state and the functions that it wraps.
 
     Args:
-        name: the key of its slice in the state and in checkpoints.
-        init: the slice at the start of a run, plain nested dicts of tensors and numbers.
-        loss: wraps the loss function; called once a step.
-        grad: wraps the computation of gradients.
-        grad_step: wraps the ``GradStep`` itself, around the loss that all ``loss`` wrappers have made and inside all ``grad``
-            wrappers, wherever the transform is listed: for what nobody else is to see, such as the scale of a loss.
-        update: wraps their application.
-        uses_grad: whether ``grad`` or ``update`` reads or changes ``.grad``. False for one that works without it:
-            ``optimizer_in_backward`` takes no other, since there a gradient is gone before the next one is there.
-        read_only: it only looks: training is the same without it, and a checkpoint knows nothing of it, so that it may be there
-            in one start of a run and not in the next. Its ``init`` may refuse the state, and keeps nothing.
-        hyperparameters: numbers or schedules that it reads in every step. ``Step.init`` looks ahead along their schedules, so
-            that a value which is not allowed is an error before the run and not in the middle of it.
+        name: key of the transform's state in ``TrainState`` and in checkpoints.
+        init: function that makes the state at the start of a run: plain nested dicts of tensors and numbers.
+        loss: wrapper of the loss function, called once a step.
+        grad: wrapper of the ``GradFn``.
+        grad_step: wrapper of the ``GradStep``, around the loss of all ``loss`` wrappers and inside all ``grad`` wrappers,
+            regardless of the order of transforms. For effects that other transforms must not see, such as loss scaling.
+        update: wrapper of the ``UpdateFn``.
+        uses_grad: if True, ``grad`` or ``update`` reads or changes ``.grad``. ``optimizer_in_backward`` takes only transforms
+            with False, because each gradient is freed before the next gradient is computed.
+        read_only: if True, the transform only observes and keeps no state. Training and checkpoints do not depend on it, so a
+            resumed run may add or drop the transform. Its ``init`` may refuse the state.
+        hyperparameters: numbers or schedules that the transform reads in every step. ``Step.init`` evaluates the schedules
+            ahead, so that an invalid value raises before the run.
+
+    Example:
+        def skip_small_losses(inner):
+            def update_fn(state, metrics):
+                return inner(state, metrics) if metrics["loss"].total > 0.1 else (state, metrics)
+            return update_fn
+
+        skip = dt.Transform(name="skip_small_losses", update=skip_small_losses)
     """
 
     name: str
@@ -94,19 +102,21 @@ class Transform:
 
 
 def make_step_context(state: TrainState, name: str) -> StepContext:
-    """The ``StepContext`` of the transform ``name`` for the step that ``state`` is about to make."""
+    """Make the ``StepContext`` of the transform ``name`` for the next step of ``state``."""
     return StepContext(state=state, generator=generator(state.device, state.seed, name, state.step, state.spec.data_rank))
 
 
 def check_transform(value: Any, caller: str, example: str) -> None:
-    """Refuse what is no ``Transform``, and show the right code: ``example`` with a transform in place of ``{}``.
+    """Refuse a value that is not a ``Transform``, and show the right code: ``example`` with a transform in place of ``{}``.
 
     Raises:
-        ConfigError: ``value`` is a function that makes a transform and was not called, or something else.
+        ConfigError: ``value`` is a function that makes a transform and was not called, or another object.
     """
     if isinstance(value, Transform):
         return
     if callable(value) and not isinstance(value, type):
         name = getattr(value, "__name__", type(value).__name__)
-        raise ConfigError(f"{caller}: got the function {name}, not what it makes; call it: {example.format(f'dt.{name}(...)')}")
-    raise ConfigError(f"{caller}: needs a Transform, got {value!r}; as in {example.format('dt.transforms.ema(0.999)')}")
+        door = "dt.monitors" if getattr(value, "__module__", "").startswith("dtrain.monitors") else "dt.transforms"
+        call = example.format(f"{door}.{name}(...)")
+        raise ConfigError(f"{caller}: got the function {name} instead of its result. Use {call}.")
+    raise ConfigError(f"{caller}: needs a Transform, got {value!r}. Use {example.format('dt.transforms.ema(0.999)')}.")

@@ -1,4 +1,4 @@
-"""Names for the values that cross module borders: batches, losses, metrics, plain data."""
+"""Define types for values that cross module borders: batches, losses, metrics, plain data."""
 
 from __future__ import annotations
 
@@ -10,49 +10,54 @@ import torch
 from torch import Tensor, nn
 
 Batch: TypeAlias = Any
-"""Whatever the loss function takes: a tensor, a mapping or sequence of them, a TensorDict."""
+"""Argument of the loss function: a tensor, a mapping or sequence of tensors, a TensorDict."""
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
-"""Data that JSON can hold: the only kind, besides tensors, that goes into a checkpoint or between ranks."""
+"""Data that JSON can represent. Besides tensors, only plain data goes into checkpoints or between ranks."""
 
 TransformState: TypeAlias = dict[str, Any]
-"""A transform's own state: nested dicts of tensors, int, float and str, keyed by parameter name where that applies."""
+"""State of a transform: nested dicts of tensors, int, float and str, with parameter names as keys where possible."""
 
 Params: TypeAlias = Mapping[str, Tensor]
 """Parameters by clean name, plain or DTensor."""
 
 Schedule: TypeAlias = Callable[[float], float]
-"""A pure function of a number (by convention the step about to run)."""
+"""Pure function of a number, by convention of the next step."""
 
 
 class Metric(NamedTuple):
-    """A weighted sum: ``total`` and ``weight`` are scalars ``[]`` on the device, local to the rank; metrics add."""
+    """Weighted sum: ``total`` and ``weight`` are scalars ``[]`` on the device, local to the rank. Metrics can be added."""
 
     total: Tensor
     weight: Tensor
 
 
 Metrics: TypeAlias = dict[str, Metric]
-"""Metrics of a step by name. Microbatches, steps and ranks simply add; ``reduce_metrics`` makes means of them."""
+"""Metrics of a step by name. Metrics of microbatches, steps and ranks are added; ``reduce_metrics`` computes means."""
 
 
 def is_tensordict(value: Any) -> bool:
-    """Whether ``value`` is a TensorDict, without importing tensordict (1-2 s) where nothing is one."""
+    """Return True if ``value`` is a TensorDict. Does not import tensordict, which takes 1-2 s."""
     return type(value).__module__.startswith("tensordict")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class LossSum:
-    """What a loss function returns for one microbatch: a sum and the weight it is to be divided by.
+    """Loss of one microbatch: a sum, and the weight to divide the sum by.
+
+    The step divides by the weight of the whole global batch, so a mean would be wrong for ragged batches.
 
     Args:
-        total: the *summed* loss, scalar ``[]``, attached to the graph.
-        weight: what the sum counts (tokens, samples), scalar ``[]`` or a number; no gradient flows through it.
+        total: *summed* loss, scalar ``[]``, attached to the graph.
+        weight: number of items in the sum (tokens, samples), scalar ``[]`` or a number, without gradient.
         aux: further sums by name, each ``(total, weight)``, for metrics only.
-        terms: further losses by name, each a summed ``(total, weight)`` with a denominator of its own: what is trained on is
-            the sum of all means. They need ``microbatch_step(weight_fn=...)``.
+        terms: further losses by name, each a summed ``(total, weight)`` with its own denominator. The step trains on the sum of
+            all means. Terms need ``microbatch_step(weight_fn=...)``.
 
-    The step divides by the weight of the whole global batch, so a mean taken here would be wrong for ragged batches.
+    Example:
+        def loss_fn(model, batch):
+            errors = (model(batch["x"]) - batch["y"]).square().sum(dim=-1)  # [n]
+            return dt.LossSum(total=errors.sum(), weight=len(errors), aux={"max": (errors.max(), 1)})
     """
 
     total: Tensor
@@ -65,17 +70,17 @@ class LossSum:
 
 
 LossFn: TypeAlias = Callable[[nn.Module, Batch], LossSum]
-"""The loss of one microbatch: ``(model, batch) -> LossSum``."""
+"""Loss function of one microbatch: ``(model, batch) -> LossSum``."""
 
 WeightFn: TypeAlias = "Callable[[Batch], Tensor | float | Mapping[str, Tensor | float]]"
-"""The weight of a whole local batch, or the weights of a loss's terms by name, the main one called ``"loss"``."""
+"""Weight of a whole local batch, or weights of the terms of a loss by name, with the main loss as ``"loss"``."""
 
 
 def make_metric(total: Tensor | float, weight: Tensor | float, device: torch.device) -> Metric:
-    """A ``Metric`` in float64 on ``device``: sums of many tokens stay exact, and no host sync is made."""
+    """Make a ``Metric`` in float64 on ``device``, without a host sync. Sums of many tokens stay exact."""
 
     def scalar(x: Tensor | float) -> Tensor:
-        # torch.full fills on the device, where torch.tensor would copy from the host.
+        # torch.full fills on the device. torch.tensor would copy from the host.
         return (
             x.detach().to(device, torch.float64)
             if isinstance(x, Tensor)
@@ -89,31 +94,37 @@ _UNIT_WEIGHTS: dict[torch.device, Tensor] = {}
 
 
 def unit_weight(device: torch.device) -> Tensor:
-    """The weight of a metric that counts once: float64 ``[]``, made once per device; never written into."""
-    one = _UNIT_WEIGHTS.get(device)
-    if one is None:
-        one = torch.ones((), dtype=torch.float64, device=device)
-        if type(one) is Tensor:  # not the fake one of a step that is only planned
-            _UNIT_WEIGHTS[device] = one
-    return one
+    """Return the weight of a metric that counts once: float64 ``[]``, cached per device, never modified."""
+    weight = _UNIT_WEIGHTS.get(device)
+    if weight is None:
+        weight = torch.ones((), dtype=torch.float64, device=device)
+        # A simulated step makes fake tensors, which must not be cached.
+        if type(weight) is Tensor:
+            _UNIT_WEIGHTS[device] = weight
+    return weight
 
 
 def index_tensor(indices: Sequence[int], device: torch.device) -> Tensor:
-    """``indices`` as int64 ``[n]`` on ``device``. Host sync: none; a plain copy to a GPU waits for all that it has to do."""
+    """Make an int64 tensor ``[n]`` on ``device``. Host sync: none, because the copy to a GPU is asynchronous."""
     if device.type != "cuda":
         return torch.tensor(indices, device=device)
     return torch.tensor(indices, pin_memory=True).to(device, non_blocking=True)
 
 
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:
-    """The union of two metrics, totals and weights of a shared name added.
+    """Add two metrics: totals and weights of shared names are added, other names are kept.
 
-    Start with ``{}``, add those of each step, and ``reduce_metrics`` of the sum is the exact mean over all of them, in one
-    collective; a mean of the steps' means would count a short step too much.
+    Start with ``{}`` and add the metrics of each step. ``reduce_metrics`` of the sum is the exact mean over all steps, in one
+    exchange. A mean of the steps' means would overweight short steps.
+
+    Args:
+        a: metrics by name.
+        b: metrics by name.
 
     Example:
-        >>> one = {"loss": Metric(torch.tensor(4.0), torch.tensor(2.0))}
-        >>> add_metrics(add_metrics({}, one), one)["loss"]
+        >>> import dtrain as dt
+        >>> step_metrics = {"loss": Metric(torch.tensor(4.0), torch.tensor(2.0))}
+        >>> dt.monitors.add_metrics(dt.monitors.add_metrics({}, step_metrics), step_metrics)["loss"]
         Metric(total=tensor(8.), weight=tensor(4.))
     """
     both = {name: Metric(a[name].total + b[name].total, a[name].weight + b[name].weight) for name in a if name in b}

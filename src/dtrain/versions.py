@@ -1,4 +1,4 @@
-"""Which code runs: the versions of packages, and the commit that is checked out. Imports no torch."""
+"""Find the versions of packages and the commit of the running code. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
 def package_versions() -> dict[str, str]:
-    """dtrain's, Python's and torch's version; torch's is "none" where it is not installed. Imports nothing for it."""
+    """Return the versions of dtrain, Python and torch ("none" if not installed), without importing torch."""
     return {"dtrain": __version__, "python": platform.python_version(), "torch": _torch_version() or "none"}
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit that is checked out in ``folder``, or None where that cannot be told. Reads files, and runs nothing."""
+    """Return the commit that is checked out in ``folder``, or None if unknown. Reads files, and runs no program."""
     try:
         git = next((path / ".git" for path in (folder, *folder.parents) if (path / ".git").exists()), None)
         if git is None:
             return None
-        if git.is_file():  # a work tree or a submodule: its files are elsewhere
+        # In a work tree or a submodule, .git is a file that names the folder.
+        if git.is_file():
             git = git.parent / _text(git).removeprefix("gitdir:").strip()
         head = _text(git / "HEAD")
         name = head.removeprefix("ref:").strip()
@@ -34,7 +35,7 @@ def git_commit(folder: Path) -> str | None:
 
 
 def _torch_version() -> str | None:
-    """From torch's own file: the packages' metadata take a library that costs more than the rest of the launcher's start."""
+    """Read torch's version from its own file. The module for package metadata would double the launcher's start time."""
     spec = PathFinder.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -47,7 +48,7 @@ def _torch_version() -> str | None:
 
 
 def _resolve_ref(git: Path, name: str) -> str | None:
-    """The commit that a reference stands for: a file of its own, or a line in the file of packed ones."""
+    """Return the commit of a reference, from its own file or from the file of packed references."""
     common = git / _text(git / "commondir") if (git / "commondir").is_file() else git
     for folder in (git, common):
         if (folder / name).is_file():

@@ -192,9 +192,9 @@ def test_a_spent_state_is_refused_without_touching_the_gradient_of_the_newest_on
         ((LOSS, None), "transforms must be a list, got None"),
         (
             (LOSS, [dt.transforms.ema]),
-            r"got the function ema, not what it makes; call it: compose_step\(loss_fn, \[dt\.ema\(\.\.\.\)\]\)",
+            r"got the function ema instead of its result. Use compose_step\(loss_fn, \[dt\.transforms\.ema\(\.\.\.\)\]\)",
         ),
-        ((LOSS, [0.9]), r"needs a Transform, got 0\.9; as in compose_step\(loss_fn, \[dt\.ema\(0\.999\)\]\)"),
+        ((LOSS, [0.9]), r"needs a Transform, got 0\.9. Use compose_step\(loss_fn, \[dt\.transforms\.ema\(0\.999\)\]\)"),
         ((LOSS, [Transform]), "needs a Transform, got <class"),
     ],
 )

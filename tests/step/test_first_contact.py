@@ -153,11 +153,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "output of transformers in mean_loss": (
         lost(lambda mean: ModelOutput(loss=mean), over_mean),
-        "mean_loss: the function must return one tensor, got ModelOutput; take its loss, as in model(**batch).loss",
+        "mean_loss: the function must return one tensor, got ModelOutput. Return its loss, as in model(**batch).loss.",
     ),
     "float in mean_loss": (
         lost(lambda mean: mean.item(), over_mean),
-        "mean_loss: the function must return one tensor, got float; return the mean loss itself, a tensor []",
+        "mean_loss: the function must return one tensor, got float. Return the mean loss, a tensor [].",
     ),
 }
 

@@ -137,7 +137,7 @@ def test_a_dropped_run_is_freed_at_once_and_the_model_keeps_nothing_of_it():
         gone = [weakref.ref(thing) for thing in (state.optimizer, state.transform_states["ema"]["params"]["weight"])]
         del state
         assert [ref() for ref in gone] == [None, None]
-        with pytest.raises(ConfigError, match="no state of this model is alive. Call newest in the `except` block"):
+        with pytest.raises(ConfigError, match=r"no state of this model is alive. Call newest in the `except` block"):
             TrainState.newest(model)
         alive = weakref.ref(model)
         del model
