@@ -186,7 +186,7 @@ WRONG = {
     "batch": ({"batch": torch.zeros(3)}, "Workload: batch must be a function"),
     "optimizer": ({"optimizer": "adamw"}, "Workload: optimizer must be a function"),
     "what the model's function returns": ({"model": dict}, "model must return a torch.nn.Module, got dict"),
-    "a search in the plan": ({"transforms": [dt.auto_microbatch()]}, "leave auto_microbatch out of transforms"),
+    "a search in the plan": ({"transforms": [dt.auto_microbatch()]}, "transforms must not contain auto_microbatch"),
     "shapes that depend on values": ({"loss_fn": distinct}, "depends on values, which a plan does not have"),
 }
 

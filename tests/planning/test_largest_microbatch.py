@@ -79,10 +79,10 @@ def test_comparison_without_replicas_blocks_and_memory_leaves_these_out():
 
 
 REFUSED = {
-    "no memory": ({"memory": 0}, "memory must be a positive number of bytes, got 0; 80 GiB is"),
+    "no memory": ({"memory": 0}, "memory must be a positive number of bytes, got 0. 80 GiB is"),
     "memory in words": ({"memory": "80GiB"}, "memory must be a positive number of bytes, got '80GiB'"),
-    "all headroom": ({"memory": 10, "headroom": 1.0}, "headroom is a share of the memory from 0 to below 1, got 1.0"),
-    "no size allowed": ({"memory": 10, "at_most": 0}, "at_most must be a whole number of at least 1, got 0"),
+    "all headroom": ({"memory": 10, "headroom": 1.0}, "headroom must be a share of the memory in \\[0, 1\\), got 1.0"),
+    "no size allowed": ({"memory": 10, "max_size": 0}, "max_size must be a whole number of at least 1, got 0"),
 }
 
 

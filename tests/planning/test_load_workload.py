@@ -69,8 +69,8 @@ def test_module_is_found_from_the_current_folder(folder, monkeypatch):
 
 
 REFUSED = {
-    "no factory": ("sub/planned_model.py", {}, "names no factory"),
-    "empty factory": ("sub/planned_model.py:", {}, "names no factory"),
+    "no factory": ("sub/planned_model.py", {}, "target must name a file or module and a factory, got"),
+    "empty factory": ("sub/planned_model.py:", {}, "target must name a file or module and a factory, got"),
     "no file": ("nope.py:workload", {}, r"no such file: 'nope.py' \(in "),
     "no python": ("sub/:workload", {}, "no such file: 'sub/'"),
     "no module": ("nope.deeper:workload", {}, "no module named 'nope.deeper' in "),
@@ -78,13 +78,13 @@ REFUSED = {
     "not there": (
         "sub/planned_model.py:nope",
         {},
-        "'nope' is not there in .*its functions are nothing, raising, stumbling, workload",
+        "'nope' does not exist in .*Its functions are nothing, raising, stumbling, workload",
     ),
-    "no function": ("sub/planned_model.py:number", {}, "'number' is no function in"),
+    "no function": ("sub/planned_model.py:number", {}, "'number' is not a function in"),
     "another argument": (
         "sub/planned_model.py:workload",
         {"depth": 3},
-        "cannot be called so: got an unexpected keyword.*'depth'",
+        "cannot be called with these arguments: got an unexpected keyword.*'depth'",
     ),
     "nothing returned": ("top_model:workload", {}, "must return a dt.planning.Workload, got NoneType"),
     "it raises": ("sub/planned_model.py:raising", {}, r"failed: ZeroDivisionError: .* \(in planned_model.py, line 16\)"),
@@ -97,7 +97,7 @@ def test_target_that_cannot_be_used_is_one_line(folder, target, arguments, expec
     with pytest.raises(ConfigError, match=expected) as error, load_workload(target, arguments):
         pass
     assert "\n" not in str(error.value)
-    assert "; " in str(error.value)
+    assert ". " in str(error.value)
 
 
 def test_step_that_fails_says_where(folder):

@@ -387,7 +387,7 @@ def first_output(model: nn.Module, batch: dict) -> LossSum:
 @pytest.mark.parametrize(
     ("net", "loss", "message"),
     [
-        (Encoder, needs_grad, "arguments of model.{5} must not need a gradient, which would stop there. Call the model on data"),
+        (Encoder, needs_grad, "arguments of model.{5} must not need a gradient, which would stop there. Call the model on"),
         (Encoder, by_method, "loss_fn must call model.{5} for a gradient, and never did, so nothing can be split"),
         (Encoder, of_unlike_rows, r"must have one number of rows \(first axis\), got shapes \[11, 5\], \[4\]. Give each"),
         (Encoder, of_no_tensor, r"must have one number of rows \(first axis\), got shapes of no tensor. Give each"),

@@ -220,8 +220,8 @@ def broken(kind):
 @pytest.mark.parametrize(("kind", "error"), [("in backward", "ValueError"), ("weight", "StepError")])
 def test_error_after_the_optimizer_has_run_says_so_and_spends_the_state(ranks, kind, error):
     note = (
-        "optimizer_in_backward: the optimizer had already run on some of the parameters, so this step can be neither finished nor "
-        "repeated. Build a new state and load the last checkpoint."
+        "optimizer_in_backward: the optimizer had already run on some of the parameters, so this step can be neither finished "
+        "nor repeated. Build a new state and load the last checkpoint."
     )
     (found,) = ranks(1).run(broken, kind)
     assert found == [error, note, "spent", True, []]

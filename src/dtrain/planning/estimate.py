@@ -1,6 +1,4 @@
-"""``estimate_memory``: what one rank of a run would hold and send, part by part.
-
-``largest_microbatch`` and ``compare_strategies``: plans of several sizes and layouts, to choose from."""
+"""Estimate the memory and communication of one rank, and compare strategies and microbatch sizes, without the devices."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from dtrain.state import Accumulate
 
 
 class EstimateOptions(TypedDict, total=False):
-    """The arguments of ``Setting`` that have a default."""
+    """Arguments of ``ParallelismConfig`` that have a default."""
 
     dp_replicate: int
     precision: Precision | None
@@ -28,19 +26,19 @@ class EstimateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """What the fullest rank of a run holds and sends in one step. Sizes are in bytes.
+    """Memory and communication of the rank with the largest shards in one step. Sizes are in bytes.
 
     Args:
-        config: how the model is laid out.
+        config: layout of the model.
         microbatch_size: samples per forward and backward of a rank.
-        microbatches: how many of those make a step of a rank.
+        microbatches: microbatches per step of a rank.
         parameter_count: elements of all parameters, over all ranks.
-        peak: the most bytes that are held at once.
-        peak_phase: the phase in which that is: ``"forward"``, ``"backward"`` or ``"update"``.
-        peaks: the most in each phase.
-        at_peak: what the peak is made of; its parts add up to it.
-        max_by_part: the most of each part, which need not be at the peak.
-        traffic: collectives by kind, those that send most first.
+        peak: most bytes held at once.
+        peak_phase: phase of the peak: ``"forward"``, ``"backward"`` or ``"update"``.
+        peaks: most bytes held at once in each phase.
+        at_peak: bytes of each part at the peak; they add up to the peak.
+        max_by_part: most bytes of each part, at any time.
+        traffic: collectives by kind, sorted by the bytes sent.
     """
 
     config: ParallelismConfig
@@ -56,7 +54,7 @@ class MemoryEstimate:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that a rank sends in a step, for all collectives together."""
+        """Bytes that a rank sends in a step, over all collectives."""
         return sum(each.bytes_sent for each in self.traffic)
 
 
@@ -69,48 +67,53 @@ def estimate_memory(
     microbatches: int = 1,
     **options: Unpack[EstimateOptions],
 ) -> MemoryEstimate:
-    """What a rank would hold and send, without its device, the other ranks, or memory for the model.
+    """Estimate the memory and communication of a rank, without its device, the other ranks, or memory for the model.
 
-    A step of the first rank, which has the largest shards, is run on fake tensors in a pretended world: the code of
-    ``shard_model``, ``microbatch_step``, the transforms and the optimizer, so that the plan follows it. Storages are counted.
-    What no tensor holds is not in it: the context of a device (about half a GiB on CUDA), buffers of NCCL and workspaces of
-    cuBLAS, and what the allocator cannot use between blocks. The batch counts, as if it were on the device.
+    A step of the first rank, which has the largest shards, runs on fake tensors in a fake process group. It runs the code of
+    ``shard_model``, ``microbatch_step``, the transforms and the optimizer, so the estimate follows the code. Storages are
+    counted. Not counted is memory outside of tensors: the context of a device (about half a GiB on CUDA), buffers of NCCL,
+    workspaces of cuBLAS, and fragmentation of the allocator. The batch counts as if it were on the device.
 
     Args:
-        workload: the model, and what its loop does.
-        world_size: ranks, from 1 to 4,096.
-        strategy: as for ``shard_model``.
+        workload: the model, and the parts of its training loop.
+        world_size: number of ranks, from 1 to 4,096.
+        strategy: strategy of ``shard_model``.
         microbatch_size: samples per forward and backward of a rank.
-        microbatches: how many of those make a step of a rank.
-        options: ``dp_replicate``, ``precision`` and ``accumulate`` as for ``build_mesh`` and ``shard_model``; ``checkpoint``:
-            None, or what checkpointed blocks keep (``"nothing"``, ``"matmuls"``); ``device``: ``"cuda"`` (the default) or
-            ``"cpu"``, on which optimizers work otherwise.
+        microbatches: microbatches per step of a rank.
+        options: ``dp_replicate``, ``precision`` and ``accumulate`` as in ``build_mesh`` and ``shard_model``; ``checkpoint``:
+            None, or the tensors kept by checkpointed blocks (``"nothing"``, ``"matmuls"``); ``device``: ``"cuda"`` (the
+            default) or ``"cpu"``, where optimizers need different memory.
 
-    Mutates: nothing that stays. There must be no process groups: it makes pretended ones for the time of the call.
+    Mutates: nothing that lasts. The call creates fake process groups and destroys them; no process group may exist.
+
+    Example:
+        workload = dt.planning.Workload(model=build_model, loss_fn=loss_fn, batch=make_batch, blocks=(Block,))
+        estimate = dt.planning.estimate_memory(workload, world_size=64, microbatch_size=4)
+        print(estimate.peak / 2**30, estimate.peak_phase)
 
     Raises:
-        ConfigError: numbers that do not fit, what ``shard_model`` refuses, process groups that are open, or a model whose
-            shapes depend on values.
+        ConfigError: invalid numbers, arguments that ``shard_model`` refuses, existing process groups, or a model whose shapes
+            depend on values.
     """
-    setting = ParallelismConfig(world_size=world_size, strategy=strategy, **options)
-    with simulate(workload, setting) as rehearsal:
-        trace = rehearsal.step(microbatch_size, microbatches)
-        return build_estimate(setting, microbatch_size, microbatches, rehearsal.parameter_count, trace)
+    config = ParallelismConfig(world_size=world_size, strategy=strategy, **options)
+    with simulate(workload, config) as run:
+        usage = run.step(microbatch_size, microbatches)
+        return build_estimate(config, microbatch_size, microbatches, run.parameter_count, usage)
 
 
 def build_estimate(
     config: ParallelismConfig, microbatch_size: int, microbatches: int, parameter_count: int, usage: StepUsage
 ) -> MemoryEstimate:
-    """The estimate that a rehearsed step comes to."""
+    """Return the estimate of a simulated step."""
     peaks = usage.memory.peaks
-    where = max(peaks, key=lambda phase: peaks[phase])
+    peak_phase = max(peaks, key=lambda phase: peaks[phase])
     return MemoryEstimate(
         config=config,
         microbatch_size=microbatch_size,
         microbatches=microbatches,
         parameter_count=parameter_count,
-        peak=peaks[where],
-        peak_phase=where,
+        peak=peaks[peak_phase],
+        peak_phase=peak_phase,
         peaks=peaks,
         at_peak=usage.memory.at_peak,
         max_by_part=usage.memory.max_by_part,
@@ -119,21 +122,21 @@ def build_estimate(
 
 
 DEFAULT_HEADROOM = 0.05
-"""Share of a device's memory that a plan leaves to what it does not count, unless it is told otherwise."""
+"""Default share of a device's memory that stays free for memory that is not counted."""
 
 MAX_MICROBATCH_SIZE = 4096
-"""Samples in a microbatch beyond which nobody looks."""
+"""Largest microbatch size of a search, in samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestMicrobatch:
-    """The answer of ``largest_microbatch``.
+    """Result of ``largest_microbatch``.
 
     Args:
-        microbatch_size: samples, 0 when not even one fits.
-        estimate: of that size; of one sample when that does not fit.
-        memory: of the device, in bytes.
-        sizes_tried: how many sizes were planned.
+        microbatch_size: samples; 0 if one sample does not fit.
+        estimate: estimate for this size; for one sample if one does not fit.
+        memory: memory of the device, in bytes.
+        sizes_tried: number of simulated sizes.
     """
 
     microbatch_size: int
@@ -144,11 +147,11 @@ class LargestMicrobatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyEstimate:
-    """One layout of a comparison.
+    """Estimate of one strategy in a comparison.
 
     Args:
-        estimate: with the microbatch size that was asked for.
-        largest: the largest one for the memory that was given, None without.
+        estimate: estimate with the requested microbatch size.
+        largest: largest microbatch for the given memory; None without memory.
     """
 
     estimate: MemoryEstimate
@@ -166,26 +169,30 @@ def largest_microbatch(
     max_size: int = MAX_MICROBATCH_SIZE,
     **options: Unpack[EstimateOptions],
 ) -> LargestMicrobatch:
-    """The most samples per microbatch with which a rank stays within its device's memory.
+    """Find the most samples per microbatch with which a rank stays within its device's memory.
 
     Args:
-        workload: as for ``estimate_memory``; further options are those of ``estimate_memory``, too.
-        memory: of the device, in bytes.
-        headroom: share of ``memory`` that is left to what a plan does not count.
-        max_size: samples; larger microbatches are not looked at.
+        workload: as in ``estimate_memory``, like all further options.
+        memory: memory of the device, in bytes.
+        headroom: share of ``memory`` that stays free for memory that is not counted.
+        max_size: largest size to consider, in samples.
 
     Returns:
-        It, with the plan for it. The next larger size does not fit.
+        The size and its estimate. The next larger size does not fit.
+
+    Example:
+        result = dt.planning.largest_microbatch(workload, 80 * 2**30, world_size=64, strategy="full_shard")
+        print(result.microbatch_size, result.estimate.peak)
 
     Raises:
-        ConfigError: as ``estimate_memory`` does; memory that is no positive number, headroom that is no share.
+        ConfigError: as in ``estimate_memory``; memory that is not positive, or headroom outside of [0, 1).
     """
     limit = _usable_memory(memory, headroom)
     if type(max_size) is not int or max_size < 1:
-        raise ConfigError(f"plan: at_most must be a whole number of at least 1, got {max_size!r}")
-    setting = ParallelismConfig(world_size=world_size, strategy=strategy, **options)
-    with simulate(workload, setting) as rehearsal:
-        return _find_largest(_EstimateCache(rehearsal, setting, microbatches), memory, limit, max_size)
+        raise ConfigError(f"plan: max_size must be a whole number of at least 1, got {max_size!r}.")
+    config = ParallelismConfig(world_size=world_size, strategy=strategy, **options)
+    with simulate(workload, config) as run:
+        return _find_largest(_EstimateCache(run, config, microbatches), memory, limit, max_size)
 
 
 def compare_strategies(
@@ -200,27 +207,31 @@ def compare_strategies(
     headroom: float = DEFAULT_HEADROOM,
     **options: Unpack[EstimateOptions],
 ) -> list[StrategyEstimate]:
-    """Plans of one workload for several strategies, each with and without activation checkpointing.
+    """Estimate one workload for several strategies, each with and without activation checkpointing.
 
     Args:
-        workload: as for ``estimate_memory``; further options are those of ``estimate_memory``, too.
-        memory: of the device, in bytes; with it, the largest microbatch of each.
-        strategies: names as for ``shard_model``; by default all, ``hybrid_shard`` where ``dp_replicate`` > 1.
-        checkpoints: what checkpointed blocks keep, None for no checkpointing; by default without, and with ``"nothing"`` where
-            the workload has blocks.
+        workload: as in ``estimate_memory``, like all further options.
+        memory: memory of the device, in bytes; if given, the largest microbatch of each strategy is found, too.
+        strategies: names as in ``shard_model``; None uses all, and ``hybrid_shard`` only if ``dp_replicate`` > 1.
+        checkpoints: tensors kept by checkpointed blocks, None for no checkpointing. By default without checkpointing, and with
+            ``"nothing"`` if the workload has blocks.
+
+    Example:
+        for row in dt.planning.compare_strategies(workload, world_size=64, memory=80 * 2**30):
+            print(row.estimate.config.strategy, row.estimate.peak, row.largest.microbatch_size)
 
     Raises:
-        ConfigError: as ``largest_microbatch`` does.
+        ConfigError: as in ``largest_microbatch``.
     """
     hybrid = ("hybrid_shard",) if options.get("dp_replicate", 1) > 1 else ()
     strategies = ("replicate", "shard_grad_op", "full_shard", *hybrid) if strategies is None else strategies
     if checkpoints is None:
-        with_and_without: tuple[KeepPolicy | None, ...] = (None, "nothing") if workload.blocks else (None,)
-        checkpoints = (options["checkpoint"],) if options.get("checkpoint") else with_and_without
+        defaults: tuple[KeepPolicy | None, ...] = (None, "nothing") if workload.blocks else (None,)
+        checkpoints = (options["checkpoint"],) if options.get("checkpoint") else defaults
     rows = []
     for strategy in strategies:
         for checkpoint in checkpoints:
-            chosen: EstimateOptions = {**options, "checkpoint": checkpoint}
+            row_options: EstimateOptions = {**options, "checkpoint": checkpoint}
             rows.append(
                 estimate_strategy(
                     workload,
@@ -230,7 +241,7 @@ def compare_strategies(
                     microbatch_size=microbatch_size,
                     microbatches=microbatches,
                     headroom=headroom,
-                    **chosen,
+                    **row_options,
                 )
             )
     return rows
@@ -247,73 +258,75 @@ def estimate_strategy(
     headroom: float = DEFAULT_HEADROOM,
     **options: Unpack[EstimateOptions],
 ) -> StrategyEstimate:
-    """The plan for one layout, as ``compare_strategies`` makes it for each."""
+    """Return the estimate of one strategy, as in ``compare_strategies``."""
     limit = None if memory is None else _usable_memory(memory, headroom)
-    setting = ParallelismConfig(world_size=world_size, strategy=strategy, **options)
-    with simulate(workload, setting) as rehearsal:
-        sizes = _EstimateCache(rehearsal, setting, microbatches)
-        estimate = sizes.estimate(microbatch_size)
-        largest = None if memory is None or limit is None else _find_largest(sizes, memory, limit, MAX_MICROBATCH_SIZE)
+    config = ParallelismConfig(world_size=world_size, strategy=strategy, **options)
+    with simulate(workload, config) as run:
+        estimates = _EstimateCache(run, config, microbatches)
+        estimate = estimates.estimate(microbatch_size)
+        largest = None if memory is None or limit is None else _find_largest(estimates, memory, limit, MAX_MICROBATCH_SIZE)
         return StrategyEstimate(estimate=estimate, largest=largest)
 
 
 def _usable_memory(memory: int, headroom: float) -> int:
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory < float("inf"):
-        raise ConfigError(f"plan: memory must be a positive number of bytes, got {memory!r}; 80 GiB is 80 * 2**30")
+        raise ConfigError(f"plan: memory must be a positive number of bytes, got {memory!r}. 80 GiB is 80 * 2**30.")
     if not 0 <= headroom < 1:
-        raise ConfigError(f"plan: headroom is a share of the memory from 0 to below 1, got {headroom!r}; 0.05 is usual")
+        raise ConfigError(f"plan: headroom must be a share of the memory in [0, 1), got {headroom!r}. 0.05 is usual.")
     return int(memory * (1 - headroom))
 
 
 class _EstimateCache:
-    """Plans of one layout by microbatch size, each made once."""
+    """Estimates of one layout by microbatch size, each computed once."""
 
     def __init__(self, run: SimulatedRun, config: ParallelismConfig, microbatches: int) -> None:
         self._run, self._config, self._microbatches = run, config, microbatches
-        self._traces: dict[int, StepUsage] = {}
+        self._usages: dict[int, StepUsage] = {}
 
     def peak(self, size: int) -> int:
-        if size not in self._traces:
-            self._traces[size] = self._run.step(size, self._microbatches)
-        return max(self._traces[size].memory.peaks.values())
+        if size not in self._usages:
+            self._usages[size] = self._run.step(size, self._microbatches)
+        return max(self._usages[size].memory.peaks.values())
 
     def estimate(self, size: int) -> MemoryEstimate:
         self.peak(size)
         count = self._run.parameter_count
-        return build_estimate(self._config, size, self._microbatches, count, self._traces[size])
+        return build_estimate(self._config, size, self._microbatches, count, self._usages[size])
 
     @property
     def sizes_tried(self) -> int:
-        return len(self._traces)
+        return len(self._usages)
 
 
-def _find_largest(sizes: _EstimateCache, memory: int, limit: int, max_size: int) -> LargestMicrobatch:
-    """The largest size from 1 to ``max_size`` whose peak is within ``limit``.
+def _find_largest(estimates: _EstimateCache, memory: int, limit: int, max_size: int) -> LargestMicrobatch:
+    """Return the largest size from 1 to ``max_size`` whose peak is within ``limit``.
 
-    At each moment of a step the bytes that are held are a line over the size, so their peak is the highest of many lines: it
-    grows ever faster. A line through two sizes that both fit, or both do not, lies below it outside of these two, so whatever
-    that line says is too large is. The largest size that is left is tried each time (Newton's method on a convex function), and
-    each of the lines is met twice at most, wherever the limit is.
+    At each time of a step the live bytes are a linear function of the size, so their peak is a maximum of linear functions and
+    convex. A line through two sizes that both fit, or that both do not fit, is below the peak outside of the two sizes. So a
+    size that is too large for the line is too large. Each iteration tries the largest remaining size (Newton's method on a
+    convex function), which meets each of the linear functions at most twice.
     """
     best, too_large, guess = 0, max_size + 1, 1
-    last: dict[bool, int] = {}  # the size tried last that fits, and the one that does not
+    # The last size that fits, and the last one that does not.
+    last: dict[bool, int] = {}
     while best + 1 < too_large:
-        fits = sizes.peak(guess) <= limit
+        fits = estimates.peak(guess) <= limit
         if fits:
             best = guess
         else:
             too_large = guess
         if fits in last:
             low, high = sorted((last[fits], guess))
-            rise = sizes.peak(high) - sizes.peak(low)
+            rise = estimates.peak(high) - estimates.peak(low)
             if rise > 0:
-                first = low + (limit - sizes.peak(low)) * (high - low) // rise + 1
+                first = low + (limit - estimates.peak(low)) * (high - low) // rise + 1
                 too_large = max(best + 1, min(too_large, first))
         last[fits] = guess
         guess = min(_SECOND_GUESS, too_large - 1) if guess == 1 else too_large - 1
     return LargestMicrobatch(
-        microbatch_size=best, estimate=sizes.estimate(max(best, 1)), memory=memory, sizes_tried=sizes.sizes_tried
+        microbatch_size=best, estimate=estimates.estimate(max(best, 1)), memory=memory, sizes_tried=estimates.sizes_tried
     )
 
 
-_SECOND_GUESS = 4  # the size after 1: memory that does not depend on the size hides less of the slope than with 2
+# The size after 1. With 2, memory that does not depend on the size would hide more of the slope.
+_SECOND_GUESS = 4

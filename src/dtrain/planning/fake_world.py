@@ -1,8 +1,8 @@
-"""A world of ranks that are not there: this process is the first of them, and collectives do nothing.
+"""Provide a fake process group, fake values and CUDA's memory use, so that a step can run on fake tensors on one CPU.
 
-What fake tensors cannot say, answered: values that are read on the host, and shapes that depend on values.
-
-What CUDA's kernels keep for backward, where the CPU's keep more: a plan is made on a CPU, and most plans are for GPUs."""
+This process is the first rank, and collectives do nothing. Values read on the host are 1, and a mask selects everything.
+Kernels keep the tensors for backward that they would keep on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -29,36 +29,37 @@ from dtrain.run_context import AsyncScalar
 from dtrain.testing.collective_counter import CollectiveCall, describe_collective
 
 MAX_WORLD_SIZE = 4096
-"""Ranks that a plan may have: tests hold it to this number."""
+"""Largest number of simulated ranks, covered by tests."""
 
 
 @contextmanager
 def fake_world(world_size: int, *, dp_replicate: int = 1) -> Iterator[DeviceMesh]:
-    """The mesh of ``world_size`` ranks, of which this process is the first, while the block runs.
+    """Yield the mesh of ``world_size`` ranks, of which this process is the first, inside the context.
 
-    Agreements of the control group are made by this rank alone: the others would come with the same. What is sent on the mesh
-    goes nowhere, and nothing comes.
+    Collectives of the control group run on this rank alone, because all ranks would contribute equal values. Collectives of the
+    mesh send and receive nothing.
 
-    Mutates: the process groups of this process, which has none before and after. The global RNG is left as it was.
+    Mutates: the process groups of this process, which has none before and after. The global RNG is restored.
 
     Raises:
-        ConfigError: there are process groups, or the numbers do not fit.
+        ConfigError: process groups exist, or the numbers are invalid.
     """
     if dist.is_initialized():
         raise ConfigError(
-            "plan: this process has process groups, and a plan needs pretended ones; make it before dt.init_dist(), or in "
-            "another process"
+            "plan: this process has process groups, and a plan needs fake ones. Plan before dt.init_dist(), or in another "
+            "process."
         )
     if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise ConfigError(f"plan: world_size must be a whole number from 1 to {MAX_WORLD_SIZE}, got {world_size!r}")
-    # Registers the backend; the only place of torch that has it.
+        raise ConfigError(f"plan: world_size must be a whole number from 1 to {MAX_WORLD_SIZE}, got {world_size!r}.")
+    # The import registers the backend. torch has it only here.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     random = rng_state()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are about results and time-outs, and the run itself will say them
+            # The warnings are about results and timeouts, and the real run will give them, too.
+            warnings.simplefilter("ignore")
             groups = {"control": dist.group.WORLD, "background": dist.group.WORLD, "backend": "fake"}
             with fake_dist_info(DistInfo(world_size=world_size, **groups)):  # type: ignore[arg-type]
                 mesh = build_mesh(dp_replicate=dp_replicate, dp_shard=-1)
@@ -73,10 +74,10 @@ _aten = torch.ops.aten
 
 
 class FakeValueMode(TorchDispatchMode):
-    """A context in which a number that is read from a fake tensor is 1, and what a mask selects is everything.
+    """Context in which a number read from a fake tensor is 1, and a mask selects everything.
 
-    So a plan goes on where a model looks at its data, and assumes the most memory that the data can ask for. Collectives, which
-    do nothing, are noted in ``collectives``.
+    So a model that reads its data can be simulated, with the most memory that the data can need. ``collectives`` records the
+    collectives, which do nothing.
     """
 
     def __init__(self) -> None:
@@ -96,10 +97,10 @@ class FakeValueMode(TorchDispatchMode):
                 return _fake_scalar(args[0].dtype)
             raise _data_dependent_error(func) from None
         except DynamicOutputShapeException:
-            answer = _unmasked_result(func, args)
-            if answer is None:
+            result = _unmasked_result(func, args)
+            if result is None:
                 raise _data_dependent_error(func) from None
-            return answer
+            return result
 
 
 def _fake_scalar(dtype: torch.dtype) -> bool | int | float | complex:
@@ -109,13 +110,13 @@ def _fake_scalar(dtype: torch.dtype) -> bool | int | float | complex:
 
 
 def _unmasked_result(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """The result of ``func`` when nothing is left out by its mask; None for an operation that this does not know."""
+    """Return the result of ``func`` for a mask that selects everything; None for any other operation."""
     if func is _aten.nonzero.default:
-        made: Tensor = args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
-        return made
+        result: Tensor = args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
+        return result
     if func is _aten.masked_select.default:
-        made = args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape))
-        return made.reshape(-1)
+        result = args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape))
+        return result.reshape(-1)
     if func is _aten.index.Tensor:
         indices: list[Tensor | None] = []
         for index in args[1]:
@@ -129,68 +130,69 @@ def _unmasked_result(func: Any, args: tuple[Any, ...]) -> Tensor | None:
 
 def _data_dependent_error(func: Any) -> ConfigError:
     return ConfigError(
-        f"plan: the result of {func} depends on values, which a plan does not have; let the model compute it with shapes that "
-        "do not depend on the data"
+        f"plan: the shape of the result of {func} depends on values, which a plan does not have. Let the model compute it with "
+        "shapes that do not depend on the data."
     )
 
 
 class UnreadScalar(AsyncScalar):
-    """A scalar on its way to the host that never arrives, as on a GPU that is busy."""
+    """Scalar that never arrives on the host, as on a busy GPU."""
 
     def __init__(self) -> None:
-        """Nothing is kept."""
+        """Allocate nothing."""
 
     def copy_from(self, value: Tensor) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def clear(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def try_read(self) -> float | None:
-        """None: it has not arrived."""
+        """Return None, because the scalar has not arrived."""
         return None
 
 
 @contextmanager
 def emulate_cuda_kernels() -> Iterator[None]:
-    """A context in which these operations hold on fake tensors what they would hold on CUDA; they compute nothing.
+    """Let operations on fake tensors keep the tensors that they would keep on CUDA, inside the context.
 
-    - RMSNorm is one kernel, which keeps its input and a number per row; on the CPU it is six operations.
-    - Dropout keeps a mask of one byte per element; on the CPU it keeps the factors, as large as the input.
-    - Attention with dropout is one kernel; on the CPU it keeps the scores, whose size is quadratic in the sequence.
+    - RMSNorm is one kernel on CUDA, which keeps its input and a number per row; on the CPU it is six operations.
+    - Dropout keeps a mask of one byte per element on CUDA; on the CPU it keeps the factors, as large as the input.
+    - Attention with dropout is one kernel on CUDA; on the CPU it keeps the scores, quadratic in the sequence length.
 
-    Mutates: three functions of torch, for the time of the block. Whoever took them from torch before has the CPU's.
+    Mutates: three functions of torch, inside the context. Code that imported the functions before uses the CPU's.
     """
-    changes = ((torch, "rms_norm", _rms_norm), (F, "dropout", _dropout), (F, "scaled_dot_product_attention", _attention))
-    before = [getattr(module, name) for module, name, _ in changes]
-    for (module, name, made), plain in zip(changes, before, strict=True):
-        setattr(module, name, made(plain))
+    replacements = ((torch, "rms_norm", _rms_norm), (F, "dropout", _dropout), (F, "scaled_dot_product_attention", _attention))
+    originals = [getattr(module, name) for module, name, _ in replacements]
+    for (module, name, replace), original in zip(replacements, originals, strict=True):
+        setattr(module, name, replace(original))
     try:
         yield
     finally:
-        for (module, name, _), plain in zip(changes, before, strict=True):
-            setattr(module, name, plain)
+        for (module, name, _), original in zip(replacements, originals, strict=True):
+            setattr(module, name, original)
 
 
-def _rms_norm(plain: Any) -> Any:
+def _rms_norm(original: Any) -> Any:
     def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
-        if weight is not None and weight.dtype != input.dtype:  # then CUDA runs several kernels, too
-            return plain(input, normalized_shape, weight, eps)
+        # With different dtypes CUDA runs several kernels, too.
+        if weight is not None and weight.dtype != input.dtype:
+            return original(input, normalized_shape, weight, eps)
         return _RMSNorm.apply(input, tuple(normalized_shape), weight)  # type: ignore[no-untyped-call]
 
     return rms_norm
 
 
-def _dropout(plain: Any) -> Any:
+def _dropout(original: Any) -> Any:
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if inplace or not training or not 0 < p < 1:
-            return plain(input, p, training, inplace)
+            return original(input, p, training, inplace)
         return _Dropout.apply(input)  # type: ignore[no-untyped-call]
 
     return dropout
 
 
-def _attention(plain: Any) -> Any:
+def _attention(original: Any) -> Any:
     def scaled_dot_product_attention(
         query: Tensor,
         key: Tensor,
@@ -198,9 +200,9 @@ def _attention(plain: Any) -> Any:
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         *args: Any,
-        **more: Any,
+        **kwargs: Any,
     ) -> Any:
-        return plain(query, key, value, attn_mask, 0.0, *args, **more)
+        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     return scaled_dot_product_attention
 

@@ -1,6 +1,4 @@
-"""``Ledger``: what the live bytes of a step are held for, and when there were most of them.
-
-What a step sends: its collectives by kind, and the bytes that a rank puts on the wire for them."""
+"""Track the memory of a step by its purpose, and sum its collectives by kind."""
 
 from __future__ import annotations
 
@@ -23,16 +21,16 @@ StepPhase: TypeAlias = Literal["forward", "backward", "update"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBreakdown:
-    """Bytes of one rank by what they are held for.
+    """Bytes of one rank by purpose.
 
     Args:
-        parameters: the shards that this rank keeps, parameters that are whole on every rank, and buffers.
-        gradients: whole ones that wait for their reduction, and those of the shards.
-        optimizer: its state, and what its step needs for a moment.
-        transforms: their slices (an average of the weights).
-        gathered: whole parameters for the units that compute.
-        communication: what is being sent and received.
-        activations: all else: what forward keeps for backward, what they compute with, and the batch.
+        parameters: shards of this rank, unsharded parameters, and buffers.
+        gradients: full gradients before their reduction, and gradients of the shards.
+        optimizer: optimizer state, and temporary tensors of its step.
+        transforms: transform states, such as an average of the weights.
+        gathered: parameters gathered for the current units.
+        communication: buffers of collectives.
+        activations: all other tensors: activations kept for backward, temporary tensors, and the batch.
     """
 
     parameters: int = 0
@@ -45,18 +43,18 @@ class MemoryBreakdown:
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """Sum of all parts."""
         return sum(getattr(self, f.name) for f in fields(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """What one step held.
+    """Memory of one step.
 
     Args:
-        peaks: the most bytes at once in each phase that ran.
-        at_peak: the parts at the moment when there were most.
-        max_by_part: the most of each part, at whatever moment.
+        peaks: most bytes held at once in each phase.
+        at_peak: parts at the time of the peak.
+        max_by_part: most bytes of each part, at any time.
     """
 
     peaks: dict[StepPhase, int]
@@ -65,10 +63,10 @@ class StepMemory:
 
 
 class MemoryTracker:
-    """Counts the storages of fake tensors by the part that they belong to.
+    """Tracker of the storages of fake tensors by purpose.
 
-    A storage belongs to the part of the block (``attribute_to``) in which it got its bytes, until ``assign`` says otherwise.
-    ``phase`` is set by whoever runs the step.
+    A storage belongs to the part of the context (``attribute_to``) that allocated it, until ``assign`` moves it. The runner of
+    the step sets ``phase``.
     """
 
     def __init__(self) -> None:
@@ -80,37 +78,37 @@ class MemoryTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Start a new page."""
+        """Start the measurements of a new step."""
         self._max_by_part = dict(self._current)
         self._peaks: dict[StepPhase, int] = {}
         self._at_peak = dict(self._current)
         self._peak_total = 0
 
     def step_memory(self) -> StepMemory:
-        """What there was since ``begin``."""
+        """Return the measurements since ``reset``."""
         return StepMemory(
             peaks=dict(self._peaks), at_peak=MemoryBreakdown(**self._at_peak), max_by_part=MemoryBreakdown(**self._max_by_part)
         )
 
     @contextmanager
     def attribute_to(self, part: MemoryPart) -> Iterator[None]:
-        """A context in which what is allocated belongs to ``part``."""
-        before, self._part = self._part, part
+        """Attribute allocations inside the context to ``part``."""
+        previous, self._part = self._part, part
         try:
             yield
         finally:
-            self._part = before
+            self._part = previous
 
     def assign(self, part: MemoryPart, tensors: Iterable[Tensor]) -> None:
-        """Say that the storages of ``tensors``, counted before or not, belong to ``part``."""
+        """Attribute the storages of ``tensors`` to ``part``, whether counted before or not."""
         with self.attribute_to(part):
             for tensor in map(to_local, tensors):
                 self.live.count([tensor])
                 key = id(tensor.untyped_storage())
-                was, size = self._storages.get(key, (part, 0))
-                if was != part:
+                previous, size = self._storages.get(key, (part, 0))
+                if previous != part:
                     self._storages[key] = part, size
-                    self._current[was] -= size
+                    self._current[previous] -= size
                     self._grow(part, size)
 
     def _on_change(self, key: int, change: int) -> None:
@@ -136,14 +134,14 @@ class MemoryTracker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTraffic:
-    """The collectives of one kind in a step of one rank.
+    """Collectives of one kind in a step of one rank.
 
     Args:
         op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` and so on, as in ``count_collectives``.
-        ranks: how many ranks take part in each.
-        count: how many there are.
-        bytes: their logical size: of the whole parameters that are gathered, of the whole gradients that are reduced.
-        bytes_sent: what this rank sends for them when they run in a ring: (n - 1) / n of the bytes, twice that for an all-reduce.
+        ranks: number of ranks in each.
+        count: number of collectives.
+        bytes: logical size: of the whole gathered parameters, of the whole reduced gradients.
+        bytes_sent: bytes sent by this rank in a ring: (n - 1) / n of the bytes, twice that for an all-reduce.
     """
 
     op: str
@@ -153,30 +151,30 @@ class CollectiveTraffic:
 
     @property
     def bytes_sent(self) -> int:
-        turns = 2 if self.op == "all_reduce" else 1
-        return round(turns * self.bytes * (self.ranks - 1) / self.ranks)
+        passes = 2 if self.op == "all_reduce" else 1
+        return round(passes * self.bytes * (self.ranks - 1) / self.ranks)
 
 
-def sum_traffic(found: Sequence[CollectiveCall]) -> tuple[CollectiveTraffic, ...]:
-    """Collectives by kind, those that send most first; those of one rank are left out."""
+def sum_traffic(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTraffic, ...]:
+    """Return the collectives by kind, sorted by the bytes sent; collectives of one rank are left out."""
     rows: dict[tuple[str, int], tuple[int, int]] = {}
-    for each in found:
-        count, size = rows.get((each.op, each.group_size), (0, 0))
-        if each.group_size > 1:
-            rows[each.op, each.group_size] = count + 1, size + each.bytes
-    made = [CollectiveTraffic(op=op, ranks=ranks, count=count, bytes=size) for (op, ranks), (count, size) in rows.items()]
-    return tuple(sorted(made, key=lambda t: -t.bytes_sent))
+    for call in calls:
+        count, size = rows.get((call.op, call.group_size), (0, 0))
+        if call.group_size > 1:
+            rows[call.op, call.group_size] = count + 1, size + call.bytes
+    traffic = [CollectiveTraffic(op=op, ranks=ranks, count=count, bytes=size) for (op, ranks), (count, size) in rows.items()]
+    return tuple(sorted(traffic, key=lambda t: -t.bytes_sent))
 
 
 def extrapolate_traffic(
     two: Sequence[CollectiveTraffic], three: Sequence[CollectiveTraffic], microbatches: int
 ) -> tuple[CollectiveTraffic, ...]:
-    """The traffic of a step of more microbatches, from those of two and of three."""
-    before = {(t.op, t.ranks): t for t in two}
-    made = []
+    """Extrapolate the traffic of ``microbatches`` microbatches from that of two and of three."""
+    by_kind = {(t.op, t.ranks): t for t in two}
+    traffic = []
     for t in three:
-        was = before.get((t.op, t.ranks), CollectiveTraffic(op=t.op, ranks=t.ranks, count=0, bytes=0))
+        base = by_kind.get((t.op, t.ranks), CollectiveTraffic(op=t.op, ranks=t.ranks, count=0, bytes=0))
         more = microbatches - 3
-        count, size = t.count + more * (t.count - was.count), t.bytes + more * (t.bytes - was.bytes)
-        made.append(CollectiveTraffic(op=t.op, ranks=t.ranks, count=count, bytes=size))
-    return tuple(made)
+        count, size = t.count + more * (t.count - base.count), t.bytes + more * (t.bytes - base.bytes)
+        traffic.append(CollectiveTraffic(op=t.op, ranks=t.ranks, count=count, bytes=size))
+    return tuple(traffic)

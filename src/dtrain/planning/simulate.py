@@ -1,4 +1,4 @@
-"""A step of rank 0 on fake tensors: the code that will run, without its memory, its arithmetic, or the other ranks."""
+"""Simulate a step of rank 0 on fake tensors: it runs the real code without memory, arithmetic or other ranks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ KeepPolicy: TypeAlias = Literal["nothing", "matmuls"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismConfig:
-    """How a workload is laid out over ranks; the arguments of ``shard_model`` and ``build_mesh`` with the same names.
+    """Layout of a workload over ranks, with the argument names of ``shard_model`` and ``build_mesh``.
 
     Args:
         checkpoint: None for no activation checkpointing, or ``keep`` of ``checkpoint_activations``.
-        device: the type of device that is planned for: optimizers take their ``foreach`` form on ``"cuda"``, as in torch, and
-            some kernels keep less for backward.
+        device: type of the simulated device. On ``"cuda"`` optimizers use their ``foreach`` form, as in torch, and some kernels
+            keep less for backward.
     """
 
     world_size: int
@@ -54,22 +54,22 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         for name, allowed in (("checkpoint", (None, "nothing", "matmuls")), ("device", ("cuda", "cpu"))):
             if getattr(self, name) not in allowed:
-                shown = ", ".join(map(repr, allowed))
-                raise ConfigError(f"plan: {name} must be one of {shown}, got {getattr(self, name)!r}")
+                options = ", ".join(map(repr, allowed))
+                raise ConfigError(f"plan: {name} must be one of {options}, got {getattr(self, name)!r}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUsage:
-    """What one step would hold and send."""
+    """Memory and collectives of one step."""
 
     memory: StepMemory
     traffic: tuple[CollectiveTraffic, ...]
 
 
 class SimulatedRun:
-    """A sharded model on fake tensors, with its optimizer, that can be stepped with batches of any size.
+    """Sharded model on fake tensors, with its optimizer, that can run steps with batches of any size.
 
-    Made by ``rehearsing``. The first step is not measured: there optimizer state is made, and torch finds out shapes.
+    ``simulate`` creates it. The first step is not measured, because it creates optimizer state and torch infers shapes.
     """
 
     def __init__(self, workload: Workload, model: nn.Module, device: DeviceType, fake_values: FakeValueMode) -> None:
@@ -80,7 +80,8 @@ class SimulatedRun:
             _use_foreach(optimizer)
         self._state = self._compose(1).init(model, optimizer)
         self._state.run_context.pending_weight = UnreadScalar()
-        set_nonfinite_limit(self._state, None)  # a fake loss cannot be read on the host
+        # A fake loss cannot be read on the host.
+        set_nonfinite_limit(self._state, None)
         self._warm = False
         self._traffic_of_two: tuple[CollectiveTraffic, ...] | None = None
 
@@ -90,14 +91,14 @@ class SimulatedRun:
         return sum(param.numel() for param in self._state.params.values())
 
     def step(self, microbatch_size: int, microbatches: int) -> StepUsage:
-        """Run a step, and return what it held and sent; of many equal microbatches only three are run.
+        """Run a step and return its memory and collectives; at most three of many equal microbatches run.
 
         Raises:
-            ConfigError: sizes that are no whole numbers from 1 on.
+            ConfigError: sizes that are not whole numbers from 1.
         """
         for name, value in (("microbatch_size", microbatch_size), ("microbatches", microbatches)):
             if type(value) is not int or value < 1:
-                raise ConfigError(f"plan: {name} must be a whole number of at least 1, got {value!r}")
+                raise ConfigError(f"plan: {name} must be a whole number of at least 1, got {value!r}.")
         if not self._warm:
             self._run(1, min(microbatches, 2))
             self._install_hooks()
@@ -105,45 +106,46 @@ class SimulatedRun:
         if microbatches <= 3:
             return self._measure(microbatch_size, microbatches)
         three = self._measure(microbatch_size, 3)
-        if self._traffic_of_two is None:  # it is of parameters and gradients: the same for every size
+        # The traffic belongs to parameters and gradients, so it is equal for every size.
+        if self._traffic_of_two is None:
             self._traffic_of_two = self._measure(microbatch_size, 2).traffic
         return StepUsage(memory=three.memory, traffic=extrapolate_traffic(self._traffic_of_two, three.traffic, microbatches))
 
     def _measure(self, microbatch_size: int, microbatches: int) -> StepUsage:
-        ledger, state = self._tracker, self._state
+        tracker, state = self._tracker, self._state
         self._fake_values.collectives.clear()
-        with ledger.live:
-            ledger.assign("parameters", state.params.values())
-            ledger.assign("parameters", self._model.buffers())
-            ledger.assign("optimizer", _iter_tensors(state.optimizer.state))
-            ledger.assign("transforms", _iter_tensors(state.transform_states))
-            ledger.reset()
+        with tracker.live:
+            tracker.assign("parameters", state.params.values())
+            tracker.assign("parameters", self._model.buffers())
+            tracker.assign("optimizer", _iter_tensors(state.optimizer.state))
+            tracker.assign("transforms", _iter_tensors(state.transform_states))
+            tracker.reset()
             self._run(microbatch_size, microbatches)
-        return StepUsage(memory=ledger.step_memory(), traffic=sum_traffic(self._fake_values.collectives))
+        return StepUsage(memory=tracker.step_memory(), traffic=sum_traffic(self._fake_values.collectives))
 
     def _run(self, microbatch_size: int, microbatches: int) -> None:
         batch = self._workload.batch(microbatch_size * microbatches)
         self._state, _ = self._compose(microbatch_size)(self._state, batch)
 
     def _compose(self, microbatch_size: int) -> Step:
-        ledger, loss_fn = self._tracker, self._workload.loss_fn
+        tracker, loss_fn = self._tracker, self._workload.loss_fn
 
-        def loss(model: nn.Module, batch: Batch) -> LossSum:
-            ledger.phase = "forward"
-            found = loss_fn(model, batch)
-            ledger.phase = "backward"
-            return found
+        def traced_loss_fn(model: nn.Module, batch: Batch) -> LossSum:
+            tracker.phase = "forward"
+            loss = loss_fn(model, batch)
+            tracker.phase = "backward"
+            return loss
 
-        def update(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            ledger.phase = "update"
-            with ledger.attribute_to("optimizer"):
+        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+            tracker.phase = "update"
+            with tracker.attribute_to("optimizer"):
                 return apply_gradients(state, metrics)
 
         grad = partial(microbatch_step, microbatch_size=microbatch_size, **self._workload.step_args)
-        return compose_step(loss, self._workload.transforms, grad=grad, update=update)
+        return compose_step(traced_loss_fn, self._workload.transforms, grad=grad, update=update_fn)
 
     def _install_hooks(self) -> None:
-        """Tell the ledger what FSDP2's memory and the gradients are for. Mutates: hooks of parameters and of FSDP2's units."""
+        """Attribute FSDP2's memory and the gradients. Mutates: hooks of parameters and of FSDP2's units."""
         for group in fsdp_param_groups(self._model):
             wrap_collectives(group, partial(self._attribute_group, group))
             for param in unsharded_params(group):
@@ -160,29 +162,29 @@ class SimulatedRun:
             param.register_post_accumulate_grad_hook(mark)
 
     @contextmanager
-    def _attribute_group(self, group: Any, what: Literal["gathered", "communication"]) -> Iterator[None]:
-        with self._tracker.attribute_to(what):
+    def _attribute_group(self, group: Any, part: Literal["gathered", "communication"]) -> Iterator[None]:
+        with self._tracker.attribute_to(part):
             yield
         self._tracker.assign("gradients", iter_grads(group))
 
 
 @contextmanager
 def simulate(workload: Workload, config: ParallelismConfig) -> Iterator[SimulatedRun]:
-    """A rehearsal in a world of its own, while the block runs.
+    """Yield a simulated run in its own fake process group.
 
     Mutates: this process's process groups, of which there are none before and after.
 
     Raises:
-        ConfigError: a setting that ``build_mesh`` or ``shard_model`` refuses, or process groups that are open.
+        ConfigError: a layout that ``build_mesh`` or ``shard_model`` refuses, or existing process groups.
     """
     with fake_world(config.world_size, dp_replicate=config.dp_replicate) as mesh:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        # Sharded on the meta device, and not on fake tensors: those take 4 ms for each parameter that is cut 1,000 times.
+        # The model is sharded on meta, because fake tensors take 4 ms for each parameter that is sharded over 1,000 ranks.
         model = _shard(workload, config, mesh, build_on_meta(workload, fake))
-        with fake, FakeValueMode() as answers, emulate_cuda_kernels() if config.device == "cuda" else nullcontext():
+        with fake, FakeValueMode() as fake_values, emulate_cuda_kernels() if config.device == "cuda" else nullcontext():
             allocate_meta_tensors(model, torch.device("cpu"))
             init_root(model)
-            yield SimulatedRun(workload, model, config.device, answers)
+            yield SimulatedRun(workload, model, config.device, fake_values)
 
 
 def _shard(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh, model: nn.Module) -> nn.Module:
@@ -199,7 +201,7 @@ def _shard(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh, mode
 
 
 def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Have ``optimizer`` work on many tensors at once, as it does on CUDA unless it is told otherwise. Mutates: its groups."""
+    """Let ``optimizer`` use its ``foreach`` form, as on CUDA, unless an option is set. Mutates: its groups."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
             group["foreach"] = True
@@ -209,5 +211,5 @@ def _iter_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _iter_tensors(each)
+        for item in value.values():
+            yield from _iter_tensors(item)
