@@ -72,8 +72,8 @@ def test_a_loader_without_a_sampler_for_ranks_is_noticed_once(ranks):
     first, second = ranks(2).run(fed, "plain loader")
     assert first == [
         "step: the first batches of all 2 data-parallel ranks are equal, so the ranks train on the same samples. Give each "
-        "rank its own samples, with dt.build_loader(..., mesh=mesh) or torch's DistributedSampler. If equal batches are intended, "
-        "pass step.init(..., allow_equal_batches=True)."
+        "rank its own samples, with dt.build_loader(..., mesh=mesh) or torch's DistributedSampler. If equal batches are "
+        "intended, pass step.init(..., allow_equal_batches=True)."
     ]
     assert second == []  # once for the job
     for kind in ("nested batches", "permuted views", "four steps on each batch"):
