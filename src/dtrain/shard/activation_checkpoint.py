@@ -139,7 +139,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compile_inner_forward(module: nn.Module, settings: Mapping[str, Any]) -> bool:
-    """Compile the inner forward of ``module`` if Python must run around the block; return False if it need not.
+    """Compile the inner forward of ``module`` if Python must run around the block, else return False.
 
     Buffer snapshots and copies to the host run in Python around the compiled code. A block without either is compiled as a
     whole, so that the compiler knows the recomputation. The recomputation must run the same code as the forward. Shapes are

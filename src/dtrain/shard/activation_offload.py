@@ -49,8 +49,8 @@ class ActivationOffloader:
             yield
 
     def _pack(self, tensor: Tensor, kept_storages: set[int]) -> Tensor | _OffloadedTensor:
-        on_accelerator = tensor.device.type not in ("cpu", "meta") or self._copies_on_cpu
-        if not on_accelerator or type(tensor) is not Tensor or tensor.nbytes < self._min_bytes:
+        is_offloadable = tensor.device.type not in ("cpu", "meta") or self._copies_on_cpu
+        if not is_offloadable or type(tensor) is not Tensor or tensor.nbytes < self._min_bytes:
             return tensor
         # A copy of an expanded tensor would be larger than its storage.
         is_expanded = tensor.nbytes > tensor.untyped_storage().nbytes()
@@ -177,7 +177,7 @@ class _CopyStreams:
             self._offloaded = {
                 k: reference
                 for k, reference in self._offloaded.items()
-                if (found := reference()) is not None and found.is_in_flight
+                if (candidate := reference()) is not None and candidate.is_in_flight
             }
         return offloaded, True
 

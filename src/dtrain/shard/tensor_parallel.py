@@ -118,7 +118,7 @@ def apply_tp_plan(
                 )
     for param, places in locations:
         current = [module._parameters[key] for _, module, key in places]
-        if all(entry is param for entry in current):
+        if all(tensor is param for tensor in current):
             continue
         _check_placements(places, current, axis.size(), ignored_params)
         first = current[0]

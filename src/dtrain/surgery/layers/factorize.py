@@ -66,7 +66,14 @@ class _FactorizedLayer(nn.Module):
 
 
 class FactorizedLinear(_FactorizedLayer):
-    """Linear layer through ``rank`` features, with the bias in ``up``."""
+    """Linear layer through ``rank`` features, with the bias in ``up``.
+
+    Example:
+        >>> import dtrain as dt
+        >>> layer = dt.surgery.FactorizedLinear(nn.Linear(4, 6), rank=2)
+        >>> layer(torch.ones(3, 4)).shape, [tuple(p.shape) for p in layer.parameters()]
+        (torch.Size([3, 6]), [(2, 4), (6, 2), (6,)])
+    """
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -78,7 +85,14 @@ class FactorizedLinear(_FactorizedLayer):
 
 
 class FactorizedConv2d(_FactorizedLayer):
-    """Convolution to ``rank`` channels with the original kernel and stride, and a 1x1 convolution with the bias."""
+    """Convolution to ``rank`` channels with the original kernel and stride, and a 1x1 convolution with the bias.
+
+    Example:
+        >>> import dtrain as dt
+        >>> layer = dt.surgery.FactorizedConv2d(nn.Conv2d(4, 6, 3), rank=2)
+        >>> layer(torch.ones(1, 4, 5, 5)).shape, [tuple(p.shape) for p in layer.parameters()]
+        (torch.Size([1, 6, 3, 3]), [(2, 4, 3, 3), (6, 2, 1, 1), (6,)])
+    """
 
     def __init__(self, layer: nn.Conv2d, rank: int) -> None:
         super().__init__()
