@@ -24,7 +24,7 @@ def broken(contract: str) -> pytest.MarkDecorator:
 def edits() -> set[str]:
     """Public functions of the room that take a model and return one."""
     found = set()
-    for info in pkgutil.iter_modules(dtrain.surgery.__path__, "dtrain.surgery."):
+    for info in pkgutil.walk_packages(dtrain.surgery.__path__, "dtrain.surgery."):
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             if inspect.isfunction(value) and value.__module__ == info.name and not name.startswith("_"):

@@ -119,7 +119,7 @@ def begun_after_a_forward(strategy: str, before_optimizer: bool) -> str:
 def test_a_state_of_gathered_copies_is_refused(ranks, strategy, before_optimizer):
     for message in ranks(2).run(begun_after_a_forward, strategy, before_optimizer):
         assert "are gathered copies, left by a forward outside of a step (first: " in message
-        assert "evaluating" in message
+        assert "dt.eval_mode(model)" in message
 
 
 def one_rank_alone(strategy: str) -> float:
