@@ -106,10 +106,10 @@ def test_verify_does_not_call_what_has_no_digest_compared(data, tmp_path, monkey
 DAMAGE = {
     "a flipped bit": (
         lambda path: flip(path),
-        r"(xxh64|sha1) is [0-9a-f]+, the index says [0-9a-f]+|zstd: cannot be unpacked: .*",
+        r"(xxh64|sha1) is [0-9a-f]+, the index has [0-9a-f]+|zstd: cannot be unpacked: .*",
     ),
-    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"has \d+ bytes, the index says \d+"),
-    "gone": (lambda path: path.unlink(), r"is missing; the index names it"),
+    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"has \d+ bytes, the index has \d+"),
+    "gone": (lambda path: path.unlink(), r"is missing, but the index has it"),
 }
 
 
@@ -169,7 +169,7 @@ def test_a_dataset_on_a_server_is_shown_and_verified(data):
         assert (code, out.splitlines()[-1]) == (0, "ok: every digest compared, every sample decoded")
         storage.remove_file(storage.resolve_path(root) / "shard.00001.mds")
         code, out, _ = data("inspect", root, "--verify")
-        assert (code, out.splitlines()[-2]) == (1, "shard.00001.mds: is missing; the index names it")
+        assert (code, out.splitlines()[-2]) == (1, "shard.00001.mds: is missing, but the index has it")
     finally:
         storage.remove_folder(storage.resolve_path(root))
 

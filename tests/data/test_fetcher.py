@@ -150,7 +150,7 @@ def test_skip_crosses_epochs():
 
 @pytest.mark.parametrize("samples", [-1, 1.5, True, "3"])
 def test_skip_refuses_what_is_no_count(samples):
-    with pytest.raises(dt.errors.ConfigError, match="needs a whole number of samples of at least 0"):
+    with pytest.raises(dt.errors.ConfigError, match="samples must be an integer of at least 0"):
         build(Numbers(10)).skip(samples)
 
 
@@ -160,7 +160,7 @@ def test_skip_refuses_what_is_no_count(samples):
         ({"version": 2}, "the saved position has format version 2, this release reads 1"),
         ({"version": None}, "format version None"),
         ({"samples": "3"}, "no whole number 'samples', but '3'"),
-        ({"data": 7}, "the dataset is not the one of the checkpoint"),
+        ({"data": 7}, "the dataset differs from the dataset of the checkpoint"),
     ],
 )
 def test_states_that_cannot_be_right_are_refused(change, message):

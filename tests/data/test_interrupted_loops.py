@@ -272,7 +272,7 @@ def test_a_second_loop_while_the_first_is_in_a_step_is_refused():
     run.take(next(first))
     next(first)
     next(loader.until(LENGTH))
-    with pytest.raises(dt.errors.ConfigError, match="its position was moved in the middle of until"):
+    with pytest.raises(dt.errors.ConfigError, match="another loop moved the position during until"):
         next(first)
 
 

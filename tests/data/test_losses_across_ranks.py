@@ -191,7 +191,7 @@ def test_all_ranks_stop_when_one_has_trouble_in_its_first_batch(ranks, what, wor
     assert "rank 1" in first
     assert "\n" not in first + second
     if what == "nothing":
-        assert "the dataset gave no sample in a whole epoch" in second
+        assert "the dataset returned no sample in a whole epoch" in second
     else:
         assert second.startswith("DataError: loader: ")
         assert second.endswith("LookupError: no such thing")

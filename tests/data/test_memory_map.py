@@ -35,7 +35,7 @@ def test_one_rank_of_a_node_writes_and_all_map(ranks, tmp_path):
     "bad", [{"x": torch.zeros(3)}, TensorDict({"x": torch.zeros(3)}, batch_size=[])], ids=["dict", "scalar"]
 )
 def test_what_is_no_table_is_refused_and_leaves_nothing(tmp_path, bad):
-    with pytest.raises(dt.errors.ConfigError, match="make must give a TensorDict with a batch size"):
+    with pytest.raises(dt.errors.ConfigError, match="make must return a TensorDict with a batch size"):
         dt.data.memory_map(tmp_path / "data", lambda: bad)
     assert not list(tmp_path.iterdir())
 

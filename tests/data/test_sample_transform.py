@@ -98,10 +98,10 @@ def test_seeded_can_be_pickled():
 
 
 def test_a_transform_that_returns_nothing_is_refused():
-    with pytest.raises(ConfigError, match="returned None for sample 4; it must return the sample that it makes"):
+    with pytest.raises(ConfigError, match="the transform returned None for sample 4. Return the sample"):
         apply_transform(lambda sample, generator: None, 0, seed=0, epoch=0, index=4)
 
 
 def test_seeded_needs_a_function():
-    with pytest.raises(ConfigError, match="seeded: needs a function of a sample, got 3"):
+    with pytest.raises(ConfigError, match="seed_per_sample: fn must be a function of a sample, got 3"):
         seed_per_sample(3)

@@ -39,7 +39,7 @@ def test_a_hugging_face_dataset_keeps_a_format_of_its_own():
 def test_another_hugging_face_dataset_is_refused_on_resume():
     state = build(hugging_face()).state_dict()
     other = hugging_face().rename_column("x", "y")
-    with pytest.raises(dt.errors.CheckpointMismatchError, match="the dataset is not the one of the checkpoint"):
+    with pytest.raises(dt.errors.CheckpointMismatchError, match="the dataset differs from the dataset of the checkpoint"):
         build(other).load_state_dict(state)
 
 

@@ -41,7 +41,7 @@ def first_sample(samples):
         (lock, {"collate": first_sample}, r"loader: batch\['meta'\]\[1\] cannot be pickled \(TypeError: .*; return it as data"),
         (die, {}, r"loader: worker process \d+ was killed by SIGKILL; often out of memory"),
         (leave, {}, r"loader: worker process \d+ ended with exit code 3"),
-        (hang, {"timeout_s": 1.5}, r"loader: no batch from 2 workers in 1.5 s; a sample hangs or takes longer"),
+        (hang, {"timeout_s": 1.5}, r"loader: no batch from 2 workers in 1.5 s, because a sample hangs or is slow"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -63,7 +63,7 @@ def test_the_traceback_of_a_sample_comes_as_a_note():
 
 def test_a_death_is_not_raised_in_the_middle_of_the_loop_body(tmp_path):
     now = tmp_path / "now"
-    loader = build(Troubled(32, 9, partial(die_when, now)), prefetch=1)
+    loader = build(Troubled(32, 9, partial(die_when, now)), prefetch_factor=1)
     stream, ends = loader.until("1ep"), time.monotonic() + 90
     next(stream)
     children = workers_here()
@@ -136,7 +136,7 @@ def test_a_program_that_leaves_its_loop_open_ends_at_once(tmp_path):
 
 
 def test_a_busy_worker_does_not_outlive_the_loop():
-    loader = build(Troubled(32, 4, hang), prefetch=1)
+    loader = build(Troubled(32, 4, hang), prefetch_factor=1)
     stream = loader.until("1ep")
     next(stream)
     stream.close()

@@ -119,7 +119,7 @@ SAID = {
             "ConfigError: extra/schedule/warmup: a checkpoint holds tensors and plain data (None, bool, int, float, str, list, "
             "tuple, dict), got builtins.function; convert it in state_dict()",
             "ConfigError: loader: dataset.decode cannot be sent to a worker (AttributeError: Can't ... local object "
-            "'...<locals>.<lambda>'); open it where it is used",
+            "'...<locals>.<lambda>'). Open it where it is used",
             "ConfigError: all_gather_json: takes plain data only: Object of type function is not JSON serializable",
         ),
     ),

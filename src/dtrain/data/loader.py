@@ -173,7 +173,7 @@ class Loader:
         goal, stops = parse_length(length), tuple(stop) if isinstance(stop, Sequence) else (stop,)
         ended = next((condition for condition in stops if condition.stopped), None)
         if ended is not None and get_dist_info().rank == 0:
-            print(f"dtrain: until: {ended!r} has ended the run; there is nothing left to train", file=sys.stderr)
+            print(f"dtrain: until: the run has ended by {ended!r}. Nothing is left to train", file=sys.stderr)
         pending = self._take_back_pending()
         stepped = pending is not None or (self._issued is not None and self._issued.is_stepped)
         while not is_reached(goal, self.position) and not any(condition.stopped for condition in stops):

@@ -249,7 +249,7 @@ def test_documents_of_real_shards_are_packed_through_the_loader(tmp_path):
 def test_documents_without_shards_are_shuffled_as_a_whole():
     blocks = packed([5, 9, 3], 4)
     assert blocks.order(3, True) == ElasticSampler(size=5, seed=3)
-    with pytest.raises(ConfigError, match="the documents have no shards to shuffle within; give shuffle=True"):
+    with pytest.raises(ConfigError, match="the documents have no shards to shuffle within. Use shuffle=True"):
         blocks.order(3, BlockShuffle())
 
 
@@ -262,8 +262,8 @@ def test_a_block_that_is_not_there_is_an_index_error(index):
 @pytest.mark.parametrize(
     ("docs", "options", "message"),
     [
-        ([[1, 2]], {"seq": 0}, "seq must be a whole number of at least 1, got 0"),
-        ([[1, 2]], {"seq": True}, "seq must be a whole number of at least 1, got True"),
+        ([[1, 2]], {"seq": 0}, "seq must be an integer of at least 1, got 0"),
+        ([[1, 2]], {"seq": True}, "seq must be an integer of at least 1, got True"),
         ([[1, 2]], {"last_block": "short"}, "last_block must be 'pad' or 'drop', got 'short'"),
         ([], {}, "0 tokens in 0 documents make no block of 4"),
         ([[], []], {}, "0 tokens in 2 documents make no block of 4"),
@@ -281,14 +281,14 @@ def test_bad_options_are_refused(docs, options, message):
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ([1, 2], "PackedTokens: document 1 has 2 tokens, lengths says 3; take lengths of these"),
+        ([1, 2], "PackedTokens: document 1 has 2 tokens, but lengths has 3. Compute lengths"),
         ("abc", "document 1 must be tokens, .* got a str; tokenize it first"),
         (torch.zeros(3, 2), r"got a Tensor of shape \(3, 2\); tokenize it first"),
         (torch.tensor(3), "got a Tensor of shape"),
         (5, "got a int; tokenize it first"),
         ([0.5, 1.0, 2.0], r"got float64 of shape \(2,\); tokenize it first"),
         ([[1], [2], [3]], r"got int64 of shape \(2, 1\); tokenize it first"),
-        ({"text": "abc"}, r"document 1 has no 'input_ids'; it has \['text'\]"),
+        ({"text": "abc"}, r"document 1 must have 'input_ids', got \['text'\]"),
         ({"input_ids": [1, 2, 3], "labels": [1]}, "document 1 has 3 tokens and 1 labels; give one for each"),
     ],
 )

@@ -207,9 +207,9 @@ def resumed(stream: TokenStream, state: dict[str, Any]) -> Any:
     [
         ([4, 9], {"seq": 3}, "must be one in blocks of 4 tokens"),
         ([4, 9], {"offset": None}, "must be one in blocks of 4 tokens"),
-        ([4], {}, "behind token 4 of document 1, which has 0; resume with the same documents"),
-        ([4, 3], {}, "behind token 4 of document 1, which has 3; resume with the same documents"),
-        ([], {}, "in document 1, which the source does not come to"),
+        ([4], {}, "after token 4 of document 1, which has 0. Resume with the same documents"),
+        ([4, 3], {}, "after token 4 of document 1, which has 3. Resume with the same documents"),
+        ([], {}, "the source ends before document 1 of the saved position"),
     ],
     ids=["other seq", "malformed", "fewer documents", "a shorter document", "no documents"],
 )
@@ -226,7 +226,7 @@ def test_a_position_in_other_documents_is_refused(source, lengths, change, messa
 @pytest.mark.parametrize(
     ("docs", "options", "message"),
     [
-        ([], {"seq": 0}, "pack_tokens: seq must be a whole number of at least 1, got 0"),
+        ([], {"seq": 0}, "pack_tokens: seq must be an integer of at least 1, got 0"),
         ([], {"seq": 4, "last_block": "short"}, "pack_tokens: last_block must be 'pad' or 'drop', got 'short'"),
         (5, {"seq": 4}, "documents must be an iterable of tokens, got a int"),
     ],

@@ -159,8 +159,8 @@ def test_a_state_of_another_order_is_refused(sizes, seed, shuffle, named):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 0}, "window must be a whole number of at least 1, got 0"),
-        ({"streams": True}, "streams must be a whole number of at least 1, got True"),
+        ({"window": 0}, "window must be an integer of at least 1, got 0"),
+        ({"streams": True}, "streams must be an integer of at least 1, got True"),
         ({"unit": "bytes"}, "unit must be 'shards' or 'samples', got 'bytes'"),
     ],
 )

@@ -70,7 +70,7 @@ def drawn(mixture, order, epochs):
 def own(mixture, indices):
     found = {name: [] for name in mixture.sources}
     for index in indices:
-        name, place = mixture._place(index)
+        name, place = mixture._locate(index)
         found[name].append(place)
     return found
 
@@ -146,7 +146,7 @@ def test_weights_may_change_at_each_resume_without_loss_or_repeat(weights, steps
         mixture = three(**dict(zip(names, parts, strict=True)))
         order = mixture.order(7, True)
         if state is not None:
-            order = order.resumed(state, *divmod(place, order.size))
+            order = order.at_state(state, *divmod(place, order.size))
         while step:  # to the end of an epoch, at most
             epoch, start = divmod(place, order.size)
             stop = min(start + step, order.size)
@@ -163,17 +163,17 @@ def test_weights_may_change_at_each_resume_without_loss_or_repeat(weights, steps
 
 def test_a_resume_with_the_same_weights_is_the_same_order_even_after_they_changed():
     first, later = three(a=1, b=1, c=1), three(a=5, b=1, c=0)
-    order = later.order(0, True).resumed(first.order(0, True).state(1, 20), 1, 20)
-    again = later.order(0, True).resumed({"epoch": 2, **order.state(2, 30)}, 2, 30)
+    order = later.order(0, True).at_state(first.order(0, True).state(1, 20), 1, 20)
+    again = later.order(0, True).at_state({"epoch": 2, **order.state(2, 30)}, 2, 30)
     assert again.indices(2, 30, 145).equal(order.indices(2, 30, 145))
     fresh = later.order(0, True)
     assert not fresh.indices(2, 30, 145).equal(order.indices(2, 30, 145))  # the change is remembered
 
 
 def test_new_weights_hold_from_the_resume_on():
-    order = three(a=1, b=0, c=0).order(0, True).resumed(three().order(0, True).state(0, 50), 0, 50)
+    order = three(a=1, b=0, c=0).order(0, True).at_state(three().order(0, True).state(0, 50), 0, 50)
     assert order.indices(0, 50, 145).lt(100).all()
-    order = three(a=0, b=0, c=1).order(0, True).resumed(order.state(0, 60), 0, 60)
+    order = three(a=0, b=0, c=1).order(0, True).at_state(order.state(0, 60), 0, 60)
     assert order.indices(0, 60, 145).ge(137).all()
 
 
@@ -214,7 +214,7 @@ def test_a_block_shuffled_source_goes_on_where_it_was_when_weights_change(parts,
         return mix({"s": Sharded([50] * 32), "m": range(500)}, weights={"s": s, "m": m})
 
     before = mixture(3, 1).order(1, True)
-    order = mixture(*parts).order(1, True).resumed(before.state(0, cut), 0, cut)
+    order = mixture(*parts).order(1, True).at_state(before.state(0, cut), 0, cut)
     indices = before.indices(0, 0, cut).tolist() + order.indices(0, cut, 2100).tolist()
     walk = own(mixture(1, 1), indices)["s"]
     source = before.sources[0].order
@@ -293,13 +293,13 @@ def test_a_state_of_another_mixture_is_refused(sizes, message):
 
 def test_a_state_of_another_seed_is_refused():
     with pytest.raises(CheckpointMismatchError, match="seed=1, this one has seed=2"):
-        three().order(2, True).resumed(three().order(1, True).state(0, 5), 0, 5)
+        three().order(2, True).at_state(three().order(1, True).state(0, 5), 0, 5)
 
 
 def test_a_state_of_a_plain_dataset_is_refused():
     order = shard_order([145], seed=0, shuffle=False)
     with pytest.raises(CheckpointMismatchError, match="sources=None, this one has sources=3"):
-        three().order(0, False).resumed(order.state(0, 5), 0, 5)
+        three().order(0, False).at_state(order.state(0, 5), 0, 5)
     with pytest.raises(CheckpointMismatchError, match="shuffle=None"):
         order.at_state(three().order(0, False).state(0, 5), 0, 5)
 
@@ -317,7 +317,7 @@ def test_a_state_of_a_plain_dataset_is_refused():
         ({"a": [1]}, {"a": True}, {}, "got True"),
         ({"a": [1]}, {"a": "0.5"}, {}, "got '0.5'"),
         ({"a": [1]}, {"a": 0}, {}, "all weights are 0"),
-        ({"a": [1]}, {"a": 1}, {"epoch_samples": 0}, "epoch_samples must be a whole number of at least 1, got 0"),
+        ({"a": [1]}, {"a": 1}, {"epoch_samples": 0}, "epoch_samples must be an integer of at least 1, got 0"),
     ],
 )
 def test_bad_mixtures_are_refused(sources, weights, more, message):

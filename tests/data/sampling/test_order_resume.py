@@ -38,7 +38,7 @@ def consumed(make, *, batch, last_batch, until, legs):
     for world, steps in [*legs, (1, until)]:
         order = make()
         if state is not None:
-            order = order.resumed(state, epoch, start)
+            order = order.at_state(state, epoch, start)
         ranks = [CachedOrder(order) for _ in range(world)]
         for _ in range(min(steps, until - done)):
             bounds = batch_bounds(start, order.size, batch, last_batch)

@@ -50,5 +50,5 @@ def test_figures_are_printed_in_one_line():
 
 @pytest.mark.parametrize(("sizes", "batch_size"), [([500] * 199, 100), (SIZES, 60_000)])
 def test_sizes_of_another_dataset_or_too_few_batches_are_refused(sizes, batch_size):
-    with pytest.raises(ConfigError, match="needs the sizes of the order's 100000 samples and two batches"):
+    with pytest.raises(ConfigError, match="sizes must have the order's 100000 samples and two batches"):
         shuffle_quality(ElasticSampler(size=100_000), sizes, batch_size=batch_size)

@@ -1,4 +1,4 @@
-"""A file's raw bytes: checked against all that the index says, and fetched once more when they are wrong."""
+"""A file's raw bytes: checked against all that the index has, and fetched once more when they are wrong."""
 
 import gzip
 import hashlib
@@ -75,7 +75,7 @@ def test_wrong_bytes_are_fetched_once_more(what, compressed, tmp_path):
     assert out.cleared == 1
     path.write_bytes(wrong)
     again = Out()
-    with pytest.raises(DataError, match=rf"^{path}: (has \d+ bytes|sha1 is \w+), the index says \w+$"):
+    with pytest.raises(DataError, match=rf"^{path}: (has \d+ bytes|sha1 is \w+), the index has \w+$"):
         fetch(path, file_of(compressed=compressed), again)
     assert again.cleared == 1
 
@@ -84,17 +84,17 @@ def test_what_unpacks_to_something_else_is_refused(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(PACKED)
     file = file_of(compressed=True)
-    with pytest.raises(DataError, match=rf"^{path}: unpacked sha1 is \w+, the index says 00$"):
+    with pytest.raises(DataError, match=rf"^{path}: unpacked sha1 is \w+, the index has 00$"):
         fetch(path, replace(file, raw_digests={"sha1": "00"}), Out())
-    with pytest.raises(DataError, match=rf"^{path}: has 50000 unpacked bytes, the index says 50001$"):
+    with pytest.raises(DataError, match=rf"^{path}: has 50000 unpacked bytes, the index has 50001$"):
         fetch(path, replace(file, raw_size=50_001), Out())
-    with pytest.raises(DataError, match=rf"^{path}: gz: more than 49999 bytes come out"):
+    with pytest.raises(DataError, match=rf"^{path}: gz: decompresses to more than 49999 bytes"):
         fetch(path, replace(file, raw_size=49_999), Out())
 
 
 def test_a_missing_file_is_not_asked_for_again(tmp_path):
     out = Out()
-    with pytest.raises(DataError, match=rf"^{tmp_path}/file: is missing; the index names it$"):
+    with pytest.raises(DataError, match=rf"^{tmp_path}/file: is missing, but the index has it$"):
         fetch(tmp_path / "file", file_of(), out)
     assert out.cleared == 0
 

@@ -25,7 +25,7 @@ def test_a_link_to_a_file_outside_is_refused_in_a_folder_without_an_index(tmp_pa
     secret = lines(tmp_path / "secret.jsonl", "password")
     lines(tmp_path / "data" / "a.jsonl", "fine")
     (tmp_path / "data" / "b.jsonl").symlink_to(secret)
-    with pytest.raises(DataError, match=rf"^{tmp_path}/data/b.jsonl: is a link to {secret}, out of the dataset's folder; pass"):
+    with pytest.raises(DataError, match=rf"^{tmp_path}/data/b.jsonl: is a link to {secret}, out of the dataset's folder. Pass"):
         opened(tmp_path / "data")
     assert everything(opened(tmp_path / "data", follow_links=True)) == [{"x": "fine"}, {"x": "password"}]
 
@@ -54,7 +54,7 @@ def test_a_link_out_of_the_folder_is_refused_with_an_index(what, compression, tm
             target.write_bytes(gzip.decompress((outside / first["zip_data"]["basename"]).read_bytes()))
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(target)
-    with pytest.raises(DataError, match=r"is a link to .*, out of the dataset's folder; pass follow_links=True"):
+    with pytest.raises(DataError, match=r"is a link to .*, out of the dataset's folder. Pass follow_links=True"):
         opened(folder)[0]
     assert everything(opened(folder, follow_links=True)) == list(samples(100))
 

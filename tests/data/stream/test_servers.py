@@ -79,9 +79,9 @@ def test_a_fault_that_passes_is_not_noticed(kind, download, served, data, opened
 
 
 WRONG = [
-    ("missing", r"{url}/{name}: is missing; the index names it$"),
-    ("truncated", r"{url}/{name}: has \d+ bytes, the index says \d+$"),
-    ("changed", r"{url}/{name}: xxh64 is [0-9a-f]{{16}}, the index says [0-9a-f]{{16}}$"),
+    ("missing", r"{url}/{name}: is missing, but the index has it$"),
+    ("truncated", r"{url}/{name}: has \d+ bytes, the index has \d+$"),
+    ("changed", r"{url}/{name}: xxh64 is [0-9a-f]{{16}}, the index has [0-9a-f]{{16}}$"),
 ]
 
 
@@ -138,9 +138,7 @@ def test_a_server_that_stays_down_is_named(served, data, opened):
 @pytest.mark.parametrize("name", ["nothing", pytest.param("empty/deep", marks=pytest.mark.slow)])
 def test_a_url_without_data_is_refused(name, served, data, opened):
     place = served(data)
-    with pytest.raises(
-        ConfigError, match=rf"^{place.url}/{name}: has no index.json(, and nothing is listed there| and no file)"
-    ):
+    with pytest.raises(ConfigError, match=rf"^{place.url}/{name}: has no index.json(, and no files are listed| and no file)"):
         opened(f"{place.url}/{name}")
 
 
@@ -188,7 +186,7 @@ def test_a_server_without_ranges_gives_whole_shards(data, opened, short):
     with web(data, ranges=False) as port:
         url = f"http://127.0.0.1:{port}"
         assert ids(opened(url).__getitems__(range(100))) == list(range(100))
-        with pytest.raises(DataError, match=r"the server gives whole files only; use download='whole'$"):
+        with pytest.raises(DataError, match=r"the server has no range requests. Use download='whole'$"):
             opened(url, download="ranged")[0]
 
 

@@ -84,7 +84,7 @@ def test_what_this_process_has_open_is_released_for_room(tmp_path):
 
 
 def test_a_shard_larger_than_the_cache_is_refused_with_both_numbers(cache):
-    with pytest.raises(DataError, match=r"^a shard needs 101 bytes, the cache .* has cache_bytes=100; give it more$"):
+    with pytest.raises(DataError, match=r"^a shard needs 101 bytes, but the cache .* has cache_bytes=100. Raise it$"):
         made(cache, A, 101)
     assert os.listdir(cache.folder) == [] if cache.folder.exists() else True
 
@@ -107,7 +107,7 @@ def test_more_bytes_than_announced_are_reserved_when_they_come(cache, monkeypatc
 
 
 def test_more_bytes_than_the_cache_has_are_refused(cache):
-    with pytest.raises(DataError, match=r"^a shard needs at least 120 bytes, the cache .* has cache_bytes=100; give it more$"):
+    with pytest.raises(DataError, match=r"^a shard needs at least 120 bytes, but the cache .* has cache_bytes=100. Raise it$"):
         cache.get(A, 15, lambda part: part.write(b"y" * 120))
     assert os.listdir(cache.folder) == [".lock"]
 

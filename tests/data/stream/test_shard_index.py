@@ -64,21 +64,21 @@ def test_equal_details_are_held_once() -> None:
         (b'{"version": 2', "is not JSON"),
         (b"[]", "has no list of shards"),
         (b'{"version": 2, "shards": {}}', "has no list of shards"),
-        (text_of(version=3), "has version 3, 2 can be read"),
-        (b'{"shards": []}', "has version None, 2 can be read"),
-        (text_of(shard(version=1)), "shard 0: has version 1"),
-        (text_of(shard(), 7), "shard 1: is int, not an object"),
-        (text_of(shard(format="csv")), "shard 0: format 'csv' is not known; known: mds, parquet, jsonl, text, tar"),
-        (text_of(shard(format=["mds"])), "format .* is not known"),
-        (text_of(shard(samples=-1)), "shard 0: samples is -1, not a count"),
-        (text_of(shard(samples=True)), "samples is True, not a count"),
-        (text_of(shard(samples=2.0)), "samples is 2.0, not a count"),
-        (text_of(shard(raw_data=file_info(size=-5))), "bytes is -5, not a count"),
-        (text_of(shard(raw_data=None)), "raw_data is None, not a file's name"),
-        (text_of(shard(raw_data=file_info() | {"hashes": {"sha1": 3}})), "not digests by algorithm"),
-        (text_of(shard(), shard()), "shard 1: file 'shard.00000.mds' is in it twice"),
-        (text_of(shard(zip_data=file_info("a.x"))), "is compressed, but compression is None"),
-        (text_of(shard(zip_data=file_info("a.x"), compression="lz4")), "compression 'lz4' is not known"),
+        (text_of(version=3), "version must be 2, got 3"),
+        (b'{"shards": []}', "version must be 2, got None"),
+        (text_of(shard(version=1)), "shard 0: version must be 2, got 1"),
+        (text_of(shard(), 7), "shard 1: must be an object, got int"),
+        (text_of(shard(format="csv")), "shard 0: format 'csv' is unknown; known: mds, parquet, jsonl, text, tar"),
+        (text_of(shard(format=["mds"])), "format .* is unknown"),
+        (text_of(shard(samples=-1)), "shard 0: samples must be a count, got -1"),
+        (text_of(shard(samples=True)), "samples must be a count, got True"),
+        (text_of(shard(samples=2.0)), "samples must be a count, got 2.0"),
+        (text_of(shard(raw_data=file_info(size=-5))), "bytes must be a count, got -5"),
+        (text_of(shard(raw_data=None)), "raw_data must have a file's name"),
+        (text_of(shard(raw_data=file_info() | {"hashes": {"sha1": 3}})), "must be digests by algorithm"),
+        (text_of(shard(), shard()), "shard 1: file 'shard.00000.mds' occurs twice"),
+        (text_of(shard(zip_data=file_info("a.x"))), "compression must be a name, got None"),
+        (text_of(shard(zip_data=file_info("a.x"), compression="lz4")), "compression 'lz4' is unknown"),
         (text_of(shard(zip_data=file_info("../a"), compression="gz")), "file '../a' is not in the dataset's folder"),
     ],
 )
@@ -119,7 +119,7 @@ def test_format_is_recognised_by_name(name: str, expected: tuple[str, str | None
 
 
 def test_unknown_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match="format 'csv' is not known; known: mds, parquet, jsonl, text, tar"):
+    with pytest.raises(ConfigError, match="format 'csv' is unknown; known: mds, parquet, jsonl, text, tar"):
         get_format("csv")
     assert [get_format(name).name for name in FORMATS] == list(FORMATS)
 
@@ -133,5 +133,5 @@ def test_digests_are_those_that_everybody_has() -> None:
 
 
 def test_unknown_hash_is_refused() -> None:
-    with pytest.raises(ConfigError, match="hash 'crc32' is not known; known: xxh32, xxh64"):
+    with pytest.raises(ConfigError, match="hash 'crc32' is unknown; known: xxh32, xxh64"):
         new_hash("crc32")

@@ -171,12 +171,12 @@ def test_parquet_has_row_groups_of_a_few_megabytes_and_takes_types(tmp_path: Pat
 
 
 REFUSED: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
-    "no samples": ("mds", [], {}, "there are no samples to write"),
-    "no mapping": ("mds", [3], {}, "sample 0: a mapping of names to values is wanted, got int: '3'"),
+    "no samples": ("mds", [], {}, "samples must not be empty"),
+    "no mapping": ("mds", [3], {}, "sample 0: must be a mapping of names to values, got int: '3'"),
     "empty mapping": ("jsonl", [{}], {}, "sample 0: a mapping of names"),
     "unknown format": ("csv", [{"a": 1}], {}, "format 'csv' is not known"),
     "unknown hash": ("mds", [{"a": 1}], {"hashes": ["crc"]}, "hash 'crc' is not known"),
-    "unknown compression": ("mds", [{"a": 1}], {"compression": "lz4"}, "compression 'lz4' is not known"),
+    "unknown compression": ("mds", [{"a": 1}], {"compression": "lz4"}, "compression 'lz4' is unknown"),
     "no limit": ("mds", [{"a": 1}], {"size_limit": 0}, "size_limit=0 is not from 1 to 4 GiB"),
     "great limit": ("mds", [{"a": 1}], {"size_limit": 2**32}, "is not from 1 to 4 GiB"),
     "no columns": ("mds", [{"a": 1}], {"columns": {}}, "leaves nothing to write"),
@@ -188,16 +188,16 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "a fraction": ("mds", [{"a": 1.5}], {"columns": {"a": "int8"}}, "1.5 is not of type int8"),
     "other dtype": ("mds", [{"a": np.zeros(1)}, {"a": np.zeros(1, "f4")}], {}, "array of dtype float64 wanted, got float32"),
     "other shape": ("mds", [{"a": np.zeros(2)}], {"columns": {"a": "ndarray:float64:3"}}, r"array of shape \(3,\) wanted, got"),
-    "empty array": ("mds", [{"a": np.zeros(0)}], {}, "at least one element wanted"),
+    "empty array": ("mds", [{"a": np.zeros(0)}], {}, "and at least one element, got"),
     "strange dtype": ("mds", [{"a": np.zeros(2, "c16")}], {}, "type ndarray has no encoding of its own; give columns"),
     "no encoding": ("mds", [{"a": {1}}], {}, "type set has no encoding of its own"),
     "no json": ("mds", [{"a": [object()]}], {}, "sample 0, column 'a': Object of type object is not JSON"),
-    "no jpegs": ("mds", [{"a": []}], {"columns": {"a": "jpeg_array"}}, "jpeg_array of no image"),
+    "no jpegs": ("mds", [{"a": []}], {"columns": {"a": "jpeg_array"}}, "jpeg_array must have an image"),
     "no image": ("mds", [{"a": 3}], {"columns": {"a": "png"}}, "image or bytes of one wanted, got int"),
     "nan line": ("jsonl", [{"a": float("nan")}], {}, "sample 0: JSON cannot hold it: Out of range"),
     "object line": ("jsonl", [{"a": b""}], {}, "sample 0: JSON cannot hold it: .*bytes"),
-    "two texts": ("text", [{"text": "a", "b": 1}], {}, "has the one column 'text'"),
-    "no text": ("text", [{"text": 3}], {}, "has the one column 'text'"),
+    "two texts": ("text", [{"text": "a", "b": 1}], {}, "text must have one column 'text'"),
+    "no text": ("text", [{"text": 3}], {}, "text must have one column 'text'"),
     "two lines": ("text", [{"text": "a\nb"}], {}, "has a line end in its text; use jsonl"),
     "carriage return": ("text", [{"text": "a\r"}], {}, "has a line end in its text"),
     "half a pair": ("text", [{"text": "\ud800"}], {}, "column 'text': 'utf-8' codec can't encode"),
@@ -208,15 +208,20 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "flag as number": ("parquet", [{"a": 1}, {"a": True}], {}, "int64 wanted, got bool"),
     "strange list": ("parquet", [{"a": [1]}, {"a": ["x"]}], {}, "column 'a': Could not convert 'x'"),
     "matrix": ("parquet", [{"a": np.zeros((2, 2))}], {}, "1-dimensional"),
-    "bz2 parts": ("parquet", [{"a": 1}], {"compression": "bz2"}, "parquet knows no bz2"),
-    "no ending": ("tar", [{"a": 1}], {}, "column 'a': int has no encoding by that name; json, txt, cls, npy, npz have"),
+    "bz2 parts": ("parquet", [{"a": 1}], {"compression": "bz2"}, "Parquet does not support bz2"),
+    "no ending": (
+        "tar",
+        [{"a": 1}],
+        {},
+        "column 'a': int has no encoding of that name. Pass bytes, or use json, txt, cls, npy, npz",
+    ),
     "wrong ending": ("tar", [{"a.json": {1}}], {}, "sample 0, column 'a.json': Object of type set"),
     "pickle": ("tar", [{"a.pkl": b""}], {}, "would be read as a pickle"),
     "capital": ("tar", [{"TXT": "a"}], {}, "is no name after a dot"),
-    "only a key": ("tar", [{"__key__": "a"}], {}, "has no column besides __key__"),
+    "only a key": ("tar", [{"__key__": "a"}], {}, "must have a column besides __key__"),
     "dot in key": ("tar", [{"__key__": "a.b", "txt": ""}], {}, "__key__='a.b' is no name of files"),
     "key outside": ("tar", [{"__key__": "../a", "txt": ""}], {}, "__key__='../a' is no name"),
-    "key twice": ("tar", [{"__key__": "a", "txt": ""}] * 2, {}, "sample 1: __key__='a' is that of the sample before"),
+    "key twice": ("tar", [{"__key__": "a", "txt": ""}] * 2, {}, "sample 1: __key__='a' must differ from the previous sample"),
     "no array": ("tar", [{"a.npy": [1]}], {}, "array wanted, got list"),
 }
 
@@ -263,7 +268,7 @@ def test_error_of_the_samples_comes_through_and_leaves_no_shard(tmp_path: Path) 
 def test_two_writers_in_one_folder_make_one_dataset_and_one_error(tmp_path: Path) -> None:
     def samples() -> Iterator[dict[str, Any]]:
         yield {"a": 1}
-        with pytest.raises(ConfigError, match="has a dataset that is being written, or whose writer was killed"):
+        with pytest.raises(ConfigError, match="has a dataset that is incomplete, because its writer still runs or was killed"):
             write_shards([{"a": 10}], tmp_path, format="mds")  # the other one
         yield {"a": 2}
 
@@ -279,7 +284,7 @@ def test_what_a_killed_writer_leaves_is_no_dataset(tmp_path: Path) -> None:
         write_shards(({"a": at} if at < 2 else os._exit(9) for at in range(3)), tmp_path, format="mds", size_limit=1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     assert (tmp_path / "shard.00000.mds").exists()
-    with pytest.raises(ConfigError, match="is being written, or its writer was killed"):
+    with pytest.raises(ConfigError, match="is incomplete. If its writer was killed"):
         ShardedDataset(tmp_path)
 
 

@@ -111,7 +111,7 @@ def test_large_file_is_unpacked_in_little_memory(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lz4", "compression 'lz4' is not known; known: br, bz2, gz, snappy, zstd"),
+        ("lz4", "compression 'lz4' is unknown; known: br, bz2, gz, snappy, zstd"),
         ("zstd:23", "levels of zstd are 1 to 22"),
         ("zstd:", "levels of zstd are 1 to 22"),
         ("gz:-1", "levels of gz are 0 to 9"),
@@ -127,7 +127,7 @@ def test_strange_name_or_level_is_refused(text: str, message: str) -> None:
 
 
 def test_unknown_compression_of_a_file_is_refused() -> None:
-    with pytest.raises(ConfigError, match="compression 'lz4' is not known"):
+    with pytest.raises(ConfigError, match="compression 'lz4' is unknown"):
         unpacked("lz4", b"")
 
 

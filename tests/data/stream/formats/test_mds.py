@@ -245,7 +245,7 @@ def test_truncated_shard_is_refused_at_every_length(tmp_path: Path) -> None:
 def test_another_number_of_samples_than_the_index_is_refused(tmp_path: Path) -> None:
     data = shard_of(tmp_path, ROWS[:5], ROW_COLUMNS)
     entry = entry_for(data, "mds")
-    with pytest.raises(DataError, match="has 5 samples, its index says 6"):
+    with pytest.raises(DataError, match="has 5 samples, but the index has 6"):
         FORMATS["mds"].open(Held(data), ShardEntry(file=entry.file, samples=6, format="mds", details=entry.details), {})
 
 
@@ -254,7 +254,7 @@ def test_sizes_that_do_not_fit_the_sample_are_an_error(tmp_path: Path) -> None:
     first = int.from_bytes(data[4:8], "little")
     data[first : first + 4] = (3).to_bytes(4, "little")
     shard = opened(bytes(data), "mds")
-    with pytest.raises(ValueError, match="it has 8 bytes, its values have 7"):
+    with pytest.raises(ValueError, match="it has 8 bytes, but its values have 7"):
         shard[0]
     assert shard[1] == {"t": "efgh"}
 
@@ -262,7 +262,7 @@ def test_sizes_that_do_not_fit_the_sample_are_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("details", "message"),
     [
-        ({}, "no list of column names"),
+        ({}, "must have column names, sizes and encodings"),
         ({"column_names": ["a"], "column_encodings": ["int"], "column_sizes": []}, "of one length each"),
         ({"column_names": ["a"], "column_encodings": ["intt"], "column_sizes": [8]}, "encoding 'intt' is not known"),
         ({"column_names": ["a"], "column_encodings": ["int"], "column_sizes": [4]}, "has 4 bytes, int has 8"),

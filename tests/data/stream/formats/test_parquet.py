@@ -171,7 +171,7 @@ def test_another_number_of_rows_than_the_index_is_refused() -> None:
 
 def test_two_columns_of_one_name_are_refused() -> None:
     table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
-    with pytest.raises(DataError, match="two columns have one name"):
+    with pytest.raises(DataError, match="column names must be unique"):
         opened(file_of(table), "parquet")
 
 
