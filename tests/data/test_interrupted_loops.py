@@ -11,7 +11,7 @@ from interrupts import interrupted_at
 
 DATA = torch.arange(24.0)
 LENGTH = "2ep"
-LOADER = ("loading/loader.py", "loading/handed_out.py")
+LOADER = ("data/loader.py", "data/position.py")
 
 
 class Stream(torch.utils.data.IterableDataset):

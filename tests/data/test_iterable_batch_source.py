@@ -98,7 +98,7 @@ def test_lengths_are_known_where_the_dataset_knows_them():
     [
         ({"shuffle": True}, "an iterable dataset has its own order. Use shuffle=False"),
         ({"last_batch": "pad"}, "last_batch='pad' needs an indexed dataset"),
-        ({"dataset": 7}, "dataset must have len and \[\], or be iterable, got a int"),
+        ({"dataset": 7}, r"dataset must have len and \[\], or be iterable, got a int"),
         ({"dataset": [1, 2], "pre_sharded": True}, "pre_sharded needs an iterable dataset"),
     ],
 )

@@ -98,7 +98,7 @@ def test_seeded_can_be_pickled():
 
 
 def test_a_transform_that_returns_nothing_is_refused():
-    with pytest.raises(ConfigError, match="the transform returned None for sample 4. Return the sample"):
+    with pytest.raises(ConfigError, match=r"the transform returned None for sample 4\. Return the sample"):
         apply_transform(lambda sample, generator: None, 0, seed=0, epoch=0, index=4)
 
 

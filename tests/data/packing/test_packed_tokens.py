@@ -249,7 +249,7 @@ def test_documents_of_real_shards_are_packed_through_the_loader(tmp_path):
 def test_documents_without_shards_are_shuffled_as_a_whole():
     blocks = packed([5, 9, 3], 4)
     assert blocks.order(3, True) == ElasticSampler(size=5, seed=3)
-    with pytest.raises(ConfigError, match="the documents have no shards to shuffle within. Use shuffle=True"):
+    with pytest.raises(ConfigError, match=r"the documents have no shards to shuffle within\. Use shuffle=True"):
         blocks.order(3, BlockShuffle())
 
 

@@ -64,13 +64,13 @@ def test_a_tokenizer_of_a_folder_ends_documents_as_its_configuration_says(folder
 
 def test_a_tokenizer_that_does_not_say_what_ends_a_text_has_to_be_told(folder):
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(ConfigError, match="has no end-of-text token in its configuration. Name that token, or none"):
+    with pytest.raises(ConfigError, match=r"has no end-of-text token in its configuration\. Name that token, or none"):
         load_tokenizer(str(folder))
     assert load_tokenizer(str(folder), eos_token="<end>").eos_token_id == 3
 
 
 def test_tokenizers_that_cannot_be_are_refused_in_one_line(folder):
-    with pytest.raises(ConfigError, match="has no token 'x' to end documents with. Name another token, or none"):
+    with pytest.raises(ConfigError, match=r"has no token 'x' to end documents with\. Name another token, or none"):
         load_tokenizer(str(folder), eos_token="x")
     (folder / "broken.json").write_text("{")
     with pytest.raises(ConfigError, match=r"broken\.json' is not a tokenizer\.json: "):

@@ -24,7 +24,7 @@ def test_a_full_shuffle_is_the_measure():
 
 def test_the_datasets_order_is_no_shuffle():
     none = quality(False)
-    assert none.moved == 0
+    assert none.displacement == 0
     assert none.adjacent_correlation > 0.99
     assert none.shards_per_batch < 0.02
     assert none.batch_uniformity < 0.15
@@ -45,7 +45,7 @@ def test_a_window_of_everything_is_a_full_shuffle():
 
 
 def test_figures_are_printed_in_one_line():
-    assert str(quality(False)).startswith("moved 0.000, neighbours +1.000, shards per batch 0.0")
+    assert str(quality(False)).startswith("displacement 0.000, adjacent correlation +1.000, shards per batch 0.0")
 
 
 @pytest.mark.parametrize(("sizes", "batch_size"), [([500] * 199, 100), (SIZES, 60_000)])

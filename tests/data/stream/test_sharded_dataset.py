@@ -55,9 +55,9 @@ def test_local_files_are_read_in_place(folder, opened, tmp_path):
 @pytest.mark.parametrize("index", [-1, 100, 10**12])
 def test_an_index_that_is_not_there_is_refused(index, folder, opened):
     dataset = opened(folder)
-    with pytest.raises(IndexError, match="(index|indices) must be in 0 to 99, got"):
+    with pytest.raises(IndexError, match=r"(index|indices) must be in 0 to 99, got"):
         dataset[index]
-    with pytest.raises(IndexError, match="(index|indices) must be in 0 to 99, got"):
+    with pytest.raises(IndexError, match=r"(index|indices) must be in 0 to 99, got"):
         dataset.__getitems__([0, index])
 
 
@@ -241,9 +241,7 @@ def test_a_sample_with_damaged_sizes_is_named(tmp_path, opened):
     content = bytearray(path.read_bytes())
     content[int.from_bytes(content[8:12], "little")] ^= 1  # the second sample's first size
     path.write_bytes(content)
-    with pytest.raises(
-        DataError, match=rf"^{path}: sample 1 cannot be decoded: ValueError: it has \d+ bytes, but its values have"
-    ):
+    with pytest.raises(DataError, match=rf"^{path}: sample 1 cannot be decoded: ValueError: it has \d+ bytes, but its values"):
         opened(folder, verify=False)[1]
 
 

@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
         "tar",
         [{"a": 1}],
         {},
-        "column 'a': int has no encoding of that name. Pass bytes, or use json, txt, cls, npy, npz",
+        "column 'a': int has no encoding of that name. Pass bytes, or use json, txt",
     ),
     "wrong ending": ("tar", [{"a.json": {1}}], {}, "sample 0, column 'a.json': Object of type set"),
     "pickle": ("tar", [{"a.pkl": b""}], {}, "would be read as a pickle"),
@@ -284,7 +284,7 @@ def test_what_a_killed_writer_leaves_is_no_dataset(tmp_path: Path) -> None:
         write_shards(({"a": at} if at < 2 else os._exit(9) for at in range(3)), tmp_path, format="mds", size_limit=1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     assert (tmp_path / "shard.00000.mds").exists()
-    with pytest.raises(ConfigError, match="is incomplete. If its writer was killed"):
+    with pytest.raises(ConfigError, match=r"is incomplete\. If its writer was killed"):
         ShardedDataset(tmp_path)
 
 

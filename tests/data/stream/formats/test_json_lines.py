@@ -115,7 +115,7 @@ def test_line_that_is_no_json_is_an_error_and_its_neighbours_are_not() -> None:
 @pytest.mark.parametrize("form", ["jsonl", "text"])
 def test_another_number_of_lines_than_the_index_is_refused(form: str) -> None:
     entry = ShardEntry(file=ShardFile(name="s", size=0), samples=3, format=form)
-    with pytest.raises(DataError, match="has 2 lines, but the index has 3. It is truncated or changed"):
+    with pytest.raises(DataError, match=r"has 2 lines, but the index has 3\. It is truncated or changed"):
         FORMATS[form].open(Held(b"1\n2\n"), entry, {})
 
 
