@@ -54,12 +54,12 @@ def test_shards_of_fsdp_over_tensor_parallelism_cut_what_that_has_left(rows, dat
 
 
 def test_shards_that_say_wrongly_what_they_cut_are_refused():
-    with pytest.raises(ConfigError, match="dtrain knows Replicate and Shard"):
+    with pytest.raises(ConfigError, match="Use Replicate or Shard"):
         compute_shard_box((8, 2), (2, 3), (0, 0), (_StridedShard(0, split_factor=2), Shard(0)))
 
 
 def test_unknown_placement_is_refused():
-    with pytest.raises(ConfigError, match="dtrain knows Replicate and Shard"):
+    with pytest.raises(ConfigError, match="Use Replicate or Shard"):
         compute_shard_box((4,), (2,), (0,), (Partial(),))
 
 

@@ -120,9 +120,9 @@ def count_samples(batch: Batch) -> int:
             f"batch: found no tensor to split in a {type(batch).__name__}. Give tensors, mappings or sequences of tensors, "
             "describe the batch with batch_spec, or pass count= and split=."
         )
-    shown = ", ".join(f"{path}{list(leaf.shape)}" for path, leaf in _named_tensors(batch, "batch") if leaf.ndim > 0)
+    shapes = ", ".join(f"{path}{list(leaf.shape)}" for path, leaf in _named_tensors(batch, "batch") if leaf.ndim > 0)
     raise ConfigError(
-        f"batch: the first axis must be the batch axis in every tensor, got {shown}. Describe the batch with batch_spec, or "
+        f"batch: the first axis must be the batch axis in every tensor, got {shapes}. Describe the batch with batch_spec, or "
         "pass count= and split=."
     )
 

@@ -13,7 +13,7 @@ from dtrain.errors import ConfigError
 _UNIT_FIELDS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens", "sec": "seconds"}
 _COUNT_FIELDS = ("step", "epoch", "step_in_epoch", "samples", "tokens", "seconds")
 _LINK_FIELDS = ("previous", "step_start", "batch_start", "no_epochs_reason")
-_NO_LOADER_REASON = "no dtrain loader handed out the batch of the last step, or it was made of new tensors"
+_NO_LOADER_REASON = "no dtrain loader returned the batch of the last step, or the batch was made of new tensors"
 
 
 class EpochPosition(NamedTuple):

@@ -168,7 +168,7 @@ def _sharding_order(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placeme
         while pieces < split and at < len(order):
             pieces, at = pieces * (mesh_shape[order[at][0]] if order[at][1] == dim else 1), at + 1
         if dim is None or pieces != split:
-            raise ConfigError(f"tensor of shape {shape} has placement {placement}; dtrain knows Replicate and Shard")
+            raise ConfigError(f"tensor of shape {shape} has placement {placement}. Use Replicate or Shard.")
         order.insert(at, (axis, dim))
     return order
 
@@ -201,13 +201,13 @@ def row_sharding(tensor: Tensor) -> tuple[dist.ProcessGroup, tuple[int, ...]] | 
 
 def chunks_per_dim(tensor: Tensor) -> dict[int, int]:
     """Return the number of pieces per dim, without unsharded dims."""
-    found: dict[int, int] = {}
+    chunks: dict[int, int] = {}
     if isinstance(tensor, DTensor):
         for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
             dim = _sharded_dim(placement)
             if dim is not None:
-                found[dim] = found.get(dim, 1) * size
-    return found
+                chunks[dim] = chunks.get(dim, 1) * size
+    return chunks
 
 
 def _sharded_dim(placement: Any) -> int | None:
@@ -332,12 +332,12 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
         >>> dt.transforms.global_norm([torch.tensor([3.0, 0.0]), torch.tensor(4.0)])
         tensor(5.)
     """
-    given = list(tensors)
-    if given and not any([isinstance(tensor, DTensor) for tensor in given]):  # noqa: C419  # a list is faster for a few
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(_foreach_norms(given)))
+    items = list(tensors)
+    if items and not any([isinstance(tensor, DTensor) for tensor in items]):  # noqa: C419  # a list is faster for a few
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(_foreach_norms(items)))
         return norm
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = defaultdict(list)
-    for tensor in given:
+    for tensor in items:
         groups[_sharded_axes(tensor)].append(to_local(tensor))
     squares = [_all_reduce_square(shards, where) for where, shards in groups.items()]
     return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt() if squares else torch.zeros(())

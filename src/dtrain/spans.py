@@ -306,10 +306,10 @@ def totals() -> dict[str, SpanTime]:
     return {name: SpanTime(count, ns / 1e9) for name, (count, ns) in list(_RECORDER.totals.items())}
 
 
-def seconds_by_category(found: Mapping[str, SpanTime]) -> dict[TimeCategory, float]:
+def seconds_by_category(span_times: Mapping[str, SpanTime]) -> dict[TimeCategory, float]:
     """Return seconds by category for the result of ``totals`` (or a difference of two results), all categories included."""
     seconds: dict[TimeCategory, float] = dict.fromkeys(TIME_CATEGORIES, 0.0)
-    for name, total in found.items():
+    for name, total in span_times.items():
         seconds[category_of(name)] += total.seconds
     return seconds
 

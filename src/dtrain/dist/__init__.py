@@ -1,10 +1,10 @@
-"""Process groups, meshes, collectives of JSON and tensors, random numbers and determinism.
+"""Exchange JSON and tensors between ranks, and control random numbers and determinism.
 
     with dt.init_dist() as info:
         mesh = dt.build_mesh()
         counts = dt.dist.all_gather_json({"rank": info.rank, "samples": 7})
         total = dt.dist.reduce_sum(torch.tensor(3.0))
-        noise = torch.randn(8, generator=dt.dist.generator(1, "noise"))
+        noise = torch.randn(8, generator=dt.dist.generator("cpu", 1, "noise"))
 
 A collective that fails on one rank raises an error on all ranks.
 """

@@ -332,6 +332,6 @@ def _mismatch_error(call: CollectiveSpec | None, number: int) -> StepError:
     announced = cast("list[str]", all_gather_json(mine, caller="step"))
     other = next((rank for rank, text in enumerate(announced) if text != announced[0]), len(announced) - 1)
     return StepError(
-        f"step: ranks came to different collectives, and none of them was issued: rank 0 to {announced[0]}, rank {other} to "
-        f"{announced[other]}, after {number} that were alike. Run the same modules in the same order on all ranks."
+        f"step: ranks were about to issue different collectives, and none was issued: rank 0 {announced[0]}, rank {other} "
+        f"{announced[other]}, after {number} equal collectives. Run the same modules in the same order on all ranks."
     )

@@ -160,6 +160,6 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (grad,) = grads
         probabilities, column, hit, counted = ctx.saved_tensors
-        found = torch.where(counted[:, None], probabilities, 0.0)
-        found.scatter_add_(1, column[:, None], -hit.to(found.dtype)[:, None])
-        return found.mul_(grad), None, None, None, None
+        grad_logits = torch.where(counted[:, None], probabilities, 0.0)
+        grad_logits.scatter_add_(1, column[:, None], -hit.to(grad_logits.dtype)[:, None])
+        return grad_logits.mul_(grad), None, None, None, None

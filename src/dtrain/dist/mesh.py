@@ -92,20 +92,18 @@ def _set_group_timeouts(mesh: DeviceMesh, info: DistInfo) -> None:
 
 def _fill_degrees(degrees: dict[str, int], world_size: int) -> dict[str, int]:
     """Replace a degree of -1 by the quotient of the world size and the other degrees. Pure."""
-    shown = " * ".join(f"{name}={value}" for name, value in degrees.items())
+    text = " * ".join(f"{name}={value}" for name, value in degrees.items())
     free = [name for name, value in degrees.items() if value == -1]
     if len(free) > 1 or any(value < 1 and value != -1 for value in degrees.values()):
-        raise ConfigError(f"build_mesh: degrees must be at least 1, and at most one degree may be -1, got {shown}")
+        raise ConfigError(f"build_mesh: degrees must be at least 1, and at most one degree may be -1, got {text}")
     known = math.prod(value for value in degrees.values() if value != -1)
     if free:
         if world_size % known:
-            raise ConfigError(
-                f"build_mesh: {world_size=} must be a multiple of {known}, got {shown}. Change the given degrees."
-            )
+            raise ConfigError(f"build_mesh: {world_size=} must be a multiple of {known}, got {text}. Change the given degrees.")
         return {**degrees, free[0]: world_size // known}
     if known != world_size:
         raise ConfigError(
-            f"build_mesh: {' * '.join(degrees)} must be {world_size=}, got {shown} = {known}. Set one degree to -1."
+            f"build_mesh: {' * '.join(degrees)} must be {world_size=}, got {text} = {known}. Set one degree to -1."
         )
     return degrees
 
@@ -127,6 +125,9 @@ def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
 
     Ranks that differ only along ``cp`` and ``tp`` have the same index, because they share each batch. Use the index to seed
     random numbers that must be equal on these ranks, such as dropout.
+
+    Args:
+        mesh: mesh of ``build_mesh``, or another mesh with this rank.
 
     Example:
         index, count = dt.dist.data_rank(mesh)

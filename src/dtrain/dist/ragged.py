@@ -84,8 +84,8 @@ def gather_ragged(
         PeerError: as in ``all_gather_ragged``.
     """
     check_rank("gather_ragged", "dst", dst)
-    found = _gather_rows("gather_ragged", rows, order, mesh, dst=dst)
-    return None if found.blocks is None else _concatenate(found, "gather_ragged")
+    gathered = _gather_rows("gather_ragged", rows, order, mesh, dst=dst)
+    return None if gathered.blocks is None else _concatenate(gathered, "gather_ragged")
 
 
 def all_gather_by_rank(rows: Rows | None, *, mesh: DeviceMesh | None = None) -> list[Rows]:
@@ -104,8 +104,8 @@ def all_gather_by_rank(rows: Rows | None, *, mesh: DeviceMesh | None = None) -> 
         lengths = dt.dist.all_gather_by_rank(torch.tensor([len(sample) for sample in samples]))
         print([len(part) for part in lengths])  # samples of each rank
     """
-    found = _gather_rows("all_gather_by_rank", rows, None, mesh, dst=None)
-    return [_unpack_rows(found.tree, block) for block in found.blocks or ()]
+    gathered = _gather_rows("all_gather_by_rank", rows, None, mesh, dst=None)
+    return [_unpack_rows(gathered.tree, block) for block in gathered.blocks or ()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,11 +152,11 @@ def _gather_rows(
     return _GatheredRows(tree=tree, blocks=[blocks[rank] for _, rank in ranks])
 
 
-def _concatenate(found: _GatheredRows, caller: str) -> Rows:
+def _concatenate(gathered: _GatheredRows, caller: str) -> Rows:
     """Concatenate the blocks, and sort the rows if the structure has an order."""
-    if not found.blocks:
+    if not gathered.blocks:
         raise ConfigError(f"{caller}: no rank has any rows. Pass a tensor on at least one rank.")
-    return _unpack_rows(found.tree, torch.cat(found.blocks))
+    return _unpack_rows(gathered.tree, torch.cat(gathered.blocks))
 
 
 def _check_same_structure(caller: str, reports: list[Any]) -> tuple[Any, str]:
@@ -287,10 +287,10 @@ def _unpack_rows(tree: Any, rows: Tensor) -> Rows:
         _flatten_copy(part).view(column.dtype).view(len(rows), *column.shape)
         for part, column in zip(parts, columns, strict=True)
     ]
-    found = _rebuild_structure(tree, iter(leaves), len(rows))
-    if "order" not in found:
-        return found["rows"]
-    permutation = found["order"].argsort(stable=True)
+    structure = _rebuild_structure(tree, iter(leaves), len(rows))
+    if "order" not in structure:
+        return structure["rows"]
+    permutation = structure["order"].argsort(stable=True)
     return _rebuild_structure(tree, iter([leaf[permutation] for leaf in leaves]), len(rows))["rows"]
 
 
