@@ -17,7 +17,6 @@ from torch import nn
 import dtrain as dt
 from classifier import Layer, export, folder_of, load_into_, on_meta, tokenizer_and_config
 from docstrings import read_docstrings
-from dtrain.schedules import composer
 from labelled_text import Tokenized, read_table
 
 BATCH = dt.batch_spec({"input_ids": "batch seq", "attention_mask": "batch seq", "labels": "batch"})
@@ -78,7 +77,7 @@ def main() -> None:
             model, weight_decay=args.weight_decay, no_decay=lambda _, p: args.spare_norms and p.ndim < 2
         )
         optimizer = dt.optim.DecoupledAdamW(groups, lr=args.lr or (2e-5 if folder else 2e-3), betas=(0.9, 0.999))
-        rate = composer.linear_with_warmup(length, "0ba" if "warmup" in args.without else "0.06dur")
+        rate = dt.schedules.composer.linear_with_warmup(length, "0ba" if "warmup" in args.without else "0.06dur")
         recipe = [dt.transforms.scale_lr(rate), *([] if "clip" in args.without else [dt.transforms.clip_by_norm(1.0)])]
         fixed = {"microbatch_size": args.microbatch} if args.microbatch else {}
         recipe += [] if fixed else [dt.auto_microbatch()]

@@ -24,13 +24,8 @@ with dt.init_dist() as dist:
     model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 256))
     model = dt.materialize(dt.shard_model(model.to("meta"), mesh := dt.build_mesh(), blocks=(nn.Linear,)), seed=0)
     loader, quiz = (dt.build_loader(data, mesh=mesh, global_batch_size=256, seed=0) for data in (train, held_out))
-    step = dt.compose_step(
-        loss_fn,
-        [
-            dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, loader.total_steps(args.until))),
-            dt.transforms.clip_by_norm(1.0),
-        ],
-    )
+    rate = dt.schedules.linear(1.0, 0.0, loader.total_steps(args.until))
+    step = dt.compose_step(loss_fn, [dt.transforms.scale_lr(rate), dt.transforms.clip_by_norm(1.0)])
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-3), run_length=loader.run_length(args.until))
     state = dt.load_sharded(args.out, state, extra={"loader": loader}, missing_ok=True).state
     for batch in loader.until(args.until):

@@ -12,12 +12,10 @@ So importing the package imports nothing else:
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 
@@ -48,7 +46,11 @@ def public_names(file: str) -> dict[str, str]:
 
     A sub-package maps to its parent package.
     """
-    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    # An import of dtrain alone needs no parser.
+    import ast
+
+    with open(file, encoding="utf-8") as source:
+        tree = ast.parse(source.read())
     blocks = [node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
     return {alias.asname: str(node.module) for node in imports for alias in node.names if alias.asname}

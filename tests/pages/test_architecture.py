@@ -116,7 +116,17 @@ def test_a_launch(tmp_path: Path):
         "WALK_SOURCE": str(SOURCE),
         "WALK_OUT": str(out),
     }
-    command = [sys.executable, "-m", "dtrain", "launch", "-n", "1", "--run-dir", str(tmp_path / "run"), str(tmp_path / "loop.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "dtrain",
+        "launch",
+        "-n",
+        "1",
+        "--run-dir",
+        str(tmp_path / "run"),
+        str(tmp_path / "loop.py"),
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, textwrap.indent(done.stderr, "    ")
     assert list(dict.fromkeys(out.read_text().split())) == WALKS["A launch"]

@@ -71,7 +71,7 @@ def run(path: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("page", HERE, ids=called)
-@pytest.mark.usefixtures("from_unit_range")
+@pytest.mark.usefixtures("as_before")
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     if called(page) in RANKS:
         ranks(RANKS[called(page)]).run(run, str(page), str(tmp_path))
