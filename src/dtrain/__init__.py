@@ -2,11 +2,11 @@
 
     import dtrain as dt
 
-    with dt.init_dist() as info:
-        mesh = dt.build_mesh()
-        model, spec = dt.shard_model(build_model(), mesh)
-        step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0)], microbatch_size=8)
-        state = step.init(model, optimizer, spec)
+    with dt.init_dist():
+        model = dt.shard_model(build_model(), dt.build_mesh())
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0), dt.auto_microbatch()])
+        state = step.init(model, optimizer)
         for batch in loader:
             state, metrics = step(state, batch)
 

@@ -28,7 +28,7 @@ class Lines:
         return SimpleNamespace(peak=self.peak(size))
 
     @property
-    def tries(self) -> int:
+    def sizes_tried(self) -> int:
         return len(self.seen)
 
 

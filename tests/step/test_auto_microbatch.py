@@ -475,7 +475,7 @@ def test_the_state_of_a_custom_optimizer_is_assumed_and_the_size_found_again():
         ({"initial": 2, "minimum": 4}, "initial must be at least minimum"),
         ({"headroom": 1.0}, "headroom must be a share"),
         ({"probe": 1}, "probe must be a number of microbatches"),
-        ({"grow": "1 fortnight"}, "duration"),
+        ({"grow_interval": "1 fortnight"}, "duration"),
     ],
 )
 def test_arguments_that_cannot_be_right_are_refused(options, says):

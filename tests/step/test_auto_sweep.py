@@ -103,7 +103,7 @@ class Pair:
         batch = torch.randn(SAMPLES, 6, generator=self.generator)
         self.begin_large()
         if checked:
-            self.state.run_context.transform_cache["auto_microbatch"].prober.traces.forget()
+            self.state.run_context.transform_cache["auto_microbatch"].prober.traces.clear()
         if at:
             with inject_fault("raise", at=at, call=call, rank=rank, error=OUT_OF_MEMORY):
                 self.state, _ = self.auto(self.state, batch)

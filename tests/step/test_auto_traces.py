@@ -82,7 +82,7 @@ def reordered_on_one_rank(checked: bool) -> list:
         state, _ = step(state, batch)
     before = bits(state)
     if checked:
-        traces_of(state).forget()
+        traces_of(state).clear()
     if get_dist_info().rank == 1:
         state.model.order = [1, 0, 2]
     with pytest.raises(StepError) as error:
@@ -163,7 +163,7 @@ def forgetful() -> list:
     exchanged = []
     for index, batch in enumerate(batches(4)):
         if index == 2 and get_dist_info().rank == 1:
-            traces_of(state).forget()
+            traces_of(state).clear()
         with count_collectives() as seen:
             state, _ = step(state, batch)
         exchanged.append(seen.count(group="control") > 2)

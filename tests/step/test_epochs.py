@@ -81,7 +81,7 @@ def test_the_clock_is_at_the_place_of_the_loader(loop):
     for batches in LOOPS[loop](source, "3ep"):
         for batch in batches:
             state, _ = step(state, batch)
-            assert state.clock.place == (source.position.epoch, source.position.samples // 2)
+            assert state.clock.position == (source.position.epoch, source.position.samples // 2)
             assert state.reached("2ep") == (source.position.epoch >= 2)
 
 
@@ -89,7 +89,7 @@ def test_the_share_of_a_run_in_epochs_is_that_of_its_data():
     source = loader()
     for steps in (1, 4):
         source = loader()
-        step, state = begin(run=source.run_length("2ep"))
+        step, state = begin(run_length=source.run_length("2ep"))
         found = []
         for number, batch in enumerate(source.until("2ep"), 1):
             for _ in range(steps):
@@ -118,7 +118,7 @@ def test_two_states_with_a_loader_each_count_their_own():
         one, _ = step(one, mine)
         other, _ = step(other, theirs)
     assert (one.clock.epoch, other.clock.epoch) == (1, 2)
-    assert other.clock.place == (2, 2)
+    assert other.clock.position == (2, 2)
 
 
 def test_zipped_loaders_need_a_name():
@@ -174,7 +174,7 @@ def test_a_second_stage_with_a_loader_of_its_own_goes_on_counting():
     ids=["crossed", "reached", "count", "dur", "early_stop"],
 )
 def test_a_loop_without_a_loader_has_no_epochs(use):
-    step, state = begin(run=dt.RunLength(total="2ep", steps_per_epoch=10))
+    step, state = begin(run_length=dt.RunLength(total="2ep", steps_per_epoch=10))
     for batch in torch.utils.data.DataLoader(rows(), batch_size=2):
         state, _ = step(state, batch)
     with pytest.raises(
@@ -353,7 +353,7 @@ def test_a_batch_size_schedule_counts_its_batches():
     for batch in source.until("2ep"):
         for _ in range(2):
             state, _ = step(state, batch)
-        seen.append(state.clock.place)
+        seen.append(state.clock.position)
     assert seen == [(0, n) for n in range(1, 7)] + [(1, 0)] + [(1, n) for n in range(1, 5)] + [(2, 0)]
 
 

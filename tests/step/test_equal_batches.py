@@ -62,7 +62,7 @@ def fed(kind: str) -> list[str]:
     if kind == "four steps on each batch":
         return warned([batch for (batch,) in plain for _ in range(4)])
     if kind == "wanted":
-        return warned([batch for (batch,) in plain], equal_batches=True)
+        return warned([batch for (batch,) in plain], allow_equal_batches=True)
     if kind == "context parallel":
         return warned([SAMPLES[:8]] * 4, mesh=dt.build_mesh(cp=2))
     raise AssertionError(kind)

@@ -1,9 +1,12 @@
 """Activation checkpointing and offload, the search for a microbatch size, and memory measurements.
 
-model, spec = dt.shard_model(model, mesh)
-dt.memory.checkpoint_activations(model, blocks=Block)
-result = dt.memory.find_microbatch_size(step, state, batch)
-print(result.microbatch_size)
+    dt.memory.checkpoint_activations(model, blocks=(Block,))
+    model = dt.shard_model(model, mesh, blocks=(Block,))
+    state = step.init(model, optimizer)
+    result = dt.memory.find_microbatch_size(state, batch, loss_fn=loss_fn)
+    print(result.size)
+
+``dt.auto_microbatch`` runs the same search inside a training step.
 """
 
 from typing import TYPE_CHECKING

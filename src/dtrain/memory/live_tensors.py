@@ -46,7 +46,7 @@ class LiveStorage:
         bytes: current size in bytes.
         shape: shape of the first tensor seen with the storage; empty if no tensor was seen.
         dtype: dtype of this tensor, such as ``"float32"``.
-        made_by: operation that allocated the storage, such as ``"aten.mm.default"``; ``"before"`` if it existed already.
+        made_by: operation that allocated the storage, such as ``"aten.mm.default"``; ``"before"`` for an existing storage.
         stack: call stack of the allocation, innermost line first; empty if stacks are not recorded.
     """
 
@@ -73,7 +73,7 @@ class _TrackedStorage(weakref.ref[UntypedStorage]):
 class LiveBytes(TorchDispatchMode):
     """Context that counts the bytes of the tensors that this thread and its backwards use.
 
-    A storage counts from its allocation until nothing holds it, also after the context. A storage from elsewhere (before the
+    A storage counts from its allocation to its end, also after the context. A storage from elsewhere (before the
     context, another thread, NumPy) counts from the first operation that receives it, or from ``count``. Two kinds of memory are
     not counted: temporary memory inside one operation, and buffers of a collective's backend. Inside the context
     ``torch.compile`` compiles nothing, and compiled code runs uncompiled.

@@ -26,7 +26,7 @@ class _ListsStorages(Protocol):
 def write_snapshot(path: storage.AnyPath | str, *, max_storages: int = 1000) -> str:
     """Write the tensors in this rank's device memory to a file, and return its path.
 
-    On CUDA the file is torch's own snapshot (a pickle) for https://docs.pytorch.org/memory_viz. It has all segments and blocks,
+    On CUDA the file is torch's own snapshot (a pickle) for https://docs.pytorch.org/memory_viz, with all segments and blocks,
     and their call stacks if ``torch.cuda.memory._record_memory_history()`` was called before. Inside ``testing.memory_budget``
     the file is JSON: ``live``, ``peak``, ``capacity``, and the largest storages with bytes, shape, dtype, the operation that
     allocated each, and the call stack if ``stack_depth`` is set.

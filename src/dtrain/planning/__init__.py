@@ -1,10 +1,10 @@
-"""Estimate the memory of a training run before it starts, without the machine.
+"""Estimate the memory and communication of a training run before it starts, without its devices.
 
-    workload = dt.planning.Workload(model=build_model, loss_fn=loss_fn, batch=example_batch)
-    estimate = dt.planning.estimate_memory(workload, ranks=64)
-    print(estimate)
+    workload = dt.planning.Workload(model=build_model, loss_fn=loss_fn, batch=make_batch, blocks=(Block,))
+    estimate = dt.planning.estimate_memory(workload, world_size=64, microbatch_size=4)
+    print(estimate.peak, estimate.peak_phase)
 
-A simulated step runs on fake tensors with a fake process group, so no memory and no device is needed.
+A simulated step runs on fake tensors with a fake process group, so it needs neither the memory nor the devices.
 """
 
 from typing import TYPE_CHECKING

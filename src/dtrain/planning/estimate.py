@@ -69,10 +69,10 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory and communication of a rank, without its device, the other ranks, or memory for the model.
 
-    A step of the first rank, which has the largest shards, runs on fake tensors in a fake process group. It runs the code of
-    ``shard_model``, ``microbatch_step``, the transforms and the optimizer, so the estimate follows the code. Storages are
+    A step of the first rank, which has the largest shards, runs on fake tensors in a fake process group, with the code of
+    ``shard_model``, ``microbatch_step``, the transforms and the optimizer. Storages are
     counted. Not counted is memory outside of tensors: the context of a device (about half a GiB on CUDA), buffers of NCCL,
-    workspaces of cuBLAS, and fragmentation of the allocator. The batch counts as if it were on the device.
+    workspaces of cuBLAS, and fragmentation of the allocator. The batch counts as if on the device.
 
     Args:
         workload: the model, and the parts of its training loop.
@@ -134,7 +134,7 @@ class LargestMicrobatch:
 
     Args:
         microbatch_size: samples; 0 if one sample does not fit.
-        estimate: estimate for this size; for one sample if one does not fit.
+        estimate: estimate for this size, or for one sample.
         memory: memory of the device, in bytes.
         sizes_tried: number of simulated sizes.
     """

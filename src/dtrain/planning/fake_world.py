@@ -156,9 +156,9 @@ class UnreadScalar(AsyncScalar):
 def emulate_cuda_kernels() -> Iterator[None]:
     """Let operations on fake tensors keep the tensors that they would keep on CUDA, inside the context.
 
-    - RMSNorm is one kernel on CUDA, which keeps its input and a number per row; on the CPU it is six operations.
-    - Dropout keeps a mask of one byte per element on CUDA; on the CPU it keeps the factors, as large as the input.
-    - Attention with dropout is one kernel on CUDA; on the CPU it keeps the scores, quadratic in the sequence length.
+    - RMSNorm is one kernel on CUDA, which keeps its input and a number per row; on the CPU, six operations.
+    - Dropout keeps a mask of one byte per element on CUDA; on the CPU, the factors, as large as the input.
+    - Attention with dropout is one kernel on CUDA; the CPU keeps the scores, quadratic in the sequence length.
 
     Mutates: three functions of torch, inside the context. Code that imported the functions before uses the CPU's.
     """

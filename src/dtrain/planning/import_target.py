@@ -48,7 +48,7 @@ def import_target(caller: str, target: str, kind: str, example: str) -> Iterator
     Mutates: ``sys.path``, inside the context; ``sys.modules``.
 
     Raises:
-        ConfigError: there is no such module or file, or it cannot be imported.
+        ConfigError: there is no such module or file, or its import fails.
     """
     source, colon, name = target.rpartition(":")
     if not (colon and source and name):

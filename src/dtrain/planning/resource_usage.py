@@ -65,7 +65,7 @@ class StepMemory:
 class MemoryTracker:
     """Tracker of the storages of fake tensors by purpose.
 
-    A storage belongs to the part of the context (``attribute_to``) that allocated it, until ``assign`` moves it. The runner of
+    A storage belongs to the part of the context (``attribute_to``) of its allocation, until ``assign`` moves it. The runner of
     the step sets ``phase``.
     """
 

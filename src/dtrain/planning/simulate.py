@@ -1,4 +1,4 @@
-"""Simulate a step of rank 0 on fake tensors: it runs the real code without memory, arithmetic or other ranks."""
+"""Simulate a step of rank 0 on fake tensors: run the real code without memory, arithmetic or other ranks."""
 
 from __future__ import annotations
 

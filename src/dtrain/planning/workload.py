@@ -1,6 +1,6 @@
-"""Describe a training workload as functions that build its parts, so that it can be planned without its devices.
+"""Describe a training workload as functions that build its parts, for estimates without its devices.
 
-``load_workload`` imports one by ``module:factory`` or ``file.py:factory``.
+``load_workload`` imports a workload by ``module:factory`` or ``file.py:factory``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Workload:
         blocks: blocks of ``shard_model``, and of activation checkpointing.
         optimizer: function from parameters to the optimizer; ``torch.optim.AdamW`` by default.
         transforms: transforms of ``compose_step``, without ``auto_microbatch``.
-        shard_args: further arguments of ``shard_model`` (``ignored``, ``forward_methods``, ``buffers``).
+        shard_args: further arguments of ``shard_model`` (``ignored_params``, ``forward_methods``, ``buffers``).
         step_args: further arguments of ``microbatch_step`` (``batch_spec``, ``weight_fn``).
 
     Example:

@@ -43,18 +43,18 @@ def auto_microbatch(
 
     The first step finds the size with probes: a few microbatches of a small size, whose peak memory predicts the next size.
     Later steps run as with a fixed size. If any rank runs out of memory in forward, backward or a reduction, all ranks abort
-    the step together, roll it back, and start it again with a smaller size. The result is equal, bit for bit, to a step that
+    the step together, roll the step back, and start again with a smaller size. The result is equal, bit for bit, to a step that
     started with that size.
 
     If memory cannot be measured (a CPU without ``testing.memory_budget``), the search starts with the whole local batch and
     halves a size that fails.
 
-    The transform state is ``{"size", "whole", "found_on"}``. A resumed run starts with the saved size. It searches again on
-    other devices, another number of ranks or another strategy.
+    The transform state is ``{"size", "whole", "found_on"}``. A resumed run starts with the saved size, and searches again on
+    different devices, a different number of ranks or a different strategy.
 
     Args:
         initial: first size to try, in samples per rank; None searches.
-        minimum: smallest size, and the first one to measure; a model with BatchNorm cannot run 1.
+        minimum: smallest size, measured first; a model with BatchNorm cannot run 1.
         divisor: divisor of every size except the whole batch; ``minimum`` is rounded up to a multiple.
         headroom: share of a device's memory that a measured size leaves free, in ``[0, 1)``.
         grow_interval: interval of searches for a larger size, for inputs that became smaller: ``1000`` steps, ``"1ep"``; None
@@ -103,11 +103,11 @@ def auto_microbatch(
 
 @dataclass(slots=True, eq=False)
 class _SearchState:
-    """State of the search in this process. Checkpoints do not contain it, because a resumed run can search again.
+    """State of the search in this process, which no checkpoint contains, because a resumed run can search again.
 
     Args:
         prober: runner of guarded steps.
-        found_on: devices, ranks and strategy for which the size was found; a transform state of other ones is not valid here.
+        found_on: devices, ranks and strategy for which the size was found; other transform states are invalid here.
         barely_fits: if True, the last step fits only because the allocator freed cached memory.
         state_assumed: if True, the optimizer state was assumed, and the search runs again once the state exists.
         reserved: memory reserved for the optimizer until its first step.

@@ -56,7 +56,7 @@ class Step:
             partial: if True, the optimizer may hold only some of the trainable parameters, because another state trains the
                 rest. Freeze parameters that no state trains with ``requires_grad_(False)``.
             allow_equal_batches: if True, data-parallel ranks may train on equal batches; if False, equal batches warn.
-            loader: loader whose epochs the clock counts. It is needed only if batches cannot carry their position: a step on
+            loader: loader whose epochs the clock counts, needed only if batches cannot carry their position: a step on
                 slices or copies of a batch (minibatches of a rollout), or on batches of two loaders. The position is then the
                 position of the loader's last batch. Checkpoints do not contain the loader.
 

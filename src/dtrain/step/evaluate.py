@@ -48,7 +48,7 @@ def evaluate(
     further batches repeats one that does not count.
 
     Args:
-        model: sharded or plain model; it runs in evaluation mode without gradients, and each module's mode is restored.
+        model: sharded or plain model, run in evaluation mode without gradients, and each module's mode is restored.
         loader: this rank's batches, of any number and size; a dtrain loader runs one epoch and keeps its position.
         loss_fn: the loss function of training.
         batch_spec: position of the batch axis; None uses the first axis.
@@ -147,18 +147,18 @@ def auto_batch_eval(
 ) -> Callable[[nn.Module, Batch], list[T]]:
     """Return a function that calls ``fn`` on parts of a batch and returns the results in order.
 
-    If a part does not fit on any rank, all ranks abandon it and run it again in halves. Each sample is in exactly one result.
+    If a part does not fit on some rank, all ranks abort the part and run its halves. Each sample is in exactly one result.
     The size that fits is kept for later batches. A part that was run twice uses the same random numbers as a part run once.
 
     Args:
-        fn: ``(model, part) -> result``, such as a forward, a loss or a generation; it runs in evaluation mode without
+        fn: ``(model, part) -> result``, such as a forward, a loss or a generation, in evaluation mode without
             gradients. For a sharded model all ranks must run the same forwards for a part.
         initial: first size to try, in samples of this rank; None uses the whole batch.
         minimum: smallest size, in samples of this rank.
         batch_spec: position of the batch axis; None uses the first axis.
         count: samples of a batch, or of a part, without a ``batch_spec``.
-        split: ``(batch, size) -> parts`` of at most that many samples, in order, for such a batch. It is called for a batch or
-            a part that must be divided.
+        split: ``(batch, size) -> parts`` of at most that many samples, in order, for such a batch, called for a batch
+            or a part that must be divided.
 
     Returns:
         ``(model, batch) -> results``. Parts are moved to the model's device. Ranks may have batches of different sizes, or
@@ -186,7 +186,7 @@ def auto_batch_eval(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _AutoBatchEval(Generic[T]):
-    """Function returned by ``auto_batch_eval``; it remembers the size that fits."""
+    """Function returned by ``auto_batch_eval``, which remembers the size that fits."""
 
     fn: Callable[[nn.Module, Batch], T]
     size: int | None

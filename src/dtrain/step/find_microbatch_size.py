@@ -149,7 +149,7 @@ def search_microbatch_size(
 
 
 def _snapshot_writer(path: str | Path) -> Callable[[], None]:
-    """Return a function that writes a memory snapshot. It reports errors on stderr only, so that all ranks learn of the OOM."""
+    """Return a function that writes a memory snapshot and prints errors on stderr, so that all ranks learn of the OOM."""
 
     def write() -> None:
         try:
@@ -167,7 +167,7 @@ class MicrobatchSearchResult:
     Args:
         size: largest microbatch that fits, in samples per rank.
         largest_batch: samples of the rank with the largest batch; a larger microbatch has no effect.
-        probes: probed sizes in order, with the memory of every rank if it can be measured.
+        probes: probed sizes in order, with the memory of every rank if measurable.
         seconds: duration of the search on this rank.
     """
 
@@ -191,7 +191,7 @@ def find_microbatch_size(
     """Find the largest microbatch that fits, with the search of ``auto_microbatch``. No step is made.
 
     Args:
-        state: state of the run; it stays valid and does not change.
+        state: state of the run, which stays valid and does not change.
         batch: this rank's samples, as large as the largest batch of the run.
         loss_fn: function that returns the summed loss and the weight of one microbatch.
         grad: gradient function with a ``microbatch_size``; a ``partial`` may set its ``batch_spec``.

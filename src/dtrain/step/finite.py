@@ -81,7 +81,7 @@ def nonfinite_loss_counter(state: TrainState) -> NonfiniteLossCounter:
 
 
 def set_nonfinite_limit(state: TrainState, limit: int | None) -> None:
-    """Stop the run after ``limit`` steps without a finite loss; None never stops it. Mutates: ``state.run_context``."""
+    """Stop the run after ``limit`` steps without a finite loss; None sets no limit. Mutates: ``state.run_context``."""
     state.run_context.transform_cache[_KEY] = NonfiniteLossCounter(limit=limit)
 
 

@@ -64,11 +64,11 @@ def grad_cache_step(
     its activations are kept, and nothing runs twice. The function replaces ``microbatch_step``, also under ``auto_microbatch``,
     and both accept the same ``loss_fn``.
 
-    A rank without samples calls ``loss_fn`` with its empty batch, so that it takes part in the loss's collectives with no rows.
+    A rank without samples calls ``loss_fn`` with its empty batch, to take part in the loss's collectives with no rows.
     Its model runs on zeros, which do not count.
 
     Args:
-        state: the newest state of the run; it stays valid, and its parameters do not change.
+        state: the newest state of the run, which stays valid; its parameters do not change.
         batch: this rank's samples, on any device; all of them are moved to the model's device.
         loss_fn: summed loss and weight of the local batch. It calls ``model(...)`` once or several times, on tensors that need
             no gradient. The first axis of these tensors and of the model's outputs is the samples (or several rows per sample).

@@ -29,7 +29,7 @@ from dtrain.typing import Batch, Metrics
 
 @dataclass(slots=True, eq=False)
 class MicrobatchProber:
-    """Runner of guarded steps, shared by the steps of one run. The process keeps it; checkpoints do not contain it.
+    """Runner of guarded steps, shared by the steps of one run. Checkpoints do not contain the prober.
 
     Args:
         traces: traces of the model's collectives.
@@ -69,7 +69,7 @@ class MicrobatchProber:
             inner: function that leaves the gradient; called once per run.
             max_microbatches: number of microbatches of a probe, which is always rolled back; None runs a full step.
 
-        Mutates: as ``inner``; nothing if it is a probe or fails on any rank.
+        Mutates: as ``inner``; nothing by a probe or a failure on any rank.
         Collective: as ``inner``, and the exchange of statuses.
 
         Raises:
@@ -137,7 +137,7 @@ class MicrobatchProber:
     def probe(
         self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, *, microbatches: int
     ) -> tuple[ProbeResult, TrainState]:
-        """Measure whether ``size`` fits and how much memory it takes; the returned state includes the time of the probe.
+        """Measure the memory of a step with ``size``, and if it fits; the returned state includes the time of the probe.
 
         Mutates: the device's peak memory statistics start again.
         Collective: as a step, and one record on the control group.

@@ -58,7 +58,7 @@ class SizeBounds:
         divisor: divisor of every size except ``largest_batch``.
         headroom: share of a device's memory that stays free.
         measurable: if True, every rank can measure its memory.
-        accumulation_bytes: bytes that a step of one microbatch saves, because it accumulates no gradients.
+        accumulation_bytes: bytes that a step of one microbatch saves by accumulating no gradients.
     """
 
     minimum: int

@@ -64,15 +64,15 @@ def microbatch_step(
     """Leave the gradient of the mean loss over the global batch in ``.grad``, and return the state and local metrics.
 
     The mean is the sum of ``LossSum.total`` over all microbatches and ranks, divided by the sum of ``LossSum.weight``. Up to
-    rounding, it does not depend on the microbatch size, the world size or the split. With ``terms`` the loss is the sum of one
-    such mean per term. Between ``split_replicas`` and ``join_replicas`` the mean is over the samples of this rank's replica.
+    rounding, the mean does not depend on the microbatch size, the world size or the split. With ``terms`` the loss is the sum
+    of one such mean per term. Between ``split_replicas`` and ``join_replicas`` the mean covers this rank's replica only.
 
     Ranks may have different numbers of samples, or none. A rank that runs out of microbatches repeats one at weight zero, so
     that all ranks run the same number of forwards and backwards. A loss that gathers the samples of all ranks would see the
     repeated samples; use ``grad_cache_step`` for such a loss.
 
     Args:
-        state: the newest state of the run; it stays valid, and its parameters do not change.
+        state: the newest state of the run, which stays valid; its parameters do not change.
         batch: this rank's samples, on any device; microbatches are moved to the model's device.
         loss_fn: function that returns the summed loss and the weight of one microbatch.
         microbatch_size: samples per forward and backward; None uses the whole local batch.
@@ -80,7 +80,7 @@ def microbatch_step(
         split: ``(batch, microbatch_size) -> microbatches``, for a batch without a ``batch_spec`` or tensors to split.
         count: ``batch -> samples``, or ``(samples, tokens)``, for a batch that only you can count.
         weight_fn: this rank's weight of a whole batch, a number or ``[]``, or by term (``{"loss": ..., "router": ...}``).
-            Losses with ``terms`` need it; it must count the same things as the losses.
+            Losses with ``terms`` need a ``weight_fn`` that counts the same things.
 
     Returns:
         ``state`` with the counts that ranks agreed on, and metrics ``loss``, the terms and ``aux``, as local sums.
@@ -101,8 +101,7 @@ def microbatch_step(
 
     Raises:
         StaleStateError: ``state`` was stepped already.
-        Exception: any error of ``loss_fn`` or the model. The gradients are dropped, so the step may be tried again if all ranks
-            try it.
+        Exception: any error of ``loss_fn`` or the model. The gradients are dropped, so all ranks may run the step again.
         ConfigError: a batch that cannot be counted or split, a loss that is not a ``LossSum`` of single numbers, or a loss and
             a ``weight_fn`` with different terms.
         PeerError: another rank raised one of these errors.
@@ -147,7 +146,7 @@ def run_step(
     *,
     caller: str,
 ) -> tuple[TrainState, Metrics]:
-    """Run ``accumulate`` between the two synchronizations of ranks, reduce its gradients, and roll back if it fails.
+    """Run ``accumulate`` between the two synchronizations of ranks, reduce its gradients, and roll back a failed step.
 
     Args:
         batch: this rank's samples, with their position in the loader.
@@ -256,7 +255,7 @@ def _forward_backward(
     weights: Mapping[str, Tensor | float],
     guard: StepGuard | None,
 ) -> tuple[LossNormalizer, Metrics]:
-    """Run forward and backward of the whole step; if a ``guard`` is set, it records a failure and the step is undone."""
+    """Run forward and backward of the whole step; a ``guard`` records a failure and undoes the step."""
     if guard is None:
         normalizer = build_normalizer(weights, state.device, state.spec)
         return normalizer, accumulate(state, microbatches, counts.microbatches, normalizer, None)

@@ -47,9 +47,9 @@ class Microbatches:
     def padding_microbatch(self, padding_sample: Batch | None) -> Batch:
         """Return a microbatch to run at weight zero.
 
-        It is this batch's first microbatch; else ``padding_sample`` (``state.padding_sample``); else zeros. The choice depends
-        on the position in the data alone. Dropout draws from the global generator for padding, too, so a resumed run must make
-        the same choice.
+        This is the first microbatch of the batch; else ``padding_sample`` (``state.padding_sample``); else zeros. The choice
+        depends on the position in the data alone. Dropout draws from the global generator for padding, too, so a resumed run
+        must make the same choice.
         """
         if self.batches:
             return self.batches[0]
@@ -72,7 +72,7 @@ def count_batch(batch: Batch, *, batch_spec: BatchSpec | None, count: CountFn | 
 
 
 def _to_int(value: object) -> int:
-    """Return ``value`` as a Python integer; -1 if it is not an integer of any library."""
+    """Return an integer of any library as a Python integer; -1 for any other value."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return -1
     try:
@@ -85,7 +85,7 @@ def _to_int(value: object) -> int:
 def split_microbatches(
     batch: Batch, microbatch_size: int | None, *, batch_spec: BatchSpec | None, split: SplitFn | None, count: CountFn | None
 ) -> Microbatches:
-    """Count ``batch`` and split it; without a size the batch is one microbatch.
+    """Count and split ``batch``; without a size the batch is one microbatch.
 
     Raises:
         ConfigError: ``batch`` cannot be counted or split, or ``split`` returns no microbatch for a batch with samples.

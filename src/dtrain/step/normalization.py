@@ -64,7 +64,7 @@ class LossNormalizer:
         return _require_graph(torch.stack(scaled).sum() if len(scaled) > 1 else scaled[0])
 
     def weights_mismatch(self, state: TrainState, metrics: Metrics) -> bool:
-        """Return True if the losses had other weights than declared; on a GPU the next step reports it as weight zero.
+        """Return True if the losses had other weights than declared; on a GPU the next step reports a weight of zero.
 
         Mutates: ``state.run_context.pending_weight``, which carries the declared weight, or NaN, to the host.
         """
@@ -159,7 +159,7 @@ def _weight_scalar(state: TrainState, device: torch.device) -> AsyncScalar:
 
 
 def _send_to_host(state: TrainState, value: Tensor) -> float | None:
-    """Send ``value`` ``[]`` to the host; return it if it arrives at once, which it never does from a GPU."""
+    """Send ``value`` ``[]`` to the host and return the number; None on a GPU, where the copy takes time."""
     _weight_scalar(state, value.device).copy_from(value)
     return _read_if_on_cpu(state, value)
 

@@ -50,9 +50,9 @@ class StepGuard:
         traces: traces of the model's collectives, shared by the steps of a run.
         multi_rank: if True, the model runs on several ranks, and no rank may be left waiting.
         max_microbatches: number of microbatches of a probe, which leaves no gradient; None runs all microbatches.
-        prepare: function called first; it may run out of memory, too.
+        prepare: function called first, which may run out of memory, too.
         on_oom: function called when memory runs out, before any memory is freed.
-        allocator_retried: function called after a step that fits; True if it fits only because the allocator freed memory.
+        allocator_retried: function called after a step that fits; True if the allocator had to free memory.
         read_live_bytes: function that returns the bytes in use; None skips the measurement.
         forward_bytes: out: bytes kept by the first forward.
         samples: out: this rank's samples.

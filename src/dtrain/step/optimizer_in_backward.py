@@ -43,14 +43,14 @@ def optimizer_in_backward(
 ) -> Step:
     """Compose a step like ``compose_step``, with the same result, that keeps the gradients of one unit instead of all.
 
-    In the backward of the last microbatch, a unit's gradient is applied and dropped as soon as it is reduced; in a plain model
+    In the backward of the last microbatch, a unit's gradient is applied and dropped after its reduction; in a plain model
     this happens per parameter. The step saves the memory of this rank's gradients, and of the optimizer's temporary tensors,
     whose ``foreach`` form needs the size of the gradients once more. Under ``"replicate"`` and ``"shard_grad_op"`` the peak is
     at least the gathered parameters, which are freed as gradients arrive. With several microbatches, gradients that wait for
     the last microbatch use memory as usual (``accumulate="local"``: full gradients; ``"sharded"``: shards).
 
     The optimizer must update every parameter independently, as torch's optimizers do (except LBFGS). Its ``step`` and the hooks
-    of ``step`` run once per unit. These parameters are updated after backward: parameters that this rank's samples did not
+    of ``step`` run once per unit. Three kinds are updated after backward: parameters that this rank's samples did not
     reach, ignored parameters, and units with a forward but no backward.
 
     An error before backward leaves the state unchanged. A later error (in the model's backward, on another rank, or a loss with

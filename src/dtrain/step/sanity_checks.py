@@ -37,9 +37,9 @@ _REDUCTION_MEAN = 1
 def warn_if_mean(loss: LossSum, caller: str) -> None:
     """Warn on rank 0 if a total of ``loss`` is a mean although its weight counts several things.
 
-    The check reads the operations of the graph, not the value. It finds the means of torch's own losses and of ``mean``, and a
-    sum divided by the tensor that is the weight, unless they are multiplied again. It does not read compiled code, and it
-    never reports a sum.
+    The check reads the operations of the graph, not the value, so it finds the means of torch's own losses and of ``mean``, and
+    a sum divided by the weight's tensor, unless they are multiplied again. The check does not read compiled code, and never
+    reports a sum.
     Host sync: one if a mean was found and its weight is a tensor on a device.
     """
     if get_dist_info().rank != 0:

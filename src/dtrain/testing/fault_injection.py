@@ -75,15 +75,15 @@ def inject_fault(
     """Inject a fault at a function that runs inside the context, and raise if the fault never fired.
 
     Args:
-        action: ``"raise"`` an exception, ``"kill"`` this process with SIGKILL, ``"stop"`` it with SIGSTOP (it hangs), or
-            ``"delay"`` it. The action hits the calling process, so run the code with ``run_ranks``.
+        action: ``"raise"`` an exception, ``"kill"`` this process with SIGKILL, ``"stop"`` it with SIGSTOP (a hang), or
+            ``"delay"`` the call. The action hits the calling process, so run the code with ``run_ranks``.
         at: a short name (``forward``, ``backward``, ``gather``, ``reduce``, ``step_sync``, ``optimizer``, ``write``,
             ``write_data``, ``fsync``, ``rename``), or the import path of any function or method, as the tested code looks it
             up: ``from x import f`` copies ``f``, so the path is then ``"importing_module.f"``. A path through an imported
             module (``"dtrain.storage.local.os.fsync"``) changes only the view of *that* module.
         rank: rank that fails; None means every rank. The other ranks run without a fault.
         call: number of the call that fires, from 1 on each rank; None means every call.
-        when: ``"before"`` the call, or ``"after"`` it has returned.
+        when: ``"before"`` the call, or ``"after"`` its return.
         error: exception for ``"raise"``; None raises an ``OSError`` (EIO).
         seconds: duration of ``"delay"``.
 
@@ -197,7 +197,7 @@ def find_function(path: str) -> Any:
     """Return the function or method at ``path``: a module's import path, then attributes.
 
     Raises:
-        ConfigError: there is no such object, it cannot be called, or it is a class.
+        ConfigError: there is no such object, or the object is a class or not callable.
     """
     target, names = _import_prefix(path)
     for name in names:

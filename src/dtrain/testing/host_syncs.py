@@ -127,7 +127,7 @@ def _patch_tensor_methods(recorder: _SyncRecorder) -> Iterator[None]:
 
 
 def _classify_sync(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return the kind of wait of ``func``, from torch's own tags if possible; None if it does not wait."""
+    """Return the kind of wait of ``func``, from torch's own tags if possible; None without a wait."""
     if func is torch.ops.aten._to_copy.default:
         device = kwargs.get("device")
         to_host = device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"

@@ -30,9 +30,9 @@ def check_loss_fn(
     """Raise unless the totals and weights of a batch are the sums of those of its two halves.
 
     The check fails for a mean in ``LossSum.total``, and for a loss of a sample that depends on other samples of its microbatch.
-    It runs three forwards in evaluation mode, without gradients, so dropout and batch statistics have no effect. If ``loss_fn``
-    uses random numbers, pass a larger ``rtol``: each forward starts with the same generators, but uses another number of random
-    values. Call the function in a unit test, with a batch of odd size and ragged lengths.
+    Three forwards run in evaluation mode, without gradients, so dropout and batch statistics have no effect. If ``loss_fn``
+    uses random numbers, pass a larger ``rtol``: each forward starts with the same generators, but uses a different number of
+    random values. Call the function in a unit test, with a batch of odd size and ragged lengths.
 
     Args:
         loss_fn: ``(model, batch) -> LossSum``.

@@ -31,7 +31,7 @@ class MemoryBudget:
         limit: limit in bytes, which may change at any time. A limit below the live bytes applies from the next allocation.
         rank: rank named in messages.
         shared: if True, there are other ranks, so threads of the backend hold tensors, too. An allocation then waits a moment
-            for these threads before it is refused.
+            for these threads before the refusal.
         stack_depth: number of call-stack lines per storage in ``storages``.
     """
 
@@ -109,10 +109,10 @@ def memory_budget(
     """Limit the bytes that tensors of this rank hold, and raise as on a GPU if an allocation exceeds the limit.
 
     Storages count, each once: activations, gradients, optimizer state, buffers of a collective, unsharded parameters, copies
-    and tensors of backward. A tensor from before the context counts from its first use, or at once if it is in ``existing``. An
-    operation whose result exceeds the limit raises ``torch.OutOfMemoryError``; its result is dropped, and a storage that should
-    grow keeps its size. A collective is refused before it begins. Allocations of dtrain's own control messages count, but are
-    never refused, because on a GPU they would be on the host.
+    and tensors of backward. A tensor from before the context counts from its first use, or at once if listed in ``existing``.
+    An operation whose result exceeds the limit raises ``torch.OutOfMemoryError``; its result is dropped, and a storage that
+    should grow keeps its size. A collective is refused before it begins. Allocations of dtrain's own control messages count,
+    but are never refused, because on a GPU they would be on the host.
 
     Not counted are temporary memory inside one operation (a convolution's workspace), and memory outside of tensors. Inside the
     context ``torch.compile`` runs its functions uncompiled. The context is meant for tests: an operation takes about ten

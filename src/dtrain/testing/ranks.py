@@ -41,7 +41,7 @@ def run_ranks(fn: RankFn, world_size: int, *args: Plain, timeout_s: float = 120.
     """Run ``fn(*args)`` on ``world_size`` real ranks, inside ``init_dist``, and return the results by rank.
 
     The call never hangs and leaves no process, even if a rank raises, dies or is stopped, after Ctrl-C, or if the caller is
-    killed. When one rank fails, the other ranks end at once, because they may be waiting for it.
+    killed. When one rank fails, the other ranks end at once, because they may be waiting for the failed rank.
 
     Args:
         fn: function at the top level of a file. Each rank imports the file under another name, so a script must call
