@@ -91,7 +91,7 @@ def test_a_share_that_is_whole_epochs_needs_no_steps():
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (None, r"clock: 0.1dur is a share of the run, whose length is not known. .*step.init\(model, optimizer, run="),
+        (None, r"clock: 0.1dur is a share of the run, whose length is not known. .*step.init\(model, optimizer, run_length="),
         (RunLength(steps_per_epoch=5), "whose length is not known"),
         (
             RunLength(total="3ep"),

@@ -84,7 +84,7 @@ def test_variable_of_somebody_elses_launch_is_ignored(value):
 
 def test_long_description_is_cut():
     (record,) = heartbeats.ProgressDecoder().feed(
-        ProgressRecord(kind=ProgressKind.PROGRESS, rank=0, value=1, at=0.0, doing="ü" * 100).encode()
+        ProgressRecord(kind=ProgressKind.PROGRESS, rank=0, value=1, at=0.0, activity="ü" * 100).encode()
     )
     assert record.activity.startswith("ü" * 19)
     assert len(record.activity.encode()) <= 44
@@ -95,7 +95,7 @@ def test_progress_is_counted_always_and_sent_now_and_then(pipe):
         heartbeats.heartbeat("step")
     records = received(pipe)
     assert 1 <= len(records) < 1000
-    assert (records[0].kind, records[0].rank, records[0].value, records[0].doing) == (ProgressKind.PROGRESS, 3, 1, "step")
+    assert (records[0].kind, records[0].rank, records[0].value, records[0].activity) == (ProgressKind.PROGRESS, 3, 1, "step")
     assert heartbeats.last_progress() == (1000, "step")
 
 

@@ -130,7 +130,7 @@ def sizes_made():
 @pytest.mark.parametrize(
     ("targets", "options", "message"),
     [
-        (torch.zeros(2, dtype=torch.int32), {}, r"targets are class indices \(int64\) or probabilities .*got torch.int32"),
+        (torch.zeros(2, dtype=torch.int32), {}, r"targets must be class indices \(int64\) or probabilities .*got torch.int32"),
         (torch.zeros(3, dtype=torch.int64), {}, r"needs logits \[\*, classes\], .* got \(2, 4\) and \(3,\) torch.int64"),
         (torch.zeros(2, 3), {}, r"got \(2, 4\) and \(2, 3\) torch.float32"),
         (torch.zeros(2, dtype=torch.int64), {"smoothing": 1.5}, r"smoothing must be in \[0, 1\], got smoothing=1.5"),
@@ -140,7 +140,11 @@ def sizes_made():
             {"class_weights": torch.ones(2, 1)},
             r"class_weights must have 4 elements, one per class, got shape \(2, 1\)",
         ),
-        (torch.zeros(2, dtype=torch.int64), {"class_weights": torch.ones(3)}, r"each of 4 classes, got shape \(3,\)"),
+        (
+            torch.zeros(2, dtype=torch.int64),
+            {"class_weights": torch.ones(3)},
+            r"class_weights must have 4 elements, one per class, got shape \(3,\)",
+        ),
     ],
     ids=["dtype", "indices", "probabilities", "smoothing", "bool", "weights of samples", "weights of other classes"],
 )
@@ -174,5 +178,5 @@ def test_jensen_shannon_is_the_mean_divergence_from_the_middle():
 
 @pytest.mark.parametrize("views", [[], [torch.zeros(2, 3)], [torch.zeros(2, 3), torch.zeros(2, 4)], [torch.zeros(3)] * 2])
 def test_jensen_shannon_refuses_what_cannot_be_compared(views):
-    with pytest.raises(ConfigError, match=r"needs logits \[\*, classes\] of two or more views, alike in shape, got \["):
+    with pytest.raises(ConfigError, match=r"needs logits \[\*, classes\] of two or more views of one shape, got \["):
         jensen_shannon(views)

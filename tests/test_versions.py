@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def test_versions_are_those_installed_and_cost_no_import():
     seen = package_versions()
     assert seen == {"dtrain": dtrain.__version__, "python": platform.python_version(), "torch": metadata.version("torch")}
-    code = "import sys; from dtrain.versions import versions; versions(); print('torch' in sys.modules)"
+    code = "import sys; from dtrain.versions import package_versions; package_versions(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90).stdout == "False\n"
 
 

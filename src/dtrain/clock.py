@@ -213,7 +213,7 @@ class Clock:
         if total is None:
             raise ConfigError(
                 f"clock: {part or 'dur'} is a share of the run, whose length is not known. "
-                "Give the length to the step: step.init(model, optimizer, run=loader.run_length('3ep'))."
+                "Give the length to the step: step.init(model, optimizer, run_length=loader.run_length('3ep'))."
             )
         if total.unit == "ep":
             self._check_epochs(part or "dur")

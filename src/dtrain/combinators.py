@@ -45,7 +45,7 @@ def every(interval: Duration | int | str, transform: Transform) -> Transform:
 
     Args:
         interval: duration such as ``10``, ``"10ba"``, ``"1ep"``, ``"1e9tok"``, ``"10m"`` (rank 0's clock, so all ranks agree)
-            or ``"0.1dur"`` (needs ``step.init(..., run=...)``).
+            or ``"0.1dur"`` (needs ``step.init(..., run_length=...)``).
         transform: transform to apply. Its state is made at the start of the run.
 
     Example:
@@ -71,7 +71,7 @@ def between(start: Duration | int | str, end: Duration | int | str, transform: T
     Example:
         early = dt.transforms.between("0.1dur", "0.5dur", dt.transforms.ema(0.999))
         step = dt.compose_step(loss_fn, [early])
-        state = step.init(model, optimizer, run=loader.run_length("3ep"))
+        state = step.init(model, optimizer, run_length=loader.run_length("3ep"))
 
     Raises:
         ConfigError: not a transform, a bound that is not a duration, or ``end <= start`` in one unit; from ``Step.init``,

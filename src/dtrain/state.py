@@ -298,7 +298,7 @@ def init_state(
     optimizer: torch.optim.Optimizer,
     *,
     seed: int = 0,
-    run: RunLength | None = None,
+    run_length: RunLength | None = None,
     partial: bool = False,
     loader: TrackedLoader | None = None,
 ) -> TrainState:
@@ -308,7 +308,7 @@ def init_state(
         model: as in ``Step.init``.
         optimizer: as in ``Step.init``.
         seed: start of all derived random streams.
-        run: length of the run, for intervals that are a share of the run (``"0.1dur"``).
+        run_length: length of the run, for intervals that are a share of the run (``"0.1dur"``).
         partial: if True, the optimizer may hold only some of the trainable parameters.
         loader: loader whose epochs the clock counts, if the batches do not name it; as in ``Step.init``.
 
@@ -336,7 +336,7 @@ def init_state(
         spec=spec,
         params=params,
         aliases=aliases,
-        clock=Clock(run=run),
+        clock=Clock(run=run_length),
         seed=seed,
         run_context=RunContext(loader=loader),
     )

@@ -503,5 +503,5 @@ def test_degrees_that_do_not_multiply_to_the_ranks_name_those_given():
         ConfigError, match=r"dp_replicate \* dp_shard \* tp must be world_size=8, got dp_replicate=1 .*Set one degree to"
     ):
         _fill_degrees({"dp_replicate": 1, "dp_shard": 3, "tp": 2}, 8)
-    with pytest.raises(ConfigError, match=r"world_size=6 is not a multiple of 4 \(dp_replicate=1 \* dp_shard=-1 \* tp=4\)"):
+    with pytest.raises(ConfigError, match=r"world_size=6 must be a multiple of 4, got dp_replicate=1 \* dp_shard=-1 \* tp=4"):
         _fill_degrees({"dp_replicate": 1, "dp_shard": -1, "tp": 4}, 6)

@@ -188,7 +188,7 @@ def optimizer_before_shards() -> str:
     stale = sgd(model)
     model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=(nn.Linear,))
     with pytest.raises(
-        ConfigError, match=r"shard_model, .* make new Parameter objects, so build the optimizer after them"
+        ConfigError, match=r"shard_model, .* make new Parameter objects. Build the optimizer after them"
     ) as error:
         STEP.init(model, stale)
     return str(error.value)

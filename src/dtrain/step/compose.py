@@ -77,7 +77,7 @@ class Step:
         Warns: UserWarning, on rank 0, without ``run_length``: a schedule whose value is invalid once a run is long enough.
         """
         time_compilation()
-        state = init_state(model, optimizer, seed=seed, run=run_length, partial=partial, loader=loader)
+        state = init_state(model, optimizer, seed=seed, run_length=run_length, partial=partial, loader=loader)
         _check_schedules(self.transforms, run_length)
         state.run_context.init_transform_states = self._init_transform_states
         if allow_equal_batches:
