@@ -1,6 +1,6 @@
 """The English of the package: figures that a change may not make worse.
 
-A summary says what an object is or does. A question word at its start, and "what" or "it" in place of a noun, make text hard to read.
+A summary names an object or an action. A question word at its start, and "what" or "it" in place of a noun, are hard to read.
 """
 
 import ast
