@@ -50,7 +50,7 @@ def test_the_loops_are_found():
 
 @pytest.mark.parametrize("path", LOOPS, ids=lambda path: path.stem)
 def test_a_loop_is_one_short_file(path):
-    most = 39 if path.stem == "train_custom" else MOST_LINES
+    most = 40 if path.stem == "train_custom" else MOST_LINES
     assert len(path.read_text().splitlines()) <= most
 
 
