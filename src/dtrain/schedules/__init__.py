@@ -1,10 +1,11 @@
-"""Schedules: pure functions from a step number to a value, for learning rates and any other hyperparameter.
+"""Schedules: pure functions from a step number to a value, for learning rates and other hyperparameters.
 
     lr = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.1, 10_000), 500)
-    step = dt.compose_step(loss_fn, [dt.transforms.scale_lr(lr)])
     lr(0), lr(500), lr(10_000)
+    step = dt.compose_step(loss_fn, [dt.transforms.scale_lr(lr)])
 
-``dt.schedules.composer`` has MosaicML Composer's schedulers with their names, arguments and defaults.
+The values of a learning-rate schedule are factors of the optimizer's rate. ``dt.schedules.composer`` has MosaicML Composer's
+schedulers with Composer's names, arguments and defaults.
 """
 
 from typing import TYPE_CHECKING

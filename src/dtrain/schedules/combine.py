@@ -1,8 +1,7 @@
-"""Schedules made of other schedules: one behind the other, scaled, stretched, held within limits.
+"""Schedules made of other schedules: in sequence, multiplied, stretched in time, clipped, or as a torch scheduler.
 
-What they make is measured in the unit of what it is made of: ``multiply(with_unit("tok", schedule), 2.0)`` is of tokens, too.
-
-A schedule for a loop that steps a scheduler of torch."""
+The result has the unit of its parts: ``multiply(with_unit("tok", schedule), 2.0)`` is a schedule of tokens.
+"""
 
 from __future__ import annotations
 
@@ -29,157 +28,162 @@ from dtrain.typing import Schedule
 
 
 def sequential(schedules: Sequence[Schedule], boundaries: Sequence[float], *, shifted: bool = True) -> Schedule:
-    """One schedule behind the other: the first until ``boundaries[0]``, the second from there on, and so on.
+    """Return a schedule that runs ``schedules`` one after another and switches at each of ``boundaries``.
 
-    Formula: ``schedules[i](t - boundaries[i - 1])``, where ``i`` boundaries are at most ``t``; ``schedules[0](t)`` for none;
-    ``schedules[i](t)`` where they are not ``shifted``
+    Formula: ``schedules[i](t - boundaries[i - 1])``, where ``i`` boundaries are at most ``t``, and ``schedules[0](t)`` if none
+    is; ``schedules[i](t)`` if not ``shifted``
 
     Args:
-        schedules: at least one.
-        boundaries: where the next one takes over, one less than schedules, each later than the one before.
-        shifted: whether each of them sees the time since it took over, as if it began there; else that of the whole run.
-
-    Raises:
-        ConfigError: no schedules, another number of boundaries, some that do not increase, or schedules in different units.
-
-    Source: as ``torch.optim.lr_scheduler.SequentialLR``.
+        schedules: at least one schedule.
+        boundaries: increasing times of the switches, one fewer than schedules.
+        shifted: if True, each schedule sees the time since its own beginning; if False, the time of the whole run.
 
     Example:
-        >>> from dtrain.schedules.curves import constant, linear
-        >>> both = join([linear(0.0, 1.0, 10), constant(1.0), linear(1.0, 0.0, 10)], [10, 90])
-        >>> [round(both(t), 3) for t in (0, 5, 10, 90, 95, 100)]
+        >>> import dtrain as dt
+        >>> up, down = dt.schedules.linear(0.0, 1.0, 10), dt.schedules.linear(1.0, 0.0, 10)
+        >>> schedule = dt.schedules.sequential([up, dt.schedules.constant(1.0), down], [10, 90])
+        >>> [round(schedule(t), 3) for t in (0, 5, 10, 90, 95, 100)]
         [0.0, 0.5, 1.0, 1.0, 0.5, 0.0]
+
+    Raises:
+        ConfigError: ``schedules`` is empty, ``boundaries`` has the wrong length or does not increase, or the schedules have
+            different units.
+
+    Source: as ``torch.optim.lr_scheduler.SequentialLR``.
     """
-    check_sequence("join", "schedules", schedules)
-    check_sequence("join", "boundaries", boundaries)
+    check_sequence("sequential", "schedules", schedules)
+    check_sequence("sequential", "boundaries", boundaries)
     parts, times = tuple(schedules), tuple(boundaries)
     if not parts or len(times) != len(parts) - 1:
         raise ConfigError(
-            f"join: needs one boundary less than schedules, got {len(times)} and {len(parts)}; at each one the next begins"
+            f"sequential: boundaries must be one fewer than schedules, got {len(times)} boundaries and {len(parts)} schedules."
         )
-    check_increasing("join", "boundaries", times)
-    unit = common_unit("join", *parts)
+    check_increasing("sequential", "boundaries", times)
+    unit = common_unit("sequential", *parts)
     begins = (0, *times) if shifted else (0,) * len(parts)
 
-    def at(t: float) -> float:
-        number = bisect_right(times, t)
-        return parts[number](t - begins[number])
+    def value(t: float) -> float:
+        index = bisect_right(times, t)
+        return parts[index](t - begins[index])
 
-    return attach_unit(unit, at)
+    return attach_unit(unit, value)
 
 
 def multiply(schedule: Schedule, factor: float) -> Schedule:
-    """``schedule`` with all its values times ``factor``.
+    """Return ``schedule`` with all values multiplied by ``factor``.
 
     Formula: ``factor * schedule(t)``
 
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.multiply(dt.schedules.linear(1.0, 0.0, 10), 0.5)
+        >>> [schedule(t) for t in (0, 5, 10)]
+        [0.5, 0.25, 0.0]
+
     Raises:
-        ConfigError: no schedule, or ``factor`` is not a finite number.
+        ConfigError: ``schedule`` is not a function, or ``factor`` is not a finite number.
 
     Source: arithmetic; a base rate times a schedule of factors.
-
-    Example:
-        >>> from dtrain.schedules.curves import linear
-        >>> [scale(linear(1.0, 0.0, 10), 0.5)(t) for t in (0, 5, 10)]
-        [0.5, 0.25, 0.0]
     """
-    unit = common_unit("scale", schedule)
-    check_finite("scale", factor=factor)
+    unit = common_unit("multiply", schedule)
+    check_finite("multiply", factor=factor)
     return attach_unit(unit, lambda t: factor * schedule(t))
 
 
 def time_scale(schedule: Schedule, ratio: float) -> Schedule:
-    """``schedule`` over ``ratio`` times its time: 2 takes twice as long, 0.5 half.
+    """Return ``schedule`` stretched in time: ``ratio=2`` takes twice as long.
 
-    All of it is stretched, a warm-up within it too. So it is Composer's ``scale_schedule_ratio`` with ``scale_warmup=True``,
-    which scales the length of the run as well: give the run ``ratio`` times its length.
+    The whole schedule is stretched, including a warm-up. This is Composer's ``scale_schedule_ratio`` with
+    ``scale_warmup=True``. Composer also scales the run, so give the run ``ratio`` times its length.
 
     Formula: ``schedule(t / ratio)``
 
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.time_scale(dt.schedules.linear(1.0, 0.0, 10), 2.0)
+        >>> [schedule(t) for t in (0, 5, 10, 20)]
+        [1.0, 0.75, 0.5, 0.0]
+
     Raises:
-        ConfigError: no schedule, or ``ratio`` is not positive.
+        ConfigError: ``schedule`` is not a function, or ``ratio`` is not positive.
 
     Source: Composer's scale schedule ratio, with the warm-up scaled.
-
-    Example:
-        >>> from dtrain.schedules.curves import linear
-        >>> [stretch(linear(1.0, 0.0, 10), 2.0)(t) for t in (0, 5, 10, 20)]
-        [1.0, 0.75, 0.5, 0.0]
     """
-    unit = common_unit("stretch", schedule)
-    check_positive("stretch", "it is how many times as long the schedule takes", ratio=ratio)
+    unit = common_unit("time_scale", schedule)
+    check_positive("time_scale", "Give the new duration divided by the old duration", ratio=ratio)
     return attach_unit(unit, lambda t: schedule(t / ratio))
 
 
 def clip(schedule: Schedule, *, low: float = -math.inf, high: float = math.inf) -> Schedule:
-    """``schedule`` where it is within ``low`` and ``high``, and the nearer of the two elsewhere.
+    """Return ``schedule`` with its values clipped to ``low`` and ``high``.
 
     Formula: ``min(max(schedule(t), low), high)``
 
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.clip(dt.schedules.linear(1.0, 0.0, 10), low=0.1, high=0.75)
+        >>> [schedule(t) for t in (0, 5, 10)]
+        [0.75, 0.5, 0.1]
+
     Raises:
-        ConfigError: no schedule, neither limit, one that is no number, or limits the wrong way round.
+        ConfigError: ``schedule`` is not a function, no limit is given, a limit is not a number, or ``low`` is above ``high``.
 
     Source: arithmetic; ``min_lr`` of many recipes is a lower limit.
-
-    Example:
-        >>> from dtrain.schedules.curves import linear
-        >>> [clamp(linear(1.0, 0.0, 10), low=0.1, high=0.75)(t) for t in (0, 5, 10)]
-        [0.75, 0.5, 0.1]
     """
-    unit = common_unit("clamp", schedule)
+    unit = common_unit("clip", schedule)
     for name, limit in (("low", low), ("high", high)):
         if not is_number(limit) or abs(limit) != math.inf:
-            check_finite("clamp", **{name: limit})
+            check_finite("clip", **{name: limit})
     if not low <= high or (low, high) == (-math.inf, math.inf):
-        raise ConfigError(f"clamp: needs low <= high, and at least one of them, got {low=} and {high=}")
+        raise ConfigError(f"clip: low must be at most high, got {low=} and {high=}. Give low=, high= or both.")
     return attach_unit(unit, lambda t: min(max(schedule(t), low), high))
 
 
 def to_lambda_lr(schedule: Schedule | Sequence[Schedule], optimizer: Optimizer) -> LambdaLR:
-    """A scheduler of torch that multiplies the rate of each parameter group by ``schedule``, for the step about to run.
+    """Return a torch scheduler that multiplies the learning rate of each parameter group by ``schedule``.
 
-    Right after it is made the optimizer has the rate of step 0; call its ``step()`` once after each ``optimizer.step()``. Its
-    ``state_dict`` holds the number of steps, and not the schedule.
+    The optimizer has the rate of step 0 right after this call. Call the scheduler's ``step()`` once after each
+    ``optimizer.step()``. Its ``state_dict`` contains the number of steps, but not the schedule.
 
     Formula: ``initial_lr * schedule(number of calls of step())``
 
     Args:
-        schedule: of steps; or one for each parameter group.
-        optimizer: with the base rates.
-
-    Mutates: ``lr`` of the optimizer's groups, now and at each ``step()``.
-
-    Raises:
-        ConfigError: no schedule, another number of them than groups, or one that is measured in something else than steps,
-            which torch's scheduler does not count.
-
-    Warns: UserWarning, a schedule that looks like rates and not like factors, as ``scale_lr`` does.
-
-    Source: ``torch.optim.lr_scheduler.LambdaLR``.
+        schedule: a schedule of steps, or one schedule per parameter group.
+        optimizer: optimizer with the base rates.
 
     Example:
-        >>> from dtrain.schedules.curves import linear
+        >>> import dtrain as dt
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-        >>> scheduler, rates = to_lambda_lr(linear(1.0, 0.0, 4), optimizer), []
+        >>> scheduler, rates = dt.schedules.to_lambda_lr(dt.schedules.linear(1.0, 0.0, 4), optimizer), []
         >>> for step in range(5):
         ...     rates.append(optimizer.param_groups[0]["lr"])
         ...     optimizer.step()
         ...     scheduler.step()
         >>> rates
         [0.5, 0.375, 0.25, 0.125, 0.0]
+
+    Mutates: ``lr`` of the optimizer's groups, now and at each ``step()``.
+
+    Raises:
+        ConfigError: ``schedule`` is not a function, the number of schedules differs from the number of groups, or the unit is
+            not steps. A torch scheduler counts steps only.
+
+    Warns: UserWarning if the values look like learning rates instead of factors, as in ``scale_lr``.
+
+    Source: ``torch.optim.lr_scheduler.LambdaLR``.
     """
     groups = len(optimizer.param_groups)
     schedules = [schedule] * groups if callable(schedule) else list(schedule)
     if len(schedules) != groups:
-        raise ConfigError(f"to_lambda_lr: needs a schedule for each parameter group, got {len(schedules)} for {groups}")
+        raise ConfigError(f"to_lambda_lr: schedule must have one entry per parameter group, got {len(schedules)} for {groups}.")
     if (unit := common_unit("to_lambda_lr", *schedules)) != STEP_UNIT:
         raise ConfigError(
-            f"to_lambda_lr: torch's scheduler counts steps, got a schedule of {unit}; scale_lr(...) reads the clock"
+            f"to_lambda_lr: schedule must be a function of steps, got a schedule of {unit}. Use dt.transforms.scale_lr instead."
         )
     warn_if_absolute_lr("to_lambda_lr", schedules, range(groups), optimizer.param_groups)
-    return LambdaLR(optimizer, [_as_function(each) for each in schedules])
+    return LambdaLR(optimizer, [_as_function(entry) for entry in schedules])
 
 
 def _as_function(schedule: Schedule) -> Callable[[int], float]:
-    # A function, and not an object: torch would put the attributes of an object into the state_dict.
+    # LambdaLR saves the attributes of a callable object in its state_dict, but not those of a function.
     return lambda step: schedule(step)

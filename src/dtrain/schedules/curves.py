@@ -1,13 +1,8 @@
-"""The ways from one value to another that decays, warm-ups and cycles are made of.
+"""Basic schedules: constant, linear, cosine, polynomial, exponential, inverse square root, steps, and a warm-up.
 
-Constant, linear and cosine, and a warm-up in front of any schedule.
-
-Each factory checks its arguments once and returns a pure function ``t -> float`` that also takes fractions, and times before
-the beginning and behind the end.
-
-Decays that are no straight line and no cosine: polynomial, exponential, inverse square root.
-
-Schedules that jump: after every period, and at given times."""
+Each factory checks its arguments once and returns a pure function ``t -> float``. The function also accepts fractions, negative
+times, and times after its end.
+"""
 
 from __future__ import annotations
 
@@ -30,78 +25,82 @@ from dtrain.typing import Schedule
 
 
 def curve(caller: str, shape: str, start: float, end: float, shapes: Sequence[str]) -> Callable[[float], float]:
-    """The way from ``start`` to ``end`` by the share of it that is done; exactly these two at and beyond its ends.
+    """Return a function from progress (0 to 1) to a value between ``start`` and ``end``, exact at both ends.
 
     Raises:
-        ConfigError: a shape that is not one of ``shapes``, a value that is not finite, or an exponential from or to 0.
+        ConfigError: ``shape`` is not in ``shapes``, a value is not finite, or an exponential starts or ends at 0.
     """
     check_finite(caller, start=start, end=end)
     if shape not in shapes:
-        raise ConfigError(f"{caller}: shape must be one of {', '.join(shapes)}, got {shape!r}")
+        raise ConfigError(f"{caller}: shape must be one of {', '.join(shapes)}, got {shape!r}.")
     if shape == "exponential" and not (start > 0 and end > 0):
-        raise ConfigError(f"{caller}: an exponential needs values above 0, got {start=} and {end=}; it never comes to 0")
+        raise ConfigError(f"{caller}: the values of an exponential must be above 0, got {start=} and {end=}.")
     inner = {"linear": _linear, "cosine": _cosine, "1-sqrt": _one_minus_sqrt, "exponential": _exponential}[shape]
 
-    def at(share: float) -> float:
-        if share <= 0:
+    def value(progress: float) -> float:
+        if progress <= 0:
             return start
-        return inner(start, end, share) if share < 1 else end
+        return inner(start, end, progress) if progress < 1 else end
 
-    return at
-
-
-def _linear(start: float, end: float, share: float) -> float:
-    return start + (end - start) * share
+    return value
 
 
-def _cosine(start: float, end: float, share: float) -> float:
-    return end + (start - end) * (1.0 + math.cos(math.pi * share)) / 2.0
+def _linear(start: float, end: float, progress: float) -> float:
+    return start + (end - start) * progress
 
 
-def _one_minus_sqrt(start: float, end: float, share: float) -> float:
-    return end + (start - end) * (1.0 - math.sqrt(share))
+def _cosine(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
-def _exponential(start: float, end: float, share: float) -> float:
-    return float(start * (end / start) ** share)
+def _one_minus_sqrt(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * (1.0 - math.sqrt(progress))
 
 
-_STEPS_ADVICE = "it is the length of the whole decay"
+def _exponential(start: float, end: float, progress: float) -> float:
+    return float(start * (end / start) ** progress)
+
+
+_STEPS_ADVICE = "Give the length of the whole decay"
 
 
 def constant(value: float) -> Schedule:
-    """``value`` at every ``t``.
+    """Return a schedule with the same value at every ``t``.
 
     Formula: ``value``
+
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.constant(0.5)
+        >>> schedule(0), schedule(1e9)
+        (0.5, 0.5)
 
     Raises:
         ConfigError: ``value`` is not a finite number.
 
     Source: as ``torch.optim.lr_scheduler.ConstantLR`` before its end.
-
-    Example:
-        >>> constant(0.5)(0), constant(0.5)(1e9)
-        (0.5, 0.5)
     """
     check_finite("constant", value=value)
     return lambda t: value
 
 
 def linear(start: float, end: float, steps: float) -> Schedule:
-    """A straight line from ``start`` to ``end``, and ``end`` from ``t = steps`` on.
+    """Return a straight line from ``start`` to ``end``. The value is ``end`` from ``t = steps`` on.
 
-    Ten steps from 1 to 0 use 1.0, 0.9, ..., 0.1: the value is that of the step about to run.
+    A line of ten steps from 1 to 0 has the values 1.0, 0.9, ..., 0.1, because each value is for the next step.
 
     Formula: ``start + (end - start) * min(t / steps, 1)``
+
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.linear(1.0, 0.0, 10)
+        >>> [round(schedule(t), 3) for t in (0, 1, 9, 10, 11)]
+        [1.0, 0.9, 0.1, 0.0, 0.0]
 
     Raises:
         ConfigError: ``steps`` is not positive, or a value is not a finite number.
 
     Source: as ``torch.optim.lr_scheduler.LinearLR``.
-
-    Example:
-        >>> [round(linear(1.0, 0.0, 10)(t), 3) for t in (0, 1, 9, 10, 11)]
-        [1.0, 0.9, 0.1, 0.0, 0.0]
     """
     check_positive("linear", _STEPS_ADVICE, steps=steps)
     line = curve("linear", "linear", start, end, ("linear",))
@@ -109,19 +108,21 @@ def linear(start: float, end: float, steps: float) -> Schedule:
 
 
 def cosine(start: float, end: float, steps: float) -> Schedule:
-    """The falling half of a cosine from ``start`` to ``end``, and ``end`` from ``t = steps`` on.
+    """Return a half cosine from ``start`` to ``end``. The value is ``end`` from ``t = steps`` on.
 
     Formula: ``end + (start - end) * (1 + cos(pi * min(t / steps, 1))) / 2``
+
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.cosine(1.0, 0.1, 100)
+        >>> [round(schedule(t), 3) for t in (0, 50, 100, 200)]
+        [1.0, 0.55, 0.1, 0.1]
 
     Raises:
         ConfigError: ``steps`` is not positive, or a value is not a finite number.
 
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5 without restarts. Unlike
-    ``torch.optim.lr_scheduler.CosineAnnealingLR`` it does not rise again behind its end.
-
-    Example:
-        >>> [round(cosine(1.0, 0.1, 100)(t), 3) for t in (0, 50, 100, 200)]
-        [1.0, 0.55, 0.1, 0.1]
+    ``torch.optim.lr_scheduler.CosineAnnealingLR`` the value does not rise again after the end.
     """
     check_positive("cosine", _STEPS_ADVICE, steps=steps)
     half = curve("cosine", "cosine", start, end, ("cosine",))
@@ -136,195 +137,209 @@ def warmup(
     shape: Literal["linear", "cosine", "exponential"] = "linear",
     shifted: bool = False,
 ) -> Schedule:
-    """``schedule`` behind a warm-up of ``steps``, which ends where the schedule goes on, without a jump.
+    """Return ``schedule`` with a warm-up of ``steps`` that ends at the schedule's value, without a jump.
 
-    The schedule is not shifted by default: one made for the whole run still ends with the run, and its first ``steps`` are
-    replaced. With ``shifted`` it begins when the warm-up is over, and ends ``steps`` later than it would alone. ``steps = 0``
-    changes nothing.
+    By default the schedule is not shifted: the warm-up replaces its first ``steps``, and a schedule for the whole run still
+    ends with the run. If ``shifted``, the schedule begins after the warm-up and ends ``steps`` later. ``steps = 0`` changes
+    nothing.
 
-    Formula: for ``t < steps``, with ``s = t / steps`` and ``top = schedule(steps)``, or ``schedule(0)`` where it is shifted:
+    Formula: for ``t < steps``, with ``s = t / steps`` and ``top = schedule(steps)``, or ``schedule(0)`` if shifted:
     ``top * (start + (1 - start) * s)`` (linear), ``top * (1 + (start - 1) * (1 + cos(pi * s)) / 2)`` (cosine),
     ``top * start ** (1 - s)`` (exponential). Then ``schedule(t)``, or ``schedule(t - steps)``.
 
     Args:
-        schedule: any schedule; one that is measured in tokens is warmed up for that many tokens.
+        schedule: any schedule; a schedule of tokens has a warm-up in tokens.
         steps: length of the warm-up, at least 0.
-        start: which share of ``top`` it begins at, at least 0.
-        shape: the way up.
-        shifted: whether ``schedule`` begins behind the warm-up.
-
-    Raises:
-        ConfigError: ``steps`` or ``start`` is negative, an unknown shape, an exponential from 0, or no schedule.
-
-    Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2 (gradual warm-up).
+        start: first value of the warm-up as a fraction of ``top``, at least 0.
+        shape: curve of the warm-up.
+        shifted: if True, ``schedule`` begins after the warm-up.
 
     Example:
-        >>> warm = warmup(linear(1.0, 0.0, 100), 10)
-        >>> [round(warm(t), 3) for t in (0, 5, 10, 50, 100)]
+        >>> import dtrain as dt
+        >>> line = dt.schedules.linear(1.0, 0.0, 100)
+        >>> schedule = dt.schedules.warmup(line, 10)
+        >>> [round(schedule(t), 3) for t in (0, 5, 10, 50, 100)]
         [0.0, 0.45, 0.9, 0.5, 0.0]
-        >>> behind = warmup(linear(1.0, 0.0, 100), 10, start=0.5, shifted=True)
-        >>> [round(behind(t), 3) for t in (0, 5, 10, 60, 110)]
+        >>> shifted = dt.schedules.warmup(line, 10, start=0.5, shifted=True)
+        >>> [round(shifted(t), 3) for t in (0, 5, 10, 60, 110)]
         [0.5, 0.75, 1.0, 0.5, 0.0]
+
+    Raises:
+        ConfigError: ``steps`` or ``start`` is negative, ``shape`` is unknown, an exponential starts at 0, or ``schedule`` is
+            not a function.
+
+    Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2 (gradual warm-up).
     """
     unit = common_unit("warmup", schedule)
     if not is_number(steps) or not 0 <= steps < math.inf:
-        raise ConfigError(f"warmup: steps must be at least 0, got {steps=}")
+        raise ConfigError(f"warmup: steps must be at least 0, got {steps=}.")
     if not is_number(start) or not 0 <= start < math.inf:
-        raise ConfigError(f"warmup: start must be at least 0, got {start=}; it is a share of where the warm-up ends")
+        raise ConfigError(f"warmup: start must be at least 0, got {start=}. Give a fraction of the value after the warm-up.")
     rise = curve("warmup", shape, start, 1.0, ("linear", "cosine", "exponential"))
     if steps == 0:
         return schedule
     begin = steps if shifted else 0
 
-    def at(t: float) -> float:
+    def value(t: float) -> float:
         return schedule(steps - begin) * rise(t / steps) if t < steps else schedule(t - begin)
 
-    return attach_unit(unit, at)
+    return attach_unit(unit, value)
 
 
 def polynomial(start: float, end: float, steps: float, *, power: float) -> Schedule:
-    """From ``start`` to ``end`` as a power of the share of the time that is left, and ``end`` from ``t = steps`` on.
+    """Return a polynomial decay from ``start`` to ``end``. The value is ``end`` from ``t = steps`` on.
 
     Formula: ``end + (start - end) * (1 - min(t / steps, 1)) ** power``
+
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.polynomial(1.0, 0.0, 10, power=2.0)
+        >>> [round(schedule(t), 3) for t in (0, 5, 9, 10, 11)]
+        [1.0, 0.25, 0.01, 0.0, 0.0]
 
     Raises:
         ConfigError: ``steps`` or ``power`` is not positive, or a value is not a finite number.
 
     Source: as ``torch.optim.lr_scheduler.PolynomialLR``.
-
-    Example:
-        >>> [round(polynomial(1.0, 0.0, 10, power=2.0)(t), 3) for t in (0, 5, 9, 10, 11)]
-        [1.0, 0.25, 0.01, 0.0, 0.0]
     """
     check_finite("polynomial", start=start, end=end)
-    check_positive("polynomial", "steps are the whole decay, power 1 is a straight line", steps=steps, power=power)
+    advice = "Give the length of the whole decay as steps, and power=1 for a straight line"
+    check_positive("polynomial", advice, steps=steps, power=power)
 
-    def at(t: float) -> float:
-        left = 1.0 - min(max(t / steps, 0.0), 1.0)
-        return float(end + (start - end) * left**power)
+    def value(t: float) -> float:
+        remaining = 1.0 - min(max(t / steps, 0.0), 1.0)
+        return float(end + (start - end) * remaining**power)
 
-    return at
+    return value
 
 
 def exponential(start: float, gamma: float, period: float = 1, *, end: float | None = None) -> Schedule:
-    """``start``, times ``gamma`` for each ``period``, continuously, also within a period; never beyond ``end``.
+    """Return an exponential decay or growth: a factor of ``gamma`` per ``period``, limited by ``end``.
 
-    Formula: ``start * gamma ** (t / period)``, and ``end`` once that is reached.
+    Formula: ``start * gamma ** (t / period)``, and ``end`` after that value is reached. ``t / period`` is not rounded.
 
     Args:
-        start: the value at ``t = 0``, above 0.
-        gamma: the factor of one period: below 1 a decay, above 1 a growth, which needs an ``end``.
-        period: its length.
-        end: where it stays; without one it goes on for ever.
-
-    Raises:
-        ConfigError: an argument that is not positive, growth without an end, or an end on the other side of ``start``.
-
-    Source: as ``torch.optim.lr_scheduler.ExponentialLR``, at fractions too.
+        start: value at ``t = 0``, above 0.
+        gamma: factor per period: a decay below 1, a growth above 1. A growth needs an ``end``.
+        period: length of a period.
+        end: last value; None decays without an end.
 
     Example:
-        >>> decay = exponential(1.0, 0.25, 10, end=0.1)
+        >>> import dtrain as dt
+        >>> decay = dt.schedules.exponential(1.0, 0.25, 10, end=0.1)
         >>> [round(decay(t), 3) for t in (0, 5, 10, 20)]
         [1.0, 0.5, 0.25, 0.1]
+
+    Raises:
+        ConfigError: an argument is not positive, a growth has no end, or ``gamma`` leads away from ``end``.
+
+    Source: as ``torch.optim.lr_scheduler.ExponentialLR``, also at fractions.
     """
-    check_positive("exponential", "it is the time in which the value changes by gamma", period=period)
+    check_positive("exponential", "Give the time in which the value changes by gamma", period=period)
     after = geometric("exponential", start, gamma, end)
     return lambda t: after(t / period)
 
 
 def inverse_sqrt(start: float, hold: float) -> Schedule:
-    """``start`` until ``t = hold``, then falling as ``1 / sqrt(t)``, for as long as training goes on.
+    """Return a schedule that stays at ``start`` until ``t = hold`` and then falls as ``1 / sqrt(t)`` without an end.
 
-    Behind a warm-up of the same length, ``warmup(inverse_sqrt(1.0, w), w)``, it is the schedule of the Transformer:
+    With a warm-up of the same length, ``warmup(inverse_sqrt(1.0, w), w)``, the result is the Transformer's schedule
     ``min(t / w, sqrt(w / t))``.
 
     Formula: ``start * sqrt(hold / max(t, hold))``
 
-    Raises:
-        ConfigError: ``hold`` is not positive, or ``start`` not a finite number.
-
-    Source: Raffel et al. 2020, arXiv:1910.10683, section 3.1.2; Vaswani et al. 2017, arXiv:1706.03762, section 5.3, with the
-    warm-up.
-
     Example:
-        >>> [inverse_sqrt(1.0, 100)(t) for t in (0, 100, 400, 10_000)]
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.inverse_sqrt(1.0, 100)
+        >>> [schedule(t) for t in (0, 100, 400, 10_000)]
         [1.0, 1.0, 0.5, 0.1]
+
+    Raises:
+        ConfigError: ``hold`` is not positive, or ``start`` is not a finite number.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, section 3.1.2; with the warm-up, Vaswani et al. 2017, arXiv:1706.03762,
+    section 5.3.
     """
     check_finite("inverse_sqrt", start=start)
-    check_positive("inverse_sqrt", "it is the time from which on the value falls", hold=hold)
+    check_positive("inverse_sqrt", "Give the time at which the decay begins", hold=hold)
     return lambda t: start * math.sqrt(hold / max(t, hold))
 
 
 def geometric(caller: str, start: float, gamma: float, end: float | None) -> Callable[[float], float]:
-    """``start * gamma ** n`` as a function of ``n``, from 0 on, and never beyond ``end``.
+    """Return ``start * gamma ** n`` as a function of ``n >= 0``, limited by ``end``.
 
     Raises:
-        ConfigError: ``start`` or ``gamma`` is not positive, growth without an end, or an end on the other side of ``start``.
+        ConfigError: ``start`` or ``gamma`` is not positive, a growth has no end, or ``gamma`` leads away from ``end``.
     """
-    check_positive(caller, "its values are products", start=start, gamma=gamma)
+    check_positive(caller, "The values are products of both", start=start, gamma=gamma)
     if end is None:
         if gamma > 1:
-            raise ConfigError(f"{caller}: growth needs an end, got {gamma=}; give end=, where the value stays")
+            raise ConfigError(f"{caller}: a growth must have an end, got {gamma=}. Give end=, the last value.")
         return lambda n: float(start * gamma ** max(n, 0))
     check_finite(caller, end=end)
     if end < 0 or (end - start) * (gamma - 1) < 0 or (gamma == 1 and end != start):
-        raise ConfigError(f"{caller}: {gamma=} does not lead from {start=} to {end=}; give an end on the way")
-    # The powers are not taken behind the end: those of a growth would be too large for a float.
+        raise ConfigError(f"{caller}: gamma must lead from start to end, got {gamma=}, {start=} and {end=}. Give another end.")
+    # Return `end` without the power after the end, because the power of a growth overflows a float.
     last = math.log(end / start) / math.log(gamma) if end > 0 and gamma != 1 else math.inf
     nearer = max if gamma < 1 else min
     return lambda n: end if n >= last else nearer(float(start * gamma ** max(n, 0)), end)
 
 
 def step_decay(start: float, gamma: float, period: float, *, end: float | None = None) -> Schedule:
-    """``start``, times ``gamma`` after each whole ``period``; never beyond ``end``.
+    """Return a schedule that multiplies ``start`` by ``gamma`` after each whole ``period``, limited by ``end``.
 
-    Formula: ``start * gamma ** floor(t / period)``, and ``end`` once that is reached.
+    Formula: ``start * gamma ** floor(t / period)``, and ``end`` after that value is reached.
 
     Args:
-        start: the value of the first period, above 0.
-        gamma: the factor of a jump: below 1 a decay, above 1 a growth (of a batch size), which needs an ``end``.
+        start: value of the first period, above 0.
+        gamma: factor of a jump: a decay below 1, a growth (of a batch size) above 1. A growth needs an ``end``.
         period: time between jumps.
-        end: where it stays; without one it goes on for ever.
-
-    Raises:
-        ConfigError: an argument that is not positive, growth without an end, or an end on the other side of ``start``.
-
-    Source: as ``torch.optim.lr_scheduler.StepLR``.
+        end: last value; None decays without an end.
 
     Example:
-        >>> [step_decay(1.0, 0.5, 10)(t) for t in (0, 9, 10, 20)]
+        >>> import dtrain as dt
+        >>> decay = dt.schedules.step_decay(1.0, 0.5, 10)
+        >>> [decay(t) for t in (0, 9, 10, 20)]
         [1.0, 1.0, 0.5, 0.25]
-        >>> [step_decay(256, 2, 10, end=1000)(t) for t in (0, 10, 20, 30)]
+        >>> growth = dt.schedules.step_decay(256, 2, 10, end=1000)
+        >>> [growth(t) for t in (0, 10, 20, 30)]
         [256.0, 512.0, 1000, 1000]
+
+    Raises:
+        ConfigError: an argument is not positive, a growth has no end, or ``gamma`` leads away from ``end``.
+
+    Source: as ``torch.optim.lr_scheduler.StepLR``.
     """
-    check_positive("step_decay", "it is the time between two jumps", period=period)
+    check_positive("step_decay", "Give the time between two jumps", period=period)
     after = geometric("step_decay", start, gamma, end)
     return lambda t: after(math.floor(t / period))
 
 
 def multi_step(start: float, gamma: float, milestones: Sequence[float]) -> Schedule:
-    """``start``, times ``gamma`` at each of ``milestones``.
+    """Return a schedule that multiplies ``start`` by ``gamma`` at each milestone.
 
     Formula: ``start * gamma ** n``, where ``n`` milestones are at most ``t``
 
     Args:
-        start: the value before the first milestone.
-        gamma: the factor of a jump.
-        milestones: when it jumps, each later than the one before; the step with this number has the new value.
-
-    Raises:
-        ConfigError: a value that is not a finite number, no milestones, or some that do not increase.
-
-    Source: as ``torch.optim.lr_scheduler.MultiStepLR``.
+        start: value before the first milestone.
+        gamma: factor of a jump.
+        milestones: increasing times of the jumps; the step with this number has the new value.
 
     Example:
-        >>> [round(multi_step(1.0, 0.1, [30, 60])(t), 3) for t in (0, 29, 30, 60, 1000)]
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.multi_step(1.0, 0.1, [30, 60])
+        >>> [round(schedule(t), 3) for t in (0, 29, 30, 60, 1000)]
         [1.0, 1.0, 0.1, 0.01, 0.01]
+
+    Raises:
+        ConfigError: a value is not a finite number, or ``milestones`` is empty or does not increase.
+
+    Source: as ``torch.optim.lr_scheduler.MultiStepLR``.
     """
     check_finite("multi_step", start=start, gamma=gamma)
     check_sequence("multi_step", "milestones", milestones)
     times = tuple(milestones)
     if not times:
-        raise ConfigError("multi_step: needs at least one milestone, got none; a value that never changes is constant(...)")
+        raise ConfigError("multi_step: milestones must not be empty, got none. For a fixed value use dt.schedules.constant.")
     check_increasing("multi_step", "milestones", times)
     return lambda t: float(start * gamma ** bisect_right(times, t))

@@ -1,8 +1,8 @@
-"""Hyperparameters that are numbers or schedules, and what a schedule is a function of.
+"""Hyperparameters as functions of the clock: numbers, schedules and the units of schedules.
 
-Schedules made of schedules: they are measured in the unit that all of their parts are measured in.
-
-What every schedule checks of its arguments when it is made, so that no step has to."""
+``hyperparameter`` checks a number or schedule once and returns a function of the clock. ``with_unit`` makes a schedule a
+function of tokens, samples or seconds. The ``check_*`` functions check the arguments of the schedule factories.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dtrain.typing import Schedule
 
 @dataclass(frozen=True, slots=True)
 class UnitSchedule:
-    """A schedule that is a function of something else than steps: of tokens, samples, seconds. Made by ``with_unit``."""
+    """A schedule as a function of a unit other than steps, for example tokens, samples or seconds. Created by ``with_unit``."""
 
     unit: str
     schedule: Schedule
@@ -29,32 +29,36 @@ class UnitSchedule:
 
 
 def with_unit(unit: str, schedule: Schedule) -> UnitSchedule:
-    """``schedule`` as a function of what ``unit`` counts in place of steps, wherever a transform takes a schedule.
+    """Return ``schedule`` as a function of the clock's count of ``unit`` instead of steps.
 
-    So a rate may follow the tokens that were trained on, whatever the batch size was.
+    A transform that takes a schedule also takes the result. For example, a learning rate can follow the number of trained
+    tokens, whatever the batch size is.
 
     Formula: ``value = schedule(clock.count(unit))``
 
     Args:
-        unit: ``ba`` (steps), ``ep`` (whole epochs), ``sp``, ``tok``, ``sec`` (rank 0's clock), ``dur`` (the share of the run).
-        schedule: a pure function of that count.
-
-    Raises:
-        ConfigError: an unknown unit, no function, or one that is measured in another unit already.
-
-    Source: dtrain's own; a scheduler of MosaicML's Composer is measured in the unit of its ``t_max``.
+        unit: ``ba`` (steps), ``ep`` (whole epochs), ``sp``, ``tok``, ``sec`` (rank 0's clock), ``dur`` (fraction of the run).
+        schedule: a pure function of the count.
 
     Example:
-        >>> decay = with_unit("tok", lambda t: 1.0 - t / 1e9)
-        >>> hyperparameter(decay, "example")(Clock(tokens=250_000_000))
+        >>> import dtrain as dt
+        >>> decay = dt.schedules.with_unit("tok", lambda t: 1.0 - t / 1e9)
+        >>> dt.transforms.hyperparameter(decay, "example")(dt.Clock(tokens=250_000_000))
         0.75
+
+    Raises:
+        ConfigError: ``unit`` is unknown, or ``schedule`` is not a function or has another unit.
+
+    Source: dtrain's own; a scheduler of MosaicML's Composer has the unit of its ``t_max``.
     """
     if unit not in UNITS:
-        raise ConfigError(f"with_unit: unknown unit {unit!r}; use one of {', '.join(UNITS)}")
+        raise ConfigError(f"with_unit: unit must be one of {', '.join(UNITS)}, got {unit!r}.")
     if not callable(schedule):
-        raise ConfigError(f"with_unit: needs a schedule (a function of a number), got {schedule!r}")
+        raise ConfigError(f"with_unit: schedule must be a function of a number, got {schedule!r}.")
     if isinstance(schedule, UnitSchedule) and schedule.unit != unit:
-        raise ConfigError(f"with_unit: the schedule is measured in {schedule.unit} already, got {unit=}; measure it once")
+        raise ConfigError(
+            f"with_unit: the schedule must not have another unit, got {schedule.unit!r} and {unit=}. Give one unit."
+        )
     return UnitSchedule(unit, schedule)
 
 
@@ -67,10 +71,10 @@ class Constraint:
 
 
 def parse_interval(text: str) -> Constraint:
-    """Read an interval as mathematics writes it: ``"[0, 1)"`` has 0 and does not have 1.
+    """Parse an interval in mathematical notation: ``"[0, 1)"`` includes 0 and excludes 1.
 
     Example:
-        >>> [interval("[0, 1)").fits(value) for value in (-0.1, 0.0, 1.0)]
+        >>> [parse_interval("[0, 1)").is_satisfied(value) for value in (-0.1, 0.0, 1.0)]
         [False, True, False]
     """
     low, high = (float(bound) for bound in text[1:-1].split(","))
@@ -81,12 +85,12 @@ def parse_interval(text: str) -> Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameter:
-    """A number or a schedule, as a function of the clock. Made by ``hyperparameter``.
+    """A number or a schedule as a function of the clock. Created by ``hyperparameter``.
 
     Args:
-        label: the name of the method and of the hyperparameter, for errors: ``"ema: decay"``.
+        label: name of the method and the hyperparameter for errors: ``"ema: decay"``.
         value: the number or schedule.
-        allowed: the condition that each value must meet; None allows all numbers.
+        allowed: condition on every value; None allows all numbers.
     """
 
     label: str
@@ -95,14 +99,14 @@ class Hyperparameter:
 
     @property
     def unit(self) -> str:
-        """The unit of the schedule: steps, unless ``with_unit`` says otherwise."""
+        """Return the unit of the schedule: steps, or the unit given to ``with_unit``."""
         return self.value.unit if isinstance(self.value, UnitSchedule) else "ba"
 
     def __call__(self, clock: Clock) -> float:
-        """Return the value for the step that is about to run.
+        """Return the value for the next step.
 
         Raises:
-            ConfigError: the schedule gives a value that is not allowed.
+            ConfigError: the schedule returns a value that is not allowed.
         """
         if not callable(self.value):
             return self.value
@@ -116,100 +120,106 @@ class Hyperparameter:
 
 
 def hyperparameter(value: float | Schedule, label: str, allowed: str | Constraint | None = None) -> Hyperparameter:
-    """Return a hyperparameter, a number or a schedule, as a function of the clock.
+    """Return a number or schedule as a checked function of the clock.
 
-    A schedule is read for the step that is about to run: at its number, or at the clock's count of the unit it is measured in.
-    A transform that lists the result in ``Transform.hyperparameters`` has its schedule checked ahead by ``Step.init``.
+    A schedule is evaluated for the next step: at the step number, or at the clock's count of the schedule's unit. ``Step.init``
+    checks the schedules in ``Transform.hyperparameters`` over the whole run.
 
     Args:
-        value: a finite number, or a schedule.
-        label: the name of the method and of the hyperparameter, for errors: ``"ema: decay"``.
-        allowed: the interval of allowed values, such as ``"[0, 1)"``; None allows all numbers.
-
-    Raises:
-        ConfigError: neither a finite number nor a function, or a number that is not allowed.
+        value: a finite number or a schedule.
+        label: name of the method and the hyperparameter for errors: ``"ema: decay"``.
+        allowed: interval of the allowed values, for example ``"[0, 1)"``; None allows all numbers.
 
     Example:
-        >>> decay = hyperparameter(lambda step: 0.9 + step / 100, "mine: decay", "[0, 1)")
-        >>> decay(Clock(step=5))
+        >>> import dtrain as dt
+        >>> decay = dt.transforms.hyperparameter(lambda step: 0.9 + step / 100, "mine: decay", "[0, 1)")
+        >>> decay(dt.Clock(step=5))
         0.9500000000000001
+
+    Raises:
+        ConfigError: ``value`` is neither a finite number nor a function, or the number is not allowed.
     """
     condition = parse_interval(allowed) if isinstance(allowed, str) else allowed
     if not callable(value):
         if not is_number(value) or not math.isfinite(value):
-            raise ConfigError(f"{label}: needs a finite number or a schedule (a function of the step), got {value!r}")
+            raise ConfigError(f"{label} must be a finite number or a schedule (a function of the step), got {value!r}.")
         if condition is not None and not condition.is_satisfied(value):
             raise ConfigError(f"{label} must be {condition.text}, got {value!r}.")
     return Hyperparameter(label, value, condition)
 
 
 def is_number(value: object) -> bool:
-    """Whether it is an int or a float; True and False are neither."""
+    """Return True if ``value`` is an int or a float. True and False are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 STEP_UNIT = "ba"
-"""The unit of a plain function."""
+"""The unit of a function without ``with_unit``."""
 
 
 def common_unit(caller: str, *schedules: Schedule) -> str:
-    """The unit that all of ``schedules`` are measured in: steps, unless ``with_unit`` said otherwise.
+    """Return the unit that all ``schedules`` share.
 
     Raises:
-        ConfigError: one of them is no function, or they are measured in different units.
+        ConfigError: an argument is not a function, or the schedules have different units.
     """
     units: list[str] = []
     for schedule in schedules:
         if not callable(schedule):
-            raise ConfigError(f"{caller}: needs a schedule (a function of a number), got {schedule!r}; constant(...) makes one")
+            raise ConfigError(
+                f"{caller}: schedule must be a function of a number, got {schedule!r}. For a number use dt.schedules.constant."
+            )
         units.append(schedule.unit if isinstance(schedule, UnitSchedule) else STEP_UNIT)
-    if len(found := dict.fromkeys(units)) > 1:
-        raise ConfigError(f"{caller}: schedules are measured in {' and '.join(found)}; give each of them with_unit(one unit)")
+    if len(distinct := dict.fromkeys(units)) > 1:
+        raise ConfigError(
+            f"{caller}: schedules must have one unit, got {' and '.join(distinct)}. Give each schedule that unit with "
+            "dt.schedules.with_unit."
+        )
     return units[0]
 
 
 def attach_unit(unit: str, schedule: Schedule) -> Schedule:
-    """``schedule`` as a function of what ``unit`` counts; as it is where that is steps."""
+    """Return ``schedule`` as a function of ``unit``. A schedule of steps is returned unchanged."""
     return schedule if unit == STEP_UNIT else UnitSchedule(unit, schedule)
 
 
 def check_finite(caller: str, **values: float) -> None:
-    """Return when all ``values`` are finite numbers.
+    """Raise unless all ``values`` are finite numbers.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a value is not a finite number.
     """
     for name, value in values.items():
         if not is_number(value) or not math.isfinite(value):
-            raise ConfigError(f"{caller}: {name} must be a finite number, got {value!r}")
+            raise ConfigError(f"{caller}: {name} must be a finite number, got {value!r}.")
 
 
 def check_positive(caller: str, advice: str, **values: float) -> None:
-    """Return when all ``values`` are finite numbers above 0. ``advice`` says what they are for.
+    """Raise unless all ``values`` are finite numbers above 0. ``advice`` is the last sentence of the error.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a value is not a positive number.
     """
     for name, value in values.items():
         if not is_number(value) or not 0 < value < math.inf:
-            raise ConfigError(f"{caller}: {name} must be a positive number, got {name}={value!r}; {advice}")
+            raise ConfigError(f"{caller}: {name} must be a positive number, got {name}={value!r}. {advice}.")
 
 
 def check_sequence(caller: str, name: str, values: object) -> None:
-    """Return when ``values`` are several, and not one alone.
+    """Raise unless ``values`` is iterable and not text.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: ``values`` is a single value.
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ConfigError(f"{caller}: {name} must be a list, got {name}={values!r}; write [{values!r}] for one alone")
+        raise ConfigError(f"{caller}: {name} must be a list, got {name}={values!r}. Write [{values!r}] for a single value.")
 
 
 def check_increasing(caller: str, name: str, times: tuple[float, ...]) -> None:
-    """Return when ``times`` are numbers of at least 0, each larger than the one before.
+    """Raise unless ``times`` are increasing numbers, each at least 0.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: ``times`` are not such numbers.
     """
     if not all(is_number(time) and 0 <= time < math.inf for time in times) or sorted(set(times)) != list(times):
-        raise ConfigError(f"{caller}: {name} must be numbers of at least 0 that increase, got {list(times)!r}")
+        raise ConfigError(f"{caller}: {name} must be increasing numbers of at least 0, got {list(times)!r}.")

@@ -1,4 +1,4 @@
-"""A picture of schedules."""
+"""Plot schedules over a run as a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -15,43 +15,45 @@ from dtrain.typing import Schedule
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MAX_POINTS = 2000  # more than a screen has columns, so that no jump looks like a slope
+# More points than a screen has columns, so that no jump looks like a slope.
+_MAX_POINTS = 2000
 
 
 def plot(schedules: Schedule | Mapping[str, Schedule], steps: int, *, points: int = _MAX_POINTS) -> Figure:
-    """A matplotlib figure of what a run of ``steps`` would use: the values at 0, 1, ..., ``steps - 1``.
+    """Return a matplotlib figure of the values at the steps 0, 1, ..., ``steps - 1``.
 
-    Nothing outside of the figure is changed, and no display is needed; ``figure.savefig("lr.png")`` writes it, and a notebook
-    shows it.
+    The function needs no display and changes no global state of matplotlib. ``figure.savefig("lr.png")`` writes the figure. A
+    notebook shows the figure.
 
     Formula: ``(t, schedule(t))`` for ``t`` in ``sample_times(steps, points)``
 
     Args:
-        schedules: one, or several by the name that the legend gives them; all measured in one unit.
-        steps: length of the run, in the unit that the schedules are measured in.
-        points: how many values are drawn at most; of a longer run every so-many-th, the first and the last among them.
-
-    Raises:
-        ConfigError: no schedule, schedules in different units, a length that is no whole number of at least 1, a value that is
-            no finite number, or matplotlib is not installed.
-
-    Source: as the pictures in the papers of the schedules, which show the value over the step.
+        schedules: one schedule, or schedules by their names in the legend; all with the same unit.
+        steps: length of the run in the unit of the schedules.
+        points: largest number of values; longer runs are sampled evenly, including the first and last step.
 
     Example:
-        >>> from dtrain.schedules.curves import linear
-        >>> line = plot(linear(1.0, 0.0, 4), 4).axes[0].lines[0]
+        >>> import dtrain as dt
+        >>> figure = dt.schedules.plot(dt.schedules.linear(1.0, 0.0, 4), 4)
+        >>> line = figure.axes[0].lines[0]
         >>> [(int(t), float(value)) for t, value in zip(*line.get_data())]
         [(0, 1.0), (1, 0.75), (2, 0.5), (3, 0.25)]
+
+    Raises:
+        ConfigError: no schedule is given, the schedules have different units, ``steps`` or ``points`` is not an int or too
+            small, a value is not a finite number, or matplotlib is not installed.
+
+    Source: as the figures in the papers of the schedules: value over step.
     """
     curves = dict(schedules) if isinstance(schedules, Mapping) else {"": schedules}
     if not curves:
-        raise ConfigError("plot: needs at least one schedule, got none; as in {'lr': linear(1.0, 0.0, 1000)}")
+        raise ConfigError("plot: schedules must not be empty, got {}. Give {'lr': dt.schedules.linear(1.0, 0.0, 1000)}.")
     label = axis_label("plot", *curves.values())
     times = sample_times(steps, points)
-    drawn = {name: evaluate_at(f"plot: {name!r}" if name else "plot", schedule, times) for name, schedule in curves.items()}
+    lines = {name: evaluate_at(f"plot: {name!r}" if name else "plot", schedule, times) for name, schedule in curves.items()}
     figure = _new_figure()
     axes = figure.subplots()
-    for name, values in drawn.items():
+    for name, values in lines.items():
         axes.plot(times, values, label=name or None)
     axes.set_xlabel(label)
     axes.grid(visible=True, alpha=0.3)
@@ -61,44 +63,44 @@ def plot(schedules: Schedule | Mapping[str, Schedule], steps: int, *, points: in
 
 
 def axis_label(caller: str, *schedules: Schedule) -> str:
-    """What all of them are a function of, in words.
+    """Return the axis label: the unit of ``schedules`` in words.
 
     Raises:
-        ConfigError: no schedules, or in different units.
+        ConfigError: no schedules, or schedules with different units.
     """
     unit = common_unit(caller, *schedules)
     return "steps" if unit == STEP_UNIT else UNITS[unit]
 
 
 def sample_times(steps: int, points: int) -> list[int]:
-    """The steps that are drawn: all of them, or ``points`` that are evenly spread, the first and the last among them.
+    """Return all steps, or ``points`` evenly spaced steps including the first and last step.
 
     Raises:
-        ConfigError: not whole numbers, or below 1 and 2.
+        ConfigError: ``steps`` or ``points`` is not an int, ``steps`` is below 1, or ``points`` is below 2.
     """
     for name, value, least in (("steps", steps, 1), ("points", points, 2)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"plot: {name} must be a whole number of at least {least}, got {value!r}")
+            raise ConfigError(f"plot: {name} must be an int of at least {least}, got {value!r}.")
     if steps <= points:
         return list(range(steps))
-    return [number * (steps - 1) // (points - 1) for number in range(points)]
+    return [index * (steps - 1) // (points - 1) for index in range(points)]
 
 
 def evaluate_at(caller: str, schedule: Schedule, times: list[int]) -> list[float]:
-    """The values at these times.
+    """Return the values of ``schedule`` at ``times``.
 
     Raises:
-        ConfigError: one is no finite number.
+        ConfigError: a value is not a finite number.
     """
     values = [schedule(t) for t in times]
     for t, value in zip(times, values, strict=True):
         if not is_number(value) or not math.isfinite(value):
-            raise ConfigError(f"{caller}: the schedule must be a finite number everywhere, got {value!r} at {t}; mend it there")
+            raise ConfigError(f"{caller}: the schedule must return a finite number, got {value!r} at {t}.")
     return values
 
 
 def _new_figure() -> Figure:
-    # Made without pyplot, which would keep it in a list of its own and may look for a display.
+    # Do not use pyplot: pyplot keeps a global list of figures and may need a display.
     try:
         from matplotlib.figure import Figure
     except ImportError:

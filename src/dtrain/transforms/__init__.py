@@ -2,12 +2,13 @@
 
     step = dt.compose_step(loss_fn, [
         dt.transforms.clip_by_norm(1.0),
-        dt.transforms.ema(half_life="100ba"),
         dt.transforms.every(dt.transforms.sam(0.05), "10ba"),
+        dt.transforms.ema(half_life="100ba"),
     ])
 
-Each method has a factory that returns a ``dt.Transform`` and a tensor function for loops that need no transform
-(``ema`` and ``update_ema_``). Methods are grouped by the object they act on: gradients, weights, batches, precision, hyperparameters.
+Each method has a factory that returns a ``dt.Transform``. Most methods also have a function of tensors for loops without
+transforms, for example ``update_ema_`` beside ``ema``. Methods are grouped by the changed object: gradients, weights, batches,
+precision, hyperparameters.
 """
 
 from typing import TYPE_CHECKING

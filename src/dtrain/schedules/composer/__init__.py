@@ -1,9 +1,12 @@
-"""Schedules in Composer's form: factors of the base rate, with lengths as durations (``t_max="1dur"``, ``t_warmup="10ba"``).
+"""MosaicML Composer's schedulers: factors of the base rate, with durations as lengths (``t_max="1dur"``, ``t_warmup="10ba"``).
 
-Each takes ``run`` first, what ``loader.run_length("3ep")`` gives, since nobody knows how long an epoch or a share of the run is
-before the run is known; then Composer's arguments under their names, in their order, with their defaults. What comes back is a
-schedule like any other: of the step about to run, or, where all lengths are in samples, in tokens or in seconds, of the clock's
-count of these.
+    run = loader.run_length("3ep")
+    lr = dt.schedules.composer.cosine_with_warmup(run, t_warmup="0.1dur")
+    step = dt.compose_step(loss_fn, [dt.transforms.scale_lr(lr)])
+
+The first argument is the length of the run, which converts epochs and fractions of the run. Composer's arguments follow with
+Composer's names, order and defaults. The result is a schedule of steps. If all lengths are in samples, in tokens or in seconds,
+the result is a schedule of the clock's count in that unit.
 """
 
 from typing import TYPE_CHECKING

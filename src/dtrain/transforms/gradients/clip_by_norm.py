@@ -1,4 +1,4 @@
-"""Clipping of the gradient by its global norm."""
+"""Clip the gradient by its global norm."""
 
 from __future__ import annotations
 
@@ -13,47 +13,46 @@ from dtrain.typing import Metric, Metrics, Schedule, unit_weight
 
 
 def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:
-    """Scale the gradient to a global L2 norm of at most ``max_norm`` before it is applied.
+    """Scale the gradient to a global L2 norm of at most ``max_norm`` before the update.
 
     Adds the metric ``grad_norm``, the norm before clipping.
 
     Formula: ``grad = grad * min(1, max_norm / (norm(grad) + eps))``, with the norm over all parameters together
 
     Args:
-        max_norm: > 0, or a schedule of such, read at the step about to run.
-        eps: added to the norm in the quotient, >= 0.
+        max_norm: number > 0 or a schedule.
+        eps: addition to the norm in the quotient, >= 0.
 
     Mutates: ``.grad``, in the step.
     Collective: one all-reduce of a scalar per mesh axis that gradients are sharded on. Host sync: none.
 
-    Raises:
-        ConfigError: ``max_norm`` is not positive; of a schedule, in the step for which it is not. ``eps`` is negative or no
-            finite number.
-
-    Source: Pascanu et al. 2013, arXiv:1211.5063, section 3.2.
-
     Example:
-        >>> from dtrain.losses import mean_loss
-        >>> from dtrain.step.compose import compose_step
+        >>> import dtrain as dt
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> _ = torch.nn.init.zeros_(model.weight)
-        >>> loss = mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> step = compose_step(loss, [clip_by_norm(1.0, eps=0.0)])
+        >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0, eps=0.0)])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0))
         >>> state, metrics = step(state, torch.tensor([[3.0, 4.0]]))
         >>> metrics["grad_norm"].total.item(), [round(value, 4) for value in model.weight[0].tolist()]
         (5.0, [-0.6, -0.8])
+
+    Raises:
+        ConfigError: ``max_norm`` is not positive (a schedule is checked in each step), or ``eps`` is not a finite number >= 0.
+
+    Source: Pascanu et al. 2013, arXiv:1211.5063, section 3.2.
     """
     limit = hyperparameter(max_norm, "clip_by_norm: max_norm", "(0, inf]")
     if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-        raise ConfigError(f"clip_by_norm: needs a finite eps >= 0, got {eps=}")
+        raise ConfigError(f"clip_by_norm: eps must be finite and at least 0, got {eps=}.")
 
     def update(inner: UpdateFn) -> UpdateFn:
-        def clipped(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             norm = clip_grad_norm_(state.params, limit(state.clock), eps=eps)
-            norm = norm.to(state.device)  # that of no gradient at all (the part it is masked to is frozen) is on the host
+            # The norm of an empty set of gradients (a mask of frozen parameters) is on the host.
+            norm = norm.to(state.device)
             return inner(state, {**metrics, "grad_norm": Metric(norm, unit_weight(norm.device))})
 
-        return clipped
+        return update_fn
 
     return Transform(name="clip_by_norm", update=update, hyperparameters=(limit,))

@@ -1,4 +1,4 @@
-"""Clipping of every element of the gradient."""
+"""Clamp every element of the gradient."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from dtrain.typing import Metrics, Params, Schedule
 
 
 def clip_grad_value_(params: Params, limit: float) -> None:
-    """Clamp every element of every gradient to ``[-limit, limit]`` in place; its sign stays.
+    """Clamp every element of every gradient to ``[-limit, limit]`` in place.
 
     Formula: ``grad = min(max(grad, -limit), limit)``
 
     Args:
-        params: parameters by name, plain or DTensor, any shape; those with ``grad is None`` are left out.
-        limit: > 0. An infinite element becomes ``limit``, NaN stays NaN.
+        params: parameters by name, plain or DTensor, any shape; parameters with ``grad is None`` are skipped.
+        limit: largest absolute value, > 0. Infinite elements become ``limit`` with their sign; NaN stays NaN.
 
     Mutates: ``.grad``. Collective: none. Host sync: none.
+
+    Example:
+        >>> import dtrain as dt
+        >>> w = torch.zeros(3, requires_grad=True)
+        >>> w.grad = torch.tensor([3.0, -0.5, -7.0])
+        >>> dt.transforms.clip_grad_value_({"w": w}, 1.0)
+        >>> w.grad.tolist()
+        [1.0, -0.5, -1.0]
 
     Raises:
         ConfigError: ``limit`` is not positive.
 
     Source: the element-wise clipping of Pascanu et al. 2013, arXiv:1211.5063, section 3.2 (from Mikolov's thesis, 2012).
-
-    Example:
-        >>> w = torch.zeros(3, requires_grad=True)
-        >>> w.grad = torch.tensor([3.0, -0.5, -7.0])
-        >>> clip_grad_value_({"w": w}, 1.0)
-        >>> w.grad.tolist()
-        [1.0, -0.5, -1.0]
     """
     _check_limit("clip_grad_value_", limit)
     shards = [to_local(param.grad) for param in params.values() if param.grad is not None]
@@ -43,47 +44,46 @@ def clip_grad_value_(params: Params, limit: float) -> None:
 
 
 def clip_by_value(limit: float | Schedule) -> Transform:
-    """Clamp every element of the gradient to ``[-limit, limit]`` before it is applied.
+    """Clamp every element of the gradient to ``[-limit, limit]`` before the update.
 
-    It changes the direction of the gradient, which ``clip_by_norm`` keeps. List it after ``loss_scale`` and ``nonfinite``: an
-    infinite element is ``limit`` after it, and no longer a reason to leave the update out.
+    Unlike ``clip_by_norm``, the clamp changes the direction of the gradient. List ``clip_by_value`` after ``loss_scale`` and
+    ``nonfinite``: the clamp makes infinite elements finite, so these transforms would no longer skip the update.
 
     Formula: ``grad = min(max(grad, -limit), limit)``
 
     Args:
-        limit: > 0, or a schedule of such, read at the step about to run.
+        limit: number > 0 or a schedule.
 
     Mutates: ``.grad``, in the step. Collective: none. Host sync: none.
 
-    Raises:
-        ConfigError: ``limit`` is not positive; of a schedule, in the step for which it is not.
-
-    Source: as ``clip_grad_value_``.
-
     Example:
-        >>> from dtrain.losses import mean_loss
-        >>> from dtrain.step.compose import compose_step
+        >>> import dtrain as dt
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> _ = torch.nn.init.zeros_(model.weight)
-        >>> loss = mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> step = compose_step(loss, [clip_by_value(1.0)])
+        >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.clip_by_value(1.0)])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0))
         >>> state, _ = step(state, torch.tensor([[3.0, -0.5]]))
         >>> model.weight.tolist()
         [[-1.0, 0.5]]
+
+    Raises:
+        ConfigError: ``limit`` is not positive (a schedule is checked in each step).
+
+    Source: as ``clip_grad_value_``.
     """
     limit_at = hyperparameter(limit, "clip_by_value: limit", "(0, inf]")
 
     def update(inner: UpdateFn) -> UpdateFn:
-        def clipped(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             clip_grad_value_(state.params, limit_at(state.clock))
             return inner(state, metrics)
 
-        return clipped
+        return update_fn
 
     return Transform(name="clip_by_value", update=update, hyperparameters=(limit_at,))
 
 
 def _check_limit(caller: str, limit: float) -> None:
     if not limit > 0:
-        raise ConfigError(f"{caller}: needs a positive limit, got {limit=}")
+        raise ConfigError(f"{caller}: limit must be positive, got {limit=}.")

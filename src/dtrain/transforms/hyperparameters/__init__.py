@@ -1,1 +1,1 @@
-"""Transforms of optimizer hyperparameters: learning rate and other options, by schedule."""
+"""Transforms of optimizer hyperparameters: schedules of the learning rate and other options."""

@@ -1,4 +1,4 @@
-"""Options of an optimizer's parameter groups that are other ones for the time of an update."""
+"""Change an option of the optimizer's parameter groups during an update, by group name."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from dtrain.transform import Transform, UpdateFn
 from dtrain.typing import Metrics, Schedule, TransformState, make_metric
 
 ByGroup: TypeAlias = "float | Schedule | Mapping[str, float | Schedule]"
-"""A number or schedule for all groups, or one each by name: ``"head"`` is ``head.no_decay``, too, and patterns are names."""
+"""A number or schedule for all groups, or one per group name or pattern. ``"head"`` also selects ``head.no_decay``."""
 
 _BELOW_ONE = frozenset({"betas", "momentum"})
 
 
 def must_be_below_one(option: str) -> bool:
-    """Return True if an option of an optimizer must be below 1."""
+    """Return True if ``option`` must be below 1."""
     return option.partition(".")[0] in _BELOW_ONE
 
 
 @dataclass(frozen=True, slots=True)
 class GroupValues:
-    """A number or schedule per group.
+    """A number or schedule per parameter group.
 
     Args:
-        caller: the transform, for errors.
-        kind: what its numbers are, for errors.
-        by_pattern: by patterns of names, of which None stands for all groups.
+        caller: name of the transform for errors.
+        kind: word for the numbers in errors, for example ``"factor"``.
+        by_pattern: values by pattern of group names; the pattern None selects all groups.
     """
 
     caller: str
@@ -43,62 +43,63 @@ class GroupValues:
 
     @property
     def hyperparameters(self) -> tuple[Hyperparameter, ...]:
-        """Its numbers, for ``Transform.hyperparameters``."""
+        """Return the values for ``Transform.hyperparameters``."""
         return tuple(value for _, value in self.by_pattern)
 
     def values_by_group(self, clock: Clock, groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """For each group its number for the step about to run, None where there is none.
+        """Return the value of each group for the next step; None for a group without a value.
 
         Raises:
-            ConfigError: a number that is negative or not finite, a name that no group has, or a group that two patterns fit.
+            ConfigError: a value is negative or not finite, no group has a given name, or two patterns match one group.
         """
         values = [value(clock) for _, value in self.by_pattern]
-        return [None if at is None else values[at] for at in self.indices_by_group(groups)]
+        return [None if index is None else values[index] for index in self.indices_by_group(groups)]
 
     def indices_by_group(self, groups: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        """For each group the index of its number.
+        """Return the index of the value of each group; None for a group without a value.
 
         Raises:
-            ConfigError: a name that no group has, or a group that two patterns fit.
+            ConfigError: no group has a given name, or two patterns match one group.
         """
         if self.by_pattern[0][0] is None:
             return [0 for _ in groups]
         names = [str(group.get("name", "")) for group in groups]
-        fits = [
+        patterns = [
             (key, compile_patterns([key, f"{key}.**"], caller=self.caller)) for key, _ in self.by_pattern if key is not None
         ]
-        for key, fit in fits:
-            if not any(fit(name) for name in names):
-                have = ", ".join(name or "(no name)" for name in names)
+        for key, matches in patterns:
+            if not any(matches(name) for name in names):
+                existing = ", ".join(name or "(no name)" for name in names)
                 raise ConfigError(
-                    f"{self.caller}: no group is called {key!r}, there are: {have}; dt.optim.param_groups gives names"
+                    f"{self.caller}: a group named {key!r} must exist, got the groups {existing}. "
+                    "Build named groups with dt.optim.param_groups."
                 )
-        mine = [[at for at, (_, fit) in enumerate(fits) if fit(name)] for name in names]
-        for name, found in zip(names, mine, strict=True):
-            if len(found) > 1:
-                both = " and ".join(repr(fits[at][0]) for at in found)
-                raise ConfigError(f"{self.caller}: {both} fit the group {name!r}; keep one of them")
-        return [found[0] if found else None for found in mine]
+        by_group = [[index for index, (_, matches) in enumerate(patterns) if matches(name)] for name in names]
+        for name, indices in zip(names, by_group, strict=True):
+            if len(indices) > 1:
+                several = " and ".join(repr(patterns[index][0]) for index in indices)
+                raise ConfigError(f"{self.caller}: one pattern must match the group {name!r}, got {several}. Keep one pattern.")
+        return [indices[0] if indices else None for indices in by_group]
 
 
-def parse_group_values(given: ByGroup, caller: str, kind: str, *, below_one: bool = False) -> GroupValues:
-    """The argument of a transform, checked as far as it can be without a run.
+def parse_group_values(values: ByGroup, caller: str, kind: str, *, below_one: bool = False) -> GroupValues:
+    """Parse the argument of a transform and check everything that does not depend on the run.
 
     Args:
-        given: the argument.
-        caller: the transform, for errors.
-        kind: what its numbers are, for errors.
-        below_one: if True, 1 and more are not allowed.
+        values: the argument.
+        caller: name of the transform for errors.
+        kind: word for the numbers in errors, for example ``"factor"``.
+        below_one: if True, values of 1 and above are not allowed.
 
     Raises:
-        ConfigError: neither a number >= 0, nor a schedule, nor a mapping from text to such.
+        ConfigError: ``values`` is not a number >= 0, a schedule, or a mapping from text to numbers >= 0 and schedules.
     """
-    by_name: Mapping[Any, float | Schedule] = given if isinstance(given, Mapping) else {None: given}
+    by_name: Mapping[Any, float | Schedule] = values if isinstance(values, Mapping) else {None: values}
     if not by_name:
-        raise ConfigError(f"{caller}: needs the name of a group, got an empty mapping; as in {{'head': 0.1}}")
+        raise ConfigError(f"{caller}: the mapping must not be empty, got {{}}. Give names of groups, as in {{'head': 0.1}}.")
     for key in by_name:
-        if not (isinstance(key, str) or (key is None and by_name is not given)):
-            raise ConfigError(f"{caller}: names of groups are text, got {key!r}")
+        if not (isinstance(key, str) or (key is None and by_name is not values)):
+            raise ConfigError(f"{caller}: names of groups must be text, got {key!r}.")
     allowed = "[0, 1)" if below_one else "[0, inf)"
     return GroupValues(
         caller,
@@ -121,32 +122,32 @@ def during_update(
     *,
     always_report_first: bool = False,
 ) -> Transform:
-    """A transform that changes an option of groups for the time of the update.
+    """Return a transform that changes an option of parameter groups during the update and restores the option after it.
 
     Args:
-        name: of the transform.
-        option: of the groups; ``betas.0`` is the first of several numbers.
+        name: name of the transform.
+        option: name of the option; ``betas.0`` is the first number of a tuple.
         group_values: a number per group.
-        combine: what the option is for the update, of what the group has and the number for the step.
-        always_report_first: whether there is a metric of the first group even if numbers go by name.
+        combine: function of the group's own option and the value for the step; returns the option during the update.
+        always_report_first: if True, add a metric of the first group even if the values are given by name.
     """
     by_name = group_values.by_pattern[0][0] is not None
 
     def init(state: TrainState) -> TransformState:
         groups = state.optimizer.param_groups
-        for group, at in zip(groups, group_values.indices_by_group(groups), strict=True):
-            if at is not None:
+        for group, index in zip(groups, group_values.indices_by_group(groups), strict=True):
+            if index is not None:
                 _read_option(group, option, name, type(state.optimizer).__name__)
         return {}
 
-    def reported(groups: Sequence[Mapping[str, Any]], values: Sequence[float | None]) -> dict[str, float]:
-        first = {option: _read_option(groups[0], option, name)} if always_report_first or not by_name else {}
+    def reported_options(groups: Sequence[Mapping[str, Any]], values: Sequence[float | None]) -> dict[str, float]:
+        options = {option: _read_option(groups[0], option, name)} if always_report_first or not by_name else {}
         if by_name:
-            first.update({f"{option}.{g['name']}": v for g, v in zip(groups, values, strict=True) if v is not None})
-        return first
+            options.update({f"{option}.{g['name']}": v for g, v in zip(groups, values, strict=True) if v is not None})
+        return options
 
     def update(inner: UpdateFn) -> UpdateFn:
-        def changed(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             groups = state.optimizer.param_groups
             values: list[float | None] = []
             for group, number in zip(groups, group_values.values_by_group(state.clock, groups), strict=True):
@@ -158,23 +159,25 @@ def during_update(
                 for group, value in zip(groups, values, strict=True):
                     if value is not None:
                         _write_option(group, option, value)
-                seen = {key: make_metric(value, 1.0, state.device) for key, value in reported(groups, values).items()}
-                return inner(state, {**metrics, **seen})
+                options = {
+                    key: make_metric(value, 1.0, state.device) for key, value in reported_options(groups, values).items()
+                }
+                return inner(state, {**metrics, **options})
             finally:
-                for group, value, held in zip(groups, values, before, strict=True):
+                for group, value, original in zip(groups, values, before, strict=True):
                     if value is not None:
-                        group[key] = held
+                        group[key] = original
 
-        return changed
+        return update_fn
 
     return Transform(name=name, init=init, update=update, uses_grad=False, hyperparameters=group_values.hyperparameters)
 
 
 def _read_option(group: Mapping[str, Any], option: str, caller: str, owner: str = "the optimizer") -> float:
-    """The number that a group has as ``option``.
+    """Return the number ``option`` of a group.
 
     Raises:
-        ConfigError: it has none, or something else.
+        ConfigError: the group has no such option, or the option is not a number.
     """
     key, _, index = option.partition(".")
     value = group.get(key)
@@ -182,22 +185,29 @@ def _read_option(group: Mapping[str, Any], option: str, caller: str, owner: str 
         value = value[int(index)]
     elif index:
         value = None
-    if not is_number(value) and not (isinstance(value, Tensor) and value.ndim == 0):  # a rate may be a tensor on the device
+    # A learning rate may be a tensor on the device.
+    if not is_number(value) and not (isinstance(value, Tensor) and value.ndim == 0):
         which = f"the group {group['name']!r}" if "name" in group else "a group"
-        found = [key for key, value in group.items() if is_number(value)]
-        pairs = [f"{key}.{at}" for key, value in group.items() if isinstance(value, tuple) for at in range(len(value))]
-        raise ConfigError(f"{caller}: {which} of {owner} has no number {option!r}; it has {', '.join(found + pairs)}")
+        numbers = [key for key, value in group.items() if is_number(value)]
+        pairs = [f"{key}.{index}" for key, value in group.items() if isinstance(value, tuple) for index in range(len(value))]
+        raise ConfigError(
+            f"{caller}: option must be a number in {which} of {owner}, got {option!r}. "
+            f"Give one of {', '.join(numbers + pairs)}."
+        )
     number: float = value  # type: ignore[assignment]
     return number
 
 
 def _write_option(group: dict[str, Any], option: str, value: float) -> None:
-    """Mutates: ``group``; of several numbers it has new ones after that."""
+    """Write ``value`` to ``option`` of a group. For ``betas.0`` replace the whole tuple.
+
+    Mutates: ``group``.
+    """
     key, _, index = option.partition(".")
-    held = group[key]
-    group[key] = type(held)(value if at == int(index) else old for at, old in enumerate(held)) if index else value
+    before = group[key]
+    group[key] = type(before)(value if i == int(index) else old for i, old in enumerate(before)) if index else value
 
 
 def _check_value(value: float | None, option: str, caller: str) -> None:
     if value is not None and must_be_below_one(option) and not value < 1.0:
-        raise ConfigError(f"{caller}: needs {option} < 1, got {value!r}")
+        raise ConfigError(f"{caller}: {option} must be below 1, got {value!r}.")

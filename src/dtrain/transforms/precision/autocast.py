@@ -1,4 +1,4 @@
-"""torch's autocast around the loss of every microbatch."""
+"""Run the forward of every microbatch under ``torch.autocast``."""
 
 from __future__ import annotations
 
@@ -16,44 +16,43 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(dtype: Literal["bf16", "fp16"] = "bf16", *, cache: bool = True) -> Transform:
-    """Run the forward of every microbatch under ``torch.autocast``: matmuls in ``dtype``, what needs range in float32.
+    """Run the forward of every microbatch under ``torch.autocast``: matmuls in ``dtype``, sensitive operations in float32.
 
     Formula: ``loss = loss_fn(model, batch)`` with every matmul as ``(a.to(dtype) @ b.to(dtype))``
 
-    Wherever it is listed, the loss function and the wrappers listed after this one run inside; backward runs in the dtypes
-    that forward has chosen. Parameters, gradients and their sums over ranks keep their dtypes. In float16, ``loss_scale`` goes
-    with it.
+    At any position in the list, the loss function and the wrappers listed after ``autocast`` run under autocast. The backward
+    runs in the dtypes of the forward. Parameters, gradients and gradient sums over ranks keep their dtypes. With float16, also
+    list ``loss_scale``.
 
-    Each operation casts for itself, so it needs no care about what meets what; but the low-precision copies of the weights
-    that matmuls make are kept for backward. With ``full_shard`` these are as many bytes as ``Precision(param=...)`` gathers,
-    held for the whole model at once: there ``Precision`` is the better choice.
+    Autocast casts per operation, so dtypes never mismatch. But the low-precision copies of the weights are kept for the
+    backward. With ``full_shard`` they take as many bytes as ``Precision(param=...)`` gathers, for the whole model at once. In
+    that case prefer ``Precision``.
 
     Args:
         dtype: ``"bf16"`` or ``"fp16"``.
-        cache: cast a weight once per microbatch, although it is used several times.
-
-    Raises:
-        ConfigError: another dtype; from ``Step.init`` on, one that autocast does not have on the model's device.
-
-    Source: Micikevicius et al. 2018, arXiv:1710.03740.
+        cache: if True, cast a weight once per microbatch even if the forward uses the weight several times.
 
     Example:
-        >>> seen = []
-        >>> def loss(model, x):
-        ...     seen.append(model(x).dtype)
-        ...     return LossSum(total=model(x).float().sum(), weight=len(x))
-        >>> from dtrain.step.compose import compose_step
+        >>> import dtrain as dt
+        >>> dtypes = []
+        >>> def loss_fn(model, x):
+        ...     dtypes.append(model(x).dtype)
+        ...     return dt.LossSum(total=model(x).float().sum(), weight=len(x))
         >>> model = torch.nn.Linear(2, 1)
-        >>> step = compose_step(loss, [autocast("bf16")])
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.autocast("bf16")])
         >>> _ = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(1, 2))
-        >>> seen
+        >>> dtypes
         [torch.bfloat16]
+
+    Raises:
+        ConfigError: ``dtype`` is unknown, or, from ``Step.init`` on, not supported by autocast on the model's device.
+
+    Source: Micikevicius et al. 2018, arXiv:1710.03740.
     """
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ConfigError(f"autocast: dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        raise ConfigError(f"autocast: dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
     if not isinstance(cache, bool):
-        raise ConfigError(f"autocast: cache must be True or False, got {cache!r}")
-    low = _DTYPES[dtype]
+        raise ConfigError(f"autocast: cache must be True or False, got {cache!r}.")
 
     def init(state: TrainState) -> TransformState:
         _check_device(state.device, dtype)
@@ -62,17 +61,19 @@ def autocast(dtype: Literal["bf16", "fp16"] = "bf16", *, cache: bool = True) -> 
     def loss(inner: LossFn, context: StepContext) -> LossFn:
         device = context.state.device.type
 
-        def cast(model: nn.Module, batch: Batch) -> LossSum:
-            with torch.autocast(device, dtype=low, cache_enabled=cache):
+        def loss_fn(model: nn.Module, batch: Batch) -> LossSum:
+            with torch.autocast(device, dtype=_DTYPES[dtype], cache_enabled=cache):
                 return inner(model, batch)
 
-        return cast
+        return loss_fn
 
     return Transform(name="autocast", init=init, loss=loss)
 
 
 def _check_device(device: torch.device, dtype: str) -> None:
-    """Refuse what torch would only warn of, and then compute in float32."""
+    """Raise if torch does not support autocast on ``device``. Torch itself only warns and computes in float32."""
     known = torch.amp.is_autocast_available(device.type)
     if not known or (device.type == "cuda" and dtype == "bf16" and not torch.cuda.is_bf16_supported()):
-        raise ConfigError(f"autocast: torch has no autocast to {dtype} on this {device.type} device; leave it out here")
+        raise ConfigError(
+            f"autocast: dtype must be supported on the device, got {dtype} on {device.type}. Omit autocast on this device."
+        )
