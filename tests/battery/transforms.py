@@ -99,7 +99,7 @@ def counting_ranks() -> dt.Transform:
 
     def wrap(inner: Any) -> Any:
         def pulled(state: Any, metrics: Any) -> Any:
-            seen = state.slices["counting"]["seen"] + 0.01 * state.spec.data_ranks
+            seen = state.transform_states["counting"]["seen"] + 0.01 * state.spec.data_ranks
             for param in state.params.values():
                 param.grad.mul_(1.0 + seen)
             return inner(state.with_transform_state("counting", {"seen": seen}), metrics)

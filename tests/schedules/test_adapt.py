@@ -45,12 +45,15 @@ def test_a_resumed_scheduler_goes_on(schedule):
 
 
 def test_what_torch_cannot_count_is_refused():
-    with pytest.raises(ConfigError, match=r"to_lambda_lr: torch's scheduler counts steps, got a schedule of tok; scale_lr"):
+    with pytest.raises(
+        ConfigError,
+        match=r"to_lambda_lr: schedule must be a function of steps, got a schedule of tok\. Use dt\.transforms\.scale_lr",
+    ):
         to_lambda_lr(with_unit("tok", constant(1.0)), optimizer_of(1.0))
 
 
 def test_every_group_needs_a_schedule():
-    with pytest.raises(ConfigError, match="to_lambda_lr: needs a schedule for each parameter group, got 1 for 2"):
+    with pytest.raises(ConfigError, match="to_lambda_lr: schedule must have one entry per parameter group, got 1 for 2"):
         to_lambda_lr([constant(1.0)], optimizer_of(1.0, 1.0))
-    with pytest.raises(ConfigError, match="to_lambda_lr: needs a schedule"):
+    with pytest.raises(ConfigError, match="to_lambda_lr: schedule must be a function of a number"):
         to_lambda_lr([0.5], optimizer_of(1.0))

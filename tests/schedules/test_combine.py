@@ -56,42 +56,45 @@ def test_what_is_made_of_a_schedule_of_tokens_is_of_tokens(make):
 
 
 REFUSED = {
-    "join: one schedule": (
+    "sequential: one schedule": (
         lambda: sequential(linear(1.0, 0.0, 5), []),
-        "join: schedules must be a list, got schedules=<function",
+        "sequential: schedules must be a list, got schedules=<function",
     ),
-    "join: one boundary": (
+    "sequential: one boundary": (
         lambda: sequential([constant(1.0), constant(2.0)], 5),
-        r"join: boundaries must be a list, got boundaries=5",
+        r"sequential: boundaries must be a list, got boundaries=5",
     ),
-    "join: none": (lambda: sequential([], []), "join: needs one boundary less than schedules, got 0 and 0"),
-    "join: number": (
+    "sequential: none": (
+        lambda: sequential([], []),
+        "sequential: boundaries must be one fewer than schedules, got 0 boundaries and 0 schedules",
+    ),
+    "sequential: number": (
         lambda: sequential([constant(1.0)] * 2, [1, 2]),
-        "needs one boundary less than schedules, got 2 and 2; at each",
+        "boundaries must be one fewer than schedules, got 2 boundaries and 2 schedules",
     ),
-    "join: order": (
+    "sequential: order": (
         lambda: sequential([constant(1.0)] * 3, [2, 1]),
-        r"join: boundaries must be .* that increase, got \[2, 1\]",
+        r"sequential: boundaries must be increasing numbers of at least 0, got \[2, 1\]",
     ),
-    "join: no schedule": (
+    "sequential: no schedule": (
         lambda: sequential([constant(1.0), 0.5], [2]),
-        r"join: needs a schedule \(a function .*, got 0.5; constant",
+        r"sequential: schedule must be a function of a number, got 0\.5\. For a number use dt\.schedules\.constant",
     ),
-    "join: units": (
+    "sequential: units": (
         lambda: sequential([constant(1.0), with_unit("tok", constant(1.0))], [2]),
-        r"join: schedules are measured in ba and tok; give each of them with_unit",
+        r"sequential: schedules must have one unit, got ba and tok\. Give each schedule that unit",
     ),
-    "scale: factor": (lambda: multiply(constant(1.0), math.inf), "scale: factor must be a finite number, got inf"),
-    "stretch: ratio": (
+    "multiply: factor": (lambda: multiply(constant(1.0), math.inf), "multiply: factor must be a finite number, got inf"),
+    "time_scale: ratio": (
         lambda: time_scale(constant(1.0), 0),
-        "stretch: ratio must be a positive number, got ratio=0; it is how many",
+        r"time_scale: ratio must be a positive number, got ratio=0\. Give the new duration divided",
     ),
-    "clamp: none": (
+    "clip: none": (
         lambda: clip(constant(1.0)),
-        "clamp: needs low <= high, and at least one of them, got low=-inf and high=inf",
+        "clip: low must be at most high, got low=-inf and high=inf",
     ),
-    "clamp: order": (lambda: clip(constant(1.0), low=2, high=1), "clamp: needs low <= high, .*, got low=2 and high=1"),
-    "clamp: text": (lambda: clip(constant(1.0), low="0"), "clamp: low must be a finite number, got '0'"),
+    "clip: order": (lambda: clip(constant(1.0), low=2, high=1), "clip: low must be at most high, got low=2 and high=1"),
+    "clip: text": (lambda: clip(constant(1.0), low="0"), "clip: low must be a finite number, got '0'"),
 }
 
 

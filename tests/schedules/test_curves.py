@@ -72,18 +72,18 @@ def test_a_warmup_counts_what_its_schedule_counts():
 
 REFUSED = {
     "warmup: steps": (lambda: warmup(constant(1.0), math.inf), "warmup: steps must be at least 0, got steps=inf"),
-    "warmup: start": (lambda: warmup(constant(1.0), 5, start=-1), "start must be at least 0, got start=-1; it is a share"),
+    "warmup: start": (lambda: warmup(constant(1.0), 5, start=-1), r"start must be at least 0, got start=-1\. Give a fraction"),
     "warmup: shape": (
         lambda: warmup(constant(1.0), 5, shape="1-sqrt"),
         "warmup: shape must be one of linear, cosine, exponential, got '1-sqrt'",
     ),
     "warmup: from 0": (
         lambda: warmup(constant(1.0), 5, shape="exponential"),
-        "exponential needs values above 0, got start=0",
+        "values of an exponential must be above 0, got start=0",
     ),
     "warmup: no schedule": (
         lambda: warmup(0.5, 5),
-        r"warmup: needs a schedule \(a function of a number\), got 0.5; constant",
+        r"warmup: schedule must be a function of a number, got 0\.5\. For a number use dt\.schedules\.constant",
     ),
     "linear: value": (lambda: linear(math.nan, 0.0, 5), "linear: start must be a finite number, got nan"),
     "cosine: value": (lambda: cosine(1.0, "0", 5), "cosine: end must be a finite number, got '0'"),

@@ -44,14 +44,14 @@ REFUSED = {
     ),
     "restarts: multiplier": (
         lambda: cosine_restarts(1.0, 0.0, 5, multiplier=0.5),
-        "cosine_restarts: multiplier must be at least 1, got multiplier=0.5; shorter cycles",
+        "cosine_restarts: multiplier must be at least 1, got multiplier=0.5",
     ),
     "restarts: value": (lambda: cosine_restarts(math.nan, 0.0, 5), "cosine_restarts: start must be a finite number, got nan"),
     "one_cycle: steps": (lambda: one_cycle(0.1, 1.0, 0.0, 0), "one_cycle: steps must be a positive number, got steps=0"),
     "one_cycle: rise": (lambda: one_cycle(0.1, 1.0, 0.0, 5, rise=1), "one_cycle: rise must be above 0 and below 1, got rise=1"),
     "one_cycle: three": (
         lambda: one_cycle(0.1, 1.0, 0.0, 5, rise=0.5, three_phase=True),
-        "one_cycle: rise must be above 0 and below 0.5, got rise=0.5; it is a share",
+        r"one_cycle: rise must be above 0 and below 0.5, got rise=0\.5\. Give a fraction",
     ),
     "one_cycle: shape": (
         lambda: one_cycle(0.1, 1.0, 0.0, 5, shape="exponential"),

@@ -47,7 +47,7 @@ def init(factors, lr=3e-4, rates=None):
     ],
 )
 def test_rates_are_noticed(factors, lr):
-    with pytest.warns(UserWarning, match=r"scale_lr: the factors come to .* Give factors of .* with lr=1.0"):
+    with pytest.warns(UserWarning, match=r"scale_lr: the largest factor is .* Give factors of .* with lr=1.0"):
         init(factors, lr)
 
 
@@ -104,5 +104,5 @@ def test_factors_are_left_alone(factors, lr):
 
 def test_a_scheduler_of_torch_is_told_too():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3e-4)
-    with pytest.warns(UserWarning, match="to_lambda_lr: the factors come to 0.0003 at most, .* the run trains at 9e-08"):
+    with pytest.warns(UserWarning, match="to_lambda_lr: the largest factor is 0.0003 .* the run trains at 9e-08"):
         dt.schedules.to_lambda_lr(dt.schedules.cosine(3e-4, 0.0, 100), optimizer)

@@ -24,16 +24,22 @@ def ahead(schedule, run=RUN, allowed="[0, 1)"):
     [
         (
             dt.schedules.linear(0.5, 1.0, 900),
-            r"ema: decay must be in \[0, 1\), and its schedule gives 1\.0 at step 900 of a run of 10ep",
+            r"ema: decay must be in \[0, 1\), got 1\.0 from its schedule at step 900 of a run of 10ep",
         ),
-        (dt.schedules.linear(0.5, 1.0, 999), "gives 1.0 at step 999 of a run"),
-        (lambda step: 1.5 if step >= 731 else 0.5, "gives 1.5 at step 731 of a run"),
-        (dt.schedules.with_unit("tok", dt.schedules.linear(0.0, 1.0, 60_000)), "gives 1.0 at 60000 tok of a run"),
-        (dt.schedules.with_unit("sp", dt.schedules.linear(0.0, 1.0, 7_992)), "gives 1.0 at 7992 sp of a run"),
-        (dt.schedules.with_unit("ep", dt.schedules.linear(0.0, 1.0, 9)), "gives 1.0 at 9 ep of a run"),
-        (dt.schedules.with_unit("dur", dt.schedules.linear(0.0, 1.0, 0.5)), r"gives 1\.0 at 0\.5\d* dur of a run"),
-        (([0.5] * 10).__getitem__, "ema: decay: its schedule raises at 10 ba of the run: IndexError"),
-        (lambda step: float("nan"), "gives nan at step 0"),
+        (dt.schedules.linear(0.5, 1.0, 999), "got 1.0 from its schedule at step 999 of a run"),
+        (lambda step: 1.5 if step >= 731 else 0.5, "got 1.5 from its schedule at step 731 of a run"),
+        (
+            dt.schedules.with_unit("tok", dt.schedules.linear(0.0, 1.0, 60_000)),
+            "got 1.0 from its schedule at 60000 tok of a run",
+        ),
+        (dt.schedules.with_unit("sp", dt.schedules.linear(0.0, 1.0, 7_992)), "got 1.0 from its schedule at 7992 sp of a run"),
+        (dt.schedules.with_unit("ep", dt.schedules.linear(0.0, 1.0, 9)), "got 1.0 from its schedule at 9 ep of a run"),
+        (
+            dt.schedules.with_unit("dur", dt.schedules.linear(0.0, 1.0, 0.5)),
+            r"got 1\.0 from its schedule at 0\.5\d* dur of a run",
+        ),
+        (([0.5] * 10).__getitem__, "ema: decay: the schedule raises at 10 ba of the run: IndexError"),
+        (lambda step: float("nan"), "got nan from its schedule at step 0"),
     ],
     ids=["linear", "last step", "jump", "tokens", "samples", "epochs", "share", "raises", "nan"],
 )
@@ -61,7 +67,7 @@ def test_a_run_that_ends_before_the_edge_is_fine(schedule):
 def test_a_run_of_unknown_length_is_warned():
     told = ahead(dt.schedules.linear(0.5, 1.0, 12_345), run=None)
     assert told is not None
-    assert "ema: decay must be in [0, 1), and its schedule gives 1.0 at step 12345. A run that comes so far stops there" in told
+    assert "ema: decay must be in [0, 1), got 1.0 from its schedule at step 12345. A run of that length stops there" in told
     assert ahead(dt.schedules.linear(0.5, 0.999, 12_345), run=None) is None
     assert ahead(([0.5] * 10).__getitem__, run=None) is None  # a table of the run's steps
     assert (
@@ -108,7 +114,7 @@ def test_step_init_refuses_every_schedule_that_leaves_its_range_in_the_run(trans
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), [transform])
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-    with pytest.raises(ConfigError, match=r"must be .*, and its schedule gives .* at step \d+ of a run of 100ba"):
+    with pytest.raises(ConfigError, match=r"must be .*, got .* from its schedule at step \d+ of a run of 100ba"):
         step.init(model, optimizer, run_length=RunLength(total=100))
 
 
@@ -118,7 +124,7 @@ def test_without_a_length_step_init_warns_and_a_transform_that_acts_at_times_is_
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with pytest.warns(
-        UserWarning, match=r"ema: decay must be in \[0, 1\), and its schedule gives 1\.0 at step 50\. A run that"
+        UserWarning, match=r"ema: decay must be in \[0, 1\), got 1\.0 from its schedule at step 50\. A run of that length"
     ):
         dt.compose_step(loss, [dt.transforms.ema(schedule)]).init(model, optimizer)
     with warnings.catch_warnings():

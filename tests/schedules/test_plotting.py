@@ -44,22 +44,22 @@ def test_a_long_run_is_drawn_by_some_of_its_steps():
 
 
 REFUSED = {
-    "no steps": (lambda: plot(constant(1.0), 0), "plot: steps must be a whole number of at least 1, got 0"),
-    "part of a step": (lambda: plot(constant(1.0), 2.5), "steps must be a whole number of at least 1, got 2.5"),
-    "one point": (lambda: plot(constant(1.0), 5, points=1), "points must be a whole number of at least 2, got 1"),
-    "nothing": (lambda: plot({}, 5), "plot: needs at least one schedule, got none; as in"),
-    "no schedule": (lambda: plot(0.5, 5), "plot: needs a schedule"),
+    "no steps": (lambda: plot(constant(1.0), 0), "plot: steps must be an int of at least 1, got 0"),
+    "part of a step": (lambda: plot(constant(1.0), 2.5), "steps must be an int of at least 1, got 2.5"),
+    "one point": (lambda: plot(constant(1.0), 5, points=1), "points must be an int of at least 2, got 1"),
+    "nothing": (lambda: plot({}, 5), r"plot: schedules must not be empty, got {}\. Give"),
+    "no schedule": (lambda: plot(0.5, 5), "plot: schedule must be a function"),
     "units": (
         lambda: plot({"a": constant(1.0), "b": with_unit("tok", constant(1.0))}, 5),
-        "plot: schedules are measured in ba and tok",
+        "plot: schedules must have one unit, got ba and tok",
     ),
     "no value": (
         lambda: plot(lambda t: math.nan if t == 3 else 1.0, 5),
-        "the schedule must be a finite number everywhere, got nan at 3; mend it there",
+        "the schedule must return a finite number, got nan at 3",
     ),
     "no value of one": (
         lambda: plot({"a": constant(1.0), "b": lambda t: None}, 5),
-        "plot: 'b': the schedule must be a finite number everywhere, got None at 0",
+        "plot: 'b': the schedule must return a finite number, got None at 0",
     ),
 }
 

@@ -62,7 +62,7 @@ def check_over_run(hyper: Hyperparameter, run: RunLength | None) -> str | None:
     return (
         f"{problem}. A run of that length stops there with an error. Keep the schedule inside, for example with "
         "dt.schedules.clip(schedule, low=..., high=...), or give the length of the run: "
-        "step.init(..., run=loader.run_length('3ep'))."
+        "step.init(..., run_length=loader.run_length('3ep'))."
     )
 
 

@@ -53,7 +53,7 @@ def skipping() -> dt.Transform:
 
     def wrap(inner: Any) -> Any:
         def maybe(state: Any, metrics: Any) -> Any:
-            seen = state.slices["skipping"]["seen"] + 1
+            seen = state.transform_states["skipping"]["seen"] + 1
             if seen % 3 != 2:
                 state, metrics = inner(state, metrics)
             return state.with_transform_state("skipping", {"seen": seen}), metrics

@@ -55,7 +55,7 @@ def watched() -> Points:
     def keeping(inner: Any) -> Any:
         def kept(state: Any, metrics: Any) -> Any:
             after, metrics = inner(state, metrics)
-            losses[:] = list(after.slices["watch_loss"]["usual"].values())
+            losses[:] = list(after.transform_states["watch_loss"]["usual"].values())
             return after, metrics
 
         return kept

@@ -147,7 +147,7 @@ REFUSED = {
     "no order": (lambda: mixup_batch(batch(), num_classes=3, coefficient=0.5), r"mixup: needs generator="),
     "no classes": (lambda: mixup_batch(batch(), generator=generator()), r"mixup: class indices .* needs num_classes="),
     "negative": (lambda: mixup(-0.1), r"mixup: alpha must be in \[0, inf\), got -0\.1\."),
-    "text": (lambda: mixup("0.1"), r"mixup: alpha: needs a finite number or a schedule"),
+    "text": (lambda: mixup("0.1"), r"mixup: alpha must be a finite number or a schedule"),
     "classes": (lambda: mixup(num_classes=0), r"mixup: needs a whole num_classes of at least 1, got num_classes=0"),
     "other classes": (
         lambda: mixup_batch({"x": torch.zeros(2), "y": torch.zeros(2, 4)}, num_classes=3, generator=generator()),

@@ -88,7 +88,7 @@ def sizes(transform: dt.Transform, steps: int, **options) -> list[int]:
 
 def test_images_grow_with_the_run():
     grown = progressive_resizing(size_increment=2)
-    assert sizes(grown, 10, run=RunLength(total=10)) == [8, 8, 8, 8, 8, 8, 10, 14, 16, 16]
+    assert sizes(grown, 10, run_length=RunLength(total=10)) == [8, 8, 8, 8, 8, 8, 10, 14, 16, 16]
     assert sizes(progressive_resizing(lambda step: min(1.0, 0.25 + 0.25 * step)), 5) == [4, 8, 12, 16, 16]
 
 

@@ -54,10 +54,10 @@ def test_clipping_refuses_a_norm():
 
 @pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), "1e-6", None])
 def test_clipping_refuses_an_eps(eps):
-    with pytest.raises(ConfigError, match="clip_by_norm: needs a finite eps >= 0, got eps="):
+    with pytest.raises(ConfigError, match="clip_by_norm: eps must be finite and at least 0, got eps="):
         dt.transforms.clip_by_norm(1.0, eps=eps)
 
 
 def test_the_norm_is_a_number_or_a_schedule():
-    with pytest.raises(ConfigError, match=r"clip_by_norm: max_norm: needs a finite number or a schedule .*, got '1'"):
+    with pytest.raises(ConfigError, match=r"clip_by_norm: max_norm must be a finite number or a schedule .*, got '1'"):
         dt.transforms.clip_by_norm("1")

@@ -53,7 +53,7 @@ def test_limit_is_read_at_the_step_about_to_run():
 def test_clip_refuses_a_limit(limit):
     with pytest.raises(ConfigError, match=r"clip_by_value: limit must be in \(0, inf\], got"):
         clip_by_value(limit)
-    with pytest.raises(ConfigError, match="clip_grad_value_: needs a positive limit"):
+    with pytest.raises(ConfigError, match="clip_grad_value_: limit must be positive"):
         clip_grad_value_({}, limit)
 
 

@@ -239,7 +239,7 @@ def test_rho_is_read_at_the_step_about_to_run():
     ("given", "message"),
     [
         ({"rho": 0.0}, "rho must be in"),
-        ({"eta": -1.0}, "finite eta >= 0"),
+        ({"eta": -1.0}, "eta must be finite and at least 0"),
         ({"interval": "2 epochs"}, "duration"),
     ],
     ids=["rho", "eta", "interval"],
@@ -249,7 +249,9 @@ def test_sam_refuses(given, message):
         sam(**given)
 
 
-@pytest.mark.parametrize(("rho", "eta", "message"), [(-1.0, 0.01, "positive rho"), (0.1, float("inf"), "finite eta >= 0")])
+@pytest.mark.parametrize(
+    ("rho", "eta", "message"), [(-1.0, 0.01, "positive rho"), (0.1, float("inf"), "eta must be finite and at least 0")]
+)
 def test_perturb_refuses(rho, eta, message):
     with pytest.raises(ConfigError, match=f"perturb_: needs a {message}"):
         perturb_params_({}, rho, eta=eta)

@@ -60,7 +60,7 @@ def test_every_bit_comes_back_after_an_exception(dtype):
         (lambda step, state, root: dt.microbatch_step(state, BATCH, loss_fn=LOSS), "microbatch_step"),
         (lambda step, state, root: dt.save_sharded(root, state), "save_sharded"),
         (lambda step, state, root: dt.load_sharded(root, state), "load_sharded"),
-        (lambda step, state, root: use_average(state, "ema").__enter__(), "swapped"),
+        (lambda step, state, root: use_average(state, "ema").__enter__(), "use_average"),
         (lambda step, state, root: load_average_(state, "ema"), "load_average_"),
     ],
     ids=["step", "gradient", "save", "load", "again", "for good"],
@@ -78,14 +78,14 @@ def test_a_run_stands_still_while_its_average_is_swapped_in(use, where, tmp_path
 def test_a_state_that_was_stepped_is_not_swapped():
     step, state = begin(ema(0.75))
     take(step, state)
-    with pytest.raises(StaleStateError, match="swapped: this state was stepped already"), use_average(state):
+    with pytest.raises(StaleStateError, match="use_average: this state was stepped already"), use_average(state):
         pass
 
 
 def test_only_averages_that_are_there_can_be_swapped_in():
     step, state = begin(ema(0.75, start=2))
     with (
-        pytest.raises(ConfigError, match="swapped: the average 'ema' has not begun at step 0; see its start"),
+        pytest.raises(ConfigError, match=r"use_average: the average 'ema' has not started at step 0\. See start="),
         use_average(state),
     ):
         pass
@@ -100,7 +100,8 @@ def test_an_average_is_swapped_in_before_the_model_is_made_whole(monkeypatch):
     state.model.__dict__["_dtrain_unsharded"] = True  # as unsharded does
     with (
         pytest.raises(
-            ConfigError, match=r"swapped: the model is whole just now, .*; enter dt.memory.unshard_params inside of it"
+            ConfigError,
+            match=r"use_average: the model must be sharded, got an unsharded model\. Enter unshard_params inside the context",
         ),
         use_average(state),
     ):

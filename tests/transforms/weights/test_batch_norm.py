@@ -91,7 +91,7 @@ def test_an_exception_leaves_statistics_as_they_were():
         update_batch_norm_(model, images(), broken)
     assert statistics(model) == before
     assert model[1]._forward_pre_hooks == {}
-    with pytest.raises(StepError, match="update_batch_norm_: there was no batch on any rank"):
+    with pytest.raises(StepError, match="update_batch_norm_: batches must not be empty on all ranks"):
         update_batch_norm_(model, [], forward)
     assert statistics(model) == before
 

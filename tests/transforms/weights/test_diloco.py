@@ -220,7 +220,7 @@ def loaded(root: str) -> Any:
 
 
 def whole_slice(state: Any) -> Any:
-    content = state.slices["diloco"]
+    content = state.transform_states["diloco"]
     return {
         f"{part} {name}": full_tensor(t).flatten().tolist()
         for part in ("params", "momentum")
@@ -246,9 +246,9 @@ def test_a_round_that_begins_late_begins_where_the_steps_before_it_have_come():
     ("arguments", "match"),
     [
         ({"interval": 2, "lr": -0.1}, r"diloco: lr must be in \[0, inf\), got -0\.1\."),
-        ({"interval": 2, "lr": float("inf")}, "diloco: lr: needs a finite number or a schedule"),
+        ({"interval": 2, "lr": float("inf")}, "diloco: lr must be a finite number or a schedule"),
         ({"interval": 2, "momentum": 1.0}, r"diloco: momentum must be in \[0, 1\), got 1\.0\."),
-        ({"interval": 2, "momentum": "0.9"}, "diloco: momentum: needs a finite number or a schedule"),
+        ({"interval": 2, "momentum": "0.9"}, "diloco: momentum must be a finite number or a schedule"),
         ({"interval": "2"}, "duration: cannot read '2'"),
         ({"interval": 2, "optimizer_state": None}, "diloco: optimizer_state must be 'average' or 'keep', got None"),
     ],
@@ -267,5 +267,5 @@ def test_a_schedule_that_cannot_be_right_is_refused_in_its_step(name, value):
 
 def test_a_part_of_the_parameters_is_refused():
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="diloco: copies train apart in all parameters or in none, got a part"):
+    with pytest.raises(ConfigError, match="diloco: the parameters must be all parameters of the model, got a part"):
         compose_step(linear_loss, [masked(diloco(2), "weight")]).init(model, torch.optim.SGD(model.parameters()))

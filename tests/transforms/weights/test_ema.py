@@ -50,7 +50,7 @@ def test_half_life_is_the_time_after_which_half_is_left():
 )
 def test_a_half_life_is_as_the_decay_that_it_comes_to_in_steps(half_life, interval, decay):
     run = RunLength(total=12, steps_per_epoch=3, samples_per_step=2)
-    found = take(*begin(ema(half_life=half_life, interval=interval), run=run), steps=6)
+    found = take(*begin(ema(half_life=half_life, interval=interval), run_length=run), steps=6)
     known = take(*begin(ema(decay, interval=interval)), steps=6)
     assert average(found, "ema") == pytest.approx(average(known, "ema"), rel=1e-7)
 
@@ -97,10 +97,10 @@ def test_ema_refuses_a_decay(decay):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ema(), "ema: needs either decay=0.999 or half_life='1000ba', got decay=None, half_life=None"),
-        (lambda: ema(0.9, half_life=3), "ema: needs either .*, got decay=0.9, half_life=3"),
-        (lambda: ema(math.nan), "ema: decay: needs a finite number or a schedule .*, got nan"),
-        (lambda: ema("0.9"), "ema: decay: needs a finite number or a schedule .*, got '0.9'"),
+        (lambda: ema(), "ema: give either decay=0.999 or half_life='1000ba', got decay=None, half_life=None"),
+        (lambda: ema(0.9, half_life=3), "ema: give either .*, got decay=0.9, half_life=3"),
+        (lambda: ema(math.nan), "ema: decay must be a finite number or a schedule .*, got nan"),
+        (lambda: ema("0.9"), "ema: decay must be a finite number or a schedule .*, got '0.9'"),
         (lambda: ema(half_life=0), "duration: needs at least 1 ba, got 0"),
         (lambda: ema(0.9, interval="3 weeks"), "duration: unknown unit 'weeks'"),
     ],

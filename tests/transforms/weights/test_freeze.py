@@ -96,7 +96,7 @@ def test_layers_are_frozen_evenly_up_to_the_level():
 
 def test_times_of_different_units_are_told_in_steps():
     run = RunLength(total=8, steps_per_epoch=2)
-    found, known = (start(freeze_layers(start=begin, end=8), run=run) for begin in ("1ep", 2))
+    found, known = (start(freeze_layers(start=begin, end=8), run_length=run) for begin in ("1ep", 2))
     (step, state), (other_step, other) = found, known
     for _ in range(7):
         state, other = step(state, batch())[0], other_step(other, batch())[0]
@@ -141,17 +141,17 @@ def test_a_model_that_is_frozen_as_a_whole_cannot_be_trained():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: freeze_layers(start=5, end=5), "freeze_layers: needs start < end, got start='5ba', end='5ba'"),
-        (lambda: freeze_layers(level=1.5), r"freeze_layers: needs 0 <= level <= 1, got level=1\.5"),
-        (lambda: freeze_layers(level="all"), "freeze_layers: needs 0 <= level <= 1, got level='all'"),
+        (lambda: freeze_layers(start=5, end=5), "freeze_layers: start must be before end, got start='5ba', end='5ba'"),
+        (lambda: freeze_layers(level=1.5), r"freeze_layers: level must be in \[0, 1\], got level=1\.5"),
+        (lambda: freeze_layers(level="all"), r"freeze_layers: level must be in \[0, 1\], got level='all'"),
         (lambda: freeze("a", start="soon"), "duration: cannot read 'soon'"),
         (lambda: freeze(3), r"masked: where must be a pattern of names, a list of patterns, or a function"),
         (lambda: start(freeze("encoder.**")), r"masked: the pattern 'encoder\.\*\*' fits none of 6 parameters"),
         (lambda: start(freeze("0.*", start="0.5dur")), r"clock: 0\.5dur is a share of the run, whose length is not known"),
         (lambda: start(freeze_layers()), "clock: dur is a share of the run, whose length is not known"),
         (
-            lambda: start(freeze_layers(start="3ep", end=6), run=RunLength(steps_per_epoch=2)),
-            "freeze_layers: needs start < end, which are steps 6 and 6 of this run",
+            lambda: start(freeze_layers(start="3ep", end=6), run_length=RunLength(steps_per_epoch=2)),
+            "freeze_layers: start must be before end, got steps 6 and 6 of this run",
         ),
     ],
     ids=["empty", "level", "text", "duration", "where", "no fit", "no length", "no length for layers", "units"],

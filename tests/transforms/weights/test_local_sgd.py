@@ -82,7 +82,7 @@ CASES = {
     "sgd-hybrid": ("hybrid_shard", SGD, 7, {}),
     "momentum-replicate": ("replicate", MOMENTUM, 6, {}),
     "adamw-hybrid": ("hybrid_shard", ADAMW, 7, {"accumulate": "sharded"}),
-    "left-out-hybrid": ("hybrid_shard", MOMENTUM, 5, {"leave_out": ["last.weight"]}),
+    "left-out-hybrid": ("hybrid_shard", MOMENTUM, 5, {"ignored_params": ["last.weight"]}),
 }
 
 

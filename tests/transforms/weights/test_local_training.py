@@ -215,7 +215,7 @@ def test_what_has_no_copies_to_train_apart_is_refused(ranks):
         "split_replicas: strategy='full_shard' cuts over dp_replicate=2 as well, so there is one copy of the model; use "
         "strategy='hybrid_shard'",
         "split_replicas: with cp=2 a copy on one rank has no whole samples; use strategy='hybrid_shard'",
-        "local_sgd: copies train apart in all parameters or in none, got a part of them; list it without masked",
+        "local_sgd: the parameters must be all parameters of the model, got a part. List local_sgd without masked.",
     ]
 
 

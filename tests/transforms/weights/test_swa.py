@@ -103,7 +103,7 @@ def test_from_the_end_on_the_parameters_are_the_average():
 def test_a_start_at_the_beginning_leaves_the_initial_weights_out():
     step, state = begin(swa(start=0, end=9, interval=2, load_average=False))
     with (
-        pytest.raises(ConfigError, match="swapped: the average 'swa' has not begun at step 1"),
+        pytest.raises(ConfigError, match="use_average: the average 'swa' has not started at step 1"),
         use_average(take(step, state), "swa"),
     ):
         pass
@@ -113,7 +113,7 @@ def test_a_start_at_the_beginning_leaves_the_initial_weights_out():
 
 def test_shares_of_a_run_and_epochs():
     """Of 4 epochs of 3 steps, the defaults: from step 9 on (0.7 * 12 = 8.4) to step 12 (0.97 * 12 = 11.64)."""
-    step, state = begin(swa(), lr=0.25, run=RunLength(total="4ep", steps_per_epoch=3))
+    step, state = begin(swa(), lr=0.25, run_length=RunLength(total="4ep", steps_per_epoch=3))
     state = take(step, state, 11, epoch=3)
     assert (weight(state), average(state, "swa")) == (4.0 - 11 * 0.25, 4.0 - 9 * 0.25)
     state = take(step, state, 1, epoch=3)
@@ -121,7 +121,7 @@ def test_shares_of_a_run_and_epochs():
 
 
 def test_the_end_of_a_run_may_be_the_end():
-    step, state = begin(swa(start="0.5dur", end="1dur", interval=1), run=RunLength(total=4))
+    step, state = begin(swa(start="0.5dur", end="1dur", interval=1), run_length=RunLength(total=4))
     assert weight(take(step, state, 4)) == (3.0 + 2.5 + 2.0) / 3
 
 
@@ -160,11 +160,11 @@ def test_both_averages_are_kept_side_by_side():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: swa(start=5, end=5), "swa: needs start < end, got start='5ba', end='5ba'"),
-        (lambda: swa(start="0.8dur", end="0.7dur"), r"swa: needs start < end, got start='0\.8dur', end='0\.7dur'"),
+        (lambda: swa(start=5, end=5), "swa: start must be before end, got start='5ba', end='5ba'"),
+        (lambda: swa(start="0.8dur", end="0.7dur"), r"swa: start must be before end, got start='0\.8dur', end='0\.7dur'"),
         (lambda: swa(lr=-1.0), r"swa: lr must be in \[0, inf\), got -1\.0\."),
-        (lambda: swa(lr="0.1"), "swa: lr: needs a finite number or a schedule .*, got '0.1'"),
-        (lambda: swa(anneal=3), r"swa: anneal=3 is the way to a rate; give lr=\.\.\., too"),
+        (lambda: swa(lr="0.1"), "swa: lr must be a finite number or a schedule .*, got '0.1'"),
+        (lambda: swa(anneal=3), r"swa: anneal must be None without lr, got 3\. Give lr= as well"),
         (lambda: swa(strategy="cos"), "swa: strategy must be 'linear' or 'cosine', got 'cos'"),
     ],
     ids=["empty", "backwards", "negative rate", "text", "anneal alone", "strategy"],

@@ -54,7 +54,7 @@ def parse_lengths(caller: str, run: RunLength, durations: Mapping[str, Length]) 
     except ConfigError as error:
         arguments = ", ".join(f"{name}={length}" for name, length in parsed.items())
         several = len({length.unit for length in parsed.values()}) > 1
-        advice = " Or give all lengths in one unit." if several else ""
+        advice = " Or give all durations in one unit." if several else ""
         raise ConfigError(f"{caller}: {arguments}: {error}{advice}") from None
 
 
@@ -94,7 +94,7 @@ def _to_absolute(length: Duration, run: RunLength) -> tuple[Fraction, str]:
     if length.unit != "dur":
         return length.fraction, length.unit
     if run.total is None:
-        raise ConfigError(f"{length} is a fraction of a run of unknown length. Give RunLength(total=...).")
+        raise ConfigError(f"{length} is a fraction of the run, whose length is not known. Give RunLength(total=...).")
     return length.fraction * run.total.fraction, run.total.unit
 
 

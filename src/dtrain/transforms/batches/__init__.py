@@ -1,1 +1,1 @@
-"""Transforms of batches: augmentation, mixing, resizing, sequence length, label smoothing."""
+"""Transforms of batches: augmentation, mixing, label smoothing, resizing, selective backprop."""

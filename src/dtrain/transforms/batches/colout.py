@@ -1,4 +1,4 @@
-"""ColOut: rows and columns of images are left out, so that they get smaller."""
+"""ColOut: drop rows and columns of images, so that the images become smaller."""
 
 from __future__ import annotations
 
@@ -35,50 +35,52 @@ def colout_batch(
     rows: Tensor | None = None,
     columns: Tensor | None = None,
 ) -> Batch:
-    """A batch of smaller images, without some rows and columns: the same ones in the whole batch.
+    """Return a batch of smaller images without some rows and columns, the same for the whole batch.
 
     Formula: ``x = x[..., rows, :][..., columns]``, sorted random choices of ``floor((1 - p_row) * height)`` rows and
     ``floor((1 - p_col) * width)`` columns, each at least one.
 
     Args:
-        batch: images ``[batch, channels, height, width]`` of any dtype, or a mapping, TensorDict or tuple with them; also one
+        batch: images ``[batch, channels, height, width]`` of any dtype, or a mapping, TensorDict or tuple with images; also one
             image ``[channels, height, width]``.
-        p_row: the share of rows that is left out, in ``[0, 1)``.
-        p_col: the share of columns.
+        p_row: fraction of rows to drop, in ``[0, 1)``.
+        p_col: fraction of columns to drop, in ``[0, 1)``.
         input_key: key of the images.
-        extra_keys: keys of what is laid out like them in its last two axes and is cut alike: a segmentation's targets.
-        generator: for what is not given below.
-        rows: int64 ``[kept]``, those that are kept.
-        columns: likewise.
+        extra_keys: keys of tensors that end in the same height and width and are cut alike, for example segmentation targets.
+        generator: generator for ``rows`` and ``columns`` if not given.
+        rows: int64 ``[kept]``, indices of the kept rows.
+        columns: int64 ``[kept]``, indices of the kept columns.
 
     Host sync: none.
 
-    Raises:
-        ConfigError: no generator where one is needed, no images, a share outside of ``[0, 1)``, other sizes in ``extra_keys``.
-
-    Source: the algorithm of this name in MosaicML's Composer, whose defaults these are.
-
     Example:
+        >>> import dtrain as dt
         >>> image = torch.arange(6.0).reshape(1, 2, 3)
-        >>> colout_batch(image, rows=torch.tensor([1]), columns=torch.tensor([0, 2])).tolist()
+        >>> dt.transforms.colout_batch(image, rows=torch.tensor([1]), columns=torch.tensor([0, 2])).tolist()
         [[[3.0, 5.0]]]
+
+    Raises:
+        ConfigError: ``generator`` is required but missing, the inputs are not images, a fraction is outside of ``[0, 1)``, or
+            ``extra_keys`` have other sizes.
+
+    Source: the algorithm of this name in MosaicML's Composer, with Composer's defaults.
     """
     _check_fractions(p_row, p_col)
     shape = tuple(get_tensor(batch, input_key, "colout").shape[-2:])
-    chosen: list[Tensor] = []
+    indices: list[Tensor] = []
 
     def cut(images: Tensor) -> Tensor:
-        chosen.append(_select_kept(rows, images.shape[-2], p_row, generator, images.device))
-        chosen.append(_select_kept(columns, images.shape[-1], p_col, generator, images.device))
-        return images.index_select(-2, chosen[0]).index_select(-1, chosen[1])
+        indices.append(_select_kept(rows, images.shape[-2], p_row, generator, images.device))
+        indices.append(_select_kept(columns, images.shape[-1], p_col, generator, images.device))
+        return images.index_select(-2, indices[0]).index_select(-1, indices[1])
 
-    made = map_images(batch, input_key, "colout", cut)
+    output = map_images(batch, input_key, "colout", cut)
     for key in extra_keys:
         other = get_tensor(batch, key, "colout")
         if tuple(other.shape[-2:]) != shape:
-            raise ConfigError(f"colout: {key!r} must end in the images' height and width {shape}, got {tuple(other.shape)}")
-        made = replace_tensors(made, {key: other.index_select(-2, chosen[0]).index_select(-1, chosen[1])})
-    return made
+            raise ConfigError(f"colout: {key!r} must end in the images' height and width {shape}, got {tuple(other.shape)}.")
+        output = replace_tensors(output, {key: other.index_select(-2, indices[0]).index_select(-1, indices[1])})
+    return output
 
 
 def colout(
@@ -88,47 +90,47 @@ def colout(
     input_key: BatchKey = "x",
     extra_keys: Sequence[BatchKey] = (),
 ) -> Transform:
-    """Train on smaller images, without some rows and columns: ``colout_batch`` of each rank's batch.
+    """Train on smaller images without some rows and columns: apply ``colout_batch`` to each rank's batch.
 
-    How many are left out is the same on all ranks, which ones is drawn on each.
+    The number of dropped rows and columns is the same on all ranks. Each rank draws its own indices.
 
     Formula: ``x = x[..., rows, :][..., columns]``
 
     Args:
-        p_row: the share of rows that is left out, in ``[0, 1)``, or a schedule of such, read at the step about to run.
-        p_col: likewise of columns.
+        p_row: fraction of rows to drop, in ``[0, 1)``, or a schedule.
+        p_col: fraction of columns to drop, in ``[0, 1)``, or a schedule.
         input_key: key of the images.
-        extra_keys: keys of what is cut alike.
-
-    Raises:
-        ConfigError: a share outside of ``[0, 1)``; of a schedule, in the step for which it is.
-
-    Source: the algorithm of this name in MosaicML's Composer, whose defaults these are.
+        extra_keys: keys of tensors that are cut alike.
 
     Example:
-        >>> colout(0.1, 0.1).name
+        >>> import dtrain as dt
+        >>> transform = dt.transforms.colout(0.1, 0.1)
+        >>> transform.name
         'colout'
+
+    Raises:
+        ConfigError: a fraction is outside of ``[0, 1)`` (a schedule is checked in each step).
+
+    Source: the algorithm of this name in MosaicML's Composer, with Composer's defaults.
     """
     row_at, col_at = hyperparameter(p_row, "colout: p_row", "[0, 1)"), hyperparameter(p_col, "colout: p_col", "[0, 1)")
 
-    def cut(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
+    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
         now = row_at(state.clock), col_at(state.clock)
         return colout_batch(batch, p_row=now[0], p_col=now[1], input_key=input_key, extra_keys=extra_keys, generator=generator)
 
-    return batch_transform(cut, name="colout", image_key=input_key, hyperparameters=(row_at, col_at))
+    return batch_transform(batch_fn, name="colout", image_key=input_key, hyperparameters=(row_at, col_at))
 
 
 def _select_kept(
-    given: Tensor | None, extent: int, left_out: float, generator: torch.Generator | None, device: torch.device
+    indices: Tensor | None, extent: int, dropped: float, generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
-    if given is not None:
-        return given.to(device, non_blocking=True)
-    keep = max(1, int((1.0 - left_out) * extent + 1e-9))  # 0.9 * 10 is a hair less than 9
-    return (
-        sample_permutation(extent, require_generator(generator, "colout", "rows=... and columns=..."), device)[:keep]
-        .sort()
-        .values
-    )
+    if indices is not None:
+        return indices.to(device, non_blocking=True)
+    # The addend corrects a rounding: 0.9 * 10 is slightly less than 9.
+    count = max(1, int((1.0 - dropped) * extent + 1e-9))
+    generator = require_generator(generator, "colout", "rows=... and columns=...")
+    return sample_permutation(extent, generator, device)[:count].sort().values
 
 
 def _check_fractions(p_row: float, p_col: float) -> None:

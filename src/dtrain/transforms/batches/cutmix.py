@@ -1,4 +1,4 @@
-"""CutMix: a box of each image comes from another one, and the targets are mixed by its area."""
+"""CutMix: replace a box of each image by a box of another image, and mix the targets by the area of the box."""
 
 from __future__ import annotations
 
@@ -51,69 +51,67 @@ def cutmix_batch(
     box: Box | None = None,
     order: Tensor | None = None,
 ) -> Batch:
-    """A batch in which a box of each image is that of a random other one, and targets are mixed by the area it really has.
+    """Return a batch with a box of each image from a random other image, and targets mixed by the box's clipped area.
 
     Formula: ``x = where(inside box, x[order], x)``, ``y = (1 - share) * y + share * y[order]``,
     ``share = area of the clipped box / area of the image``; a box is ``floor(sqrt(1 - l) * side)`` of each side, with
     ``l ~ Beta(alpha, alpha)``, or ``round(length * side)``.
 
-    A given ``length`` cuts that share of each side, so ``length ** 2`` of the area. (Composer cuts ``sqrt(1 - length ** 2)`` of
-    a side.)
+    A given ``length`` cuts this fraction of each side, so ``length ** 2`` of the area. (Composer cuts ``sqrt(1 - length ** 2)``
+    of a side.)
 
     Args:
-        batch: a mapping, TensorDict or tuple with images ``[batch, channels, height, width]`` of any dtype, and one target for
-            each: class indices ``[batch]`` or probabilities ``[batch, classes]``.
-        num_classes: needed for class indices.
-        alpha: >= 0; 1 draws areas evenly, 0 cuts nothing.
-        length: in ``[0, 1]``, in place of ``alpha``.
-        placement: where boxes lie. None is ``"centre"`` as in the paper, and ``"inside"`` with a ``length``, so that all of
-            it is cut. ``"even"`` covers every pixel equally often (Composer's ``uniform_sampling``).
-        per_sample: draw a box for each sample, not one for the batch.
-        input_key: their key.
-        target_key: their key.
-        ignore_index: the class index that is left out; mixed with another it leaves that one's share.
-        generator: for what is not given below.
+        batch: mapping, TensorDict or tuple with images ``[batch, channels, height, width]`` of any dtype, and one target per
+            image: class indices ``[batch]`` or probabilities ``[batch, classes]``.
+        num_classes: number of classes; required for class indices.
+        alpha: parameter of the Beta distribution, >= 0; 1 draws areas evenly, 0 cuts nothing.
+        length: fraction of each side in ``[0, 1]``, instead of ``alpha``.
+        placement: distribution of the boxes. None is ``"center"`` as in the paper, but ``"inside"`` with a ``length``, so that
+            boxes are never clipped. ``"even"`` covers every pixel equally often (Composer's ``uniform_sampling``).
+        per_sample: if True, draw a box per sample instead of one for the batch.
+        input_key: key of the images.
+        target_key: key of the targets.
+        ignore_index: class index of ignored targets; a mixture with another target keeps that target's fraction.
+        generator: generator for ``box`` and ``order`` if not given.
         box: ``(top, left, bottom, right)``, or int64 ``[batch, 4]``.
-        order: int64 ``[batch]``, from whom each gets its box.
+        order: int64 ``[batch]``, index of the source image of each box.
 
     Returns:
-        A new batch; class indices have become probabilities ``[batch, num_classes]``.
+        A new batch. Class indices become probabilities ``[batch, num_classes]``.
 
     Host sync: none; boxes stay on the device.
 
+    Example:
+        >>> import dtrain as dt
+        >>> batch = {"x": torch.stack([torch.zeros(1, 2, 4), torch.ones(1, 2, 4)]), "y": torch.tensor([0, 1])}
+        >>> mixed = dt.transforms.cutmix_batch(batch, num_classes=2, box=(0, 3, 2, 9), order=torch.tensor([1, 0]))
+        >>> mixed["x"][0].tolist(), mixed["y"][0].tolist()  # the clipped box has 2 of 8 pixels
+        ([[[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]], [0.75, 0.25])
+
     Raises:
-        ConfigError: no generator where one is needed, no images, more than one target a sample, class indices without
-            ``num_classes``, a ``length`` outside of ``[0, 1]``.
+        ConfigError: ``generator`` is required but missing, the inputs are not images, a sample has several targets, class
+            indices lack ``num_classes``, or ``length`` is outside of ``[0, 1]``.
 
     Source: Yun et al. 2019, arXiv:1905.04899, section 3.
-
-    Example:
-        >>> batch = {"x": torch.stack([torch.zeros(1, 2, 4), torch.ones(1, 2, 4)]), "y": torch.tensor([0, 1])}
-        >>> mixed = cutmix_batch(batch, num_classes=2, box=(0, 3, 2, 9), order=torch.tensor([1, 0]))
-        >>> mixed["x"][0].tolist(), mixed["y"][0].tolist()  # the part of the box that is in the image: 2 of 8 pixels
-        ([[[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]], [0.75, 0.25])
     """
     check_alpha(alpha, "cutmix")
     x, y = get_tensor(batch, input_key, "cutmix"), get_targets(batch, target_key, "cutmix")
     check_image_batch(x, "cutmix", key=input_key)
     size = (x.shape[-2], x.shape[-1])
     if box is None:
-        drawn = require_generator(generator, "cutmix", "box=... and order=...")
-        boxes = _sample_cutmix_boxes(len(x) if per_sample else 1, size, alpha, length, placement, drawn).to(
-            x.device, non_blocking=True
-        )
+        box_generator = require_generator(generator, "cutmix", "box=... and order=...")
+        boxes = _sample_cutmix_boxes(len(x) if per_sample else 1, size, alpha, length, placement, box_generator)
+        boxes = boxes.to(x.device, non_blocking=True)
     else:
         boxes = to_box_tensor(box, x.device, "cutmix")
     if order is None:
         order = sample_permutation(len(x), require_generator(generator, "cutmix", "box=... and order=..."), x.device)
     y = as_probabilities(y, num_classes, ignore_index=ignore_index, caller="cutmix")
     if y.ndim > 2:
-        raise ConfigError(f"cutmix: needs one target a sample, [batch] or [batch, classes], got shape {tuple(y.shape)}")
-    kept = 1.0 - box_area_fraction(boxes, size, y.dtype)
-    return replace_tensors(
-        batch,
-        {input_key: torch.where(box_mask(boxes, size), x.index_select(0, order), x), target_key: mix_samples(y, order, kept)},
-    )
+        raise ConfigError(f"cutmix: targets must be [batch] or [batch, classes], got shape {tuple(y.shape)}.")
+    images = torch.where(box_mask(boxes, size), x.index_select(0, order), x)
+    targets = mix_samples(y, order, 1.0 - box_area_fraction(boxes, size, y.dtype))
+    return replace_tensors(batch, {input_key: images, target_key: targets})
 
 
 def cutmix(
@@ -127,37 +125,39 @@ def cutmix(
     target_key: BatchKey = "y",
     ignore_index: int = -100,
 ) -> Transform:
-    """Train on images with a box of another one: ``cutmix_batch`` of each rank's whole batch, before it is split.
+    """Train on images with a box of another image: apply ``cutmix_batch`` to each rank's whole batch.
 
-    The loss must take probabilities, as ``soft_cross_entropy`` does.
+    The loss must accept probabilities, as ``soft_cross_entropy`` does.
 
     Formula: ``x = where(inside box, x[order], x)``, ``y = (1 - share) * y + share * y[order]``
 
     Args:
-        alpha: >= 0, or a schedule of such, read at the step about to run.
-        num_classes: needed for class indices.
-        length: the share of each side that is cut, in place of ``alpha``.
-        placement: where boxes lie; see ``cutmix_batch``.
-        per_sample: draw a box for each sample.
-        input_key: their key in the batch.
-        target_key: their key.
-        ignore_index: the class index that is left out.
-
-    Raises:
-        ConfigError: a negative ``alpha``, a ``length`` outside of ``[0, 1]``, an unknown ``placement``; of a schedule, in the step
-            for which it is, as for a batch that cannot be mixed.
-
-    Source: Yun et al. 2019, arXiv:1905.04899, section 3.
+        alpha: parameter of the Beta distribution, >= 0, or a schedule.
+        num_classes: number of classes; required for class indices.
+        length: fraction of each side, instead of ``alpha``.
+        placement: distribution of the boxes; see ``cutmix_batch``.
+        per_sample: if True, draw a box per sample.
+        input_key: key of the images in the batch.
+        target_key: key of the targets.
+        ignore_index: class index of ignored targets.
 
     Example:
-        >>> cutmix(num_classes=10, length=0.5).name
+        >>> import dtrain as dt
+        >>> transform = dt.transforms.cutmix(num_classes=10, length=0.5)
+        >>> transform.name
         'cutmix'
+
+    Raises:
+        ConfigError: ``alpha`` is negative (a schedule is checked in each step), ``length`` is outside of ``[0, 1]``, or
+            ``placement`` is unknown. In a step: the batch cannot be mixed.
+
+    Source: Yun et al. 2019, arXiv:1905.04899, section 3.
     """
     alpha_at = hyperparameter(alpha, "cutmix: alpha", "[0, inf)")
     check_num_classes(num_classes, "cutmix")
     _check_box_options(length, placement)
 
-    def mixed(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
+    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
         return cutmix_batch(
             batch,
             num_classes=num_classes,
@@ -171,7 +171,7 @@ def cutmix(
             generator=generator,
         )
 
-    return batch_transform(mixed, name="cutmix", hyperparameters=(alpha_at,))
+    return batch_transform(batch_fn, name="cutmix", hyperparameters=(alpha_at,))
 
 
 def _sample_cutmix_boxes(
@@ -182,15 +182,15 @@ def _sample_cutmix_boxes(
     placement: BoxPlacement | None,
     generator: torch.Generator,
 ) -> Tensor:
-    """So many clipped boxes, int64 ``[count, 4]`` on the generator's device."""
+    """Sample clipped boxes, int64 ``[count, 4]`` on the generator's device."""
     _check_box_options(length, placement)
     device = generator.device
     if length is not None:
         sides = [torch.full((count,), round(length * extent), device=device) for extent in size]
     else:
-        share = (1.0 - sample_beta(alpha, count, generator, device, torch.float32)).sqrt()
-        sides = [(share * extent).long() for extent in size]
-    return sample_boxes((sides[0], sides[1]), size, placement or ("centre" if length is None else "inside"), generator)
+        fraction = (1.0 - sample_beta(alpha, count, generator, device, torch.float32)).sqrt()
+        sides = [(fraction * extent).long() for extent in size]
+    return sample_boxes((sides[0], sides[1]), size, placement or ("center" if length is None else "inside"), generator)
 
 
 def _check_box_options(length: float | None, placement: BoxPlacement | None) -> None:

@@ -1,4 +1,4 @@
-"""Cutout: a square of each image is hidden."""
+"""Cutout: fill random squares of each image."""
 
 from __future__ import annotations
 
@@ -20,38 +20,41 @@ def cutout_batch(
     length: int | float = 0.5,
     holes: int = 1,
     fill: float = 0.0,
-    placement: BoxPlacement = "centre",
+    placement: BoxPlacement = "center",
     input_key: BatchKey = "x",
     generator: torch.Generator | None = None,
     boxes: Box | None = None,
 ) -> Batch:
-    """A batch in whose images squares are filled with one number, each image's at a place of its own; targets are untouched.
+    """Return a batch whose images have squares filled with one number, at random positions per image.
 
     Formula: ``x = where(inside a square, fill, x)``, a square of side ``length`` pixels, or ``round(length * shorter side)``,
-    whose centre is any pixel, so parts of it may lie outside.
+    whose center is any pixel, so parts of a square may lie outside.
 
     Args:
-        batch: images ``[batch, channels, height, width]`` of any dtype, or a mapping, TensorDict or tuple with them; also one
+        batch: images ``[batch, channels, height, width]`` of any dtype, or a mapping, TensorDict or tuple with images; also one
             image ``[channels, height, width]``, in a loader.
-        length: pixels (int), or a share of the shorter side (float in ``[0, 1]``): half of it is the paper's 16 of 32 pixels,
+        length: side in pixels (int), or as a fraction of the shorter side (float in ``[0, 1]``); the paper uses 16 of 32 pixels
             for CIFAR-10.
-        holes: squares in each image, at least 1.
-        fill: 0 is the mean of normalised images.
-        placement: ``"centre"`` as in the paper; ``"even"`` hides every pixel equally often, ``"inside"`` is never clipped.
+        holes: squares per image, at least 1.
+        fill: value of the filled pixels; 0 is the mean of normalized images.
+        placement: ``"center"`` as in the paper; ``"even"`` hides every pixel equally often, ``"inside"`` is never clipped.
         input_key: key of the images.
-        generator: for what is not given below.
-        boxes: ``(top, left, bottom, right)``, for all or ``[batch, 4]``.
+        generator: generator for ``boxes`` if not given.
+        boxes: ``(top, left, bottom, right)`` for all images, or ``[batch, 4]``.
 
     Host sync: none; boxes stay on the device.
 
+    Example:
+        >>> import dtrain as dt
+        >>> batch = {"x": torch.ones(1, 2, 4)}
+        >>> dt.transforms.cutout_batch(batch, boxes=(-1, 1, 1, 3))["x"].tolist()
+        [[[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]]
+
     Raises:
-        ConfigError: no generator where one is needed, no images, a length, number or place that cannot be.
+        ConfigError: ``generator`` is required but missing, the inputs are not images, or ``length``, ``holes`` or ``placement``
+            is out of its range.
 
     Source: DeVries and Taylor 2017, arXiv:1708.04552, section 3.2.
-
-    Example:
-        >>> cutout_batch({"x": torch.ones(1, 2, 4)}, boxes=(-1, 1, 1, 3))["x"].tolist()
-        [[[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]]
     """
     _check(length, holes, placement)
     return map_images(
@@ -64,39 +67,41 @@ def cutout(
     *,
     holes: int = 1,
     fill: float = 0.0,
-    placement: BoxPlacement = "centre",
+    placement: BoxPlacement = "center",
     input_key: BatchKey = "x",
 ) -> Transform:
-    """Train on images with hidden squares: ``cutout_batch`` of each rank's batch.
+    """Train on images with hidden squares: apply ``cutout_batch`` to each rank's batch.
 
     Formula: ``x = where(inside a square, fill, x)``
 
     Args:
-        length: pixels (int), or a share of the shorter side (float); or a schedule of either, read at the step about to run.
-        holes: squares in each image.
-        fill: what is written into them.
-        placement: where they lie; see ``cutout_batch``.
+        length: side in pixels (int), or as a fraction of the shorter side (float); or a schedule of either.
+        holes: squares per image.
+        fill: value of the filled pixels.
+        placement: distribution of the squares; see ``cutout_batch``.
         input_key: key of the images.
 
+    Example:
+        >>> import dtrain as dt
+        >>> transform = dt.transforms.cutout(16)
+        >>> transform.name
+        'cutout'
+
     Raises:
-        ConfigError: a length, number or place that cannot be; of a schedule, in the step for which it is.
+        ConfigError: ``length`` (a schedule is checked in each step), ``holes`` or ``placement`` is out of its range.
 
     Source: DeVries and Taylor 2017, arXiv:1708.04552, section 3.2.
-
-    Example:
-        >>> cutout(16).name
-        'cutout'
     """
     length_at = hyperparameter(length, "cutout: length", _LENGTH_CONSTRAINT)
     _check(0, holes, placement)
 
-    def cut(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
+    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
         now = length_at(state.clock)
         return cutout_batch(
             batch, length=now, holes=holes, fill=fill, placement=placement, input_key=input_key, generator=generator
         )
 
-    return batch_transform(cut, name="cutout", image_key=input_key, hyperparameters=(length_at,))
+    return batch_transform(batch_fn, name="cutout", image_key=input_key, hyperparameters=(length_at,))
 
 
 def _fill_holes(
@@ -111,11 +116,11 @@ def _fill_holes(
     size, count = (images.shape[-2], images.shape[-1]), len(images) * holes
     if boxes is not None:
         return images.masked_fill(box_mask(to_box_tensor(boxes, images.device, "cutout"), size), fill)
-    drawn = require_generator(generator, "cutout", "boxes=...")
+    generator = require_generator(generator, "cutout", "boxes=...")
     side = min(length if isinstance(length, int) else round(length * min(size)), *size)
-    sides = torch.full((count,), side, device=drawn.device)
-    places = sample_boxes((sides, sides), size, placement, drawn).to(images.device, non_blocking=True)
-    hidden = box_mask(places, size).unflatten(0, (len(images), holes)).any(dim=1)
+    sides = torch.full((count,), side, device=generator.device)
+    squares = sample_boxes((sides, sides), size, placement, generator).to(images.device, non_blocking=True)
+    hidden = box_mask(squares, size).unflatten(0, (len(images), holes)).any(dim=1)
     return images.masked_fill(hidden, fill)
 
 
@@ -123,12 +128,12 @@ def _is_valid_length(length: float) -> bool:
     return is_number(length) and length >= 0 and not (isinstance(length, float) and not length <= 1)
 
 
-_LENGTH_CONSTRAINT = Constraint("pixels (int >= 0) or a share of the side (float in [0, 1])", _is_valid_length)
+_LENGTH_CONSTRAINT = Constraint("pixels (int >= 0) or a fraction of the side (float in [0, 1])", _is_valid_length)
 
 
 def _check(length: int | float, holes: int, placement: BoxPlacement) -> None:
     if not _is_valid_length(length):
         raise ConfigError(f"cutout: length must be {_LENGTH_CONSTRAINT.text}, got {length!r}.")
     if type(holes) is not int or holes < 1:
-        raise ConfigError(f"cutout: needs a whole number of holes of at least 1, got {holes=}")
+        raise ConfigError(f"cutout: holes must be an int of at least 1, got {holes=}.")
     check_placement(placement, "cutout")

@@ -1,8 +1,9 @@
-"""How targets are written, so that batch methods compose: mixup, then label smoothing, then soft cross entropy.
+"""Convert targets between class indices and probabilities, so that mixup, label smoothing and soft cross entropy compose.
 
-A target is a class index, int64 ``[*]``, where ``ignore_index`` stands for one that is left out; or probabilities, float
-``[*, classes]``, where the sum of a row, its mass, is the weight it has in the loss: a row of zeros is left out. The first
-method that cannot say its result in indices makes probabilities of them, and the later ones take those.
+A target is a class index or a probability vector. Class indices are int64 ``[*]``, and ``ignore_index`` marks an ignored
+target. Probabilities are float ``[*, classes]``. The sum of a row, its mass, is the weight of the target in the loss, so a row
+of zeros is ignored. The first method whose result is not an index converts to probabilities. Later methods accept
+probabilities.
 """
 
 from __future__ import annotations
@@ -21,48 +22,49 @@ def as_probabilities(
     dtype: torch.dtype = torch.float32,
     caller: str = "as_probabilities",
 ) -> Tensor:
-    """Targets as probabilities ``[*, classes]``; those that are so already are returned as they are.
+    """Convert class indices to probabilities ``[*, classes]``. Probabilities are returned unchanged.
 
-    Formula: ``made[..., c] = 1 if targets == c else 0``; a row of zeros where ``targets == ignore_index``.
+    Formula: ``result[..., c] = 1 if targets == c else 0``; a row of zeros where ``targets == ignore_index``.
 
     Args:
         targets: int64 ``[*]``, each in ``[0, num_classes)`` or ``ignore_index``; or float ``[*, classes]``.
-        num_classes: how many there are; needed for indices, checked for probabilities.
-        ignore_index: the index that is left out.
-        dtype: of what is made.
-        caller: who asks, for the error.
-
-    Raises:
-        ConfigError: indices without ``num_classes``, another number of classes, or another dtype. (An index out of range is an
-            error of torch's: on a GPU nobody looks at it before.)
-
-    Source: the convention of this library; one-hot vectors with weights.
+        num_classes: number of classes; required for indices, checked for probabilities.
+        ignore_index: index of ignored targets.
+        dtype: dtype of the result.
+        caller: name of the calling function for errors.
 
     Example:
-        >>> as_probabilities(torch.tensor([1, -100]), 3)
+        >>> import dtrain as dt
+        >>> dt.transforms.as_probabilities(torch.tensor([1, -100]), 3)
         tensor([[0., 1., 0.],
                 [0., 0., 0.]])
+
+    Raises:
+        ConfigError: indices without ``num_classes``, another number of classes, or another dtype. (An index out of range raises
+            a torch error, on a GPU asynchronously.)
+
+    Source: the convention of this library; one-hot vectors with weights.
     """
     check_num_classes(num_classes, caller)
     if targets.is_floating_point():
         if num_classes is not None and (targets.ndim == 0 or targets.shape[-1] != num_classes):
-            raise ConfigError(f"{caller}: needs targets [*, {num_classes}], got shape {tuple(targets.shape)}")
+            raise ConfigError(f"{caller}: targets must be [*, {num_classes}], got shape {tuple(targets.shape)}.")
         return targets
     check_class_indices(targets, caller)
     if num_classes is None:
-        raise ConfigError(f"{caller}: class indices become probabilities, for which it needs num_classes=...")
-    kept = targets != ignore_index
-    made = torch.zeros((*targets.shape, num_classes), dtype=dtype, device=targets.device)
-    return made.scatter_(-1, torch.where(kept, targets, 0).unsqueeze(-1), kept.to(dtype).unsqueeze(-1))
+        raise ConfigError(f"{caller}: num_classes must be given for class indices, got None. Give num_classes=...")
+    valid = targets != ignore_index
+    probabilities = torch.zeros((*targets.shape, num_classes), dtype=dtype, device=targets.device)
+    return probabilities.scatter_(-1, torch.where(valid, targets, 0).unsqueeze(-1), valid.to(dtype).unsqueeze(-1))
 
 
 def check_class_indices(targets: Tensor, caller: str) -> None:
-    """Raise ``ConfigError`` unless targets that are not float are int64."""
+    """Raise ``ConfigError`` unless non-float targets are int64."""
     if targets.dtype != torch.int64:
-        raise ConfigError(f"{caller}: targets are class indices (int64) or probabilities (float), got {targets.dtype}")
+        raise ConfigError(f"{caller}: targets must be class indices (int64) or probabilities (float), got {targets.dtype}.")
 
 
 def check_num_classes(num_classes: int | None, caller: str) -> None:
-    """Raise ``ConfigError`` unless ``num_classes`` is None or a whole number of at least 1."""
+    """Raise ``ConfigError`` unless ``num_classes`` is None or an int of at least 1."""
     if num_classes is not None and (type(num_classes) is not int or num_classes < 1):
-        raise ConfigError(f"{caller}: needs a whole num_classes of at least 1, got {num_classes=}")
+        raise ConfigError(f"{caller}: num_classes must be an int of at least 1, got {num_classes=}.")

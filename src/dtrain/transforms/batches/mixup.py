@@ -1,4 +1,4 @@
-"""Mixup: each sample and its target are a mixture of two."""
+"""Mixup: mix each sample and its target with another sample."""
 
 from __future__ import annotations
 
@@ -25,31 +25,33 @@ from dtrain.typing import Batch, Schedule
 
 
 def mix_samples(samples: Tensor, order: Tensor, coefficient: Tensor | float) -> Tensor:
-    """Each sample mixed with the one that ``order`` names.
+    """Mix each sample with the sample at its index in ``order``.
 
     Formula: ``coefficient * samples + (1 - coefficient) * samples[order]``
 
     Args:
         samples: float ``[batch, *]``.
         order: int64 ``[batch]``, on the device of ``samples``.
-        coefficient: in ``[0, 1]``: a number, ``[]``, ``[1]`` for all, or ``[batch]``.
-
-    Raises:
-        ConfigError: samples that are no floating-point numbers.
-
-    Source: Zhang et al. 2018, arXiv:1710.09412, section 2.
+        coefficient: value in ``[0, 1]``: a number, ``[]``, ``[1]`` for all samples, or ``[batch]``.
 
     Example:
-        >>> mix_samples(torch.tensor([0.0, 8.0]), torch.tensor([1, 0]), 0.75)
+        >>> import dtrain as dt
+        >>> samples, order = torch.tensor([0.0, 8.0]), torch.tensor([1, 0])
+        >>> dt.transforms.mix_samples(samples, order, 0.75)
         tensor([2., 6.])
+
+    Raises:
+        ConfigError: ``samples`` is not floating-point.
+
+    Source: Zhang et al. 2018, arXiv:1710.09412, section 2.
     """
     if not samples.is_floating_point():
-        raise ConfigError(f"mix_samples: needs floating-point samples, got {samples.dtype}; convert them before")
+        raise ConfigError(f"mix_samples: samples must be floating-point, got {samples.dtype}. Convert the samples first.")
     others = samples.index_select(0, order)
     if not isinstance(coefficient, Tensor):
         return others.lerp_(samples, coefficient)
-    share = coefficient.to(samples.device, samples.dtype, non_blocking=True)
-    return others.lerp_(samples, share.reshape(-1, *(1,) * (samples.ndim - 1)))
+    weight = coefficient.to(samples.device, samples.dtype, non_blocking=True)
+    return others.lerp_(samples, weight.reshape(-1, *(1,) * (samples.ndim - 1)))
 
 
 def mixup_batch(
@@ -65,51 +67,52 @@ def mixup_batch(
     coefficient: Tensor | float | None = None,
     order: Tensor | None = None,
 ) -> Batch:
-    """A batch whose inputs and targets are mixed with those of a random other sample, by the same coefficient.
+    """Return a batch whose inputs and targets are mixed with a random other sample, with the same coefficient.
 
-    The targets are mixed, and not the losses of two targets (Composer's ``interpolate_loss``): for cross entropy that is the
-    same number, and what mixes or smooths targets afterwards works on these.
+    The function mixes targets instead of the losses of two targets (Composer's ``interpolate_loss``). For cross entropy the
+    result is the same, and later methods can mix or smooth these targets.
 
     Formula: ``x = l * x + (1 - l) * x[order]``, ``y = l * y + (1 - l) * y[order]``, ``l ~ Beta(alpha, alpha)``
     with the targets ``y`` as probabilities.
 
     Args:
-        batch: a mapping, TensorDict or tuple with float inputs ``[batch, *]`` and targets: class indices, probabilities, or the
-            numbers of a regression ``[batch, *]``.
-        num_classes: needed for class indices.
-        alpha: >= 0; small numbers give mixtures that are mostly one of the two, 0 mixes nothing.
-        per_sample: draw a coefficient for each sample, not one for the batch.
-        input_key: their key.
-        target_key: their key.
-        ignore_index: the class index that is left out; mixed with another it leaves that one's share.
-        generator: for what is not given below.
+        batch: mapping, TensorDict or tuple with float inputs ``[batch, *]`` and targets: class indices, probabilities, or
+            regression targets ``[batch, *]``.
+        num_classes: number of classes; required for class indices.
+        alpha: parameter of the Beta distribution, >= 0; small values mix little, 0 does not mix.
+        per_sample: if True, draw a coefficient per sample instead of one for the batch.
+        input_key: key of the inputs.
+        target_key: key of the targets.
+        ignore_index: class index of ignored targets; a mixture with another target keeps that target's fraction.
+        generator: generator for ``coefficient`` and ``order`` if not given.
         coefficient: ``l``: a number, ``[]`` or ``[batch]``.
-        order: int64 ``[batch]``, with whom each is mixed.
+        order: int64 ``[batch]``, index of each sample's partner.
 
     Returns:
-        A new batch; class indices have become probabilities ``[batch, *, num_classes]``.
+        A new batch. Class indices become probabilities ``[batch, *, num_classes]``.
 
-    Host sync: none; a drawn coefficient stays a tensor.
-
-    Raises:
-        ConfigError: no generator where one is needed, inputs that are not float, class indices without ``num_classes``.
-
-    Source: Zhang et al. 2018, arXiv:1710.09412, section 2; ``alpha=0.2`` is theirs for ImageNet.
+    Host sync: none; a random coefficient stays a tensor.
 
     Example:
+        >>> import dtrain as dt
         >>> batch = {"x": torch.tensor([[0.0], [8.0]]), "y": torch.tensor([0, 1])}
-        >>> mixed = mixup_batch(batch, num_classes=2, coefficient=0.75, order=torch.tensor([1, 0]))
+        >>> mixed = dt.transforms.mixup_batch(batch, num_classes=2, coefficient=0.75, order=torch.tensor([1, 0]))
         >>> mixed["x"].tolist(), mixed["y"].tolist()
         ([[2.0], [6.0]], [[0.75, 0.25], [0.25, 0.75]])
+
+    Raises:
+        ConfigError: ``generator`` is required but missing, the inputs are not float, or class indices lack ``num_classes``.
+
+    Source: Zhang et al. 2018, arXiv:1710.09412, section 2; ``alpha=0.2`` is the paper's value for ImageNet.
     """
     check_alpha(alpha, "mixup")
     x, y = get_tensor(batch, input_key, "mixup"), get_targets(batch, target_key, "mixup")
     if not x.is_floating_point():
-        raise ConfigError(f"mixup: needs floating-point inputs, got {x.dtype} at {input_key!r}; convert them before")
+        raise ConfigError(f"mixup: inputs must be floating-point, got {x.dtype} at {input_key!r}. Convert the inputs first.")
     dtype = torch.promote_types(x.dtype, torch.float32)
     if coefficient is None:
-        drawn = require_generator(generator, "mixup", "coefficient=... and order=...")
-        coefficient = sample_beta(alpha, len(x) if per_sample else 1, drawn, x.device, dtype)
+        beta_generator = require_generator(generator, "mixup", "coefficient=... and order=...")
+        coefficient = sample_beta(alpha, len(x) if per_sample else 1, beta_generator, x.device, dtype)
     if order is None:
         order = sample_permutation(len(x), require_generator(generator, "mixup", "coefficient=... and order=..."), x.device)
     y = as_probabilities(y, num_classes, ignore_index=ignore_index, dtype=dtype, caller="mixup")
@@ -127,34 +130,35 @@ def mixup(
     target_key: BatchKey = "y",
     ignore_index: int = -100,
 ) -> Transform:
-    """Train on mixtures: ``mixup_batch`` of each rank's whole batch, before it is split.
+    """Train on mixtures of samples: apply ``mixup_batch`` to each rank's whole batch before the split into microbatches.
 
-    The loss must take probabilities, as ``soft_cross_entropy`` does.
+    The loss must accept probabilities, as ``soft_cross_entropy`` does.
 
     Formula: ``x = l * x + (1 - l) * x[order]``, ``y = l * y + (1 - l) * y[order]``, ``l ~ Beta(alpha, alpha)``
 
     Args:
-        alpha: >= 0, or a schedule of such, read at the step about to run.
-        num_classes: needed for class indices.
-        per_sample: draw a coefficient for each sample.
-        input_key: their key in the batch.
-        target_key: their key.
-        ignore_index: the class index that is left out.
-
-    Raises:
-        ConfigError: a negative ``alpha``; of a schedule, in the step for which it is, as for a batch that cannot be mixed.
-
-    Source: Zhang et al. 2018, arXiv:1710.09412, section 2.
+        alpha: parameter of the Beta distribution, >= 0, or a schedule.
+        num_classes: number of classes; required for class indices.
+        per_sample: if True, draw a coefficient per sample.
+        input_key: key of the inputs in the batch.
+        target_key: key of the targets.
+        ignore_index: class index of ignored targets.
 
     Example:
-        >>> from dtrain.combinators import every
-        >>> every(2, mixup(0.2, num_classes=10)).name
+        >>> import dtrain as dt
+        >>> mixup = dt.transforms.mixup(0.2, num_classes=10)
+        >>> dt.transforms.every(2, mixup).name
         'mixup'
+
+    Raises:
+        ConfigError: ``alpha`` is negative (a schedule is checked in each step). In a step: the batch cannot be mixed.
+
+    Source: Zhang et al. 2018, arXiv:1710.09412, section 2.
     """
     alpha_at = hyperparameter(alpha, "mixup: alpha", "[0, inf)")
     check_num_classes(num_classes, "mixup")
 
-    def mixed(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
+    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
         return mixup_batch(
             batch,
             num_classes=num_classes,
@@ -166,4 +170,4 @@ def mixup(
             generator=generator,
         )
 
-    return batch_transform(mixed, name="mixup", hyperparameters=(alpha_at,))
+    return batch_transform(batch_fn, name="mixup", hyperparameters=(alpha_at,))

@@ -104,7 +104,7 @@ def progressive_resizing(
     Args:
         scale: of each side, a schedule of numbers in ``(0, 1]``, in place of the formula.
         initial_scale: up to ``delay``, in ``(0, 1]``.
-        delay: when images begin to grow. As a share of the run (``"0.5dur"``) it needs ``step.init(..., run=...)``.
+        delay: when images begin to grow. As a share of the run (``"0.5dur"``) it needs ``step.init(..., run_length=...)``.
         full: when they have their full size, in the unit of ``delay``: what is left of the run, a fifth, trains on whole images
             (Composer's ``finetune_fraction``).
         size_increment: sides are multiples of it.

@@ -1,1 +1,1 @@
-"""Transforms of weights: averages, freezing, local training."""
+"""Transforms of weights: averages, freezing, local SGD, DiLoCo, batch-norm statistics."""

@@ -1,6 +1,4 @@
-"""Averages of parameters, laid out like them: how one is begun, copied, pulled along; and shares of time.
-
-An average in place of the parameters: for an evaluation, or for good."""
+"""Averages of parameters: create and update an average, evaluate with the average, or load the average."""
 
 from __future__ import annotations
 
@@ -22,9 +20,10 @@ from dtrain.typing import Params
 
 
 def init_average(state: TrainState) -> dict[str, Tensor]:
-    """A copy of every parameter of real or complex numbers, laid out like it, in float32 where the parameter has fewer bits.
+    """Return a copy of every floating-point or complex parameter, laid out like the parameter, in at least float32.
 
-    An average moves by a thousandth of a difference: eight bits of a bfloat16 would not see that.
+    An update changes the average by about a thousandth of the difference. The eight bits of a bfloat16 are too few for this
+    change.
     """
     return {
         name: _clone_at_least_float32(param.detach())
@@ -38,33 +37,34 @@ def _clone_at_least_float32(param: Tensor) -> Tensor:
 
 
 def copy_params_(targets: Params, sources: Params, names: Mapping[str, object]) -> None:
-    """``target = source`` for every name of ``names``, on the local shards, whatever their dtypes. Mutates: ``targets``."""
+    """Copy ``source`` to ``target`` for every name in ``names``, on the local shards, in any dtypes. Mutates: ``targets``."""
     if names:
         with torch.no_grad():
             torch._foreach_copy_([to_local(targets[n]) for n in names], [to_local(sources[n]) for n in names])
 
 
 def lerp_(averages: Params, params: Params, weight: float) -> None:
-    """``average += weight * (param - average)`` for every name of ``averages``, on the local shards.
+    """Apply ``average += weight * (param - average)`` for every name in ``averages``, on the local shards.
 
     Mutates: ``averages``. Collective: none.
     """
     with torch.no_grad():
         pairs = [(to_local(average), to_local(params[name])) for name, average in averages.items()]
-        alike = [(target, source) for target, source in pairs if target.dtype == source.dtype]
-        if alike:
-            targets, sources = zip(*alike, strict=True)
+        same_dtype = [(target, source) for target, source in pairs if target.dtype == source.dtype]
+        if same_dtype:
+            targets, sources = zip(*same_dtype, strict=True)
             torch._foreach_lerp_(targets, sources, weight)
         for target, source in pairs:
-            if target.dtype != source.dtype:  # one after another: wide copies of all would take what the averages do once more
+            # Cast one tensor at a time: wide copies of all tensors would take as much memory as the averages.
+            if target.dtype != source.dtype:
                 target.lerp_(source.to(target.dtype), weight)
 
 
 def duration_ratio(part: Duration, whole: Duration, run: RunLength | None) -> Fraction:
-    """``part / whole``; in steps where their units differ, which ``run`` must be known well enough for.
+    """Return ``part / whole``, in steps if the units differ.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: ``run`` cannot convert a duration to steps.
     """
     if part.unit == whole.unit:
         return part.fraction / whole.fraction
@@ -72,63 +72,63 @@ def duration_ratio(part: Duration, whole: Duration, run: RunLength | None) -> Fr
 
 
 def elapsed_fraction(clock: Clock, start: Duration, length: Duration) -> Fraction:
-    """How much of ``length`` has passed since ``start``, from 0 to 1; in steps where their units differ.
+    """Return the elapsed fraction of ``length`` since ``start``, from 0 to 1, in steps if the units differ.
 
     Raises:
-        ConfigError: the run is not known well enough for that.
+        ConfigError: the run cannot convert a duration to steps.
     """
     if start.unit == length.unit:
-        # A count of "dur" is a float next to a fraction with the steps of the run below the line: that fraction is meant.
-        passed = (Fraction(clock.count(start.unit)).limit_denominator(10**7) - start.fraction) / length.fraction
+        # A count of "dur" is a float close to a fraction whose denominator is the number of steps. Recover this fraction.
+        elapsed = (Fraction(clock.count(start.unit)).limit_denominator(10**7) - start.fraction) / length.fraction
     else:
-        passed = Fraction(clock.step - start.steps(clock.run), length.steps(clock.run))
-    return min(max(passed, Fraction(0)), Fraction(1))
+        elapsed = Fraction(clock.step - start.steps(clock.run), length.steps(clock.run))
+    return min(max(elapsed, Fraction(0)), Fraction(1))
 
 
 @contextmanager
 def use_average(state: TrainState, name: str = "ema") -> Iterator[None]:
-    """A context in which the model computes with an average of its parameters; on leaving, every bit is as it was.
+    """Use an average as the model's parameters inside the context; restore every bit on exit.
 
-    Formula: ``param, average = average, param`` on entering and again on leaving, for every name in
-    ``state.slices[name]["params"]``
+    Formula: ``param, average = average, param`` on entry and again on exit, for every name in
+    ``state.transform_states[name]["params"]``
 
-    The two exchange their contents, one local shard after the other, so it takes the memory of one shard more (of a parameter
-    with fewer bits than its average, a copy for as long as it lasts), and gathers nothing. ``evaluate``, ``eval_mode``,
-    ``unshard_params`` and ``full_params`` see the average inside. Buffers that are changed inside, by ``update_batch_norm_`` or in
-    training mode, are put back too, also after an exception.
+    The parameters and the average exchange their contents, one local shard at a time. This needs the memory of one more shard
+    and gathers nothing. A parameter with a narrower dtype than its average is copied for the whole context. ``evaluate``,
+    ``eval_mode``, ``unshard_params`` and ``full_params`` see the average inside the context. Buffers that change inside the
+    context (by ``update_batch_norm_`` or in training mode) are restored too, also after an error.
 
-    The run stands still inside: a step, a save or a load of any of its states, and a second ``use_average``, raise.
+    Inside the context, a step, a save or a load of any state of the run, and a second ``use_average``, raise.
 
     Args:
-        state: the newest one of its run.
-        name: of a transform whose slice has ``{"params": {name: average}}``: ``"ema"``, ``"swa"``.
+        state: newest state of the run.
+        name: name of a transform whose state has ``{"params": {name: average}}``: ``"ema"``, ``"swa"``.
 
-    Mutates: parameters and the slice, while it lasts. Collective: none. Host sync: none.
-
-    Raises:
-        ConfigError: ``state`` has no such average, it has not begun, or the model is whole just now (``unshard_params``).
-        StaleStateError: ``state`` was stepped already, or an average is swapped in.
-
-    Source: Tarvainen and Valpola 2017, arXiv:1703.01780, section 2: the averaged weights are those that predict.
+    Mutates: parameters and the transform state, inside the context. Collective: none. Host sync: none.
 
     Example:
-        >>> from dtrain.transforms.weights.ema import ema
-        >>> from dtrain.losses import mean_loss
-        >>> from dtrain.step.compose import compose_step
-        >>> step = compose_step(mean_loss(lambda model, x: model(x).sum() / len(x), weight=len), [ema(0.75)])
+        >>> import dtrain as dt
+        >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.ema(0.75)])
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.constant_(model.weight, 4.0)
         >>> state, _ = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.5)), torch.ones(2, 1))
-        >>> with swapped(state, "ema"):
+        >>> with dt.transforms.use_average(state, "ema"):
         ...     model.weight.item()  # 0.75 * 4 + 0.25 * 3.5
         3.875
         >>> model.weight.item()
         3.5
+
+    Raises:
+        ConfigError: ``state`` has no such average, the average has not started, or the model is unsharded (``unshard_params``).
+        StaleStateError: ``state`` was stepped already, or another ``use_average`` is active.
+
+    Source: Tarvainen and Valpola 2017, arXiv:1703.01780, section 2: predictions use the averaged weights.
     """
-    averages = _find_average(state, name, "swapped")
+    averages = _find_average(state, name, "use_average")
     buffers, undo = BufferSnapshot(state.model), list[Callable[[], None]]()
     buffers.capture()
-    reshard(state.model)  # an earlier forward may have left gathered copies, with which the next one would compute
+    # An earlier forward may have left unsharded copies, which the next forward would reuse.
+    reshard(state.model)
     state.run_context.swapped_average = name
     try:
         for key, average in averages.items():
@@ -136,43 +136,42 @@ def use_average(state: TrainState, name: str = "ema") -> Iterator[None]:
         yield
     finally:
         reshard(state.model)
-        for back in undo:
-            back()
+        for restore in undo:
+            restore()
         buffers.restore()
         state.run_context.swapped_average = None
 
 
 def load_average_(state: TrainState, name: str = "ema") -> None:
-    """Leave an average in the parameters for good: what training has come to, when it is over.
+    """Replace the parameters by an average at the end of training.
 
-    Formula: ``param = average``, for every name in ``state.slices[name]["params"]``
+    Formula: ``param = average``, for every name in ``state.transform_states[name]["params"]``
 
-    The running statistics of batch normalisation are still those of the parameters before: ``update_batch_norm_`` makes new
-    ones. The optimizer and the average stay as they are.
+    The running statistics of batch normalization still belong to the previous parameters; ``update_batch_norm_`` computes new
+    statistics. The optimizer and the average do not change.
 
     Args:
-        state: the newest one of its run, which stays so.
-        name: of a transform whose slice has ``{"params": {name: average}}``.
+        state: newest state of the run; it stays the newest state.
+        name: name of a transform whose state has ``{"params": {name: average}}``.
 
     Mutates: parameters. Collective: none. Host sync: none.
 
-    Raises:
-        ConfigError: ``state`` has no such average, it has not begun, or the model is whole just now (``unshard_params``).
-        StaleStateError: ``state`` was stepped already, or an average is swapped in.
-
-    Source: Izmailov et al. 2018, arXiv:1803.05407, algorithm 1: the average is the result.
-
     Example:
-        >>> from dtrain.transforms.weights.ema import ema
-        >>> from dtrain.losses import mean_loss
-        >>> from dtrain.step.compose import compose_step
-        >>> step = compose_step(mean_loss(lambda model, x: model(x).sum() / len(x), weight=len), [ema(0.75)])
+        >>> import dtrain as dt
+        >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.ema(0.75)])
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.constant_(model.weight, 4.0)
         >>> state, _ = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.5)), torch.ones(2, 1))
-        >>> load_average_(state, "ema")
+        >>> dt.transforms.load_average_(state, "ema")
         >>> model.weight.item()  # 0.75 * 4 + 0.25 * 3.5
         3.875
+
+    Raises:
+        ConfigError: ``state`` has no such average, the average has not started, or the model is unsharded (``unshard_params``).
+        StaleStateError: ``state`` was stepped already, or ``use_average`` is active.
+
+    Source: Izmailov et al. 2018, arXiv:1803.05407, algorithm 1: the average is the result.
     """
     averages = _find_average(state, name, "load_average_")
     reshard(state.model)
@@ -181,36 +180,36 @@ def load_average_(state: TrainState, name: str = "ema") -> None:
 
 def _find_average(state: TrainState, name: str, caller: str) -> Mapping[str, Tensor]:
     state._check_not_stale(caller)
-    kept = state.transform_states.get(name, {})
-    averages: Mapping[str, Tensor] = kept.get("params", {})
+    content = state.transform_states.get(name, {})
+    averages: Mapping[str, Tensor] = content.get("params", {})
     if not averages or any(key not in state.params for key in averages):
-        with_one = [key for key, content in state.transform_states.items() if "params" in content]
-        raise ConfigError(f"{caller}: the state has no average {name!r} of its parameters; it has {with_one or 'none'}")
-    if not kept.get("averaged", 1):
-        raise ConfigError(f"{caller}: the average {name!r} has not begun at step {state.step}; see its start")
+        existing = [key for key, value in state.transform_states.items() if "params" in value]
+        raise ConfigError(f"{caller}: name must be an average of the state, got {name!r}. Averages: {existing or 'none'}.")
+    if not content.get("averaged", 1):
+        raise ConfigError(f"{caller}: the average {name!r} has not started at step {state.step}. See start= of the transform.")
     if is_unsharded(state.model):
         raise ConfigError(
-            f"{caller}: the model is whole just now, and would not change; enter dt.memory.unshard_params inside of it"
+            f"{caller}: the model must be sharded, got an unsharded model. Enter unshard_params inside the context."
         )
     return averages
 
 
 def _exchange_(param: Tensor, average: Tensor) -> Callable[[], None]:
-    """Put ``average`` into ``param``. Mutates both. Returns: what undoes it."""
+    """Exchange the contents of ``param`` and ``average``. Mutates both. Return a function that undoes the exchange."""
     with torch.no_grad():
         own, mean = to_local(param), to_local(average)
-        kept = own.clone()
+        original = own.clone()
         own.copy_(mean)
         if own.dtype == mean.dtype:
-            mean.copy_(kept)
+            mean.copy_(original)
 
-            def back() -> None:
+            def exchange_again() -> None:
                 _exchange_(param, average)
 
-            return back
+            return exchange_again
 
-    def put_back() -> None:
+    def restore_copy() -> None:
         with torch.no_grad():
-            to_local(param).copy_(kept)
+            to_local(param).copy_(original)
 
-    return put_back
+    return restore_copy

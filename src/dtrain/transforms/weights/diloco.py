@@ -1,4 +1,4 @@
-"""DiLoCo: copies of the model that train apart, and an outer optimizer that follows the mean of their ways. See ``apart``."""
+"""DiLoCo: replicas that train separately, and an outer optimizer on the averaged parameter deltas (pseudo-gradients)."""
 
 from __future__ import annotations
 
@@ -26,35 +26,37 @@ _NAME = "diloco"
 def outer_step_(
     outer: Sequence[Tensor], momenta: Sequence[Tensor], deltas: Sequence[Tensor], *, lr: float, momentum: float
 ) -> None:
-    """One step of Nesterov's SGD on ``outer``, with ``deltas`` for gradients, on the local shards.
+    """Make one step of Nesterov SGD on ``outer`` with ``deltas`` as gradients, on the local shards.
 
     Formula: ``m = momentum * m + delta``, then ``outer = outer - lr * (delta + momentum * m)``
 
     Args:
-        outer: the parameters as of the last outer step.
-        momenta: one for each, zeros at first.
-        deltas: ``outer - mean(inner)``, the mean over copies of where the inner steps have come to.
-        lr: outer rate.
-        momentum: in ``[0, 1)``.
+        outer: parameters after the previous outer step.
+        momenta: momentum of each parameter; zeros at first.
+        deltas: ``outer - mean(inner)``, with the mean of the inner parameters over replicas.
+        lr: outer learning rate.
+        momentum: number in ``[0, 1)``.
 
     Mutates: ``outer``, ``momenta``. Collective: none. Host sync: none.
 
-    Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1; the momentum as in ``torch.optim.SGD(nesterov=True)``.
-
     Example:
+        >>> import dtrain as dt
         >>> outer, m = torch.tensor([1.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-        >>> outer_step_([outer], [m], [torch.tensor([0.1], dtype=torch.float64)], lr=0.7, momentum=0.9)
+        >>> delta = torch.tensor([0.1], dtype=torch.float64)
+        >>> dt.transforms.outer_step_([outer], [m], [delta], lr=0.7, momentum=0.9)
         >>> round(outer.item(), 9), m.item()  # 1 - 0.7 * (0.1 + 0.9 * 0.1)
         (0.867, 0.1)
+
+    Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1; the momentum as in ``torch.optim.SGD(nesterov=True)``.
     """
     if not outer:
         return
     with torch.no_grad():
-        targets, kept, ways = ([to_local(tensor) for tensor in tensors] for tensors in (outer, momenta, deltas))
-        torch._foreach_mul_(kept, momentum)
-        torch._foreach_add_(kept, ways)
-        torch._foreach_add_(targets, ways, alpha=-lr)
-        torch._foreach_add_(targets, kept, alpha=-lr * momentum)
+        targets, velocities, grads = ([to_local(tensor) for tensor in tensors] for tensors in (outer, momenta, deltas))
+        torch._foreach_mul_(velocities, momentum)
+        torch._foreach_add_(velocities, grads)
+        torch._foreach_add_(targets, grads, alpha=-lr)
+        torch._foreach_add_(targets, velocities, alpha=-lr * momentum)
 
 
 def diloco(
@@ -64,69 +66,69 @@ def diloco(
     momentum: float | Schedule = 0.9,
     optimizer_state: Literal["average", "keep"] = "average",
 ) -> Transform:
-    """Train each copy of the model on its own samples; at the end of every interval make an outer step with their mean way.
+    """Train each replica on its own samples, and make an outer step with the mean parameter delta at the end of every interval.
 
-    The run's optimizer is the inner one (AdamW in the paper). What all copies have gone, on average, since the last outer step
-    is the gradient of the outer one, Nesterov's SGD, from whose result all copies go on. What a copy is, when a round ends,
-    what is averaged besides, and when a checkpoint may be saved is as in ``local_sgd``; there, too, list it first. On one copy
-    it looks ahead by itself. Where steps are made without it (before ``between`` begins), the first round starts from what they
-    have left. The outer momentum goes on in parameters that ``freeze`` leaves alone from some step on, until it has died down.
+    The run's optimizer is the inner optimizer (AdamW in the paper). The outer optimizer is Nesterov SGD. Its gradient is the
+    change of the parameters since the last outer step, averaged over replicas. All replicas continue from its result. Replicas,
+    the end of a round, the averaged state and the steps with a checkpoint are as in ``local_sgd``. List ``diloco`` first, too.
+    With one replica it is a lookahead optimizer. If steps are made without the transform (before ``between`` starts), the first
+    round starts from their result. The outer momentum still moves parameters that ``freeze`` freezes later, until the momentum
+    has decayed.
 
-    The slice is ``{"params": {name: outer}, "momentum": {name: m}, "next": int}``: parameters at the last outer step and the
-    outer momentum, laid out like the parameters, in their dtype; and the step that continues the round. They take the memory of
-    two copies of this rank's shards, and an outer step that of one more.
+    The transform state is ``{"params": {name: outer}, "momentum": {name: m}, "next": int}``: parameters at the last outer step
+    and the outer momentum, laid out like the parameters, in their dtype; and the step that continues the round. The state takes
+    the memory of two copies of this rank's shards, and an outer step the memory of one more copy.
 
     Formula: at the end of an interval ``delta = outer - (param_1 + ... + param_K) / K``, ``m = momentum * m + delta``,
     ``outer = outer - lr * (delta + momentum * m)``, ``param_k = outer``
 
     Args:
-        interval: ``500`` steps (the paper's), or a duration in any unit.
-        lr: outer rate, >= 0, or a schedule of such. With ``lr=1, momentum=0`` this is ``local_sgd``.
-        momentum: outer momentum, in ``[0, 1)``, or a schedule of such. Both are read at the last step of a round.
-        optimizer_state: of the inner optimizer. ``"keep"`` leaves each copy its own, as in the paper, which found that sending
-            it too (of AdamW, three times as much in all) gains nothing. The default, ``"average"``, departs from that, since
-            only so the end of a round is one state of the run, which a checkpoint can hold and any number of copies resume.
+        interval: length of a round: a number of steps (500 in the paper) or a duration in any unit.
+        lr: outer learning rate, >= 0, or a schedule. ``lr=1, momentum=0`` is ``local_sgd``.
+        momentum: outer momentum in ``[0, 1)``, or a schedule. Both schedules are evaluated at the last step of a round.
+        optimizer_state: ``"average"`` averages the state of the inner optimizer at the end of a round, so a checkpoint can
+            store the round's end and any number of replicas can resume. ``"keep"`` keeps the state of each replica, as in the
+            paper. The paper found no gain from averaging AdamW's state, which sends three times as much in all.
 
-    Mutates: parameters, optimizer state and slices, at the end of a round.
+    Mutates: parameters, optimizer state and transform states, at the end of a round.
     Collective: as ``local_sgd``.
     Host sync: none.
 
-    Raises:
-        ConfigError: as ``local_sgd``; ``lr`` is negative or not finite, ``momentum`` outside of ``[0, 1)``; of schedules in the
-            step that they are for, before anything changes.
-
-    Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1 and section 3.
-
     Example:
-        >>> from dtrain.losses import mean_loss
-        >>> from dtrain.step.compose import compose_step
+        >>> import dtrain as dt
         >>> model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
         >>> _ = torch.nn.init.constant_(model.weight, 1.0)
-        >>> loss = mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> step = compose_step(loss, [diloco(2)])
+        >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.diloco(2)])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.05))
         >>> for _ in range(2):  # the gradient is 1: inner steps to 0.95, then 0.9
         ...     state, _ = step(state, torch.ones(4, 1, dtype=torch.float64))
         >>> round(model.weight.item(), 9)  # 1 - 0.7 * (0.1 + 0.9 * 0.1)
         0.867
+
+    Raises:
+        ConfigError: as ``local_sgd``; ``lr`` is negative or not finite, or ``momentum`` is outside of ``[0, 1)``. Schedules are
+            checked in each step, before the step changes anything.
+
+    Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1 and section 3.
     """
     each = Duration.parse(interval)
-    rate_at = hyperparameter(lr, "diloco: lr", "[0, inf)")
+    lr_at = hyperparameter(lr, "diloco: lr", "[0, inf)")
     momentum_at = hyperparameter(momentum, "diloco: momentum", "[0, 1)")
     check_optimizer_state(_NAME, optimizer_state)
 
     def update(inner: UpdateFn) -> UpdateFn:
-        def stepped(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            rate, decay = rate_at(state.clock), momentum_at(state.clock)
+        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+            outer_lr, outer_momentum = lr_at(state.clock), momentum_at(state.clock)
             state, metrics = inner(_start_round_if_needed(state), metrics)
             state = state.with_transform_state(_NAME, {**state.transform_states[_NAME], "next": state.step + 1})
             if ends_interval(state, each):
-                _outer_step_(state, lr=rate, momentum=decay)
+                _outer_step_(state, lr=outer_lr, momentum=outer_momentum)
                 if state.spec.replica_info is not None and optimizer_state == "average":
                     state = join_remaining_state(state, caller=_NAME, except_for=_NAME)
             return state, metrics
 
-        return stepped
+        return update_fn
 
     return Transform(
         name=_NAME,
@@ -134,7 +136,7 @@ def diloco(
         grad=grad_per_replica,
         update=update,
         uses_grad=False,
-        hyperparameters=(rate_at, momentum_at),
+        hyperparameters=(lr_at, momentum_at),
     )
 
 
@@ -149,7 +151,7 @@ def _clone_params(state: TrainState) -> dict[str, Tensor]:
 
 
 def _start_round_if_needed(state: TrainState) -> TrainState:
-    """The state with a round to continue: a new one from here, where steps were made without this transform."""
+    """Return the state with a current round. A new round starts here if steps were made without this transform."""
     content = state.transform_states[_NAME]
     return (
         state
@@ -159,10 +161,11 @@ def _start_round_if_needed(state: TrainState) -> TrainState:
 
 
 def _outer_step_(state: TrainState, *, lr: float, momentum: float) -> None:
-    """Mutates: parameters and the slice. Collective: as ``average_replicas_``."""
+    """Make the outer step. Mutates: parameters and the transform state. Collective: as ``average_replicas_``."""
     outer, momenta = state.transform_states[_NAME]["params"], state.transform_states[_NAME]["momentum"]
     params = [to_local(state.params[name]) for name in outer]
-    grad_sync_of(state.model).reshard()  # a forward may have left gathered copies of them
+    # A forward may have left unsharded copies of the parameters.
+    grad_sync_of(state.model).reshard()
     with torch.no_grad():
         deltas = torch._foreach_sub([to_local(tensor) for tensor in outer.values()], params)
         with report_missing_ranks(_NAME):

@@ -1,4 +1,4 @@
-"""An exponential moving average of the parameters."""
+"""Keep an exponential moving average (EMA) of the parameters."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ _NAME = "ema"
 
 
 def update_ema_(averages: Params, params: Params, decay: float) -> None:
-    """Leave the next exponential average in ``averages``, on the local shards.
+    """Update exponential averages in place, on the local shards.
 
     Formula: ``average = decay * average + (1 - decay) * param``, for every name in ``averages``
 
     Args:
-        averages: tensors by name, laid out like the parameters, of any floating-point dtype.
-        params: parameters by name; those that ``averages`` does not have are left out.
-        decay: what is kept of the average.
+        averages: tensors by name, laid out like the parameters, any floating-point dtype.
+        params: parameters by name; names that ``averages`` lacks are ignored.
+        decay: weight of the previous average.
 
     Mutates: ``averages``. Collective: none. Host sync: none.
 
-    Source: Polyak and Juditsky 1992; as an exponential average, Tarvainen and Valpola 2017, arXiv:1703.01780, equation 1.
-
     Example:
+        >>> import dtrain as dt
         >>> average = {"w": torch.tensor([4.0])}
-        >>> update_ema_(average, {"w": torch.tensor([2.0])}, 0.75)
+        >>> dt.transforms.update_ema_(average, {"w": torch.tensor([2.0])}, 0.75)
         >>> average["w"].item()  # 0.75 * 4 + 0.25 * 2
         3.5
+
+    Source: Polyak and Juditsky 1992; as an exponential average, Tarvainen and Valpola 2017, arXiv:1703.01780, equation 1.
     """
     lerp_(averages, params, 1.0 - decay)
 
@@ -47,72 +48,72 @@ def ema(
     start: Duration | int | str = 0,
     interval: Duration | int | str = 1,
 ) -> Transform:
-    """Keep an exponential moving average of every floating-point parameter, brought up to date at the end of a step.
+    """Keep an exponential moving average of every floating-point parameter, updated at the end of a step.
 
     Formula: ``average = decay * average + (1 - decay) * param``, every ``interval`` from ``start`` on, where the average is
-    the parameters; ``decay = 2 ** (-interval / half_life)`` where a half life is given
+    the parameters; with a half life ``decay = 2 ** (-interval / half_life)``
 
-    The slice is ``{"params": {name: average}, "averaged": n}``, ``n`` being the sets of parameters that are in the average. It
-    is laid out like the parameters, so nothing is ever gathered for it, in their dtype, or in float32 where that is wider.
-    ``with swapped(state, "ema")`` puts the average in their place for an evaluation. Buffers are not averaged: running
-    statistics are averages already; ``update_batch_norm_`` makes those that fit the average exactly.
+    The transform state is ``{"params": {name: average}, "averaged": n}`` with ``n`` parameter sets in the average. The average
+    is laid out like the parameters, so it is never gathered. Its dtype is that of the parameters, but at least float32.
+    ``with dt.transforms.use_average(state, "ema")`` evaluates the average. Buffers are not averaged, because running statistics
+    are averages already. ``update_batch_norm_`` computes the exact statistics of the average.
 
     Args:
-        decay: in ``[0, 1)``, for each update; or a schedule of such, read at the step about to run. Either this or
-            ``half_life``.
-        half_life: after which a set of parameters counts half as much, as a duration (``"1000ba"``, ``"1ep"``). In the unit of
-            ``interval``, or both are converted into steps, for which ``step.init(..., run=...)`` must say enough.
-        start: when the average begins, with the parameters as they are then.
-        interval: from one update to the next; an update is due in the step that reaches its end. Listed after what skips
-            updates (``loss_scale``), the average skips those steps, too: for longer intervals list it before.
+        decay: decay per update, in ``[0, 1)``, or a schedule. Give either ``decay`` or ``half_life``.
+        half_life: duration after which the weight of a parameter set has halved (``"1000ba"``, ``"1ep"``). If its unit differs
+            from the unit of ``interval``, both are converted to steps, which may need ``step.init(..., run_length=...)``.
+        start: start of the average, with the parameters of that step.
+        interval: duration between updates; the step that reaches the end of an interval updates. Listed after a transform that
+            skips updates (``loss_scale``), the average skips the same steps. For long intervals list ``ema`` first.
 
     Collective: none. Host sync: none.
 
-    Raises:
-        ConfigError: both or neither of ``decay`` and ``half_life``, no durations, ``decay`` outside of ``[0, 1)``; of a
-            schedule, in the step for which it is, before anything changes. From ``Step.init`` on, a duration that cannot be
-            told from what is known of the run.
-
-    Source: Tarvainen and Valpola 2017, arXiv:1703.01780, equation 1; half life, start and interval as MosaicML Composer's EMA.
-
     Example:
-        >>> from dtrain.losses import mean_loss
-        >>> from dtrain.step.compose import compose_step
-        >>> step = compose_step(mean_loss(lambda model, x: model(x).sum() / len(x), weight=len), [ema(half_life=2, interval=2)])
+        >>> import dtrain as dt
+        >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.ema(half_life=2, interval=2)])
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.constant_(model.weight, 4.0)
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
         >>> for _ in range(2):  # the gradient is 1, so the weight goes to 3.5, then 3
         ...     state, _ = step(state, torch.ones(2, 1))
-        >>> state.slices["ema"]["params"]["weight"].item()  # half of 4 and half of 3
+        >>> state.transform_states["ema"]["params"]["weight"].item()  # half of 4 and half of 3
         3.5
+
+    Raises:
+        ConfigError: both or neither of ``decay`` and ``half_life`` are given, an argument is not a duration, or ``decay`` is
+            outside of ``[0, 1)``. A schedule is checked in each step, before the step changes anything. From ``Step.init`` on:
+            the run cannot convert a duration.
+
+    Source: Tarvainen and Valpola 2017, arXiv:1703.01780, equation 1; half life, start and interval as MosaicML Composer's EMA.
     """
     decay_at, each = _decay_fn(decay, half_life, Duration.parse(interval)), Duration.parse(interval)
     begins = Duration.parse(start, allow_zero=True)
 
     def init(state: TrainState) -> TransformState:
-        state.clock.reached(each)  # which refuses a share of a run of unknown length, as the next line does
+        # Raise for a fraction of a run of unknown length.
+        state.clock.reached(each)
         started = state.clock.reached(begins)
         if half_life is not None:
             decay_at(state.clock)
         return {"params": init_average(state), "averaged": int(started)}
 
     def update(inner: UpdateFn) -> UpdateFn:
-        def averaged(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             now = decay_at(state.clock)
             state, metrics = inner(state, metrics)
-            after, kept = next_clock(state), state.transform_states[_NAME]
-            if not kept["averaged"]:
+            after, content = next_clock(state), state.transform_states[_NAME]
+            if not content["averaged"]:
                 if not after.reached(begins):
                     return state, metrics
-                copy_params_(kept["params"], state.params, kept["params"])
+                copy_params_(content["params"], state.params, content["params"])
             elif ends_interval(state, each):
-                update_ema_(kept["params"], state.params, now)
+                update_ema_(content["params"], state.params, now)
             else:
                 return state, metrics
-            return state.with_transform_state(_NAME, {**kept, "averaged": kept["averaged"] + 1}), metrics
+            return state.with_transform_state(_NAME, {**content, "averaged": content["averaged"] + 1}), metrics
 
-        return averaged
+        return update_fn
 
     return Transform(
         name=_NAME,
@@ -127,7 +128,7 @@ def _decay_fn(
     decay: float | Schedule | None, half_life: Duration | int | str | None, each: Duration
 ) -> Callable[[Clock], float]:
     if (decay is None) == (half_life is None):
-        raise ConfigError(f"ema: needs either decay=0.999 or half_life='1000ba', got {decay=}, {half_life=}")
+        raise ConfigError(f"ema: give either decay=0.999 or half_life='1000ba', got {decay=}, {half_life=}.")
     if decay is not None:
         return hyperparameter(decay, "ema: decay", "[0, 1)")
     life = Duration.parse(half_life if half_life is not None else 0)

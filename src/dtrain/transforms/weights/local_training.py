@@ -1,21 +1,22 @@
-"""Copies of a model that train apart for a while, and become one again.
+"""Split a model into replicas that train separately, and join the replicas by averaging.
 
-How it works, and why so:
-
-1. A copy is what one place of the mesh's ``dp_replicate`` holds (``hybrid_shard``: cut over ``dp_shard``), or one data-parallel
-   rank (``replicate``). ``split_replicas`` writes them into ``state.spec.apart``; nothing else is switched on or off.
-2. While it is there, a step sums gradients within a copy only (FSDP2's reduce-scatter, without the all-reduce behind it; for
-   whole parameters an all-reduce over the copy's ranks) and divides by the weight of that copy's samples. So a copy's gradient
-   is that of the mean over its own samples; ``clip_by_norm`` and ``sam`` see norms of that gradient, since a parameter is cut
-   over ``dp_shard`` alone.
-3. The clock, metrics, buffers, and every decision (out of memory, not finite, no weight anywhere) stay those of all ranks: the
-   records of a step are exchanged as ever, so nobody waits for a copy that went another way. What is saved is the gradient's
-   way between copies, not the lockstep.
-4. ``join_replicas`` averages whatever may differ: parameters, the optimizer's state, slices of other transforms. After it all
-   copies are equal in every bit, so a checkpoint means something, and fits any number of copies.
-5. In between they differ, and a checkpoint holds one copy of everything: ``save_sharded`` refuses (in one line), also for an
-   end of a round at which the optimizer's state is kept apart. ``join_replicas`` may be called at any step, which is what a run
-   does that is told to stop; going on from there, and resuming from what was saved there, are the same, bit for bit.
+1. A replica is an index of the mesh's ``dp_replicate`` (``hybrid_shard``: sharded over ``dp_shard``), or one data-parallel rank
+   (``replicate``). ``split_replicas`` writes the replicas into ``state.spec.replica_info``, and changes nothing else.
+2. While ``replica_info`` is set, a step sums gradients within a replica only: FSDP2's reduce-scatter without the following
+   all-reduce, or an all-reduce over the replica's ranks for unsharded parameters. The step divides by the weight of the
+   replica's samples. So a replica's gradient is that of the mean over its own samples. ``clip_by_norm`` and ``sam`` see norms
+   of that gradient, because a parameter is sharded over ``dp_shard`` alone.
+3. The clock, metrics, buffers and every decision (out of memory, not finite, no weight on any rank) remain those of all ranks.
+The
+   records of a step are exchanged as usual, so no rank waits for a replica that decided differently. Local training saves the
+   communication of gradients between replicas, not the synchronization of steps.
+4. ``join_replicas`` averages all state that may differ: parameters, the optimizer's state, states of other transforms. After
+the
+   join all replicas are equal bit for bit, so a checkpoint is valid for any number of replicas.
+5. Before the join the replicas differ, and a checkpoint would store one replica's values. So ``save_sharded`` raises, also at
+the
+   end of a round with ``optimizer_state="keep"``. ``join_replicas`` may be called at any step, for example when a run is asked
+   to stop. Continuing after the join and resuming from a checkpoint of the joined state are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,66 +37,67 @@ from dtrain.fqn import parameters_by_fqn
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import ShardSpec, TrainState
 
-_BUCKET_BYTES = 64 << 20  # of one all-reduce: what it takes besides the tensors
+# Largest size of one all-reduce, the extra memory of an average.
+_BUCKET_BYTES = 64 << 20
 
 
 def split_replicas(state: TrainState) -> TrainState:
-    """The state with its copies of the model apart: from now on each sums gradients over its own ranks, and goes its own way.
+    """Return the state with split replicas: from now on each replica sums gradients over its own ranks only.
 
-    It is ``state`` itself where there is one copy only, or where they are apart already. Nothing is changed or sent.
+    Returns ``state`` itself if there is one replica only, or if the replicas are split already. Nothing is changed or sent.
 
-    Formula: ``grad_k = sum(losses of copy k) / sum(weights of copy k)`` for each copy ``k``, in place of the sums over all
-
-    Raises:
-        ConfigError: ``full_shard`` or ``shard_grad_op`` on a mesh with ``dp_replicate`` above 1, which cut over that axis, too;
-            or ``replicate`` with context parallelism, where a rank alone has no whole samples.
-
-    Source: Stich 2019, arXiv:1805.09767, algorithm 1.
+    Formula: ``grad_k = sum(losses of replica k) / sum(weights of replica k)`` for each replica ``k``, in place of the sums over
+    all
 
     Example:
-        >>> from dtrain.losses import mean_loss
-        >>> from dtrain.step.compose import compose_step
+        >>> import dtrain as dt
         >>> model = torch.nn.Linear(1, 1)
-        >>> step = compose_step(mean_loss(lambda model, x: model(x).mean(), weight=len))
+        >>> step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len))
         >>> state = step.init(model, torch.optim.SGD(model.parameters()))
-        >>> split_replicas(state) is state  # one process has one copy
+        >>> dt.transforms.split_replicas(state) is state  # one process has one replica
         True
+
+    Raises:
+        ConfigError: ``full_shard`` or ``shard_grad_op`` on a mesh with ``dp_replicate`` above 1, which shard over that axis
+            too; or ``replicate`` with context parallelism, where a rank has parts of samples only.
+
+    Source: Stich 2019, arXiv:1805.09767, algorithm 1.
     """
     if state.spec.replica_info is not None:
         return state
-    copies = _find_replicas(state.spec)
-    return state if copies is None else state._replace(spec=replace(state.spec, replica_info=copies))
+    replicas = _find_replicas(state.spec)
+    return state if replicas is None else state._replace(spec=replace(state.spec, replica_info=replicas))
 
 
 def join_replicas(state: TrainState) -> TrainState:
-    """The state with its copies of the model made one: the mean of all that may differ between them.
+    """Return the state with all replicas replaced by their mean.
 
-    That is the parameters which the optimizer holds, its own state (floating-point tensors; a single number of a larger
-    parameter is a count, and alike), and floating-point tensors in the slices of transforms, such as averages of the
-    parameters. It is ``state`` itself where the copies are not apart. In a loop with ``local_sgd`` or ``diloco``, call it
-    before a checkpoint in the middle of a round, and at the end. By hand, ``split_replicas`` before each step and this after
-    some are local SGD.
+    The mean covers the optimizer's parameters, the optimizer's state, and floating-point tensors in the states of transforms,
+    such as averages of the parameters. Of the optimizer's state only floating-point tensors are averaged. A scalar state of a
+    larger parameter is a count, which is equal on all replicas. Returns ``state`` itself if the replicas are not split. In a
+    loop with ``local_sgd`` or ``diloco``, call ``join_replicas`` before a checkpoint within a round and at the end. Without
+    these transforms, call ``split_replicas`` before each step and ``join_replicas`` after several steps for local SGD.
 
-    Formula: ``x = (x_1 + ... + x_K) / K`` for each such tensor of ``K`` copies
+    Formula: ``x = (x_1 + ... + x_K) / K`` for each such tensor of ``K`` replicas
 
-    Mutates: parameters, optimizer state, slices; spends ``state``.
-    Collective: one all-reduce between copies per dtype and 64 MiB of this rank's shards, in float32 at least.
+    Mutates: parameters, optimizer state, transform states. ``state`` must not be used again.
+    Collective: one all-reduce between replicas per dtype and 64 MiB of this rank's shards, in at least float32.
     Host sync: none.
+
+    Example:
+        >>> import dtrain as dt
+        >>> model = torch.nn.Linear(1, 1)
+        >>> step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len))
+        >>> state = step.init(model, torch.optim.SGD(model.parameters()))
+        >>> state = dt.transforms.split_replicas(state)
+        >>> dt.transforms.join_replicas(state) is state  # one process has one replica
+        True
 
     Raises:
         StaleStateError: ``state`` was stepped already.
-        DistError: a copy does not come.
+        DistError: a replica does not call the function.
 
     Source: Stich 2019, arXiv:1805.09767, algorithm 1; of momentum, Yu et al. 2019, arXiv:1905.03817, algorithm 1.
-
-    Example:
-        >>> from dtrain.losses import mean_loss
-        >>> from dtrain.step.compose import compose_step
-        >>> model = torch.nn.Linear(1, 1)
-        >>> step = compose_step(mean_loss(lambda model, x: model(x).mean(), weight=len))
-        >>> state = step.init(model, torch.optim.SGD(model.parameters()))
-        >>> join_replicas(split_replicas(state)) is state  # one process has one copy
-        True
     """
     state._check_not_stale("join_replicas")
     if state.spec.replica_info is None:
@@ -105,26 +107,27 @@ def join_replicas(state: TrainState) -> TrainState:
 
 
 def average_replicas_(tensors: Sequence[Tensor], replicas: ReplicaInfo | None, *, device: torch.device | None = None) -> None:
-    """Replace every tensor by its mean over the copies of the model, on the local shards.
+    """Replace every tensor by its mean over all replicas, on the local shards.
 
-    Formula: ``tensor = (tensor_1 + ... + tensor_K) / K`` for ``K`` copies
+    Formula: ``tensor = (tensor_1 + ... + tensor_K) / K`` for ``K`` replicas
 
     Args:
-        tensors: floating-point ones, plain or DTensors; of one shape and dtype on all copies, in one order.
-        replicas: ``state.spec.apart``; None stands for one copy, of which the mean is itself.
-        device: where the sum is made, for tensors that are kept on another one; None: where they are.
+        tensors: floating-point tensors or DTensors; same shapes, dtypes and order on all replicas.
+        replicas: ``state.spec.replica_info``; None stands for one replica, whose mean is the tensor itself.
+        device: device of the sum, for tensors on another device; None uses the tensors' device.
 
     Mutates: ``tensors``.
-    Collective: one all-reduce between copies per dtype and 64 MiB, in float32 at least; none for one copy.
-    Host sync: none; with ``device`` those of the copies to and fro.
-
-    Source: Stich 2019, arXiv:1805.09767, algorithm 1.
+    Collective: one all-reduce between replicas per dtype and 64 MiB, in at least float32; none for one replica.
+    Host sync: none; with ``device`` the syncs of the copies in both directions.
 
     Example:
+        >>> import dtrain as dt
         >>> weight = torch.tensor([1.5])
-        >>> average_replicas_([weight], None)
-        >>> weight.tolist()
-        [1.5]
+        >>> dt.transforms.average_replicas_([weight], None)
+        >>> weight.item()
+        1.5
+
+    Source: Stich 2019, arXiv:1805.09767, algorithm 1.
     """
     if replicas is None:
         return
@@ -139,22 +142,23 @@ def average_replicas_(tensors: Sequence[Tensor], replicas: ReplicaInfo | None, *
 
 
 def optimizer_params(state: TrainState) -> dict[str, Tensor]:
-    """The parameters that the optimizer may change, by name: those in which copies that train apart differ."""
+    """Return the floating-point parameters of the optimizer by name: the parameters that differ between split replicas."""
     known = {id(param) for group in state.optimizer.param_groups for param in group["params"]}
     return {name: param for name, param in state.params.items() if id(param) in known and param.is_floating_point()}
 
 
 def average_params_(state: TrainState, caller: str) -> None:
-    """Give all copies the mean of the parameters. Mutates: parameters. Collective: as ``average_replicas_``."""
-    grad_sync_of(state.model).reshard()  # a forward may have left gathered copies of them
+    """Replace the parameters by their mean over all replicas. Mutates: parameters. Collective: as ``average_replicas_``."""
+    # A forward may have left unsharded copies of the parameters.
+    grad_sync_of(state.model).reshard()
     with report_missing_ranks(caller):
         average_replicas_(list(optimizer_params(state).values()), state.spec.replica_info, device=state.device)
 
 
 def join_remaining_state(state: TrainState, *, caller: str, except_for: str = "") -> TrainState:
-    """The state of copies whose parameters are equal, with the rest made equal, too, except for the slice of ``except_for``.
+    """Average the optimizer state and the transform states, except the state of ``except_for``, after the parameters.
 
-    Mutates: optimizer state, slices; spends ``state``. Collective: as ``average_replicas_``.
+    Mutates: optimizer state, transform states; ``state`` must not be used again. Collective: as ``average_replicas_``.
     """
     others = {name: content for name, content in state.transform_states.items() if name != except_for}
     with report_missing_ranks(caller):
@@ -165,19 +169,19 @@ def join_remaining_state(state: TrainState, *, caller: str, except_for: str = ""
 
 
 def check_not_masked(state: TrainState, caller: str) -> None:
-    """Refuse to train a part of the parameters apart: the others would never be made one again.
+    """Raise if only part of the parameters is selected, because the other parameters would never be averaged.
 
     Raises:
         ConfigError: ``state`` was narrowed by ``masked``.
     """
     if len(state.params) < len(parameters_by_fqn(state.model)[0]):
         raise ConfigError(
-            f"{caller}: copies train apart in all parameters or in none, got a part of them; list it without masked"
+            f"{caller}: the parameters must be all parameters of the model, got a part. List {caller} without masked."
         )
 
 
 def _find_replicas(spec: ShardSpec) -> ReplicaInfo | None:
-    """The copies of a model that is laid out so; None for one."""
+    """Return the replicas of a model with this ``spec``; None for one replica."""
     mesh = spec.mesh
     if mesh is None or spec.strategy == "none":
         return None
@@ -189,21 +193,23 @@ def _find_replicas(spec: ShardSpec) -> ReplicaInfo | None:
     if spec.strategy != "replicate":
         if axis_size(mesh, "dp_replicate") > 1:
             raise ConfigError(
-                f"split_replicas: strategy={spec.strategy!r} cuts over dp_replicate={axis_size(mesh, 'dp_replicate')} as well, so "
-                "there is one copy of the model; use strategy='hybrid_shard'"
+                f"split_replicas: strategy must be 'hybrid_shard' with dp_replicate={axis_size(mesh, 'dp_replicate')}, got "
+                f"{spec.strategy!r}, which shards over dp_replicate too, so there is one replica."
             )
         return None
     if axis_size(mesh, "cp") > 1:
         raise ConfigError(
-            f"split_replicas: with cp={axis_size(mesh, 'cp')} a copy on one rank has no whole samples; use strategy='hybrid_shard'"
+            f"split_replicas: strategy must be 'hybrid_shard' with cp={axis_size(mesh, 'cp')}, got 'replicate', whose replicas "
+            "have parts of samples only."
         )
     if spec.data_ranks == 1:
         return None
     tensor = {"tp": axis_size(mesh, "tp")} if axis_size(mesh, "tp") > 1 else {}
-    lines = get_mesh({"dp_all": spec.data_ranks, "dp_one": 1, **tensor})  # the one that shard_model has made
-    within = (lines.get_group("tp"),) if tensor else ()
+    # shard_model has created this mesh.
+    replica_mesh = get_mesh({"dp_all": spec.data_ranks, "dp_one": 1, **tensor})
+    within = (replica_mesh.get_group("tp"),) if tensor else ()
     return ReplicaInfo(
-        index=spec.data_rank, count=spec.data_ranks, across_group=lines.get_group("dp_all"), within_groups=within
+        index=spec.data_rank, count=spec.data_ranks, across_group=replica_mesh.get_group("dp_all"), within_groups=within
     )
 
 
@@ -212,7 +218,8 @@ def _optimizer_tensors(state: TrainState) -> Iterator[Tensor]:
         for key, value in content.items():
             if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
                 continue
-            if value.ndim or not param.ndim:  # else it follows from the count of steps, and may be on the host
+            # A scalar state of a larger parameter is a count, which may be on the host.
+            if value.ndim or not param.ndim:
                 yield value
 
 
@@ -225,7 +232,7 @@ def _transform_state_tensors(tree: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 def _buckets(shards: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Those of one dtype and device together, as many as an all-reduce takes; those without elements are left out."""
+    """Group nonempty shards by dtype and device, and split each group into buckets of one all-reduce."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for shard in shards:
         if shard.numel():
