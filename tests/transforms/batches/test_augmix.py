@@ -47,7 +47,7 @@ def test_a_mixture_stays_between_zero_and_one():
 
 
 def test_no_operation_is_one_that_corrupts_images_in_the_benchmark():
-    assert not {"colour", "contrast", "brightness", "sharpness"} & set(AUGMIX_OPERATIONS)
+    assert not {"color", "contrast", "brightness", "sharpness"} & set(AUGMIX_OPERATIONS)
 
 
 def test_the_given_images_and_the_global_generator_stay_as_they_are():

@@ -39,7 +39,7 @@ def test_targets_are_mixed_by_the_true_area(box, rows, columns, share):
     torch.testing.assert_close(made["y"], torch.tensor([[1 - share, share], [share, 1 - share]]))
 
 
-@pytest.mark.parametrize("place", ["centre", "even", "inside"])
+@pytest.mark.parametrize("place", ["center", "even", "inside"])
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_whatever_is_drawn_the_target_is_the_share_of_pixels(place, per_sample):
     for seed in range(20):
@@ -71,7 +71,7 @@ def test_areas_are_even_before_they_are_clipped():
 @pytest.mark.parametrize(
     ("place", "known"),
     [
-        ("centre", [2.0, 3.0, 3.0, 3.0, 2.0]),  # of five centres, each pixel is within one of so many
+        ("center", [2.0, 3.0, 3.0, 3.0, 2.0]),  # of five centres, each pixel is within one of so many
         ("even", [15 / 7] * 5),  # of seven places that show anything, three cover each pixel
         ("inside", [5 / 3, 10 / 3, 5.0, 10 / 3, 5 / 3]),
     ],
@@ -130,7 +130,7 @@ REFUSED = {
     "no order": (lambda: cutmix_batch(zeros_and_ones(), num_classes=2, box=(0, 0, 1, 1)), "cutmix: needs generator="),
     "alpha": (lambda: cutmix(-1.0), r"cutmix: alpha must be in \[0, inf\), got -1\.0\."),
     "length": (lambda: cutmix(length=1.5), r"cutmix: needs length in \[0, 1\], got length=1.5"),
-    "place": (lambda: cutmix(placement="middle"), "cutmix: place is one of centre, even, inside, got 'middle'"),
+    "place": (lambda: cutmix(placement="middle"), "cutmix: placement must be one of center, even, inside, got 'middle'"),
     "box": (
         lambda: cutmix_batch(zeros_and_ones(), num_classes=2, box=(0, 0, 1), order=SWAP),
         r"cutmix: a box is \(top, left, bottom, right\) in whole pixels, \[4\] or \[batch, 4\], got \(0, 0, 1\)",

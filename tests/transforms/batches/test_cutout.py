@@ -58,7 +58,7 @@ REFUSED = {
     "share": (lambda: cutout(1.5), r"cutout: length must be pixels \(int >= 0\) or a share of the side .*, got 1\.5"),
     "negative": (lambda: cutout(-1), r"cutout: length must be pixels .* got -1"),
     "holes": (lambda: cutout(holes=0), "cutout: needs a whole number of holes of at least 1, got holes=0"),
-    "place": (lambda: cutout(placement="left"), "cutout: place is one of centre, even, inside, got 'left'"),
+    "place": (lambda: cutout(placement="left"), "cutout: placement must be one of center, even, inside, got 'left'"),
     "vectors": (
         lambda: cutout_batch({"x": torch.ones(3, 4)}, generator=generator()),
         r"cutout: needs images \[batch, channels, height, width\] or one .*, got shape \(3, 4\) at 'x'",

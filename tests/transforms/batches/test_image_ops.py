@@ -37,7 +37,7 @@ ROUNDED = {
     "autocontrast": (0.0, ImageOps.autocontrast),
     "brightness": (1.6, lambda image: ImageEnhance.Brightness(image).enhance(1.6)),
     "contrast": (0.3, lambda image: ImageEnhance.Contrast(image).enhance(0.3)),
-    "colour": (1.7, lambda image: ImageEnhance.Color(image).enhance(1.7)),
+    "color": (1.7, lambda image: ImageEnhance.Color(image).enhance(1.7)),
     "sharpness": (1.9, lambda image: ImageEnhance.Sharpness(image).enhance(1.9)),
 }
 
@@ -75,7 +75,7 @@ AMOUNTS = {
     "rotate": [-15.0, 15.0],
     "solarize": [128.0],
     "posterize": [6],
-    "colour": [0.55, 1.45],
+    "color": [0.55, 1.45],
     "shear_x": [-0.15, 0.15],
     "translate_y": [-75 / 331, 75 / 331],
     "identity": [0.0],

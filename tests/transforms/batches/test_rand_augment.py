@@ -17,7 +17,7 @@ IMAGES = torch.rand(8, 3, 9, 9, generator=generator(5))
 
 def test_the_papers_operations_are_fourteen():
     assert len(RAND_AUGMENT_OPERATIONS) == 14
-    assert {"identity", "autocontrast", "equalize", "rotate", "solarize", "colour", "posterize"} < set(RAND_AUGMENT_OPERATIONS)
+    assert {"identity", "autocontrast", "equalize", "rotate", "solarize", "color", "posterize"} < set(RAND_AUGMENT_OPERATIONS)
 
 
 def test_each_image_goes_through_its_chain():

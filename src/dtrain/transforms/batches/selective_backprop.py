@@ -1,4 +1,4 @@
-"""Selective backprop: gradients of the samples with the largest losses."""
+"""Selective backprop: train on the samples of a batch with the largest losses."""
 
 from __future__ import annotations
 
@@ -26,59 +26,61 @@ from dtrain.typing import Batch, Metrics, Schedule, TransformState
 _NAME = "selective_backprop"
 
 SampleLossFn: TypeAlias = Callable[[nn.Module, Batch], Tensor]
-"""``(model, batch) -> losses [batch]``: one number for each sample."""
+"""Function ``(model, batch) -> losses [batch]``: one number per sample."""
 
 
 def select_by_loss(
     losses: Tensor, keep: float, *, generator: torch.Generator | None = None, uniforms: Tensor | None = None
 ) -> Tensor:
-    """The indices of a share of the samples, drawn so that those with large losses are likelier to be in it.
+    """Return indices of a random fraction of the samples, with a larger chance for larger losses.
 
-    Formula: ``ceil(keep * n)`` of ``n`` samples, drawn one after another without putting back, each with a chance proportional
-    to ``percentile ** (1 / keep - 1)`` among those left, where ``percentile = (rank + 0.5) / n`` and ``rank`` counts the
-    samples with a smaller loss
+    Formula: ``ceil(keep * n)`` of ``n`` samples, drawn one after another without replacement, each with a chance proportional
+    to ``percentile ** (1 / keep - 1)`` among the remaining samples, where ``percentile = (rank + 0.5) / n`` and ``rank`` counts
+    the samples with a smaller loss
 
-    The exponent is the one at which the paper's probability of keeping a sample, ``percentile ** exponent``, has the mean
-    ``keep``; drawing a fixed number keeps shapes, and costs, the same in each step. Percentiles are those within ``losses``.
+    The paper keeps a sample with the probability ``percentile ** exponent``. With this exponent its mean is ``keep``. A fixed
+    number of samples keeps the shapes and the cost of all steps equal. Percentiles are computed within ``losses``.
 
     Args:
-        losses: ``[n]``, of any float dtype; NaN counts as the largest.
-        keep: the share kept, ``0 < keep <= 1``.
-        generator: on the device of ``losses``.
-        uniforms: ``[n]`` in ``[0, 1]``, in place of what would be drawn: the sample with the largest
-            ``log(uniform) / chance`` comes first, and so on.
+        losses: ``[n]``, any float dtype; NaN counts as the largest loss.
+        keep: fraction of the samples, ``0 < keep <= 1``.
+        generator: generator on the device of ``losses``.
+        uniforms: ``[n]`` in ``[0, 1]``, instead of a generator; samples are taken in descending order of
+            ``log(uniform) / chance``.
 
     Returns:
         Ascending indices, int64 ``[ceil(keep * n)]``, on the device of ``losses``.
 
     Host sync: none.
 
+    Example:
+        >>> import dtrain as dt
+        >>> losses = torch.tensor([0.1, 0.9, 0.5, 0.2])
+        >>> dt.transforms.select_by_loss(losses, 0.5, uniforms=torch.full((4,), 0.5)).tolist()
+        [1, 2]
+        >>> dt.transforms.select_by_loss(losses, 0.5, uniforms=torch.tensor([0.99, 0.5, 0.01, 0.5])).tolist()
+        [0, 1]
+
     Raises:
-        ConfigError: ``keep`` out of its range, ``losses`` or ``uniforms`` of another shape, or not one of ``generator`` and
-            ``uniforms``.
+        ConfigError: ``keep`` is out of its range, ``losses`` or ``uniforms`` has another shape, or not exactly one of
+            ``generator`` and ``uniforms`` is given.
 
     Source: Jiang et al. 2019, arXiv:1910.00762, section 3; drawing by keys, Efraimidis and Spirakis 2006.
-
-    Example:
-        >>> losses = torch.tensor([0.1, 0.9, 0.5, 0.2])
-        >>> select_by_loss(losses, 0.5, uniforms=torch.full((4,), 0.5)).tolist()  # the largest, when all draw alike
-        [1, 2]
-        >>> select_by_loss(losses, 0.5, uniforms=torch.tensor([0.99, 0.5, 0.01, 0.5])).tolist()
-        [0, 1]
     """
     _check_keep("select_by_loss", keep)
     if losses.ndim != 1:
-        raise ConfigError(f"select_by_loss: needs losses [n], one for each sample, got shape {tuple(losses.shape)}")
+        raise ConfigError(f"select_by_loss: losses must be [n], one per sample, got shape {tuple(losses.shape)}.")
     if (generator is None) == (uniforms is None):
-        raise ConfigError("select_by_loss: needs a generator, or uniforms in its place; give one of them")
+        got = "neither" if generator is None else "both"
+        raise ConfigError(f"select_by_loss: exactly one of generator and uniforms must be given, got {got}.")
     count = len(losses)
     if uniforms is None:
         uniforms = torch.rand(count, generator=generator, dtype=torch.float64, device=losses.device)
     elif uniforms.shape != losses.shape:
-        raise ConfigError(f"select_by_loss: needs a uniform for each of {count} losses, got shape {tuple(uniforms.shape)}")
-    known = losses.detach().double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
-    percentiles = (torch.searchsorted(known.sort().values, known) + 0.5).double() / count
-    # The key is -log(uniform) / chance, and its logarithm is compared: chances may be smaller than the smallest float64.
+        raise ConfigError(f"select_by_loss: uniforms must be [{count}], one per loss, got shape {tuple(uniforms.shape)}.")
+    ordered = losses.detach().double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    percentiles = (torch.searchsorted(ordered.sort().values, ordered) + 0.5).double() / count
+    # Compare the logarithm of the key -log(uniform) / chance, because a chance may underflow in float64.
     keys = (-uniforms.double().log()).log() - (1.0 / keep - 1.0) * percentiles.log()
     return torch.argsort(keys, stable=True)[: _num_kept(count, keep)].sort().values
 
@@ -93,65 +95,68 @@ def selective_backprop(
     microbatch_size: int | None = None,
     batch_spec: BatchSpec | None = None,
 ) -> Transform:
-    """Train on a share of each batch, in which samples with large losses are likelier to be.
+    """Train on a fraction of each batch, with a larger chance for samples with larger losses.
 
-    A forward without gradients, in the model's own mode, gives the losses of this rank's samples; ``select_by_loss`` draws
-    among them, and the step goes on with those drawn: the gradient is that of the mean over the samples kept. Each rank keeps
-    that share of its own samples. The clock counts the samples that are trained on. Buffers that the first forward changes
-    (the statistics of BatchNorm) are put back; dropout draws in it from the global generator as in any other.
+    A forward without gradients, in the model's own mode, computes the losses of this rank's samples, and ``select_by_loss``
+    draws samples. The step continues with these samples: its gradient is that of the mean over the kept samples. Each rank
+    keeps this fraction of its own samples. The clock counts the kept samples. Buffers that the first forward changes (BatchNorm
+    statistics) are restored. Dropout in the first forward uses the global generator, as in any forward.
 
     Formula: ``batch = batch[select_by_loss(sample_losses(model, batch), keep)]``
 
     Args:
-        sample_losses: ``(model, batch) -> losses [batch]``. Loss wrappers and autocast are not around it. It may look at
-            smaller pictures: what Composer calls a scale factor is an ``interpolate`` in this function.
-        keep: the share, ``0 < keep <= 1``, or a schedule of such, read at the step about to run.
-        start: from when on. Composer's is ``"0.5dur"``; the paper begins at once.
-        end: until when, None for ever. Composer's is ``"0.9dur"``.
-        interrupt: the first step after each such interval takes the whole batch, ``2`` every second one, as in Composer.
-        microbatch_size: samples of a forward without gradients; None takes all at once.
-        batch_spec: where the batch axis is; None takes the first one. The same that ``microbatch_step`` was given.
+        sample_losses: function ``(model, batch) -> losses [batch]``, called without loss wrappers and autocast. The function
+            may shrink the images first, which Composer calls a scale factor.
+        keep: fraction of the samples, ``0 < keep <= 1``, or a schedule.
+        start: start of the selection. Composer's default is ``"0.5dur"``; the paper starts at once.
+        end: end of the selection; None never ends. Composer's default is ``"0.9dur"``.
+        interrupt: interval of full batches: the first step of each interval uses the whole batch. ``2`` is every second step,
+            as in Composer.
+        microbatch_size: samples per forward without gradients; None uses the whole batch.
+        batch_spec: the batch axis, as for ``microbatch_step``; None uses the first axis.
 
     Mutates: as any step.
-    Collective: one record on the control group, and the gathers of the further forwards, of which all ranks run as many as the
-    rank that has most samples.
-    Host sync: none; one for each sequence in a batch that has an entry per sample (names of files).
-
-    Raises:
-        ConfigError: ``sample_losses`` is no function, ``keep`` or a bound is out of its range; from ``Step.init`` on, a mesh
-            with context parallelism, whose ranks see a part of each sample; in a step, ``keep`` of a schedule, or losses of
-            another shape than ``[batch]``.
-        Exception: whatever ``sample_losses`` or the model raises.
-
-    Source: Jiang et al. 2019, arXiv:1910.00762; a fixed number of samples, and percentiles within a batch, as in Composer.
+    Collective: one record on the control group, and the gathers of the additional forwards. All ranks run as many forwards as
+    the rank with the most samples.
+    Host sync: none; one for each sequence in a batch that has an entry per sample (file names).
 
     Example:
-        >>> from dtrain.losses import mean_loss
-        >>> from dtrain.step.compose import compose_step
+        >>> import dtrain as dt
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.ones_(model.weight)
-        >>> loss = mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> step = compose_step(loss, [selective_backprop(lambda model, x: model(x)[:, 0], keep=0.01)])
+        >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> selective = dt.transforms.selective_backprop(lambda model, x: model(x)[:, 0], keep=0.01)
+        >>> step = dt.compose_step(loss_fn, [selective])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
         >>> state, metrics = step(state, torch.tensor([[1.0], [4.0], [2.0]]))  # the chance of 4 is 1 - 2e-22
         >>> metrics["loss"].total.item(), model.weight.item(), state.clock.samples
         (4.0, -1.0, 1)
+
+    Raises:
+        ConfigError: ``sample_losses`` is not a function, or ``keep`` or a bound is out of its range. From ``Step.init`` on: a
+            mesh with context parallelism, whose ranks have a part of each sample. In a step: a value of the schedule ``keep``
+            is out of its range, or the losses are not ``[batch]``.
+        Exception: any error of ``sample_losses`` or the model.
+
+    Source: Jiang et al. 2019, arXiv:1910.00762; a fixed number of samples, and percentiles within a batch, as in Composer.
     """
     if not callable(sample_losses):
-        raise ConfigError(f"selective_backprop: needs a function (model, batch) -> losses [batch], got {sample_losses!r}")
-    # A schedule is read only while the method is active, so it is not checked ahead.
+        raise ConfigError(
+            f"selective_backprop: sample_losses must be a function (model, batch) -> losses, got {sample_losses!r}."
+        )
+    # A schedule is evaluated only in the active window, so Step.init does not check it.
     keep_at = hyperparameter(keep, "selective_backprop: keep", "(0, 1]")
     active, size = _active_window(start, end, interrupt), microbatch_size
     if size is not None:
         check_microbatch_size(size)
 
     def grad(inner: GradFn) -> GradFn:
-        def selected(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+        def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
             if active(state):
                 batch = _select_samples(state, batch, keep_at(state.clock), sample_losses, size, batch_spec)
             return inner(state, batch, microbatch_size=microbatch_size)
 
-        return selected
+        return grad_fn
 
     return Transform(name=_NAME, init=_check_no_context_parallel, grad=grad, uses_grad=False)
 
@@ -159,16 +164,16 @@ def selective_backprop(
 def _active_window(
     start: Duration | int | str, end: Duration | int | str | None, interrupt: Duration | int | str | None
 ) -> Callable[[TrainState], bool]:
-    """Whether samples are left out in the step that a state is about to make; the same on all ranks."""
+    """Return a predicate of the state: True if the next step selects samples. The result is the same on all ranks."""
     first = Duration.parse(start, allow_zero=True)
-    last, whole = (None if length is None else Duration.parse(length) for length in (end, interrupt))
+    last, full_batch = (None if length is None else Duration.parse(length) for length in (end, interrupt))
     if last is not None and first.unit == last.unit and first.value >= last.value:
-        raise ConfigError(f"selective_backprop: needs start < end, got start={str(first)!r}, end={str(last)!r}")
+        raise ConfigError(f"selective_backprop: start must be before end, got start={str(first)!r}, end={str(last)!r}.")
 
     def active(state: TrainState) -> bool:
         clock = state.clock
         inside = clock.reached(first) and (last is None or not clock.reached(last))
-        return inside and (whole is None or not clock.crossed(whole))
+        return inside and (full_batch is None or not clock.crossed(full_batch))
 
     return active
 
@@ -177,8 +182,8 @@ def _check_no_context_parallel(state: TrainState) -> TransformState:
     mesh = state.spec.mesh
     if mesh is not None and "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size() > 1:
         raise ConfigError(
-            "selective_backprop: ranks along cp have a part of each sample, and so of its loss, and would choose differently; "
-            "use a mesh without cp"
+            f"selective_backprop: the mesh must not have cp, got cp={mesh['cp'].size()}. Ranks along cp have parts "
+            "of samples, so they would select different samples."
         )
     return {}
 
@@ -186,29 +191,31 @@ def _check_no_context_parallel(state: TrainState) -> TransformState:
 def _select_samples(
     state: TrainState, batch: Batch, keep: float, sample_losses: SampleLossFn, size: int | None, spec: BatchSpec | None
 ) -> Batch:
-    """The samples of ``batch`` to train on; in its place a ``FailedBatch`` where there is an error, for the step to raise."""
+    """Return the samples of ``batch`` to train on, or a ``FailedBatch`` whose error the step raises."""
     parts, error = Microbatches(batch=batch), None
     try:
         if not isinstance(batch, FailedBatch):
             batch = to_device(batch, state.device)
         parts = split_microbatches(batch, size, batch_spec=spec, split=None, count=None)
-    except Exception as problem:  # noqa: BLE001  # of any kind; raised in the step, by all ranks
+    # The step raises any error on all ranks.
+    except Exception as problem:  # noqa: BLE001
         error = problem
     rows = all_gather_numbers([len(parts), error is not None], caller=_NAME)
     if any(failed for _, failed in rows):
         return batch if error is None else FailedBatch(error)
     with report_missing_ranks(_NAME), _forward_only(state.model):
-        filler = [] if len(parts) else [to_device(parts.padding_microbatch(state.padding_sample), state.device)]
-        given = [parts.batches[at] if at < len(parts) else (filler or parts.batches)[0] for at in range(int(max(rows)[0]))]
-        found = [sample_losses(state.model, part) for part in given]
+        padding = [] if len(parts) else [to_device(parts.padding_microbatch(state.padding_sample), state.device)]
+        own = len(parts)
+        microbatches = [parts.batches[i] if i < own else (padding or parts.batches)[0] for i in range(int(max(rows)[0]))]
+        outputs = [sample_losses(state.model, microbatch) for microbatch in microbatches]
     try:
-        losses = [_check_losses(losses, part, spec) for losses, part in zip(found, given, strict=True)][: len(parts)]
+        losses = [_check_losses(output, part, spec) for output, part in zip(outputs, microbatches, strict=True)][:own]
         if not losses:
             return batch
-        return select_samples(
-            batch, select_by_loss(torch.cat(losses), keep, generator=make_step_context(state, _NAME).generator), spec
-        )
-    except Exception as problem:  # noqa: BLE001  # as above
+        generator = make_step_context(state, _NAME).generator
+        return select_samples(batch, select_by_loss(torch.cat(losses), keep, generator=generator), spec)
+    # The step raises any error on all ranks.
+    except Exception as problem:  # noqa: BLE001
         return FailedBatch(problem)
 
 
@@ -217,36 +224,37 @@ def _check_losses(losses: object, part: Batch, spec: BatchSpec | None) -> Tensor
     if not isinstance(losses, Tensor) or losses.shape != (samples,):
         got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise ConfigError(
-            f"selective_backprop: sample_losses must return a tensor [{samples}], a loss for each sample, got {got}; in torch "
-            "that is reduction='none'"
+            f"selective_backprop: sample_losses must return a tensor [{samples}], one loss per sample, got {got}. "
+            "Use reduction='none' in torch losses."
         )
     return losses
 
 
 @contextmanager
 def _forward_only(model: nn.Module) -> Iterator[None]:
-    """Forwards without gradients in the model's own mode, of which nothing is left but the random numbers drawn.
+    """Run forwards without gradients in the model's own mode, and restore the buffers afterwards.
 
-    They compute with the parameters as they are on entering, also when an earlier forward has left gathered copies.
+    The forwards use the current parameters, even if an earlier forward left unsharded copies. Random generators are not
+    restored.
     """
-    whole, buffers = is_unsharded(model), BufferSnapshot(model)
+    unsharded, buffers = is_unsharded(model), BufferSnapshot(model)
     buffers.capture()
-    if not whole:
+    if not unsharded:
         reshard(model)
     try:
         with torch.no_grad():
             yield
     finally:
-        if not whole:
+        if not unsharded:
             reshard(model)
         buffers.restore()
 
 
 def _num_kept(count: int, keep: float) -> int:
-    """``ceil(keep * count)``, where rounding has not made the product a little too large; of some samples at least one."""
+    """Return ``ceil(keep * count)``, tolerant to rounding, and at least 1 if ``count`` is not 0."""
     return max(math.ceil(keep * count - 1e-9), min(count, 1))
 
 
 def _check_keep(caller: str, keep: float) -> None:
     if not 0 < keep <= 1:
-        raise ConfigError(f"{caller}: needs 0 < keep <= 1, got {keep=}")
+        raise ConfigError(f"{caller}: keep must be in (0, 1], got {keep=}.")

@@ -1,4 +1,4 @@
-"""Short sequences first: batches cut to a length that grows with training."""
+"""Sequence length warm-up: truncate batches to a length that grows during training."""
 
 from __future__ import annotations
 
@@ -30,48 +30,51 @@ def shorten_batch(
     mask_key: str = "attention_mask",
     axes: Mapping[str, Sequence[int]] | None = None,
 ) -> Batch:
-    """A batch whose sequences have at most ``length`` tokens; one that is no longer than that comes back as it is.
+    """Return a batch whose sequences have at most ``length`` tokens. A batch of shorter sequences is returned unchanged.
 
-    Formula: with sequences of ``s`` tokens, ``truncate`` makes ``[batch, s]`` to ``[batch, length]``, the first tokens of each;
-    otherwise it makes ``[batch * (s // length), length]``, the pieces of each sequence one after another. The ``s % length``
-    tokens at the end are dropped then.
+    Formula: with sequences of ``s`` tokens, ``truncate`` turns ``[batch, s]`` into ``[batch, length]``, the first tokens of
+    each sequence. Otherwise the result is ``[batch * (s // length), length]``, the pieces of each sequence one after another;
+    the last ``s % length`` tokens are dropped.
 
     Args:
-        batch: a mapping of tensors, or a TensorDict.
-        length: tokens that are kept of a sequence, at least 1.
-        truncate: whether the rest of a sequence is dropped; else it is cut into samples of their own.
-        keep_end: the last token that is there comes last in a truncated sequence, in place of the one that would: an end of
-            sequence stays. Its label, mask and all else that is cut come with it.
-        input_key: the key of the tensor ``[batch, seq, ...]`` that says how long sequences are.
-        mask_key: the key of a tensor ``[batch, seq]`` that is not 0 where there is a token; without it sequences are full.
-        axes: by key, the axes along the sequence, ``{"scores": (2,)}``; an empty tuple leaves a tensor as it is. By default
-            axis 1 of every tensor whose axis 1 is as long as that of ``input_key``, the last axis of a mask of keys
-            ``[batch, 1, 1, seq]``, and both last axes of a mask of pairs ``[batch, heads, seq, seq]``, or, of bools,
-            ``[batch, seq, seq]``. Of that, pieces get the squares on the diagonal: a token sees none in another piece.
+        batch: mapping of tensors, or a TensorDict.
+        length: tokens per sequence, at least 1.
+        truncate: if True, drop the rest of a sequence; if False, split a sequence into several samples.
+        keep_end: if True, the last token of the sequence (the end-of-sequence token) replaces the last token of the truncated
+            sequence, together with its label, mask and all other truncated tensors.
+        input_key: key of the tensor ``[batch, seq, ...]`` that defines the sequence length.
+        mask_key: key of a tensor ``[batch, seq]`` that is nonzero at tokens; without this key sequences are full.
+        axes: sequence axes by key, ``{"scores": (2,)}``; an empty tuple leaves a tensor unchanged. By default axis 1 of every
+            tensor whose axis 1 is as long as that of ``input_key``, the last axis of a mask of keys ``[batch, 1, 1, seq]``, and
+            both last axes of a mask of pairs ``[batch, heads, seq, seq]`` or, for bools, ``[batch, seq, seq]``. Pieces take the
+            diagonal blocks of a mask of pairs, so a token attends to its own piece only.
 
     Returns:
-        A new mapping (a TensorDict for one); tensors that were cut are contiguous. What is not along the sequence is kept.
+        A new mapping (or TensorDict). Truncated tensors are contiguous. Other entries are kept.
 
     Host sync: none.
 
+    Example:
+        >>> import dtrain as dt
+        >>> batch = {"input_ids": torch.tensor([[5, 6, 7, 8, 9]]), "weight": torch.ones(1)}
+        >>> dt.transforms.shorten_batch(batch, 3)["input_ids"].tolist()
+        [[5, 6, 7]]
+        >>> dt.transforms.shorten_batch(batch, 3, keep_end=True)["input_ids"].tolist()
+        [[5, 6, 9]]
+        >>> dt.transforms.shorten_batch({"input_ids": batch["input_ids"]}, 2, truncate=False)["input_ids"].tolist()
+        [[5, 6], [7, 8]]
+
     Raises:
-        ConfigError: ``length`` is no whole number of at least 1, ``batch`` is no mapping or has no such ``input_key``, an axis
-            that is not as long, ``keep_end`` without ``truncate`` or with a mask of another shape; pieces are to be
-            made of a batch that has something by sample (a label), or for all samples, which belongs to none of them.
+        ConfigError: ``length`` is not an int of at least 1, ``batch`` is not a mapping or lacks ``input_key``, an axis has
+            another length, or ``keep_end`` is given without ``truncate`` or with a mask of another shape. Also if ``truncate``
+            is False and an entry of the batch has no sequence axis (a label), because the entry belongs to no piece.
 
     Source: Li et al. 2021, arXiv:2108.06084, section 4 (truncation).
-
-    Example:
-        >>> batch = {"input_ids": torch.tensor([[5, 6, 7, 8, 9]]), "weight": torch.ones(1)}
-        >>> shorten_batch(batch, 3)["input_ids"].tolist(), shorten_batch(batch, 3, keep_end=True)["input_ids"].tolist()
-        ([[5, 6, 7]], [[5, 6, 9]])
-        >>> shorten_batch({"input_ids": batch["input_ids"]}, 2, truncate=False)["input_ids"].tolist()
-        [[5, 6], [7, 8]]
     """
     _check_length(length)
     _check_keep_end(keep_end, truncate=truncate, caller="shorten_batch")
     if not isinstance(batch, Mapping) and not is_tensordict(batch):
-        raise ConfigError(f"shorten_batch: needs a mapping of tensors, got a {type(batch).__name__}")
+        raise ConfigError(f"shorten_batch: batch must be a mapping of tensors, got a {type(batch).__name__}.")
     along = _sequence_axes(batch, input_key, axes)
     full = batch[input_key].shape[along[input_key][0]]
     if length >= full:
@@ -79,9 +82,9 @@ def shorten_batch(
     if not truncate:
         return _with_tensors(batch, _split_into_pieces(batch, along, full, length))
     if not keep_end:
-        return _with_tensors(batch, {key: _narrow(batch[key], found, length) for key, found in along.items()})
-    places = _kept_positions(batch, batch[input_key], mask_key, full, length)
-    return _with_tensors(batch, {key: _take_positions(batch[key], found, places) for key, found in along.items()})
+        return _with_tensors(batch, {key: _narrow(batch[key], dims, length) for key, dims in along.items()})
+    positions = _kept_positions(batch, batch[input_key], mask_key, full, length)
+    return _with_tensors(batch, {key: _take_positions(batch[key], dims, positions) for key, dims in along.items()})
 
 
 def sequence_length_warmup(
@@ -97,60 +100,64 @@ def sequence_length_warmup(
     mask_key: str = "attention_mask",
     axes: Mapping[str, Sequence[int]] | None = None,
 ) -> Transform:
-    """Train on short sequences first, and on longer ones step by step until they have their full length.
+    """Train on short sequences first, and increase the length step by step to the full length.
 
-    It cuts this rank's whole batch before it is split into microbatches, with ``shorten_batch``. The length depends on the
-    clock alone, so all ranks agree. The clock counts what was trained on: the tokens that are left (given a ``batch_spec``),
-    and of pieces (``truncate=False``) each as a sample. Later steps take more memory than the first ones: ``auto_microbatch``
-    follows, and ``microbatch_size`` must be one that fits at full length.
+    The transform applies ``shorten_batch`` to this rank's whole batch before the split into microbatches. The length depends on
+    the clock alone, so all ranks agree. The clock counts the tokens after truncation (with a ``batch_spec``), and with
+    ``truncate=False`` each piece as a sample. Later steps need more memory than the first steps. ``auto_microbatch`` adapts,
+    but a fixed ``microbatch_size`` must fit at full length.
 
     Formula: ``length = min_length + (max_length - min_length) * min(1, now / duration)``, rounded down to a multiple of
-    ``step_size``, but never below ``min_length``, and ``max_length`` from ``duration`` on. ``now`` is the clock that the step
-    starts from, in the unit of ``duration``; of epochs their steps, too, where the run knows them.
+    ``step_size``, but never below ``min_length``, and ``max_length`` from ``duration`` on. ``now`` is the clock before the
+    step, in the unit of ``duration``. For epochs it includes the fraction of the epoch if the run knows the steps per epoch.
 
     Args:
-        length: a schedule of lengths in place of the formula, rounded down to a whole number; ``with_unit`` works.
-        duration: how long it takes until sequences are not cut any more.
-        min_length: tokens of a sequence in the first step.
-        max_length: tokens of a sequence from ``duration`` on. Shorter sequences of a batch are left as they are.
-        step_size: lengths are multiples of it: 8 is what matrix units like.
-        truncate: as in ``shorten_batch``, like the following ones.
-        keep_end: the end of a sequence stays when it is truncated.
-        input_key: the key of the tensor that says how long sequences are.
-        mask_key: the key of the mask of tokens, for ``keep_end``.
-        axes: which axes of which tensors are along the sequence.
-
-    Raises:
-        ConfigError: lengths that are not whole numbers with ``1 <= min_length <= max_length``, a ``step_size`` below 1, no
-            duration, ``keep_end`` without ``truncate``; in a step, ``dur`` in a run of unknown length, a schedule that gives
-            less than 1, and what ``shorten_batch`` refuses (``PeerError`` on the other ranks).
-
-    Source: Li et al. 2021, arXiv:2108.06084, section 4; lengths and duration as in MosaicML Composer where it leaves them open.
+        length: schedule of lengths instead of the formula, rounded down to an integer; ``with_unit`` works.
+        duration: duration of the warm-up.
+        min_length: tokens per sequence in the first step.
+        max_length: tokens per sequence from ``duration`` on; shorter sequences are unchanged.
+        step_size: lengths are multiples of this number; 8 suits matrix units.
+        truncate: as in ``shorten_batch``, and so are the following arguments.
+        keep_end: if True, keep the last token of a truncated sequence.
+        input_key: key of the tensor that defines the sequence length.
+        mask_key: key of the token mask, for ``keep_end``.
+        axes: sequence axes by key.
 
     Example:
-        >>> from dtrain.clock import Clock
-        >>> at = Ramp(duration=Duration.parse(100), min_length=8, max_length=72, step_size=8)
-        >>> [at(Clock(step=step)) for step in (0, 12, 13, 50, 99, 100)]
-        [8, 8, 16, 40, 64, 72]
-        >>> sequence_length_warmup(duration="0.5dur", max_length=512).name
+        >>> import dtrain as dt
+        >>> transform = dt.transforms.sequence_length_warmup(duration="0.5dur", max_length=512)
+        >>> transform.name
         'sequence_length_warmup'
+
+    Raises:
+        ConfigError: lengths are not ints with ``1 <= min_length <= max_length``, ``step_size`` is below 1, ``duration`` is not
+            a duration, or ``keep_end`` is given without ``truncate``. In a step: ``dur`` in a run of unknown length, a schedule
+            value below 1, or an error of ``shorten_batch`` (``PeerError`` on the other ranks).
+
+    Source: Li et al. 2021, arXiv:2108.06084, section 4; lengths and duration as in MosaicML Composer if the paper gives none.
     """
     _check_keep_end(keep_end, truncate=truncate, caller=_NAME)
     ramp = LengthRamp(duration=Duration.parse(duration), min_length=min_length, max_length=max_length, step_size=step_size)
     scheduled = None if length is None else _length_hyperparameter(length)
 
-    def cut(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        now = ramp(state.clock) if scheduled is None else math.floor(scheduled(state.clock))
+    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
+        tokens = ramp(state.clock) if scheduled is None else math.floor(scheduled(state.clock))
         return shorten_batch(
-            batch, now, truncate=truncate, keep_end=keep_end, input_key=input_key, mask_key=mask_key, axes=axes
+            batch, tokens, truncate=truncate, keep_end=keep_end, input_key=input_key, mask_key=mask_key, axes=axes
         )
 
-    return batch_transform(cut, name=_NAME, hyperparameters=() if scheduled is None else (scheduled,))
+    return batch_transform(batch_fn, name=_NAME, hyperparameters=() if scheduled is None else (scheduled,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRamp:
-    """Lengths that grow from ``min_length`` to ``max_length`` during ``duration``; see ``sequence_length_warmup``."""
+    """A length that grows from ``min_length`` to ``max_length`` during ``duration``; see ``sequence_length_warmup``.
+
+    Example:
+        >>> length = LengthRamp(duration=Duration.parse(100), min_length=8, max_length=72, step_size=8)
+        >>> [length(Clock(step=step)) for step in (0, 12, 13, 50, 99, 100)]
+        [8, 8, 16, 40, 64, 72]
+    """
 
     duration: Duration
     min_length: int
@@ -161,19 +168,19 @@ class LengthRamp:
         sizes = (self.min_length, self.max_length, self.step_size)
         if not all(type(size) is int for size in sizes) or not 1 <= self.min_length <= self.max_length or self.step_size < 1:
             raise ConfigError(
-                f"{_NAME}: needs whole numbers with 1 <= min_length <= max_length and step_size >= 1, got "
-                f"min_length={self.min_length!r}, max_length={self.max_length!r}, step_size={self.step_size!r}"
+                f"{_NAME}: lengths must be ints with 1 <= min_length <= max_length and step_size >= 1, got "
+                f"min_length={self.min_length!r}, max_length={self.max_length!r}, step_size={self.step_size!r}."
             )
 
     def __call__(self, clock: Clock) -> int:
-        """The length in the step that starts from ``clock``."""
+        """Return the length of the step that begins at ``clock``."""
         if clock.reached(self.duration):
             return self.max_length
         exact = self.min_length + (self.max_length - self.min_length) * min(1.0, self._elapsed_fraction(clock))
         return max(self.min_length, math.floor(exact) // self.step_size * self.step_size)
 
     def _elapsed_fraction(self, clock: Clock) -> float:
-        """How much of the duration has passed."""
+        """Return the elapsed fraction of the duration."""
         steps = clock.run.steps_per_epoch if clock.run is not None else None
         if self.duration.unit == "ep" and steps is not None:
             return (clock.epoch + min(clock.step_in_epoch, steps) / steps) / self.duration.value
@@ -185,56 +192,57 @@ _NAME = "sequence_length_warmup"
 
 def _length_hyperparameter(length: Schedule) -> Hyperparameter:
     if not callable(length):
-        raise ConfigError(f"{_NAME}: length is a schedule (a function of the step), got {length!r}; one length is max_length=")
+        raise ConfigError(
+            f"{_NAME}: length must be a function of the step, got {length!r}. For a fixed length use max_length=."
+        )
     return hyperparameter(length, f"{_NAME}: length", "[1, inf)")
 
 
 def _check_length(length: int) -> None:
     if type(length) is not int or length < 1:
-        raise ConfigError(f"shorten_batch: needs a length that is a whole number of at least 1, got {length!r}")
+        raise ConfigError(f"shorten_batch: length must be an int of at least 1, got {length!r}.")
 
 
 def _check_keep_end(keep_end: bool, *, truncate: bool, caller: str) -> None:
     if keep_end and not truncate:
         raise ConfigError(
-            f"{caller}: keep_end goes with truncate=True; where sequences are cut into pieces their ends are there"
+            f"{caller}: keep_end must be False with truncate=False, got True. Pieces include the end of the sequence."
         )
 
 
-def _sequence_axes(batch: Any, input_key: str, given: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
-    """Which tensors are along the sequence, and along which of their axes."""
+def _sequence_axes(batch: Any, input_key: str, axes: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
+    """Return the sequence axes of each tensor that has a sequence, by key."""
     keys = list(batch.keys())
     if input_key not in keys or not isinstance(batch[input_key], Tensor) or batch[input_key].ndim < 2:
         raise ConfigError(
-            f"shorten_batch: needs a tensor [batch, seq] under inputs={input_key!r}; the batch has {sorted(map(str, keys))}"
+            f"shorten_batch: the batch must have a tensor [batch, seq] at input_key={input_key!r}, "
+            f"got {sorted(map(str, keys))}."
         )
-    given = given or {}
-    strange = [key for key in given if key not in keys]
-    if strange:
-        raise ConfigError(
-            f"shorten_batch: axes names {strange[0]!r}, which is not in the batch; it has {sorted(map(str, keys))}"
-        )
-    own = given.get(input_key, (1,))
+    axes = axes or {}
+    unknown = [key for key in axes if key not in keys]
+    if unknown:
+        raise ConfigError(f"shorten_batch: keys of axes must be in the batch {sorted(map(str, keys))}, got {unknown[0]!r}.")
+    own = axes.get(input_key, (1,))
     full = batch[input_key].shape[own[0]] if own and _is_valid_axes(own, batch[input_key]) else None
-    for key, along in {input_key: own, **given}.items():
+    for key, along in {input_key: own, **axes}.items():
         value = batch[key]
         if full is None or not _is_valid_axes(along, value) or any(value.shape[axis] != full for axis in along):
-            what = list(value.shape) if isinstance(value, Tensor) else f"(a {type(value).__name__})"
-            wrong = "has no sequence" if full is None else f"is not {full} long"
+            shape = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            expected = "be sequence axes" if full is None else f"have the length {full}"
             raise ConfigError(
-                f"shorten_batch: {key!r} {what} {wrong} along the axes {along!r}; axes= takes one or two of them, counted from "
-                "0, the batch's, as in (1,)"
+                f"shorten_batch: the axes of {key!r} must {expected}, got {along!r} of {shape}. Give one or two axes after the "
+                "batch axis 0, as in (1,)."
             )
     assert full is not None
-    found = {
+    by_key = {
         input_key: own,
-        **{key: given[key] if key in given else _default_axes(batch[key], full) for key in keys if key != input_key},
+        **{key: axes[key] if key in axes else _default_axes(batch[key], full) for key in keys if key != input_key},
     }
-    return {key: tuple(along) for key, along in found.items() if along}
+    return {key: tuple(along) for key, along in by_key.items() if along}
 
 
 def _is_valid_axes(along: object, value: object) -> bool:
-    """Whether these are none, one or two axes of ``value`` behind the first."""
+    """Return True if ``along`` is at most two distinct axes of ``value`` after the first axis."""
     if not isinstance(along, Sequence) or len(along) > 2 or not all(type(axis) is int for axis in along):
         return False
     last = value.ndim - 1 if isinstance(value, Tensor) else 0
@@ -242,8 +250,8 @@ def _is_valid_axes(along: object, value: object) -> bool:
 
 
 def _default_axes(value: Any, full: int) -> tuple[int, ...]:
-    """The axes of a tensor that is laid out as usual: ``[batch, seq, ...]``, or a mask ``[.., .., 1 or seq, seq]``."""
-    # Of three axes, floats may be features that are as many as tokens by chance.
+    """Return the sequence axes in the usual layout: ``[batch, seq, ...]``, or a mask ``[.., .., 1 or seq, seq]``."""
+    # The last axis of a float tensor with three axes may be features that are as many as tokens by chance.
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if len(shape) == 4 and shape[3] == full and shape[2] in (1, full):
         return (2, 3) if shape[2] == full else (3,)
@@ -259,57 +267,59 @@ def _narrow(tensor: Tensor, along: tuple[int, ...], length: int) -> Tensor:
 
 
 def _kept_positions(batch: Any, like: Tensor, mask_key: str, full: int, length: int) -> Tensor:
-    """Which tokens stay ``[batch, length]``: the first ones, and as the last one the end if it lies behind the cut."""
-    places = torch.arange(length, device=like.device).repeat(like.shape[0], 1)
-    if mask_key in batch.keys():  # noqa: SIM118  # a TensorDict has no "in"
-        there = batch[mask_key] != 0
-        if tuple(there.shape) != (len(like), full):
+    """Return the kept positions ``[batch, length]``: the first positions; the last position may move to the end."""
+    positions = torch.arange(length, device=like.device).repeat(like.shape[0], 1)
+    # A TensorDict does not support `in`.
+    if mask_key in batch.keys():  # noqa: SIM118
+        is_token = batch[mask_key] != 0
+        if tuple(is_token.shape) != (len(like), full):
             raise ConfigError(
-                f"shorten_batch: keep_end needs a mask [batch, seq] under mask={mask_key!r}, got {list(there.shape)}; name another "
-                "one, or one that is not in the batch: then the last place is the end"
+                f"shorten_batch: the mask at mask_key={mask_key!r} must be [batch, seq] with keep_end, "
+                f"got {list(is_token.shape)}. Give another mask_key, or a key that is not in the batch for full sequences."
             )
-        end = torch.where(there, torch.arange(full, device=like.device), 0).amax(1)
+        end = torch.where(is_token, torch.arange(full, device=like.device), 0).amax(1)
     else:
-        end = torch.full_like(places[:, 0], full - 1)
-    places[:, -1] = end.clamp(min=length - 1)
-    return places
+        end = torch.full_like(positions[:, 0], full - 1)
+    positions[:, -1] = end.clamp(min=length - 1)
+    return positions
 
 
-def _take_positions(tensor: Tensor, along: tuple[int, ...], places: Tensor) -> Tensor:
+def _take_positions(tensor: Tensor, along: tuple[int, ...], positions: Tensor) -> Tensor:
     for axis in along:
         shape = [1] * tensor.ndim
-        shape[0], shape[axis] = places.shape
-        tensor = torch.take_along_dim(tensor, places.view(shape), dim=axis)
+        shape[0], shape[axis] = positions.shape
+        tensor = torch.take_along_dim(tensor, positions.view(shape), dim=axis)
     return tensor.contiguous()
 
 
 def _split_into_pieces(batch: Any, along: dict[str, tuple[int, ...]], full: int, length: int) -> dict[str, Tensor]:
-    """Every tensor with its sequences cut into samples of their own."""
+    """Split every sequence into samples of ``length`` tokens, by key."""
     samples = len(batch[next(iter(along))])
     for key in batch.keys():  # noqa: SIM118
-        value, kept = batch[key], key not in along
+        value, has_no_axis = batch[key], key not in along
         shape = list(value.shape) if isinstance(value, Tensor) else [len(value)] if isinstance(value, list | tuple) else []
-        if shape and (kept or shape[0] != samples):
+        if shape and (has_no_axis or shape[0] != samples):
+            expected = "have a sequence axis" if has_no_axis else f"have {samples} samples"
             raise ConfigError(
-                f"shorten_batch: {key!r} {shape} is not {'along the sequence' if kept else f'of {samples} samples'}, so it "
-                "belongs to no piece of one; use truncate=True, or leave it out of the batch"
+                f"shorten_batch: {key!r} must {expected} with truncate=False, got {shape}. Use truncate=True, or remove the "
+                "entry from the batch."
             )
-    many = full // length
-    found = {}
+    count = full // length
+    pieces = {}
     for key, axes in along.items():
         tensor = batch[key]
         for axis in sorted(axes, reverse=True):
-            tensor = tensor.narrow(axis, 0, many * length).unflatten(axis, (many, length))
+            tensor = tensor.narrow(axis, 0, count * length).unflatten(axis, (count, length))
         first, *second = sorted(axes)
-        # Of a mask of pairs, the pairs within one piece.
+        # Keep the diagonal blocks of a mask of pairs: the pairs within one piece.
         tensor = torch.diagonal(tensor, dim1=first, dim2=second[0] + 1).movedim(-1, 1) if second else tensor.movedim(first, 1)
-        found[key] = tensor.flatten(0, 1).contiguous()
-    return found
+        pieces[key] = tensor.flatten(0, 1).contiguous()
+    return pieces
 
 
-def _with_tensors(batch: Any, cut: dict[str, Tensor]) -> Batch:
-    """The batch with those tensors in place of its own."""
-    made = {**dict(batch.items()), **cut}
+def _with_tensors(batch: Any, tensors: dict[str, Tensor]) -> Batch:
+    """Return the batch with ``tensors`` at their keys."""
+    values = {**dict(batch.items()), **tensors}
     if not is_tensordict(batch):
-        return made
-    return type(batch)(made, batch_size=[next(iter(cut.values())).shape[0]])
+        return values
+    return type(batch)(values, batch_size=[next(iter(tensors.values())).shape[0]])

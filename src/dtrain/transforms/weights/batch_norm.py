@@ -46,7 +46,7 @@ def update_batch_norm_(
 
     Args:
         model: sharded or plain model.
-        batches: this rank's batches, any num_batches; for a dtrain loader, one full pass that keeps the loader's position.
+        batches: this rank's batches, in any number; for a dtrain loader, one full pass that keeps the loader's position.
         forward: function ``(model, batch) -> anything`` that runs the model, for example the loss function.
         batch_spec: the batch axis; None uses the first axis.
         count: function that counts the samples of a batch without a ``batch_spec``.
