@@ -65,25 +65,25 @@ def test_one_image_and_none_are_batches_too():
 
 
 REFUSED = {
-    "no generator": (lambda: augmix_batch(IMAGES), "augmix: needs generator=..., or mixture=..."),
+    "no generator": (lambda: augmix_batch(IMAGES), "augmix: generator must be given, got None. Give generator= or draws="),
     "severity": (lambda: augmix(-1), r"augmix: severity must be in \[0, 10\], got -1\."),
-    "width": (lambda: augmix(width=0), "augmix: needs a whole width of at least 1, got width=0"),
-    "depth": (lambda: augmix(depth=-1), "augmix: needs a whole depth of at least 1, or None for 1 to 3, got depth=-1"),
-    "alpha": (lambda: augmix(alpha=0), "augmix: needs alpha > 0, got alpha=0"),
-    "negative alpha": (lambda: augmix(alpha=-1), "augmix: needs a finite alpha >= 0, got alpha=-1"),
-    "operation": (lambda: augmix(operations=("flip",)), "augmix: operations are some of identity, .* got 'flip'"),
-    "views": (lambda: augmix(views=-1), "augmix: needs a whole number of views of at least 0, got views=-1"),
+    "width": (lambda: augmix(width=0), "augmix: width must be an int of at least 1, got width=0"),
+    "depth": (lambda: augmix(depth=-1), "augmix: depth must be an int of at least 1 or None, got depth=-1"),
+    "alpha": (lambda: augmix(alpha=0), "augmix: alpha must be above 0, got alpha=0"),
+    "negative alpha": (lambda: augmix(alpha=-1), "augmix: alpha must be finite and at least 0, got alpha=-1"),
+    "operation": (lambda: augmix(operations=("flip",)), "augmix: operations must be some of identity, .* got 'flip'"),
+    "views": (lambda: augmix(views=-1), "augmix: views must be an int of at least 0, got views=-1"),
     "views of a tensor": (
         lambda: augmix_batch(IMAGES, views=1, generator=generator()),
-        "augmix: views are further keys of a mapping, got a Tensor; use views=0",
+        r"augmix: the batch must be a mapping with views, got a Tensor\. Use views=0",
     ),
     "mixture": (
         lambda: augmix_batch(IMAGES[0], draws=AugMixDraws(chains=[[SAME]], weights=[[0.5], [0.5]], image_weights=[1.0])),
-        "augmix: a mixture has as many weights as chains, .* each of 1 images, got 2, 1 and 1",
+        "augmix: draws must have as many weights as chains and 1 image_weights, got 2, 1 and 1",
     ),
     "chains of a mixture": (
         lambda: augmix_batch(IMAGES[0], draws=AugMixDraws(chains=[[SAME, SAME]], weights=[[1.0]], image_weights=[1.0])),
-        "augmix: needs a chain for each of 1 images, got 2",
+        "augmix: chains must have one chain per image, got 2 for 1 images",
     ),
 }
 

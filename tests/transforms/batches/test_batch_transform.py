@@ -62,7 +62,9 @@ def in_a_step(transform: dt.Transform, batch: object) -> None:
     ids=["mixup", "cutmix", "label_smoothing"],
 )
 def test_a_tensor_is_not_its_own_target(make):
-    with pytest.raises(ConfigError, match=r"(mixup|cutmix|label_smoothing): needs inputs and targets, got a batch that is one"):
+    with pytest.raises(
+        ConfigError, match=r"(mixup|cutmix|label_smoothing): the batch must have inputs and targets, got one tensor"
+    ):
         make()
 
 
@@ -70,7 +72,7 @@ def test_a_tensor_is_not_its_own_target(make):
 def test_in_a_step_three_axes_are_not_taken_for_one_image(make):
     """A batch of images without an axis of channels: as one image, all would be treated alike, and two as its channels."""
     transform = make()
-    message = rf"{transform.name}: needs images \[batch, channels, height, width\], got shape \(3, 8, 8\) at 'x'"
+    message = rf"{transform.name}: images must be \[batch, channels, height, width\], got shape \(3, 8, 8\) at 'x'"
     with pytest.raises(ConfigError, match=message):
         in_a_step(transform, {"x": torch.rand(3, 8, 8)})
 

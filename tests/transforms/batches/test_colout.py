@@ -36,7 +36,10 @@ def test_what_is_laid_out_alike_is_cut_alike():
 
 
 REFUSED = {
-    "no generator": (lambda: colout_batch(places()), "colout: needs generator=..., or rows=... and columns=..."),
+    "no generator": (
+        lambda: colout_batch(places()),
+        "colout: generator must be given, got None. Give generator= or rows= and columns=",
+    ),
     "all": (lambda: colout(1.0), r"colout: p_row must be in \[0, 1\), got 1\.0\."),
     "negative": (lambda: colout(0.1, -0.1), r"colout: p_col must be in \[0, 1\), got -0\.1\."),
     "other sizes": (

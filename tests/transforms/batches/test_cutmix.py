@@ -125,23 +125,23 @@ def test_an_empty_batch_stays_empty():
 REFUSED = {
     "no generator": (
         lambda: cutmix_batch(zeros_and_ones(), num_classes=2),
-        "cutmix: needs generator=..., or box=... and order",
+        "cutmix: generator must be given, got None. Give generator= or box= and order",
     ),
-    "no order": (lambda: cutmix_batch(zeros_and_ones(), num_classes=2, box=(0, 0, 1, 1)), "cutmix: needs generator="),
+    "no order": (lambda: cutmix_batch(zeros_and_ones(), num_classes=2, box=(0, 0, 1, 1)), "cutmix: generator must be given"),
     "alpha": (lambda: cutmix(-1.0), r"cutmix: alpha must be in \[0, inf\), got -1\.0\."),
-    "length": (lambda: cutmix(length=1.5), r"cutmix: needs length in \[0, 1\], got length=1.5"),
+    "length": (lambda: cutmix(length=1.5), r"cutmix: length must be in \[0, 1\], got length=1.5"),
     "place": (lambda: cutmix(placement="middle"), "cutmix: placement must be one of center, even, inside, got 'middle'"),
     "box": (
         lambda: cutmix_batch(zeros_and_ones(), num_classes=2, box=(0, 0, 1), order=SWAP),
-        r"cutmix: a box is \(top, left, bottom, right\) in whole pixels, \[4\] or \[batch, 4\], got \(0, 0, 1\)",
+        r"cutmix: box must be integers \(top, left, bottom, right\), \[4\] or \[batch, 4\], got \(0, 0, 1\)",
     ),
     "vectors": (
         lambda: cutmix_batch({"x": torch.zeros(2, 3), "y": torch.zeros(2, 2)}, generator=generator()),
-        r"cutmix: needs images \[batch, channels, height, width\], got shape \(2, 3\) at 'x'",
+        r"cutmix: images must be \[batch, channels, height, width\], got shape \(2, 3\) at 'x'",
     ),
     "a map of targets": (
         lambda: cutmix_batch({**zeros_and_ones(), "y": torch.zeros(2, 4, 6, 2)}, generator=generator()),
-        r"cutmix: needs one target a sample, \[batch\] or \[batch, classes\], got shape \(2, 4, 6, 2\)",
+        r"cutmix: targets must be \[batch\] or \[batch, classes\], got shape \(2, 4, 6, 2\)",
     ),
 }
 

@@ -19,7 +19,7 @@ def hidden(**options) -> torch.Tensor:
 
 @pytest.mark.parametrize(("length", "side"), [(0.5, 4), (0.25, 2), (3, 3), (0, 0), (0.0, 0), (1.0, 8), (100, 8)])
 def test_squares_have_the_side_that_is_asked_for(length, side):
-    cut = hidden(length=length, place="inside")
+    cut = hidden(length=length, placement="inside")
     assert cut.any(2).sum(1).unique().tolist() == [side]
     assert cut.any(1).sum(1).unique().tolist() == [side]
 
@@ -33,7 +33,7 @@ def test_each_image_has_its_own_place_and_a_square_may_stand_out():
 
 
 def test_several_holes_hide_more():
-    assert hidden(length=3, holes=4, place="inside").sum((1, 2)).float().mean() > 20  # one is 9
+    assert hidden(length=3, holes=4, placement="inside").sum((1, 2)).float().mean() > 20  # one is 9
 
 
 def test_boxes_may_be_given_for_each_image():
@@ -54,14 +54,17 @@ def test_it_serves_one_sample_in_a_loader():
 
 
 REFUSED = {
-    "no generator": (lambda: cutout_batch(torch.ones(1, 1, 2, 2)), "cutout: needs generator=..., or boxes=..."),
-    "share": (lambda: cutout(1.5), r"cutout: length must be pixels \(int >= 0\) or a share of the side .*, got 1\.5"),
+    "no generator": (
+        lambda: cutout_batch(torch.ones(1, 1, 2, 2)),
+        "cutout: generator must be given, got None. Give generator= or boxes=",
+    ),
+    "share": (lambda: cutout(1.5), r"cutout: length must be pixels \(int >= 0\) or a fraction of the side .*, got 1\.5"),
     "negative": (lambda: cutout(-1), r"cutout: length must be pixels .* got -1"),
-    "holes": (lambda: cutout(holes=0), "cutout: needs a whole number of holes of at least 1, got holes=0"),
+    "holes": (lambda: cutout(holes=0), "cutout: holes must be an int of at least 1, got holes=0"),
     "place": (lambda: cutout(placement="left"), "cutout: placement must be one of center, even, inside, got 'left'"),
     "vectors": (
         lambda: cutout_batch({"x": torch.ones(3, 4)}, generator=generator()),
-        r"cutout: needs images \[batch, channels, height, width\] or one .*, got shape \(3, 4\) at 'x'",
+        r"cutout: images must be \[batch, channels, height, width\] or .*, got shape \(3, 4\) at 'x'",
     ),
 }
 

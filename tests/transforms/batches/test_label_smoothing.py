@@ -58,11 +58,11 @@ REFUSED = {
     "smoothing": (lambda: label_smoothing(1.1), r"label_smoothing: smoothing must be in \[0, 1\], got 1\.1"),
     "no classes": (
         lambda: smooth_labels(torch.tensor([1])),
-        "label_smoothing: class indices .*, for which it needs num_classes=",
+        r"label_smoothing: num_classes must be given for class indices, got None\. Give num_classes=",
     ),
     "other classes": (
         lambda: smooth_labels(HALF, num_classes=3),
-        r"label_smoothing: needs targets \[\*, 3\], got shape \(1, 4\)",
+        r"label_smoothing: targets must be \[\*, 3\], got shape \(1, 4\)",
     ),
 }
 

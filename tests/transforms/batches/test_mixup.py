@@ -143,39 +143,48 @@ def test_alpha_is_read_at_the_step_about_to_run():
 
 
 REFUSED = {
-    "no generator": (lambda: mixup_batch(batch(), num_classes=3), r"mixup: needs generator=..., or coefficient=... and order="),
-    "no order": (lambda: mixup_batch(batch(), num_classes=3, coefficient=0.5), r"mixup: needs generator="),
-    "no classes": (lambda: mixup_batch(batch(), generator=generator()), r"mixup: class indices .* needs num_classes="),
+    "no generator": (
+        lambda: mixup_batch(batch(), num_classes=3),
+        r"mixup: generator must be given, got None. Give generator= or coefficient= and order=",
+    ),
+    "no order": (lambda: mixup_batch(batch(), num_classes=3, coefficient=0.5), r"mixup: generator must be given"),
+    "no classes": (
+        lambda: mixup_batch(batch(), generator=generator()),
+        r"mixup: num_classes must be given for class indices, got None\. Give num_classes=",
+    ),
     "negative": (lambda: mixup(-0.1), r"mixup: alpha must be in \[0, inf\), got -0\.1\."),
     "text": (lambda: mixup("0.1"), r"mixup: alpha must be a finite number or a schedule"),
-    "classes": (lambda: mixup(num_classes=0), r"mixup: needs a whole num_classes of at least 1, got num_classes=0"),
+    "classes": (lambda: mixup(num_classes=0), r"mixup: num_classes must be an int of at least 1, got num_classes=0"),
     "other classes": (
         lambda: mixup_batch({"x": torch.zeros(2), "y": torch.zeros(2, 4)}, num_classes=3, generator=generator()),
-        r"mixup: needs targets \[\*, 3\], got shape \(2, 4\)",
+        r"mixup: targets must be \[\*, 3\], got shape \(2, 4\)",
     ),
     "integers": (
         lambda: mixup_batch({"x": torch.zeros(2, dtype=torch.uint8), "y": torch.zeros(2, 1)}, generator=generator()),
-        r"mixup: needs floating-point inputs, got torch.uint8 at 'x'",
+        r"mixup: inputs must be floating-point, got torch.uint8 at 'x'",
     ),
     "integer samples": (
         lambda: mix_samples(torch.arange(2), SWAP, 0.5),
-        "mix_samples: needs floating-point samples, got torch",
+        "mix_samples: samples must be floating-point, got torch",
     ),
     "indices of another dtype": (
         lambda: mixup_batch(
             {"x": torch.zeros(2), "y": torch.zeros(2, dtype=torch.int32)}, num_classes=2, generator=generator()
         ),
-        r"mixup: targets are class indices \(int64\) or probabilities \(float\), got torch.int32",
+        r"mixup: targets must be class indices \(int64\) or probabilities \(float\), got torch.int32",
     ),
     "no key": (
         lambda: mixup_batch({"image": torch.zeros(2)}, generator=generator()),
-        r"mixup: the batch has no 'x'; it has \['image'\]; give the right inputs= or targets=",
+        r"mixup: the batch must have 'x', got \['image'\]\. Give another input_key= or target_key=",
     ),
     "no place": (
         lambda: mixup_batch((torch.zeros(2),), input_key=0, target_key=1, generator=generator()),
-        "has no 1; it has a tuple",
+        "the batch must have 1, got a tuple",
     ),
-    "no tensor": (lambda: mixup_batch({"x": [1.0], "y": [1]}, generator=generator()), r"needs a tensor at 'x', got a list"),
+    "no tensor": (
+        lambda: mixup_batch({"x": [1.0], "y": [1]}, generator=generator()),
+        r"the value at 'x' must be a tensor, got a list",
+    ),
 }
 
 

@@ -93,25 +93,25 @@ def test_images_grow_with_the_run():
 
 
 REFUSED = {
-    "a number": (lambda: progressive_resizing(0.5), "progressive_resizing: scale is a schedule, got 0.5"),
+    "a number": (lambda: progressive_resizing(0.5), "progressive_resizing: scale must be a schedule, got 0.5"),
     "initial scale": (
         lambda: progressive_resizing(initial_scale=1.5),
-        r"progressive_resizing: needs scale in \[0, 1\], got scale=1.5",
+        r"progressive_resizing: scale must be in \[0, 1\], got scale=1.5",
     ),
-    "nothing": (lambda: progressive_resizing(initial_scale=0), "progressive_resizing: needs scale > 0, got scale=0"),
+    "nothing": (lambda: progressive_resizing(initial_scale=0), "progressive_resizing: scale must be above 0, got scale=0"),
     "order": (
         lambda: progressive_resizing(delay="5ep", full="3ep"),
-        "progressive_resizing: needs delay <= full in one unit, got delay='5ep', full='3ep'",
+        "progressive_resizing: delay must be at most full in the same unit, got delay='5ep', full='3ep'",
     ),
     "units": (
         lambda: progressive_resizing(delay="5ba", full="8ep"),
-        "needs delay <= full in one unit, got delay='5ba', full='8ep'",
+        "delay must be at most full in the same unit, got delay='5ba', full='8ep'",
     ),
     "increment": (
         lambda: progressive_resizing(size_increment=0),
-        "progressive_resizing: needs a whole size_increment of at least 1, got size_increment=0",
+        "progressive_resizing: size_increment must be an int of at least 1, got size_increment=0",
     ),
-    "mode": (lambda: progressive_resizing(mode="zoom"), "progressive_resizing: mode is one of resize, crop, got 'zoom'"),
+    "mode": (lambda: progressive_resizing(mode="zoom"), "progressive_resizing: mode must be one of resize, crop, got 'zoom'"),
     "unknown length": (lambda: sizes(progressive_resizing(), 0), "is a share of the run, whose length is not known"),
     "schedule": (
         lambda: sizes(progressive_resizing(lambda step: 2.0), 1),
@@ -119,11 +119,11 @@ REFUSED = {
     ),
     "no generator": (
         lambda: resize_batch(image(8, 8), scale=0.5, mode="crop"),
-        "resize_batch: needs generator=..., or offset=...",
+        "resize_batch: generator must be given, got None. Give generator= or offset=",
     ),
     "offset": (
         lambda: resize_batch(image(8, 8), scale=0.5, mode="crop", offset=(0, 5)),
-        r"resize_batch: the crop begins at most at \(4, 4\), got offset=\(0, 5\)",
+        r"resize_batch: offset must be at least 0 and at most \(4, 4\), got offset=\(0, 5\)",
     ),
 }
 

@@ -74,21 +74,30 @@ def test_no_images_are_none():
 
 
 REFUSED = {
-    "no generator": (lambda: rand_augment_batch(IMAGES), "rand_augment: needs generator=..., or chains=..."),
+    "no generator": (
+        lambda: rand_augment_batch(IMAGES),
+        "rand_augment: generator must be given, got None. Give generator= or chains=",
+    ),
     "a generator of a device": (
         lambda: rand_augment_batch(IMAGES, generator=SimpleNamespace(device=torch.device("cuda:0"))),
-        "rand_augment: chooses on the host, so it needs a generator of the CPU, got one on cuda:0",
+        "rand_augment: generator must be on the CPU, got a generator on cuda:0",
     ),
     "magnitude": (lambda: rand_augment(11), r"rand_augment: magnitude must be in \[0, 10\], got 11\."),
-    "depth": (lambda: rand_augment(depth=0), "rand_augment: needs a whole depth of at least 1, got depth=0"),
-    "operation": (lambda: rand_augment(operations=["flip"]), "rand_augment: operations are some of identity, .* got 'flip'"),
-    "one operation": (lambda: rand_augment(operations="rotate"), "rand_augment: operations are some of .* got 'r'"),
-    "no operation": (lambda: rand_augment(operations=[]), r"rand_augment: operations are some of .* got \[\]"),
-    "chains": (lambda: rand_augment_batch(IMAGES, chains=[[]]), "rand_augment: needs a chain for each of 8 images, got 1"),
-    "chain": (lambda: rand_augment_batch(IMAGES[0], chains=[[("flip", 1.0)]]), "operations are some of .* got 'flip'"),
+    "depth": (lambda: rand_augment(depth=0), "rand_augment: depth must be an int of at least 1, got depth=0"),
+    "operation": (
+        lambda: rand_augment(operations=["flip"]),
+        "rand_augment: operations must be some of identity, .* got 'flip'",
+    ),
+    "one operation": (lambda: rand_augment(operations="rotate"), "rand_augment: operations must be some of .* got 'r'"),
+    "no operation": (lambda: rand_augment(operations=[]), r"rand_augment: operations must be some of .* got \[\]"),
+    "chains": (
+        lambda: rand_augment_batch(IMAGES, chains=[[]]),
+        "rand_augment: chains must have one chain per image, got 1 for 8 images",
+    ),
+    "chain": (lambda: rand_augment_batch(IMAGES[0], chains=[[("flip", 1.0)]]), "operations must be some of .* got 'flip'"),
     "integers": (
         lambda: rand_augment_batch(IMAGES.long(), generator=generator()),
-        "rand_augment: needs images as uint8, or as floats from 0 to 1, got torch.int64",
+        "rand_augment: images must be uint8, or floats from 0 to 1, got torch.int64",
     ),
 }
 

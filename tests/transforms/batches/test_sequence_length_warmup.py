@@ -110,64 +110,67 @@ def test_a_tensordict_stays_one():
     [
         (
             lambda: shorten_batch({"input_ids": IDS}, 0),
-            "shorten_batch: needs a length that is a whole number of at least 1, got 0",
+            "shorten_batch: length must be an int of at least 1, got 0",
         ),
         (lambda: shorten_batch({"input_ids": IDS}, 2.0), "at least 1, got 2.0"),
-        (lambda: shorten_batch(IDS, 2), "shorten_batch: needs a mapping of tensors, got a Tensor"),
+        (lambda: shorten_batch(IDS, 2), "shorten_batch: batch must be a mapping of tensors, got a Tensor"),
         (
             lambda: shorten_batch({"x": IDS}, 2),
-            r"needs a tensor \[batch, seq\] under inputs='input_ids'; the batch has \['x'\]",
+            r"the batch must have a tensor \[batch, seq\] at input_key='input_ids', got \['x'\]",
         ),
         (
             lambda: shorten_batch({"input_ids": IDS}, 2, axes={"x": (1,)}),
-            r"axes names 'x', which is not in the batch; it has \['input_ids'\]",
+            r"keys of axes must be in the batch \['input_ids'\], got 'x'",
         ),
         (
             lambda: shorten_batch({"input_ids": IDS, "x": IDS[:, :3]}, 2, axes={"x": (1,)}),
-            r"'x' \[2, 3\] is not 6 long along the axes \(1,\); axes= takes one or two",
+            r"the axes of 'x' must have the length 6, got \(1,\) of \[2, 3\]\. Give one or two",
         ),
         (
             lambda: shorten_batch({"input_ids": IDS, "x": IDS}, 2, axes={"x": 1}),
-            r"'x' \[2, 6\] is not 6 long along the axes 1; axes= takes one or two .* as in \(1,\)",
+            r"the axes of 'x' must have the length 6, got 1 of \[2, 6\]\. Give one or two .* as in \(1,\)",
         ),
         (
             lambda: shorten_batch({"input_ids": IDS, "x": ["a", "b"]}, 2, axes={"x": (1,)}),
-            r"'x' \(a list\) is not 6 long along the axes",
+            r"the axes of 'x' must have the length 6, got \(1,\) of a list",
         ),
         (
             lambda: shorten_batch({"input_ids": IDS}, 2, axes={"input_ids": (5,)}),
-            r"'input_ids' \[2, 6\] has no sequence along the axes \(5,\)",
+            r"the axes of 'input_ids' must be sequence axes, got \(5,\) of \[2, 6\]",
         ),
-        (lambda: shorten_batch({"input_ids": IDS}, 2, axes={"input_ids": ()}), r"has no sequence along the axes \(\)"),
+        (lambda: shorten_batch({"input_ids": IDS}, 2, axes={"input_ids": ()}), r"must be sequence axes, got \(\)"),
         (
             lambda: shorten_batch({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 1, 6)}, 2, keep_end=True),
-            r"keep_end needs a mask \[batch, seq\] under mask='attention_mask', got \[2, 1, 1, 6\]",
+            r"the mask at mask_key='attention_mask' must be \[batch, seq\] with keep_end, got \[2, 1, 1, 6\]",
         ),
         (
             lambda: shorten_batch({"input_ids": IDS, "position_ids": torch.arange(6)[None]}, 2, truncate=False),
-            r"'position_ids' \[1, 6\] is not of 2 samples, so it belongs to no piece of one",
+            r"'position_ids' must have 2 samples with truncate=False, got \[1, 6\]",
         ),
         (
             lambda: shorten_batch({"input_ids": IDS, "names": ["a", "b"]}, 2, truncate=False),
-            r"'names' \[2\] is not along the sequence, so it belongs to no piece of one",
+            r"'names' must have a sequence axis with truncate=False, got \[2\]",
         ),
         (
             lambda: shorten_batch({"input_ids": IDS}, 2, truncate=False, keep_end=True),
-            "shorten_batch: keep_end goes with truncate=True",
+            "shorten_batch: keep_end must be False with truncate=False",
         ),
         (
             lambda: shorten_batch({"input_ids": IDS, "label": torch.ones(2)}, 2, truncate=False),
-            r"'label' \[2\] is not along the sequence, so it belongs to no piece of one; use truncate=True",
+            r"'label' must have a sequence axis with truncate=False, got \[2\]\. Use truncate=True",
         ),
-        (lambda: sequence_length_warmup(truncate=False, keep_end=True), "sequence_length_warmup: keep_end goes with"),
+        (lambda: sequence_length_warmup(truncate=False, keep_end=True), "sequence_length_warmup: keep_end must be False with"),
         (
             lambda: sequence_length_warmup(min_length=9, max_length=8),
             "with 1 <= min_length <= max_length .* min_length=9, max_l",
         ),
         (lambda: sequence_length_warmup(step_size=0), "got min_length=8, max_length=1024, step_size=0"),
-        (lambda: sequence_length_warmup(max_length=64.0), "needs whole numbers .* max_length=64.0"),
+        (lambda: sequence_length_warmup(max_length=64.0), "lengths must be ints .* max_length=64.0"),
         (lambda: sequence_length_warmup(duration="3"), "duration: cannot read '3'"),
-        (lambda: sequence_length_warmup(8), "length is a schedule .*, got 8; one length is max_length="),
+        (
+            lambda: sequence_length_warmup(8),
+            r"length must be a function of the step, got 8\. For a fixed length use max_length=",
+        ),
     ],
 )
 def test_what_cannot_be_right_is_refused(make, message):
@@ -239,7 +242,7 @@ def test_a_schedule_may_be_measured_in_tokens():
 
 def test_a_schedule_that_gives_no_length_is_refused_in_the_step():
     with pytest.raises(
-        ConfigError, match=r"length must be in \[1, inf\), and its schedule gives 0\.5 at step 0 of a run of 4ba"
+        ConfigError, match=r"length must be in \[1, inf\), got 0\.5 from its schedule at step 0 of a run of 4ba"
     ):
         trained(sequence_length_warmup(lambda step: 0.5), 1)
 

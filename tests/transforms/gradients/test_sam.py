@@ -250,10 +250,10 @@ def test_sam_refuses(given, message):
 
 
 @pytest.mark.parametrize(
-    ("rho", "eta", "message"), [(-1.0, 0.01, "positive rho"), (0.1, float("inf"), "eta must be finite and at least 0")]
+    ("rho", "eta", "message"), [(-1.0, 0.01, "rho must be positive"), (0.1, float("inf"), "eta must be finite and at least 0")]
 )
 def test_perturb_refuses(rho, eta, message):
-    with pytest.raises(ConfigError, match=f"perturb_: needs a {message}"):
+    with pytest.raises(ConfigError, match=f"perturb_params_: {message}"):
         perturb_params_({}, rho, eta=eta)
 
 

@@ -157,7 +157,7 @@ def augmix_batch(
     def draw(count: int) -> AugMixDraws:
         if draws is not None:
             return draws
-        return _sample_draws(count, options, host_random_from(require_generator(generator, "augmix", "draws=..."), "augmix"))
+        return _sample_draws(count, options, host_random_from(require_generator(generator, "augmix", "draws="), "augmix"))
 
     return _augment_or_add_views(batch, input_key, views, fill, draw)
 

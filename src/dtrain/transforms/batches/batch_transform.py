@@ -112,7 +112,7 @@ def require_generator(generator: torch.Generator | None, caller: str, instead: s
         ConfigError: ``generator`` is None. The error also offers the argument ``instead``.
     """
     if generator is None:
-        raise ConfigError(f"{caller}: generator must be given, got None. Give generator=... or {instead}.")
+        raise ConfigError(f"{caller}: generator must be given, got None. Give generator= or {instead}.")
     return generator
 
 

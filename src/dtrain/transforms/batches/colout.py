@@ -129,7 +129,7 @@ def _select_kept(
         return indices.to(device, non_blocking=True)
     # The addend corrects a rounding: 0.9 * 10 is slightly less than 9.
     count = max(1, int((1.0 - dropped) * extent + 1e-9))
-    generator = require_generator(generator, "colout", "rows=... and columns=...")
+    generator = require_generator(generator, "colout", "rows= and columns=")
     return sample_permutation(extent, generator, device)[:count].sort().values
 
 

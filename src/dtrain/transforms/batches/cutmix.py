@@ -99,13 +99,13 @@ def cutmix_batch(
     check_image_batch(x, "cutmix", key=input_key)
     size = (x.shape[-2], x.shape[-1])
     if box is None:
-        box_generator = require_generator(generator, "cutmix", "box=... and order=...")
+        box_generator = require_generator(generator, "cutmix", "box= and order=")
         boxes = _sample_cutmix_boxes(len(x) if per_sample else 1, size, alpha, length, placement, box_generator)
         boxes = boxes.to(x.device, non_blocking=True)
     else:
         boxes = to_box_tensor(box, x.device, "cutmix")
     if order is None:
-        order = sample_permutation(len(x), require_generator(generator, "cutmix", "box=... and order=..."), x.device)
+        order = sample_permutation(len(x), require_generator(generator, "cutmix", "box= and order="), x.device)
     y = as_probabilities(y, num_classes, ignore_index=ignore_index, caller="cutmix")
     if y.ndim > 2:
         raise ConfigError(f"cutmix: targets must be [batch] or [batch, classes], got shape {tuple(y.shape)}.")

@@ -116,7 +116,7 @@ def _fill_holes(
     size, count = (images.shape[-2], images.shape[-1]), len(images) * holes
     if boxes is not None:
         return images.masked_fill(box_mask(to_box_tensor(boxes, images.device, "cutout"), size), fill)
-    generator = require_generator(generator, "cutout", "boxes=...")
+    generator = require_generator(generator, "cutout", "boxes=")
     side = min(length if isinstance(length, int) else round(length * min(size)), *size)
     sides = torch.full((count,), side, device=generator.device)
     squares = sample_boxes((sides, sides), size, placement, generator).to(images.device, non_blocking=True)

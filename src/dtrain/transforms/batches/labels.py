@@ -52,7 +52,7 @@ def as_probabilities(
         return targets
     check_class_indices(targets, caller)
     if num_classes is None:
-        raise ConfigError(f"{caller}: num_classes must be given for class indices, got None. Give num_classes=...")
+        raise ConfigError(f"{caller}: num_classes must be given for class indices, got None. Give num_classes=.")
     valid = targets != ignore_index
     probabilities = torch.zeros((*targets.shape, num_classes), dtype=dtype, device=targets.device)
     return probabilities.scatter_(-1, torch.where(valid, targets, 0).unsqueeze(-1), valid.to(dtype).unsqueeze(-1))

@@ -111,10 +111,10 @@ def mixup_batch(
         raise ConfigError(f"mixup: inputs must be floating-point, got {x.dtype} at {input_key!r}. Convert the inputs first.")
     dtype = torch.promote_types(x.dtype, torch.float32)
     if coefficient is None:
-        beta_generator = require_generator(generator, "mixup", "coefficient=... and order=...")
+        beta_generator = require_generator(generator, "mixup", "coefficient= and order=")
         coefficient = sample_beta(alpha, len(x) if per_sample else 1, beta_generator, x.device, dtype)
     if order is None:
-        order = sample_permutation(len(x), require_generator(generator, "mixup", "coefficient=... and order=..."), x.device)
+        order = sample_permutation(len(x), require_generator(generator, "mixup", "coefficient= and order="), x.device)
     y = as_probabilities(y, num_classes, ignore_index=ignore_index, dtype=dtype, caller="mixup")
     return replace_tensors(
         batch, {input_key: mix_samples(x, order, coefficient), target_key: mix_samples(y, order, coefficient)}

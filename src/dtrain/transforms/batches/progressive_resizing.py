@@ -76,7 +76,7 @@ def resize_batch(
     def start(room: tuple[int, int]) -> tuple[int, int]:
         if offset is None:
             return _sample_offset(
-                host_random_from(require_generator(generator, "resize_batch", "offset=..."), "resize_batch"), room
+                host_random_from(require_generator(generator, "resize_batch", "offset="), "resize_batch"), room
             )
         if not all(0 <= position <= limit for position, limit in zip(offset, room, strict=True)):
             raise ConfigError(f"resize_batch: offset must be at least 0 and at most {room}, got {offset=}.")

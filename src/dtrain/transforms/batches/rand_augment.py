@@ -90,7 +90,7 @@ def rand_augment_batch(
         if chains is not None:
             check_chains(chains, count, "rand_augment")
             return chains
-        rng = host_random_from(require_generator(generator, "rand_augment", "chains=..."), "rand_augment")
+        rng = host_random_from(require_generator(generator, "rand_augment", "chains="), "rand_augment")
         return _sample_chains(count, magnitude, depth, operations, rng)
 
     return map_images(batch, input_key, "rand_augment", lambda images: _augment(images, draw, fill))
