@@ -32,7 +32,7 @@ def test_units_bytes_dtypes_and_placements(ranks):
     place = "copied over dp_replicate=2, cut on dim 0 over dp_shard=2"
     assert rows["model"] == ["Scaled", "1", "24", "96 B", "48 B", "float32", "bfloat16", "float32", place]
     assert rows["block"] == ["Block", "2", "60", "240 B", "120 B", "float32", "bfloat16", "float32", place]
-    assert rows["left out"] == ["4", "68", "272 B", "272 B", "float32", "float32", "float32", "whole"]
+    assert rows["ignored"] == ["4", "68", "272 B", "272 B", "float32", "float32", "float32", "whole"]
     assert rows["buffers"][:5] == ["1", "5", "20 B", "20 B", "float32"]
     assert rows["total"] == ["8", "157", "628 B", "460 B"]
 

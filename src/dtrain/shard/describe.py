@@ -35,7 +35,7 @@ def describe(model: nn.Module) -> str:
     is_sharded = spec.mesh is not None
     unsharded = [p for name, p in parameters_by_fqn(model)[0].items() if not is_sharded or name in spec.ignored_params]
     if unsharded:
-        label = ("left out", "") if is_sharded else ("model", type(model).__name__)
+        label = ("ignored", "") if is_sharded else ("model", type(model).__name__)
         rows.append(_row(*label, unsharded, computed=_dtypes(unsharded), reduced=_dtypes(unsharded) if is_sharded else "-"))
     params = [*(p for group in fsdp_param_groups(model) for p in sharded_params(group)), *unsharded]
     buffers = list(model.buffers())

@@ -68,11 +68,19 @@ class _FactorizedLayer(nn.Module):
 class FactorizedLinear(_FactorizedLayer):
     """Linear layer through ``rank`` features, with the bias in ``up``.
 
+    Formula: ``y = x @ down.weight.T @ up.weight.T + up.bias``
+
+    Args:
+        layer: original layer, whose weight is approximated.
+        rank: number of features between ``down`` and ``up``.
+
     Example:
         >>> import dtrain as dt
         >>> layer = dt.surgery.FactorizedLinear(nn.Linear(4, 6), rank=2)
         >>> layer(torch.ones(3, 4)).shape, [tuple(p.shape) for p in layer.parameters()]
         (torch.Size([3, 6]), [(2, 4), (6, 2), (6,)])
+
+    Source: Denton et al. 2014, arXiv:1404.0736.
     """
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
@@ -87,11 +95,19 @@ class FactorizedLinear(_FactorizedLayer):
 class FactorizedConv2d(_FactorizedLayer):
     """Convolution to ``rank`` channels with the original kernel and stride, and a 1x1 convolution with the bias.
 
+    Formula: ``y = conv_1x1(conv(x, down.weight), up.weight) + up.bias``
+
+    Args:
+        layer: original convolution, whose weight is approximated.
+        rank: number of channels between ``down`` and ``up``.
+
     Example:
         >>> import dtrain as dt
         >>> layer = dt.surgery.FactorizedConv2d(nn.Conv2d(4, 6, 3), rank=2)
         >>> layer(torch.ones(1, 4, 5, 5)).shape, [tuple(p.shape) for p in layer.parameters()]
         (torch.Size([1, 6, 3, 3]), [(2, 4, 3, 3), (6, 2, 1, 1), (6,)])
+
+    Source: Zhang et al. 2015, arXiv:1505.06798.
     """
 
     def __init__(self, layer: nn.Conv2d, rank: int) -> None:
