@@ -1,7 +1,7 @@
 """Combine transforms: limit steps (``every``, ``between``) or parameters (``masked``), wrap a batch function (``on_batch``).
 
 A combined transform keeps the name of the inner transform. So its state, its entry in a checkpoint and its random stream stay
-the same, and a run may be resumed with or without the combinator.
+the same. A run may be resumed with or without the combinator.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
 
     Args:
         fn: pure function ``(batch, generator) -> batch``. The batch and the generator are on the model's device. The generator
-            is seeded by the run's seed, ``name``, the step and the data-parallel rank, so a repeated gradient of a step draws
-            the same numbers. The batch may be empty on a rank without samples.
+            is seeded by the run's seed, ``name``, the step and the data-parallel rank. A repeated gradient of a step draws the
+            same numbers. The batch may be empty on a rank without samples.
         name: name of the transform and of its random stream.
 
     Example:

@@ -78,12 +78,14 @@ class Transform:
             ahead, so that an invalid value raises before the run.
 
     Example:
-        def skip_small_losses(inner):
+        def update(inner):
             def update_fn(state, metrics):
-                return inner(state, metrics) if metrics["loss"].total > 0.1 else (state, metrics)
+                for param in state.params.values():
+                    param.grad.sign_()
+                return inner(state, metrics)
             return update_fn
 
-        skip = dt.Transform(name="skip_small_losses", update=skip_small_losses)
+        step = dt.compose_step(loss_fn, [dt.Transform(name="sign_gradient", update=update)])
     """
 
     name: str

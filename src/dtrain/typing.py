@@ -56,8 +56,9 @@ class LossSum:
 
     Example:
         def loss_fn(model, batch):
-            errors = (model(batch["x"]) - batch["y"]).square().sum(dim=-1)  # [n]
-            return dt.LossSum(total=errors.sum(), weight=len(errors), aux={"max": (errors.max(), 1)})
+            errors = model(batch["x"]) - batch["y"]  # [n]
+            absolute = (errors.abs().sum(), len(errors))
+            return dt.LossSum(total=errors.square().sum(), weight=len(errors), aux={"absolute_error": absolute})
     """
 
     total: Tensor

@@ -9,9 +9,9 @@ not match, all ranks raise. If the run succeeds on all ranks, the guard stores i
 plan.
 
 *Traced*. If all ranks hold the traces of the same checked runs, the next run of that plan exchanges nothing. Each rank compares
-each collective with the trace before issuing the collective. If a rank fails, or its next collective differs from the trace,
-the rank leaves the model's code and issues the rest of the trace with zeros. So each rank issues exactly the trace, and a wrong
-pairing cannot occur. The exchange after the run tells all ranks that the run is void.
+each collective with the trace before issuing the collective. A rank aborts the model's code if the rank fails, or if its next
+collective differs from the trace. Then the rank issues the rest of the trace with zeros. So each rank issues exactly the trace,
+and a wrong pairing cannot occur. The exchange after the run tells all ranks that the run is void.
 
 A trace does not have to predict the plan correctly. If the trace is wrong, the run is void, the trace is dropped, and the run
 is repeated in checked mode. For example, FSDP2 gathers different units in later microbatches and in steps of more microbatches,

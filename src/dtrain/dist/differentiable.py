@@ -23,9 +23,9 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 def all_gather_with_grad(x: Tensor) -> Tensor:
     """Gather the rows of all ranks as ``[sum of n, ...]``, in the order of ranks, with the exact gradient.
 
-    The gradient is the gradient of the loss *summed* over ranks: a step divides that sum by the global weight. So a contrastive
-    loss of this rank's rows against the rows of all ranks, weighted by this rank's number of rows, trains like one process with
-    the whole batch. Use ``grad_cache_step`` for such losses. In ``microbatch_step`` each microbatch would gather only its own
+    The gradient is the gradient of the loss *summed* over ranks: a step divides that sum by the global weight. A contrastive
+    loss compares this rank's rows with the rows of all ranks. Weighted by this rank's number of rows, such a loss trains like
+    one process with the whole batch. Use ``grad_cache_step`` for such losses. In ``microbatch_step`` each microbatch would gather only its own
     rows, and also the padding rows of ranks without samples.
 
     Args:

@@ -1,7 +1,7 @@
 """Synchronize a step between ranks: exchange one record on the control group before forward, and one after backward.
 
 The first record adds up the counts, which come from the batch in host memory. So the clock is exact for ragged batches without
-a GPU sync, and all ranks know the number of microbatches before the first collective of the step. The second record detects
+a GPU sync. All ranks also learn the number of microbatches before the first collective of the step. The second record detects
 ranks that reduced different gradients, which would otherwise give wrong results silently. No exchange waits for a device.
 """
 

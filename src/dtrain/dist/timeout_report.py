@@ -1,7 +1,7 @@
 """Name the missing ranks in one error line when a collective times out or loses a peer.
 
 torch reports that a collective failed, but not which ranks are missing. So a rank whose collective failed writes a mark to the
-rendezvous store, waits a few seconds for the marks of the other ranks, and names the ranks without a mark. As long as
+rendezvous store. The rank waits a few seconds for the marks of the other ranks, and names the ranks without a mark. As long as
 collectives succeed nothing is sent, and a call only increments a count.
 """
 
