@@ -127,7 +127,7 @@ def test_a_launch(tmp_path: Path):
         str(tmp_path / "run"),
         str(tmp_path / "loop.py"),
     ]
-    done = subprocess.run([*launch, str(tmp_path / "loop.py")], env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, textwrap.indent(done.stderr, "    ")
     assert list(dict.fromkeys(out.read_text().split())) == WALKS["A launch"]
 
