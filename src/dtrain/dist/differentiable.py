@@ -25,8 +25,8 @@ def all_gather_with_grad(x: Tensor) -> Tensor:
 
     The gradient is the gradient of the loss *summed* over ranks: a step divides that sum by the global weight. A contrastive
     loss compares this rank's rows with the rows of all ranks. Weighted by this rank's number of rows, such a loss trains like
-    one process with the whole batch. Use ``grad_cache_step`` for such losses. In ``microbatch_step`` each microbatch would gather only its own
-    rows, and also the padding rows of ranks without samples.
+    one process with the whole batch. Use ``grad_cache_step`` for such losses. In ``microbatch_step`` each microbatch would
+    gather only its own rows, and also the padding rows of ranks without samples.
 
     Args:
         x: ``[n, ...]``, plain, floating, on the device of the training group. ``n`` may differ between ranks, down to 0. The

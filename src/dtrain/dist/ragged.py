@@ -33,9 +33,9 @@ def all_gather_ragged(rows: Rows | None, *, order: Tensor | None = None, mesh: D
 
     Args:
         rows: this rank's rows: a tensor ``[n, ...]``, or mappings, lists, tuples or TensorDicts of such tensors with the same
-            ``n``. All tensors are on the CPU or all on this rank's device, of any dtype. ``n`` may differ between ranks, down to 0. The
-            structure, the dtypes and the other dimensions must be equal on all ranks. None on a rank that has no rows and does
-            not know the structure.
+            ``n``. All tensors are on the CPU or all on this rank's device, of any dtype. ``n`` may differ between ranks, down
+            to 0. The structure, the dtypes and the other dimensions must be equal on all ranks. None on a rank that has no
+            rows and does not know the structure.
         order: ``[n]`` whole numbers to sort the rows by. The indices of the samples give the order of the dataset, with any
             number of ranks.
         mesh: mesh whose ranks along ``cp`` and ``tp`` share a batch, of which only the first rank counts; None counts every
