@@ -86,11 +86,12 @@ def test_pictures_are_written_where_they_are_asked_for(report, monkeypatch, tmp_
 
 
 MISTAKES = {
-    "no run": (("nowhere",), 2, "report: 'nowhere' is not there; give the folder of a run"),
+    "no run": (("nowhere",), 2, "report: path must be the folder of a run, got 'nowhere', which is not there. Pass the folder"),
     "a folder of runs": (
         (".",),
         2,
-        "report: '.' is no run: it has no ledger, no metrics.jsonl and no attempts; runs below it: gpt",
+        "report: path must be the folder of a run, got '.', which has no ledger, no metrics.jsonl and no attempts. "
+        "Runs below: gpt",
     ),
     "nothing": ((), 2, "report: missing argument 'RUN_DIR'; see"),
     "output in no folder": (

@@ -12,9 +12,9 @@ from dtrain.loggers.tensor_board import tensorboard
 from dtrain.loggers.weights_and_biases import wandb
 
 MAKE = {
-    "tensorboard": lambda folder, **more: tensorboard(folder, **more),
-    "wandb": lambda folder, **more: wandb("p", path=folder, mode="offline", **more),
-    "mlflow": lambda folder, **more: mlflow("e", path=folder, **more),
+    "tensorboard": lambda path, **more: tensorboard(path, **more),
+    "wandb": lambda path, **more: wandb("p", path=path, mode="offline", **more),
+    "mlflow": lambda path, **more: mlflow("e", path=path, **more),
 }
 
 

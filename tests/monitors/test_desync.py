@@ -146,7 +146,7 @@ def spoil(state, what):
     elif what == "moment, first":
         flip(to_local(state.optimizer.state[state.params["first.weight"]]["exp_avg"]))
     elif what == "slice":
-        flip(to_local(state.slices["ema"]["params"]["temperature"]))
+        flip(to_local(state.transform_states["ema"]["params"]["temperature"]))
     elif what == "clock":
         object.__setattr__(state.clock, "samples", state.clock.samples + 1)
     else:

@@ -29,7 +29,7 @@ def clocks(steps, *, run=None, samples=4, epoch=3):
 
 
 def judged(stop, values, **how):
-    return [stop.judge(clock, value) for clock, value in zip(clocks(len(values), **how), values, strict=True)]
+    return [stop.decide(clock, value) for clock, value in zip(clocks(len(values), **how), values, strict=True)]
 
 
 @pytest.mark.parametrize(

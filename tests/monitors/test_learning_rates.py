@@ -14,7 +14,7 @@ from dtrain.testing import count_host_syncs
 
 def state_of(*groups: dict, make=torch.optim.SGD, **options):
     made = [{"params": [torch.nn.Parameter(torch.ones(2))], **group} for group in groups]
-    return SimpleNamespace(optimizer=make(made, **{"lr": 0.1, **options}), slices={})
+    return SimpleNamespace(optimizer=make(made, **{"lr": 0.1, **options}), transform_states={})
 
 
 @pytest.mark.parametrize(

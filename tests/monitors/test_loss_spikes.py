@@ -92,7 +92,7 @@ def test_a_spike_raises_and_what_is_usual_does_not():
 def test_the_window_moves_on():
     step, state = begin(watch_loss(factor=3.0, window=10))
     state = run(step, state, [1.0] * 12 + [2.5] * 12 + [7.0] * 4)  # 7 is 2.8 times what is usual by then
-    assert list(state.slices["watch_loss"]["usual"].values()) == [2.5] * 8 + [7.0] * 2
+    assert list(state.transform_states["watch_loss"]["usual"].values()) == [2.5] * 8 + [7.0] * 2
 
 
 @pytest.mark.parametrize(

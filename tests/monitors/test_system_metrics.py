@@ -108,7 +108,7 @@ def gpus(monkeypatch):
 
 def test_gpus_of_this_hosts_ranks_are_read(machine, gpus, monkeypatch):
     info = SimpleNamespace(local_rank=0, local_world_size=2, node_rank=0)
-    monkeypatch.setattr("dtrain.monitors.hardware.current", lambda: info)
+    monkeypatch.setattr("dtrain.monitors.hardware.get_dist_info", lambda: info)
     assert system_metrics()(GPU) == {
         "system/gpu_percent": 605.0,
         "system/gpu_temperature_c": 61.0,

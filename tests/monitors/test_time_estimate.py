@@ -112,7 +112,7 @@ def test_what_comes_once_does_not_count(seen):
 
 
 def test_waiting_for_other_ranks_and_the_users_own_spans_count(seen, monkeypatch):
-    monkeypatch.setitem(spans._RECORDER.causes, "generate", "evaluation")
+    monkeypatch.setitem(spans._RECORDER.categories, "generate", "evaluation")
     run, left = Run(), eta(100)
     left(run.at(10))
     seen.add(step=5.0, agree=2.0, reduce=1.0, other=2.0)
@@ -126,7 +126,7 @@ def test_a_resumed_run_learns_anew(seen):
     for step in (10, 20):
         seen.add(step=1000.0, evaluate=100.0)
         left(run.at(step))
-    run.shared.resumed_from = "checkpoints/step-15"
+    run.run_context.resumed_from = "checkpoints/step-15"
     assert left(run.at(16, 5.0)) == {"time/elapsed_s": 5.0}
     seen.add(step=4.0)
     assert left(run.at(20, 9.0))["time/left_s"] == 80.0

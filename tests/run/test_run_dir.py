@@ -163,7 +163,7 @@ def test_a_failure_of_what_ends_before_is_in_the_last_line(tmp_path, monkeypatch
         raise OSError("disk full")
 
     run = open_run(tmp_path)
-    monkeypatch.setitem(__import__("dtrain.dist.shutdown", fromlist=["x"])._FINISHES, "a test's", fail)
+    monkeypatch.setitem(__import__("dtrain.dist.shutdown", fromlist=["x"])._HOOKS, "a test's", fail)
     with pytest.raises(OSError, match="disk full"):
         leave()
     assert lines_of(run.path)[-1]["error"] == "OSError: disk full"
@@ -377,7 +377,7 @@ SCRIPT = """
 import sys
 from dtrain import spans
 from dtrain.run.run_dir import open_run
-open_run(sys.argv[1], every=1)
+open_run(sys.argv[1], interval=1)
 with spans.span("step"):
     spans.record_step(1, samples=1, tokens=1)
 {end}
@@ -431,13 +431,14 @@ def test_a_folder_that_one_rank_cannot_write_is_refused_on_all_with_one_line(ran
     first, second = ranks(2).run(on_ranks, str(tmp_path / "run"), 1)
     assert first == second
     assert first.startswith("open_run: cannot write ")
-    assert first.endswith("all ranks must be able to (rank 1, 1 of 2 ranks)")
+    assert first.endswith("All ranks must be able to write. (rank 1, 1 of 2 ranks)")
     assert os.listdir(tmp_path / "run" / run_layout.ATTEMPTS) == []
 
 
 def test_ranks_with_different_folders_are_refused(ranks, tmp_path):
     found = ranks(2).run(on_ranks, str(tmp_path / "a"), 1, str(tmp_path / "b"))
-    assert found == [f"open_run: rank 1 has the folder {tmp_path}/b, rank 0 {tmp_path}/a; give all the same"] * 2
+    text = f"open_run: path must be equal on all ranks, got {tmp_path}/b on rank 1 and {tmp_path}/a on rank 0."
+    assert found == [text] * 2
 
 
 def test_upload_sends_what_has_changed_and_no_checkpoints(tmp_path):

@@ -1,9 +1,9 @@
 """Measure a run: throughput, MFU, memory, gradient norms, loss spikes, desync of replicas, early stopping.
 
-    meters = [dt.monitors.throughput(), dt.monitors.memory_stats(), dt.monitors.eta()]
+    meters = [dt.monitors.throughput(), dt.monitors.memory_stats, dt.monitors.eta("3ep")]
     for batch in loader:
         state, metrics = step(state, batch)
-        log(state.clock.step, dt.monitors.collect(meters, state))
+        log(state.clock.step, dt.monitors.collect(state, dt.reduce_metrics(metrics), *meters))
 
 Monitors of tensors inside the step (``norms``, ``watch_loss``) are transforms for ``dt.compose_step``.
 """

@@ -1,11 +1,13 @@
 """Profile steps, take memory snapshots, diagnose traces and explain hangs.
 
-schedule = dt.profiling.schedule(wait=5, active=3)
-with dt.profiling.profile("traces", schedule=schedule) as profiler:
-    for batch in loader:
-        state, metrics = step(state, batch)
-        profiler.step()
-print(dt.profiling.diagnose("traces"))
+    schedule = dt.profiling.schedule(wait=5, active=3)
+    with dt.profiling.profile("traces", schedule=schedule) as profiler:
+        for batch in loader:
+            state, metrics = step(state, batch)
+            profiler.step()
+    print(dt.profiling.diagnose("traces"))
+
+Each rank writes its own trace. Without a recorded step, no profiler runs.
 """
 
 from typing import TYPE_CHECKING

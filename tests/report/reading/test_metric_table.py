@@ -22,7 +22,7 @@ def rows(steps, value=lambda step: float(step), name="loss"):
 def test_a_resumed_run_goes_on_from_where_it_went_back():
     found, metrics = columns(rows(range(1, 9)) + rows(range(5, 11), lambda step: -step))
     assert found == {"loss": ([*range(1, 11)], [1, 2, 3, 4, -5, -6, -7, -8, -9, -10])}
-    assert (metrics.went_back, metrics.again) == (1, 4)
+    assert (metrics.went_back, metrics.repeated) == (1, 4)
 
 
 def test_what_is_not_reached_again_is_dropped_too():
@@ -60,7 +60,7 @@ def test_values_that_are_no_numbers_are_counted():
     )
     assert found["b"][0] == [1, 2, 3]
     assert math.isnan(found["b"][1][1])
-    assert metrics.texts == {"a": 2, "c": 1}
+    assert metrics.non_numeric == {"a": 2, "c": 1}
     assert set(found) == {"b"}
 
 

@@ -440,7 +440,8 @@ def test_several_runs_are_one_report(whole, tmp_path):
     assert [run.name for run in report.runs] == ["gpt", "other"]
     assert (report.title, report.version, report.written_at) == ("gpt, other", "0.1.0", NOW)
     assert report.problems == [
-        f"report: {str(tmp_path / 'nowhere')!r} is not there; give the folder of a run, as dt.open_run makes it",
+        f"report: path must be the folder of a run, got {str(tmp_path / 'nowhere')!r}, which is not there. "
+        "Pass the folder given to dt.open_run.",
         "other: no file about an attempt: settings, versions and the command are not known",
     ]
 
@@ -449,14 +450,14 @@ def test_what_is_no_run_is_refused(whole, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     table = {
-        tmp_path / "file": "is a file; give the folder",
-        tmp_path / "empty": "is no run: it has no ledger, no metrics.jsonl and no attempts; give the folder that dt.open_run",
-        whole.parent: "runs below it: gpt",
+        tmp_path / "file": r"which is a file\. Pass the folder",
+        tmp_path / "empty": r"which has no ledger, no metrics.jsonl and no attempts\. Pass the folder given to dt.open_run",
+        whole.parent: "Runs below: gpt",
         tmp_path / ("x" * 5000): "cannot be read",
         "a\0b": "cannot be read|is not there",
     }
     for path, expected in table.items():
         with pytest.raises(ConfigError, match=expected):
             read_report([path], version="0.1.0")
-    with pytest.raises(ConfigError, match="give the folder of a run"):
+    with pytest.raises(ConfigError, match="folders must have at least 1 folder"):
         read_report([], version="0.1.0")

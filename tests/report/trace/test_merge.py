@@ -73,7 +73,7 @@ def test_what_is_merged_is_no_trace_of_a_rank(tmp_path):
 def test_nothing_to_merge_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"merge_traces: traces must contain trace-rank-\*\.pt\.trace\.json"):
         merge_traces(tmp_path, tmp_path / "all.json")
-    with pytest.raises(ConfigError, match="merge_traces: needs the traces, got an empty list"):
+    with pytest.raises(ConfigError, match="merge_traces: traces must be a folder or a list of files, got an empty list"):
         merge_traces([], tmp_path / "all.json")
     (tmp_path / "trace-rank-00000-step-00000000.pt.trace.json").write_text("{")
     with pytest.raises(DataError, match="cannot be read as a trace"):

@@ -128,9 +128,9 @@ _NAMES = {cause.name for cause in CAUSE_STYLES}
 
 def known_causes(seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the positive seconds of known categories, in order. Unknown categories of newer versions count as ``other``."""
-    found = {cause.name: max(0.0, seconds.get(cause.name, 0.0)) for cause in CAUSE_STYLES}
-    found["other"] += sum(max(0.0, number) for name, number in seconds.items() if name not in _NAMES)
-    return {name: number for name, number in found.items() if number > 0}
+    known = {cause.name: max(0.0, seconds.get(cause.name, 0.0)) for cause in CAUSE_STYLES}
+    known["other"] += sum(max(0.0, number) for name, number in seconds.items() if name not in _NAMES)
+    return {name: number for name, number in known.items() if number > 0}
 
 
 def svg_patterns() -> str:

@@ -178,18 +178,20 @@ def _card(run: RunReport) -> str:
 
 
 def _time_bar(by_cause: Mapping[str, float]) -> str:
-    found = known_causes(by_cause)
-    total = sum(found.values()) or 1.0
+    causes = known_causes(by_cause)
+    total = sum(causes.values()) or 1.0
     left, parts = 0.0, []
-    for name, seconds in found.items():
+    for name, seconds in causes.items():
         x, width = left / total * 100, seconds / total * 100
         parts.append(
             f'<rect x="{x:.2f}%" width="{width:.2f}%" height="100%" fill="url(#fill-{name})">'
             f"<title>{name} {format_axis_duration(seconds)}</title></rect>"
         )
         left += seconds
-    words = ", ".join(f"{name} {format_axis_duration(seconds)}" for name, seconds in found.items())
-    return f'<svg class="whole" role="img" aria-label="Wall time by cause: {words}">{"".join(parts)}</svg>{cause_legend(found)}'
+    words = ", ".join(f"{name} {format_axis_duration(seconds)}" for name, seconds in causes.items())
+    return (
+        f'<svg class="whole" role="img" aria-label="Wall time by cause: {words}">{"".join(parts)}</svg>{cause_legend(causes)}'
+    )
 
 
 def _comparison(report: Report) -> str:
@@ -235,11 +237,11 @@ def _span_table(run: RunReport) -> str:
     names = {name for rank in run.ranks for name in rank.by_span}
     if not names:
         return ""
-    found = {name: [rank.by_span[name] for rank in run.ranks if name in rank.by_span] for name in names}
-    mean = {name: sum(each.seconds for each in spent) / len(run.ranks) for name, spent in found.items()}
+    totals = {name: [rank.by_span[name] for rank in run.ranks if name in rank.by_span] for name in names}
+    mean = {name: sum(each.seconds for each in spent) / len(run.ranks) for name, spent in totals.items()}
     rows = [
-        [name, found[name][0].cause, str(max(each.count for each in found[name])), format_axis_duration(mean[name]),
-         format_axis_duration(max(each.seconds for each in found[name]))]
+        [name, totals[name][0].cause, str(max(each.count for each in totals[name])), format_axis_duration(mean[name]),
+         format_axis_duration(max(each.seconds for each in totals[name]))]
         for name in sorted(names, key=lambda name: -mean[name])
     ]  # fmt: skip
     listed = render_table(["span", "counts as", "times", "mean over ranks", "most of a rank"], rows, texts=(0, 1))

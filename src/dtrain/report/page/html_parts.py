@@ -93,13 +93,13 @@ def _swatch(name: str) -> str:
 
 def cause_table(by_cause: dict[str, float]) -> str:
     """Render the table of time by category, largest first, with shares and bars. The table is the key of all time charts."""
-    found = sorted(known_causes(by_cause).items(), key=lambda item: -item[1])
-    total = sum(seconds for _, seconds in found) or 1.0
+    causes = sorted(known_causes(by_cause).items(), key=lambda item: -item[1])
+    total = sum(seconds for _, seconds in causes) or 1.0
     rows = "".join(
         f'<tr><th scope="row">{_swatch(name)}{_CAUSE_LABELS[name]}</th><td>{format_axis_duration(seconds)}</td>'
         f'<td>{format_value(seconds / total, "percent")}</td><td class="share" aria-hidden="true">'
         f'<svg><rect height="100%" width="{seconds / total * 100:.2f}%" fill="url(#fill-{name})"/></svg></td></tr>'
-        for name, seconds in found
+        for name, seconds in causes
     )
     return (
         '<table class="causes"><caption class="hidden">Wall time by cause</caption>'

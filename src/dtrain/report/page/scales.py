@@ -54,21 +54,21 @@ def log_ticks(low: float, high: float) -> list[float]:
     return values if len(values) >= 2 else ticks(low, high, "number", 4)
 
 
-def tick_labels(found: list[float], kind: AxisKind) -> list[str]:
+def tick_labels(positions: list[float], kind: AxisKind) -> list[str]:
     """Label ticks in one unit, with enough digits to distinguish the ticks."""
     if kind == "seconds":
-        return [format_axis_duration(tick) for tick in found]
+        return [format_axis_duration(tick) for tick in positions]
     if kind == "percent":
-        return [f"{tick * 100:g}\N{NARROW NO-BREAK SPACE}%" for tick in [round(tick, 6) for tick in found]]
-    largest = max((abs(tick) for tick in found), default=0.0)
+        return [f"{tick * 100:g}\N{NARROW NO-BREAK SPACE}%" for tick in [round(tick, 6) for tick in positions]]
+    largest = max((abs(tick) for tick in positions), default=0.0)
     if kind == "number" and 1e4 <= largest < 1e15:
-        return [_with_prefix(tick) for tick in found]
+        return [_with_prefix(tick) for tick in positions]
     if kind == "number" and (largest < 1e-3 or largest >= 1e15) and largest > 0:
-        return [_scientific(tick) for tick in found]
+        return [_scientific(tick) for tick in positions]
     if kind == "number":
-        return [f"{round(tick, 9):.10g}" for tick in found]
+        return [f"{round(tick, 9):.10g}" for tick in positions]
     scale, unit = next(((scale, unit) for scale, unit in _BINARY if largest >= scale), _BINARY[-1])
-    return [f"{round(tick / scale, 9):.10g}\N{NARROW NO-BREAK SPACE}{unit}" if tick else "0" for tick in found]
+    return [f"{round(tick / scale, 9):.10g}\N{NARROW NO-BREAK SPACE}{unit}" if tick else "0" for tick in positions]
 
 
 def format_value(number: float, kind: AxisKind) -> str:

@@ -60,10 +60,10 @@ def value_range(chart: LineChart) -> tuple[float, float]:
 
 
 def _bounds(numbers: Iterable[float]) -> tuple[float, float]:
-    found = list(numbers)
-    if not found:
+    values = list(numbers)
+    if not values:
         return 0.0, 1.0
-    low, high = min(found), max(found)
+    low, high = min(values), max(values)
     if low == high:
         room = abs(low) * 0.5 or 0.5
         return low - room, high + room
@@ -88,14 +88,14 @@ def _as_dots(path: str) -> str:
 
 def _draw_marks(line: ChartLine, axis: Axis, low: float, high: float) -> str:
     """Draw triangles at the upper edge for +inf and at the lower edge for -inf, and crosses at the lower edge for NaN."""
-    found = []
+    marks = []
     for x, number in zip(line.over[axis], line.values, strict=True):
         if not math.isfinite(number):
             sign, y, dy = ("\N{MULTIPLICATION X}", 100, -2) if math.isnan(number) else (
                 ("\N{BLACK UP-POINTING TRIANGLE}", 0, 10) if number > 0 else ("\N{BLACK DOWN-POINTING TRIANGLE}", 100, -2)
             )  # fmt: skip
-            found.append(f'<text class="mark" x="{_percent(x, low, high)}" y="{y}%" dy="{dy}">{sign}</text>')
-    return "".join(found)
+            marks.append(f'<text class="mark" x="{_percent(x, low, high)}" y="{y}%" dy="{dy}">{sign}</text>')
+    return "".join(marks)
 
 
 def draw_time_chart(chart: TimeChart, label: str) -> str:
@@ -164,8 +164,8 @@ def _describe_line(line: ChartLine, kind: AxisKind) -> str:
 
 
 def _describe_causes(seconds: dict[str, float] | object) -> str:
-    found = known_causes(seconds) if isinstance(seconds, dict) else {}
-    return ", ".join(f"{name} {format_axis_duration(spent)}" for name, spent in found.items()) + "."
+    causes = known_causes(seconds) if isinstance(seconds, dict) else {}
+    return ", ".join(f"{name} {format_axis_duration(spent)}" for name, spent in causes.items()) + "."
 
 
 def _frame(label: str, inside: str, height: int | None = None) -> str:
@@ -178,18 +178,18 @@ def _percent(number: float, low: float, high: float) -> str:
     return f"{(number - low) / (high - low) * 100:.2f}%"
 
 
-def _grid(found: Sequence[float], labels: Sequence[str], low: float, high: float) -> str:
+def _grid(positions: Sequence[float], labels: Sequence[str], low: float, high: float) -> str:
     parts = []
-    for tick, text in zip(found, labels, strict=True):
+    for tick, text in zip(positions, labels, strict=True):
         y = f"{(high - tick) / (high - low) * 100:.2f}%"
         parts.append(f'<line x2="100%" y1="{y}" y2="{y}"/><text dx="-8" dy="4" y="{y}">{text}</text>')
     return f'<g class="grid">{"".join(parts)}</g>'
 
 
-def _x_axis(found: Sequence[float], kind: AxisKind, low: float, high: float, name: str) -> str:
+def _x_axis(positions: Sequence[float], kind: AxisKind, low: float, high: float, name: str) -> str:
     """Draw the horizontal axis. A narrow screen hides every second label."""
     parts = []
-    for number, (tick, text) in enumerate(zip(found, tick_labels(list(found), kind), strict=True)):
+    for number, (tick, text) in enumerate(zip(positions, tick_labels(list(positions), kind), strict=True)):
         odd = " odd" if number % 2 else ""
         parts.append(
             f'<svg class="tick{odd}" x="{_percent(tick, low, high)}" y="100%"><path d="M0 0V5"/>'

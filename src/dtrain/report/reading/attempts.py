@@ -133,7 +133,7 @@ def _shift(each: MergedAttempt, by: float) -> None:
 
 
 def attempt_reports(
-    found: list[MergedAttempt], abouts: dict[int, Row], *, started_at: float, now: float
+    merged: list[MergedAttempt], abouts: dict[int, Row], *, started_at: float, now: float
 ) -> list[AttemptReport]:
     """Convert merged attempts to the report model."""
     return [
@@ -141,7 +141,7 @@ def attempt_reports(
             number=each.number,
             at=each.begin - started_at,
             ended_at=each.end - started_at,
-            how=attempt_outcome(each, last=each is found[-1], now=now),
+            how=attempt_outcome(each, last=each is merged[-1], now=now),
             error=_first_error(each),
             first_step=each.first_step,
             last_step=each.last_step,
@@ -153,7 +153,7 @@ def attempt_reports(
             lost_s=mean_of(lines.ended_at - each.lost_since_on(lines) for lines in each.ranks.values()),
             down_s=each.down_s,
         )
-        for each in found
+        for each in merged
     ]
 
 
@@ -208,10 +208,10 @@ _STANDARD_KEYS = {"kind", "attempt", "at", "name", "step"}
 _MAX_TEXT, _MAX_FIELDS, _MAX_DEPTH = 500, 20, 3
 
 
-def checkpoint_reports(found: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[CheckpointReport], int]:
+def checkpoint_reports(merged: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[CheckpointReport], int]:
     """Return the checkpoints in order of time, and the number of all checkpoints."""
     rows: dict[tuple[int, int], dict[str, Any]] = {}
-    for each, _, event in _iter_events(found):
+    for each, _, event in _iter_events(merged):
         step = _event_step(event)
         if event["name"] not in ("save", "committed") or step is None:
             continue
@@ -237,11 +237,11 @@ def checkpoint_reports(found: Sequence[MergedAttempt], *, started_at: float) -> 
     return sorted(longest, key=lambda each: each.at), len(checkpoints)
 
 
-def run_events(found: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[RunEvent], dict[str, int]]:
+def run_events(merged: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[RunEvent], dict[str, int]]:
     """Return events in order of time, limited to the first and last of each name, and the number of events by name."""
     reported: set[tuple[int, str, Any]] = set()
     by_name: dict[str, list[RunEvent]] = {}
-    for each, rank, event in _iter_events(found):
+    for each, rank, event in _iter_events(merged):
         name, step = event["name"][:_MAX_TEXT], _event_step(event)
         if name in ALL_RANK_EVENTS:
             key = (each.number, name, step)
@@ -271,8 +271,8 @@ def run_events(found: Sequence[MergedAttempt], *, started_at: float) -> tuple[li
     return sorted(selected, key=lambda event: event.at)[:MAX_EVENTS], counts
 
 
-def _iter_events(found: Sequence[MergedAttempt]) -> Iterator[tuple[MergedAttempt, int, Row]]:
-    for each in found:
+def _iter_events(merged: Sequence[MergedAttempt]) -> Iterator[tuple[MergedAttempt, int, Row]]:
+    for each in merged:
         for rank, lines in each.ranks.items():
             for event in lines.events:
                 yield each, rank, event

@@ -40,16 +40,16 @@ SliceEdges = dict[int, list[float]]
 """Edges of the slices by attempt, including the end of the last slice."""
 
 
-def slice_edges(found: Sequence[MergedAttempt], most: int) -> SliceEdges:
+def slice_edges(merged: Sequence[MergedAttempt], most: int) -> SliceEdges:
     """Divide attempts into at most ``most`` slices of about equal length, each with at least one ledger line.
 
     A slice starts where a later attempt starts to repeat steps.
     """
-    total = sum(each.end - each.begin for each in found)
+    total = sum(each.end - each.begin for each in merged)
     # Each attempt needs a slice of its own, a slice for lost time and a slice for the time before the attempt.
-    free = most - 3 * len(found)
+    free = most - 3 * len(merged)
     edges = {}
-    for each in found:
+    for each in merged:
         length = each.end - each.begin
         share = length / total if total > 0 else 0.0
         count = 1 + max(0, min(int(free * share), len(each.curve.at) - 2))
@@ -58,16 +58,16 @@ def slice_edges(found: Sequence[MergedAttempt], most: int) -> SliceEdges:
     return edges
 
 
-def time_slices(found: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float, most: int) -> list[TimeSlice]:
+def time_slices(merged: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float, most: int) -> list[TimeSlice]:
     """Return wall time by category, mean over ranks. Time in repeated steps counts as restart."""
-    return _build_slices(found, edges, lambda each: list(each.ranks.values()), started_at=started_at, most=most, lost=True)
+    return _build_slices(merged, edges, lambda each: list(each.ranks.values()), started_at=started_at, most=most, lost=True)
 
 
 def rank_time_slices(
-    rank: int, found: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float, most: int
+    rank: int, merged: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float, most: int
 ) -> list[TimeSlice]:
     """Return the wall time of a rank by category."""
-    attempts = [each for each in found if rank in each.ranks]
+    attempts = [each for each in merged if rank in each.ranks]
     return _build_slices(attempts, edges, lambda each: [each.ranks[rank]], started_at=started_at, most=most)
 
 
@@ -77,7 +77,7 @@ def slices_per_rank(ranks: int) -> int:
 
 
 def _build_slices(
-    found: Sequence[MergedAttempt],
+    merged: Sequence[MergedAttempt],
     edges: SliceEdges,
     of: Callable[[MergedAttempt], list[AttemptLedger]],
     *,
@@ -86,7 +86,7 @@ def _build_slices(
     lost: bool = False,
 ) -> list[TimeSlice]:
     slices = []
-    for each in found:
+    for each in merged:
         if each.down_s > 0:
             begin = each.begin - each.down_s - started_at
             slices.append(TimeSlice(at=begin, seconds=each.down_s, attempt=each.number, by_cause={"restart": each.down_s}))
@@ -111,10 +111,10 @@ def _merge_slices(slices: Sequence[TimeSlice]) -> TimeSlice:
     return TimeSlice(at=first.at, seconds=sum(each.seconds for each in slices), attempt=last.attempt, by_cause=causes)
 
 
-def speed_samples(found: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float) -> list[SpeedSample]:
+def speed_samples(merged: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float) -> list[SpeedSample]:
     """Return the speed in each slice. Steps, samples and tokens are global, so the ledger of one rank is sufficient."""
     speeds = []
-    for each in found:
+    for each in merged:
         # After the last line nothing is known, so no speed is computed.
         last_line = each.ranks[min(each.ranks)].last_line_at
         own_edges = edges[each.number]
@@ -153,16 +153,16 @@ def _speed_sample(
     )
 
 
-def gauge_series(found: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float) -> dict[str, GaugeSeries]:
+def gauge_series(merged: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float) -> dict[str, GaugeSeries]:
     """Return the gauges over time: in each slice, the maximum over ranks and the rank with the maximum."""
-    names = sorted({name for each in found for lines in each.ranks.values() for name in lines.gauges})
-    return {name[:200]: gauge for name in names if (gauge := _gauge_series(name, found, edges, started_at)).values}
+    names = sorted({name for each in merged for lines in each.ranks.values() for name in lines.gauges})
+    return {name[:200]: gauge for name in names if (gauge := _gauge_series(name, merged, edges, started_at)).values}
 
 
-def _gauge_series(name: str, found: Sequence[MergedAttempt], edges: SliceEdges, started_at: float) -> GaugeSeries:
+def _gauge_series(name: str, merged: Sequence[MergedAttempt], edges: SliceEdges, started_at: float) -> GaugeSeries:
     times, values, ranks = [], [], []
     by_rank: dict[int, float] = {}
-    for each in found:
+    for each in merged:
         maxima = {rank: _slice_maxima(name, lines, edges[each.number]) for rank, lines in each.ranks.items()}
         for rank, rank_maxima in maxima.items():
             by_rank[rank] = max(by_rank.get(rank, -math.inf), *rank_maxima.values(), -math.inf)
@@ -197,16 +197,16 @@ def _slice_maxima(name: str, lines: AttemptLedger, edges: Sequence[float]) -> Ma
     return maxima
 
 
-def curve_with_step(found: Sequence[MergedAttempt], step: float) -> CumulativeCurve:
+def curve_with_step(merged: Sequence[MergedAttempt], step: float) -> CumulativeCurve:
     """Return the curve of the last attempt that completed a step.
 
     Raises:
         LookupError: there are no attempts.
     """
-    for each in reversed(found):
+    for each in reversed(merged):
         if each.first_step < step:
             return each.curve
-    return found[0].curve
+    return merged[0].curve
 
 
 _MAX_SLOW_RANKS = 8
@@ -215,13 +215,13 @@ _MAX_SPANS = 100
 _MIN_WAIT_S, _MIN_WAIT_SHARE = 1.0, 0.01
 
 
-def goodput(found: Sequence[MergedAttempt]) -> GoodputReport | None:
+def goodput(merged: Sequence[MergedAttempt]) -> GoodputReport | None:
     """Compute the goodput of a run; None without attempts."""
-    if not found:
+    if not merged:
         return None
     seconds = dict.fromkeys(TIME_CATEGORIES, 0.0)
     down_s = again_s = lost_s = 0.0
-    for index, each in enumerate(found):
+    for index, each in enumerate(merged):
         kept, lost = [], []
         for lines in each.ranks.values():
             total = lines.curve.point(-1)
@@ -238,7 +238,7 @@ def goodput(found: Sequence[MergedAttempt]) -> GoodputReport | None:
         lost_s += sum(lost) / len(lost)
     seconds["restart"] += down_s + again_s + lost_s
     # Concurrent attempts have no order, so the minimum and maximum over attempts are used.
-    total_s = max(each.end for each in found) - min(each.begin for each in found)
+    total_s = max(each.end for each in merged) - min(each.begin for each in merged)
     # Ranks start and end at different moments, and a killed rank does not record its last seconds.
     seconds["other"] += max(0.0, total_s - sum(seconds.values()))
     productive_s = seconds["compute"]
@@ -253,19 +253,19 @@ def goodput(found: Sequence[MergedAttempt]) -> GoodputReport | None:
     )
 
 
-def rank_reports(found: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float, most: int) -> list[RankReport]:
+def rank_reports(merged: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float, most: int) -> list[RankReport]:
     """Return the time of each rank."""
     return [
-        _rank_report(rank, found, edges, started_at=started_at, most=most)
-        for rank in sorted({rank for each in found for rank in each.ranks})
+        _rank_report(rank, merged, edges, started_at=started_at, most=most)
+        for rank in sorted({rank for each in merged for rank in each.ranks})
     ]
 
 
-def _rank_report(rank: int, found: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float, most: int) -> RankReport:
+def _rank_report(rank: int, merged: Sequence[MergedAttempt], edges: SliceEdges, *, started_at: float, most: int) -> RankReport:
     attempts = []
     spans: dict[str, SpanTotal] = {}
     seconds = dict.fromkeys(TIME_CATEGORIES, 0.0)
-    for each in found:
+    for each in merged:
         if (lines := each.ranks.get(rank)) is None:
             continue
         spent = seconds_by_cause(lines.curve.point(-1))
@@ -289,7 +289,7 @@ def _rank_report(rank: int, found: Sequence[MergedAttempt], edges: SliceEdges, *
         by_cause={cause: spent for cause, spent in seconds.items() if spent > 0},
         by_span=spans,
         attempts=attempts,
-        timeline=rank_time_slices(rank, found, edges, started_at=started_at, most=most),
+        timeline=rank_time_slices(rank, merged, edges, started_at=started_at, most=most),
     )
 
 

@@ -106,9 +106,9 @@ class AttemptLedger:
 
     def sum(self, row: Row) -> None:
         """Add a line of kind ``sum``: the totals since the last line."""
-        at, seconds, step, found = row["at"], row["seconds"], row["step"], row["spans"]
+        at, seconds, step, rows = row["at"], row["seconds"], row["step"], row["spans"]
         samples, tokens = row.get("samples", 0), row.get("tokens", 0)
-        used = sum([each for _, each in found.values()])
+        used = sum([each for _, each in rows.values()])
         # One comparison per number, false for NaN, and no call: a ledger may have a million lines.
         if not (0 <= at < _MAX_VALUE and 0 <= seconds < _MAX_VALUE and 0 <= step < _MAX_VALUE and 0 <= used < _MAX_VALUE
                 and 0 <= samples < _MAX_VALUE and 0 <= tokens < _MAX_VALUE):  # fmt: skip
@@ -126,7 +126,7 @@ class AttemptLedger:
         elif at - before - seconds > _GAP_S:
             curve.add(at - seconds, done, totals)
         cells = self.cells
-        for name, (count, spent) in found.items():
+        for name, (count, spent) in rows.items():
             cell = cells.get(name) or self._cell(name, row.get("causes"))
             cell[0] += count
             cell[1] += spent
@@ -135,7 +135,7 @@ class AttemptLedger:
             totals[_OTHER_COLUMN] += seconds - used
         totals[0], totals[1] = samples, tokens
         if self._first_sum and step > 0:
-            self._backfill_start(step, found["step"][0] if "step" in found else 0)
+            self._backfill_start(step, rows["step"][0] if "step" in rows else 0)
         curve.add(at, step if step > done else done, totals)
         if gauges := row.get("gauges"):
             self._add_gauges(at, gauges)
@@ -171,11 +171,11 @@ class AttemptLedger:
         cell = self.cells[name] = [0, 0.0, COLUMN[cause]]
         return cell
 
-    def _add_gauges(self, at: float, found: Mapping[str, Any]) -> None:
+    def _add_gauges(self, at: float, gauges: Mapping[str, Any]) -> None:
         # A value other than an object has no items, so nothing is added.
-        values = found.values()
+        values = gauges.values()
         before = len(self._flat)
-        names = tuple(found)
+        names = tuple(gauges)
         if names != self._flat_names:
             self.flush_gauges()
             self._flat_names, before = names, 0

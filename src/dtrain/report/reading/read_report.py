@@ -64,7 +64,7 @@ def read_report(folders: Sequence[str | Path], *, version: str, now: float | Non
         except ConfigError as error:
             problems.append(str(error))
     if not read:
-        raise ConfigError("; ".join(problems) or "report: give the folder of a run")
+        raise ConfigError(" ".join(problems) or "report: folders must have at least 1 folder, got none.")
     several = len(read) > 1
     problems += [f"{run.name}: {line}" if several else line for run in read for line in run.missing]
     names = [run.name for run in read]
@@ -84,59 +84,60 @@ def read_run(folder: str | Path, *, now: float) -> RunReport:
         return _read_run_folder(path, str(folder), now)
 
 
-def _check_is_run(path: Path, given: str) -> None:
+def _check_is_run(path: Path, name: str) -> None:
+    prefix = f"report: path must be the folder of a run, got {name[:200]!r}, which"
     try:
         if is_run(path):
             return
-        there = path.is_dir()
+        is_folder = path.is_dir()
     # The name may be too long or contain a null character.
     except (OSError, ValueError) as error:
-        raise ConfigError(f"report: {given[:200]!r} cannot be read: {error}") from error
-    if not there:
+        raise ConfigError(f"{prefix} cannot be read: {error}") from error
+    if not is_folder:
         kind = "is a file" if path.exists() else "is not there"
-        raise ConfigError(f"report: {given[:200]!r} {kind}; give the folder of a run, as dt.open_run makes it")
+        raise ConfigError(f"{prefix} {kind}. Pass the folder given to dt.open_run.")
     below = find_runs(path)
-    hint = f"runs below it: {', '.join(below[:_MAX_HINTS])}" if below else "give the folder that dt.open_run was given"
-    raise ConfigError(f"report: {given[:200]!r} is no run: it has no ledger, no metrics.jsonl and no attempts; {hint}")
+    hint = f"Runs below: {', '.join(below[:_MAX_HINTS])}." if below else "Pass the folder given to dt.open_run."
+    raise ConfigError(f"{prefix} has no ledger, no metrics.jsonl and no attempts. {hint}")
 
 
-def _read_run_folder(path: Path, given: str, now: float) -> RunReport:
+def _read_run_folder(path: Path, folder: str, now: float) -> RunReport:
     abouts, missing = read_attempt_files(path)
     files = ledger_files(path)
     with ParallelLedgerReader(files) as started:
-        metrics, of_these = read_metrics(path, resume_steps(files), has_ledger=bool(files))
-        ledgers, wrong = started.result(path)
-    found, odd = merge_attempts(ledgers, [end for each in metrics.values() for end in each.ends_before_resume])
-    missing += [*wrong, *odd, *ledger_problems(ledgers, found, abouts)]
+        metrics, metrics_missing = read_metrics(path, resume_steps(files), has_ledger=bool(files))
+        ledgers, unreadable = started.result(path)
+    merged, anomalies = merge_attempts(ledgers, [end for each in metrics.values() for end in each.ends_before_resume])
+    missing += [*unreadable, *anomalies, *ledger_problems(ledgers, merged, abouts)]
     if not abouts:
         missing.append("no file about an attempt: settings, versions and the command are not known")
-    started_at = min((each.begin for each in found), default=None)
-    missing += of_these
+    started_at = min((each.begin for each in merged), default=None)
+    missing += metrics_missing
     if started_at is None:
         started_at = _guess_start_time(metrics, abouts)
     since = started_at or 0.0
-    series = _build_series(metrics, found, since)
-    ends = [0.0, *(each.end - since for each in found), *(each.times[-1] for each in series.values() if each.times)]
-    edges, rank_edges = slice_edges(found, MAX_SLICES), slice_edges(found, most := slices_per_rank(len(ledgers)))
-    ranks = rank_reports(found, rank_edges, started_at=since, most=most)
-    saved, saved_count = checkpoint_reports(found, started_at=since)
-    happened, counts = run_events(found, started_at=since)
+    series = _build_series(metrics, merged, since)
+    ends = [0.0, *(each.end - since for each in merged), *(each.times[-1] for each in series.values() if each.times)]
+    edges, rank_edges = slice_edges(merged, MAX_SLICES), slice_edges(merged, most := slices_per_rank(len(ledgers)))
+    ranks = rank_reports(merged, rank_edges, started_at=since, most=most)
+    checkpoints, checkpoint_count = checkpoint_reports(merged, started_at=since)
+    events, counts = run_events(merged, started_at=since)
     return RunReport(
-        name=path.resolve().name or given,
-        folder=given,
+        name=path.resolve().name or folder,
+        folder=folder,
         started_at=started_at,
         duration_s=max(ends),
-        attempts=attempt_reports(found, abouts, started_at=since, now=now),
+        attempts=attempt_reports(merged, abouts, started_at=since, now=now),
         ranks=ranks,
-        timeline=time_slices(found, edges, started_at=since, most=MAX_SLICES),
-        goodput=goodput(found),
+        timeline=time_slices(merged, edges, started_at=since, most=MAX_SLICES),
+        goodput=goodput(merged),
         series=series,
-        speed=speed_samples(found, edges, started_at=since),
-        gauges=gauge_series(found, edges, started_at=since),
-        checkpoints=saved,
-        checkpoint_count=saved_count,
+        speed=speed_samples(merged, edges, started_at=since),
+        gauges=gauge_series(merged, edges, started_at=since),
+        checkpoints=checkpoints,
+        checkpoint_count=checkpoint_count,
         slowest=slowest_ranks(ranks),
-        events=happened,
+        events=events,
         event_counts=counts,
         about=abouts,
         differences=attempt_differences(abouts),
@@ -146,18 +147,18 @@ def _read_run_folder(path: Path, given: str, now: float) -> RunReport:
 
 def read_metrics(path: Path, resumes: Sequence[float], *, has_ledger: bool) -> tuple[dict[str, MetricTable], list[str]]:
     """Read the metrics of a run by file, and list the problems."""
-    found: dict[str, MetricTable] = {}
+    tables: dict[str, MetricTable] = {}
     missing: list[str] = []
     for name, parts in metrics_files(path).items():
-        metrics = found[name] = MetricTable(resumes)
+        metrics = tables[name] = MetricTable(resumes)
         for part in parts:
             lines, malformed = JsonlReader(part), metrics.malformed
             missing += read_into(metrics, lines)
             missing += read_problems(part, lines.unreadable, path, metrics.malformed - malformed, "record of metrics")
         missing += metrics_problems(name, metrics, has_ledger=has_ledger)
-    if not found:
+    if not tables:
         missing.append("no metrics.jsonl: loss, learning rate and other metrics are not known")
-    return found, missing
+    return tables, missing
 
 
 def _guess_start_time(metrics: dict[str, MetricTable], abouts: dict[int, Row]) -> float | None:
@@ -168,14 +169,14 @@ def _guess_start_time(metrics: dict[str, MetricTable], abouts: dict[int, Row]) -
     return min(known, default=None)
 
 
-def _build_series(metrics: dict[str, MetricTable], found: list[MergedAttempt], since: float) -> dict[str, MetricSeries]:
+def _build_series(metrics: dict[str, MetricTable], merged: list[MergedAttempt], since: float) -> dict[str, MetricSeries]:
     columns = {name: each.columns() for name, each in metrics.items()}
     points = points_per_series(sum(map(len, columns.values())))
 
     # Most series have the same steps.
     @cache
     def moment(step: float) -> tuple[float, float | None]:
-        curve = curve_with_step(found, step)
+        curve = curve_with_step(merged, step)
         tokens = curve.totals_at_step(step)[1]
         return curve.time_of_step(step), tokens or None
 

@@ -23,16 +23,18 @@ _MAX_PROBLEMS = 12
 
 def ledger_files(folder: Path) -> dict[int, Path]:
     """Return the ledgers by rank."""
-    found = {run_layout.parse_rank(path.name): path for path in (folder / run_layout.LEDGER).glob("*.jsonl") if path.is_file()}
-    return {rank: path for rank, path in sorted(found.items(), key=str) if rank is not None}
+    ledgers = {
+        run_layout.parse_rank(path.name): path for path in (folder / run_layout.LEDGER).glob("*.jsonl") if path.is_file()
+    }
+    return {rank: path for rank, path in sorted(ledgers.items(), key=str) if rank is not None}
 
 
 def metrics_files(folder: Path) -> dict[str, list[Path]]:
     """Return the metrics files, each with its rotated files, oldest first. The file of the loop comes first."""
     parts: dict[str, list[tuple[int, Path]]] = {}
     for path in folder.glob("metrics*.jsonl*"):
-        if (found := _METRICS_FILE.fullmatch(path.name)) and path.is_file():
-            parts.setdefault(found[1], []).append((-int(found[2] or 0), path))
+        if (match := _METRICS_FILE.fullmatch(path.name)) and path.is_file():
+            parts.setdefault(match[1], []).append((-int(match[2] or 0), path))
     names = sorted(parts, key=lambda name: (name != run_layout.METRICS, name))
     return {name: [path for _, path in sorted(parts[name])] for name in names}
 
@@ -62,14 +64,14 @@ def read_problems(path: Path, unreadable: int, folder: Path, malformed: int, kin
     return problems
 
 
-def ledger_problems(ledgers: Sequence[RankLedger], found: Sequence[MergedAttempt], abouts: dict[int, Row]) -> list[str]:
+def ledger_problems(ledgers: Sequence[RankLedger], merged: Sequence[MergedAttempt], abouts: dict[int, Row]) -> list[str]:
     """Describe the missing parts of ledgers."""
     if not ledgers:
         return ["no ledger: where the time went, how it ended, speed, memory and checkpoints are not known"]
-    if not found:
+    if not merged:
         return ["the ledgers have no line that could be read: where the time went is not known"]
     missing = []
-    for each in found:
+    for each in merged:
         size = world_size(each, abouts.get(each.number, {}))
         if absent := sorted(set(range(size)) - set(each.ranks)):
             missing.append(
@@ -77,7 +79,7 @@ def ledger_problems(ledgers: Sequence[RankLedger], found: Sequence[MergedAttempt
             )
         if lost := sorted(rank for rank, lines in each.ranks.items() if not lines.open_count):
             missing.append(f"attempt {each.number}: rank {format_list(lost)} has no line of when it began")
-    numbers = {each.number for each in found}
+    numbers = {each.number for each in merged}
     if gone := sorted(set(range(1, max(numbers))) - numbers):
         missing.append(
             f"nothing in the ledgers of attempt {format_list(gone)}: it ended before its first line, or that is lost"
@@ -90,10 +92,10 @@ def ledger_problems(ledgers: Sequence[RankLedger], found: Sequence[MergedAttempt
         missing.append(
             f"ledger: {format_count(many, 'line')} of a kind that this version does not know, {kind[:60]!r}; left out"
         )
-    unknown = sorted({cause for each in found for lines in each.ranks.values() for cause in lines.unknown_causes})
+    unknown = sorted({cause for each in merged for lines in each.ranks.values() for cause in lines.unknown_causes})
     if unknown:
         missing.append(f"ledger: causes that this version does not know count as other: {', '.join(unknown[:_MAX_PROBLEMS])}")
-    dropped = sum(lines.dropped_events for each in found for lines in each.ranks.values())
+    dropped = sum(lines.dropped_events for each in merged for lines in each.ranks.values())
     if dropped:
         missing.append(f"ledger: {format_count(dropped, 'event')} beyond the first many left out")
     return missing[: 4 * _MAX_PROBLEMS]
@@ -126,8 +128,8 @@ _MAX_METADATA_DEPTH = 6
 
 def read_attempt_files(folder: Path) -> tuple[dict[int, Row], list[str]]:
     """Read the files of attempts by number, and list the problems."""
-    found: dict[int, Row] = {}
-    wrong = []
+    contents: dict[int, Row] = {}
+    problems = []
     paths = sorted((folder / run_layout.ATTEMPTS).glob("*.json"))
     for path in paths:
         number, where = run_layout.parse_attempt(path.name), f"{run_layout.ATTEMPTS}/{path.name[:100]}"
@@ -140,15 +142,15 @@ def read_attempt_files(folder: Path) -> tuple[dict[int, Row], list[str]]:
             if not isinstance(about, dict):
                 raise ValueError("it is no object")
         except (OSError, ValueError, RecursionError) as error:
-            wrong.append(f"{where}: cannot be read: {' '.join(str(error).split())[:200]}")
+            problems.append(f"{where}: cannot be read: {' '.join(str(error).split())[:200]}")
             continue
-        said = about.get("format")
-        if isinstance(said, int) and said > run_layout.FORMAT:
-            wrong.append(
-                f"{where}: written by a newer version (format {said}, this reads {run_layout.FORMAT}): there may be more"
+        version = about.get("format")
+        if isinstance(version, int) and version > run_layout.FORMAT:
+            problems.append(
+                f"{where}: written by a newer version (format {version}, this reads {run_layout.FORMAT}): there may be more"
             )
-        found[number] = trim_data(about, _MAX_METADATA_DEPTH)
-    return found, wrong
+        contents[number] = trim_data(about, _MAX_METADATA_DEPTH)
+    return contents, problems
 
 
 def attempt_differences(abouts: Mapping[int, Row]) -> list[AttemptDifference]:

@@ -84,8 +84,8 @@ def find_traces(folder: str | Path) -> list[Path]:
     """List the traces of ``profile`` in a folder, by rank and step; empty without traces or folder."""
     place = Path(folder)
     names = storage.list_names(place) if storage.is_folder(place) else []
-    found = sorted((int(match[1]), int(match[2]), name) for name in names if (match := _TRACE_NAME.fullmatch(name)))
-    return [place / name for *_, name in found]
+    files = sorted((int(match[1]), int(match[2]), name) for name in names if (match := _TRACE_NAME.fullmatch(name)))
+    return [place / name for *_, name in files]
 
 
 def read_trace(path: str | Path) -> ProfilerTrace:
