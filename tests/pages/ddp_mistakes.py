@@ -111,7 +111,7 @@ def on_rank_0_by_hand(loss, gradient):
 
 def on_rank_0_here(loss, gradient, log):
     mean = dt.dist.reduce_mean(loss)  # a collective: every rank
-    log(1, {"loss": mean.item()})  # a sink writes on rank 0
+    log(1, {"loss": mean.item()})  # a logger writes on rank 0
     return dt.dist.reduce_sum(gradient).item()
 
 

@@ -112,8 +112,8 @@ def estimate_seconds_left(
 def eta(length: Duration | int | str) -> Meter:
     """Create a meter of run time: ``time/elapsed_s``, ``time/left_s``, and ``time/end`` in seconds since 1970.
 
-    The remaining time is training at recent speed plus the expected evaluations and checkpoints, with the interval and cost
-    observed in this process (spans of category ``evaluation`` and ``checkpoint``). One-time costs (compilation, microbatch
+    The remaining time is training at recent speed plus the expected evaluations and checkpoints. Their interval and cost are
+    those observed in this process (spans of category ``evaluation`` and ``checkpoint``). One-time costs (compilation, microbatch
     search,
     loading) are excluded. The first call returns the elapsed time only, also after loading a checkpoint, since the machine may
     differ. Each rank computes its own estimate.

@@ -67,13 +67,13 @@ class LedgerWriter:
             self._schedule_next_line()
 
     def on_step(self) -> None:
-        """See ``spans.Listener``."""
+        """See ``spans.SpanListener``."""
         if self._pid == os.getpid():
             self.flush()
             self._schedule_next_line()
 
     def on_event(self, event: Mapping[str, object]) -> None:
-        """See ``spans.Listener``."""
+        """See ``spans.SpanListener``."""
         if self._pid != os.getpid():
             return
         if event["name"] in _FLUSH_BEFORE:
