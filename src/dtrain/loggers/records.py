@@ -27,14 +27,11 @@ def jsonl(path: str | Path, *, rotate_bytes: int | None = None, keep: int | None
     1970.
 
     Several records may have the same step, for example a loss and later the metrics of an evaluation: ``read_jsonl`` merges
-    the
-    records of a step. A resumed run repeats some steps; the later records count. Each line is written immediately. A kill
-    leaves
-    at most one partial line, which ``read_jsonl`` skips.
+    the records of a step. A resumed run repeats some steps; the later records count. Each line is written immediately. A kill
+    leaves at most one partial line, which ``read_jsonl`` skips.
 
     Numbers are written exactly. Scalar tensors become numbers. ``nan`` and ``inf`` become texts, so that every JSON reader
-    accepts
-    the line. Values without a JSON form become ``{"unloggable": "Tensor [2, 3]"}``.
+    accepts the line. Values without a JSON form become ``{"unloggable": "Tensor [2, 3]"}``.
 
     A failure such as a full disk causes one warning and ends the logger. Training continues.
 
@@ -104,10 +101,9 @@ def _rotated_files(path: Path) -> list[tuple[int, Path]]:
 def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:
     """Read a ``jsonl`` file into the metrics of each step, in order of steps, with the same rules as ``dtrain report``.
 
-    The records of a step are merged; the last value of a metric counts. If a resumed run repeats steps, the earlier records
-    of the
-    repeated steps are dropped. Partial lines are skipped. Rotated files are read first, the oldest first. Non-finite numbers
-    become floats again.
+    The records of a step are merged; the last value of a metric counts. If a resumed run repeats steps, the earlier records of
+    the repeated steps are dropped. Partial lines are skipped. Rotated files are read first, the oldest first. Non-finite
+    numbers become floats again.
 
     Example:
         >>> import tempfile
@@ -177,9 +173,8 @@ def csv_file(path: str | Path, *, ranks: Ranks = 0) -> Logger:
     """Append one row per record to a CSV table with columns ``step``, ``time`` (seconds since 1970) and one column per metric.
 
     A new metric adds a column at the end: the file is rewritten, with empty cells in earlier rows. Numbers are written
-    exactly,
-    other values as JSON. A resumed run appends rows; the last row of a step counts. A failure causes one warning, and training
-    continues.
+    exactly, other values as JSON. A resumed run appends rows; the last row of a step counts. A failure causes one warning, and
+    training continues.
 
     Args:
         path: file, created with its folders if missing; ``{rank}`` and ``{time}`` as in ``jsonl``.

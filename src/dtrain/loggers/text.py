@@ -142,8 +142,8 @@ def progress_bar(
     """Show a progress bar on rank 0: ``120/600 ━━━━━  loss 2.1034  lr 0.003  12 steps/s  0:40 left``.
 
     The bar is drawn when a record is logged and costs nothing in between. Other printed text appears above the bar. If
-    standard
-    error is not a terminal, as under ``dtrain launch``, plain lines are printed instead, by default one line in 10 seconds.
+    standard error is not a terminal, as under ``dtrain launch``, plain lines are printed instead, by default one line in 10
+    seconds.
 
     Args:
         total: length of the run in steps, ``600`` or ``"600ba"``; None if unknown.

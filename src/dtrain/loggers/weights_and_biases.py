@@ -41,8 +41,8 @@ def wandb(
     """Log metrics to a run of Weights & Biases, with the step of the loop as the horizontal axis.
 
     The run id is stored in ``<path>/wandb-run-id``, so a resumed run continues the same W&B run. The step is a metric,
-    ``step``,
-    which is the axis of all charts: W&B's own step counter must not decrease and would drop the steps repeated after a resume.
+    ``step``, which is the axis of all charts: W&B's own step counter must not decrease and would drop the steps repeated after
+    a resume.
 
     All calls run in a background thread: a missing network, a missing login or a server that hangs causes one warning, and
     training continues. Values other than numbers are skipped with one warning per name. A metric named ``step`` is written as

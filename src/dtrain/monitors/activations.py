@@ -53,18 +53,13 @@ def activation_stats(
     microbatches. If a module returns several tensors (a tuple, a mapping), the first floating-point tensor counts.
 
     A module that was not run gives NaN. A module inside a compiled region calls no hooks and gives NaN, too; the compiled
-    module
-    itself is measured if compiled by ``module.compile()`` or ``compile_blocks``. Recomputation by activation checkpointing is
-    not
-    counted, nor are padding forwards on a rank without samples. If a step computes several gradients (``sam``), the last
-    gradient
-    counts.
+    module itself is measured if compiled by ``module.compile()`` or ``compile_blocks``. Recomputation by activation
+    checkpointing is not counted, nor are padding forwards on a rank without samples. If a step computes several gradients
+    (``sam``), the last gradient counts.
 
     Formula: ``std = sqrt(mean(x**2) - mean(x)**2)`` (population), ``rms = sqrt(mean(x**2))``, ``zeros`` is the fraction of
-    zero
-    elements, ``max`` the largest value, ``absmax`` the largest magnitude, ``kurtosis = mean((x - mean(x))**4) / std**4`` (3
-    for a
-    normal distribution)
+    zero elements, ``max`` the largest value, ``absmax`` the largest magnitude, ``kurtosis = mean((x - mean(x))**4) / std**4``
+    (3 for a normal distribution)
 
     Args:
         pattern: modules by clean name: a pattern (``*`` any text without a dot, ``**`` any text), several patterns, a compiled
@@ -229,8 +224,7 @@ class _StatsAccumulator:
     """Sums of one gradient computation, and the ``largest`` values of each forward: float64 ``[taps, stats]``.
 
     ``largest`` may include a forward that does not count. A forward on samples of this rank does not change the result. A
-    padding
-    forward is excluded because the counts of this rank are 0.
+    padding forward is excluded because the counts of this rank are 0.
     """
 
     taps: list[str]

@@ -43,9 +43,8 @@ def check_desync(
     """Raise on every rank if two replicas of a part of the training state differ; name the first part that differs.
 
     Ranks diverge silently if an operation runs on some ranks only: a parameter written by hand, an initial value from a
-    different
-    seed, faulty memory. Sharded parts have no replica to compare with (``full_shard`` shards nearly all parameters) and cost
-    nothing.
+    different seed, faulty memory. Sharded parts have no replica to compare with (``full_shard`` shards nearly all parameters)
+    and cost nothing.
 
     Args:
         state: newest state of the run.
@@ -53,8 +52,8 @@ def check_desync(
             ``optimizer``; ``transform_states``; ``rng``, torch's generators on ranks that share a batch (``tp``, ``cp``);
             ``position``, the counts of the clock.
         same_rng: if True, all ranks were seeded alike, and the generators of Python, NumPy and torch must be equal.
-        extra: further parts by name: plain data, or objects with a ``state_dict()`` of plain data, such as
-            ``{"loader": loader}``.
+        extra: further parts by name: plain data, or objects with a ``state_dict()`` of plain data, such as ``{"loader":
+            loader}``.
 
     Collective: one all-gather of three numbers on the control group; if a part differs, two of JSON.
     Host sync: one, to read the hashes.

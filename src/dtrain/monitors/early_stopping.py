@@ -39,8 +39,8 @@ def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float 
     The decision is saved and remains valid while the arguments stay the same. With a longer patience, for example, the run
     continues.
 
-    Formula: better is ``value < best - min_delta`` (``"max"``: ``value > best + min_delta``); stop when
-    ``now - time of the best >= patience``
+    Formula: better is ``value < best - min_delta`` (``"max"``: ``value > best + min_delta``); stop when ``now - time of the
+    best >= patience``
 
     Args:
         metric: name of the metric.

@@ -34,14 +34,10 @@ def transformer_flops(*, params: int, layers: int, dim: int, seq: int, causal: b
     Formula: ``6 * params + 12 * layers * dim * seq``; with ``causal=True``, ``6 * params + 6 * layers * dim * (seq + 1)``
 
     Each weight takes part in one multiply-add per token in forward and in two in backward, for the gradients of input and
-    weight:
-    ``6 * params``. In each layer, attention compares a token with ``seq`` keys and sums ``seq`` values, each with ``dim``
-    numbers
-    over all heads: ``2 * 2 * dim * seq``, times 3 with backward. Published figures count all pairs of tokens
-    (``causal=False``),
-    although a causal model needs only half of the pairs (``causal=True``). Recomputed activations do not count. Norms,
-    softmax and
-    activation functions are small and left out.
+    weight: ``6 * params``. In each layer, attention compares a token with ``seq`` keys and sums ``seq`` values, each with
+    ``dim`` numbers over all heads: ``2 * 2 * dim * seq``, times 3 with backward. Published figures count all pairs of tokens
+    (``causal=False``), although a causal model needs only half of the pairs (``causal=True``). Recomputed activations do not
+    count. Norms, softmax and activation functions are small and left out.
 
     Args:
         params: weights that multiply every token. Count an embedding table only if shared with the output layer, and only the
@@ -52,8 +48,7 @@ def transformer_flops(*, params: int, layers: int, dim: int, seq: int, causal: b
         causal: if True, count only the pairs of a causal model.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B; ``6 * params`` as Kaplan et al. 2020, arXiv:2001.08361,
-    section
-    2.1.
+    section 2.1.
 
     Example:
         >>> import dtrain as dt
@@ -121,18 +116,16 @@ def peak_flops(name: str, dtype: ComputeDtype | torch.dtype) -> float | None:
     """Return the peak rate of a device in matrix products of ``dtype``, in operations per second; None if unknown.
 
     Rates are dense, with matrix units if the device has them for ``dtype`` and float32 accumulation, as in torch. Datasheets
-    often
-    print the doubled rate for sparse weights. torch sees each half of a two-part device as one device, so the rates of MI250
-    and
-    MI250X are for one half. GPU slices and variants such as laptop GPUs are unknown.
+    often print the doubled rate for sparse weights. torch sees each half of a two-part device as one device, so the rates of
+    MI250 and MI250X are for one half. GPU slices and variants such as laptop GPUs are unknown.
 
     Args:
         name: device name from ``torch.cuda.get_device_name()``, such as ``"NVIDIA H100 80GB HBM3"``.
         dtype: ``"fp32"``, ``"tf32"``, ``"fp16"``, ``"bf16"``, ``"fp8"``, or a torch dtype; ``torch.float32`` is ``"fp32"``.
 
-    Source: the vendors' datasheets: NVIDIA GB200, B200 (HGX), GH200, H200, H100, A100, A40, A10, L40S, L4, V100, T4;
-    NVIDIA Ada and Ampere GA102 architecture papers (RTX 4090, 3090); AMD Instinct MI325X, MI300X, MI250X, MI250. Rates
-    with sparsity are halved.
+    Source: the vendors' datasheets: NVIDIA GB200, B200 (HGX), GH200, H200, H100, A100, A40, A10, L40S, L4, V100, T4; NVIDIA
+    Ada and Ampere GA102 architecture papers (RTX 4090, 3090); AMD Instinct MI325X, MI300X, MI250X, MI250. Rates with sparsity
+    are halved.
 
     Example:
         >>> import dtrain as dt
@@ -163,13 +156,11 @@ def count_flops(model: nn.Module, batch: Batch, loss_fn: LossFn, *, batch_spec: 
 
     Operations with a formula in torch count: matrix products, convolutions and attention, a multiply-add as two. For use in
     ``mfu``, only work that the model needs counts: neither recomputation by activation checkpointing nor the scores that a
-    fused
-    attention recomputes in backward. Fused attention counts all pairs of tokens, also in a causal model. Compiled modules run
-    eagerly, because operations in a compiled kernel are invisible.
+    fused attention recomputes in backward. Fused attention counts all pairs of tokens, also in a causal model. Compiled
+    modules run eagerly, because operations in a compiled kernel are invisible.
 
     Gradients, buffers and random generators are restored. On the meta device and with fake tensors the count costs nothing:
-    count
-    a copy of the model there if one more microbatch does not fit in memory.
+    count a copy of the model there if one more microbatch does not fit in memory.
 
     Args:
         model: plain or sharded model, in training mode; products sharded by a plan count in full on each rank.
@@ -229,8 +220,7 @@ class _FlopCounter(FlopCounterMode):
     """FLOP counter of torch without recomputed operations.
 
     Backward runs its own operations without recording gradients. An operation in backward that records gradients is a
-    recomputed
-    forward: ``torch.utils.checkpoint`` in either form, or a function that recomputes.
+    recomputed forward: ``torch.utils.checkpoint`` in either form, or a function that recomputes.
     """
 
     def __init__(self) -> None:

@@ -144,14 +144,11 @@ def memory_stats(state: TrainState) -> dict[str, float]:
 
     Device tensors: ``memory/allocated_bytes`` and ``memory/peak_bytes``. Allocator cache: ``memory/reserved_bytes``,
     ``memory/peak_reserved_bytes`` and ``memory/fragmentation``, the unused fraction of the cache. ``memory/retries`` counts
-    cache
-    flushes, ``memory/out_of_memory`` failed allocations. Process: ``memory/rss_bytes`` and ``memory/peak_rss_bytes``. On a
-    CPU only
-    the process is reported; inside ``testing.memory_budget`` also the allocated and peak bytes of the budget.
+    cache flushes, ``memory/out_of_memory`` failed allocations. Process: ``memory/rss_bytes`` and ``memory/peak_rss_bytes``. On
+    a CPU only the process is reported; inside ``testing.memory_budget`` also the allocated and peak bytes of the budget.
 
     Each number is the maximum over ranks. On several ranks, ``memory/peak_bytes/rank`` names the (first) rank with the
-    maximum, and
-    so on for each number. ``local_memory_stats`` reports this rank only.
+    maximum, and so on for each number. ``local_memory_stats`` reports this rank only.
 
     Args:
         state: training state, for its device.
@@ -226,12 +223,10 @@ def system_metrics(*, all_hosts: bool = False) -> Meter:
     """Create a meter of this machine: processor, main memory, network, disks and GPUs, over all processes.
 
     ``system/cpu_percent`` of all cores, ``system/memory_bytes`` and ``system/memory_percent``. Since the previous call, so
-    absent
-    in the first call: ``system/network_in_bytes_per_s`` and ``..._out_...``, ``system/disk_read_bytes_per_s`` and
-    ``..._write_...``. GPUs of the ranks on this host: ``system/gpu_percent`` (mean), ``system/gpu_temperature_c`` (maximum) and
-    ``system/gpu_power_w`` (sum). GPU numbers come from NVML, for which torch needs the package nvidia-ml-py; without the
-    package,
-    GPU numbers are absent, with one warning. Unreadable numbers are left out.
+    absent in the first call: ``system/network_in_bytes_per_s`` and ``..._out_...``, ``system/disk_read_bytes_per_s`` and
+    ``..._write_...``. GPUs of the ranks on this host: ``system/gpu_percent`` (mean), ``system/gpu_temperature_c`` (maximum)
+    and ``system/gpu_power_w`` (sum). GPU numbers come from NVML, for which torch needs the package nvidia-ml-py; without the
+    package, GPU numbers are absent, with one warning. Unreadable numbers are left out.
 
     Ranks with ``local_rank`` 0 read, one per host. The other ranks return nothing.
 

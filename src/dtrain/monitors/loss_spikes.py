@@ -51,15 +51,13 @@ def watch_loss(
 
     The check runs two steps later, when a GPU has the loss anyway, so no step waits. By then a bad update may have spoiled the
     parameters: resume from the last checkpoint. To keep a non-finite gradient from the parameters, use ``nonfinite`` or
-    ``loss_scale``, at the price of one wait per step. List ``watch_loss`` before these transforms; skipped steps are
-    invisible to
-    ``watch_loss`` otherwise. The losses of the last two steps of a run are not checked.
+    ``loss_scale``, at the price of one wait per step. List ``watch_loss`` before these transforms; skipped steps are invisible
+    to ``watch_loss`` otherwise. The losses of the last two steps of a run are not checked.
 
     The ledger of the run gets an event ``loss`` with the step and the value.
 
     The transform state is ``{"waiting": int, "newest": [], "older": [], "usual": {"0": float, ...}}``: the unchecked losses,
-    and
-    with ``factor`` the last finite losses, oldest first.
+    and with ``factor`` the last finite losses, oldest first.
 
     Formula: ``loss > median + (factor - 1) * abs(median)`` with the median of the last ``window`` finite losses, at least ten;
     the loss is the mean over all ranks

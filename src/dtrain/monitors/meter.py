@@ -58,16 +58,13 @@ def learning_rates(state: TrainState, *, extra_options: Sequence[str] = ()) -> d
     """Return the learning rate of each parameter group: ``lr``, or ``lr/<name>`` with several groups (or ``lr/<index>``).
 
     The numbers are the values of the groups between steps. ``scale_lr`` and ``set_option`` change an option only during an
-    update
-    and add the metric ``lr`` to the step. The numbers here are then called ``base_lr`` and ``base_lr/<name>``, so that
-    ``collect``
-    can merge both. The same holds for other scheduled options.
+    update and add the metric ``lr`` to the step. The numbers here are then called ``base_lr`` and ``base_lr/<name>``, so that
+    ``collect`` can merge both. The same holds for other scheduled options.
 
     Args:
         state: training state with the optimizer.
         extra_options: further options of the groups, such as ``("weight_decay", "momentum", "betas")``; a pair such as
-            ``betas``
-            becomes ``betas0`` and ``betas1``. Groups without the option are skipped. For a meter, use
+            ``betas`` becomes ``betas0`` and ``betas1``. Groups without the option are skipped. For a meter, use
             ``functools.partial(dt.monitors.learning_rates, extra_options=...)``.
 
     Host sync: none; one for each option that is a tensor on a device.

@@ -72,10 +72,8 @@ def gather_metric_states(state: Tensor, group: Any = None, *, mesh: DeviceMesh |
     """Gather the state of a metric from every rank, in the form of torchmetrics' ``dist_sync_fn``.
 
     ``MulticlassAccuracy(10, dist_sync_fn=partial(dt.monitors.gather_metric_states, mesh=mesh))`` counts a sample once if
-    several
-    ranks share the sample, and accepts ranks that never called ``update``. torchmetrics' own function assumes different data
-    on all
-    ranks and fails on an empty state that is not floating-point or has several axes.
+    several ranks share the sample, and accepts ranks that never called ``update``. torchmetrics' own function assumes
+    different data on all ranks and fails on an empty state that is not floating-point or has several axes.
 
     Args:
         state: tensor of any shape; an empty tensor is the state of a rank without data.

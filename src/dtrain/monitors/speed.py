@@ -127,11 +127,10 @@ def throughput(window: Duration | int | str = "100ba", *, devices: int | None = 
     ``speed/samples_per_s/compute = samples / compute seconds``
 
     The meter returns ``speed/samples_per_s``, ``speed/tokens_per_s`` (if tokens are counted) and ``speed/steps_per_s``;
-    samples and
-    tokens also as ``..._per_device``. Each rate comes twice: over wall time by rank 0's clock, equal on all ranks; and as
-    ``.../compute`` over this rank's seconds in spans of category ``compute``, the speed without waits for data, other ranks,
-    checkpoints or evaluation. ``speed/productive`` is the compute fraction of wall time. On a GPU, host time stands for device
-    time: if the host runs ahead, the wait counts in the span of the wait.
+    samples and tokens also as ``..._per_device``. Each rate comes twice: over wall time by rank 0's clock, equal on all ranks;
+    and as ``.../compute`` over this rank's seconds in spans of category ``compute``, the speed without waits for data, other
+    ranks, checkpoints or evaluation. ``speed/productive`` is the compute fraction of wall time. On a GPU, host time stands for
+    device time: if the host runs ahead, the wait counts in the span of the wait.
 
     The first call starts the window and returns nothing, also after loading a checkpoint. If calls are further apart than
     ``window``, the window reaches back to the previous call. Names are the same on all ranks.
@@ -194,18 +193,15 @@ def mfu(
     Formula: ``speed/flops_per_s = flops_per_token * tokens / seconds``, ``speed/mfu = speed/flops_per_s / (devices * peak)``
 
     The meter returns ``speed/flops_per_s``, ``speed/flops_per_s_per_device`` and, with a known peak, ``speed/mfu`` over wall
-    time and
-    ``speed/mfu/compute`` over this rank's compute seconds (see ``throughput``). The first call starts the window and returns
-    nothing.
+    time and ``speed/mfu/compute`` over this rank's compute seconds (see ``throughput``). The first call starts the window and
+    returns nothing.
 
     Args:
         flops_per_token: operations of forward and backward, as from ``transformer_flops``; the batches' tokens must be
-            counted.
-            Give either ``flops_per_token`` or ``flops_per_sample``.
+            counted. Give either ``flops_per_token`` or ``flops_per_sample``.
         flops_per_sample: operations of forward and backward per sample, as from ``count_flops``.
         peak: peak operations per second of one device; None uses ``peak_flops`` for the GPU of this rank. For an unknown
-            device,
-            ``speed/mfu`` is absent, with one warning on rank 0.
+            device, ``speed/mfu`` is absent, with one warning on rank 0.
         dtype: data type of the matrix products, to select the peak; ignored if ``peak`` is given.
         window: length of the window, as in ``throughput``.
         devices: number of devices; None counts one per rank.
@@ -224,8 +220,8 @@ def mfu(
 
     Raises:
         ConfigError: both or neither of ``flops_per_token`` and ``flops_per_sample``, a number that is not positive,
-            ``devices``
-            below 1, an unknown dtype or an invalid window; in a call, ``flops_per_token`` in a run without a token count.
+            ``devices`` below 1, an unknown dtype or an invalid window; in a call, ``flops_per_token`` in a run without a token
+            count.
     """
     flops = _require_one(flops_per_token, flops_per_sample)
     for name, value in (("flops_per_token", flops_per_token), ("flops_per_sample", flops_per_sample), ("peak", peak)):

@@ -20,12 +20,10 @@ def hash_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Hash the bits of each tensor in the order of its elements: int64 ``[n]`` on ``device``.
 
     A change of a single bit always changes the hash, including the sign of zero and NaN payloads. Any other change is missed
-    with
-    probability about ``2**-33`` or less. The shape is ignored. Equal bits give equal hashes on every device.
+    with probability about ``2**-33`` or less. The shape is ignored. Equal bits give equal hashes on every device.
 
     Formula: ``sum_i word_i * odd_i  mod 2**64`` with the 32-bit words of a tensor (of 1- and 2-byte dtypes its elements) and
-    an
-    odd number for each position: the factor of the position within a block times the factor of the block
+    an odd number for each position: the factor of the position within a block times the factor of the block
 
     Args:
         tensors: dense, plain tensors of any dtype except float4.

@@ -36,12 +36,11 @@ def norms(
     The metrics are ``norm/grad``, ``norm/param``, ``norm/update`` and ``norm/exp_avg`` (or another moment of the optimizer:
     ``exp_avg_sq``, ``momentum_buffer``) over all parameters. ``by`` adds the norms of each part, such as
     ``norm/grad/blocks.0.mlp``. With updates and parameters, ``norm/update_ratio`` is their quotient. Each global element
-    counts
-    once under any sharding. ``reduce_metrics`` returns the norm itself.
+    counts once under any sharding. ``reduce_metrics`` returns the norm itself.
 
     The gradient is measured at the position in the list: ``[norms(...), clip_by_norm(1.0)]`` measures before clipping, the
-    reverse
-    order after. The gradient has no loss scale. The update is the total change by the rest of the list, 0 in a skipped step.
+    reverse order after. The gradient has no loss scale. The update is the total change by the rest of the list, 0 in a skipped
+    step.
 
     Formula: ``norm/update = sqrt(sum((param_after - param_before)**2))``, ``norm/update_ratio = norm/update / norm/param``
     with the parameters before the update; ``norm/cosine = sum(grad * moment) / (norm(grad) * norm(moment))`` with the average
@@ -51,8 +50,7 @@ def norms(
         interval: interval between measurements; ``"100ba"`` matches a loop with ``state.crossed("100ba")``.
         of: quantities to measure: gradients, parameters, updates, optimizer moments and the ``cosine`` above.
         by: also measure each parameter ``"group"`` of the optimizer (by ``"name"``, else by index), each ``"layer"`` (module
-            of a
-            parameter), or each label returned by a function of the clean name; the label None skips the parameter.
+            of a parameter), or each label returned by a function of the clean name; the label None skips the parameter.
 
     Mutates: nothing. In a measured step, ``"update"`` holds a copy of this rank's part of the parameters.
     Collective: in a measured step, one all-reduce per mesh axis and set of axes that parameters are sharded along.

@@ -113,15 +113,13 @@ def eta(length: Duration | int | str) -> Meter:
     """Create a meter of run time: ``time/elapsed_s``, ``time/left_s``, and ``time/end`` in seconds since 1970.
 
     The remaining time is training at recent speed plus the expected evaluations and checkpoints. Their interval and cost are
-    those observed in this process (spans of category ``evaluation`` and ``checkpoint``). One-time costs (compilation, microbatch
-    search,
-    loading) are excluded. The first call returns the elapsed time only, also after loading a checkpoint, since the machine may
-    differ. Each rank computes its own estimate.
+    those observed in this process (spans of category ``evaluation`` and ``checkpoint``). One-time costs (compilation,
+    microbatch search, loading) are excluded. The first call returns the elapsed time only, also after loading a checkpoint,
+    since the machine may differ. Each rank computes its own estimate.
 
     Args:
-        length: length of the run: ``10_000``, ``"3ep"``, ``"1e9tok"``, ``"2h"``; ``"1dur"`` if ``step.init`` knows the
-            length. With
-            epochs, the estimate needs the steps per epoch: from ``step.init(run=...)``, else after the first epoch.
+        length: length of the run: ``10_000``, ``"3ep"``, ``"1e9tok"``, ``"2h"``; ``"1dur"`` if ``step.init`` knows the length.
+            With epochs, the estimate needs the steps per epoch: from ``step.init(run=...)``, else after the first epoch.
 
     Collective: none. Host sync: none.
 

@@ -32,9 +32,8 @@ def schedule(*, skip_first: int = 0, wait: int = 0, warmup: int = 1, active: int
     """Create a profiler schedule: skip ``skip_first`` steps, then wait, warm up and record, ``repeat`` times.
 
     Args:
-        skip_first: number of steps before the first cycle. The first step of a process compiles and allocates, so its trace
-            is not
-            typical.
+        skip_first: number of steps before the first cycle. The first step of a process compiles and allocates, so its trace is
+            not typical.
         wait: number of steps without profiler at the start of each cycle.
         warmup: number of steps with a prepared profiler that records nothing, to keep the startup cost out of the trace.
         active: number of recorded steps, in one trace per cycle.

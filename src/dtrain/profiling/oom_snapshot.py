@@ -40,10 +40,8 @@ def snapshot_on_oom(path: str | Path) -> OomSnapshotTransform:
     snapshot is written while the frames of the step and their tensors are alive. The error propagates.
 
     List the transform first. A failed attempt of ``auto_microbatch`` that is repeated with a smaller size writes no snapshot.
-    If
-    the smallest size fails (``OutOfMemoryError``), the memory of the attempt is already free. On a CPU without a budget,
-    memory use
-    is unknown, and a warning is given.
+    If the smallest size fails (``OutOfMemoryError``), the memory of the attempt is already free. On a CPU without a budget,
+    memory use is unknown, and a warning is given.
 
     Args:
         path: local folder or, on a CPU, a folder on a server; created if missing. Reports read ``run / "memory"``.

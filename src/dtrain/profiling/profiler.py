@@ -36,12 +36,9 @@ def profile(
 
     Call ``profiler.step()`` at the end of each step. Per cycle of the schedule, each rank writes
     ``trace-rank-00003-step-00000120.pt.trace.json`` to ``path``, named after its first step, for Perfetto,
-    ``chrome://tracing`` and
-    TensorBoard's profiler. ``merge_traces`` merges the traces of all ranks, and ``diagnose`` reports bottlenecks. Outside of
-    the
-    recorded steps no profiler runs. At the end of the block, also after an exception, an unfinished recording is written. A
-    trace of
-    the same steps is replaced.
+    ``chrome://tracing`` and TensorBoard's profiler. ``merge_traces`` merges the traces of all ranks, and ``diagnose`` reports
+    bottlenecks. Outside of the recorded steps no profiler runs. At the end of the block, also after an exception, an
+    unfinished recording is written. A trace of the same steps is replaced.
 
     Steps have the numbers of dtrain's step if the loop uses one, else numbers from 0.
 
@@ -52,8 +49,7 @@ def profile(
         ranks: recording ranks, ``"all"`` or a list; with many ranks, select a few, because traces are large.
         record_shapes: if True, record the shapes of arguments.
         memory: if True, record allocations for ``memory_timeline``; on CUDA, and inside ``testing.memory_budget``, also write
-            a
-            snapshot per recording, ``memory-rank-00003-step-00000120.pickle`` (``.json``), see ``write_snapshot``.
+            a snapshot per recording, ``memory-rank-00003-step-00000120.pickle`` (``.json``), see ``write_snapshot``.
         stacks: if True, record the call stack of each operation.
         flops: if True, record FLOPs of matrix products and convolutions.
         compress: if True, write ``.json.gz``.
@@ -78,8 +74,7 @@ def profile(
 
     Raises:
         ConfigError: ``schedule`` is not a function, ``ranks`` has unknown ranks, or ``path`` is on a server; at the start of
-            the
-            block or of a recording, another profiler runs in this process.
+            the block or of a recording, another profiler runs in this process.
         PeerError: another profiler runs on another rank.
     """
     options = ProfileOptions(
@@ -141,9 +136,8 @@ def step_profiler(
     """Profile steps with a transform instead of a context manager. List the transform first.
 
     Options and files are those of ``profile``. In the traces ``dtrain.step`` is the step function; the rest of a
-    ``ProfilerStep#``
-    is the loop, such as loader and logging. A recording that is open at the end of the run is written at the end of
-    ``init_dist``'s block or at exit; after an error in a step, immediately. Results do not change.
+    ``ProfilerStep#`` is the loop, such as loader and logging. A recording that is open at the end of the run is written at the
+    end of ``init_dist``'s block or at exit; after an error in a step, immediately. Results do not change.
 
     Args:
         path: see ``profile``.

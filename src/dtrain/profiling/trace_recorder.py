@@ -35,10 +35,8 @@ def measure_clock_offset() -> ClockOffset:
     """Measure this rank's ``time.time_ns`` minus that of rank 0; zeros on rank 0 and for a single rank.
 
     No rank leaves a gather before all ranks have entered. So the time of rank r after the gather is later than the time of
-    rank 0
-    before the gather, and vice versa: each round gives a lower and an upper bound, and the tightest bounds of all rounds are
-    used.
-    The bounds hold on any network, unless a clock is set in the meantime.
+    rank 0 before the gather, and vice versa: each round gives a lower and an upper bound, and the tightest bounds of all
+    rounds are used. The bounds hold on any network, unless a clock is set in the meantime.
 
     Collective: ten all-gathers of two numbers on the control group, about a millisecond.
     """
@@ -192,8 +190,7 @@ class TraceRecorder:
         """Write the trace under a temporary name and rename the file, so that a trace is complete or absent.
 
         torch first writes ``NAME.tmp`` and raises nothing on a full disk. Its own compression would use the system's folder
-        for temporary
-        files.
+        for temporary files.
         """
         plain = path.with_name(f".unfinished-{path.name.removesuffix('.gz')}")
         packed, partial = plain.with_name(f"{plain.name}.gz"), plain.with_name(f"{plain.name}.tmp")

@@ -2,8 +2,7 @@
 
 Times are in seconds. Moments (``at``, ``times``) count from the start of the run's first attempt, ``RunReport.started_at``, in
 seconds since 1970. Steps, samples and tokens are totals over all ranks. Unknown values are None, an empty list or a missing
-key;
-``RunReport.missing`` states the reason. Numbers are finite.
+key; ``RunReport.missing`` states the reason. Numbers are finite.
 """
 
 from __future__ import annotations
@@ -131,8 +130,7 @@ class GoodputReport:
         productive_s: compute time in steps that were not repeated; mean over ranks.
         share: ``productive_s / total_s``, 0 to 1.
         by_cause: seconds by category, with sum ``total_s`` for a complete ledger. ``restart`` is the sum of the next three
-            fields,
-            which count in no other category.
+            fields, which count in no other category.
         down_s: time between attempts.
         again_s: setup of all attempts after the first.
         lost_s: time in repeated steps.

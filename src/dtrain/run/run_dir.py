@@ -91,13 +91,11 @@ def open_run(
 
     Args:
         path: local folder, the same for all attempts. Several hosts share the folder on a common file system; else each host
-            has
-            the ledgers of its ranks.
+            has the ledgers of its ranks.
         settings: mapping, dataclass or ``argparse.Namespace``; values without plain data are written as text.
         interval: steps or seconds between two lines of totals in the ledger.
         redact: patterns of further secret names (``*`` is any text). Always redacted: names with words such as password,
-            secret,
-            token or key, passwords in URLs, and texts in the format of known tokens.
+            secret, token or key, passwords in URLs, and texts in the format of known tokens.
         upload: target of ``upload_run`` at the end of the run, usually the checkpoint root; None uploads nothing.
 
     Returns:

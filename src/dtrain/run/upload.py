@@ -21,12 +21,10 @@ def upload_run(run: Run, root: str | Path) -> int:
     """Copy the changed files of the run's folder to ``run/`` below ``root``, and return the number of copied files.
 
     Rank 0 copies everything except ``checkpoints/``; every rank copies its own ledger. Rank 0 also copies ledgers of earlier
-    attempts
-    with more ranks. On a new machine, restore the files of earlier attempts first; else they are replaced.
+    attempts with more ranks. On a new machine, restore the files of earlier attempts first; else they are replaced.
 
     Call this function after a checkpoint, or let ``open_run(upload=...)`` do so at the end. A failure causes one warning and
-    an
-    event in the ledger.
+    an event in the ledger.
 
     Args:
         run: result of ``open_run``.

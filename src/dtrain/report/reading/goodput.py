@@ -296,9 +296,8 @@ def _rank_report(rank: int, merged: Sequence[MergedAttempt], edges: SliceEdges, 
 def slowest_ranks(ranks: Sequence[RankReport]) -> list[SlowRank]:
     """Return the ranks that others waited for, worst first.
 
-    A late rank waits least, because the other ranks have arrived already. So a straggler is the rank with the least
-    ``stall``, and
-    the category of its extra time is the reason.
+    A late rank waits least, because the other ranks have arrived already. So a straggler is the rank with the least ``stall``,
+    and the category of its extra time is the reason.
     """
     times = {each.rank: sum(each.by_cause.values()) for each in ranks}
     if len(ranks) < 2 or min(times.values()) <= 0:

@@ -144,9 +144,8 @@ class AttemptLedger:
         """Fill in the totals before the first line with a step.
 
         ``open_run`` precedes loading the checkpoint, so the line ``open`` has step 0, and the first line of totals after a
-        resume has a
-        step but no counted steps. A checkpoint loaded without dtrain leaves no event; then the counted steps give the first
-        step.
+        resume has a step but no counted steps. A checkpoint loaded without dtrain leaves no event; then the counted steps give
+        the first step.
         """
         self._first_sum = False
         curve = self.curve

@@ -197,8 +197,8 @@ def diagnose(path: str | Path) -> TraceDiagnosis:
     """Diagnose the traces of ``profile`` in a folder.
 
     Each rule of ``dtrain.report.trace.diagnosis`` has a limit: a tenth of a step waiting for data, a fifth in collectives
-    without
-    compute, a fifth with an idle GPU, a rank with a quarter more work than the other ranks, a peak of twice the median memory.
+    without compute, a fifth with an idle GPU, a rank with a quarter more work than the other ranks, a peak of twice the median
+    memory.
 
     Args:
         path: output folder of ``profile``. Unreadable traces are listed in ``problems``.

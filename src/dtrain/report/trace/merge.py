@@ -23,10 +23,8 @@ def merge_traces(traces: str | Path | Sequence[str | Path], path: str | Path) ->
     """Merge the traces of all ranks into one file and return its path. Perfetto and ``chrome://tracing`` show the file.
 
     Each rank is a process, ``rank 3``, with its GPU as a second process. Times are in rank 0's clock: each trace of
-    ``profile``
-    stores the measured clock offset of its rank, which is subtracted. Traces without an offset are assumed to be in sync, as
-    on
-    one host.
+    ``profile`` stores the measured clock offset of its rank, which is subtracted. Traces without an offset are assumed to be
+    in sync, as on one host.
 
     Args:
         traces: output folder of ``profile``, or a list of files; every file is loaded completely.
