@@ -169,7 +169,9 @@ def spoil(state, what):
 )
 def test_what_differs_on_one_of_two_copies_is_named_on_both(ranks, what, options, name):
     for message, tensor, minority, step in ranks(2).run(spoiled, what, "replicate", 1, options):
-        assert message.startswith(f"check_desync: step 2: {name!r} is another on rank 1 than on rank 0; 1 of ")
+        assert message.startswith(
+            f"check_desync: step 2: {name!r} must be equal on all ranks, got a different value on rank 1 than on rank 0. 1 of "
+        )
         assert (tensor, minority, step) == (name, [1], 2)
 
 
@@ -203,7 +205,7 @@ def test_of_copies_of_a_sharded_model_each_cut_is_compared(ranks, what, rank):
         assert tensor == {"moment, first": "optimizer first.weight exp_avg"}.get(what, what)
         if what == "temperature":  # whole on all ranks: three against one
             assert minority == [rank]
-            assert f"is another on rank {rank} than on ranks " in message
+            assert f"got a different value on rank {rank} than on ranks " in message
         else:  # one against one: nobody knows which of them is right, and the lower rank is taken
             assert minority == [{0: 2, 3: 3}[rank]]
 
@@ -221,7 +223,7 @@ def guarded(what, interval):
             if at == 2 and get_dist_info().rank == 0:
                 spoil(state, what)
     except DesyncError as error:
-        return state.step, str(error).partition(" is ")[0], syncs, collectives
+        return state.step, str(error).partition(" must ")[0], syncs, collectives
     return "no error"
 
 
@@ -262,12 +264,14 @@ def with_extra(kind):
 
 def test_the_position_of_a_loader_is_compared(ranks):
     for message in ranks(2).run(with_extra, "loader"):
-        assert message.startswith("check_desync: step 0: 'extra loader' is another on rank 1 than on rank 0; 1 of ")
+        assert message.startswith(
+            "check_desync: step 0: 'extra loader' must be equal on all ranks, got a different value on rank 1 than on rank 0. "
+        )
 
 
 def test_extra_is_plain_data(ranks):
     for message in ranks(2).run(with_extra, "set"):
-        assert message.startswith("check_desync: extra['odd'] must be plain data, or have a state_dict() of such: ")
+        assert message.startswith("check_desync: extra['odd'] must be plain data or have a state_dict() of plain data, got ")
 
 
 def buffers(kept):
@@ -289,7 +293,9 @@ def buffers(kept):
 @pytest.mark.parametrize(("kept", "found"), [("broadcast", True), ("mean", True), ("local", False)])
 def test_buffers_are_compared_where_they_are_to_be_alike(ranks, kept, found):
     for message in ranks(2).run(buffers, kept):
-        assert ("'buffer 1.running_mean' is another on rank 1 than on rank 0" in message) == found
+        assert (
+            "'buffer 1.running_mean' must be equal on all ranks, got a different value on rank 1 than on rank 0" in message
+        ) == found
 
 
 def apart():
@@ -348,9 +354,9 @@ def test_the_ranks_that_are_fewer_are_named(told, minority):
         step = 7
 
     entries = [[["other", "", 5], *([["w", "", value]] if value is not None else [])] for value in told]
-    with pytest.raises(DesyncError, match="step 7: 'w' must be equal on all ranks, got different values on") as error:
+    with pytest.raises(DesyncError, match="step 7: 'w' must be equal on all ranks, got a different value on") as error:
         desync._raise_first_difference(State, entries)
-    assert "different values on " + desync._format_ranks(minority) + " and " in str(error.value)
+    assert "a different value on " + desync._format_ranks(minority) + " than on" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_a_commit_is_found_with_whether_files_have_changed(tmp_path, monkeypatch
         ({"interval": "3ep"}, "open_run: interval must be in steps or seconds, got '3ep'. Pass '100ba' or '10sec'"),
         ({"interval": "soon"}, "duration: "),
         ({"redact": [7]}, r"open_run: redact must be patterns of names, got 7. Pass redact=\['db_\*'\]"),
-        ({"upload": "ftp://x/y"}, "ftp:// is no place to keep files"),
+        ({"upload": "ftp://x/y"}, "protocol must be one of .* got ftp://"),
     ],
     ids=["settings", "epochs", "no duration", "pattern", "upload"],
 )

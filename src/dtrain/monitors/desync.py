@@ -267,8 +267,8 @@ def _raise_first_difference(state: TrainState, gathered: Sequence[Any]) -> None:
     spans.record_event("desync", step=state.step, tensor=name, ranks=minority_ranks)
     parts = len({key for key, _ in by_entry})
     raise DesyncError(
-        f"check_desync: step {state.step}: {name!r} must be equal on all ranks, got different values on "
-        f"{_format_ranks(minority_ranks)} and {_format_ranks(majority_ranks)}. {len(differing)} of {parts} parts differ. "
+        f"check_desync: step {state.step}: {name!r} must be equal on all ranks, got a different value on "
+        f"{_format_ranks(minority_ranks)} than on {_format_ranks(majority_ranks)}. {len(differing)} of {parts} parts differ. "
         "Resume from the last checkpoint, and look for code that runs on some ranks only or for a faulty device."
     )
 
