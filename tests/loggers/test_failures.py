@@ -37,7 +37,7 @@ def test_a_sink_that_fails_is_dropped_and_the_others_go_on():
     spans.set_listener(heard := Heard())
     try:
         log = multi(failing, kept)
-        with pytest.warns(UserWarning, match=r"^Failing: no luck. Metrics are no longer logged there$"):
+        with pytest.warns(UserWarning, match=r"^Failing: no luck\. Metrics are no longer logged there\.$"):
             log(0, {"loss": 1.0})
         log(1, {"loss": 1.0})
         log(2, {"loss": 1.0})
@@ -96,7 +96,7 @@ def test_a_sink_that_fails_to_close_is_told():
 
 
 BAD = {
-    "tee": (lambda: multi(3), r"guarded: needs a sink, a function of \(step, numbers\), got 3"),
+    "tee": (lambda: multi(3), r"fault_tolerant: logger must be a function of \(step, numbers\), got 3"),
     "guarded": (lambda: fault_tolerant(None), r"fault_tolerant: logger must be a function of .*, got None"),
     "close": (lambda: close("log"), "close: logger must be a function of .*, got 'log'"),
     "patience": (
@@ -149,7 +149,7 @@ def test_a_sink_that_hangs_is_dropped_and_holds_nobody(gate):
     apart = fault_tolerant(hanging, timeout_s=0.5)
     log = multi(apart, kept)
     log(1, {})
-    until(lambda: apart._trouble() is not None)
+    until(lambda: apart._find_failure() is not None)
     with pytest.warns(UserWarning, match=r"hanging: no answer for 0\.5 s. Metrics are no longer logged there"):
         log(2, {})
     log(3, {})

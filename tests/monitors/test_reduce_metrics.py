@@ -35,7 +35,7 @@ def differing_names(extra: int) -> str:
 @pytest.mark.parametrize("extra", [0, 1, 20])
 def test_ranks_with_other_names_all_raise(ranks, extra):
     for message in ranks(2).run(differing_names, extra):
-        assert "ranks have metrics of different names; this one has" in message
+        assert "metrics must have equal names on all ranks, got" in message
 
 
 def test_many_metrics_reduce(ranks):

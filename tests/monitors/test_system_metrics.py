@@ -53,9 +53,9 @@ MEMORY = {"system/memory_bytes": 256000.0, "system/memory_percent": 25.0}
 
 def test_rates_are_of_the_time_between_calls(machine):
     meter = system_metrics()
-    machine.write_line(busy=100, idle=100, received=1000, sent=2000, read=10, written=20)
+    machine.say(busy=100, idle=100, received=1000, sent=2000, read=10, written=20)
     assert meter(CPU) == MEMORY
-    machine.write_line(busy=130, idle=110, received=1500, sent=2200, read=14, written=21)
+    machine.say(busy=130, idle=110, received=1500, sent=2200, read=14, written=21)
     machine.now += 2.0
     assert meter(CPU) == {
         "system/cpu_percent": 75.0,
@@ -69,16 +69,16 @@ def test_rates_are_of_the_time_between_calls(machine):
 
 def test_a_counter_that_went_back_is_no_negative_rate(machine):
     meter = system_metrics()
-    machine.write_line(busy=1, idle=1, received=1000, sent=1000, read=10, written=10)
+    machine.say(busy=1, idle=1, received=1000, sent=1000, read=10, written=10)
     meter(CPU)
-    machine.write_line(busy=2, idle=2, received=10, sent=2000, read=10, written=10)
+    machine.say(busy=2, idle=2, received=10, sent=2000, read=10, written=10)
     machine.now += 1.0
     found = meter(CPU)
     assert (found["system/network_in_bytes_per_s"], found["system/network_out_bytes_per_s"]) == (0.0, 1000.0)
 
 
 def test_in_a_container_all_interfaces_but_the_loopback_count(machine):
-    machine.write_line(busy=1, idle=1, received=1000, sent=10, read=0, written=0)
+    machine.say(busy=1, idle=1, received=1000, sent=10, read=0, written=0)
     (hardware.SYS / "class" / "net" / "eth0" / "device").rmdir()
     assert hardware.read_counters()[2:4] == (2000.0, 20.0)
 
@@ -147,11 +147,11 @@ def as_two_hosts() -> dict[str, float]:
     pretended = SimpleNamespace(local_rank=0, local_world_size=1, node_rank=info.rank)
     from dtrain.monitors import hardware
 
-    hardware.current = lambda: pretended
+    hardware.get_dist_info = lambda: pretended
     try:
         return on_ranks(True)
     finally:
-        hardware.current = get_dist_info
+        hardware.get_dist_info = get_dist_info
 
 
 def test_all_hosts_are_told_to_every_rank(ranks):
@@ -165,7 +165,7 @@ def test_all_hosts_are_told_to_every_rank(ranks):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:system_metrics. no numbers of GPUs")
+@pytest.mark.filterwarnings("ignore:system_metrics. NVML must be readable")
 def test_a_real_gpu_is_read_where_nvml_is():
     pytest.importorskip("pynvml")
     found = system_metrics()(GPU)

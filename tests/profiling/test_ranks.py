@@ -102,7 +102,7 @@ def profiled_elsewhere(folder: str, transform: bool) -> str:
 @pytest.mark.parametrize("transform", [False, True], ids=["context", "transform"])
 def test_another_profiler_on_one_rank_is_refused_on_all(ranks, tmp_path, transform):
     mine, theirs = ranks(2).run(profiled_elsewhere, str(tmp_path), transform)
-    assert mine.startswith("ConfigError: profile: a process has one profiler, and a profiler of torch's own is running")
+    assert mine.startswith("ConfigError: profile: only one profiler can run per process, got a profiler of torch's own")
     assert theirs.startswith("PeerError: profile: rank 0 failed (1 of 2 ranks did): ConfigError: profile: a process has one")
 
 
