@@ -117,7 +117,7 @@ def test_a_kill_comes_at_the_call_it_was_ordered_for(tmp_path):
 def stop_and_go_on(folder: str) -> str:
     """A stopped process goes on with the call when somebody lets it; here a sibling does."""
     if get_dist_info().rank == 0:
-        with inject_fault("stop", at="dtrain.dist.collectives.current"):
+        with inject_fault("stop", at="dtrain.dist.collectives.get_dist_info"):
             Path(folder, "pid").write_text(str(os.getpid()))
             all_gather_json(None)
     else:
@@ -236,7 +236,7 @@ def test_calls_of_several_threads_are_counted_once_each():
     [
         ({"at": "nope.f"}, "inject_fault: there is nothing at 'nope.f': no module begins the path"),
         ({"at": "gathr"}, "inject_fault: there is nothing at 'gathr': no module begins the path. Pass a short name"),
-        ({"at": "dtrain.storage.local.os.nope"}, "'dtrain.storage.local.os.nope': os has no 'nope'; .*from x import f"),
+        ({"at": "dtrain.storage.local.os.nope"}, r"'dtrain.storage.local.os.nope': os has no 'nope'\. .*from x import f"),
         ({"at": "dtrain.nope.f"}, "'dtrain.nope.f': dtrain has no 'nope'"),
         (
             {"at": "dtrain.storage.local.os"},
@@ -246,7 +246,7 @@ def test_calls_of_several_threads_are_counted_once_each():
         ({"at": ".f"}, r"inject_fault: at must be a short name or an import path such as 'my_loop.load_batch', got '\.f'"),
         ({"at": "torch..f"}, r"inject_fault: at must be a short name or an import path .*, got 'torch\.\.f'"),
         ({"at": 3}, "inject_fault: at must be a short name or an import path .*, got 3"),
-        ({"at": "torch.nn.Linear"}, r"'torch.nn.Linear' is a class, .*; give 'torch.nn.Linear.__init__'"),
+        ({"at": "torch.nn.Linear"}, r"'torch.nn.Linear' is a class .* Use 'torch.nn.Linear.__init__'"),
         ({"action": "explode"}, "inject_fault: action must be one of raise, kill, stop, delay, got 'explode'"),
         ({"when": "during"}, "inject_fault: when must be one of before, after, got 'during'"),
         ({"rank": 1}, "inject_fault: rank must be one of the 1 ranks, got 1"),

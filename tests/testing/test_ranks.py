@@ -249,7 +249,7 @@ def test_the_others_are_ended_at_once_when_a_rank_raises(tmp_path, rank):
 
 def stop_rank_1(folder: str) -> None:
     Path(folder, str(os.getpid())).touch()
-    with inject_fault("stop", at="dtrain.dist.collectives.current", rank=1):
+    with inject_fault("stop", at="dtrain.dist.collectives.get_dist_info", rank=1):
         all_gather_json("hello")
 
 
