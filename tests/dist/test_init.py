@@ -407,7 +407,9 @@ def test_a_stopped_rank_0_does_not_hold_up_those_that_connect(forked, monkeypatc
         if rank == 0:
             connect = rendezvous.connect_store
             monkeypatch.setattr(
-                init, "connect", lambda *args, **options: [connect(*args, **options), os.kill(os.getpid(), signal.SIGSTOP)]
+                init,
+                "connect_store",
+                lambda *args, **options: [connect(*args, **options), os.kill(os.getpid(), signal.SIGSTOP)],
             )
         else:
             time.sleep(1)

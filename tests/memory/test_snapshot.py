@@ -46,7 +46,7 @@ def test_where_nothing_is_known_it_is_refused(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_it_is_torchs_own(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "dtrain.memory.snapshot.current", lambda: type("Info", (), {"rank": 3, "device": torch.device("cuda", 0)})
+        "dtrain.memory.snapshot.get_dist_info", lambda: type("Info", (), {"rank": 3, "device": torch.device("cuda", 0)})
     )
     kept = torch.zeros(1 << 20, device="cuda")
     write_snapshot(tmp_path / "rank{rank}.pickle")

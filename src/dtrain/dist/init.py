@@ -34,9 +34,23 @@ from dtrain.errors import ConfigError, DistError
 class DistInfo:
     """This rank and its process groups. A context manager that closes the groups opened by ``init_dist``.
 
-    ``control`` is a gloo group for exchanges of the main thread, ``background`` a gloo group for checkpoints. The default group
-    carries the training. No group is used from two threads. The groups are None in a process that never called ``init_dist``,
-    which is a world of one rank. ``run_dir`` is the launcher's folder of this launch, None without a launcher.
+    The default group carries the training, and no group is used from two threads. A process that never called ``init_dist`` is
+    a world of one rank, and its groups are None.
+
+    Args:
+        rank: index of this rank.
+        world_size: number of ranks.
+        local_rank: index of this rank on its node.
+        local_world_size: number of ranks on the node.
+        node_rank: index of the node.
+        device: device of this rank.
+        backend: backend of the training group.
+        run_dir: the launcher's folder of this launch, None without a launcher.
+        timeout_s: time that a collective waits for a rank, in seconds.
+        control: gloo group for exchanges of the main thread.
+        background: gloo group for checkpoints.
+        owner: if True, leaving the context closes the groups.
+        opened_group: if True, ``init_dist`` has opened the default group.
 
     Leaving the context waits for background saves, and raises their errors. After an exception the exit runs no collective
     except those of the saves, so a failed rank never waits for its peers. If ``should_stop`` was true and a state was saved
@@ -88,7 +102,6 @@ class _DistContext:
 
     info: DistInfo | None = None
     rendezvous: RendezvousConfig | None = None
-    # Store of the last rendezvous.
     store: dist.Store | None = None
     # Number of default groups opened by the user that init_dist has used.
     reused_groups: int = 0
@@ -97,7 +110,6 @@ class _DistContext:
     # NCCL groups of a failed run that could not be closed. The reference is weak, because a fork of this process that destroys
     # the groups would wait for threads that exist only in this process.
     abandoned_group: weakref.ref[dist.ProcessGroup] | None = None
-    # Meshes on the open groups.
     meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
 
 
