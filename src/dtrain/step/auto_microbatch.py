@@ -42,8 +42,8 @@ def auto_microbatch(
     """Run each step with the largest microbatch that fits on all ranks; list the transform last, because it passes the size.
 
     The first step finds the size with probes: a few microbatches of a small size, whose peak memory predicts the next size.
-    Later steps run as with a fixed size. If any rank runs out of memory in forward, backward or a reduction, all ranks abort
-    the step together, roll the step back, and start again with a smaller size. The result is equal, bit for bit, to a step that
+    Later steps run as with a fixed size. If any rank runs out of memory in forward, backward or a reduction, all ranks roll
+    the step back together and start again with a smaller size. The result is equal, bit for bit, to a step that
     started with that size.
 
     If memory cannot be measured (a CPU without ``testing.memory_budget``), the search starts with the whole local batch and

@@ -37,8 +37,8 @@ _REDUCTION_MEAN = 1
 def warn_if_mean(loss: LossSum, caller: str) -> None:
     """Warn on rank 0 if a total of ``loss`` is a mean although its weight counts several things.
 
-    The check reads the operations of the graph, not the value, so it finds the means of torch's own losses and of ``mean``, and
-    a sum divided by the weight's tensor, unless they are multiplied again. The check does not read compiled code, and never
+    The check reads the operations of the graph, not the value. Found are the means of torch's own losses and of ``mean``, and a
+    sum divided by the weight's tensor, unless they are multiplied again. The check does not read compiled code, and never
     reports a sum.
     Host sync: one if a mean was found and its weight is a tensor on a device.
     """

@@ -49,10 +49,13 @@ class HostSyncRecords:
 def count_host_syncs() -> Iterator[HostSyncRecords]:
     """Record every call of this thread inside the context that makes the host wait for a device, or would on a GPU.
 
-    Recorded are reads of a value (``item``, ``float(t)``, an ``if`` on a tensor, also in torch's own code), ``tolist``,
-    ``numpy`` and ``cpu`` of any tensor, blocking copies from a device, operations whose output size depends on values
-    (``nonzero``, ``masked_select``, ``unique``, an index by a mask), and writes to a tensor through a mask (except of a single
-    number). On a CPU they count although nothing waits there, so that a test without a GPU can fail.
+    Recorded, also on a CPU, where nothing waits:
+
+    - reads of a value (``item``, ``float(t)``, an ``if`` on a tensor, also in torch's own code)
+    - ``tolist``, ``numpy`` and ``cpu`` of any tensor, and blocking copies from a device
+    - operations whose output size depends on values (``nonzero``, ``masked_select``, ``unique``, an index by a mask)
+    - writes to a tensor through a mask, except of a single number
+
     Not recorded are ``torch.cuda.synchronize`` and waits for an event, because they are explicit, copies to a CPU tensor with
     ``non_blocking=True``, and ``.to("cpu")`` of a CPU tensor.
 
