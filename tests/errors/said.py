@@ -33,8 +33,8 @@ SAID = {
         by_hand=("torch.OutOfMemoryError: ... out of memory. Tried to allocate ...",),
         here=(
             "OutOfMemoryError: auto_microbatch: step 0: a microbatch of 1 does not fit on rank ...: ... out of memory. Tried to "
-            "allocate ... MiB used by others). Try, in this order: activation checkpointing (dt.memory.checkpoint_activations), CPU "
-            "offload (shard_model(offload='params')), a smaller model.",
+            "allocate ... MiB used by others). Try, in this order: activation checkpointing "
+            "(dt.memory.checkpoint_activations), CPU offload (shard_model(offload='params')), a smaller model.",
         ),
     ),
     "A loss that is NaN from some step on": Said(
@@ -52,7 +52,7 @@ SAID = {
             "ConfigError: init: SGD holds 1 of 2 trainable parameters, so these would never train: bias. Add them, freeze them "
             "with requires_grad_(False), or pass partial=True.",
             "ConfigError: microbatch_step: loss_fn must return a LossSum, got Tensor []. For a mean, wrap loss_fn in "
-            'dt.mean_loss(loss_fn, weight=lambda batch: len(batch["labels"])); for a sum, return '
+            'dt.mean_loss(loss_fn, weight=lambda batch: len(batch["labels"])). For a sum, return '
             "dt.LossSum(total=loss, weight=count).",
             "ConfigError: init: this process is one of 4 ranks (WORLD_SIZE=4), but init_dist is not open, so every rank would "
             "train alone. Put the loop into `with dt.init_dist() as info:`.",

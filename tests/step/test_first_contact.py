@@ -125,15 +125,15 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "plain mean": (
         lost(lambda mean: mean),
         "microbatch_step: loss_fn must return a LossSum, got Tensor []. For a mean, wrap loss_fn in dt.mean_loss(loss_fn, "
-        'weight=lambda batch: len(batch["labels"])); for a sum, return dt.LossSum(total=loss, weight=count).',
+        'weight=lambda batch: len(batch["labels"])). For a sum, return dt.LossSum(total=loss, weight=count).',
     ),
     "detached mean": (
         lost(lambda mean: mean.detach()),
-        "loss_fn must return a LossSum, got Tensor [] without a graph. Leave out .detach() and no_grad; for a mean,",
+        "loss_fn must return a LossSum, got Tensor [] without a graph. Leave out .detach() and no_grad. For a mean,",
     ),
     "float": (
         lost(lambda mean: mean.item()),
-        ", which has no graph. Return the tensor without .item(); for a mean, wrap loss_fn in dt.mean_loss(loss_fn,",
+        ", which has no graph. Return the tensor without .item(). For a mean, wrap loss_fn in dt.mean_loss(loss_fn,",
     ),
     "tuple": (
         lost(lambda mean: (mean, {"accuracy": 1.0})),
@@ -149,7 +149,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "dictionary of losses": (
         lost(lambda mean: {"loss": mean}),
-        "loss_fn must return a LossSum, got dict. Return dt.LossSum(total=loss, weight=count); for a mean, wrap",
+        "loss_fn must return a LossSum, got dict. Return dt.LossSum(total=loss, weight=count). For a mean, wrap",
     ),
     "output of transformers in mean_loss": (
         lost(lambda mean: ModelOutput(loss=mean), over_mean),

@@ -247,5 +247,5 @@ def test_a_handler_of_the_users_own_is_left_alone_and_threads_are():
 
 
 def test_a_model_is_asked_for():
-    with pytest.raises(ConfigError, match="model must be an nn.Module"):
+    with pytest.raises(ConfigError, match=r"model must be an nn\.Module"):
         TrainState.newest(torch.optim.SGD(made().parameters(), lr=0.1))

@@ -82,7 +82,7 @@ def _require_graph(total: Tensor) -> Tensor:
     if not total.requires_grad:
         raise StepError(
             "microbatch_step: the loss of a microbatch depends on no trainable parameter. Compute it from the model's output "
-            "without no_grad or detach; if nothing counts, return 0.0 times the output."
+            "without no_grad or detach. If nothing counts, return 0.0 times the output."
         )
     return total
 
@@ -269,17 +269,17 @@ def _describe_return_value(value: object) -> str:
     if value is None:
         return "None. End loss_fn with `return dt.LossSum(total=loss, weight=count)`"
     if isinstance(value, Tensor) and torch.is_grad_enabled() and not value.requires_grad:
-        return f"{kind} [{_shape(value)}] without a graph. Leave out .detach() and no_grad; for a mean, {_WRAP_ADVICE}"
+        return f"{kind} [{_shape(value)}] without a graph. Leave out .detach() and no_grad. For a mean, {_WRAP_ADVICE}"
     if isinstance(value, Tensor):
-        return f"{kind} [{_shape(value)}]. For a mean, {_WRAP_ADVICE}; for a sum, return dt.LossSum(total=loss, weight=count)"
+        return f"{kind} [{_shape(value)}]. For a mean, {_WRAP_ADVICE}. For a sum, return dt.LossSum(total=loss, weight=count)"
     if is_number(value):
-        return f"the number {value!r}, which has no graph. Return the tensor without .item(); for a mean, {_WRAP_ADVICE}"
+        return f"the number {value!r}, which has no graph. Return the tensor without .item(). For a mean, {_WRAP_ADVICE}"
     # An output of transformers is a mapping with attributes.
     if isinstance(getattr(value, "loss", None), Tensor):
         return f"{kind}. Take the mean loss from it: dt.mean_loss(lambda model, batch: model(**batch).loss, weight=count)"
     if isinstance(value, tuple | list):
         return f"{kind} of {len(value)}. Return dt.LossSum(total=loss, weight=count, aux={{'accuracy': (right, count)}})"
-    return f"{kind}. Return dt.LossSum(total=loss, weight=count); for a mean, {_WRAP_ADVICE}"
+    return f"{kind}. Return dt.LossSum(total=loss, weight=count). For a mean, {_WRAP_ADVICE}"
 
 
 def _shape(tensor: Tensor) -> str:

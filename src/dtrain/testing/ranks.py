@@ -283,7 +283,7 @@ class RankProcesses:
             ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise RankError(
-                    f"run_ranks: ranks {sorted(waiting)} of {len(self.pipes)} did not start within {START_TIMEOUT_S:g} s"
+                    f"run_ranks: ranks {sorted(waiting)} of {len(self.pipes)} did not start within {START_TIMEOUT_S:g} s."
                 )
             for rank in [r for r, pipe in waiting.items() if pipe in ready]:
                 try:
