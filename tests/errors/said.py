@@ -32,8 +32,8 @@ SAID = {
     "Out of memory with full sharding": Said(
         by_hand=("torch.OutOfMemoryError: ... out of memory. Tried to allocate ...",),
         here=(
-            "OutOfMemoryError: auto_microbatch: step 0: a microbatch of 1 does not fit on rank ...: ... out of memory. Tried to "
-            "allocate ... MiB used by others). Try, in this order: activation checkpointing "
+            "OutOfMemoryError: auto_microbatch: step 0: a microbatch of 1 does not fit on rank ...: ... out of memory. Tried "
+            "to allocate ... MiB used by others). Try, in this order: activation checkpointing "
             "(dt.memory.checkpoint_activations), CPU offload (shard_model(offload='params')), a smaller model.",
         ),
     ),
@@ -141,7 +141,8 @@ SAID = {
         by_hand=("ValueError: Tried to step 4 times. The specified number of total steps is 3",),
         here=(
             "UserWarning: scale_lr: the rate of every group is 0 from here on, because the schedule has come to its end and "
-            "the run has not; give the schedule the length of the run, as in dt.schedules.cosine(1.0, 0.0, loader.total_steps(length))",
+            "the run has not; give the schedule the length of the run, as in dt.schedules.cosine(1.0, 0.0, "
+            "loader.total_steps(length))",
         ),
     ),
     "Gradients that are None": Said(

@@ -76,7 +76,7 @@ def test_a_sum_is_no_mean(name):
 
 
 def test_it_is_said_in_the_first_step_only():
-    with pytest.warns(UserWarning, match="is a mean"):
+    with pytest.warns(UserWarning, match="must be a sum, got a mean"):
         state, _ = step_with(MEANS["mean"])
     step = dt.compose_step(lambda model, batch: dt.LossSum(total=squares(model).mean(), weight=6))
     with warnings.catch_warnings():

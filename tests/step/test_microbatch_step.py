@@ -98,13 +98,13 @@ class Arrived:
     def __init__(self, value: float) -> None:
         self.value: float | None = value
 
-    def peek(self) -> float | None:
+    def try_read(self) -> float | None:
         return self.value
 
     def clear(self) -> None:
         self.value = None
 
-    def post(self, value: torch.Tensor) -> None:
+    def copy_from(self, value: torch.Tensor) -> None:
         self.value = value.item()
 
 

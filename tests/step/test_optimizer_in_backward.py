@@ -257,7 +257,7 @@ def used_outside_of_its_unit():
     try:
         step(state, torch.ones(2, 3))
     except StepError as error:
-        return str(error)[:52]
+        return str(error)[:56]
     return "no error"
 
 
