@@ -147,7 +147,9 @@ ROWS: dict[str, Row] = {
         make=lambda model: _muon(model, matrices=["middle.weight"]), of=("muon_groups",), points=_muon_group_points
     ),
     "muon-match-rms": Row(
-        make=lambda model: _muon(model, adjust_lr_fn="match_rms_adamw", nesterov=False), of=("orthogonalize",), points=_iteration_points
+        make=lambda model: _muon(model, adjust_lr_fn="match_rms_adamw", nesterov=False),
+        of=("orthogonalize",),
+        points=_iteration_points,
     ),
 }
 

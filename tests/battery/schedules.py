@@ -183,80 +183,78 @@ PLAIN: dict[str, Row] = {
 }
 
 MADE_OF_OTHERS: dict[str, Row] = {
-    "with_warmup-constant": Row(
-        make=lambda: warmup(constant(0.4), 4), values={0: 0.0, 1: 0.1, 4: 0.4}, steepest=0.1, joins=(0, 4)
-    ),
-    "with_warmup-linear": Row(
+    "warmup-constant": Row(make=lambda: warmup(constant(0.4), 4), values={0: 0.0, 1: 0.1, 4: 0.4}, steepest=0.1, joins=(0, 4)),
+    "warmup-linear": Row(
         make=lambda: warmup(linear(1.0, 0.0, 10), 5),
         values={0: 0.0, 1: 0.1, 4: 0.4, 5: 0.5, 9: 0.1, 10: 0.0},
         steepest=0.1,
         joins=(0, 5, 10),
         of="warmup",
     ),
-    "with_warmup-cosine": Row(
+    "warmup-cosine": Row(
         make=lambda: warmup(cosine(1.0, 0.1, 12), 3),
         values={0: 0.0, 1: _half_cosine(1 / 4) / 3, 3: _half_cosine(1 / 4), 6: 0.55, 12: 0.1},
         steepest=_half_cosine(1 / 4) / 3,
         joins=(0, 3, 12),
     ),
-    "with_warmup-shifted": Row(
+    "warmup-shifted": Row(
         make=lambda: warmup(linear(1.0, 0.0, 10), 5, start=0.5, shifted=True),
         values={0: 0.5, 2: 0.7, 5: 1.0, 10: 0.5, 15: 0.0},
         steepest=0.1,
         joins=(0, 5, 15),
     ),
-    "with_warmup-cosine-shape": Row(
+    "warmup-cosine-shape": Row(
         make=lambda: warmup(constant(1.0), 12, start=0.1, shape="cosine"),
         values={0: 0.1, 6: 0.55, 9: _half_cosine(1 / 4), 12: 1.0},
         steepest=0.9 * math.pi / 2 / 12,
         joins=(0, 12),
     ),
-    "with_warmup-exponential-shape": Row(
+    "warmup-exponential-shape": Row(
         make=lambda: warmup(constant(0.8), 8, start=1 / 16, shape="exponential"),
         values={0: 0.05, 2: 0.1, 4: 0.2, 6: 0.4, 8: 0.8},
         steepest=0.8 * math.log(16) / 8,
         joins=(0, 8),
     ),
-    "with_warmup-inverse_sqrt": Row(  # of the Transformer: min(t / w, sqrt(w / t))
+    "warmup-inverse_sqrt": Row(  # of the Transformer: min(t / w, sqrt(w / t))
         make=lambda: warmup(inverse_sqrt(1.0, 4), 4),
         values={0: 0.0, 2: 0.5, 4: 1.0, 16: 0.5, 64: 0.25},
         steepest=0.25,
         joins=(0, 4),
         ends=False,
     ),
-    "join": Row(
+    "sequential": Row(
         make=lambda: sequential([linear(0.0, 0.8, 4), constant(0.8), linear(0.8, 0.2, 6)], [4, 10]),
         values={0: 0.0, 2: 0.4, 4: 0.8, 9: 0.8, 13: 0.5, 16: 0.2},
         steepest=0.2,
         joins=(0, 4, 10, 16),
-        of="join",
+        of="sequential",
     ),
-    "join-not-shifted": Row(
+    "sequential-not-shifted": Row(
         make=lambda: sequential([constant(0.6), linear(1.0, 0.0, 10)], [4], shifted=False),
         values={0: 0.6, 4: 0.6, 5: 0.5, 10: 0.0},
         steepest=0.1,
         joins=(4, 10),
     ),
-    "scale": Row(
+    "multiply": Row(
         make=lambda: multiply(linear(1.0, 0.2, 8), 0.5),
         values={0: 0.5, 4: 0.3, 8: 0.1},
         steepest=0.05,
         joins=(0, 8),
-        of="scale",
+        of="multiply",
     ),
-    "stretch": Row(
+    "time_scale": Row(
         make=lambda: time_scale(warmup(linear(1.0, 0.0, 10), 5), 2.0),
         values={0: 0.0, 2: 0.1, 10: 0.5, 18: 0.1, 20: 0.0},
         steepest=0.05,
         joins=(0, 10, 20),
-        of="stretch",
+        of="time_scale",
     ),
-    "clamp": Row(
+    "clip": Row(
         make=lambda: clip(linear(1.0, 0.0, 10), low=0.25, high=0.75),
         values={0: 0.75, 2: 0.75, 5: 0.5, 8: 0.25, 10: 0.25},
         steepest=0.1,
         joins=(2.5, 7.5),
-        of="clamp",
+        of="clip",
     ),
 }
 

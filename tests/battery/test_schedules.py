@@ -19,7 +19,7 @@ from battery.schedules import BROKEN, ROWS, row
 from dtrain.schedules.combine import to_lambda_lr
 from dtrain.schedules.plotting import plot
 
-RESUMED = ("with_warmup-cosine", "cosine_restarts", "warmup_stable_decay", "composer.linear_with_warmup")  # in every run
+RESUMED = ("warmup-cosine", "cosine_restarts", "warmup_stable_decay", "composer.linear_with_warmup")  # in every run
 NEAR = 1e-7  # of a step; what a schedule changes over it beyond its steepness is a jump
 
 
@@ -95,7 +95,7 @@ def makers() -> dict[str, Callable[..., Any]]:
         for name, function in vars(importlib.import_module(module.name)).items():
             if inspect.isfunction(function) and function.__module__ == module.name and not name.startswith("_"):
                 found[prefix + name] = function
-    schedules = {n: f for n, f in found.items() if inspect.signature(f).return_annotation in ("Schedule", "Measured")}
+    schedules = {n: f for n, f in found.items() if inspect.signature(f).return_annotation in ("Schedule", "UnitSchedule")}
     return {name: function for name, function in schedules.items() if name not in ("attach_unit", "with_unit")}
 
 

@@ -140,9 +140,8 @@ SAID = {
     "A rate of zero after a finished run was extended": Said(
         by_hand=("ValueError: Tried to step 4 times. The specified number of total steps is 3",),
         here=(
-            "UserWarning: scale_lr: the rate of every group is 0 from here on, because the schedule has come to its end and "
-            "the run has not; give the schedule the length of the run, as in dt.schedules.cosine(1.0, 0.0, "
-            "loader.total_steps(length))",
+            "UserWarning: scale_lr: the rate of every group is 0 from this step on, because the schedule has ended before the "
+            "run. Give the schedule the length of the run, as in dt.schedules.cosine(1.0, 0.0, loader.total_steps(length)).",
         ),
     ),
     "Gradients that are None": Said(

@@ -126,10 +126,10 @@ def _sample_counts(last: float, *, integer: bool) -> Iterator[float]:
 
 def _geometric_counts(last: float) -> Iterator[int]:
     yield 0
-    at = 1.0
-    while at <= last:
-        yield int(at)
-        at = max(at * 1.1, at + 1.0)
+    count = 1.0
+    while count <= last:
+        yield int(count)
+        count = max(count * 1.1, count + 1.0)
 
 
 def _sample_fractions() -> Iterator[float]:

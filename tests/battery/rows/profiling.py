@@ -25,6 +25,10 @@ def recorded() -> Points:
 
 
 ROWS: dict[str, Row] = {
-    "step_profiler": Row(make=lambda: step_profiler(FOLDER, schedule=schedule(skip_first=10**6)), of=("step_profiler",), points=recorded),
+    "step_profiler": Row(
+        make=lambda: step_profiler(FOLDER, schedule=schedule(skip_first=10**6)),
+        of=("step_profiler",),
+        points=recorded,
+    ),
     "snapshot_on_oom": Row(make=lambda: snapshot_on_oom(FOLDER)),
 }

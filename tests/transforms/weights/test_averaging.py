@@ -89,7 +89,7 @@ def test_only_averages_that_are_there_can_be_swapped_in():
         use_average(state),
     ):
         pass
-    with pytest.raises(ConfigError, match=r"load_average_: the state has no average 'swa' .*; it has \['ema'\]"):
+    with pytest.raises(ConfigError, match=r"load_average_: name must be an average .*, got 'swa'\. Averages: \['ema'\]"):
         load_average_(state, "swa")
     with use_average(take(step, state, 2)):
         assert weight(state) == 3.0

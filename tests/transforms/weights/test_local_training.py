@@ -212,9 +212,10 @@ def refusals() -> list[str]:
 
 def test_what_has_no_copies_to_train_apart_is_refused(ranks):
     assert ranks(2).run(refusals)[0] == [
-        "split_replicas: strategy='full_shard' cuts over dp_replicate=2 as well, so there is one copy of the model; use "
-        "strategy='hybrid_shard'",
-        "split_replicas: with cp=2 a copy on one rank has no whole samples; use strategy='hybrid_shard'",
+        "split_replicas: strategy must be 'hybrid_shard' with dp_replicate=2, got 'full_shard', which shards over dp_replicate "
+        "too, so there is one replica.",
+        "split_replicas: strategy must be 'hybrid_shard' with cp=2, got 'replicate', whose replicas have parts of samples "
+        "only.",
         "local_sgd: the parameters must be all parameters of the model, got a part. List local_sgd without masked.",
     ]
 

@@ -31,7 +31,7 @@ from dtrain.transforms.batches.boxes import (
     sample_boxes,
     to_box_tensor,
 )
-from dtrain.transforms.batches.labels import as_probabilities, check_num_classes
+from dtrain.transforms.batches.labels import check_num_classes, to_probabilities
 from dtrain.transforms.batches.mixup import mix_samples
 from dtrain.typing import Batch, Schedule
 
@@ -106,7 +106,7 @@ def cutmix_batch(
         boxes = to_box_tensor(box, x.device, "cutmix")
     if order is None:
         order = sample_permutation(len(x), require_generator(generator, "cutmix", "box= and order="), x.device)
-    y = as_probabilities(y, num_classes, ignore_index=ignore_index, caller="cutmix")
+    y = to_probabilities(y, num_classes, ignore_index=ignore_index, caller="cutmix")
     if y.ndim > 2:
         raise ConfigError(f"cutmix: targets must be [batch] or [batch, classes], got shape {tuple(y.shape)}.")
     images = torch.where(box_mask(boxes, size), x.index_select(0, order), x)

@@ -10,7 +10,7 @@ from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.state import TrainState
 from dtrain.transform import Transform
 from dtrain.transforms.batches.batch_transform import BatchKey, batch_transform, check_fraction, get_targets, replace_tensors
-from dtrain.transforms.batches.labels import as_probabilities, check_num_classes
+from dtrain.transforms.batches.labels import check_num_classes, to_probabilities
 from dtrain.typing import Batch, Schedule
 
 
@@ -42,7 +42,7 @@ def smooth_labels(
     Source: Szegedy et al. 2016, arXiv:1512.00567, section 7.
     """
     check_fraction(smoothing, "label_smoothing", "smoothing")
-    rows = as_probabilities(targets, num_classes, ignore_index=ignore_index, caller="label_smoothing")
+    rows = to_probabilities(targets, num_classes, ignore_index=ignore_index, caller="label_smoothing")
     return torch.lerp(rows, rows.mean(dim=-1, keepdim=True).expand_as(rows), smoothing)
 
 

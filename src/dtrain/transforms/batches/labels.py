@@ -20,7 +20,6 @@ def as_probabilities(
     *,
     ignore_index: int = -100,
     dtype: torch.dtype = torch.float32,
-    caller: str = "as_probabilities",
 ) -> Tensor:
     """Convert class indices to probabilities ``[*, classes]``. Probabilities are returned unchanged.
 
@@ -31,7 +30,6 @@ def as_probabilities(
         num_classes: number of classes; required for indices, checked for probabilities.
         ignore_index: index of ignored targets.
         dtype: dtype of the result.
-        caller: name of the calling function for errors.
 
     Example:
         >>> import dtrain as dt
@@ -44,6 +42,17 @@ def as_probabilities(
             a torch error, on a GPU asynchronously.)
 
     Source: the convention of this library; one-hot vectors with weights.
+    """
+    return to_probabilities(targets, num_classes, ignore_index=ignore_index, dtype=dtype, caller="as_probabilities")
+
+
+def to_probabilities(
+    targets: Tensor, num_classes: int | None, *, ignore_index: int, dtype: torch.dtype = torch.float32, caller: str
+) -> Tensor:
+    """Convert as ``as_probabilities`` does, with the name of the calling function in errors.
+
+    Raises:
+        ConfigError: as ``as_probabilities``.
     """
     check_num_classes(num_classes, caller)
     if targets.is_floating_point():

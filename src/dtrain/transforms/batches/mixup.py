@@ -20,7 +20,7 @@ from dtrain.transforms.batches.batch_transform import (
     sample_beta,
     sample_permutation,
 )
-from dtrain.transforms.batches.labels import as_probabilities, check_num_classes
+from dtrain.transforms.batches.labels import check_num_classes, to_probabilities
 from dtrain.typing import Batch, Schedule
 
 
@@ -115,7 +115,7 @@ def mixup_batch(
         coefficient = sample_beta(alpha, len(x) if per_sample else 1, beta_generator, x.device, dtype)
     if order is None:
         order = sample_permutation(len(x), require_generator(generator, "mixup", "coefficient= and order="), x.device)
-    y = as_probabilities(y, num_classes, ignore_index=ignore_index, dtype=dtype, caller="mixup")
+    y = to_probabilities(y, num_classes, ignore_index=ignore_index, dtype=dtype, caller="mixup")
     return replace_tensors(
         batch, {input_key: mix_samples(x, order, coefficient), target_key: mix_samples(y, order, coefficient)}
     )

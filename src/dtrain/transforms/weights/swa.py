@@ -66,7 +66,7 @@ def swa(
     With ``load_average`` the parameters are the average from ``end`` on: each later step sets them to the average again. So the
     run ends with the average, and the last steps adapt the running statistics of batch normalization. ``update_batch_norm_``
     computes the exact statistics; the paper uses a pass over the training data. Without ``load_average`` the training continues
-    and the average is content separately: ``with dt.transforms.use_average(state, "swa")`` evaluates it, ``load_average_``
+    and the average is kept separately: ``with dt.transforms.use_average(state, "swa")`` evaluates it, ``load_average_``
     loads it.
 
     List ``swa`` before transforms that skip updates (``loss_scale``). Listed after them, it does not see the skipped steps, and
