@@ -36,7 +36,7 @@ class LoaderItem:
         skipped: samples that could not be read, with the reason.
         dataset_state: state of an iterable dataset after this batch.
         independent_epochs: if True, each rank ends its epochs independently.
-        agreement: agreement of the ranks about the end of the epoch, written by the step on the batch.
+        status: agreement of the ranks about the end of the epoch, written by the step on the batch.
         position_only: no batch; only advances the loader position.
     """
 
@@ -154,10 +154,13 @@ class MapBatchSource:
             # A rank without a sample reads one sample, because an empty batch needs the shapes of a real sample.
             # The sample is repeated, since BatchNorm fails on a single value.
             positions = self._rank_positions(start, stop)
-            mine = positions or range(start, start + 1)
-            indices = batch_indices(order, at.epoch, mine.start, mine.stop)
+            to_read = positions or range(start, start + 1)
+            indices = batch_indices(order, at.epoch, to_read.start, to_read.stop)
             request = BatchRequest(
-                at.epoch, mine.start, indices if mine.step == 1 else indices[:: mine.step], 1 if positions else 2
+                at.epoch,
+                to_read.start,
+                indices if to_read.step == 1 else indices[:: to_read.step],
+                1 if positions else 2,
             )
             at = batches.advance(at)
             planned.append((at, bool(positions)))

@@ -102,9 +102,9 @@ def build_loader(
     else:
         _check_at_least(global_batch_size=(global_batch_size, 1))
     _check_at_least(num_workers=(num_workers, 0), prefetch_factor=(prefetch_factor, 1))
-    for name, text, known in (("last_batch", last_batch, LAST_BATCH_MODES), ("on_error", on_error, ("raise", "skip"))):
-        if text not in known:
-            raise ConfigError(f"build_loader: {name} must be one of {', '.join(map(repr, known))}, got {text!r}")
+    for name, text, allowed in (("last_batch", last_batch, LAST_BATCH_MODES), ("on_error", on_error, ("raise", "skip"))):
+        if text not in allowed:
+            raise ConfigError(f"build_loader: {name} must be one of {', '.join(map(repr, allowed))}, got {text!r}")
     if not timeout_s >= 0:
         raise ConfigError(f"build_loader: timeout_s must be at least 0, got {timeout_s!r}")
     if mesh is None and get_dist_info().world_size > 1:
@@ -208,7 +208,7 @@ def _iterable_batch_source(dataset: Any, args: _LoaderArgs) -> IterableBatchSour
         raise ConfigError("build_loader: last_batch='pad' needs an indexed dataset. Use last_batch='short' or 'drop'")
     (rank, ranks), batch = args.data_rank, args.global_batch_size
     assert not callable(batch), "build_loader refuses a schedule for an iterable dataset"
-    own = adapt_mosaic(dataset, global_batch_size=batch, ranks=ranks) if is_mosaic(dataset) else None
+    adapter = adapt_mosaic(dataset, global_batch_size=batch, ranks=ranks) if is_mosaic(dataset) else None
     if args.pre_sharded and batch % ranks:
         raise ConfigError(
             f"build_loader: pre_sharded needs a global_batch_size that is divisible by {ranks} ranks, got {batch}"
@@ -220,9 +220,9 @@ def _iterable_batch_source(dataset: Any, args: _LoaderArgs) -> IterableBatchSour
         last_batch=args.last_batch,
         rank=rank,
         ranks=ranks,
-        workers=_divide_workers(args.workers, at_most=None if own else 1),
-        pre_sharded=args.pre_sharded or own is not None,
-        adapter=own,
+        workers=_divide_workers(args.workers, at_most=None if adapter else 1),
+        pre_sharded=args.pre_sharded or adapter is not None,
+        adapter=adapter,
         collate=args.collate,
         transform=args.transform,
         on_error=args.on_error,

@@ -63,15 +63,15 @@ def fingerprint_dataset(dataset: Any) -> dict[str, Plain]:
     """Return names, sizes and counts: ``dataset.fingerprint()``, or attributes of a well-known kind of dataset."""
     if hasattr(dataset, "fingerprint"):
         return cast("dict[str, Plain]", dataset.fingerprint())
-    known: dict[str, Plain] = {"count": len(dataset)} if hasattr(dataset, "__len__") else {}
+    facts: dict[str, Plain] = {"count": len(dataset)} if hasattr(dataset, "__len__") else {}
     if isinstance(dataset, Tensor):
-        return {**known, "dtype": str(dataset.dtype), "shape": list(dataset.shape)}
+        return {**facts, "dtype": str(dataset.dtype), "shape": list(dataset.shape)}
     if is_tensordict(dataset):
         tensors = dataset.items(include_nested=True, leaves_only=True)
-        return {**known, "tensors": {str(name): [str(leaf.dtype), *leaf.shape] for name, leaf in sorted(tensors, key=str)}}
+        return {**facts, "tensors": {str(name): [str(leaf.dtype), *leaf.shape] for name, leaf in sorted(tensors, key=str)}}
     if is_hugging_face(dataset):
-        return {**known, "columns": {name: str(kind) for name, kind in sorted((dataset.features or {}).items())}}
-    return known
+        return {**facts, "columns": {name: str(kind) for name, kind in sorted((dataset.features or {}).items())}}
+    return facts
 
 
 def hash_fingerprint(fingerprint: Mapping[str, Plain]) -> int:

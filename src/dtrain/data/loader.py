@@ -180,9 +180,9 @@ class Loader:
             at, evaluations = self.position, self._evaluations
             for item in time_data_waits(self._items(at, goal)):
                 if isinstance(item, FailedBatch):
-                    place = self._place(at)
+                    epoch_position = self._epoch_position(at)
                     self.last_batch_info = BatchInfo(
-                        loader=self.identity, begin=place, end=place, position_hash=self._position_hash(at)
+                        loader=self.identity, begin=epoch_position, end=epoch_position, position_hash=self._position_hash(at)
                     )
                     yield replace(item, info=self.last_batch_info)
                     raise item.error
@@ -345,7 +345,7 @@ class Loader:
         )
 
     def _batch_info(self, item: LoaderItem, before: Position, status: BatchStatus) -> BatchInfo:
-        begin, end = self._place(before), self._place(item.position_after)
+        begin, end = self._epoch_position(before), self._epoch_position(item.position_after)
         # The ranks end their epochs independently, but the position moves when all ranks have ended.
         if item.independent_epochs and item.ends_epoch:
             end = EpochPosition(begin.epoch + 1, 0)
@@ -359,7 +359,7 @@ class Loader:
             status=status,
         )
 
-    def _place(self, at: Position) -> EpochPosition:
+    def _epoch_position(self, at: Position) -> EpochPosition:
         """Return the epoch and the number of batches in it; None instead of the number if the batch size is a schedule."""
         size = self.source.global_batch_size
         return EpochPosition(at.epoch, None if callable(size) else -(-at.samples // size))

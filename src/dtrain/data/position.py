@@ -126,8 +126,8 @@ class EpochBatches:
     def advance(self, at: Position) -> Position:
         """Return the position of the next batch."""
         start, stop = self.bounds(at)
-        here = Position(epoch=at.epoch, samples=stop, batches=at.batches + 1, total=at.total + stop - start)
-        return self.normalize(here)
+        position = Position(epoch=at.epoch, samples=stop, batches=at.batches + 1, total=at.total + stop - start)
+        return self.normalize(position)
 
     def skip(self, at: Position, samples: int) -> Position:
         """Move ``at`` forward by ``samples``, over the ends of epochs."""
@@ -155,10 +155,10 @@ class SkippedSamples:
     count: int = 0
     samples: list[tuple[int, str]]
 
-    def add(self, more: list[tuple[int, str]]) -> None:
+    def add(self, skipped: list[tuple[int, str]]) -> None:
         """Append samples. Mutates: this list."""
-        self.count += len(more)
-        self.samples += more[: _MAX_LISTED - len(self.samples)]
+        self.count += len(skipped)
+        self.samples += skipped[: _MAX_LISTED - len(self.samples)]
 
     def remove(self, added: list[tuple[int, str]]) -> None:
         """Remove samples that ``add`` appended, since the loader reads them again. Mutates: this list."""
@@ -171,7 +171,7 @@ class IssuedBatch:
     """The batch that a loader issued last.
 
     Args:
-        agreement: status of the step on the batch; the same object if the loader issues the batch again.
+        status: status of the step on the batch; the same object if the loader issues the batch again.
         position_before: position before the batch.
         dataset_state: state of an iterable dataset at ``position_before``.
         position_after: position once the batch is consumed.

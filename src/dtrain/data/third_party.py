@@ -68,12 +68,12 @@ def drops_samples_on_resume(dataset: Any) -> bool:
     """
     if not type(dataset).__module__.startswith("datasets."):
         return False
-    parts, found = [getattr(dataset, "_ex_iterable", None)], False
-    while parts and not found:
+    parts, is_lossy = [getattr(dataset, "_ex_iterable", None)], False
+    while parts and not is_lossy:
         part = parts.pop()
-        found = type(part).__name__ == "BufferShuffledExamplesIterable" and getattr(part, "buffer_size", 2) > 1
+        is_lossy = type(part).__name__ == "BufferShuffledExamplesIterable" and getattr(part, "buffer_size", 2) > 1
         parts += [getattr(part, "ex_iterable", None)] if hasattr(part, "ex_iterable") else getattr(part, "ex_iterables", [])
-    return found
+    return is_lossy
 
 
 def restarts_each_iteration(dataset: Any) -> bool:

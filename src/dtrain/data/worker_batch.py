@@ -110,7 +110,7 @@ def find_unpicklable(value: Any, path: str) -> str | None:
     # Pickling runs the user's classes, so any exception can occur.
     except Exception:  # noqa: BLE001
         inner = (find_unpicklable(item, path + step) for step, item in _children(value))
-        return next((found for found in inner if found is not None), path.removeprefix(".") or type(value).__name__)
+        return next((part_path for part_path in inner if part_path is not None), path.removeprefix(".") or type(value).__name__)
     return None
 
 

@@ -64,8 +64,8 @@ def workers_for_rank(total: int, local_rank: int, local_ranks: int) -> int:
     >>> [workers_for_rank(8, rank, 3) for rank in range(3)], workers_for_rank(2, 3, 4), workers_for_rank(0, 0, 4)
     ([3, 3, 2], 1, 0)
     """
-    least, more = divmod(total, local_ranks)
-    return max(least + (local_rank < more), min(total, 1))
+    least, remainder = divmod(total, local_ranks)
+    return max(least + (local_rank < remainder), min(total, 1))
 
 
 def load_batches(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[WorkerBatch]:

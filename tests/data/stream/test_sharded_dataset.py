@@ -332,7 +332,7 @@ def test_a_cache_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dataset = ShardedDataset(written(tmp_path / "data", compression="gz"))
     os.symlink(tmp_path / "elsewhere", tmp_path / f"dtrain-cache-{os.getuid()}")
-    with pytest.raises(ConfigError, match="is not a folder of this user"):
+    with pytest.raises(ConfigError, match="must be a folder of this user"):
         dataset[0]
 
 
@@ -345,11 +345,11 @@ def test_what_somebody_else_has_put_there_before_is_not_read(tmp_path, monkeypat
     (tmp_path / f"dtrain-cache-{os.getuid()}").rename(tmp_path / "theirs")
     (tmp_path / f"dtrain-cache-{os.getuid()}").symlink_to(tmp_path / "theirs")
     dataset = ShardedDataset(folder)
-    with pytest.raises(ConfigError, match="is not a folder of this user"):
+    with pytest.raises(ConfigError, match="must be a folder of this user"):
         dataset[0]
     dataset.close()
     (folder / "index.json").unlink()
-    with pytest.raises(ConfigError, match="is not a folder of this user"):
+    with pytest.raises(ConfigError, match="must be a folder of this user"):
         ShardedDataset(folder)
 
 

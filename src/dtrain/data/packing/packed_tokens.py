@@ -81,8 +81,8 @@ class TokenBlock:
         at, until = self.filled, self.filled + end - begin
         self._tokens[at:until] = _token_slice(document.tokens, begin, end, number)
         # The last token of a document has no next token.
-        known = min(end + 1, len(document))
-        self._labels[at : at + known - begin - 1] = _token_slice(document.targets, begin + 1, known, number)
+        label_end = min(end + 1, len(document))
+        self._labels[at : at + label_end - begin - 1] = _token_slice(document.targets, begin + 1, label_end, number)
         self._positions[at:until] -= at
         self._documents[at:until] = number
         self.filled = until
@@ -95,8 +95,8 @@ class TokenBlock:
     def tensors(self) -> dict[str, Tensor]:
         """Return the block as a sample: four int64 tensors ``[seq]``, which share memory with the block."""
         self._positions[self.filled :] -= self.filled
-        named = {"input_ids": self._tokens, "labels": self._labels, "positions": self._positions, "documents": self._documents}
-        return {name: torch.from_numpy(values) for name, values in named.items()}
+        arrays = {"input_ids": self._tokens, "labels": self._labels, "positions": self._positions, "documents": self._documents}
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
 
 def check_block_options(prefix: str, seq: int, last_block: str) -> None:

@@ -40,7 +40,7 @@ class Split:
     right: SplitTree
 
     def count_left(self, positions: int) -> int:
-        """Count the positions among the first ``places`` that go left. A negative number extends the sequence backwards."""
+        """Count the positions among the first ``positions`` that go left. A negative number extends the sequence backwards."""
         return (2 * positions * self.numerator + self.denominator) // (2 * self.denominator)
 
 
@@ -57,15 +57,15 @@ def build_tree(weights: Sequence[Fraction]) -> SplitTree:
 
 
 def count_sources(tree: SplitTree, sources: int, positions: int) -> list[int]:
-    """Count the positions of each source among the first ``places``."""
+    """Count the positions of each source among the first ``positions``."""
     counts, nodes = [0] * sources, [(tree, positions)]
     while nodes:
-        node, reached = nodes.pop()
+        node, count = nodes.pop()
         if isinstance(node, int):
-            counts[node] = reached
+            counts[node] = count
         else:
-            left_count = node.count_left(reached)
-            nodes += [(node.left, left_count), (node.right, reached - left_count)]
+            left_count = node.count_left(count)
+            nodes += [(node.left, left_count), (node.right, count - left_count)]
     return counts
 
 
@@ -93,11 +93,9 @@ def _fill(tree: SplitTree, start: int, out: IntArray) -> None:
 def _goes_left(split: Split, start: int, positions: int) -> NDArray[np.bool_]:
     # Beyond 63 bits, use Python integers, which are about 10 times slower.
     if split.denominator > _MAX_INT64_DENOMINATOR:
-        reached = np.array(
-            [split.count_left(start + i) - split.count_left(start) for i in range(positions + 1)], dtype=np.int64
-        )
+        counts = np.array([split.count_left(start + i) - split.count_left(start) for i in range(positions + 1)], dtype=np.int64)
     else:
         rest = (2 * start * split.numerator + split.denominator) % (2 * split.denominator)
-        reached = (rest + 2 * split.numerator * np.arange(positions + 1)) // (2 * split.denominator)
-    grows: NDArray[np.bool_] = reached[1:] > reached[:-1]
+        counts = (rest + 2 * split.numerator * np.arange(positions + 1)) // (2 * split.denominator)
+    grows: NDArray[np.bool_] = counts[1:] > counts[:-1]
     return grows

@@ -89,8 +89,8 @@ class MixtureOrder:
         at = self._drawn_before(epoch * self.size + start - self.origin)
         state = {**self._identity(), "origin": self.origin, "weights": self._weights_hash()}
         for source, drawn in zip(self.sources, at, strict=True):
-            own_index = source.order.state(*divmod(drawn, source.order.size))
-            entries = {"drawn_at_origin": source.drawn, "drawn": drawn, **own_index}
+            own_state = source.order.state(*divmod(drawn, source.order.size))
+            entries = {"drawn_at_origin": source.drawn, "drawn": drawn, **own_state}
             state |= {f"{source.name}.{key}": value for key, value in entries.items()}
         return state
 
@@ -110,9 +110,9 @@ class MixtureOrder:
     def _identity(self) -> dict[str, int]:
         return {"size": self.size, "seed": self.seed, "sources": len(self.sources)}
 
-    def _drawn_before(self, place: int) -> list[int]:
-        """Count the samples drawn from each source before ``place``, which counts from the origin."""
-        row, rest = divmod(place, self.streams)
+    def _drawn_before(self, position: int) -> list[int]:
+        """Count the samples drawn from each source before ``position``, which counts from the origin."""
+        row, rest = divmod(position, self.streams)
         drawn = [
             source.drawn + rows * self.streams for source, rows in zip(self.sources, self._source_counts(row), strict=True)
         ]
@@ -128,19 +128,19 @@ class MixtureOrder:
         return derive_seed(*(f"{source.name}:{source.weight / total}" for source in self.sources)) >> 11
 
 
-def _resume_source(source: MixtureSource, state: Mapping[str, int], place: str) -> MixtureSource:
+def _resume_source(source: MixtureSource, state: Mapping[str, int], key: str) -> MixtureSource:
     prefix = f"{source.name}."
-    own_index = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-    if "drawn" not in own_index or "drawn_at_origin" not in own_index:
+    own_state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    if "drawn" not in own_state or "drawn_at_origin" not in own_state:
         raise CheckpointMismatchError(
             f"loader: the saved position was in a mixture without a source {source.name!r}. Mix the same sources; "
             "a weight of 0 excludes a source"
         )
     try:
-        order = source.order.at_state(own_index, *divmod(own_index["drawn"], source.order.size))
+        order = source.order.at_state(own_state, *divmod(own_state["drawn"], source.order.size))
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"source {source.name!r} of the mixture: {error}") from None
-    return replace(source, order=order, drawn=own_index[place])
+    return replace(source, order=order, drawn=own_state[key])
 
 
 def _source_indices(order: SampleOrder, first: int, last: int) -> IntArray:
@@ -185,9 +185,9 @@ class Mixture:
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Read a batch. Each source reads its samples in one call."""
         samples_read: list[Any] = [None] * len(indices)
-        for name, places in self._group_by_source(indices).items():
-            samples = _read_samples(self.sources[name], [own_index for _, own_index in places])
-            for (at, _), sample in zip(places, samples, strict=True):
+        for name, pairs in self._group_by_source(indices).items():
+            samples = _read_samples(self.sources[name], [own_index for _, own_index in pairs])
+            for (at, _), sample in zip(pairs, samples, strict=True):
                 samples_read[at] = sample
         return samples_read
 
@@ -240,8 +240,8 @@ class Mixture:
 
     def __repr__(self) -> str:
         total = sum(self.weights.values())
-        each = (f"{name}: {len(dataset)} at {float(self.weights[name] / total):.4g}" for name, dataset in self.sources.items())
-        return f"Mixture({', '.join(each)}, epoch_samples={self.epoch_samples})"
+        parts = (f"{name}: {len(dataset)} at {float(self.weights[name] / total):.4g}" for name, dataset in self.sources.items())
+        return f"Mixture({', '.join(parts)}, epoch_samples={self.epoch_samples})"
 
 
 def mix(

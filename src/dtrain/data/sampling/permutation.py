@@ -78,8 +78,8 @@ def permute_in_ranges(offsets: IntArray, sizes: IntArray, ids: IntArray, key: in
         if small.all() or not small.any():
             out[part] = (_sort_in_ranges if small.all() else _cycle_walk_in_ranges)(offsets[part], sizes[part], ids[part], keys)
         else:
-            for chosen, each in ((small, _sort_in_ranges), (~small, _cycle_walk_in_ranges)):
-                out[part][chosen] = each(offsets[part][chosen], sizes[part][chosen], ids[part][chosen], keys)
+            for chosen, permute_fn in ((small, _sort_in_ranges), (~small, _cycle_walk_in_ranges)):
+                out[part][chosen] = permute_fn(offsets[part][chosen], sizes[part][chosen], ids[part][chosen], keys)
     return out
 
 
@@ -139,8 +139,8 @@ def _feistel(values: IntArray, bits: int | IntArray, keys: Sequence[int | IntArr
 def _cycle_walk_in_ranges(offsets: IntArray, sizes: IntArray, ids: IntArray, keys: list[int]) -> IntArray:
     first, lengths = _find_runs(ids)
     range_ids = ids[first]
-    own = [np.repeat(mix_bits(mix_bits(range_ids, key), keys[0]), lengths) for key in keys]
-    return _cycle_walk(offsets, sizes, np.repeat(_bit_lengths(sizes[first]), lengths), own)
+    range_keys = [np.repeat(mix_bits(mix_bits(range_ids, key), keys[0]), lengths) for key in keys]
+    return _cycle_walk(offsets, sizes, np.repeat(_bit_lengths(sizes[first]), lengths), range_keys)
 
 
 def _find_runs(ids: IntArray) -> tuple[IntArray, IntArray]:

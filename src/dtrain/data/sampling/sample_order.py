@@ -82,13 +82,13 @@ def check_range(name: str, size: int, start: int, stop: int) -> None:
         raise ConfigError(f"{name}: start and stop must fulfil 0 <= start <= stop <= {size}, got {start=} {stop=}")
 
 
-def check_same_state(saved: Mapping[str, int], mine: Mapping[str, int]) -> None:
-    """Check that ``saved`` has every entry of ``mine``, since the position means other samples otherwise.
+def check_same_state(saved: Mapping[str, int], expected: Mapping[str, int]) -> None:
+    """Check that ``saved`` has every entry of ``expected``, since the position means other samples otherwise.
 
     Raises:
         CheckpointMismatchError: an entry differs; the message names the first such entry.
     """
-    for key, value in mine.items():
+    for key, value in expected.items():
         if saved.get(key) != value:
             raise CheckpointMismatchError(
                 f"loader: the saved position was in a dataset with {key}={saved.get(key)}, this one has {key}={value}. "

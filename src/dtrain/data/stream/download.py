@@ -20,7 +20,7 @@ class DownloadStoppedError(Exception):
 
 
 def download(
-    place: AnyPath,
+    path: AnyPath,
     file: ShardFile,
     write: Callable[[Buffer], None],
     *,
@@ -31,7 +31,7 @@ def download(
     """Pass the raw bytes of a file to ``write``, in order.
 
     Args:
-        place: path of the file.
+        path: path of the file.
         file: entry of the index.
         write: function that consumes a chunk before the next chunk is fetched.
         clear: function that discards the bytes written so far. A damaged file is fetched once more, in case the network failed.
@@ -43,10 +43,10 @@ def download(
         DownloadStoppedError: ``stopped`` returned True.
     """
     try:
-        _write_raw(write, place, file, stopped, limit)
+        _write_raw(write, path, file, stopped, limit)
     except ShardIntegrityError:
         clear()
-        _write_raw(write, place, file, stopped, limit)
+        _write_raw(write, path, file, stopped, limit)
 
 
 class ShardIntegrityError(DataError):
@@ -54,14 +54,14 @@ class ShardIntegrityError(DataError):
 
 
 def _write_raw(
-    write: Callable[[Buffer], None], place: AnyPath, file: ShardFile, stopped: Callable[[], bool], limit: int | None
+    write: Callable[[Buffer], None], path: AnyPath, file: ShardFile, stopped: Callable[[], bool], limit: int | None
 ) -> None:
-    stored = ByteVerifier(place, "", file.size, file.digests).verify(_read_chunks(place, file, stopped))
+    stored = ByteVerifier(path, "", file.size, file.digests).verify(_read_chunks(path, file, stopped))
     if file.compression is None:
         for chunk in stored:
             write(chunk)
         return
-    raw = ByteVerifier(place, "unpacked ", file.raw_size, file.raw_digests)
+    raw = ByteVerifier(path, "unpacked ", file.raw_size, file.raw_digests)
     try:
         for unpacked in raw.verify(
             decompress(file.compression, stored, limit=limit if file.raw_size is None else file.raw_size)
@@ -76,14 +76,14 @@ def _write_raw(
         # Read the rest, because a wrong digest is a better error than the decompression error that it causes.
         for _ in stored:
             pass
-        raise ShardIntegrityError(f"{place}: {error}") from error
+        raise ShardIntegrityError(f"{path}: {error}") from error
 
 
-def _read_chunks(place: AnyPath, file: ShardFile, stopped: Callable[[], bool]) -> Iterator[memoryview]:
+def _read_chunks(path: AnyPath, file: ShardFile, stopped: Callable[[], bool]) -> Iterator[memoryview]:
     """Yield the stored bytes. A chunk is valid until the next chunk is requested."""
-    with wrap_os_errors(place), FileReader(place, quiet=True) as reader:
+    with wrap_os_errors(path), FileReader(path, quiet=True) as reader:
         if reader.size != file.size:
-            raise ShardIntegrityError(f"{place}: has {reader.size} bytes, the index has {file.size}")
+            raise ShardIntegrityError(f"{path}: has {reader.size} bytes, the index has {file.size}")
         step = min(_CHUNK_BYTES, reader.size) if reader.ranges else reader.size
         out = memoryview(bytearray(step))
         for begin in range(0, reader.size, max(1, step)):
@@ -91,24 +91,24 @@ def _read_chunks(place: AnyPath, file: ShardFile, stopped: Callable[[], bool]) -
                 raise DownloadStoppedError
             chunk = out[: min(step, reader.size - begin)]
             if (count := reader.read_into(begin, chunk)) != len(chunk):
-                raise ShardIntegrityError(f"{place}: ends after {begin + count} of {reader.size} bytes")
+                raise ShardIntegrityError(f"{path}: ends after {begin + count} of {reader.size} bytes")
             yield chunk
 
 
 class wrap_os_errors:
     """Context that converts an ``OSError`` to a ``DataError`` with the path."""
 
-    def __init__(self, place: AnyPath) -> None:
-        self._place = place
+    def __init__(self, path: AnyPath) -> None:
+        self._path = path
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, FileNotFoundError):
-            raise DataError(f"{self._place}: is missing, but the index has it") from error
+            raise DataError(f"{self._path}: is missing, but the index has it") from error
         if isinstance(error, OSError):
-            raise DataError(f"{self._place}: cannot be read: {error.strerror or error}") from error
+            raise DataError(f"{self._path}: cannot be read: {error.strerror or error}") from error
 
 
 class ByteVerifier:
@@ -118,8 +118,8 @@ class ByteVerifier:
         ConfigError: the algorithm of a digest is unknown.
     """
 
-    def __init__(self, place: AnyPath, kind: str, size: int | None, digests: Mapping[str, str]) -> None:
-        self._place, self._kind, self._size, self._digests = place, kind, size, digests
+    def __init__(self, path: AnyPath, kind: str, size: int | None, digests: Mapping[str, str]) -> None:
+        self._path, self._kind, self._size, self._digests = path, kind, size, digests
         self._states: dict[str, Any] = {algorithm: new_hash(algorithm) for algorithm in digests}
         self._byte_count = 0
 
@@ -135,8 +135,8 @@ class ByteVerifier:
             self._byte_count += len(chunk)
             yield chunk
         if self._size is not None and self._byte_count != self._size:
-            raise ShardIntegrityError(f"{self._place}: has {self._byte_count} {self._kind}bytes, the index has {self._size}")
+            raise ShardIntegrityError(f"{self._path}: has {self._byte_count} {self._kind}bytes, the index has {self._size}")
         for algorithm, state in self._states.items():
             if (actual := state.hexdigest()) != self._digests[algorithm].lower():
                 expected = self._digests[algorithm]
-                raise ShardIntegrityError(f"{self._place}: {self._kind}{algorithm} is {actual}, the index has {expected}")
+                raise ShardIntegrityError(f"{self._path}: {self._kind}{algorithm} is {actual}, the index has {expected}")

@@ -29,10 +29,10 @@ _HIDDEN_PREFIXES = ("_", ".")
 
 
 def find_shards(store: ShardStore, *, format: str | None, only: str | None = None) -> tuple[ShardEntry, ...]:
-    """Return the shards of the dataset at ``access.root`` in order, with the number of samples of each shard.
+    """Return the shards of the dataset at ``store.root`` in order, with the number of samples of each shard.
 
     Args:
-        access: store of the dataset's files.
+        store: store of the dataset's files.
         format: format of the shards; None uses the index or the names of the files.
         only: name of the file, if the dataset is a single file.
 
@@ -96,11 +96,11 @@ def _list_shards(store: ShardStore, format: str | None, only: str | None) -> lis
     """List the shards of a folder without an index. The cache keeps the counts, until the names or sizes of files change.
 
     For local files, the modification times count, too."""
-    found = _find_files(store.root, format, only)
-    for file in found:
+    files = _find_files(store.root, format, only)
+    for file in files:
         # resolve() refuses links that lead out of the folder.
         store.resolve(file.name)
-    names = repr([(file.name, file.size, file.format, _modified_ns(store.root / file.name)) for file in found])
+    names = repr([(file.name, file.size, file.format, _modified_ns(store.root / file.name)) for file in files])
     store.cache.check_owner()
     listing = store.cache.folder / f"{xxhash.xxh3_128_hexdigest(f'{store.root}|{names}'.encode())}.index"
     if (text := _load_listing(listing)) is not None:
@@ -111,14 +111,14 @@ def _list_shards(store: ShardStore, format: str | None, only: str | None) -> lis
             lock_context.enter_context(store.cache.locked(listing.name + ".lock"))
             if (text := _load_listing(listing)) is not None:
                 return text
-        entries = _count_files(store, found)
+        entries = _count_files(store, files)
         with contextlib.suppress(OSError):
             storage.replace_file(listing, write_index(entries))
         return entries
 
 
-def _modified_ns(place: AnyPath) -> int | None:
-    return None if isinstance(place, RemotePath) else storage.modified_ns(place)
+def _modified_ns(path: AnyPath) -> int | None:
+    return None if isinstance(path, RemotePath) else storage.modified_ns(path)
 
 
 def _load_listing(path: Path) -> list[ShardEntry] | None:
@@ -129,7 +129,7 @@ def _load_listing(path: Path) -> list[ShardEntry] | None:
 
 
 def _find_files(root: AnyPath, format: str | None, only: str | None) -> list[_FoundFile]:
-    found = []
+    files = []
     for name, size in _list_files(root, only):
         if name == UNFINISHED_NAME:
             raise ConfigError(f"{root}: is incomplete. If its writer was killed, remove the folder and write it again")
@@ -138,15 +138,15 @@ def _find_files(root: AnyPath, format: str | None, only: str | None) -> list[_Fo
         guess = guess_format(name)
         if format is None:
             if guess is not None:
-                found.append(_FoundFile(name=name, size=size, format=guess[0], compression=guess[1]))
+                files.append(_FoundFile(name=name, size=size, format=guess[0], compression=guess[1]))
         elif only is not None or (guess is not None and guess[0] == format):
-            found.append(_FoundFile(name=name, size=size, format=format, compression=guess[1] if guess else None))
-    if not found:
+            files.append(_FoundFile(name=name, size=size, format=format, compression=guess[1] if guess else None))
+    if not files:
         missing = f"file of format {format}" if format else "file of a known format"
         raise ConfigError(f"{root}: has no {INDEX_NAME} and no {missing}. Check the URL")
-    if len(formats := sorted({file.format for file in found})) > 1:
+    if len(formats := sorted({file.format for file in files})) > 1:
         raise ConfigError(f"{root}: has files of several formats ({', '.join(formats)}). Choose one with format=")
-    return found
+    return files
 
 
 def _list_files(root: AnyPath, only: str | None) -> Iterable[tuple[str, int]]:
@@ -169,30 +169,30 @@ def _is_http(root: AnyPath) -> bool:
     return isinstance(root, RemotePath) and root.protocol.startswith("http")
 
 
-def _count_files(store: ShardStore, found: list[_FoundFile]) -> list[ShardEntry]:
-    entries: list[ShardEntry | None] = [None] * len(found)
+def _count_files(store: ShardStore, files: list[_FoundFile]) -> list[ShardEntry]:
+    entries: list[ShardEntry | None] = [None] * len(files)
     lock = threading.Lock()
-    with TransferProgress(f"counting samples of {store.root}", sum(file.size for file in found)) as progress:
+    with TransferProgress(f"counting samples of {store.root}", sum(file.size for file in files)) as progress:
 
         def count(number: int) -> None:
-            entry = _count_file(store, found[number].entry)
+            entry = _count_file(store, files[number].entry)
             with lock:
                 entries[number] = entry
-            progress.advance(found[number].size)
+            progress.advance(files[number].size)
 
-        for_each_part(len(found), count, threads=_THREADS, name="dtrain-count")
+        for_each_part(len(files), count, threads=_THREADS, name="dtrain-count")
     return [entry for entry in entries if entry is not None]
 
 
 def _count_file(store: ShardStore, entry: ShardEntry) -> ShardEntry:
-    shard_format, place = get_format(entry.format), store.resolve(entry.file.name)
+    shard_format, path = get_format(entry.format), store.resolve(entry.file.name)
     by_ranges = isinstance(store.root, RemotePath) and entry.file.compression is None and shard_format.supports_ranges
-    source = RangeSource(place, entry.file) if by_ranges else store.open(entry).source
+    source = RangeSource(path, entry.file) if by_ranges else store.open(entry).source
     try:
         with wrap_shard_errors("file"):
             samples, details = shard_format.count(source)
             if not 0 <= samples <= _MAX_SAMPLES:
                 raise DataError(f"has an impossible number of samples, {samples}")
     except DtrainError as error:
-        raise type(error)(one_line(f"{place}: {str(error).removeprefix('file: ')}")) from error
+        raise type(error)(one_line(f"{path}: {str(error).removeprefix('file: ')}")) from error
     return replace(entry, samples=samples, details=details, file=replace(entry.file, raw_size=source.size))

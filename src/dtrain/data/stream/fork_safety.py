@@ -25,7 +25,7 @@ class ForkRegistry:
         self._hooked = False
 
     def register(self, instance: ForkAware) -> None:
-        """Call ``thing.after_fork()`` in every child that is forked from now on, for as long as ``thing`` lives."""
+        """Call ``instance.after_fork()`` in every child that is forked from now on, for as long as ``instance`` lives."""
         with self.lock:
             self._registered.add(instance)
             if not self._hooked:

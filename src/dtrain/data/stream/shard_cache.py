@@ -247,15 +247,15 @@ class ShardCache:
             return True
         return False
 
-    def _make_space(self, contents: _CacheContents, wanted: int) -> bool:
-        """Remove unused shards as far as necessary, and return True if there is room for ``wanted`` more bytes."""
+    def _make_space(self, contents: _CacheContents, needed_bytes: int) -> bool:
+        """Remove unused shards as far as necessary, and return True if there is room for ``needed_bytes`` more bytes."""
         used = contents.used
         for entry in contents.shards:
-            if used + wanted <= self.limit:
+            if used + needed_bytes <= self.limit:
                 break
             if self._remove_unused(entry.name):
                 used -= entry.size
-        return used + wanted <= self.limit
+        return used + needed_bytes <= self.limit
 
     def _remove_unused(self, name: str, *, unless: Callable[[memoryview], bool] | None = None) -> bool:
         """Remove a shard that no process uses. Return True if the shard is gone, or if a new copy fulfils ``unless``."""
@@ -336,9 +336,9 @@ class PartialFile:
         """Append all of ``data``, and raise the reservation if necessary."""
         new_size = self._written + len(memoryview(data).cast("B"))
         if new_size > self.reserved:
-            wanted = min(self._cache.limit, new_size + _RESERVE_STEP_BYTES) if new_size <= self._cache.limit else new_size
-            self.path = self._cache.grow(self, wanted)
-            self.reserved = wanted
+            needed_bytes = min(self._cache.limit, new_size + _RESERVE_STEP_BYTES) if new_size <= self._cache.limit else new_size
+            self.path = self._cache.grow(self, needed_bytes)
+            self.reserved = needed_bytes
         self._file.write(data)
         self._written = new_size
 

@@ -37,22 +37,22 @@ class MemorySource:
 class RangeSource:
     """Source of a file on a server that requests ranges of the file."""
 
-    __slots__ = ("_place", "_reader", "size")
+    __slots__ = ("_path", "_reader", "size")
 
-    def __init__(self, place: AnyPath, file: ShardFile) -> None:
-        self._place = place
-        with wrap_os_errors(place):
-            self._reader = FileReader(place, quiet=True)
+    def __init__(self, path: AnyPath, file: ShardFile) -> None:
+        self._path = path
+        with wrap_os_errors(path):
+            self._reader = FileReader(path, quiet=True)
         self.size = self._reader.size
         if self.size != file.size:
-            raise DataError(f"{place}: has {self.size} bytes, the index has {file.size}")
+            raise DataError(f"{path}: has {self.size} bytes, the index has {file.size}")
         if not self._reader.ranges:
-            raise DataError(f"{place}: the server has no range requests. Use download='whole'")
+            raise DataError(f"{path}: the server has no range requests. Use download='whole'")
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes from ``begin`` to ``end``; fewer at the end of the file."""
         out = bytearray(max(0, min(end, self.size) - begin))
-        with wrap_os_errors(self._place):
+        with wrap_os_errors(self._path):
             count = self._reader.read_into(begin, memoryview(out))
         return bytes(memoryview(out)[:count])
 
@@ -146,7 +146,7 @@ class ShardStore:
         file = entry.file
         if not self.uses_cache(file):
             if isinstance(self.root, RemotePath):
-                return OpenedBytes(source=RangeSource(self._place(file), file))
+                return OpenedBytes(source=RangeSource(self._stored_path(file), file))
             return OpenedBytes(source=MemorySource(self._open_in_place(file)))
         try:
             view = self._open_cached(file)
@@ -190,17 +190,17 @@ class ShardStore:
         """Fetch the shard into the cache, unless another process does so, or there is no room."""
         self.cache.fill(self._cache_key(file), bytes_to_reserve(file), lambda part: self._download(file, part, stopped))
 
-    def _place(self, file: ShardFile) -> AnyPath:
+    def _stored_path(self, file: ShardFile) -> AnyPath:
         return self.root / file.name
 
     def _cache_key(self, file: ShardFile) -> str:
         """Return the shard's name in the cache, equal for equal bytes. Without digests, the modification time is part of it."""
         digests: object = sorted(file.digests.items()), sorted(file.raw_digests.items())
-        place = self._place(file)
-        if not (file.digests or file.raw_digests or isinstance(place, RemotePath)):
-            digests = storage.modified_ns(place)
-        named = f"{self.root}\0{file.name}\0{file.size}\0{file.compression}\0{digests}"
-        return xxhash.xxh3_128_hexdigest(named.encode())
+        path = self._stored_path(file)
+        if not (file.digests or file.raw_digests or isinstance(path, RemotePath)):
+            digests = storage.modified_ns(path)
+        key = f"{self.root}\0{file.name}\0{file.size}\0{file.compression}\0{digests}"
+        return xxhash.xxh3_128_hexdigest(key.encode())
 
     def _download(self, file: ShardFile, part: PartialFile, stopped: Callable[[], bool] = lambda: False) -> None:
         download(self.resolve(file.name), file, part.write, clear=part.clear, stopped=stopped, limit=self.max_shard_bytes)

@@ -285,11 +285,13 @@ class ShardedDataset:
 
     def _locate(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the shard of each sample, and the row in the shard."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= self._size):
-            raise IndexError(f"{self.path}: indices must be in 0 to {self._size - 1}, got {wanted.min()} to {wanted.max()}")
-        numbers = self._ends.searchsorted(wanted, side="right")
-        return numbers.tolist(), (wanted - self._begins[numbers]).tolist()
+        requested = np.asarray(indices, dtype=np.int64)
+        if requested.size and (int(requested.min()) < 0 or int(requested.max()) >= self._size):
+            raise IndexError(
+                f"{self.path}: indices must be in 0 to {self._size - 1}, got {requested.min()} to {requested.max()}"
+            )
+        numbers = self._ends.searchsorted(requested, side="right")
+        return numbers.tolist(), (requested - self._begins[numbers]).tolist()
 
     def prefetch(self, indices: Tensor) -> None:
         """Download the shards of these samples in the background, in order. Return at once.
@@ -302,15 +304,15 @@ class ShardedDataset:
         numbers, first = np.unique(self._ends.searchsorted(np.asarray(indices), side="right"), return_index=True)
         now = time.monotonic()
         with self._request_lock:
-            wanted = [
+            requested = [
                 n
                 for n in numbers[first.argsort()].tolist()
                 if now - self._requested_at.get(n, -_REQUEST_AGAIN_S) >= _REQUEST_AGAIN_S
             ]
-            wanted = [n for n in wanted if n < len(self.entries) and self._store.uses_cache(self.entries[n].file)]
-            self._requested_at.update(dict.fromkeys(wanted, now))
-        if wanted:
-            self._prefetcher.request(wanted)
+            requested = [n for n in requested if n < len(self.entries) and self._store.uses_cache(self.entries[n].file)]
+            self._requested_at.update(dict.fromkeys(requested, now))
+        if requested:
+            self._prefetcher.request(requested)
 
     def order(self, seed: int, shuffle: bool | BlockShuffle) -> SampleOrder:
         """Return the order of an epoch, with a block shuffle over the shards; see ``BlockShuffle``."""

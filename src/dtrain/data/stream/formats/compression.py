@@ -80,7 +80,7 @@ def decompress(name: str, chunks: ByteChunks, *, limit: int | None = None) -> It
 
     Args:
         name: one of ``COMPRESSIONS``.
-        pieces: chunks of any size.
+        chunks: chunks of any size.
         limit: maximum of raw bytes; more bytes raise an error, so that a small file cannot fill a disk.
 
     Raises:

@@ -188,12 +188,12 @@ class LineWriter:
     def __init__(self, line_format: str, settings: dict[str, Plain]) -> None:
         self.suffix = ".jsonl" if line_format == "jsonl" else ".txt"
         self.details = settings
-        self._line = _encode_json_line if line_format == "jsonl" else _encode_text_line
+        self._encode_line = _encode_json_line if line_format == "jsonl" else _encode_text_line
 
     def encode(self, sample: Sample, number: int, /) -> bytes:
         """Encode a sample as a line with its line end."""
         check_sample(sample, number)
-        return self._line(sample, number) + b"\n"
+        return self._encode_line(sample, number) + b"\n"
 
     def size(self, encoded: bytes, /) -> int:
         """Return the bytes of a line."""
