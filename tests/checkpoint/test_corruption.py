@@ -78,7 +78,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "index of another run": (of_other_run(FILES[1]), FILES[1]),
     "data of another run": (of_other_run(FILES[2]), FILES[2]),
     "manifest of another run": (of_other_run(FILES[0]), FILES[1]),
-    "foreign file": (lambda step, older, foreign: (step / "rank-00001.json").write_text("{}"), "rank-00001.json"),
+    "unexpected file": (lambda step, older, foreign: (step / "rank-00001.json").write_text("{}"), "rank-00001.json"),
     "foreign hidden file": (lambda step, older, foreign: (step / ".x").touch(), ".x"),
     "foreign folder": (lambda step, older, foreign: (step / "more").mkdir(), "more"),
 }
@@ -112,7 +112,7 @@ def test_damage_is_refused_by_name_with_the_older_step_offered(root, damage, nam
     step = apply(damage, root)
     state = train(plain_state(7), 3)
     before = digest(state)
-    message = rf"{step} is damaged: rank 0: {name}.*the newest older sound step is {root}/step-00000001: load that folder"
+    message = rf"{step} is corrupt: rank 0: {name}.*The newest older valid step is {root}/step-00000001. Load that folder"
     for path in (root, step):
         with pytest.raises(CorruptCheckpointError, match=message):
             load_sharded(path, state)
@@ -126,7 +126,7 @@ def test_damage_is_refused_by_name_with_the_older_step_offered(root, damage, nam
 @pytest.mark.parametrize(("damage", "name"), DAMAGE.values(), ids=DAMAGE)
 def test_the_previous_step_is_taken_when_asked_for(root, damage, name):
     step = apply(damage, root)
-    with pytest.warns(UserWarning, match=rf"{step} is damaged: rank 0: {name}.*; taking {root}/step-00000001 instead"):
+    with pytest.warns(UserWarning, match=rf"{step} is corrupt: rank 0: {name}.*. Loading {root}/step-00000001 instead"):
         restored = load_sharded(root, plain_state(7), on_corrupt="previous")
     assert restored.step == 1
     assert digest(restored.state) == digest(load_sharded(root / "step-00000001", plain_state()).state)
@@ -136,7 +136,7 @@ def test_the_previous_step_is_taken_when_asked_for(root, damage, name):
 @pytest.mark.parametrize("damage", [append, lambda name: truncate(name, 0.5)], ids=["longer", "shorter"])
 def test_a_wrong_size_is_told_as_such(root, name, damage):
     apply(damage(name), root)
-    with pytest.raises(CorruptCheckpointError, match=rf"{name}: has \d+ bytes, the manifest says \d+"):
+    with pytest.raises(CorruptCheckpointError, match=rf"{name}: size must be \d+ bytes as in the manifest, got \d+"):
         load_sharded(root, plain_state())
 
 
@@ -151,7 +151,7 @@ def test_when_all_are_damaged_there_is_nothing_to_offer(root, on_damaged):
         flip(FILES[2], 0.5)(step, step, step)
     state = plain_state()
     before = digest(state)
-    with pytest.raises(CorruptCheckpointError, match="there is no older sound step beside it"):
+    with pytest.raises(CorruptCheckpointError, match="The root has no older valid step"):
         load_sharded(root, state, on_corrupt=on_damaged)
     assert digest(state) == before
 
@@ -161,13 +161,13 @@ def test_the_older_step_offered_is_verified_itself(root):
     save_sharded(root, train(state, 1))
     flip(FILES[2], 0.5)(root / "step-00000003", root, root)
     flip(FILES[1], 0.5)(root / "step-00000002", root, root)
-    with pytest.raises(CorruptCheckpointError, match=r"step-00000003 is damaged.*sound step is .*step-00000001"):
+    with pytest.raises(CorruptCheckpointError, match=r"step-00000003 is corrupt.*valid step is .*step-00000001"):
         load_sharded(root, plain_state())
 
 
 def test_lists_leave_a_damaged_manifest_out_and_say_so(root):
     apply(flip(FILES[0], 0.5), root)
-    with pytest.warns(UserWarning, match=r"step-00000002 is damaged and left out: manifest.json"):
+    with pytest.warns(UserWarning, match=r"step-00000002 is corrupt and skipped: manifest.json"):
         assert [c.step for c in list_steps(root)] == [1]
     with pytest.warns(UserWarning, match="left out"):
         assert latest_checkpoint(root) == root / "step-00000001"
@@ -177,7 +177,7 @@ def test_a_run_that_resumed_before_a_damaged_step_can_save_it_anew(root):
     step = apply(flip(FILES[0], 0.5), root)
     with pytest.warns(UserWarning, match="taking"):
         state = load_sharded(root, plain_state(), on_corrupt="previous").state
-    with pytest.warns(UserWarning, match=r"step-00000002 is not a valid checkpoint; it is now step-00000002.aside-"):
+    with pytest.warns(UserWarning, match=r"step-00000002 is not a valid checkpoint and was renamed to step-00000002.aside-"):
         save_sharded(root, train(state, 1))
     assert verify(step).step == 2
 
@@ -186,13 +186,13 @@ def test_a_later_format_is_not_passed_over(root):
     step = root / "step-00000002"
     manifest = layout.parse_manifest((step / "manifest.json").read_bytes())
     (step / "manifest.json").write_bytes(layout._sign({"format": layout.FORMAT, "version": 2, "step": manifest.step}))
-    with pytest.raises(CheckpointError, match="format version 2, this dtrain reads version 1"):
+    with pytest.raises(CheckpointError, match="format version must be 1, got 2"):
         load_sharded(root, plain_state(), on_corrupt="previous")
 
 
 def test_a_step_under_another_name_is_refused(root):
     (root / "step-00000002").rename(root / "step-00000005")
-    with pytest.raises(CorruptCheckpointError, match=r"manifest.json: is that of step 2, in a folder of step 5"):
+    with pytest.raises(CorruptCheckpointError, match=r"manifest.json: step must be 5 as in the folder's name, got 2"):
         load_sharded(root, plain_state())
 
 

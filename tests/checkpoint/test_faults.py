@@ -54,7 +54,7 @@ def test_a_disk_that_stays_full_publishes_nothing(tmp_path):
     storage.local.os = Full(kind="pwritev")
     try:
         with pytest.raises(
-            CheckpointError, match=r"No space left on device: '.*rank-00000.safetensors'; nothing was published"
+            CheckpointError, match=r"No space left on device: '.*rank-00000.safetensors'. The step was not committed"
         ):
             save_sharded(tmp_path, state)
     finally:

@@ -46,7 +46,7 @@ def test_states_of_different_runs_are_not_one_step(tmp_path):
     first, second = train(plain_state(), 1), train(plain_state(5), 1)
     save_sharded(tmp_path / "a", first)
     save_sharded(tmp_path / "b", second)
-    with pytest.raises(ConfigError, match=r"the states \['a', 'b'\] belong to different runs"):
+    with pytest.raises(ConfigError, match=r"the states \['a', 'b'\] must belong to one run"):
         save_sharded(tmp_path / "c", {"a": first, "b": second})
 
 
@@ -58,7 +58,9 @@ def test_states_of_different_runs_are_not_one_step(tmp_path):
 def test_what_is_no_state_is_refused(tmp_path, bad):
     if isinstance(bad, dict):
         bad = {name: plain_state() if value is None else value for name, value in bad.items()}
-    with pytest.raises(ConfigError, match=r"save_sharded: (needs a TrainState|states have names|a: needs a TrainState)"):
+    with pytest.raises(
+        ConfigError, match=r"save_sharded: (state must be a TrainState|names of states must be|a must be a TrainState)"
+    ):
         save_sharded(tmp_path, bad)
 
 
@@ -97,7 +99,7 @@ BAD = {
     "unknown part": ({"only": ("optimizer",)}, r"only must be \('model',\), \('trainable',\) or None, got \('optimizer',\)"),
     "two parts": ({"only": ("model", "trainable")}, "only must be"),
     "text": ({"only": "model"}, "only must be"),
-    "extra of a part": ({"only": ("model",), "extra": {"x": 1}}, r"saves no extra, got \['x'\]"),
+    "extra of a part": ({"only": ("model",), "extra": {"x": 1}}, r"extra must be empty with .*, got \['x'\]"),
     "cast to integers": ({"cast": torch.int32}, "cast must be a floating-point dtype, got torch.int32"),
     "keep none": ({"keep_last": 0}, "keep_last"),
 }
@@ -200,7 +202,7 @@ def test_a_link_needs_no_space(tmp_path, adapter, monkeypatch):
     main, _ = ((tmp_path / names(tmp_path)[0] / f"rank-00000{kind}.safetensors").stat().st_size for kind in ("", "-frozen"))
     monkeypatch.setattr("dtrain.storage.free_bytes", lambda path: main)
     save_sharded(tmp_path, train(adapter, 1), incremental=True)
-    with pytest.raises(CheckpointError, match="this save needs"):
+    with pytest.raises(CheckpointError, match="must be at least"):
         save_sharded(tmp_path / "whole", train(plain_like(adapter), 1))
 
 

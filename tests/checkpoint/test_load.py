@@ -73,7 +73,7 @@ def test_a_checkpoint_of_weights_loads_as_such_and_only_so(tmp_path):
     save_sharded(tmp_path, saved, only=("model",))
     state = plain_state(1)
     before = digest(state)
-    with pytest.raises(CheckpointMismatchError, match=r"holds only weights .*pass only=\('model',\) to load them"):
+    with pytest.raises(CheckpointMismatchError, match=r"holds only weights .*Pass only=\('model',\) to load them"):
         load_sharded(tmp_path, state)
     assert digest(state) == before
     restored = load_sharded(tmp_path, state, only=("model",))
@@ -130,7 +130,7 @@ def test_names_that_only_one_side_has_are_left_and_named_when_asked_for(tmp_path
     state = replace(state := state_of(Headed, 1), transform_states={**state.transform_states, "new": {"count": 7}})
     head = [p.detach().clone() for p in state.model.head.parameters()]
     with pytest.raises(
-        CheckpointMismatchError, match=r"\(1 unexpected, 3 missing\).*strict=False leaves what only one side has"
+        CheckpointMismatchError, match=r"\(1 unexpected, 3 missing\).*strict=False to skip names that only one side has"
     ):
         load_sharded(tmp_path, state)
     restored = load_sharded(tmp_path, state, strict=False)
@@ -200,7 +200,7 @@ def test_another_dtype_has_to_be_asked_for(tmp_path):
     state = replace(
         state, transform_states={"ema": {"shadow": {n: p.detach().clone() for n, p in state.params.items()}, "updates": 0}}
     )
-    with pytest.raises(CheckpointMismatchError, match=r"4 of another dtype\).*cast=True converts floating-point dtypes"):
+    with pytest.raises(CheckpointMismatchError, match=r"4 of another dtype\).*cast=True to convert floating-point dtypes"):
         load_sharded(tmp_path, state)
     now = load_sharded(tmp_path, state, cast=True).state
     for name, param in now.params.items():
@@ -281,9 +281,9 @@ def test_several_states_are_loaded_all_or_none(tmp_path):
 
 
 STATES = {
-    "one for several": (pair, lambda: plain_state(), "holds the states generator, critic; pass a dict of states"),
+    "one for several": (pair, lambda: plain_state(), "holds the states generator, critic. Pass a dict of states"),
     "several for one": (lambda _: plain_state(), lambda: pair(1), "holds one state without a name"),
-    "another name": (pair, lambda: {"generator": plain_state(), "critics": plain_state()}, "has no state 'critics'"),
+    "another name": (pair, lambda: {"generator": plain_state(), "critics": plain_state()}, "Leave out 'critics'"),
     "one left": (pair, lambda: {"generator": train(plain_state(), 1)}, "holds the state 'critic', too"),
 }
 
@@ -307,9 +307,9 @@ def test_the_weights_of_one_of_several_states_can_be_had(tmp_path):
 BAD_OPTIONS = {
     "only": ({"only": ("optimizer",)}, r"only must be \('model',\) or None"),
     "only as text": ({"only": "model"}, r"only must be \('model',\) or None"),
-    "only and extra": ({"only": ("model",), "extra": {"a": 1}}, "takes no extra"),
-    "ignore as text": ({"ignore": "head.*"}, r"ignore takes a list of patterns"),
-    "ignore nothing": ({"ignore": ["head.*"]}, r"nothing here or in the checkpoint fits 'head\.\*'"),
+    "only and extra": ({"only": ("model",), "extra": {"a": 1}}, "extra must be empty"),
+    "ignore as text": ({"ignore": "head.*"}, r"ignore must be a list of patterns"),
+    "ignore nothing": ({"ignore": ["head.*"]}, r"a pattern must match a name in the model or the checkpoint, got 'head\.\*'"),
 }
 
 
@@ -322,7 +322,7 @@ def test_options_that_cannot_be_right_are_refused(tmp_path, options, message):
 
 @pytest.mark.parametrize("wrong", [None, 3, {}, {"a": None}, [1]], ids=repr)
 def test_something_that_is_no_state_is_refused(tmp_path, wrong):
-    with pytest.raises(ConfigError, match="needs a TrainState, or a dict of them by their names, got"):
+    with pytest.raises(ConfigError, match="state must be a TrainState, or a dict of states by name, got"):
         load_sharded(tmp_path, wrong)
 
 
@@ -357,7 +357,7 @@ def test_a_save_that_is_under_way_is_waited_for(tmp_path):
 
 def test_nothing_to_resume_from_is_said(tmp_path, capsys):
     load_sharded(tmp_path / "none", plain_state(), missing_ok=True)
-    assert said(capsys) == [f"dtrain: load_sharded: there is no checkpoint in {tmp_path}/none, beginning anew"]
+    assert said(capsys) == [f"dtrain: load_sharded: no checkpoint found in {tmp_path}/none, beginning anew"]
 
 
 def test_why_newer_steps_are_not_taken_is_said(root, capsys):
@@ -379,14 +379,14 @@ def test_a_lineage_that_was_left_is_said(root, capsys):
     save_sharded(root, train(state, 1))
     load_sharded(root, plain_state())
     (line,) = said(capsys)
-    assert line.endswith("step-00000002; passed over step-00000003 (committed before; the run has gone back since)")
+    assert line.endswith("step-00000002; skipped step-00000003 (committed earlier, before the run went back)")
 
 
 def test_the_latest_of_a_step_is_that_step(root):
     assert latest_checkpoint(root) == root / "step-00000003"
     assert latest_checkpoint(root / "step-00000002") == root / "step-00000002"
     (root / "step-00000002" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"latest_checkpoint: .*has no manifest.json: the save was not completed"):
+    with pytest.raises(CheckpointError, match=r"latest_checkpoint: .*has no manifest.json, because its save was not completed"):
         latest_checkpoint(root / "step-00000002")
     (root / "step-00000001" / "manifest.json").write_text("{}")
     with pytest.raises(CorruptCheckpointError, match=r"latest_checkpoint: .*step-00000001: manifest.json: "):
@@ -476,7 +476,7 @@ def test_an_index_that_puts_two_boxes_in_one_place_is_refused(tmp_path):
     (path / files.index).write_bytes(data)
     files = replace(files, index_bytes=len(data), index_sha256=hashlib.sha256(data).hexdigest())
     (path / "manifest.json").write_bytes(layout.encode_manifest(replace(manifest, ranks=(files,))))
-    with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: rank-00000.safetensors: .*inside of another box"):
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: rank-00000.safetensors: .*inside of another shard"):
         load_sharded(path, plain_state())
 
 
@@ -485,7 +485,7 @@ def test_a_root_without_space_for_the_next_save_is_told_at_the_start(tmp_path, m
     if there:
         save_sharded(tmp_path, train(plain_state(), 1))
     monkeypatch.setattr("dtrain.storage.free_bytes", lambda path: 100)
-    with pytest.warns(UserWarning, match=r"the next save will fail: .* has 100 B free, this save needs"):
+    with pytest.warns(UserWarning, match=r"the next save will fail: .* got 100 B"):
         load_sharded(tmp_path, plain_state(1), missing_ok=True)
     if there:  # who only reads a step is not bothered
         assert load_sharded(tmp_path / "step-00000001", plain_state(1)).step == 1

@@ -154,7 +154,9 @@ def test_tied_parameters_that_are_stored_with_two_values_are_refused(tmp_path):
     write_folder(tmp_path, {"embed.weight": torch.zeros(5, 3), "head.weight": torch.ones(5, 3)})
     model = Tied()
     before = values(model)
-    with pytest.raises(CheckpointMismatchError, match=r"'embed.weight' and 'head.weight' differ, but both go into 'embed"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"'embed.weight' and 'head.weight' must be equal, because both are 'embed"
+    ):
         load_weights_(model, tmp_path)
     assert values(model) == before
     load_weights_(model, tmp_path, rename={"embed.weight": None})
@@ -233,9 +235,9 @@ def test_what_does_not_fit_is_refused_with_a_table(tmp_path):
     tensors |= {"last.weight": torch.zeros(3, 7), "seen": torch.zeros(()), "cls.bias": torch.zeros(2, dtype=torch.bfloat16)}
     del tensors["first.bias"]
     assert complaint(tensors, tmp_path) == (
-        f"CheckpointMismatchError: load_weights_: {tmp_path / 'there'} does not fit, 4 entries differ (1 of another shape, "
-        "1 of another dtype, 1 unexpected, 1 missing); rename= gives stored tensors their names in the model, or leaves them "
-        "out; missing= allows what need not be stored\n"
+        f"CheckpointMismatchError: load_weights_: {tmp_path / 'there'} does not fit. 4 entries differ (1 of another shape, "
+        "1 of another dtype, 1 unexpected, 1 missing). Pass rename= to map stored names to names in the model or to None, or "
+        "missing= for names that need not be stored.\n"
         "  last.weight: file F32 [3, 7], here F32 [2, 7]\n"
         "  seen: file F32 [], here I64 []\n"
         "  cls.bias: file BF16 [2], here nothing (nearest: first.bias)\n"
@@ -265,19 +267,22 @@ def test_integers_are_not_cast(tmp_path, dtype):
 
 
 BAD_OPTIONS = {
-    "pattern": ({"missing": ["lst.*"]}, "ConfigError: .*missing: no name of the model fits 'lst.*'; * stands for"),
-    "text": ({"missing": "last.*"}, "ConfigError: .*missing takes a list of patterns, got the text 'last.*'"),
+    "pattern": ({"missing": ["lst.*"]}, "ConfigError: .*missing must match names of the model, got 'lst.*'"),
+    "text": ({"missing": "last.*"}, "ConfigError: .*missing must be a list of patterns, got the string 'last.*'"),
     "no text": ({"missing": [3]}, "ConfigError: .*patterns of names must be text, got 3"),
-    "one function": ({"missing": len}, "ConfigError: .*missing takes a list of patterns, got <built-in function len>; as in"),
-    "pairs": ({"rename": [("a", "b")]}, "ConfigError: .*rename takes a function of the stored name, or a mapping, got [('a'"),
-    "stray": ({"rename": {"cls.bias": None}}, "ConfigError: .*rename has 'cls.bias', which is not stored (1 such names)"),
+    "one function": (
+        {"missing": len},
+        "ConfigError: .*missing must be a list of patterns such as ['head.*'], got <built-in function len>",
+    ),
+    "pairs": ({"rename": [("a", "b")]}, "ConfigError: .*rename must be a function of the stored name, or a mapping, got [('a'"),
+    "stray": ({"rename": {"cls.bias": None}}, "ConfigError: .*rename must have stored names, got 'cls.bias' (1 such names)"),
     "no name": (
         {"rename": lambda name: 3},
-        "ConfigError: .*rename gives 3 for 'seen'; needs the name in the model, or None",
+        "ConfigError: .*rename must return a name in the model or None for 'seen', got 3",
     ),
     "nothing left": (
         {"rename": lambda name: None, "missing": ["**"]},
-        "CheckpointMismatchError: .*none of the 5 tensors goes into the model; see rename=",
+        "CheckpointMismatchError: .*at least one of the 5 tensors must match the model, but rename=",
     ),
 }
 
@@ -315,16 +320,19 @@ def unfinished(path: Path) -> Path:
 
 
 NOTHING_TO_LOAD = {
-    "nothing": (lambda path: path, "x; check the path (nothing is downloaded)"),
+    "nothing": (lambda path: path, "x; Check the path, because nothing is downloaded"),
     "other name": (
         lambda path: write_folder(path, stored()).joinpath("model.safetensors").rename(path / "lora.safetensors").parent,
         "it has lora.safetensors; name the .safetensors file or the folder",
     ),
-    "empty": (empty, "holds no model.safetensors, no model.safetensors.index.json and no checkpoint of dtrain; it has nothing"),
+    "empty": (
+        empty,
+        "must hold model.safetensors, model.safetensors.index.json or a checkpoint of dtrain, got an empty folder",
+    ),
     "pickle": (lambda path: with_pickle(path, "pytorch_model.bin"), "pytorch_model.bin may be a pickle, which can run code"),
     "pickle itself": (lambda path: with_pickle(path, "w.pt") / "w.pt", "is no .safetensors file; w.pt may be a pickle"),
     "other file": (lambda path: with_pickle(path, "w.pt") / "config.json", "config.json is no .safetensors file"),
-    "unfinished": (unfinished, "has no manifest.json: the save was not completed"),
+    "unfinished": (unfinished, "has no manifest.json, because its save was not completed"),
 }
 
 
@@ -348,30 +356,30 @@ def one(**changes: Any) -> bytes:
 
 PAIR = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 MALFORMED = {
-    "empty": (b"", "model.safetensors: 0 bytes are no safetensors file"),
-    "long header": ((10**9).to_bytes(8, "little") + b"{}", r"its header would have 1000000000 bytes, the file has 10; it is"),
-    "cut in the header": (one()[:40], "it is truncated or no safetensors file"),
-    "cut in the data": (one()[:-1], r"has \d+ bytes, its header describes \d+; it is truncated or was altered"),
-    "more data": (one() + b"x", r"has \d+ bytes, its header describes \d+; it is truncated or was altered"),
+    "empty": (b"", "model.safetensors: must be a safetensors file, got 0 bytes"),
+    "long header": ((10**9).to_bytes(8, "little") + b"{}", r"header must fit into the file of 10 bytes, got 1000000000 bytes"),
+    "cut in the header": (one()[:40], "The file is truncated or not a safetensors file"),
+    "cut in the data": (one()[:-1], r"header must describe \d+ bytes, got \d+. The file is truncated or was changed"),
+    "more data": (one() + b"x", r"header must describe \d+ bytes, got \d+. The file is truncated or was changed"),
     "no JSON": (safetensors_bytes(b"{]"), "model.safetensors: not valid JSON"),
     "no text": (safetensors_bytes(b"\xff\xfe"), "model.safetensors: not valid JSON"),
-    "list": (safetensors_bytes([]), "model.safetensors: header: needs an object, got list"),
-    "twice": (safetensors_bytes(b'{"a":{},"a":{}}'), "key 'a' is given twice"),
-    "unknown dtype": (one(dtype="F5"), "model.safetensors: w: unknown dtype 'F5'; known are BOOL, U8"),
-    "field": (one(more=1), r"model.safetensors: w: fields \[\] are missing, fields \['more'\] are unknown"),
-    "shape": (one(shape=[3]), r"w: data_offsets \[0, 8\] for 12 bytes of F32 \[3\]"),
+    "list": (safetensors_bytes([]), "model.safetensors: header: must be an object, got list"),
+    "twice": (safetensors_bytes(b'{"a":{},"a":{}}'), "duplicate key 'a'"),
+    "unknown dtype": (one(dtype="F5"), "model.safetensors: w: dtype must be one of BOOL, U8"),
+    "field": (one(more=1), r"model.safetensors: w: .*Missing: \[\]. Unknown: \['more'\]"),
+    "shape": (one(shape=[3]), r"w: data_offsets must span 12 bytes of F32 \[3\], got \[0, 8\]"),
     "negative shape": (one(shape=[-2]), "w.* at least 0"),
-    "offsets": (one(data_offsets=[0, 8, 9]), r"w: data_offsets \[0, 8, 9\] for 8 bytes"),
-    "offset past the end": (one(data_offsets=[8, 16]), "w: begins at byte"),
-    "overlap": (safetensors_bytes({"a": PAIR, "b": {**PAIR, "data_offsets": [2, 6]}}, bytes(6)), "b: begins at byte .*, the"),
-    "hole": (safetensors_bytes({"a": PAIR, "b": {**PAIR, "data_offsets": [6, 10]}}, bytes(10)), "b: begins at byte .*, the"),
+    "offsets": (one(data_offsets=[0, 8, 9]), r"w: data_offsets must span 8 bytes .* got \[0, 8, 9\]"),
+    "offset past the end": (one(data_offsets=[8, 16]), "w: must begin at byte"),
+    "overlap": (safetensors_bytes({"a": PAIR, "b": {**PAIR, "data_offsets": [2, 6]}}, bytes(6)), "b: must begin at byte"),
+    "hole": (safetensors_bytes({"a": PAIR, "b": {**PAIR, "data_offsets": [6, 10]}}, bytes(10)), "b: must begin at byte"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["C64", "F4", "F8_E8M0"])
 def test_a_dtype_that_is_not_read_is_not_called_damage(tmp_path, dtype):
     (tmp_path / "model.safetensors").write_bytes(one(dtype=dtype))
-    with pytest.raises(CheckpointError, match=f"w: is of dtype {dtype}, which dtrain does not read") as caught:
+    with pytest.raises(CheckpointError, match=f"w: dtrain does not support dtype {dtype}") as caught:
         load_weights_(net(), tmp_path)
     assert not isinstance(caught.value, CorruptCheckpointError)
 
@@ -388,14 +396,14 @@ def test_a_malformed_file_is_refused(tmp_path, content, message):
 ONE = "model-00001-of-00002.safetensors"
 BAD_INDEX = {
     "no JSON": ("{", "not valid JSON"),
-    "list": ("[]", "needs an object with a weight_map, got list"),
-    "no map": ('{"metadata": {}}', "needs an object with a weight_map, got dict"),
-    "empty map": ('{"weight_map": {}}', "needs an object with a weight_map"),
+    "list": ("[]", "must be an object with a weight_map, got list"),
+    "no map": ('{"metadata": {}}', "must be an object with a weight_map, got dict"),
+    "empty map": ('{"weight_map": {}}', "must be an object with a weight_map"),
     "outside": ('{"weight_map": {"w": "../model.safetensors"}}', "weight_map: w: needs the name of a .safetensors file beside"),
     "absolute": ('{"weight_map": {"w": "/etc/x.safetensors"}}', "got str '/etc/x.safetensors'"),
     "no text": ('{"weight_map": {"w": 3}}', "got int 3"),
     "pickle": ('{"weight_map": {"w": "pytorch_model.bin"}}', "needs the name of a .safetensors file"),
-    "missing file": ('{"weight_map": {"w": "x.safetensors"}}', "x.safetensors: model.safetensors.index.json names it, but"),
+    "missing file": ('{"weight_map": {"w": "x.safetensors"}}', "x.safetensors: file of model.safetensors.index.json is"),
 }  # fmt: skip
 
 
@@ -409,7 +417,7 @@ def test_a_malformed_index_is_refused(tmp_path, text, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("change", "what"), [("add", "holds"), ("drop", "does not hold")])
+@pytest.mark.parametrize(("change", "what"), [("add", "has"), ("drop", "lacks")])
 def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, change, what):
     write_folder(tmp_path, stored(), files=2)
     index = json.loads((tmp_path / INDEX).read_text())
@@ -440,7 +448,7 @@ def test_a_step_of_another_format_is_refused_by_name(saved, tmp_path):
     path = tmp_path / "step-00000004"
     shutil.copytree(saved[2, "full_shard"][0], path)
     write_of_another_version(path)
-    message = rf"load_weights_: {path}: manifest.json: has format version 9, .* use the dtrain that wrote it"
+    message = rf"load_weights_: {path}: manifest.json: format version must be 1, got 9. Use the dtrain version that wrote"
     with pytest.raises(CheckpointError, match=message):
         load_weights_(Model(), path)
 
@@ -455,7 +463,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path, monkeypatch):
         return original(self, begin, out)
 
     monkeypatch.setattr(storage.FileReader, "read_into", shrinking)
-    with pytest.raises(CorruptCheckpointError, match=r"model.safetensors: ends at byte \d+, \d+ or more were promised"):
+    with pytest.raises(CorruptCheckpointError, match=r"model.safetensors: must have at least \d+ bytes, ends at byte \d+"):
         load_weights_(net(), tmp_path)
 
 

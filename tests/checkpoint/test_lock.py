@@ -41,9 +41,8 @@ def names(root: Path) -> list[str]:
 
 def python(script: str, *args: object, **options) -> subprocess.Popen[str]:
     """A process of its own, without torch: it is there in a tenth of a second."""
-    imports = (
-        "import os, sys, time; from pathlib import Path; from dtrain import storage; from dtrain.checkpoint import holder, lock"
-    )
+    imports = "import os, sys, time; from pathlib import Path; from dtrain import storage"
+    imports += "; from dtrain.checkpoint import lock, lock_owner"
     command = [sys.executable, "-c", f"{imports}\n{script}", *map(str, args)]
     return subprocess.Popen(
         command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
@@ -60,7 +59,7 @@ def finished(process: subprocess.Popen[str]) -> str:
 @contextmanager
 def holding(root: Path):
     """Another process, which holds the root until the block ends. It is killed then, so that the lock file stays."""
-    process = python(f"held = lock.hold(Path(sys.argv[1]), {OTHER!r}); print('held', flush=True); sys.stdin.read()", root)
+    process = python(f"held = lock.lock_root(Path(sys.argv[1]), {OTHER!r}); print('held', flush=True); sys.stdin.read()", root)
     try:
         assert process.stdout.readline() == "held\n"
         yield process
@@ -100,7 +99,7 @@ def test_a_lock_is_there_while_it_is_held_and_gone_with_the_last_hold(tmp_path):
     first.release()
     second.check()
     assert locks.is_held_here(root)
-    with pytest.raises(CheckpointError, match="the lock was released; take it again before saving"):
+    with pytest.raises(CheckpointError, match=r"the lock was released. Lock the root again before saving"):
         first.check()
     second.release()
     assert names(root) == []
@@ -135,9 +134,9 @@ def test_a_root_of_another_live_process_is_refused_by_name(tmp_path):
         with pytest.raises(CheckpointError) as refused:
             lock_root(tmp_path, RUN)
         assert str(refused.value) == (
-            f"{tmp_path}: is in use by another live job (host {there.host}, pid {process.pid}, since "
-            f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(there.acquired_at))}, run {OTHER}); "
-            "save into another root, or end that job first"
+            f"{tmp_path}: another live job uses this root (host {there.host}, pid {process.pid}, since "
+            f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(there.acquired_at))}, run {OTHER}). "
+            "Save into another root, or end that job first."
         )
         assert on_disk(tmp_path) == there
         assert names(tmp_path) == [LOCK_FILE]
@@ -169,7 +168,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, reaped):
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError"])
 def test_a_process_that_ends_normally_leaves_no_lock(tmp_path, end):
     process = python(
-        f"held = lock.hold(Path(sys.argv[1]), {RUN!r})\nassert Path(sys.argv[1], 'run.lock').exists()\n{end}", tmp_path
+        f"held = lock.lock_root(Path(sys.argv[1]), {RUN!r})\nassert Path(sys.argv[1], 'run.lock').exists()\n{end}", tmp_path
     )
     process.communicate(timeout=PATIENCE_S)
     assert process.returncode == {"": 0, "sys.exit(3)": 3, "raise ValueError": 1}[end]
@@ -180,11 +179,11 @@ def test_a_program_that_replaces_itself_takes_its_lock_again(tmp_path):
     script = """
 root = Path(sys.argv[1])
 if (root / "run.lock").exists():
-    held = lock.hold(root, "b" * 32)
+    held = lock.lock_root(root, "b" * 32)
     held.check()
     print(holder.parse((root / "run.lock").read_bytes()).run_id)
 else:
-    held = lock.hold(root, "a" * 32)
+    held = lock.lock_root(root, "a" * 32)
     os.execv(sys.executable, [sys.executable, "-c", Path(sys.argv[2]).read_text(), *sys.argv[1:]])
 """
     process = python(script, tmp_path / "root", tmp_path / "script")
@@ -196,10 +195,10 @@ else:
 def test_a_fork_holds_nothing_and_removes_nothing(tmp_path):
     script = """
 root = Path(sys.argv[1])
-held = lock.hold(root, "a" * 32)
+held = lock.lock_root(root, "a" * 32)
 pid = os.fork()
 if pid == 0:
-    for attempt in (held.check, lambda: lock.hold(root, "a" * 32)):
+    for attempt in (held.check, lambda: lock.lock_root(root, "a" * 32)):
         try:
             attempt()
         except Exception as error:
@@ -212,8 +211,8 @@ print((root / "run.lock").exists())
 held.check()
 """
     lines = finished(python(script, tmp_path)).splitlines()
-    assert lines[0].endswith("is held by the process that this one is a fork of; save from that one")
-    assert "is in use by another live job" in lines[1]
+    assert lines[0].endswith("the lock belongs to the parent process of this fork. Save from the parent")
+    assert "another live job uses this root" in lines[1]
     assert lines[2:] == ["True"]
     assert names(tmp_path) == []
 
@@ -298,7 +297,7 @@ def test_a_holder_elsewhere_that_renews_its_lock_is_refused(tmp_path):
     thread = threading.Thread(target=renew)
     thread.start()
     try:
-        with pytest.raises(CheckpointError, match=r"in use by another live job \(host elsewhere, pid 17"):
+        with pytest.raises(CheckpointError, match=r"another live job uses this root \(host elsewhere, pid 17"):
             lock_root(tmp_path, RUN)
     finally:
         stop.set()
@@ -341,7 +340,7 @@ def test_what_is_no_record_may_be_one_that_is_being_written(tmp_path, monkeypatc
         (tmp_path / LOCK_FILE).write_bytes(whole[:40])
         timer = threading.Timer(0.2, (tmp_path / LOCK_FILE).write_bytes, [whole])
         timer.start()
-        with pytest.raises(CheckpointError, match="in use by another live job"):
+        with pytest.raises(CheckpointError, match="another live job uses this root"):
             lock_root(tmp_path, RUN)
         timer.join()
 
@@ -374,11 +373,13 @@ def test_the_heartbeat_renews_the_lock_and_finds_out_when_another_has_it(tmp_pat
             assert time.monotonic() < deadline
             time.sleep(0.01)
         (tmp_path / LOCK_FILE).unlink()  # the other has ended, but what it did to the root is not known here
-        with pytest.raises(CheckpointError, match=r"another process has taken the lock of this run \(host elsewhere, pid 17"):
+        with pytest.raises(
+            CheckpointError, match=r"another process has taken over the lock of this run \(host elsewhere, pid 17"
+        ):
             held.check()
         with lock_root(tmp_path, RUN) as again:
             again.check()
-            with pytest.raises(CheckpointError, match="another process has taken the lock"):
+            with pytest.raises(CheckpointError, match="another process has taken over the lock"):
                 held.check()
         assert names(tmp_path) == []
 
@@ -386,7 +387,7 @@ def test_the_heartbeat_renews_the_lock_and_finds_out_when_another_has_it(tmp_pat
 def test_a_robbed_holder_leaves_the_lock_to_the_other(tmp_path):
     with lock_root(tmp_path, RUN) as held:
         storage.replace_file(tmp_path / LOCK_FILE, somebody().encode())
-        with pytest.raises(CheckpointError, match="was silent for so long that it was taken for dead; end one of the two"):
+        with pytest.raises(CheckpointError, match=r"sent no heartbeat for too long. End one of the two"):
             held.check()
     assert on_disk(tmp_path) == replace(
         somebody(), acquired_at=on_disk(tmp_path).acquired_at, heartbeat_at=on_disk(tmp_path).heartbeat_at
@@ -406,7 +407,7 @@ def test_a_lock_that_is_gone_after_a_long_silence_may_have_been_anothers(tmp_pat
     with lock_root(tmp_path, RUN) as held:
         held._held.owner = replace(held._held.owner, heartbeat_at=time.time() - 61)
         (tmp_path / LOCK_FILE).unlink()
-        with pytest.raises(CheckpointError, match="one that has ended since"):
+        with pytest.raises(CheckpointError, match="a process that has ended since"):
             held.check()
 
 
@@ -544,10 +545,10 @@ while code == 9:
     pid = os.fork()
     if pid == 0:
         storage.local.os = Dying(at)
-        held = lock.hold(root, "a" * 32)
+        held = lock.lock_root(root, "a" * 32)
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with lock.hold(root, "c" * 32) as held:
+    with lock.lock_root(root, "c" * 32) as held:
         held.check()
         assert os.listdir(root) == ["run.lock"], (at, os.listdir(root))
     assert os.listdir(root) == [], at
@@ -630,11 +631,11 @@ sys.stdin.readline()
 for number in range(int(sys.argv[3])):
     root = ended / str(number)
     try:
-        held = lock.hold(root, "a" * 32)
+        held = lock.lock_root(root, "a" * 32)
         held.check()
         print("held", flush=True)
     except Exception as error:
-        assert "in use by another live job" in str(error), error
+        assert "another live job uses this root" in str(error), error
         print("refused", flush=True)
     sys.stdin.readline()
     held = None

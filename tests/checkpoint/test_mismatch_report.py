@@ -118,7 +118,7 @@ def test_a_checkpoint_of_another_model_gives_a_short_table_of_what_differs(tmp_p
     with pytest.raises(CheckpointMismatchError) as caught:
         load_sharded(tmp_path, make())
     head, *table = str(caught.value).split("\n")
-    assert head.startswith(f"load_sharded: {tmp_path / 'step-00000000'} does not fit, {counts}; build model, optimizer and")
+    assert head.startswith(f"load_sharded: {tmp_path / 'step-00000000'} does not fit. {counts}. Build model, optimizer and")
     assert 2 <= len(table) <= 11
     assert all(line.startswith(("  params/", "  and ")) for line in table)
     for row in expected:

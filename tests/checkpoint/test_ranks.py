@@ -161,7 +161,7 @@ def test_damage_in_the_file_of_one_rank_is_refused_by_all(saved, ranks, tmp_path
     for failed, unchanged, fresh in ranks(2).run(attempt_load, str(tmp_path), "full_shard", None, "previous"):
         assert failed.startswith(f"CorruptCheckpointError: load_sharded: {path} is damaged: rank ")
         assert "rank-00001.safetensors: bytes from 0 on do not match" in failed
-        assert "no older sound step" in failed
+        assert "no older valid step" in failed
         assert unchanged
         assert fresh
 
@@ -234,7 +234,7 @@ UNEQUAL = {
     "shape": "ConfigError: save_sharded: slices/local differs between rank 0 and rank 1",
     "seed": "ConfigError: save_sharded: seed differs between rank 0 and rank 1",
     "extra": "ConfigError: save_sharded: extra/loader differs between rank 0 and rank 1",
-    "sharded extra": "ConfigError: extra/teacher/w: extra holds plain tensors, got a sharded one",
+    "sharded extra": "ConfigError: save_sharded: extra/teacher/w must be a plain tensor, got a DTensor",
 }
 
 
@@ -250,7 +250,7 @@ def test_what_is_not_plain_on_one_rank_is_refused_by_all(tmp_path, ranks):
     assert first.startswith(
         "PeerError: save_sharded: rank 1 failed (1 of 2 ranks did): ConfigError: extra/loader: a checkpoint"
     )
-    assert second.startswith("ConfigError: extra/loader: a checkpoint holds tensors and plain data")
+    assert second.startswith("ConfigError: extra/loader: state must be tensors and plain data")
     assert not (tmp_path / "root").exists()
 
 

@@ -135,7 +135,7 @@ def test_boxes_that_no_cut_separates_are_compared_in_pairs(moved):
     index = index_shards(write(torch.zeros(10, 10, dtype=torch.int32), boxes)[0])
     target = {"w": Region(offset=(0, 0), size=(10, 10))}
     if moved:
-        with pytest.raises(CorruptCheckpointError, match=r"two stored boxes overlap at \(0, 7\)"):
+        with pytest.raises(CorruptCheckpointError, match=r"two stored shards overlap at \(0, 7\)"):
             plan_reads(index, target)
     else:
         assert len(plan_reads(index, target)) == 5
@@ -222,11 +222,11 @@ def test_only_the_rows_needed_are_read():
 @pytest.mark.parametrize(
     ("spans", "message"),
     [
-        (((0, 5),), "w: stored boxes hold 15 of the 30 elements needed"),
-        (((0, 4), (5, 10)), "w: stored boxes hold 27 of the 30 elements needed"),
-        (((0, 6), (5, 10)), "w: two stored boxes overlap at"),
-        (((0, 5), (0, 5)), "w: two stored boxes overlap at"),
-        ((), "w: stored boxes hold 0 of the 30 elements needed"),
+        (((0, 5),), "w: stored shards hold 15 of the 30 elements needed"),
+        (((0, 4), (5, 10)), "w: stored shards hold 27 of the 30 elements needed"),
+        (((0, 6), (5, 10)), "w: two stored shards overlap at"),
+        (((0, 5), (0, 5)), "w: two stored shards overlap at"),
+        ((), "w: stored shards hold 0 of the 30 elements needed"),
     ],
 )
 def test_boxes_that_do_not_cover_a_target_once_are_damage(spans, message):
@@ -236,7 +236,7 @@ def test_boxes_that_do_not_cover_a_target_once_are_damage(spans, message):
 
 def test_two_boxes_of_a_scalar_are_damage():
     entry = TensorShardEntry(key="w", dtype="F32", shape=(), offset=(), size=(), begin=0, end=4)
-    with pytest.raises(CorruptCheckpointError, match="two stored boxes overlap"):
+    with pytest.raises(CorruptCheckpointError, match="two stored shards overlap"):
         plan_reads(index_shards([[entry], [entry]]), {"w": Region(offset=(), size=())})
 
 

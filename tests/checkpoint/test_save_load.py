@@ -109,7 +109,7 @@ def test_a_clock_with_something_else_before_it_is_damaged(tmp_path, monkeypatch)
     monkeypatch.setattr(Clock, "state_dict", lambda clock: {**state_dict(clock), "previous": 3})
     save_sharded(tmp_path, train(plain_state(), 3))
     monkeypatch.undo()
-    with pytest.raises(CorruptCheckpointError, match="clock: previous: needs a dict, got int 3"):
+    with pytest.raises(CorruptCheckpointError, match="clock: previous: must be a dict, got int 3"):
         load_sharded(tmp_path, plain_state(1))
 
 
@@ -204,7 +204,7 @@ def test_an_extra_that_refuses_its_state_stops_the_load_before_the_model_changes
 def test_nothing_there(tmp_path):
     state = plain_state()
     for root in (tmp_path, tmp_path / "none"):
-        with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*; pass missing_ok=True"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint found in .*. Pass missing_ok=True"):
             load_sharded(root, state)
         restored = load_sharded(root, state, extra={"loader": Counter(), "history": []}, missing_ok=True)
         assert (restored.state is state, restored.step, restored.path, restored.extra) == (True, None, None, {"history": []})
@@ -220,7 +220,7 @@ def test_folders_without_a_manifest_and_foreign_names_are_skipped(tmp_path):
     (tmp_path / "latest").write_text("step-00000009")
     assert latest_checkpoint(tmp_path) == handle.path
     assert load_sharded(tmp_path, plain_state()).step == 1
-    with pytest.raises(CheckpointError, match=r"step-00000009 has no manifest.json: the save was not completed"):
+    with pytest.raises(CheckpointError, match=r"step-00000009 has no manifest.json, because its save was not completed"):
         load_sharded(tmp_path / "step-00000009", plain_state())
 
 
@@ -262,7 +262,7 @@ def test_a_step_that_this_process_committed_or_loaded_is_not_written_again(tmp_p
 def test_a_committed_step_that_has_gone_is_written_again(tmp_path):
     state = train(plain_state(), 1)
     (save_sharded(tmp_path, state).path / "manifest.json").unlink()
-    with pytest.warns(UserWarning, match=r"step-00000001 is not a valid checkpoint; it is now step-00000001.aside-"):
+    with pytest.warns(UserWarning, match=r"step-00000001 is not a valid checkpoint and was renamed to step-00000001.aside-"):
         assert save_sharded(tmp_path, state).result().written
     verify(tmp_path)
     assert len(names(tmp_path)) == 2, "what was there is kept aside"
@@ -274,7 +274,7 @@ def test_another_runs_step_is_refused(tmp_path):
     other.run_context.run_id = "f" * 32
     content = {p: p.read_bytes() for p in (tmp_path / "step-00000001").iterdir()}
     with pytest.raises(
-        CheckpointError, match=r"step-00000001 belongs to run [0-9a-f]{32}, this run is f{32}; save into another"
+        CheckpointError, match=r"step-00000001 must belong to this run f{32}, got run [0-9a-f]{32}. Save into another"
     ):
         save_sharded(tmp_path, other)
     assert names(tmp_path) == ["step-00000001"]
@@ -365,9 +365,9 @@ def test_other_tools_read_the_tensors(tmp_path):
 UNPLAIN = {
     "extra": (
         lambda s: (s, {"loader": {"cursor": object()}}),
-        r"extra/loader/cursor: a checkpoint holds .* got builtins.object",
+        r"extra/loader/cursor: state must be .* got builtins.object",
     ),
-    "extra by number": (lambda s: (s, {1: 2}), "extra: names are text, got int 1"),
+    "extra by number": (lambda s: (s, {1: 2}), "extra must have string names, got int 1"),
     "slice": (lambda s: (replace(s, slices={"ema": {"f": len}}), {}), r"slices/ema/f: .* got builtins.builtin_function"),
     "optimizer": (
         lambda s: (s.optimizer.state[s.params["first.bias"]].update(h=object()), (s, {}))[1],
@@ -379,7 +379,7 @@ UNPLAIN = {
     ),
     "stray": (
         lambda s: (s.optimizer.state.update({torch.zeros(3): {}}), (s, {}))[1],
-        r"optimizer/state: holds state for something that is no parameter of the model \(shape \(3,\)\)",
+        r"optimizer state must belong to parameters of the model, got state for shape \(3,\)",
     ),
 }
 
@@ -404,7 +404,10 @@ CALLS = {
 def test_a_step_of_another_format_is_refused_by_name(tmp_path, call):
     step = save_sharded(tmp_path, train(plain_state(), 1)).path
     write_of_another_version(step)
-    with pytest.raises(CheckpointError, match=rf"{step}: manifest.json: has format version 9, .* the dtrain that wrote it$"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{step}: manifest.json: format version must be 1, got 9. Use the dtrain version that wrote the file.$",
+    ):
         CALLS[call](step)
 
 
@@ -412,7 +415,7 @@ def test_bad_arguments_and_spent_states_are_refused(tmp_path):
     state = train(plain_state(), 1)
     with pytest.raises(ConfigError, match="keep_last must be"):
         save_sharded(tmp_path, state, keep_last=0)
-    with pytest.raises(ConfigError, match="on_damaged must be 'raise' or 'previous', got 'ignore'"):
+    with pytest.raises(ConfigError, match="on_corrupt must be 'raise' or 'previous', got 'ignore'"):
         load_sharded(tmp_path, state, on_corrupt="ignore")
     train(state, 1)
     with pytest.raises(StaleStateError, match="save_sharded: this state was stepped already"):

@@ -173,7 +173,7 @@ def test_a_save_that_was_not_completed_is_refused(checkpoints, root):
     code, out, err = checkpoints("verify", "root/step-00000002")
     assert (code, out) == (1, "")
     assert err.startswith("dtrain: checkpoints: verify: ")
-    assert err.endswith("has no manifest.json: the save was not completed; load another step\n")
+    assert err.endswith("has no manifest.json, because its save was not completed. Load another step.\n")
 
 
 @pytest.mark.parametrize("command", ["list", "verify"])

@@ -162,7 +162,7 @@ WRONG_SOURCES = {
     "an empty folder": (["empty"], None, "'empty': it has no files; say how with --from"),
     "a folder of others": (["others"], None, "'others': none of its 1 files has a name that tells how to read it; say how"),
     "a file for a folder": (["data.bin"], "hf", "'data.bin' is a file, and --from hf reads folders; say how"),
-    "an unknown server": (["gopher://x/y"], None, "gopher:// is no place to keep files"),
+    "an unknown server": (["gopher://x/y"], None, "got gopher://"),
 }
 
 

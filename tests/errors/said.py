@@ -90,8 +90,8 @@ SAID = {
     "Checkpoints that are too large": Said(
         by_hand=("RuntimeError: [enforce fail at inline_container.cc:...] . unexpected pos ... vs ...",),
         here=(
-            "CheckpointError: save_sharded: step 1: [Errno 28] No space left on device: '.../rank-00000.safetensors'; nothing "
-            "was published and earlier steps are untouched: free space or repair the file system, then save again",
+            "CheckpointError: save_sharded: step 1: [Errno 28] No space left on device: '.../rank-00000.safetensors'. The step "
+            "was not committed and earlier steps are unchanged. Free space or repair the file system, then save again.",
         ),
     ),
     "Training hangs after the first epoch": Said(
@@ -116,8 +116,8 @@ SAID = {
             "_pickle.UnpicklingError: Weights only load failed....",
         ),
         here=(
-            "ConfigError: extra/schedule/warmup: a checkpoint holds tensors and plain data (None, bool, int, float, str, list, "
-            "tuple, dict), got builtins.function; convert it in state_dict()",
+            "ConfigError: extra/schedule/warmup: state must be tensors and plain data (None, bool, int, float, str, list, "
+            "tuple, dict), got builtins.function. Convert it in state_dict().",
             "ConfigError: loader: dataset.decode cannot be sent to a worker (AttributeError: Can't ... local object "
             "'...<locals>.<lambda>'). Open it where it is used",
             "ConfigError: all_gather_json: takes plain data only: Object of type function is not JSON serializable",

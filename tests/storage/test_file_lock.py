@@ -113,8 +113,8 @@ def test_a_private_folder_is_this_users(tmp_path, monkeypatch):
         storage.make_private_folder(tmp_path / "mine")
     assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}/file is not a folder of this user"):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/file must be a folder of this user"):
         storage.make_private_folder(tmp_path / "file")
     monkeypatch.setattr("dtrain.storage.file_lock.os.getuid", lambda: 12345)
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}/mine is not a folder of this user \(uid 12345\)"):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/mine must be a folder of this user \(uid 12345\)"):
         storage.make_private_folder(tmp_path / "mine")

@@ -16,7 +16,7 @@ def test_a_file_comes_back_by_ranges(tmp_path):
         assert (file.size, file.read_into(3, memoryview(out)), bytes(out)) == (10, 4, b"3456")
         assert file.read_into(8, memoryview(out)) == 2, "the end of the file"
     assert storage.read_file(path, limit=10) == b"0123456789"
-    with pytest.raises(OSError, match="has 10 bytes, at most 9 are read"):
+    with pytest.raises(OSError, match="must have at most 9 bytes, got 10"):
         storage.read_file(path, limit=9)
 
 

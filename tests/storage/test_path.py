@@ -33,13 +33,16 @@ def test_a_remote_path_is_put_together_as_a_path_is():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ftp://host/x", r"ftp:// is no place to keep files; known: s3, gs, az, oci, sftp, memory, or a path without ://"),
-        ("s3:///x", "names no bucket"),
-        ("sftp:///x", "names no host"),
-        ("memory://b/../x", r"'\.\.' is no name of a file or folder"),
-        ("memory://b/a/./x", r"'\.' is no name"),
-        (Path("s3://b/x"), r"Path\('s3:/b/x'\) has lost a slash of its URL; give the URL as a str"),
-        ("sftp://me:secret@host/x", r"^sftp://\.\.\.@host/x: a password in a URL ends up in logs; use a key"),
+        ("ftp://host/x", r"protocol must be one of s3, gs, az, oci, sftp, memory, or http, https for reading, got ftp://"),
+        ("s3:///x", "URL must name a bucket"),
+        ("sftp:///x", "URL must name a host"),
+        ("memory://b/../x", r"parts must be names of files or folders, got '\.\.'"),
+        ("memory://b/a/./x", r"parts must be names of files or folders, got '\.'"),
+        (Path("s3://b/x"), r"path must be a URL as a str, got Path\('s3:/b/x'\), which has lost a slash"),
+        (
+            "sftp://me:secret@host/x",
+            r"^sftp://\.\.\.@host/x: URL must not have a password, which would appear in logs. Use a key",
+        ),
     ],
     ids=["protocol", "bucket", "host", "up", "here", "path", "password"],
 )
@@ -52,7 +55,7 @@ def test_what_is_no_place_is_refused(text, message):
 
 @pytest.mark.parametrize("name", ["../x", "..", "a/../b"])
 def test_a_name_that_leaves_the_folder_is_refused(name):
-    with pytest.raises(ConfigError, match="is no name of a file or folder"):
+    with pytest.raises(ConfigError, match="parts must be names of files or folders, got"):
         storage.resolve_path("memory://bucket/a") / name
 
 

@@ -52,7 +52,7 @@ def test_ranges_of_a_file(root):
         assert (file.size, file.read_into(3, memoryview(out)), bytes(out)) == (10, 4, b"3456")
         assert (file.read_into(8, memoryview(out)), bytes(out)) == (2, b"8956"), "the end of the file"
         assert file.read_into(10, memoryview(out)) == 0
-    with pytest.raises(OSError, match="has 10 bytes, at most 9 are read"):
+    with pytest.raises(OSError, match="must have at most 9 bytes, got 10"):
         storage.read_file(root / "file", limit=9)
 
 

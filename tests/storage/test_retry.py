@@ -44,12 +44,12 @@ def test_pauses_grow_and_are_drawn(draw, expected):
 
 
 def test_a_pause_has_a_longest():
-    trying, _ = retry(tries=20, first_s=1, longest_s=3)
+    trying, _ = retry(max_attempts=20, initial_delay_s=1, max_delay_s=3)
     assert max(trying.delays()) == 3
 
 
 def test_tries_are_bounded_and_the_error_says_how_many_and_for_what():
-    trying, slept = retry(tries=3)
+    trying, slept = retry(max_attempts=3)
     do, calls = failing(*[Answered(503)] * 9)
     with pytest.raises(OSError, match=r"^\[Errno 5\] answered 503 \(tried 3 times\): 's3://bucket/x'$"):
         trying.call("s3://bucket/x", do)
@@ -63,7 +63,7 @@ def test_tries_are_bounded_and_the_error_says_how_many_and_for_what():
         ConnectionResetError(),
         ConnectionRefusedError(),
         TimeoutError(),
-        TruncatedError("3 bytes came of 4"),
+        TruncatedError("the server must send 4 bytes, got 3"),
         EOFError(),
         http.client.IncompleteRead(b""),
         OSError(errno.EHOSTUNREACH, "no route"),

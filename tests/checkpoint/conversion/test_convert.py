@@ -43,7 +43,7 @@ def test_a_failure_of_any_file_operation_leaves_nothing(source, to):
 
 def test_an_existing_folder_is_refused_and_kept(source):
     (source.parent / "out").mkdir()
-    with pytest.raises(ConfigError, match="out exists; name a folder that does not"):
+    with pytest.raises(ConfigError, match=r"destination must not exist, got .*out. Name a new folder"):
         convert(source, source.parent / "out", to="hf")
     assert os.listdir(source.parent / "out") == []
 
@@ -52,7 +52,7 @@ def test_a_folder_that_appears_meanwhile_is_kept(source):
     def make(nbytes):
         (source.parent / "out").mkdir(exist_ok=True)
 
-    with pytest.raises(ConfigError, match="out exists by now"):
+    with pytest.raises(ConfigError, match="destination must not exist"):
         convert(source, source.parent / "out", to="hf", on_bytes_written=make)
     assert os.listdir(source.parent / "out") == []
     assert sorted(os.listdir(source.parent)) == ["out", "x.safetensors"]
@@ -88,15 +88,15 @@ def test_a_configuration_comes_along_with_a_folder(source):
 
 
 MISTAKES = {
-    "no source": ({"source": "nope"}, "there is no file or folder .*nope; check the path"),
-    "a strange file": ({"source": "x.txt"}, "x.txt is no checkpoint of dtrain, no folder with model.safetensors"),
-    "a strange folder": ({"source": "."}, "is no checkpoint of dtrain"),
+    "no source": ({"source": "nope"}, "source must exist, got .*nope. Check the path"),
+    "a strange file": ({"source": "x.txt"}, "source must be a checkpoint of dtrain, a folder with model.safetensors .*x.txt"),
+    "a strange folder": ({"source": "."}, "source must be a checkpoint of dtrain"),
     "target": ({"to": "gguf"}, "to must be one of hf, dtrain, dcp, safetensors, got 'gguf'"),
-    "source format": ({"source_format": "gguf"}, "the source's format must be one of dtrain, hf, dcp, pt, got 'gguf'"),
+    "source format": ({"source_format": "gguf"}, "source_format must be one of dtrain, hf, dcp, pt, got 'gguf'"),
     "cast": ({"cast": "int3"}, "cast must be one of fp32, bf16, fp16, got 'int3'"),
     "size": ({"max_shard_bytes": 0}, "max_shard_bytes must be at least 1, got 0"),
-    "config": ({"config": "nope.json"}, "config: .*nope.json.*; name the config.json of the model"),
-    "config of another": ({"config": "x.txt", "to": "dtrain"}, "config goes with to='hf', got to='dtrain'"),
+    "config": ({"config": "nope.json"}, "config must be a readable file: .*nope.json.*. Name the config.json of the model"),
+    "config of another": ({"config": "x.txt", "to": "dtrain"}, "config must be None unless to='hf', got to='dtrain'"),
     "step": ({"to": "dtrain", "step": -1}, "step must be at least 0, got -1"),
 }
 
@@ -113,7 +113,7 @@ def test_mistakes_say_what_came_and_change_nothing(source, monkeypatch, options,
 def test_a_folder_of_pickles_is_named(source):
     (source.parent / "old").mkdir()
     (source.parent / "old" / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"is a folder of pickles; name one, such as pytorch_model.bin, and trust"):
+    with pytest.raises(CheckpointError, match=r"of pickles. Name one, such as pytorch_model.bin, and trust"):
         convert(source.parent / "old", source.parent / "out", to="hf")
 
 
@@ -136,7 +136,7 @@ def test_a_source_may_be_on_a_server(on_a_server, source):
 
 
 def test_a_new_folder_on_a_server_is_refused(source):
-    with pytest.raises(ConfigError, match="memory://convert/out is not on this machine, where new folders are written"):
+    with pytest.raises(ConfigError, match="destination must be on this machine, got memory://convert/out"):
         convert(source, "memory://convert/out", to="hf")
 
 

@@ -32,7 +32,7 @@ def nothing_beside(folder, *names):
 @pytest.mark.parametrize("name", ["x.pt", "x.pth", "x.bin", "x.ckpt"])
 def test_a_pickle_is_refused_and_not_opened(tmp_path, name):
     torch.save({"weights": WEIGHTS, "payload": Payload(tmp_path / "ran")}, tmp_path / name)
-    with pytest.raises(ConfigError, match=r"is a pickle: reading it runs what is in it; pass trust \(--trust\) if you know"):
+    with pytest.raises(ConfigError, match=r"is a pickle, and reading it runs its code. Pass trust \(--trust\) if you know"):
         convert(tmp_path / name, tmp_path / "out", to="hf")
     assert nothing_beside(tmp_path, name)
 
@@ -59,7 +59,7 @@ def test_a_trusted_pickle_is_read_by_another_process(tmp_path):
 
 def test_weights_at_the_top_beside_other_dicts_have_an_empty_key(tmp_path):
     torch.save({**WEIGHTS, "optimizer": {"a.weight": torch.zeros(2)}}, tmp_path / "x.pt")
-    with pytest.raises(ConfigError, match=r"tensors are in several dicts \(3 in '', 1 in 'optimizer'\); name the one"):
+    with pytest.raises(ConfigError, match=r"there are several dicts of tensors \(3 in '', 1 in 'optimizer'\). Name the dict"):
         convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True)
     done = convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True, key="")
     assert load_file(done.path / "model.safetensors").keys() == WEIGHTS.keys()
@@ -136,11 +136,15 @@ COMPLAINTS = {
     "several dicts": (
         {"model": WEIGHTS, "ema": WEIGHTS, "x": torch.ones(1)},
         None,
-        r"ConfigError: convert: .*x.pt: tensors are in several dicts \(3 in 'model', 3 in 'ema', 1 in ''\); name the one of",
+        r"ConfigError: convert: .*x.pt: there are several dicts of tensors \(3 in 'model', 3 in 'ema', 1 in ''\). Name",
     ),
     "no such dict": ({"model": WEIGHTS}, "ema", r"ConfigError: .*there are no tensors in 'ema' \(3 in 'model'\)"),
-    "no tensors": ({"model": 3}, None, "ConfigError: convert: .*x.pt holds no tensors"),
-    "a dtype": ({"a": torch.ones(2, dtype=torch.complex64)}, None, "CheckpointError: .*a: is of dtype torch.complex64, which"),
+    "no tensors": ({"model": 3}, None, "ConfigError: convert: source must hold tensors, got .*x.pt"),
+    "a dtype": (
+        {"a": torch.ones(2, dtype=torch.complex64)},
+        None,
+        "CheckpointError: .*a: dtype must be one of safetensors files, got torch.complex64",
+    ),
 }
 
 
