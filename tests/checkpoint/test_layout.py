@@ -177,7 +177,7 @@ def test_index_schema_is_closed(data):
 
 
 def test_a_later_version_of_an_index_is_refused():
-    with pytest.raises(CheckpointError, match="format version 7"):
+    with pytest.raises(CheckpointError, match="format version must be 1, got 7"):
         rank_index.parse_index(index_with(version=7), 0, [64])
 
 

@@ -397,7 +397,7 @@ def test_a_robbed_holder_leaves_the_lock_to_the_other(tmp_path):
 def test_a_lock_that_was_removed_by_hand_is_put_back(tmp_path):
     with lock_root(tmp_path, RUN) as held:
         (tmp_path / LOCK_FILE).unlink()
-        locks._renew_heartbeat(held._of, held._held)
+        locks._renew_heartbeat(held._registry, held._held)
         assert names(tmp_path) == [], "it may have gone with its folder: a save sees to it"
         held.check()
         assert on_disk(tmp_path).pid == os.getpid()
@@ -415,7 +415,7 @@ def test_a_root_that_was_removed_is_no_error_until_the_next_save(tmp_path):
     with lock_root(tmp_path / "root", RUN) as held:
         (tmp_path / "root" / LOCK_FILE).unlink()
         (tmp_path / "root").rmdir()
-        locks._renew_heartbeat(held._of, held._held)
+        locks._renew_heartbeat(held._registry, held._held)
         with pytest.raises(FileNotFoundError):
             held.check()
     assert names(tmp_path) == []
@@ -425,10 +425,10 @@ def test_a_heartbeat_that_fails_is_tried_again(tmp_path):
     with lock_root(tmp_path, RUN) as held:
         before = on_disk(tmp_path)
         with watching(at=0, kind="write") as watched:
-            locks._renew_heartbeat(held._of, held._held)
+            locks._renew_heartbeat(held._registry, held._held)
         assert watched.fired
         assert on_disk(tmp_path) == before
-        locks._renew_heartbeat(held._of, held._held)
+        locks._renew_heartbeat(held._registry, held._held)
         assert on_disk(tmp_path).heartbeat_at > before.heartbeat_at
         held.check()
 
@@ -450,7 +450,7 @@ def test_a_lock_that_is_released_during_a_heartbeat_is_not_written_again(tmp_pat
         real(path, data)
 
     monkeypatch.setattr(storage, "replace_file", replace_after_release)
-    locks._renew_heartbeat(held._of, held._held)
+    locks._renew_heartbeat(held._registry, held._held)
     assert names(tmp_path) == []
 
 
@@ -460,7 +460,7 @@ def test_an_object_store_has_the_same_lock(tmp_path):
     assert not storage.supports_rename(root)
     with lock_root(root, RUN) as held:
         assert storage.list_names(root) == [LOCK_FILE]
-        locks._renew_heartbeat(held._of, held._held)
+        locks._renew_heartbeat(held._registry, held._held)
         held.check()
     assert not storage.exists(root)
     storage.create_file(root / LOCK_FILE, replace(holders.current_owner(OTHER, now=time.time()), **ENDED).encode())

@@ -29,12 +29,12 @@ def some_tensors(seed=0):
 
 def content(buffer, tensors):
     image = buffer.fill(placed(tensors), tensors)
-    return b"".join(bytes(view) for view in image.part(0, image.size))
+    return b"".join(bytes(view) for view in image.views(0, image.size))
 
 
 def expected(tensors):
     plan = placed(tensors)
-    rows = (tensors[box.key].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for box in plan.boxes)
+    rows = (tensors[box.key].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for box in plan.slots)
     return plan.header + b"".join(rows)
 
 

@@ -106,7 +106,7 @@ def test_mistakes_say_what_came_and_change_nothing(source, monkeypatch, options,
     monkeypatch.chdir(source.parent)
     (source.parent / "x.txt").write_text("x")
     with pytest.raises((ConfigError, CheckpointError), match=expected):
-        convert(**{"source": source, "out": "out", "to": "hf", **options})
+        convert(**{"source": source, "destination": "out", "to": "hf", **options})
     assert sorted(os.listdir(source.parent)) == ["x.safetensors", "x.txt"]
 
 
