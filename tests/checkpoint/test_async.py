@@ -66,7 +66,7 @@ def spoil(state):
     with torch.no_grad():
         tensors = [*state.params.values(), *(b for _, b in state.model.named_buffers())]
         tensors += [t for content in state.optimizer.state.values() for t in content.values() if isinstance(t, torch.Tensor)]
-        tensors += [t for tree in state.slices.values() for t in tree.values() if isinstance(t, torch.Tensor)]
+        tensors += [t for tree in state.transform_states.values() for t in tree.values() if isinstance(t, torch.Tensor)]
         for tensor in tensors:
             tensor.fill_(77)
     return len(tensors)
@@ -332,7 +332,7 @@ def test_a_save_that_outlives_the_groups_publishes_nothing(tmp_path, held, monke
 
 def test_what_was_copied_is_not_kept_alive(tmp_path, held):
     state = with_average(train(plain_state(), 1))
-    old = weakref.ref(next(iter(state.slices["ema"].values())))
+    old = weakref.ref(next(iter(state.transform_states["ema"].values())))
     save_sharded(tmp_path, state, mode="async")
     state = replace(state, transform_states={})
     assert held.reached.wait(LONG_S)

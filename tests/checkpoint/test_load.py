@@ -64,7 +64,7 @@ def test_transforms_begin_anew_from_weights_that_are_loaded_alone(tmp_path):
     saved = weights_of(state)
     _, other = begin(1)
     state = load_sharded(tmp_path, other, only=("model",)).state
-    for name, average in state.slices[SHADOW]["params"].items():
+    for name, average in state.transform_states[SHADOW]["params"].items():
         assert torch.equal(average, saved[name]), "not the average of random weights"
 
 
@@ -284,7 +284,7 @@ STATES = {
     "one for several": (pair, lambda: plain_state(), "holds the states generator, critic. Pass a dict of states"),
     "several for one": (lambda _: plain_state(), lambda: pair(1), "holds one state without a name"),
     "another name": (pair, lambda: {"generator": plain_state(), "critics": plain_state()}, "Leave out 'critics'"),
-    "one left": (pair, lambda: {"generator": train(plain_state(), 1)}, "holds the state 'critic', too"),
+    "one left": (pair, lambda: {"generator": train(plain_state(), 1)}, "Pass the state 'critic', too"),
 }
 
 
@@ -341,7 +341,7 @@ def said(capsys) -> list[str]:
 
 def test_the_step_that_is_taken_is_said_in_one_line(root, capsys):
     load_sharded(root, plain_state())
-    assert said(capsys) == [f"dtrain: load_sharded: taking {root}/step-00000003"]
+    assert said(capsys) == [f"dtrain: load_sharded: loading {root}/step-00000003"]
     load_sharded(root / "step-00000002", plain_state())
     assert said(capsys) == [], "who names a step knows which"
 
@@ -357,21 +357,21 @@ def test_a_save_that_is_under_way_is_waited_for(tmp_path):
 
 def test_nothing_to_resume_from_is_said(tmp_path, capsys):
     load_sharded(tmp_path / "none", plain_state(), missing_ok=True)
-    assert said(capsys) == [f"dtrain: load_sharded: no checkpoint found in {tmp_path}/none, beginning anew"]
+    assert said(capsys) == [f"dtrain: load_sharded: no checkpoint found in {tmp_path}/none; starting from scratch"]
 
 
 def test_why_newer_steps_are_not_taken_is_said(root, capsys):
     (root / "step-00000003" / "rank-00000.safetensors").write_bytes(b"")
     (root / "step-00000009.tmp-01234567-89abcdef").mkdir()
     (root / "step-00000007").mkdir()
-    with pytest.warns(UserWarning, match="is damaged"):
+    with pytest.warns(UserWarning, match="is corrupt"):
         load_sharded(root, plain_state(), on_corrupt="previous")
     (line,) = said(capsys)
     assert line.startswith(
-        f"dtrain: load_sharded: taking {root}/step-00000002; passed over step-00000003 (damaged: rank 0: rank-0"
+        f"dtrain: load_sharded: loading {root}/step-00000002; skipped step-00000003 (corrupt: rank 0: rank-0"
     )
-    assert "passed over step-00000007 (its save was not completed)" in line
-    assert "passed over step-00000009.tmp-01234567-89abcdef (its save was not completed)" in line
+    assert "skipped step-00000007 (its save was not completed)" in line
+    assert "skipped step-00000009.tmp-01234567-89abcdef (its save was not completed)" in line
 
 
 def test_a_lineage_that_was_left_is_said(root, capsys):

@@ -298,7 +298,7 @@ def test_options_that_cannot_be_right_are_refused(tmp_path, options, message):
 def test_a_model_without_storage_is_refused(tmp_path):
     with torch.device("meta"):
         model = Net()
-    with pytest.raises(ConfigError, match=r"5 of 5 tensors are on the meta device \(first: first.weight\); call dt.mat"):
+    with pytest.raises(ConfigError, match=r"5 of 5 tensors are on the meta device \(first: first.weight\). Call dt.mat"):
         load_weights_(model, write_folder(tmp_path, stored()))
 
 
@@ -320,18 +320,18 @@ def unfinished(path: Path) -> Path:
 
 
 NOTHING_TO_LOAD = {
-    "nothing": (lambda path: path, "x; Check the path, because nothing is downloaded"),
+    "nothing": (lambda path: path, "x. Check the path, because nothing is downloaded"),
     "other name": (
         lambda path: write_folder(path, stored()).joinpath("model.safetensors").rename(path / "lora.safetensors").parent,
-        "it has lora.safetensors; name the .safetensors file or the folder",
+        "got lora.safetensors. Name the .safetensors file or the folder",
     ),
     "empty": (
         empty,
         "must hold model.safetensors, model.safetensors.index.json or a checkpoint of dtrain, got an empty folder",
     ),
     "pickle": (lambda path: with_pickle(path, "pytorch_model.bin"), "pytorch_model.bin may be a pickle, which can run code"),
-    "pickle itself": (lambda path: with_pickle(path, "w.pt") / "w.pt", "is no .safetensors file; w.pt may be a pickle"),
-    "other file": (lambda path: with_pickle(path, "w.pt") / "config.json", "config.json is no .safetensors file"),
+    "pickle itself": (lambda path: with_pickle(path, "w.pt") / "w.pt", "w.pt. w.pt may be a pickle"),
+    "other file": (lambda path: with_pickle(path, "w.pt") / "config.json", "path must be a .safetensors file"),
     "unfinished": (unfinished, "has no manifest.json, because its save was not completed"),
 }
 
@@ -399,10 +399,10 @@ BAD_INDEX = {
     "list": ("[]", "must be an object with a weight_map, got list"),
     "no map": ('{"metadata": {}}', "must be an object with a weight_map, got dict"),
     "empty map": ('{"weight_map": {}}', "must be an object with a weight_map"),
-    "outside": ('{"weight_map": {"w": "../model.safetensors"}}', "weight_map: w: needs the name of a .safetensors file beside"),
+    "outside": ('{"weight_map": {"w": "../model.safetensors"}}', "weight_map: w: must be the name of a .safetensors file in"),
     "absolute": ('{"weight_map": {"w": "/etc/x.safetensors"}}', "got str '/etc/x.safetensors'"),
     "no text": ('{"weight_map": {"w": 3}}', "got int 3"),
-    "pickle": ('{"weight_map": {"w": "pytorch_model.bin"}}', "needs the name of a .safetensors file"),
+    "pickle": ('{"weight_map": {"w": "pytorch_model.bin"}}', "must be the name of a .safetensors file"),
     "missing file": ('{"weight_map": {"w": "x.safetensors"}}', "x.safetensors: file of model.safetensors.index.json is"),
 }  # fmt: skip
 
@@ -426,7 +426,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, change, what)
         del index["weight_map"]["more"], index["weight_map"]["seen"]
     (tmp_path / INDEX).write_text(json.dumps(index))
     name = "seen" if change == "add" else "more"
-    with pytest.raises(CorruptCheckpointError, match=rf"{ONE}: {what} '{name}', {INDEX} says otherwise \(1 such tensors\)"):
+    with pytest.raises(CorruptCheckpointError, match=rf"{ONE}: must have the tensors of {INDEX}, but {what} '{name}' \(1 such tensors\)"):
         load_weights_(net(), tmp_path)
 
 

@@ -128,7 +128,7 @@ def test_an_ignored_slice_begins_anew_from_the_loaded_weights(tmp_path, saved_wi
 
 def test_a_state_of_several_is_left_and_named_or_ignored(tmp_path):
     save_sharded(tmp_path, {"generator": plain_state(0), "critic": plain_state(1)})
-    with pytest.raises(CheckpointMismatchError, match=r"holds the state 'critic', too.*ignore=\[\"states/critic\"\]"):
+    with pytest.raises(CheckpointMismatchError, match=r"Pass the state 'critic', too.*ignore=\[\"states/critic\"\]"):
         load_sharded(tmp_path, {"generator": plain_state(2)})
     assert load_sharded(tmp_path, {"generator": plain_state(2)}, ignore=["states/critic"]).unexpected == ()
     assert load_sharded(tmp_path, {"generator": plain_state(2)}, strict=False).unexpected == ("states/critic",)

@@ -147,7 +147,7 @@ def test_damage_that_only_one_rank_sees_is_refused_by_all(saved, ranks, tmp_path
     path, _ = saved[3, "full_shard"]
     results = ranks(2).run(attempt_load, str(path), "full_shard", 1, "raise")
     for failed, unchanged, fresh in results:
-        assert failed.startswith(f"CorruptCheckpointError: load_sharded: {path} is damaged: rank 1: rank-0000")
+        assert failed.startswith(f"CorruptCheckpointError: load_sharded: {path} is corrupt: rank 1: rank-0000")
         assert unchanged
         assert fresh
 
@@ -159,7 +159,7 @@ def test_damage_in_the_file_of_one_rank_is_refused_by_all(saved, ranks, tmp_path
     data[-5] ^= 1
     (path / "rank-00001.safetensors").write_bytes(data)
     for failed, unchanged, fresh in ranks(2).run(attempt_load, str(tmp_path), "full_shard", None, "previous"):
-        assert failed.startswith(f"CorruptCheckpointError: load_sharded: {path} is damaged: rank ")
+        assert failed.startswith(f"CorruptCheckpointError: load_sharded: {path} is corrupt: rank ")
         assert "rank-00001.safetensors: bytes from 0 on do not match" in failed
         assert "no older valid step" in failed
         assert unchanged

@@ -58,7 +58,7 @@ def train(step, state, loader, until: int):
 
 def everything(state, trace) -> list:
     """What must be equal at the end: the trace, all tensors of this rank, and the next draw of every generator."""
-    local = [*state.params.values(), *state.slices["ema"]["params"].values()]
+    local = [*state.params.values(), *state.transform_states["ema"]["params"].values()]
     local += [s["momentum_buffer"] for s in state.optimizer.state.values()]
     values = [t.to_local().flatten().tolist() for t in local]
     draws = [random.random(), float(np.random.rand()), torch.rand(()).item()]
@@ -215,7 +215,7 @@ def interrupted_without(root: str, left_out: str) -> list:
         "torch": lambda: torch.manual_seed(0),
         "loader": lambda: None,
         "momentum": lambda: [s["momentum_buffer"].zero_() for s in state.optimizer.state.values()],
-        "ema": lambda: [t.zero_() for t in state.slices["ema"]["params"].values()],
+        "ema": lambda: [t.zero_() for t in state.transform_states["ema"]["params"].values()],
     }
     spoil[left_out]()
     state, second = train(step, state, loader, TOTAL)

@@ -72,7 +72,7 @@ def damage(folder: Path) -> None:
 
 @given(STEPS, st.integers(1, 5), st.none() | st.integers(1, 9), CHOSEN, CHOSEN)
 def test_what_there_is_no_reason_to_keep_goes_and_nothing_else(steps, keep_last, keep_every, pinned, protected):
-    options = {"keep_every": keep_every, "pinned": pinned, "protected": protected}
+    options = {"keep_every": keep_every, "keep_steps": pinned, "protected": protected}
     removed = plan_retention(steps, keep_last, **options)
     last = steps[-keep_last:]
     reasons = [
@@ -103,7 +103,7 @@ def test_none_keeps_all():
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "3"])
 @pytest.mark.parametrize("name", ["keep_last", "keep_every"])
 def test_keeping_none_is_refused(name, value):
-    with pytest.raises(ConfigError, match=f"{name} must be a whole number of at least 1"):
+    with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 1"):
         plan_retention([1], **{"keep_last": 1, name: value})
 
 

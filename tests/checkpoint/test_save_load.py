@@ -187,7 +187,7 @@ def test_extra_comes_back_by_name(tmp_path):
 
 def test_a_missing_extra_is_named(tmp_path):
     save_sharded(tmp_path, plain_state())
-    with pytest.raises(CheckpointMismatchError, match="extra/loader: checkpoint nothing, here given"):
+    with pytest.raises(CheckpointMismatchError, match="extra/loader: checkpoint nothing, here a value"):
         load_sharded(tmp_path, plain_state(), extra={"loader": Counter()})
 
 
@@ -368,7 +368,7 @@ UNPLAIN = {
         r"extra/loader/cursor: state must be .* got builtins.object",
     ),
     "extra by number": (lambda s: (s, {1: 2}), "extra must have string names, got int 1"),
-    "slice": (lambda s: (replace(s, slices={"ema": {"f": len}}), {}), r"slices/ema/f: .* got builtins.builtin_function"),
+    "slice": (lambda s: (replace(s, transform_states={"ema": {"f": len}}), {}), r"slices/ema/f: .* got builtins.builtin_function"),
     "optimizer": (
         lambda s: (s.optimizer.state[s.params["first.bias"]].update(h=object()), (s, {}))[1],
         r"optimizer/state/first.bias/h: .* got builtins.object",
@@ -425,9 +425,9 @@ def test_bad_arguments_and_spent_states_are_refused(tmp_path):
 
 def test_a_root_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "root").write_text("")
-    with pytest.raises(CheckpointError, match=r"[nN]ot a directory"):
+    with pytest.raises(CheckpointError, match=r"[nN]ot a directory|must be a directory"):
         save_sharded(tmp_path / "root", plain_state())
-    with pytest.raises(CheckpointError, match=r"[nN]ot a directory"):
+    with pytest.raises(CheckpointError, match=r"[nN]ot a directory|must be a directory"):
         load_sharded(tmp_path / "root", plain_state(), missing_ok=True)
 
 

@@ -198,5 +198,5 @@ def test_diff_of_one_state_of_several(checkpoints, root):
     assert checkpoints("diff", "two", "other", "--state", "judge")[0] == 1
     code, out, err = checkpoints("diff", "two", "other", "--weights")
     assert (code, out) == (2, "")
-    assert "holds the states 'maker', 'judge'; name one with state (--state)" in err
+    assert "holds the states 'maker', 'judge'. Name one with state (--state)" in err
     assert "states/judge/params/last.bias" in checkpoints("diff", "two", "other")[1]

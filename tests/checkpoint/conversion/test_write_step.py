@@ -117,7 +117,7 @@ def test_one_of_several_states_is_taken_by_name(tmp_path):
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == {"weight", "bias"}
     assert torch.equal(found["weight"], states["judge"].params["weight"].detach())
-    with pytest.raises(ConfigError, match=r"holds the states 'maker', 'judge'; name one with state \(--state\)"):
+    with pytest.raises(ConfigError, match=r"holds the states 'maker', 'judge'. Name one with state \(--state\)"):
         convert(tmp_path / "root", tmp_path / "two", to="hf")
     with pytest.raises(CheckpointMismatchError, match="holds the states 'maker', 'judge', not 'other'"):
         convert(tmp_path / "root", tmp_path / "two", to="hf", state="other")
