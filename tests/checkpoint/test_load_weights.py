@@ -426,7 +426,8 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, change, what)
         del index["weight_map"]["more"], index["weight_map"]["seen"]
     (tmp_path / INDEX).write_text(json.dumps(index))
     name = "seen" if change == "add" else "more"
-    with pytest.raises(CorruptCheckpointError, match=rf"{ONE}: must have the tensors of {INDEX}, but {what} '{name}' \(1 such tensors\)"):
+    message = rf"{ONE}: must have the tensors of {INDEX}, but {what} '{name}' \(1 such tensors\)"
+    with pytest.raises(CorruptCheckpointError, match=message):
         load_weights_(net(), tmp_path)
 
 
