@@ -133,7 +133,7 @@ def test_a_folder_that_has_a_dataset_is_refused_and_stays_as_it_is(data, here):
 def test_a_folder_that_is_not_empty_is_refused(data, here):
     code, out, err = data("write", "rows.jsonl", ".")
     assert (code, out) == (2, "")
-    assert err.startswith(f"dtrain: data: write: {here}: is not empty (there is 'rows.jsonl'); ")
+    assert err.startswith(f"dtrain: data: write: {here}: is not empty (there is 'rows.jsonl'). ")
     assert os.listdir(here) == ["rows.jsonl"]
 
 
@@ -174,16 +174,16 @@ MISTAKES = {
     "out is a file": (["rows.jsonl", "rows.jsonl"], "OUT 'rows.jsonl' is a file; name a folder or URL that is not there yet"),
     "kind": (["rows.jsonl", "out", "--from", "xml"], "--from must be one of jsonl, csv, tsv, parquet, lines, documents, "),
     "format": (["rows.jsonl", "out", "--format", "hdf5"], "--format must be one of mds, parquet, jsonl, text, tar, got 'hdf5'"),
-    "compression": (["rows.jsonl", "out", "--compression", "rar"], "compression 'rar' is not known; known: "),
-    "level": (["rows.jsonl", "out", "--compression", "zstd:99"], "compression 'zstd:99': levels of zstd are 1 to 22"),
-    "hash": (["rows.jsonl", "out", "--hash", "crc"], "hash 'crc' is not known; known: "),
+    "compression": (["rows.jsonl", "out", "--compression", "rar"], "compression 'rar' is unknown; known: "),
+    "level": (["rows.jsonl", "out", "--compression", "zstd:99"], "compression 'zstd:99': the level of zstd must be 1 to 22"),
+    "hash": (["rows.jsonl", "out", "--hash", "crc"], "hash 'crc' is unknown; known: "),
     "hashes": (
         ["rows.jsonl", "out", "--hash", "md5,,"],
         "--hash takes different names with commas between, or none; got 'md5,,'",
     ),
     "size": (["rows.jsonl", "out", "--size-limit", "big"], "--size-limit must be a size as in 64MiB or 100MB, got 'big'"),
     "columns": (["rows.jsonl", "out", "--columns", "a,,b"], "--columns takes NAME or NAME:ENCODING with commas between, each"),
-    "encoding": (["rows.jsonl", "out", "--columns", "text:utf9"], "column 'text': encoding 'utf9' is not known; known: "),
+    "encoding": (["rows.jsonl", "out", "--columns", "text:utf9"], "column 'text': encoding 'utf9' is unknown; known: "),
     "a tokenizer alone": (["rows.jsonl", "out", "--tokenizer", "bytes"], "--tokenizer needs --concat N, too; "),
     "windows alone": (["rows.jsonl", "out", "--concat", "8"], "--concat needs --tokenizer NAME, too; "),
     "an end alone": (["rows.jsonl", "out", "--end", "x"], "--end and --text are about tokens; give --tokenizer NAME"),
