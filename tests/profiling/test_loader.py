@@ -26,6 +26,6 @@ def test_the_wait_for_a_loader_is_known_by_its_span(tmp_path):
     for batch in loader.until(5):
         state, _ = step(state, batch)
     found = diagnose(tmp_path)
-    assert [finding.rule for finding in found.findings] == ["check_data_wait"], str(found)
+    assert [finding.rule for finding in found.findings] == ["data_wait"], str(found)
     assert [share.data_wait_source for share in found.shares] == ["spans"]
     assert found.shares[0].data_wait >= 0.07  # of two steps with two samples each

@@ -103,7 +103,7 @@ def profiled_elsewhere(folder: str, transform: bool) -> str:
 def test_another_profiler_on_one_rank_is_refused_on_all(ranks, tmp_path, transform):
     mine, theirs = ranks(2).run(profiled_elsewhere, str(tmp_path), transform)
     assert mine.startswith("ConfigError: profile: only one profiler can run per process, got a profiler of torch's own")
-    assert theirs.startswith("PeerError: profile: rank 0 failed (1 of 2 ranks did): ConfigError: profile: a process has one")
+    assert theirs.startswith("PeerError: profile: rank 0 failed (1 of 2 ranks did): ConfigError: profile: only one profiler")
 
 
 def loss_fn(model: nn.Module, batch: torch.Tensor) -> dt.LossSum:
@@ -125,7 +125,7 @@ def test_a_late_loader_is_called_data_wait(ranks, tmp_path):
     ranks(2).run(late, str(tmp_path), 0.1)
     found = diagnose(tmp_path)
     rules = [finding.rule for finding in found.findings]
-    assert rules[0] == "check_data_wait", str(found)
+    assert rules[0] == "data_wait", str(found)
     assert "communication" not in rules
     assert [(share.steps, share.data_wait_source) for share in found.shares] == [(3, "between")] * 2
 
@@ -145,5 +145,5 @@ def test_much_to_reduce_and_little_to_compute_is_called_communication(ranks, tmp
     found = diagnose(tmp_path)
     rules = [finding.rule for finding in found.findings]
     assert "communication" in rules, str(found)
-    assert "check_data_wait" not in rules
+    assert "data_wait" not in rules
     assert [(share.steps, share.data_wait_source) for share in found.shares] == [(2, "spans")] * 2
