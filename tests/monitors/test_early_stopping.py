@@ -297,7 +297,7 @@ def test_a_run_that_stopped_does_not_train_on(tmp_path, options, capsys):
     for _ in range(2):
         again, state, taken = epochs_of(tmp_path, **options)
         assert (again.stopped, taken, state.step) == (True, 0, end.step)
-        assert "has ended the run; there is nothing left to train" in capsys.readouterr().err
+        assert "dtrain: until: the run has ended by" in capsys.readouterr().err
 
 
 def test_a_loop_that_does_not_ask_the_stop_is_told_when_it_trains_on(tmp_path):
