@@ -164,8 +164,8 @@ def leaks(rounds: int) -> list[int]:
             kept = state.run_context.transform_cache["auto_microbatch"]
             at, call = (("forward", 3), ("backward", 2), ("reduce", 2))[round_ % 3]
             with inject_fault("raise", at=at, call=call, rank=round_ % 2, error=OUT_OF_MEMORY):
-                trial = kept.prober.attempt(step_of(state), state, data, 4)
-            assert trial.made is None
+                trial = kept.prober.run_guarded(step_of(state), state, data, 4)
+            assert trial.output is None
             del trial
             live.append(held.live)
     return live

@@ -239,7 +239,7 @@ def test_no_size_is_other_than_a_multiple_of_the_divisor(ranks):
 
 
 def test_an_initial_size_that_the_divisor_does_not_divide_is_refused():
-    with pytest.raises(ConfigError, match="no multiple of divisor=4"):
+    with pytest.raises(ConfigError, match="initial must be a multiple of divisor, got initial=6 and divisor=4"):
         auto_microbatch(initial=6, divisor=4)
 
 
