@@ -156,9 +156,9 @@ def quality(shards: int, samples: int, batch_size: int = 256) -> None:
     sizes = [samples] * shards
     print(f"shuffles of {shards} shards of {samples} samples, batches of {batch_size}; a full shuffle has 1, 0, 1, 1:")
     orders: dict[str, SampleOrder] = {"full": dt.data.ElasticSampler(size=sum(sizes))}
-    for window, lanes in ((1, 8), (4, 8), (4, 32), (16, 8)):
-        shuffle = BlockShuffle(window=window, streams=lanes)
-        orders[f"window={window}, lanes={lanes}"] = shard_order(sizes, seed=0, shuffle=shuffle)
+    for window, streams in ((1, 8), (4, 8), (4, 32), (16, 8)):
+        shuffle = BlockShuffle(window=window, streams=streams)
+        orders[f"window={window}, streams={streams}"] = shard_order(sizes, seed=0, shuffle=shuffle)
     orders |= {name: _Given(draw()) for name, draw in _mosaicml(sizes).items()}
     for name, order in orders.items():
         held = shards_in_use(order, sizes, batch_size)

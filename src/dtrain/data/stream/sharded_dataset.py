@@ -208,18 +208,8 @@ class ShardedDataset:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        stored = [
-            "path",
-            "root",
-            "entries",
-            "_options",
-            "_verify",
-            "_ranged",
-            "_prefetch_shards",
-            "_max_open_shards",
-            "_folder",
-        ]
-        stored += ["_limit", "_follow_links", "_max_sample_bytes", "_max_shard_bytes"]
+        stored = ["path", "root", "entries", "_options", "_verify", "_ranged", "_prefetch_shards", "_max_open_shards"]
+        stored += ["_folder", "_limit", "_follow_links", "_max_sample_bytes", "_max_shard_bytes"]
         return {name: self.__dict__[name] for name in stored}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
