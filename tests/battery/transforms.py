@@ -159,7 +159,7 @@ def unspent() -> dt.Transform:
     def wrap(inner: Any) -> Any:
         def reviving(state: Any, metrics: Any) -> Any:
             after, metrics = inner(state, metrics)
-            state.shared.generation = state.generation - 1
+            state.run_context.generation = state.generation - 1
             return replace(after, generation=state.generation - 1), metrics
 
         return reviving
