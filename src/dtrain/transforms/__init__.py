@@ -2,7 +2,7 @@
 
     step = dt.compose_step(loss_fn, [
         dt.transforms.clip_by_norm(1.0),
-        dt.transforms.every(dt.transforms.sam(0.05), "10ba"),
+        dt.transforms.every("10ba", dt.transforms.sam(0.05)),
         dt.transforms.ema(half_life="100ba"),
     ])
 
